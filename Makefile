@@ -1,0 +1,52 @@
+# One virtual environment for everything; each target asks only for what it needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+INPUTS := pyproject.toml constraints.txt
+
+.PHONY: demo test lint bench dist-test docs clean
+
+demo: $(VENV)/.test
+	$(BIN)/python -m tenure demo
+
+# The simulated accelerator renames torch's PrivateUse1 backend for a whole process, so it gets its own.
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -m "not simdevice"
+	$(BIN)/python -m pytest -m simdevice
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pyright
+
+bench: $(VENV)/.test
+	for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
+
+dist-test: $(VENV)/.test
+	PYTHON="$(PYTHON)" sh tests/dist_test.sh
+
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx -W -q -b html docs docs/_build/html
+	@echo "Wrote docs/_build/html/index.html"
+
+clean:
+	rm -rf $(VENV) .venv-dist build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.python:
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.python $(INPUTS)
+	$(PIP) -e '.[test]'
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.test
+	$(PIP) -e '.[lint]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.test
+	$(PIP) -e '.[docs]'
+	@touch $@

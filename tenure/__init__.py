@@ -1,0 +1,1 @@
+"""Deterministic tensor lifetimes for PyTorch."""
