@@ -1,0 +1,56 @@
+"""The errors and warnings of every room, so that one ``except TenureError`` catches them all.
+
+Nothing here imports torch: an error can be raised, caught and pickled without it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tenure.scopes._leaks import LeakReport
+
+
+class TenureError(RuntimeError):
+    """Base class of the errors that tenure raises on purpose."""
+
+
+class DisposedTensorError(TenureError):
+    """A tensor was used after it had been disposed."""
+
+
+class DisposedAttributeError(DisposedTensorError, AttributeError):
+    """An attribute of a disposed tensor was read; ``hasattr`` still answers False."""
+
+
+class ScopeUsageError(TenureError):
+    """A scope was asked for something that it can't do, and nothing was changed."""
+
+
+class ScopeLeakError(TenureError):
+    """Tensors outlived a scope whose policy is ``"raise"``.
+
+    Attributes:
+        report: the tensors and who holds each.
+    """
+
+    def __init__(self, message: str, report: LeakReport | None = None) -> None:
+        super().__init__(message)
+        self.report = report
+
+    def __reduce__(self) -> tuple[type[ScopeLeakError], tuple[str, LeakReport | None]]:
+        return type(self), (self.args[0], self.report)
+
+
+class TenureWarning(UserWarning):
+    """Base class of the warnings that tenure gives."""
+
+
+class ScopeUsageWarning(TenureWarning):
+    """A scope is used in a way that works, but seldom as it was meant."""
+
+
+for _name, _class in list(globals().items()):
+    if isinstance(_class, type) and _class.__module__ == __name__:
+        _class.__module__ = "tenure"  # tracebacks read tenure.DisposedTensorError
+del _name, _class

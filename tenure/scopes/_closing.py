@@ -1,0 +1,88 @@
+"""What happens to the tensors that are still alive when their scope has been unlinked.
+
+Nothing here can fail for one tensor and so stop the rest, and nothing masks the block's exception.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from tenure._errors import ScopeLeakError
+
+from ._deferred import inside_operation
+from ._disposal import Disposal, dispose_tensor
+from ._disposed import Cause
+from ._leaks import build_leak_report
+from ._ledger import Reference, site_of
+
+if TYPE_CHECKING:
+    from ._scope import DisposeScope
+    from ._thread import ThreadScopes
+
+Survivors = list[tuple[Tensor, Reference]]
+_logger = logging.getLogger("tenure.scopes")
+
+
+def settle(scope: DisposeScope, survivors: Survivors, exc: BaseException | None) -> None:
+    """Do with the survivors of a closed scope what its policy says.
+
+    Raises:
+        ScopeLeakError: the policy is ``"raise"``, tensors leaked, and the block did not fail.
+    """
+    failed = exc is not None and not isinstance(exc, GeneratorExit)
+    if failed and scope.on_error == "keep":
+        _keep(scope, survivors)
+    elif scope.policy == "dispose":
+        if survivors:  # naming the cause walks no frame then
+            dispose_all(scope, survivors, Cause(scope.label, scope.site))
+    else:
+        _report(scope, survivors, masked=exc is not None)
+
+
+def dispose_all(scope: DisposeScope, owned: Survivors, cause: Cause) -> None:
+    """Dispose tensors that have been taken from the ledger of ``scope``; ``owned`` ends empty."""
+    threads = scope._threads
+    defer = inside_operation(scope._opener)
+    while owned:
+        tensor, reference = owned.pop()
+        if defer:
+            threads.disposed += 1
+            threads.deferred.add(reference, cause)
+        else:
+            _dispose(tensor, reference, cause, threads)
+
+
+def _dispose(tensor: Tensor, reference: Reference, cause: Cause, threads: ThreadScopes) -> None:
+    try:
+        disposal = dispose_tensor(tensor, cause, site_of(reference))
+    except Exception:  # a subclass with a broken __tensor_flatten__
+        _logger.exception("A %s could not be disposed; it stays alive.", type(tensor).__name__)
+        disposal = Disposal.IMPOSSIBLE
+    if disposal is Disposal.IMPOSSIBLE:
+        threads.hand_out(reference)
+    elif disposal is not Disposal.ALREADY:
+        threads.disposed += 1
+
+
+def _keep(scope: DisposeScope, survivors: Survivors) -> None:
+    for _, reference in survivors:
+        scope._threads.hand_out(reference)
+
+
+def _report(scope: DisposeScope, survivors: Survivors, *, masked: bool) -> None:
+    _keep(scope, survivors)
+    found = [(tensor, _site_text(reference)) for tensor, reference in survivors]
+    scope.leaks = report = build_leak_report(found, scope=scope.label, ignore=(survivors, found))
+    if not report.records:
+        return
+    _logger.warning("%s", report)
+    if scope.policy == "raise" and not masked:
+        raise ScopeLeakError(str(report), report)
+
+
+def _site_text(reference: Reference) -> str | None:
+    site = site_of(reference)
+    return None if site is None else str(site)

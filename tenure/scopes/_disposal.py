@@ -1,0 +1,121 @@
+"""Making a handle let go of its tensor, while autograd, views and C++ keep theirs.
+
+The impl of the handle is swapped with an empty one, so nothing that still needs the data can see
+the difference; the class is assigned first, because that is the step that can be refused cleanly.
+"""
+
+from __future__ import annotations
+
+import enum
+import warnings
+
+import torch
+from torch import Tensor
+
+from tenure._errors import TenureWarning
+
+from . import _torch_swap
+from ._disposed import Cause, DisposalRecord, DisposedTensor, set_record
+from ._sites import Site, SiteStack
+from ._trees import inner_tensors
+
+
+class Disposal(enum.Enum):
+    """What came of an attempt to dispose a tensor."""
+
+    HARD = "the handle lets go of its data"
+    SOFT = "the handle refuses every use, but pins its data until it dies"
+    INNER = "the handle stays, the tensors inside it are disposed"
+    ALREADY = "it had been disposed before"
+    IMPOSSIBLE = "its class allows none of these; it stays alive and is owned by no scope"
+
+
+def dispose_tensor(
+    tensor: Tensor, cause: Cause, created: Site | SiteStack | None = None
+) -> Disposal:
+    """Dispose one handle of any shape, dtype, device, layout and subclass.
+
+    Never raises for a tensor that can't be disposed: the answer says so.
+    """
+    cls = type(tensor)
+    if cls is DisposedTensor:
+        return Disposal.ALREADY
+    record = _describe(tensor, cause, created)
+    try:
+        tensor.__class__ = DisposedTensor
+    except TypeError:  # a class with slots, such as DTensor, can't be exchanged
+        return _dispose_inner(tensor, cause, created)
+    return _take_data(tensor, cls, record)
+
+
+def is_disposed(tensor: Tensor) -> bool:
+    """Whether the handle has been disposed; of a wrapper with slots, whether its inner ones were.
+
+    Args:
+        tensor: a tensor of any shape, dtype and device.
+    """
+    if type(tensor) is DisposedTensor:
+        return True
+    inner = inner_tensors(tensor)
+    return bool(inner) and all(map(is_disposed, inner))
+
+
+def _describe(tensor: Tensor, cause: Cause, created: Site | SiteStack | None) -> DisposalRecord:
+    with _torch_swap.without_modes():
+        try:
+            return DisposalRecord(tensor.dtype, tensor.shape, tensor.device, created, cause)
+        except (RuntimeError, NotImplementedError):  # a nested tensor has no shape
+            return DisposalRecord(tensor.dtype, (), tensor.device, created, cause)
+
+
+def _take_data(tensor: Tensor, cls: type[Tensor], record: DisposalRecord) -> Disposal:
+    twin = _twin_of(tensor)
+    if twin is None:
+        set_record(tensor, record)
+        return Disposal.SOFT
+    # The twin is what autograd and views hand out from here on: it must be what the handle was.
+    own = tensor.__dict__
+    tensor.__dict__, twin.__dict__ = twin.__dict__, own
+    twin.__class__ = cls
+    set_record(tensor, record)
+    return Disposal.HARD
+
+
+def _twin_of(tensor: Tensor) -> Tensor | None:
+    """A new handle that has taken over the impl of ``tensor``; None if that was refused."""
+    if not _swap_is_trusted():
+        return None
+    with _torch_swap.without_modes():
+        twin = _torch_swap.make_empty(DisposedTensor)
+        try:
+            _torch_swap.swap(tensor, twin)
+        except RuntimeError:  # a C++ weak reference: retain_grad() of a non-leaf, autocast's cache
+            return None
+    return twin
+
+
+def _dispose_inner(tensor: Tensor, cause: Cause, created: Site | SiteStack | None) -> Disposal:
+    results = [dispose_tensor(inner, cause, created) for inner in inner_tensors(tensor)]
+    if not results or Disposal.IMPOSSIBLE in results:
+        return Disposal.IMPOSSIBLE
+    already = all(result is Disposal.ALREADY for result in results)
+    return Disposal.ALREADY if already else Disposal.INNER
+
+
+def _swap_is_trusted() -> bool:
+    if _torch_swap.works():
+        return True
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"torch {torch.__version__} no longer swaps tensors as tenure expects. Disposed tensors "
+            "still refuse every use, but their memory goes only when the last name for them goes. "
+            "Use a tested torch (see constraints.txt), or update tenure.",
+            TenureWarning,
+            stacklevel=2,
+        )
+    return False
+
+
+_warned = False

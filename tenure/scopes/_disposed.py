@@ -1,0 +1,153 @@
+"""What is left of a disposed tensor: a handle without storage that refuses every use, loudly.
+
+Only looking at it is quiet: ``repr``, ``str``, ``format``, ``dir`` and ``hash`` never raise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from tenure._describe import describe
+from tenure._errors import DisposedAttributeError, DisposedTensorError
+
+from ._sites import Site, SiteStack
+from ._trees import tensors_in
+
+_RECORD = "_tenure_record"
+_ADVICE = (
+    "Keep it with move_to_outer() or detach_from_scope(), make it inside persist() if it is a "
+    "cache, or use it inside."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What disposed a tensor; one object serves all tensors that went together.
+
+    Attributes:
+        scope: the scope that owned them, as ``<DisposeScope 'step'>``; None if none did.
+        opened: where that scope was opened.
+        call: the function that disposed them, or None if it was the end of the scope.
+        at: where it was called.
+    """
+
+    scope: str | None
+    opened: Site | None = None
+    call: str | None = None
+    at: Site | None = None
+
+    def __str__(self) -> str:
+        owner = f"{self.scope} (opened at {self.opened})" if self.scope else ""
+        if self.call is None:
+            return f"disposed when {owner} closed"
+        return f"disposed by {self.call}() at {self.at}" + (
+            f" while {owner} owned it" if owner else ""
+        )
+
+
+class DisposalRecord(NamedTuple):
+    """What a handle was before it was disposed, and why it no longer is."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: torch.device
+    created: Site | SiteStack | None
+    cause: Cause
+
+    def __str__(self) -> str:
+        n_bytes = math.prod(self.shape) * self.dtype.itemsize
+        origin = f"; it was created at {self.created}" if self.created else ""
+        return f"{describe(self.dtype, self.shape, self.device, n_bytes)}, {self.cause}{origin}"
+
+
+class DisposedTensor(Tensor):
+    """The class of a handle whose tensor has been let go. Users never make one."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> NoReturn:
+        """Refuse every function and every property of torch."""
+        _refuse(_operation(func), (args, kwargs))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> NoReturn:
+        """Refuse what reaches the kernel without passing ``__torch_function__``."""
+        _refuse(f"{func.overloadpacket.__name__}()", (args, kwargs))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        error: type[AttributeError] = (
+            AttributeError if name.startswith("_") else DisposedAttributeError
+        )
+        raise error(f".{name} of {_text_of(self)}. {_ADVICE}")
+
+    def __repr__(self, *_: object, **__: object) -> str:
+        return f"<DisposedTensor {_text_of(self)}>"
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)  # a spec such as .3f is for the number that is gone
+
+    def __dir__(self) -> list[str]:
+        return ["__class__"]
+
+
+def record_of(tensor: Tensor) -> DisposalRecord | None:
+    """The record of a disposed handle."""
+    record: DisposalRecord | None = object.__getattribute__(tensor, "__dict__").get(_RECORD)
+    return record
+
+
+def set_record(tensor: Tensor, record: DisposalRecord) -> None:
+    """Write on a disposed handle what it was."""
+    object.__getattribute__(tensor, "__dict__")[_RECORD] = record
+
+
+def refuse(tensor: Tensor, operation: str) -> NoReturn:
+    """Raise the error that names ``operation`` and what ``tensor`` was.
+
+    Raises:
+        DisposedTensorError: always.
+    """
+    raise DisposedTensorError(f"{operation} got {_text_of(tensor)}. {_ADVICE}")
+
+
+def _refuse(operation: str, trees: tuple[object, ...]) -> NoReturn:
+    for tensor in tensors_in(trees):
+        if type(tensor) is DisposedTensor:
+            refuse(tensor, operation)
+    raise DisposedTensorError(f"{operation} got a disposed tensor. {_ADVICE}")
+
+
+def _text_of(tensor: Tensor) -> str:
+    record = record_of(tensor)
+    return "tensor" if record is None else str(record)
+
+
+def _operation(func: Callable[..., Any]) -> str:
+    name: str = getattr(func, "__name__", None) or type(func).__name__
+    if name in {"__get__", "__set__", "__delete__"}:
+        return f".{getattr(getattr(func, '__self__', None), '__name__', name)}"
+    return f"{_unwrapped(name)}()"
+
+
+def _unwrapped(name: str) -> str:
+    return name.removeprefix("__").removesuffix("__") if name.startswith("__") else name

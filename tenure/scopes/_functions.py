@@ -1,0 +1,181 @@
+"""The verbs of a scope as functions, for code that has a tensor at hand and no scope."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+from weakref import ref
+
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from tenure._errors import ScopeUsageError
+
+from ._closing import dispose_all
+from ._deferred import inside_operation
+from ._disposal import Disposal, dispose_tensor
+from ._disposal import is_disposed as _is_disposed
+from ._disposed import Cause
+from ._scope import DisposeScope, check_not_foreign, check_target, current_scope
+from ._sites import user_site
+from ._thread import ThreadScopes, this_thread
+from ._trees import given_back, required_tensors
+
+Tree = TypeVar("Tree")
+
+
+def owner_of(tensor: Tensor) -> DisposeScope | None:
+    """The open scope of this thread that owns ``tensor``, or None.
+
+    Args:
+        tensor: a tensor of any shape, dtype and device.
+    """
+    return this_thread().owner_of(tensor)
+
+
+def move_to_outer(*trees: Tree) -> Tree:
+    """Hand tensors of the current scope to the scope around it; with none around, detach them.
+
+    Args:
+        *trees: tensors of any shape, dtype and device, or nested containers of them.
+
+    Returns:
+        The same object (a tuple if several were given).
+
+    Raises:
+        ScopeUsageError: a tree holds no tensor.
+
+    Source: ``MoveToOuterDisposeScope`` of TorchSharp. There the outer scope is that of the owner;
+    here it is that of the current scope, so a tensor that was only passed through stays where it is.
+    """
+    if not is_dynamo_compiling():
+        required_tensors(trees, "move_to_outer()")
+        scope = current_scope()
+        if scope is not None:
+            scope.move_to_outer(*trees)
+    return given_back(trees)
+
+
+def move_to(scope: DisposeScope | None, *trees: Tree) -> Tree:
+    """Make ``scope`` the owner of tensors, whichever scope of this thread owns them now.
+
+    Args:
+        scope: an open scope of this thread; None detaches.
+        *trees: tensors of any shape, dtype and device, or nested containers of them.
+
+    Returns:
+        The same object (a tuple if several were given).
+
+    Raises:
+        DisposedTensorError: one of them has been disposed. No tensor changed its owner.
+        ScopeUsageError: ``scope`` is closed or belongs to another thread, or a tree holds no tensor.
+
+    Source: ``MoveToOtherDisposeScope`` of TorchSharp; a tensor without an owner is attached.
+    """
+    if not is_dynamo_compiling():
+        check_target(scope)
+        if scope is None:
+            detach_from_scope(*trees)
+        else:
+            scope._attach(required_tensors(trees, "move_to()"))
+    return given_back(trees)
+
+
+def detach_from_scope(*trees: Tree) -> Tree:
+    """Take tensors out of the care of their scopes: they live as in plain PyTorch.
+
+    Args:
+        *trees: tensors of any shape, dtype and device, or nested containers of them.
+
+    Returns:
+        The same object (a tuple if several were given).
+
+    Raises:
+        ScopeUsageError: a tree holds no tensor.
+
+    Source: ``DetachFromDisposeScope`` of TorchSharp.
+    """
+    if not is_dynamo_compiling():
+        this_thread().release(required_tensors(trees, "detach_from_scope()"))
+    return given_back(trees)
+
+
+def attach_to_scope(*trees: Tree) -> Tree:
+    """Make the current scope the owner of tensors, whoever owned them before.
+
+    Args:
+        *trees: tensors of any shape, dtype and device, or nested containers of them.
+
+    Returns:
+        The same object (a tuple if several were given).
+
+    Raises:
+        DisposedTensorError: one of them has been disposed. No tensor changed its owner.
+        ScopeUsageError: no scope is open here, or a tensor is owned by another thread's scope, or a
+            tree holds no tensor.
+    """
+    if not is_dynamo_compiling():
+        tensors = required_tensors(trees, "attach_to_scope()")
+        scope = current_scope()
+        if scope is None:
+            raise ScopeUsageError(
+                "attach_to_scope() was called where no scope is open. Nothing was attached. Call it "
+                "inside `with NewDisposeScope():`, or use attach() of a scope."
+            )
+        scope._attach(tensors)
+    return given_back(trees)
+
+
+def dispose(*trees: Tree) -> None:
+    """Let tensors go now, whether a scope of this thread owns them or none; twice is harmless.
+
+    Autograd, views and other handles keep the data they need.
+
+    Args:
+        *trees: tensors of any shape, dtype and device, or nested containers of them.
+
+    Raises:
+        ScopeUsageError: a scope of another thread owns one of them, or a tree holds no tensor.
+            Nothing was disposed.
+
+    Source: ``Dispose`` of TorchSharp's tensors.
+    """
+    if is_dynamo_compiling():
+        return
+    tensors = required_tensors(trees, "dispose()")
+    for tensor in tensors:
+        check_not_foreign(tensor, "dispose()")
+    threads, site = this_thread(), user_site()
+    for tensor in tensors:
+        owner = threads.owner_of(tensor)
+        reference = owner and owner._ledger.take(tensor)
+        if owner is None or reference is None:
+            _dispose_unowned(tensor, threads, Cause(None, None, "dispose", site))
+        else:
+            dispose_all(
+                owner, [(tensor, reference)], Cause(owner.label, owner.site, "dispose", site)
+            )
+
+
+def is_disposed(tensor: Tensor) -> bool:
+    """Whether ``tensor`` has been disposed; reading it never raises.
+
+    Args:
+        tensor: a tensor of any shape, dtype and device.
+
+    Raises:
+        ScopeUsageError: it is no tensor.
+    """
+    if not isinstance(tensor, Tensor):
+        raise ScopeUsageError(
+            f"is_disposed() got a {type(tensor).__name__}, which is no tensor. Pass a tensor."
+        )
+    return _is_disposed(tensor)
+
+
+def _dispose_unowned(tensor: Tensor, threads: ThreadScopes, cause: Cause) -> None:
+    reference = threads.handed_out.take(tensor)
+    if inside_operation(None):
+        threads.deferred.add(reference or ref(tensor), cause)
+        threads.disposed_outside += 1
+    elif dispose_tensor(tensor, cause) is not Disposal.ALREADY:
+        threads.disposed_outside += 1

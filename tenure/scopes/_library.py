@@ -1,0 +1,83 @@
+"""Tensors that belong to a library object and not to the block that happened to make them.
+
+Optimizer state, buffers, a GradScaler's scale and the flat tensors of a distributed wrapper live as
+long as their object. They are recognised by who makes them, or by torch's own public hooks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable
+from itertools import chain
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ._trees import tensors_in
+
+_LIBRARY_MODULES = (
+    "torch.optim",
+    "torch.amp",
+    "torch.cuda.amp",
+    "torch.nn.modules.module",
+    "torch.nn.utils.parametriz",
+    "torch.nn.parallel",
+    "torch.distributed",
+)
+
+
+_CONTAINERS = (list, tuple, dict, deque)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_library_module(name: str) -> bool:
+    """Whether what the code of module ``name`` makes belongs to an object of that library."""
+    return name.startswith(_LIBRARY_MODULES)
+
+
+def copies_library_object(frame: FrameType | None) -> bool:
+    """Whether the ``copy.deepcopy`` that runs in ``frame`` is copying a module or an optimizer.
+
+    Its buffers are copied past every hook of torch; the object being copied tells whose they are.
+    """
+    while frame is not None and frame.f_globals.get("__name__") == "copy":
+        if isinstance(frame.f_locals.get("x"), nn.Module | Optimizer):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def install_hooks(release: Callable[[list[Tensor]], object]) -> None:
+    """From now on call ``release`` with every tensor that a module or an optimizer takes for itself."""
+
+    def on_registration(module: nn.Module, name: str, tensor: Any) -> None:
+        if isinstance(tensor, Tensor):
+            release([tensor])
+
+    def on_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        release(_tensors_of(optimizer))
+
+    module_hooks.register_module_buffer_registration_hook(on_registration)
+    module_hooks.register_module_parameter_registration_hook(on_registration)
+    register_optimizer_step_post_hook(on_step)
+
+
+def _tensors_of(optimizer: Optimizer) -> list[Tensor]:
+    """The tensors of its state, of its groups (but for the parameters) and of its own attributes."""
+    states = (state.values() for state in optimizer.state.values() if isinstance(state, dict))
+    values = [
+        *chain.from_iterable(states),
+        *(value for group in optimizer.param_groups for value in _without(group, "params")),
+        *_without(vars(optimizer), "state", "param_groups"),
+    ]
+    plain = [value for value in values if isinstance(value, Tensor)]
+    return plain + tensors_in(value for value in values if isinstance(value, _CONTAINERS) and value)
+
+
+def _without(mapping: dict[str, Any], *names: str) -> list[Any]:
+    return [value for name, value in mapping.items() if name not in names]

@@ -1,0 +1,132 @@
+"""The one torch-function mode of a thread: it sees what torch returns and enters it in a ledger.
+
+One mode serves all scopes of a thread, however deep they nest, so that torch.compile sees at most
+two states of the world: with it and without it. The handler is the hot path of the whole library.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+
+from ._ledger import SitedRef
+from ._library import copies_library_object, is_library_module
+from ._newness import DEEPCOPY, SOLE, flat_tensors, is_new, new_among
+from ._sites import capture_site
+
+if TYPE_CHECKING:
+    from ._scope import DisposeScope
+
+getrefcount, getframe = sys.getrefcount, sys._getframe
+
+current: ContextVar[DisposeScope | None] = ContextVar("tenure_current_scope", default=None)
+"""The scope that the running code is in; it may be closed by now, or belong to another thread."""
+get_current = current.get
+
+_WITHOUT_TENSORS = frozenset(
+    {
+        type(None),
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        torch.Size,
+        torch.dtype,
+        torch.device,
+        torch.layout,
+    }
+)
+
+
+class Manager(TorchFunctionMode):
+    """Enters the new outputs of torch functions in the ledger of the current scope.
+
+    Attributes:
+        created: how many tensors it has entered, since the thread began.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.created = 0
+        self._caller: CodeType | None = None  # the last code object that proved to be no library's
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run ``func`` and track what it made."""
+        if is_dynamo_compiling():  # folded by dynamo, which must trace nothing of what follows
+            return func(*args, **(kwargs or {}))
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        if type(out) is Tensor and getrefcount(out) == SOLE:
+            scope = get_current()
+            if scope is not None and scope._gate is self:
+                if getframe(1).f_code is self._caller or self._admits(getframe(1)):
+                    self.created += 1
+                    scope._ledger.refs[id(out)] = ref(out)
+            elif scope is not None:
+                self._enter([out], scope, getframe(1))
+        elif type(out) not in _WITHOUT_TENSORS and not (args and out is args[0]):
+            scope = get_current()
+            if scope is not None:
+                self._enter(
+                    _new_of(out, func, (args, kwargs)), scope, getframe(1), func is DEEPCOPY
+                )
+        return out
+
+    def open_scope(self, scope: DisposeScope) -> DisposeScope | None:
+        """From ``scope`` outwards, the first that is open on the thread of this manager.
+
+        A context that was copied into a task or a thread may still name a scope that has closed, or
+        one that belongs elsewhere.
+        """
+        if scope._threads.manager is not self:
+            return None
+        return scope if scope.is_open else scope.outer
+
+    def _admits(self, frame: FrameType) -> bool:
+        """Whether tensors made by the code in ``frame`` belong to the block it runs in."""
+        if is_library_module(frame.f_globals.get("__name__", "")):
+            return False
+        self._caller = frame.f_code
+        return True
+
+    def _enter(
+        self, tensors: list[Tensor], scope: DisposeScope, frame: FrameType, copied: bool = False
+    ) -> None:
+        """The long way: for containers, subclasses, captured sites and scopes that are not simply open."""
+        open_scope = self.open_scope(scope)
+        if not tensors or open_scope is None or not self._admits(frame):
+            return
+        if copied and copies_library_object(frame):
+            return
+        self.created += len(tensors)
+        site = capture_site(frame, open_scope.capture) if open_scope.capture else None
+        refs = open_scope._ledger.refs
+        for tensor in tensors:
+            refs[id(tensor)] = ref(tensor) if site is None else SitedRef(tensor, site)
+
+
+HANDLER_CODE = Manager.__torch_function__.__code__
+"""The code of the frame that stands on the stack while torch runs a function for a scope."""
+
+
+def _new_of(out: Any, func: Callable[..., Any], trees: tuple[Any, ...]) -> list[Tensor]:
+    if isinstance(out, Tensor):
+        sole = getrefcount(out) == SOLE + 1 and not isinstance(out, Parameter)
+        return [out] if sole or is_new(out, func, trees) else []
+    return new_among(flat_tensors((out,)), func, trees)

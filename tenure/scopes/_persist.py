@@ -1,0 +1,49 @@
+"""Stepping out of all scopes for what must outlive them: caches, lazily built state."""
+
+from __future__ import annotations
+
+from contextlib import ContextDecorator
+from typing import TYPE_CHECKING
+
+from torch.compiler import is_dynamo_compiling
+
+from ._manager import current
+
+if TYPE_CHECKING:
+    from ._scope import DisposeScope
+
+
+class persist(ContextDecorator):
+    """A block, or with ``@persist()`` a function, in which no scope takes what is made.
+
+    A scope opened inside has no outer scope. May be nested, and entered again.
+
+    Example:
+        >>> import torch
+        >>> from tenure import NewDisposeScope, persist
+        >>> cache = {}
+        >>> with NewDisposeScope():
+        ...     with persist():
+        ...         cache["mask"] = torch.ones(2)
+        >>> cache["mask"].sum().item()
+        2.0
+
+    Source: ``scopeOutOfWorkspaces`` of ND4J.
+    """
+
+    def __init__(self) -> None:
+        self._left: list[DisposeScope | None] = []
+
+    def __enter__(self) -> None:
+        """Leave the current scope."""
+        if not is_dynamo_compiling():
+            self._left.append(current.get())
+            current.set(None)
+
+    def __exit__(self, *_: object) -> None:
+        """Return to it."""
+        if not is_dynamo_compiling():
+            current.set(self._left.pop())
+
+    def _recreate_cm(self) -> persist:
+        return persist()  # a decorated function may run on several threads at once

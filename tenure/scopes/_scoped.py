@@ -1,0 +1,208 @@
+"""A function in a scope of its own: what it returns moves to its caller's scope.
+
+Four kinds of function, one rule each: plain and async functions hold their scope from call to
+return; generators and async generators hold theirs while they run, and suspend it at each yield.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from typing import Any, TypeVar, overload
+
+from torch.compiler import is_dynamo_compiling
+
+from tenure._errors import ScopeUsageError
+
+from ._scope import DisposeScope, OnError, Policy
+from ._sites import Capture, user_frame
+from ._trees import tensors_in
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_Opener = Callable[[], DisposeScope]
+
+
+@overload
+def scoped(function: Function, /) -> Function: ...
+@overload
+def scoped(
+    *,
+    name: str | None = None,
+    policy: Policy = "dispose",
+    on_error: OnError = "dispose",
+    capture: Capture | None = None,
+) -> Callable[[Function], Function]: ...
+def scoped(function: Any = None, /, **options: Any) -> Any:
+    """Run a function in a scope of its own; what it returns or yields moves to its caller's scope.
+
+    Args:
+        function: a function, method, coroutine function, generator function or async generator
+            function.
+        **options: ``name`` (default: that of the function), ``policy``, ``on_error`` and
+            ``capture``, as of NewDisposeScope.
+
+    Raises:
+        ScopeUsageError: it decorates something else, such as a class or a classmethod object.
+
+    Example:
+        >>> import torch
+        >>> from tenure import scoped
+        >>> @scoped
+        ... def normalized(x: torch.Tensor) -> torch.Tensor:
+        ...     centred = x - x.mean()
+        ...     return centred / centred.norm()
+        >>> normalized(torch.tensor([1.0, 3.0]))
+        tensor([-0.7071,  0.7071])
+
+    Source: ``WrappedTensorDisposeScope`` of TorchSharp, and ``tf.tidy`` of TensorFlow.js.
+    """
+    if function is None:
+        return functools.partial(_wrap, options=options)
+    return _wrap(function, options)
+
+
+def _wrap(function: Any, options: dict[str, Any]) -> Any:
+    if not callable(function) or isinstance(function, type):
+        raise ScopeUsageError(
+            f"@scoped got {function!r}, which is no function. Decorate the function itself, below "
+            "@classmethod or @staticmethod."
+        )
+    named = {"name": getattr(function, "__qualname__", type(function).__name__), **options}
+    DisposeScope(**named)  # wrong options fail here and not at the first call
+    opener = functools.partial(DisposeScope, **named)
+    return functools.wraps(function)(_runner(function)(function, opener))
+
+
+def _runner(function: Any) -> Callable[[Any, _Opener], Any]:
+    if inspect.isasyncgenfunction(function):
+        return _scoped_async_generator
+    if inspect.isgeneratorfunction(function):
+        return _scoped_generator
+    if inspect.iscoroutinefunction(function):
+        return _scoped_coroutine
+    return _scoped_function
+
+
+def _scoped_function(function: Callable[..., Any], opener: _Opener) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            return function(*args, **kwargs)
+        with _Call(opener()) as scope:
+            return _handed_over(scope, function(*args, **kwargs))
+
+    return run
+
+
+def _scoped_coroutine(
+    function: Callable[..., Awaitable[Any]], opener: _Opener
+) -> Callable[..., Awaitable[Any]]:
+    async def run(*args: Any, **kwargs: Any) -> Any:
+        with _Call(opener()) as scope:
+            return _handed_over(scope, await function(*args, **kwargs))
+
+    return run
+
+
+def _scoped_generator(
+    function: Callable[..., Generator[Any, Any, Any]], opener: _Opener
+) -> Callable[..., Generator[Any, Any, Any]]:
+    def run(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        generator = function(*args, **kwargs)
+        step = functools.partial(generator.send, None)
+        with _Suspended(opener()) as scope:
+            while True:
+                with _Turn(scope):
+                    try:
+                        ready = [_handed_over(scope, step())]
+                    except StopIteration as stop:
+                        return _handed_over(scope, stop.value)
+                try:
+                    sent = yield ready.pop()  # while suspended, nothing here holds what was yielded
+                except GeneratorExit:
+                    with _Turn(scope):
+                        generator.close()
+                    raise
+                except BaseException as error:
+                    step = functools.partial(generator.throw, error)
+                else:
+                    step = functools.partial(generator.send, sent)
+
+    return run
+
+
+def _scoped_async_generator(
+    function: Callable[..., AsyncGenerator[Any, Any]], opener: _Opener
+) -> Callable[..., AsyncGenerator[Any, Any]]:
+    async def run(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+        generator = function(*args, **kwargs)
+        step = functools.partial(generator.asend, None)
+        with _Suspended(opener()) as scope:
+            while True:
+                with _Turn(scope):
+                    try:
+                        ready = [_handed_over(scope, await step())]
+                    except StopAsyncIteration:
+                        return
+                try:
+                    sent = yield ready.pop()
+                except GeneratorExit:
+                    with _Turn(scope):
+                        await generator.aclose()
+                    raise
+                except BaseException as error:
+                    step = functools.partial(generator.athrow, error)
+                else:
+                    step = functools.partial(generator.asend, sent)
+
+    return run
+
+
+class _Block:
+    """A stretch of code and the scope that belongs to it."""
+
+    __slots__ = ("scope",)
+
+    def __init__(self, scope: DisposeScope) -> None:
+        self.scope = scope
+
+
+class _Call(_Block):
+    """From the call of a function to its return: the scope is open all the time."""
+
+    def __enter__(self) -> DisposeScope:
+        self.scope._open(user_frame(sys._getframe(1)))
+        return self.scope
+
+    def __exit__(self, _: object, exc: BaseException | None, __: object) -> None:
+        self.scope._close(exc)
+
+
+class _Suspended(_Block):
+    """The life of a generator: its scope is there, and open only while the generator runs."""
+
+    def __enter__(self) -> DisposeScope:
+        self.scope._open(user_frame(sys._getframe(1)))
+        self.scope._suspend()
+        return self.scope
+
+    def __exit__(self, _: object, exc: BaseException | None, __: object) -> None:
+        self.scope._finish(exc)
+
+
+class _Turn(_Block):
+    """One step of a generator, from where it is resumed to where it yields."""
+
+    def __enter__(self) -> None:
+        self.scope._check_thread("resume")
+        self.scope._resume()
+
+    def __exit__(self, *_: object) -> None:
+        self.scope._suspend()
+
+
+def _handed_over(scope: DisposeScope, result: Any) -> Any:
+    """What the function returned, its tensors moved to the scope of the caller."""
+    scope._move(tensors_in((result,)), scope.outer)
+    return result

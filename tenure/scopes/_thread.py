@@ -1,0 +1,150 @@
+"""What one thread knows of its scopes: which are open, and what has been counted.
+
+A scope belongs to the thread that opened it, and a tensor to one scope at the most. The open scopes
+of all the asyncio tasks of a thread stand in one list, so that every tensor's owner can be found.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import TYPE_CHECKING
+from weakref import WeakSet, ref
+
+from torch import Tensor
+
+from ._deferred import DeferredDisposals
+from ._ledger import Ledger, Reference
+from ._library import install_hooks
+from ._manager import Manager
+from ._torch_modes import is_active, push, remove
+
+if TYPE_CHECKING:
+    from ._scope import DisposeScope
+
+
+class World:
+    """A stretch of this thread's mode stack that shares one manager.
+
+    A backward hook, for one, runs with an empty stack: the first scope opened there pushes the
+    manager anew, and the last one closed takes it off again.
+    """
+
+    __slots__ = ("n_scopes", "outer")
+
+    def __init__(self, outer: World | None) -> None:
+        self.outer = outer
+        self.n_scopes = 0
+
+
+class ThreadScopes:
+    """The open scopes of one thread and its counters."""
+
+    def __init__(self) -> None:
+        self.thread_id = threading.get_ident()
+        self.manager = Manager()
+        self.open: dict[int, DisposeScope] = {}
+        self.handed_out = Census()
+        self.deferred = DeferredDisposals()
+        self.attached = self.detached = self.disposed = self.disposed_outside = 0
+        self.counts_at_reset: dict[str, int] = {}
+        self._world: World | None = None
+        _all_threads.add(self)
+        _install_hooks_once()
+
+    def enter_world(self) -> World:
+        """Make sure that the manager sees what torch does here, for one more scope."""
+        world = self._world
+        if world is None or not is_active(self.manager):
+            world = self._world = World(world)
+            push(self.manager)
+        world.n_scopes += 1
+        return world
+
+    def leave_world(self, world: World) -> None:
+        """One scope less; the last one takes the manager away."""
+        world.n_scopes -= 1
+        if world.n_scopes == 0:
+            remove(self.manager)
+            if self._world is world:
+                self._world = world.outer
+
+    def owner_of(self, tensor: Tensor) -> DisposeScope | None:
+        """The open scope of this thread that owns ``tensor``."""
+        for scope in reversed(list(self.open.values())):
+            if tensor in scope._ledger:
+                return scope
+        return None
+
+    def hand_out(self, reference: Reference) -> None:
+        """A tensor goes on without an owner."""
+        self.detached += 1
+        self.handed_out.add(reference)
+
+    def adopt(self, tensor: Tensor, ledger: Ledger) -> None:
+        """A tensor without an owner gets one."""
+        self.attached += 1
+        ledger.add(self.handed_out.take(tensor) or ref(tensor))
+
+    def release(self, tensors: list[Tensor]) -> None:
+        """Detach those of ``tensors`` that a scope owns: their module or optimizer owns them now."""
+        if not self.open or not tensors:
+            return
+        ids = {id(tensor): tensor for tensor in tensors}
+        for scope in list(self.open.values()):
+            for key in ids.keys() & scope._ledger.refs.keys():
+                reference = scope._ledger.take(ids[key])
+                if reference is not None:
+                    self.hand_out(reference)
+
+    @property
+    def live(self) -> int:
+        """How many tensors that its scopes own, or handed out, are alive and not disposed."""
+        return sum(len(scope._ledger) for scope in self.open.values()) + len(self.handed_out)
+
+
+class Census(Ledger):
+    """A ledger for the long run: it forgets the dead whenever it has doubled."""
+
+    __slots__ = ("_next_prune",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next_prune = 64
+
+    def add(self, reference: Reference) -> None:
+        """Enter a tensor that is alive."""
+        super().add(reference)
+        if len(self.refs) >= self._next_prune:
+            self.refs = {key: ref for key, ref in self.refs.items() if ref() is not None}
+            self._next_prune = max(64, 2 * len(self.refs))
+
+
+class _Local(threading.local):
+    scopes: ThreadScopes | None = None
+
+
+_local = _Local()
+_all_threads: WeakSet[ThreadScopes] = WeakSet()
+
+
+def this_thread() -> ThreadScopes:
+    """The scopes of the calling thread."""
+    scopes = _local.scopes
+    if scopes is None:
+        scopes = _local.scopes = ThreadScopes()
+    return scopes
+
+
+def foreign_owner_of(tensor: Tensor) -> DisposeScope | None:
+    """The open scope of another thread that owns ``tensor``."""
+    mine = this_thread()
+    for scopes in list(_all_threads):
+        if scopes is not mine and (owner := scopes.owner_of(tensor)) is not None:
+            return owner
+    return None
+
+
+@functools.cache
+def _install_hooks_once() -> None:
+    install_hooks(lambda tensors: this_thread().release(tensors))

@@ -1,0 +1,63 @@
+"""The two private calls of torch that let a handle give up its tensor, and a test of both.
+
+A handle is the Python object; its TensorImpl holds the data. ``swap`` exchanges the impls of two
+handles, ``make_empty`` makes an impl without storage. Nothing else in tenure calls them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+without_modes = torch._C.DisableTorchFunction
+"""A context in which neither modes nor ``__torch_function__`` of subclasses run."""
+
+
+def swap(first: Tensor, second: Tensor) -> None:
+    """Exchange the TensorImpls of two handles.
+
+    Raises:
+        RuntimeError: something in C++ holds a weak reference to one of them.
+
+    Source: https://github.com/pytorch/pytorch/blob/main/torch/csrc/autograd/python_variable.cpp
+    """
+    torch._C._swap_tensor_impl(first, second)
+
+
+def make_empty(cls: type[Tensor]) -> Tensor:
+    """Make a ``cls`` of shape (0,) on the meta device that dispatches every question to Python."""
+    make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+    empty: Tensor = make(
+        cls,
+        (0,),
+        device="meta",
+        dispatch_sizes_strides_policy="sizes",
+        dispatch_device=True,
+        dispatch_layout=True,
+    )
+    return empty
+
+
+class _Probe(Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, *_: object) -> None:
+        raise AssertionError("a probe is never computed with")
+
+
+@functools.cache
+def works() -> bool:
+    """Whether this torch still swaps as tenure needs it: the impl moves and the data stays whole."""
+    try:
+        with without_modes():
+            handle, expected = torch.arange(3.0), [0.0, 1.0, 2.0]
+            view = handle.view(3)
+            probe = make_empty(_Probe)
+            handle.__class__ = _Probe
+            swap(handle, probe)
+            probe.__class__ = Tensor
+            return probe.tolist() == expected and view.tolist() == expected
+    except (AttributeError, TypeError, RuntimeError):
+        return False

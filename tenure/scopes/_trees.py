@@ -1,0 +1,92 @@
+"""Finding the tensors in what a user passes: containers of any shape, each tensor once.
+
+The walk is by identity and without recursion, so cycles and deep nesting are harmless, and it
+compares no user object with another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from tenure._errors import ScopeUsageError
+
+from ._torch_pytree import children_of
+from ._torch_swap import without_modes
+
+_SEQUENCES = (list, tuple, set, frozenset, deque)
+_SINGLE = frozenset({int, float, complex, bool, str, bytes, type(None)})
+
+
+def tensors_in(trees: Iterable[object]) -> list[Tensor]:
+    """The tensors of ``trees`` in order, each once, with the inner tensors of wrapper subclasses."""
+    found: list[Tensor] = []
+    seen: set[int] = set()
+    waiting = list(trees)[::-1]
+    keep: list[object] = []  # what was flattened on the way must not die, or its id could recur
+    while waiting:
+        node = waiting.pop()
+        if type(node) in _SINGLE or id(node) in seen:
+            continue
+        seen.add(id(node))
+        keep.append(node)
+        if isinstance(node, Tensor):
+            found.append(node)
+            waiting.extend(inner_tensors(node)[::-1])
+        else:
+            waiting.extend(_children(node)[::-1])
+    return found
+
+
+def required_tensors(trees: tuple[object, ...], call: str) -> list[Tensor]:
+    """As ``tensors_in``, but every tree must hold a tensor.
+
+    Raises:
+        ScopeUsageError: no tree was passed, or one of them holds no tensor.
+    """
+    if not trees:
+        raise ScopeUsageError(f"{call} was called without an argument. Pass the tensors it is for.")
+    for tree in trees:
+        if not tensors_in((tree,)):
+            raise ScopeUsageError(
+                f"{call} got {_brief(tree)}, which holds no tensor, and changed nothing. "
+                "Pass a tensor, or a list, tuple, dict, dataclass or pytree of tensors."
+            )
+    return tensors_in(trees)
+
+
+def given_back(trees: tuple[Any, ...]) -> Any:
+    """What a function of ``*trees`` returns: its one argument, or the tuple of several."""
+    return trees[0] if len(trees) == 1 else trees
+
+
+def inner_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensors that a wrapper subclass (a DTensor, for one) is made of; none for other tensors."""
+    if type(tensor) is Tensor or not hasattr(type(tensor), "__tensor_flatten__"):
+        return []
+    with without_modes():
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        return [getattr(tensor, name) for name in names]
+
+
+def _children(node: Any) -> list[Any]:
+    if isinstance(node, _SEQUENCES):
+        return list(node)
+    if isinstance(node, Mapping):
+        return list(node.values())
+    if isinstance(node, nn.Module):
+        return [*node.parameters(), *node.buffers()]
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return [getattr(node, field.name, None) for field in dataclasses.fields(node)]
+    return list(children_of(node) or ())
+
+
+def _brief(tree: object) -> str:
+    if tree is None:
+        return "None"
+    plain = type(tree) in _SINGLE or (type(tree) in {list, tuple, dict, set} and not tree)
+    return f"{type(tree).__name__} {repr(tree)[:40]}" if plain else f"a {type(tree).__name__}"
