@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from typing import Self
 
 from torch import Tensor
 
@@ -20,13 +21,10 @@ class SitedRef(weakref.ref[Tensor]):
     __slots__ = ("site",)
     site: Site | SiteStack
 
-    def __new__(cls, tensor: Tensor, site: Site | SiteStack) -> SitedRef:
+    def __new__(cls, tensor: Tensor, site: Site | SiteStack) -> Self:
         reference = super().__new__(cls, tensor)
         reference.site = site
         return reference
-
-    def __init__(self, tensor: Tensor, site: Site | SiteStack) -> None:
-        super().__init__(tensor)
 
 
 Reference = weakref.ref[Tensor]

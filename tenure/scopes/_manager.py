@@ -108,7 +108,7 @@ class Manager(TorchFunctionMode):
     def _enter(
         self, tensors: list[Tensor], scope: DisposeScope, frame: FrameType, copied: bool = False
     ) -> None:
-        """The long way: for containers, subclasses, captured sites and scopes that are not simply open."""
+        """The long way: for containers, subclasses, captured sites, and scopes not simply open."""
         open_scope = self.open_scope(scope)
         if not tensors or open_scope is None or not self._admits(frame):
             return

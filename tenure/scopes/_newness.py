@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-_GETTER = type(Tensor.grad.__get__)  # type: ignore[attr-defined]
+_GETTER = type(vars(torch._C.TensorBase)["grad"].__get__)
 _SEQUENCES = (list, tuple)
 DEEPCOPY = Tensor.__deepcopy__
 
@@ -81,7 +81,7 @@ def new_among(
 
 
 def _returns_existing(func: Callable[..., Any]) -> bool:
-    """Whether ``func`` reads a property, or is the user's Python and answers from a cache of its own."""
+    """Whether ``func`` reads a property, or is the user's Python, with a cache of its own."""
     if type(func) is _GETTER:
         return True
     return isinstance(func, FunctionType) and (func.__module__ or "").partition(".")[0] != "torch"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from threading import current_thread, get_ident
 from types import CodeType, FrameType, TracebackType
-from typing import Literal, NoReturn, TypeVar, get_args
+from typing import Literal, NoReturn, Self, get_args
 
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
@@ -27,11 +27,10 @@ from ._manager import Manager, current
 from ._sites import CONTEXTLIB, Capture, Site, user_frame, user_site
 from ._storages import storage_bytes
 from ._thread import ThreadScopes, World, foreign_owner_of, this_thread
-from ._trees import given_back, required_tensors
+from ._trees import Tree, given_back, required_tensors
 
 Policy = Literal["dispose", "report", "raise"]
 OnError = Literal["dispose", "keep"]
-Tree = TypeVar("Tree")
 _Status = Literal["not yet open", "open", "suspended", "closed"]
 
 _POLICIES = get_args(Policy)
@@ -41,7 +40,10 @@ _NEW: _Status = "not yet open"
 _OPEN: _Status = "open"
 _SUSPENDED: _Status = "suspended"
 _CLOSED: _Status = "closed"
-_ONE_BLOCK = "A scope is neither reusable nor reentrant: make a new one with NewDisposeScope() for each block."
+_ONE_BLOCK = (
+    "A scope is neither reusable nor reentrant: make a new one with NewDisposeScope() for each "
+    "block."
+)
 _ONE_THREAD = (
     "A scope is used on the thread that opened it: hand a tensor over with detach_from_scope() "
     "there and attach_to_scope() here."
@@ -89,6 +91,7 @@ class DisposeScope:
     )
     # fmt: on
 
+    capture: Capture | None
     _gate: Manager | None  # the manager that may write to the ledger without asking further
     _opener: tuple[CodeType, int, int]  # code, instruction and identity of the frame of the block
     _outer: DisposeScope | None
@@ -117,7 +120,7 @@ class DisposeScope:
 
     # --- its block
 
-    def __enter__(self) -> DisposeScope:
+    def __enter__(self) -> Self:
         """Open the scope on this thread, inside the scope that is current."""
         if is_dynamo_compiling():  # inside compiled code a scope is transparent
             return self
@@ -223,7 +226,7 @@ class DisposeScope:
         return storage_bytes(self.owned())
 
     def owned(self) -> list[Tensor]:
-        """The tensors that it owns, in the order of their addresses' first use; none once closed."""
+        """The tensors that it owns, in no particular order; none once it has closed."""
         self._check_thread("owned")
         return list(self._ledger) if self._owns_tensors else []
 
@@ -317,8 +320,8 @@ class DisposeScope:
 
         Raises:
             DisposedTensorError: one of them has been disposed. No tensor changed its owner.
-            ScopeUsageError: this scope is closed, or belongs to another thread, or a tensor is owned
-                by another thread's scope, or a tree holds no tensor.
+            ScopeUsageError: this scope is closed, or belongs to another thread, or a tensor is
+                owned by another thread's scope, or a tree holds no tensor.
 
         Source: ``Attach`` of TorchSharp's DisposeScope; a tensor that moves here from another scope
         is not counted as attached.

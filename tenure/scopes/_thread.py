@@ -87,7 +87,7 @@ class ThreadScopes:
         ledger.add(self.handed_out.take(tensor) or ref(tensor))
 
     def release(self, tensors: list[Tensor]) -> None:
-        """Detach those of ``tensors`` that a scope owns: their module or optimizer owns them now."""
+        """Detach those of ``tensors`` that a scope owns."""
         if not self.open or not tensors:
             return
         ids = {id(tensor): tensor for tensor in tensors}

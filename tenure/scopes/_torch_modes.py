@@ -28,7 +28,7 @@ def is_active(mode: object) -> bool:
 
 
 def remove(mode: object) -> None:
-    """Take the topmost occurrence of ``mode``, if any, off the stack; all others keep their order."""
+    """Take the topmost occurrence of ``mode``, if any, off the stack; the others stay in order."""
     above = []
     while _length():
         top = _pop()
