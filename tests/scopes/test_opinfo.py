@@ -1,0 +1,259 @@
+"""PyTorch's own operator database, run inside scopes.
+
+Two promises are held against every operator: letting handles go changes no value and no gradient,
+bit for bit, and a scope takes exactly the tensors that a call made. What can't be held is left out
+by rule, and a test holds that each name in a rule belongs there.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+from torch.utils._pytree import tree_leaves
+
+from tenure import NewDisposeScope, is_disposed
+
+# What the operators warn of (beta, deprecation, defaults) is the same with a scope and without.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SAMPLES = 6
+DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.float8_e4m3fn)
+LEFT_OUT = {
+    "jiterator_unary": "runs on CUDA only, though its dtypes claim the CPU",
+    "jiterator_binary": "runs on CUDA only, though its dtypes claim the CPU",
+    "jiterator_4inputs_with_extra_args": "runs on CUDA only, though its dtypes claim the CPU",
+    "jiterator_binary_return_by_ref": "runs on CUDA only, though its dtypes claim the CPU",
+    "jiterator_2inputs_2outputs": "runs on CUDA only, though its dtypes claim the CPU",
+    "as_strided.partial_views": "reads beside its operand, where a copy of that may have no memory",
+}
+
+Call = Callable[..., Any]
+
+
+def name_of(op: OpInfo) -> str:
+    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
+
+
+def dtype_of(op: OpInfo) -> torch.dtype | None:
+    return next((dtype for dtype in DTYPES if dtype in op.dtypes), None)
+
+
+def is_differentiable(op: OpInfo) -> bool:
+    return op.supports_autograd and dtype_of(op) in (torch.float64, torch.float32)
+
+
+RUNNING = [op for op in op_db if dtype_of(op) and name_of(op) not in LEFT_OUT]
+DIFFERENTIABLE = [op for op in RUNNING if is_differentiable(op)]
+for_every_op = pytest.mark.parametrize("op", RUNNING, ids=name_of)
+for_every_differentiable_op = pytest.mark.parametrize("op", DIFFERENTIABLE, ids=name_of)
+
+
+# --- the two promises
+
+
+@for_every_op
+def test_values_are_the_same_inside_a_scope(op):
+    for sample in samples_of(op):
+        expected = bits_of(run(op, copy_of(sample)))
+        with NewDisposeScope():
+            actual = bits_of(run(op, copy_of(sample)))
+        if op.has_nondeterministic_output:  # empty() and its like: what the allocator left there
+            expected, actual = without_values(expected), without_values(actual)
+        assert actual == expected, sample
+
+
+@for_every_differentiable_op
+def test_gradients_are_the_same_with_every_handle_disposed_before_backward(op):
+    for sample in samples_of(op):
+        for call in differentiable_ways_to_call(op, sample):
+            expected = backward(forward(call, copy_of(sample), []))
+
+            handles: list[Tensor] = []
+            with NewDisposeScope() as scope:
+                graph = forward(call, copy_of(sample), handles)
+                sizes = [handle.numel() * handle.itemsize for handle in scope.owned()]
+            assert all(map(is_disposed, handles))
+            scribbles = [torch.full((n_bytes,), 0xA5, dtype=torch.uint8) for n_bytes in sizes]
+
+            assert backward(graph) == expected, (call, sample)
+            del scribbles
+
+
+@for_every_op
+def test_a_scope_takes_exactly_what_the_call_made(op, census):
+    for sample in samples_of(op):
+        for call in ways_to_call(op, sample):
+            given = copy_of(sample)
+            if refuses(call, copy_of(sample)):
+                continue
+            with NewDisposeScope() as scope:
+                existing = census()
+                made = [out for out in tensors_of(run(call, given)) if id(out) not in existing]
+                owned = scope.owned()
+                assert not [tensor for tensor in owned if id(tensor) in existing], (call, sample)
+                assert not [tensor for tensor in made if tensor not in scope], (call, sample)
+
+
+# --- the rules by which cases were left out
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_what_is_left_out_by_name_does_not_run_here(name):
+    (op,) = (op for op in op_db if name_of(op) == name)
+
+    def run_all():
+        for sample in samples_of(op):
+            run(op, copy_of(sample))
+
+    with pytest.raises((AssertionError, RuntimeError), match=r"CUDA and ROCm|out of bounds"):
+        run_all()
+
+
+def test_the_database_is_as_large_as_it_was():
+    assert (
+        len(op_db) - len(RUNNING) <= len(LEFT_OUT) + 5
+    )  # five have no dtype on the CPU, or float8
+    assert len(RUNNING) > 680
+    assert len(DIFFERENTIABLE) > 480
+
+
+# --- calls
+
+
+def samples_of(op: OpInfo) -> list[SampleInput]:
+    torch.manual_seed(0)
+    # op.sample_inputs() looks for the test in inspect.stack(), which takes longer than the test
+    samples = op.sample_inputs_func(op, "cpu", dtype_of(op), requires_grad=is_differentiable(op))
+    return list(islice(samples, SAMPLES))
+
+
+def copy_of(sample: SampleInput) -> SampleInput:
+    """The same values in leaves that nothing else holds."""
+    return sample.transform(
+        lambda x: x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+    )
+
+
+def run(call: Call, sample: SampleInput) -> Any:
+    torch.manual_seed(1)
+    return call(sample.input, *sample.args, **sample.kwargs)
+
+
+def refuses(call: Call, sample: SampleInput) -> bool:
+    """Whether plain torch has no such call: no such method of these operands, or no such out=."""
+    try:
+        run(call, sample)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError):
+        return True
+    return False
+
+
+def ways_to_call(op: OpInfo, sample: SampleInput) -> Iterator[Call]:
+    yield op
+    variants = [op.method_variant, op.operator_variant, *(alias.op for alias in op.aliases)]
+    inplace = [op.inplace_variant, op.inplace_operator_variant]
+    yield from filter(None, variants)
+    if not sample.broadcasts_input:
+        yield from (without_grad(variant) for variant in inplace if variant)
+    if op.supports_out:
+        yield without_grad(partial(into_out, op))
+
+
+def differentiable_ways_to_call(op: OpInfo, sample: SampleInput) -> Iterator[Call]:
+    def in_place_on_a_copy(x, *args, **kwargs):
+        return op.inplace_variant(x.clone(), *args, **kwargs)
+
+    yield op
+    if op.inplace_variant and op.supports_inplace_autograd and not sample.broadcasts_input:
+        yield in_place_on_a_copy
+
+
+def without_grad(call: Call) -> Call:
+    return torch.no_grad()(call)
+
+
+def into_out(op: OpInfo, *args: Any, **kwargs: Any) -> Any:
+    out = op(*args, **kwargs)
+    spare = (
+        torch.empty_like(out) if isinstance(out, Tensor) else type(out)(map(torch.empty_like, out))
+    )
+    return op(*args, **kwargs, out=spare)
+
+
+# --- graphs
+
+
+class Graph(NamedTuple):
+    """What is kept of a forward pass: no tensor, only edges into its graph."""
+
+    roots: list[GradientEdge]
+    leaves: list[GradientEdge]
+    outputs: list[tuple[torch.Size, torch.dtype]]
+
+
+def forward(call: Call, sample: SampleInput, handles: list[Tensor]) -> Graph:
+    result = run(call, sample)
+    outs = [out for out in tensors_of(sample.output_process_fn_grad(result)) if out.requires_grad]
+    handles += [*inputs_of(sample), *tensors_of(result), *outs]
+    leaves = [leaf for leaf in inputs_of(sample) if leaf.requires_grad]
+    return Graph(
+        [get_gradient_edge(out) for out in outs],
+        [GradientEdge(*leaf.clone().grad_fn.next_functions[0]) for leaf in leaves],
+        [(out.shape, out.dtype) for out in outs],
+    )
+
+
+def backward(graph: Graph) -> list[object]:
+    torch.manual_seed(2)
+    cotangents = [torch.randn(shape, dtype=dtype) for shape, dtype in graph.outputs]
+    if not graph.roots:
+        return []
+    return bits_of(torch.autograd.grad(graph.roots, graph.leaves, cotangents, allow_unused=True))
+
+
+# --- tensors
+
+
+def tensors_of(tree: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def inputs_of(sample: SampleInput) -> list[Tensor]:
+    return tensors_of((sample.input, sample.args, sample.kwargs))
+
+
+def bits_of(tree: object) -> list[object]:
+    """All of a result that can be compared, down to the last bit."""
+    return [bits(leaf) if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(tree)]
+
+
+def bits(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
+    dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+    plain = torch.empty(dense.numel(), dtype=dense.dtype).copy_(dense.reshape(-1))
+    return tensor.dtype, tuple(tensor.shape), plain.view(torch.uint8).numpy().tobytes()
+
+
+def without_values(results: list[Any]) -> list[Any]:
+    return [result[:2] for result in results]
+
+
+@pytest.fixture(scope="module")
+def census() -> Iterator[Callable[[], dict[int, Tensor]]]:
+    """Count all tensors that exist, by identity; what existed before the module is counted once."""
+    gc.collect()
+    elders = tensors_among(gc.get_objects())
+    gc.freeze()
+    yield lambda: {id(tensor): tensor for tensor in elders + tensors_among(gc.get_objects())}
+    gc.unfreeze()
+
+
+def tensors_among(objects: list[Any]) -> list[Tensor]:
+    return [thing for thing in objects if issubclass(type(thing), Tensor)]
