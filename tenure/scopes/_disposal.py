@@ -70,7 +70,7 @@ def _describe(tensor: Tensor, cause: Cause, created: Site | SiteStack | None) ->
 
 
 def _take_data(tensor: Tensor, cls: type[Tensor], record: DisposalRecord) -> Disposal:
-    twin = _twin_of(tensor)
+    twin = _twin_of(tensor, record.dtype)
     if twin is None:
         set_record(tensor, record)
         return Disposal.SOFT
@@ -82,12 +82,12 @@ def _take_data(tensor: Tensor, cls: type[Tensor], record: DisposalRecord) -> Dis
     return Disposal.HARD
 
 
-def _twin_of(tensor: Tensor) -> Any:
+def _twin_of(tensor: Tensor, dtype: torch.dtype) -> Any:
     """A new handle that has taken over the impl of ``tensor``; None if that was refused."""
     if not _swap_is_trusted():
         return None
     with _torch_swap.without_modes():
-        twin = _torch_swap.make_empty(DisposedTensor)
+        twin = _torch_swap.make_empty(DisposedTensor, dtype)
         try:
             _torch_swap.swap(tensor, twin)
         except RuntimeError:  # a C++ weak reference: retain_grad() of a non-leaf, autocast's cache

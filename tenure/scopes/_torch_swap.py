@@ -27,12 +27,13 @@ def swap(first: Tensor, second: Tensor) -> None:
     torch._C._swap_tensor_impl(first, second)
 
 
-def make_empty(cls: type[Tensor]) -> Tensor:
-    """Make a ``cls`` of shape (0,) on the meta device that dispatches every question to Python."""
+def make_empty(cls: type[Tensor], dtype: torch.dtype) -> Tensor:
+    """Make a ``cls`` of shape (0,) on the meta device; it dispatches all questions but its dtype."""
     make: Any = Tensor._make_wrapper_subclass
     empty: Tensor = make(
         cls,
         (0,),
+        dtype=dtype,
         device="meta",
         dispatch_sizes_strides_policy="sizes",
         dispatch_device=True,
@@ -54,7 +55,7 @@ def works() -> bool:
         with without_modes():
             handle, expected = torch.arange(3.0), [0.0, 1.0, 2.0]
             view = handle.view(3)
-            probe = make_empty(_Probe)
+            probe = make_empty(_Probe, handle.dtype)
             handle.__class__ = _Probe
             swap(handle, probe)
             probe.__class__ = Tensor
