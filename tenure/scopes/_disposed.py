@@ -6,7 +6,7 @@ Only looking at it is quiet: ``repr``, ``str``, ``format``, ``dir`` and ``hash``
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,7 +17,6 @@ from tenure._describe import describe
 from tenure._errors import DisposedAttributeError, DisposedTensorError
 
 from ._sites import Site, SiteStack
-from ._trees import tensors_in
 
 _RECORD = "_tenure_record"
 _ADVICE = (
@@ -131,10 +130,23 @@ def refuse(tensor: Tensor, operation: str) -> NoReturn:
 
 
 def _refuse(operation: str, trees: tuple[object, ...]) -> NoReturn:
-    for tensor in tensors_in(trees):
-        if type(tensor) is DisposedTensor:
-            refuse(tensor, operation)
+    for tensor in _disposed_in(trees):
+        refuse(tensor, operation)
     raise DisposedTensorError(f"{operation} got a disposed tensor. {_ADVICE}")
+
+
+def _disposed_in(values: Iterable[object]) -> Iterator[Tensor]:
+    """The disposed tensors of a call, one by one: behind the first may stand half-made objects.
+
+    ``copy.deepcopy`` for one passes its memo along, with all that it has copied so far.
+    """
+    for value in values:
+        if type(value) is DisposedTensor:
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _disposed_in(value)
+        elif isinstance(value, Mapping):
+            yield from _disposed_in(value.values())
 
 
 def _text_of(tensor: Tensor) -> str:
