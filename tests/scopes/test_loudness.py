@@ -1,0 +1,649 @@
+"""A disposed tensor refuses every use, and says in the error what it was and how to keep it.
+
+Each operation stands once in a table: the name that its error must carry, and the use itself. What
+is quiet on purpose, and what torch accepts without looking at the tensor, has tables of its own.
+"""
+
+import copy
+import gc
+import io
+import operator
+import pickle
+import pprint
+import re
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset, default_collate
+
+import tenure
+from tenure import DisposedTensorError, NewDisposeScope, TenureWarning, dispose, is_disposed
+from tenure.scopes import _disposal, _torch_swap
+from tenure.scopes._torch_modes import _length as mode_stack_depth
+
+Use = Callable[[Tensor], object]
+
+
+def disposed_tensor() -> Tensor:
+    with NewDisposeScope("step"):
+        tensor = torch.ones(2, 3, dtype=torch.float64)
+    return tensor
+
+
+def live() -> Tensor:
+    return torch.ones(2, 3, dtype=torch.float64)
+
+
+def linear_with(**tensors: Tensor) -> nn.Module:
+    module = nn.Linear(3, 2).double()
+    for name, tensor in tensors.items():
+        module.register_buffer(name, tensor)
+    return module
+
+
+def without_torch_function(use: Use) -> Use:
+    def run(t):
+        with torch._C.DisableTorchFunction():
+            return use(t)
+
+    return run
+
+
+class PassThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+ARITHMETIC = [
+    ("add()", lambda t: t + 1),
+    ("add()", lambda t: 1 + t),
+    ("add()", lambda t: torch.add(live(), t)),
+    ("neg()", lambda t: -t),
+    ("abs()", abs),
+    ("matmul()", lambda t: t @ live().T),
+    ("pow()", lambda t: t**2),
+    ("and()", lambda t: t & t),
+    ("lt()", lambda t: t < 1),
+    ("eq()", lambda t: t == live()),
+    ("ne()", lambda t: t != 0),
+    ("mul()", lambda t: np.float64(1) * t),
+    ("add()", lambda t: sum([t, t])),
+    ("where()", lambda t: torch.where(live() > 0, t, live())),
+    ("einsum()", lambda t: torch.einsum("ij,ij->i", live(), t)),
+    ("sum()", lambda t: t.sum()),
+    ("max()", lambda t: t.max(0)),
+    ("linalg_svd()", torch.linalg.svd),
+    ("fft_fft()", torch.fft.fft),
+    ("cdist()", lambda t: torch.cdist(t, live())),
+    ("sin()", torch.ops.aten.sin),
+    ("sin.default()", torch.ops.aten.sin.default),
+]
+IN_PLACE_AND_OUT = [
+    ("add_()", lambda t: operator.iadd(t, 1)),
+    ("add_()", lambda t: live().add_(t)),
+    ("copy_()", lambda t: t.copy_(live())),
+    ("copy_()", lambda t: live().copy_(t)),
+    ("zero_()", lambda t: t.zero_()),
+    ("set_()", lambda t: live().set_(t)),
+    ("resize_()", lambda t: t.resize_(1)),
+    ("add()", lambda t: torch.add(live(), 1, out=t)),
+    ("_foreach_add()", lambda t: torch._foreach_add([t], 1)),
+    ("_foreach_add_()", lambda t: torch._foreach_add_([live(), t], 1)),
+]
+SHAPING = [
+    ("cat()", lambda t: torch.cat([live(), t])),
+    ("stack()", lambda t: torch.stack([t, live()])),
+    ("view()", lambda t: t.view(3, 2)),
+    ("expand()", lambda t: t.expand(2, 2, 3)),
+    ("unbind()", lambda t: t.unbind()),
+    ("split()", lambda t: t.split(1)),
+    ("as_strided()", lambda t: t.as_strided((1,), (1,))),
+    ("getitem()", lambda t: t[0]),
+    ("getitem()", lambda t: live()[t]),
+    ("setitem()", lambda t: operator.setitem(t, 0, 1)),
+    ("setitem()", lambda t: operator.setitem(live(), 0, t)),
+    ("gather()", lambda t: live().gather(0, t)),
+    ("masked_fill()", lambda t: live().masked_fill(live() > 0, t)),
+    (".T", lambda t: t.T),
+]
+CONVERSION = [
+    ("numpy()", lambda t: t.numpy()),
+    ("array()", np.asarray),
+    ("array()", lambda t: np.add(np.ones((2, 3)), t)),
+    ("dlpack()", lambda t: t.__dlpack__()),
+    ("dlpack_device()", torch.from_dlpack),
+    ("device()", torch._C._to_dlpack),
+    ("tolist()", lambda t: t.tolist()),
+    ("item()", lambda t: t.item()),
+    ("bool()", bool),
+    ("len()", len),
+    ("dim()", iter),
+    ("float()", float),
+    ("int()", int),
+    ("complex()", complex),
+    ("index()", operator.index),
+    ("contains()", lambda t: 1 in t),
+    ("reversed()", reversed),
+    ("to()", lambda t: t.to(torch.float32)),
+    ("to()", lambda t: t.to("meta")),
+    ("cpu()", lambda t: t.cpu()),
+    ("clone()", lambda t: t.clone()),
+    ("share_memory_()", lambda t: t.share_memory_()),
+    ("to_sparse()", lambda t: t.to_sparse()),
+    ("detach()", lambda t: torch.tensor(t)),
+    ("float()", lambda t: torch.tensor([t])),
+    ("device()", torch.as_tensor),
+    ("device()", lambda t: torch.as_tensor(t, dtype=torch.float16)),
+    ("clone()", lambda t: torch.asarray(t, copy=True)),
+    ("zeros_like()", torch.zeros_like),
+    ("new_zeros()", lambda t: t.new_zeros(1)),
+]
+COPYING = [
+    ("deepcopy()", copy.deepcopy),
+    ("reduce_ex()", copy.copy),
+    ("reduce_ex()", pickle.dumps),
+    ("reduce_ex()", lambda t: torch.save({"held": t}, io.BytesIO())),
+]
+QUESTIONS = [
+    (".shape", lambda t: t.shape),
+    ("size()", lambda t: t.size()),
+    ("stride()", lambda t: t.stride()),
+    ("dim()", lambda t: t.dim()),
+    ("numel()", lambda t: t.numel()),
+    ("data_ptr()", lambda t: t.data_ptr()),
+    ("untyped_storage()", lambda t: t.untyped_storage()),
+    ("is_contiguous()", lambda t: t.is_contiguous()),
+    ("equal()", lambda t: torch.equal(t, live())),
+    ("allclose()", lambda t: torch.allclose(live(), t)),
+    *(
+        (f".{name}", operator.attrgetter(name))
+        for name in (
+            "dtype", "device", "layout", "grad", "data", "_base", "_version", "requires_grad",
+            "is_leaf", "grad_fn", "ndim", "nbytes", "is_cuda",
+        )
+    ),
+]  # fmt: skip
+AUTOGRAD = [
+    ("backward()", lambda t: t.backward()),
+    ("grad()", lambda t: torch.autograd.grad(live().requires_grad_().sum(), t)),
+    ("register_hook()", lambda t: t.register_hook(print)),
+    ("retain_grad()", lambda t: t.retain_grad()),
+    ("requires_grad_()", lambda t: t.requires_grad_()),
+    ("detach()", lambda t: t.detach()),
+    (".data", lambda t: setattr(t, "data", live())),
+    (".grad", lambda t: setattr(t, "grad", live())),
+    ("device()", lambda t: setattr(live().requires_grad_(), "grad", t)),
+    ("view_as()", PassThrough.apply),
+    ("device()", torch.func.grad(torch.sum)),
+    ("dim()", torch.vmap(torch.sin)),
+    ("sym_size()", lambda t: torch.vmap(lambda x: t)(live())),
+]
+MODULES = [
+    ("detach()", nn.Parameter),
+    ("detach()", nn.Buffer),
+    (".is_leaf", lambda t: torch.optim.SGD([t], lr=1.0)),
+    ("linear()", lambda t: F.linear(t, torch.ones(2, 3))),
+    ("linear()", lambda t: F.linear(torch.ones(2, 3), t)),
+    ("linear()", lambda t: nn.Linear(3, 2)(t)),
+    ("dropout()", lambda t: F.dropout(t, 0.0)),
+    ("mse_loss()", lambda t: F.mse_loss(t, live())),
+    ("embedding()", lambda t: F.embedding(torch.tensor([0]), t)),
+    (".shape", lambda t: nn.Linear(3, 2, bias=False).load_state_dict({"weight": t})),
+    ("detach()", lambda t: linear_with(held=t).state_dict()),
+    ("is_floating_point()", lambda t: linear_with(held=t).float()),
+    ("deepcopy()", lambda t: copy.deepcopy(linear_with(held=t))),
+    ("linear()", lambda t: torch.func.functional_call(nn.Linear(3, 2), {"weight": t}, live())),
+    (".grad", lambda t: nn.utils.clip_grad_norm_([t], 1.0)),
+    ("pad_sequence()", lambda t: nn.utils.rnn.pad_sequence([t])),
+    ("size()", TensorDataset),
+    (".is_nested", lambda t: default_collate([t, t])),
+    (".dtype", lambda t: torch.distributions.Normal(t, 1.0)),
+]
+PAST_TORCH_FUNCTION = [
+    ("add()", without_torch_function(lambda t: torch.add(t, 1))),
+    ("pow()", without_torch_function(lambda t: t.pow(2))),
+    ("sym_size()", without_torch_function(lambda t: t.shape)),
+    ("device()", without_torch_function(lambda t: t.device)),
+    ("numel()", without_torch_function(lambda t: t.data_ptr())),
+]
+LOUD = [
+    *ARITHMETIC, *IN_PLACE_AND_OUT, *SHAPING, *CONVERSION, *COPYING, *QUESTIONS, *AUTOGRAD,
+    *MODULES, *PAST_TORCH_FUNCTION,
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")  # torch.tensor(t) works, but is bad style
+@pytest.mark.parametrize(("operation", "use"), LOUD)
+def test_every_use_of_a_disposed_tensor_says_what_it_was(operation, use):
+    with pytest.raises(DisposedTensorError) as caught:
+        use(disposed_tensor())
+    assert re.fullmatch(
+        re.escape(operation)
+        + r" (got|of) float64\[2, 3\] on cpu, 48 B, disposed when <DisposeScope 'step'> "
+        r"\(opened at \S*test_loudness\.py:\d+\) closed\. "
+        r"Keep it with move_to_outer\(\) or detach_from_scope\(\), make it inside persist\(\) if "
+        r"it is a cache, or use it inside\.",
+        str(caught.value),
+    )
+
+
+def test_the_table_of_uses_is_long():
+    assert len(LOUD) > 120
+
+
+def test_an_attribute_that_no_tensor_has_is_an_attribute_error_too():
+    tensor = disposed_tensor()
+    with pytest.raises(AttributeError, match=r"\.nothing of float64\[2, 3\]"):
+        tensor.nothing  # noqa: B018  # reading it is the test
+    assert not hasattr(tensor, "nothing")
+
+
+# --- loud in torch's own words
+
+
+def plus_one(x: Tensor) -> Tensor:
+    return x + 1
+
+
+IN_TORCHS_WORDS = [
+    ("incompatible tensor type", lambda t: setattr(live(), "data", t)),
+    ("incompatible tensor type", lambda t: setattr(nn.Parameter(live()), "data", t)),
+    ("expected np.ndarray", torch.from_numpy),
+    ("a bytes-like object is required", memoryview),
+    (r"\.numpy\(\) is not supported", without_torch_function(lambda t: t.numpy())),
+    ("Originating a TensorLikePair", lambda t: torch.testing.assert_close(t, live())),
+]
+
+
+@pytest.mark.parametrize(("message", "use"), IN_TORCHS_WORDS)
+def test_what_torch_checks_first_is_refused_in_its_words(message, use):
+    with pytest.raises((RuntimeError, TypeError), match=message):
+        use(disposed_tensor())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # on newer Pythons
+def test_torchscript_refuses_but_loses_the_message():
+    with pytest.raises(RuntimeError, match="TorchScript interpreter"):
+        torch.jit.script(plus_one)(disposed_tensor())
+
+
+# --- quiet
+
+
+@pytest.mark.parametrize(
+    "look", [repr, str, "{}".format, "{:.3f}".format, lambda t: f"{t!r}", lambda t: f"{t:>9}"]
+)
+def test_looking_at_a_disposed_tensor_is_quiet(look):
+    assert look(disposed_tensor()).startswith("<DisposedTensor float64[2, 3] on cpu, 48 B, ")
+
+
+def test_debuggers_and_containers_can_hold_a_disposed_tensor():
+    tensor = disposed_tensor()
+    assert pprint.pformat([tensor]).startswith("[<DisposedTensor float64[2, 3]")
+    assert dir(tensor) == ["__class__"]
+    assert set(vars(tensor)) == {"_tenure_record"}
+    assert hash(tensor) == id(tensor)
+    assert [tensor].index(tensor) == 0
+    assert {tensor: 1}[tensor] == 1
+    assert isinstance(tensor, Tensor)
+    assert weakref.ref(tensor)() is tensor
+
+
+def test_what_never_looks_at_the_tensor_is_still_accepted():
+    tensor = disposed_tensor()
+    module = linear_with(held=tensor)
+    assert module.held is tensor
+    module.zero_grad()
+    assert torch.asarray(tensor) is tensor
+    with torch._C.DisableTorchFunction():
+        assert tensor.dtype is torch.float64  # the C++ field, which still says what it was
+
+
+def test_a_parameter_stops_being_one():
+    parameter = nn.Parameter(live())
+    dispose(parameter)
+    assert not isinstance(parameter, nn.Parameter)
+
+
+def test_swap_tensors_moves_what_is_left():
+    tensor, other = disposed_tensor(), live()
+    torch.utils.swap_tensors(tensor, other)
+    assert is_disposed(other)
+    assert torch.equal(tensor, live())
+
+
+# --- views and exports keep the data
+
+
+def test_views_and_bases_stay_valid_whichever_is_disposed_first():
+    with NewDisposeScope() as scope:
+        base = scope.detach(torch.arange(6.0))
+        view, alias = scope.detach(base[2:4], base.detach())
+    dispose(base)
+    view.mul_(10)
+    assert alias.tolist() == [0, 1, 20, 30, 4, 5]
+    dispose(view)
+    assert alias.tolist() == [0, 1, 20, 30, 4, 5]
+
+
+def test_gradients_flow_through_a_view_whose_base_is_disposed_and_then_changed():
+    leaf = torch.arange(4.0, requires_grad=True)
+    with NewDisposeScope("forward") as scope:
+        base = leaf * 2
+        view = scope.detach(base[1:3])
+        view.mul_(5)  # rebases the history of ``base``
+        total = scope.move_to_outer(base.sum())
+        dispose(base)
+    total.backward()
+    assert leaf.grad.tolist() == [2, 10, 10, 2]
+
+
+@pytest.mark.parametrize(
+    "split",
+    [torch.unbind, lambda t: t.chunk(2), lambda t: t.split(1), lambda t: [t.expand(2, 2, 3)]],
+    ids=["unbind", "chunk", "split", "expand"],
+)
+def test_several_views_of_a_disposed_base_keep_their_values_and_gradients(split):
+    leaf = live().requires_grad_()
+    with NewDisposeScope() as scope:
+        parts = scope.detach(list(split(leaf * 3)))
+    sum(part.sum() for part in parts).backward()
+    plain = split(leaf * 3)
+    (expected,) = torch.autograd.grad(sum(part.sum() for part in plain), leaf)
+    assert torch.equal(leaf.grad, expected)
+
+
+@pytest.mark.parametrize("view", [torch.conj, torch.imag, torch.view_as_real, lambda t: t.mT])
+def test_complex_views_of_a_disposed_base_read_the_same(view):
+    base = torch.tensor([[1 + 2j, 3 - 4j]])
+    expected = view(base).clone()
+    seen = view(base)
+    dispose(base)
+    assert torch.equal(seen, expected)
+
+
+@pytest.mark.parametrize("export", [Tensor.numpy, np.asarray, np.from_dlpack, torch.from_dlpack])
+def test_exports_stay_valid_when_their_tensor_is_disposed_and_memory_is_reused(export):
+    with NewDisposeScope() as scope:
+        exported = export(torch.full((1 << 18,), 3.0))
+        if isinstance(exported, Tensor):
+            scope.detach(exported)
+    scribbles = [torch.full((1 << 18,), -1.0) for _ in range(8)]
+    assert (exported == 3.0).all()
+    del scribbles
+
+
+def test_a_kept_storage_and_a_memoryview_outlive_their_tensor():
+    with NewDisposeScope():
+        tensor = torch.arange(3.0)
+        storage, memory = tensor.untyped_storage(), memoryview(tensor.numpy())
+    assert is_disposed(tensor)
+    assert storage.nbytes() == 12
+    assert memory.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_disposing_a_tensor_made_of_an_array_lets_the_array_go():
+    array = np.ones(4)
+    tensor, died = torch.from_numpy(array), weakref.ref(array)
+    del array
+    assert died() is not None
+    dispose(tensor)
+    assert died() is None
+
+
+def test_weak_references_and_finalizers_wait_for_the_handle():
+    with NewDisposeScope():
+        tensor = torch.ones(2)
+        fired: list[int] = []
+        weakref.finalize(tensor, fired.append, 1)
+        table = torch.utils.weak.WeakTensorKeyDictionary()
+        table[tensor] = "kept"
+    assert fired == []
+    assert len(table) == 1
+    del tensor
+    gc.collect()
+    assert fired == [1]
+    assert len(table) == 0
+
+
+# --- soft, inner and refused disposal
+
+
+def soft_by_retain_grad() -> tuple[Tensor, object]:
+    tensor = live().requires_grad_() * 2
+    tensor.retain_grad()
+    return tensor, None
+
+
+def soft_by_weak_reference() -> tuple[Tensor, object]:
+    tensor = live()
+    return tensor, torch._C._WeakTensorRef(tensor)
+
+
+@pytest.mark.parametrize("make", [soft_by_retain_grad, soft_by_weak_reference])
+def test_a_tensor_that_cpp_holds_weakly_is_disposed_softly(make):
+    with NewDisposeScope("step") as scope:
+        tensor, other = make()[0], torch.ones(3)
+        assert len(scope) >= 2
+    assert is_disposed(tensor)
+    assert is_disposed(other)  # one tensor that refuses stops no other
+    with pytest.raises(DisposedTensorError, match=r"^add\(\) got float64\[2, 3\] on cpu, 48 B"):
+        tensor + 1
+
+
+def test_a_weight_in_the_cache_of_autocast_is_disposed_softly_and_the_pass_goes_on():
+    weight = torch.ones(3, 3, requires_grad=True)
+    x = torch.ones(2, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = F.linear(x, weight) + F.linear(x, weight)
+    weight.grad = None
+    with torch.autocast("cpu", torch.bfloat16), NewDisposeScope() as scope:
+        first = F.linear(x, weight)
+        with NewDisposeScope():
+            second = tenure.move_to_outer(F.linear(x, weight))
+        total = scope.detach(first + second)
+    assert torch.equal(total, expected)
+    total.float().sum().backward()
+    assert weight.grad.flatten().tolist() == [4.0] * 9
+
+
+def test_retain_grad_still_fills_the_gradient_of_a_live_tensor():
+    with NewDisposeScope() as scope:
+        leaf = live().requires_grad_()
+        middle = scope.detach(leaf * 2)
+        middle.retain_grad()
+        total = scope.move_to_outer(middle.sum())
+    total.backward()
+    assert torch.equal(middle.grad, live())
+
+
+class Slotted(Tensor):
+    """A wrapper subclass whose class can't be exchanged, as a DTensor's can't."""
+
+    __slots__ = ("inner",)
+
+    @staticmethod
+    def __new__(cls, inner):
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(tensors, context, size, stride):
+        return Slotted(tensors["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        unwrapped = [arg.inner if isinstance(arg, Slotted) else arg for arg in args]
+        return func(*unwrapped, **(kwargs or {}))
+
+
+def test_a_wrapper_with_slots_is_disposed_inside():
+    inner = live()
+    wrapper = Slotted(inner)
+    assert torch.equal(wrapper + 1, inner + 1)
+    with NewDisposeScope("step") as scope:
+        scope.attach(wrapper)
+    assert is_disposed(wrapper)
+    assert is_disposed(inner)
+    with pytest.raises(DisposedTensorError, match=r"float64\[2, 3\] on cpu"):
+        wrapper + 1
+
+
+class Opaque(Slotted):
+    """A class that can neither be exchanged nor taken apart."""
+
+    __slots__ = ()
+
+    def __tensor_flatten__(self):
+        raise RuntimeError("opaque on purpose")
+
+
+def test_a_tensor_that_cannot_be_disposed_stops_no_other(caplog):
+    opaque = Opaque(live())
+    with NewDisposeScope() as scope:
+        others = [torch.ones(1) for _ in range(3)]
+        scope._ledger.add(weakref.ref(opaque))
+    assert all(map(is_disposed, others))
+    assert "A Opaque could not be disposed; it stays alive." in caplog.text
+    assert torch.equal(opaque + 1, live() + 1)
+
+
+def test_without_the_private_swap_disposal_is_soft_and_says_so_once(monkeypatch):
+    monkeypatch.setattr(_torch_swap, "works", lambda: False)
+    monkeypatch.setattr(_disposal, "_warned", False)
+    with pytest.warns(TenureWarning, match="no longer swaps tensors as tenure expects") as warned:
+        first, second = disposed_tensor(), disposed_tensor()
+    assert len(warned) == 1
+    for tensor in (first, second):
+        with pytest.raises(DisposedTensorError, match=r"^add\(\) got float64\[2, 3\] on cpu"):
+            tensor + 1
+
+
+# --- disposal from inside a running operation waits for its end
+
+
+def test_a_pack_hook_may_dispose_the_operand_and_the_result_is_right():
+    leaf = torch.tensor([2.0, 3.0], requires_grad=True)
+    operand = (leaf * 1).requires_grad_()
+
+    def pack(saved):
+        dispose(operand)
+        return saved.detach().clone()
+
+    with NewDisposeScope() as scope:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
+            cubes = scope.detach(operand**3)
+        assert not is_disposed(cubes)
+    assert cubes.tolist() == [8, 27]
+    with NewDisposeScope():
+        pass
+    assert is_disposed(operand)
+    cubes.sum().backward()
+    assert leaf.grad.tolist() == [12, 27]
+
+
+def test_an_unpack_hook_may_dispose_and_the_gradients_are_right():
+    leaf = torch.tensor([2.0, 3.0], requires_grad=True)
+    other = torch.ones(2)
+
+    def unpack(saved):
+        dispose(other)
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), unpack):
+        total = (leaf**3 * other).sum()
+    total.backward()
+    assert leaf.grad.tolist() == [12, 27]
+    with NewDisposeScope():
+        pass
+    assert is_disposed(other)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_gradient_hook_may_dispose_what_the_pass_works_on(register):
+    leaf = torch.tensor([2.0, 3.0], requires_grad=True)
+    middle = leaf * 2
+    seen: list[bool] = []
+
+    def hook(_):
+        dispose(middle)
+        seen.append(is_disposed(middle))
+
+    getattr(leaf, register)(hook)
+    (middle**2).sum().backward()
+    assert seen == [False]
+    assert leaf.grad.tolist() == [16, 24]
+    with NewDisposeScope():
+        pass
+    assert is_disposed(middle)
+
+
+def test_a_scope_in_a_backward_hook_owns_what_the_hook_makes_and_leaves_no_mode_behind():
+    leaf = torch.tensor([2.0, 3.0], requires_grad=True)
+    inside: list[Tensor] = []
+    depths: list[int] = []
+
+    def hook(gradient):
+        depths.append(mode_stack_depth())
+        with NewDisposeScope() as scope:
+            inside.append(gradient * 2)
+            doubled = scope.move_to_outer(inside[0] + 0)
+        depths.append(mode_stack_depth())
+        return doubled
+
+    with NewDisposeScope() as outer:
+        depth = mode_stack_depth()
+        product = leaf * 3
+        product.register_hook(hook)
+        product.sum().backward()
+        assert mode_stack_depth() == depth
+        later = torch.ones(1)
+        assert later in outer
+    assert depths == [0, 0]
+    assert is_disposed(inside[0])
+    assert leaf.grad.tolist() == [6, 6]
+    assert mode_stack_depth() == 0
+
+
+class SquareInScopes(torch.autograd.Function):
+    """Opens a scope in both passes."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        with NewDisposeScope() as scope:
+            return scope.detach(x * x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        before = mode_stack_depth()
+        with NewDisposeScope() as scope:
+            result = scope.detach(2 * x * gradient)
+        assert mode_stack_depth() == before
+        return result
+
+
+def test_scopes_work_inside_a_custom_function_in_both_passes():
+    leaf = torch.tensor([2.0, 3.0], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(SquareInScopes.apply, (leaf,))
+    with NewDisposeScope() as scope:
+        total = scope.move_to_outer(SquareInScopes.apply(leaf * 1).sum())
+    total.backward()
+    assert leaf.grad.tolist() == [4, 6]
+    assert mode_stack_depth() == 0
