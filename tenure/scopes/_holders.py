@@ -8,10 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ._chains import Chain, Chains
-from ._frames import RunningFrames
-from ._search import Edge, Search
-from ._steps import Root
+from ._heap import Chain, Chains, Edge, Root, RunningFrames, Search
 
 # kinds whose holder may be a plain variable itself, with as many steps as that takes
 _BORROWED = {"view": 1, "autograd": 1, "numpy": 1, "closure": 3}
@@ -80,9 +77,14 @@ def _holders_of(n: int, search: Search, chains: Chains) -> list[Holder]:
     ranked = [(0, Chain(root, ()), root.running) for root in direct]
     for edge in search.parents[n]:
         ranked.extend(_through(edge, n, chains, direct))
-    ranked.sort(key=lambda entry: (entry[0], len(entry[1].steps), str(entry[1])))
+    ranked.sort(key=lambda entry: (entry[0], *_rank(entry[1])))
     holders = [Holder(chain.kind, str(chain), running) for _, chain, running in ranked]
     return [*dict.fromkeys(holders), *_unnamed(search.unexplained(n))]
+
+
+def _rank(chain: Chain) -> tuple[int, bool, str]:
+    """Short before long; where equal, what the user wrote before what torch keeps."""
+    return len(chain.steps), chain.kind in _BORROWED, str(chain)
 
 
 def _through(

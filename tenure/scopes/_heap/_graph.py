@@ -17,7 +17,7 @@ from ._steps import Step
 from ._tensors import live_tensors, read, spans_storage, storage_key
 
 _RAW = "_raw_saved_"
-_VIEW = Step("", "view", anchor="base of the view", link=" ")
+_VIEW = Step("", "view", anchor="view", link=" ")
 _WHOLE_VIEW = _VIEW._replace(whole=True)
 _GRADIENT = Step(".grad", "attribute")
 _MAX_DEPTH = 2
@@ -88,10 +88,10 @@ class TensorGraph:
     def _add_graph(self, owner: int, root: Any, seen: dict[int, Any]) -> None:
         for node in _walk([root], seen):
             name = type_name(type(node))
-            step = Step("", "autograd", anchor=f"node {name}", link=" in the graph of ")
+            step = Step("", "autograd", anchor=name, link=" in the graph of ")
             self._by_id[id(node)].append(Reference(owner, step))
             for label, t in _saved_tensors(node):
-                anchor = f"saved by {name} as {label}"
+                anchor = f"{name} (saved {label})"
                 self._add_saved(owner, t, step._replace(anchor=anchor))
 
     def _add_saved(self, owner: int, t: torch.Tensor, step: Step) -> None:

@@ -13,7 +13,7 @@ from ._frames import read_locals
 from ._steps import Step
 from ._tensors import storage_key
 
-SHARES = Step("", "numpy", anchor="memory of the numpy array", link=" ")
+SHARES = Step("", "numpy", anchor="numpy array", link=" ")
 
 
 class SharedArrays:

@@ -30,7 +30,7 @@ _TELLING = (
 )
 _ENDINGS = {
     "cycle": ", in a reference cycle",
-    "unknown": ", held by nothing that has a name",
+    "unknown": ", which nothing with a name holds",
 }
 # plumbing between an object and what it is made of; a chain does not begin there
 _PLUMBING = (dict, tuple, type((lambda: _TELLING).__closure__))
@@ -76,11 +76,12 @@ class Chains:
         return edge.holder == n or any(e.holder == n for e in self._way_to(edge.holder)[1])
 
     def _way_to(self, n: int) -> tuple[Root, list[Edge]]:
-        root, way = self._ways[n]
-        edges = []
-        while way is not None:
-            edges.append(way)
-            root, way = self._ways[way.holder]
+        edges: list[Edge] = []
+        root, edge = self._ways[n]
+        while edge is not None:
+            edges.append(edge)
+            n = edge.holder
+            root, edge = self._ways[n]
         return root, edges[::-1]
 
     def _find_ways(self) -> None:
@@ -97,9 +98,9 @@ class Chains:
         ]
         heapq.heapify(entries)
         while entries:
-            cost, text, n, _, root, edge = heapq.heappop(entries)
+            cost, text, n, _, root, way = heapq.heappop(entries)
             if n not in self._ways:
-                self._ways[n] = (root, edge)
+                self._ways[n] = (root, way)
                 for held, further in children.get(n, ()):
                     entry = (cost + 1, text, held, next(ties), root, further)
                     heapq.heappush(entries, entry)

@@ -37,8 +37,11 @@ def method_slots(
 ) -> Iterator[Slot]:
     """The object that a method is bound to."""
     of_self = holder.__self__
-    anchor = "self" if is_kind(type(of_self), torch.Tensor) else type_name(type(of_self))
-    yield of_self, Step("", "method", anchor=anchor, link=" of the bound method ")
+    if is_kind(type(of_self), torch.Tensor):
+        yield of_self, Step("", "method", anchor="bound method", link=" ")
+    else:
+        anchor = type_name(type(of_self))
+        yield of_self, Step("", "method", anchor=anchor, link=", held by the bound method ")
 
 
 def partial_slots(holder: "functools.partial[object]", wanted: Wanted) -> Iterator[Slot]:
