@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ._search import Edge, Search
 from ._static import is_kind, type_name
-from ._steps import Namer, Root, Step
+from ._steps import Namer, Root, Step, inside
 
 # of all that is true of a chain, the first of these is its kind
 _TELLING = (
@@ -118,7 +118,10 @@ class Chains:
         outside = any(self._search.unexplained(n) for n in above)
         kind = "unknown" if outside or not self._search.complete else "cycle"
         name = type_name(type(self._search.alive[start]))
-        return Chain(Root(name, kind), (*above[start], edge.step))
+        steps = (*above[start], edge.step)
+        # "list_iterator", and not "list_iterator (inside a list_iterator)"
+        first = Step() if steps[0] == inside(name) else steps[0]
+        return Chain(Root(name, kind), (first, *steps[1:]))
 
     def _is_worth_naming(self, n: int) -> bool:
         return not is_kind(type(self._search.alive[n]), *_PLUMBING)

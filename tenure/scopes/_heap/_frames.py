@@ -36,6 +36,7 @@ class RunningFrames:
     """
 
     def __init__(self, innermost: FrameType | None) -> None:
+        # of the frames, and of dictionaries that are the variables of one
         self.ids: set[int] = set()
         self.variables: defaultdict[int, list[Variable]] = defaultdict(list)
         self._add_stack(innermost, thread=None)
@@ -60,10 +61,15 @@ class RunningFrames:
             frame = frame.f_back
 
     def _add_frame(self, frame: FrameType, thread: str | None, silent: bool) -> None:
+        if not _is_optimized(frame):
+            # the body of a class: its dictionary is the variables and not one more holder
+            self.ids.add(id(frame.f_locals))
         cells = {*frame.f_code.co_cellvars, *frame.f_code.co_freevars}
         for name, value in read_locals(frame):
             text = _spell(frame, name, value)
-            self.variables[id(value)].append(Variable(text, name in cells, thread, silent))
+            # the compiler's own variables, such as the iterator of a comprehension, are no names
+            is_silent = silent or not name.isidentifier()
+            self.variables[id(value)].append(Variable(text, name in cells, thread, is_silent))
 
 
 def read_locals(frame: FrameType) -> list[tuple[str, object]]:

@@ -15,7 +15,7 @@ import torch
 
 from . import _callables, _containers, _objects, _suspended
 from ._static import mro_of, type_name
-from ._steps import Reader, Slot, Step, Wanted
+from ._steps import Reader, Slot, Step, Wanted, inside
 
 
 def slots_of(holder: object, wanted: Wanted) -> Iterator[tuple[int, Step]]:
@@ -33,9 +33,9 @@ def slots_of(holder: object, wanted: Wanted) -> Iterator[tuple[int, Step]]:
         if left[id(value)] > 0:
             left[id(value)] -= 1
             yield id(value), step
-    inside = Step(f" (inside a {type_name(type(holder))})")
+    unnamed = inside(type_name(type(holder)))
     for key in left.elements():
-        yield key, inside
+        yield key, unnamed
 
 
 def _named_slots(holder: object, wanted: Wanted) -> Iterator[Slot]:

@@ -67,6 +67,11 @@ Wanted = Collection[int]
 Reader = Callable[[Any, Wanted], Iterable[Slot]]
 
 
+def inside(holder: str) -> Step:
+    """The step out of an object of which only the type is known."""
+    return Step(f" (inside a {holder})")
+
+
 def attribute(key: Key) -> tuple[str, Namer | None]:
     """Spell a key of a namespace as an attribute."""
     return f".{key}", None

@@ -12,16 +12,11 @@ _BASE: Any = torch._C.TensorBase
 
 def live_tensors() -> list[torch.Tensor]:
     """Every tensor with a handle in Python, in the order of the collector."""
-    verdicts: dict[int, bool] = {}
-    found = []
-    for candidate in gc.get_objects():
-        cls = type(candidate)
-        verdict = verdicts.get(id(cls))
-        if verdict is None:
-            verdict = verdicts[id(cls)] = is_kind(cls, torch.Tensor)
-        if verdict:
-            found.append(candidate)
-    return found
+    heap = gc.get_objects()
+    # each class is judged once; by identity, as a metaclass may define __hash__ and __eq__
+    classes = {id(cls): cls for cls in map(type, heap)}
+    kinds = {key for key, cls in classes.items() if is_kind(cls, torch.Tensor)}
+    return [found for found in heap if id(type(found)) in kinds]
 
 
 def read(t: torch.Tensor, name: str) -> Any:
