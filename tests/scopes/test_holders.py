@@ -337,6 +337,15 @@ def test_closure_that_escaped_to_a_global_is_not_running():
     assert running(weakref.ref(t)) == [True, False]
 
 
+def test_closure_in_a_local_is_not_running_when_its_variable_belongs_to_a_finished_function():
+    def make():
+        t = torch.ones(3)
+        return lambda: t
+
+    function = make()
+    assert running(weakref.ref(function())) == [False]
+
+
 def test_defaults():
     def function(a, b=torch.ones(3), *, c=torch.zeros(3)):  # noqa: B008 -- the point of the test
         return a, b, c
@@ -701,10 +710,10 @@ class HostileMeta(type):
 def test_hostile_objects_are_named_like_any_other():
     hostile = Hostile(torch.ones(3))
     ref = weakref.ref(object.__getattribute__(hostile, "t"))
-    name = "test_hostile_objects_are_named_like_any_other.<locals>.hostile"
-    assert held(ref) == [("attribute", f"{name}.t")]
-    table = {hostile: object.__getattribute__(hostile, "t")}
-    assert ("container", name.replace("hostile", "table", 0)[:-7] + "table[<Hostile>]") in held(ref)
+    name = "test_hostile_objects_are_named_like_any_other.<locals>"
+    assert held(ref) == [("attribute", f"{name}.hostile.t")]
+    table = {hostile: ref()}
+    assert ("container", f"{name}.table[<Hostile>]") in held(ref)
     assert len(table) == 1
 
 
@@ -780,12 +789,21 @@ def test_nothing_is_kept_after_the_search():
     assert gc.isenabled()
 
 
-def test_search_leaves_no_garbage():
-    history = [torch.ones(3)]
-    held(weakref.ref(history[0]))
+@pytest.fixture
+def _no_collector():
     gc.collect()
-    held(weakref.ref(history[0]))
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_collector")
+def test_search_leaves_no_garbage():
+    t = torch.ones(3)
+    view, array = t[:1], t.numpy()
+    held(weakref.ref(t))
     assert gc.collect() == 0
+    assert view.data_ptr() == array.ctypes.data
 
 
 def test_order_is_the_same_every_time():

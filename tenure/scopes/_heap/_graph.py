@@ -21,6 +21,9 @@ _VIEW = Step("", "view", anchor="view", link=" ")
 _WHOLE_VIEW = _VIEW._replace(whole=True)
 _GRADIENT = Step(".grad", "attribute")
 _MAX_DEPTH = 2
+# the stubs of torch do not know the module
+_BINDINGS: Any = torch._C
+_SAVED_TENSOR = _BINDINGS._autograd.SavedTensor
 
 
 class Reference(NamedTuple):
@@ -136,8 +139,8 @@ def _saved_tensors(node: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _tensors_in(saved: Any, depth: int) -> Iterator[torch.Tensor]:
-    if type(saved) is torch._C._autograd.SavedTensor:
-        saved = saved.data  # type: ignore[attr-defined]
+    if type(saved) is _SAVED_TENSOR:
+        saved = saved.data
     if type(saved) in (tuple, list) and depth:
         for item in saved:
             yield from _tensors_in(item, depth - 1)
