@@ -772,6 +772,20 @@ def test_no_operation_reaches_a_mode():
     assert losses
 
 
+def test_frames_of_tenure_that_ask_are_silent_but_what_others_hold_is_not():
+    space = {"__name__": "tenure.room", "find_holders": find_holders}
+    lines = (
+        "def ask(ref):",
+        "    t = ref()",
+        "    own = [t, {'k': t}]",
+        "    return find_holders([t])",
+    )
+    exec("\n".join(lines), space)
+    history = [torch.ones(3)]
+    ((found,),) = space["ask"](weakref.ref(history[0]))
+    assert found.chain.endswith("<locals>.history[0]")
+
+
 def test_ignored_containers_are_no_holders():
     own = [torch.ones(3)]
     assert find_holders([own[0]], ignore=(own,)) == [[]]
