@@ -64,8 +64,8 @@ def is_new(out: Tensor, func: Callable[..., Any], trees: Iterable[object]) -> bo
         trees: its arguments.
     """
     if func is DEEPCOPY:  # its memo holds the copy
-        return not isinstance(out, Parameter)
-    if isinstance(out, Parameter) or _returns_existing(func):
+        return not is_parameter(out)
+    if is_parameter(out) or _returns_existing(func):
         return False
     return not any(given is out for given in flat_tensors(trees))
 
@@ -77,7 +77,12 @@ def new_among(
     if not outs or _returns_existing(func):
         return []
     given = set(map(id, flat_tensors(trees)))
-    return [out for out in outs if id(out) not in given and not isinstance(out, Parameter)]
+    return [out for out in outs if id(out) not in given and not is_parameter(out)]
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """``isinstance(tensor, Parameter)``, without its cost for the tensors that are none."""
+    return type(tensor) is not Tensor and isinstance(tensor, Parameter)
 
 
 def _returns_existing(func: Callable[..., Any]) -> bool:

@@ -125,8 +125,8 @@ class DisposeScope:
         if is_dynamo_compiling():  # inside compiled code a scope is transparent
             return self
         frame = sys._getframe(1)
-        self._open(frame)
-        if frame.f_code.co_flags & SUSPENDABLE:
+        code = self._open(frame)
+        if code.co_flags & SUSPENDABLE:
             warn_in_generator(frame, self)
         return self
 
@@ -137,7 +137,7 @@ class DisposeScope:
         traceback: TracebackType | None,
     ) -> None:
         """Close the scope; an exception of the block goes on unmasked."""
-        if not is_dynamo_compiling():
+        if self._status is _OPEN:  # inside compiled code it never was
             self._close(exc)
 
     def close(self) -> None:
@@ -147,9 +147,11 @@ class DisposeScope:
             ScopeUsageError: it belongs to another thread, or was never opened.
             ScopeLeakError: the policy is ``"raise"`` and tensors outlived it.
         """
-        self._close(None)
+        if self._status is not _CLOSED:
+            self._check("close")
+            self._close(None)
 
-    def _open(self, frame: FrameType) -> None:
+    def _open(self, frame: FrameType) -> CodeType:
         """Begin to own tensors, in a block of the user's program that ``frame`` runs."""
         if self._status is not _NEW:
             raise ScopeUsageError(f"{self!r} was entered a second time. {_ONE_BLOCK}")
@@ -157,9 +159,11 @@ class DisposeScope:
         self._ledger = Ledger()
         if frame.f_globals is CONTEXTLIB:  # an ExitStack opens it on behalf of a user
             frame = user_frame(frame)
-        self._opener = frame.f_code, frame.f_lasti, id(frame)
+        code = frame.f_code
+        self._opener = code, frame.f_lasti, id(frame)
         threads.open[id(self)] = self
         self._resume()
+        return code
 
     def _resume(self) -> None:
         """Become the current scope, inside the one that is current now."""
@@ -183,10 +187,8 @@ class DisposeScope:
         self._threads.leave_world(self._world)
 
     def _close(self, exc: BaseException | None) -> None:
-        if self._status is _CLOSED:
-            return
-        if self._status is not _OPEN or self._threads.thread_id != get_ident():
-            self._check("close")
+        if self._threads.thread_id != get_ident():
+            self._check_thread("close")
         self._suspend()
         self._finish(exc)
 
@@ -195,7 +197,7 @@ class DisposeScope:
         threads = self._threads
         threads.open.pop(id(self), None)
         self._status = _CLOSED
-        if self._ledger.refs or self.policy != "dispose":
+        if self._ledger or self.policy != "dispose":
             settle(self, self._ledger.take_all(), exc)
         if threads.deferred.waiting:
             threads.deferred.run()
@@ -228,7 +230,7 @@ class DisposeScope:
     def owned(self) -> list[Tensor]:
         """The tensors that it owns, in no particular order; none once it has closed."""
         self._check_thread("owned")
-        return list(self._ledger) if self._owns_tensors else []
+        return self._ledger.alive() if self._owns_tensors else []
 
     def __len__(self) -> int:
         return len(self.owned())
@@ -238,7 +240,7 @@ class DisposeScope:
 
     def __contains__(self, tensor: object) -> bool:
         self._check_thread("__contains__")
-        return self._owns_tensors and tensor in self._ledger
+        return self._owns_tensors and self._ledger.owns(tensor)
 
     @property
     def _owns_tensors(self) -> bool:
@@ -390,7 +392,7 @@ class DisposeScope:
         spared = set(map(id, kept))
         condemned = [
             (tensor, reference)
-            for tensor in self._ledger
+            for tensor in self._ledger.alive()
             if id(tensor) not in spared and (reference := self._ledger.take(tensor)) is not None
         ]
         dispose_all(self, condemned, Cause(self.label, self.site, call, user_site()))
@@ -411,7 +413,7 @@ class DisposeScope:
     def __repr__(self) -> str:
         if self._status is _NEW:
             return f"{self.label[:-1]} {_NEW}>"
-        n_owned = len(self._ledger) if self._owns_tensors else 0
+        n_owned = self._ledger.n_alive() if self._owns_tensors else 0
         owned = f", {n_owned} tensor{'' if n_owned == 1 else 's'}" if self._owns_tensors else ""
         return f"{self.label[:-1]} {self._status}{owned}, opened at {self.site}>"
 

@@ -84,8 +84,7 @@ def statistics() -> ScopeStatistics:
 
 def _counts(threads: ThreadScopes) -> dict[str, int]:
     created = threads.manager.created
-    owned = sum(len(scope._ledger) for scope in list(threads.open.values()))
-    gone = created + threads.attached - threads.detached - threads.disposed - owned
+    gone = created + threads.attached - threads.detached - threads.disposed - threads.n_owned
     return {
         "created_in_scope": created,
         "disposed_in_scope": threads.disposed,

@@ -70,7 +70,7 @@ def test_a_million_temporaries_leave_a_handful_of_entries():
         x = torch.ones(1)
         for _ in range(20_000):
             x + 1
-        assert len(scope._ledger.refs) < 100
+        assert len(scope._ledger) < 100
 
 
 def test_a_scope_that_owns_nothing_is_true():
