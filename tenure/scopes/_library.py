@@ -29,15 +29,17 @@ _LIBRARY_MODULES = (
     "torch.nn.parallel",
     "torch.distributed",
 )
-
+# A jagged tensor is made with the help of one that torch makes once and keeps in a global:
+# https://github.com/pytorch/pytorch/blob/main/torch/nested/_internal/nested_tensor.py
+_KEEPS_WHAT_IT_MAKES = {("torch.nested._internal.nested_tensor", "_nt_view_dummy")}
 
 _CONTAINERS = (list, tuple, dict, deque)
 
 
 @functools.lru_cache(maxsize=4096)
-def is_library_module(name: str) -> bool:
-    """Whether what the code of module ``name`` makes belongs to an object of that library."""
-    return name.startswith(_LIBRARY_MODULES)
+def is_library_code(module: str, function: str) -> bool:
+    """Whether what ``function`` of ``module`` makes belongs to that library, not to the block."""
+    return module.startswith(_LIBRARY_MODULES) or (module, function) in _KEEPS_WHAT_IT_MAKES
 
 
 def copies_library_object(frame: FrameType | None) -> bool:

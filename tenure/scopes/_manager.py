@@ -19,7 +19,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from ._ledger import SitedRef
-from ._library import copies_library_object, is_library_module
+from ._library import copies_library_object, is_library_code
 from ._newness import DEEPCOPY, SOLE, flat_tensors, is_new, is_parameter, new_among
 from ._sites import capture_site
 
@@ -99,7 +99,7 @@ class Manager(TorchFunctionMode):
 
     def _admits(self, frame: FrameType) -> bool:
         """Whether tensors made by the code in ``frame`` belong to the block it runs in."""
-        if is_library_module(frame.f_globals.get("__name__", "")):
+        if is_library_code(frame.f_globals.get("__name__", ""), frame.f_code.co_name):
             return False
         self._caller = frame.f_code
         return True
