@@ -60,7 +60,8 @@ class DisposalRecord(NamedTuple):
     cause: Cause
 
     def __str__(self) -> str:
-        n_bytes = math.prod(self.shape) * self.dtype.itemsize
+        known = all(type(size) is int for size in self.shape)  # those of nested tensors are symbols
+        n_bytes = math.prod(self.shape) * self.dtype.itemsize if known else 0
         origin = f"; it was created at {self.created}" if self.created else ""
         return f"{describe(self.dtype, self.shape, self.device, n_bytes)}, {self.cause}{origin}"
 
