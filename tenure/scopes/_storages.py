@@ -17,9 +17,7 @@ _COMPRESSED_BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
 def storages_of(tensor: Tensor) -> list[UntypedStorage]:
     """The storages of a tensor of any layout; none where torch shows none (meta, opaque)."""
     with without_modes():
-        return [
-            part.untyped_storage() for part in _dense_parts(tensor) if part.device.type != "meta"
-        ]
+        return [part.untyped_storage() for part in _dense_parts(tensor) if not _is_hollow(part)]
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -40,10 +38,15 @@ def _dense_parts(tensor: Tensor) -> list[Tensor]:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if layout in _COMPRESSED_BY_COLUMN:
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    if layout is not torch.strided:
-        return []
+    return [tensor] if layout is torch.strided else []
+
+
+def _is_hollow(tensor: Tensor) -> bool:
+    """Whether its storage, if any, has a size but no memory: meta and fake tensors, wrappers."""
     try:
-        tensor.untyped_storage()
+        storage = tensor.untyped_storage()
+        if storage.device.type == "meta":
+            return True
+        return type(tensor) is not Tensor and storage.data_ptr() == 0
     except (RuntimeError, NotImplementedError):  # wrapper subclasses and functorch's wrappers
-        return []
-    return [tensor]
+        return True

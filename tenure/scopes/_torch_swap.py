@@ -28,7 +28,7 @@ def swap(first: Tensor, second: Tensor) -> None:
 
 
 def make_empty(cls: type[Tensor], dtype: torch.dtype) -> Tensor:
-    """Make a ``cls`` of shape (0,) on the meta device; it dispatches all questions but its dtype."""
+    """Make a ``cls`` of shape (0,) on the meta device, where only its dtype is to be read."""
     make: Any = Tensor._make_wrapper_subclass
     empty: Tensor = make(
         cls,
