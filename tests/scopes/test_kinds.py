@@ -1,0 +1,214 @@
+"""Every kind of tensor: sparse, quantized, nested, complex, meta, fake, subclasses and wrappers.
+
+Each is made in a scope, is the scope's wherever torch lets the scope see it, never breaks the count of
+bytes, and is loud once disposed.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tenure import DisposedTensorError, NewDisposeScope, attach_to_scope, dispose, is_disposed
+
+# Sparse, quantized and nested tensors announce that they are beta; that is torch's to say.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*(beta|prototype|quantiz|nested).*:UserWarning",
+    "ignore:.*quantiz.*:DeprecationWarning",
+)
+
+
+class Labelled(Tensor):
+    """A plain subclass: its results are of its class."""
+
+
+class Wrapper(Tensor):
+    """A wrapper subclass: an opaque outside, and the data in an inner tensor."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(tensors, context, size, stride):
+        return Wrapper(tensors["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        unwrapped = [arg.inner if isinstance(arg, Wrapper) else arg for arg in args]
+        out = func(*unwrapped, **(kwargs or {}))
+        return Wrapper(out) if isinstance(out, Tensor) else out
+
+
+def quantized() -> Tensor:
+    return torch.quantize_per_tensor(torch.ones(2, 3), 0.1, 0, torch.qint8)
+
+
+def quantized_per_channel() -> Tensor:
+    scales, zeros = torch.ones(2), torch.zeros(2)
+    return torch.quantize_per_channel(torch.ones(2, 3), scales, zeros, 0, torch.qint8)
+
+
+def jagged() -> Tensor:
+    parts = [torch.ones(2, 3), torch.ones(1, 3)]
+    return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+
+
+def inference() -> Tensor:
+    with torch.inference_mode():
+        return torch.ones(2, 3)
+
+
+def fake() -> Tensor:
+    with FakeTensorMode():
+        return torch.ones(2, 3)
+
+
+class Kind(NamedTuple):
+    """How to make a tensor, how errors spell it, and the bytes of all that a scope owns then."""
+
+    make: Callable[[], Tensor]
+    dtype: str
+    n_bytes: int
+
+
+DENSE = torch.eye(3)
+KINDS = {
+    "strided": Kind(lambda: torch.ones(2, 3), "float32[2, 3]", 24),
+    "empty": Kind(lambda: torch.empty(0, 3), "float32[0, 3]", 0),
+    "scalar": Kind(lambda: torch.tensor(1.0), "float32[]", 4),
+    "expanded": Kind(lambda: torch.ones(1, 3).expand(4, 3), "float32[4, 3]", 12),
+    "complex": Kind(lambda: torch.ones(2, dtype=torch.complex64), "complex64[2]", 16),
+    "conjugate": Kind(lambda: torch.ones(2, dtype=torch.complex64).conj(), "complex64[2]", 16),
+    "negative": Kind(lambda: torch._neg_view(torch.ones(2)), "float32[2]", 8),
+    "bool": Kind(lambda: torch.ones(3, dtype=torch.bool), "bool[3]", 3),
+    "bfloat16": Kind(lambda: torch.ones(3, dtype=torch.bfloat16), "bfloat16[3]", 6),
+    "float8": Kind(lambda: torch.ones(3).to(torch.float8_e4m3fn), "float8_e4m3fn[3]", 3),
+    "channels last": Kind(
+        lambda: torch.ones(1, 2, 3, 3).to(memory_format=torch.channels_last),
+        "float32[1, 2, 3, 3]",
+        72,
+    ),
+    "sparse coo": Kind(lambda: DENSE.to_sparse(), "float32[3, 3]", 60),
+    "sparse hybrid": Kind(lambda: DENSE.to_sparse(1), "float32[3, 3]", 60),
+    "sparse csr": Kind(lambda: DENSE.to_sparse_csr(), "float32[3, 3]", 92),
+    "sparse csc": Kind(lambda: DENSE.to_sparse_csc(), "float32[3, 3]", 92),
+    "sparse bsr": Kind(lambda: DENSE.to_sparse_bsr((1, 1)), "float32[3, 3]", 92),
+    "mkldnn": Kind(lambda: DENSE.to_mkldnn(), "float32[3, 3]", 0),  # opaque
+    "quantized": Kind(quantized, "qint8[2, 3]", 6),
+    "quantized per channel": Kind(quantized_per_channel, "qint8[2, 3]", 22),
+    "jagged": Kind(jagged, "float32[2, j", 60),
+    "meta": Kind(lambda: torch.ones(2, 3, device="meta"), "float32[2, 3]", 0),
+    "inference": Kind(inference, "float32[2, 3]", 24),
+    "fake": Kind(fake, "float32[2, 3]", 0),
+    "subclass": Kind(lambda: torch.ones(2, 3).as_subclass(Labelled) + 1, "float32[2, 3]", 24),
+    "wrapper result": Kind(lambda: Wrapper(torch.ones(2, 3)) + 1, "float32[2, 3]", 24),
+}
+for_every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+@for_every_kind
+def test_a_scope_takes_every_kind_and_counts_its_bytes(kind):
+    with NewDisposeScope() as scope:
+        made = kind.make()
+        assert made in scope
+        assert scope.live_bytes == kind.n_bytes
+
+
+@for_every_kind
+def test_every_kind_is_loud_once_disposed(kind):
+    with NewDisposeScope("step"):
+        made = kind.make()
+    assert is_disposed(made)
+    assert repr(made).startswith(f"<DisposedTensor {kind.dtype}")
+    for use in (lambda t: t + 1, lambda t: t.shape, lambda t: t.to_dense(), lambda t: t.detach()):
+        with pytest.raises(DisposedTensorError, match="disposed when <DisposeScope 'step'>"):
+            use(made)
+
+
+@for_every_kind
+def test_every_kind_lives_on_once_moved_out(kind):
+    with NewDisposeScope() as scope:
+        made = scope.move_to_outer(kind.make())
+    assert not is_disposed(made)
+    assert made.detach().shape == made.shape
+
+
+UNSEEN = {
+    "torch.Tensor(2)": lambda: torch.Tensor(2),
+    "torch.FloatTensor": lambda: torch.FloatTensor([1.0]),
+    "Parameter": lambda: nn.Parameter(torch.ones(1)),
+    "from_numpy": lambda: torch.from_numpy(torch.ones(1).numpy()),
+    "frombuffer": lambda: torch.frombuffer(bytearray(4), dtype=torch.float32),
+    "nested strided": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)]),
+    "generator state": lambda: torch.Generator().get_state(),
+    "vmap": lambda: torch.vmap(torch.sin)(torch.ones(3)),
+    "func.grad": lambda: torch.func.grad(torch.sin)(torch.tensor(1.0)),
+    "wrapper": lambda: Wrapper(torch.ones(2)),
+    "functional": lambda: torch._to_functional_tensor(torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("make", UNSEEN.values(), ids=UNSEEN)
+def test_what_torch_shows_to_no_scope_is_no_scopes_until_attached(make):
+    with NewDisposeScope("step") as scope:
+        unseen = make()
+        assert unseen not in scope
+        assert scope.live_bytes >= 0
+    assert type(unseen).__name__ != "DisposedTensor"
+
+    with NewDisposeScope("step"):
+        attached = attach_to_scope(make())
+    assert is_disposed(attached)
+    with pytest.raises(DisposedTensorError):
+        attached + 1
+
+
+def test_a_gradient_made_by_backward_is_no_scopes_and_reading_it_changes_that_not():
+    with NewDisposeScope() as scope:
+        leaf = scope.detach(torch.ones(2).requires_grad_())
+        (leaf * 2).sum().backward()
+        gradient = leaf.grad
+        assert gradient not in scope
+    assert gradient.tolist() == [2, 2]
+    assert leaf.grad is gradient
+
+
+def test_moving_a_wrapper_moves_what_it_wraps():
+    with NewDisposeScope() as scope:
+        wrapper = scope.move_to_outer(Wrapper(torch.ones(2)))
+        lost = Wrapper(torch.ones(2))
+    assert torch.equal((wrapper + 1).inner, torch.full((2,), 2.0))
+    with pytest.raises(DisposedTensorError, match=r"float32\[2\] on cpu"):
+        lost + 1
+
+
+def test_a_subclass_survives_on_the_handle_that_autograd_hands_out():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            types.append(type(x))
+            return 2 * x * grad
+
+    types: list[type] = []
+    parameter = nn.Parameter(torch.ones(2))
+    with NewDisposeScope() as scope:
+        total = scope.move_to_outer(Square.apply(parameter).sum())
+        dispose(parameter)
+    total.backward()
+    assert types == [nn.Parameter]
