@@ -1,7 +1,7 @@
 """Every kind of tensor: sparse, quantized, nested, complex, meta, fake, subclasses and wrappers.
 
-Each is made in a scope, is the scope's wherever torch lets the scope see it, never breaks the count of
-bytes, and is loud once disposed.
+Each is made in a scope, is the scope's wherever torch lets the scope see it, never breaks the count
+of bytes, and is loud once disposed.
 """
 
 from collections.abc import Callable
