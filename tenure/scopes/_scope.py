@@ -8,7 +8,7 @@ goes wrong with one tensor leaves the thread in a half-open state.
 from __future__ import annotations
 
 import sys
-from threading import current_thread, get_ident
+from threading import get_ident
 from types import CodeType, FrameType, TracebackType
 from typing import Literal, NoReturn, Self, get_args
 
@@ -17,6 +17,15 @@ from torch.compiler import is_dynamo_compiling
 
 from tenure._errors import ScopeUsageError
 
+from ._checks import (
+    check_choice,
+    check_not_foreign,
+    check_open,
+    check_target,
+    check_thread,
+    refuse_copy,
+    refuse_second_entry,
+)
 from ._closing import dispose_all, settle
 from ._disposal import is_disposed
 from ._disposed import Cause, refuse
@@ -26,7 +35,7 @@ from ._ledger import Ledger
 from ._manager import Manager, current
 from ._sites import CONTEXTLIB, Capture, Site, user_frame, user_site
 from ._storages import storage_bytes
-from ._thread import ThreadScopes, World, foreign_owner_of, this_thread
+from ._thread import ThreadScopes, World, this_thread
 from ._trees import Tree, given_back, required_tensors
 
 Policy = Literal["dispose", "report", "raise"]
@@ -40,14 +49,6 @@ _NEW: _Status = "not yet open"
 _OPEN: _Status = "open"
 _SUSPENDED: _Status = "suspended"
 _CLOSED: _Status = "closed"
-_ONE_BLOCK = (
-    "A scope is neither reusable nor reentrant: make a new one with NewDisposeScope() for each "
-    "block."
-)
-_ONE_THREAD = (
-    "A scope is used on the thread that opened it: hand a tensor over with detach_from_scope() "
-    "there and attach_to_scope() here."
-)
 
 
 class DisposeScope:
@@ -107,9 +108,9 @@ class DisposeScope:
         capture: Capture | None = None,
     ) -> None:
         if not (policy == on_error == "dispose" and capture is None):
-            _check_choice("policy", policy, _POLICIES)
-            _check_choice("on_error", on_error, _ON_ERROR)
-            _check_choice("capture", capture, _CAPTURES)
+            check_choice("policy", policy, _POLICIES)
+            check_choice("on_error", on_error, _ON_ERROR)
+            check_choice("capture", capture, _CAPTURES)
             capture = capture if policy == "dispose" or capture else "site"
         self.name = name
         self.policy = policy
@@ -148,13 +149,13 @@ class DisposeScope:
             ScopeLeakError: the policy is ``"raise"`` and tensors outlived it.
         """
         if self._status is not _CLOSED:
-            self._check("close")
+            check_open(self, "close")
             self._close(None)
 
     def _open(self, frame: FrameType) -> CodeType:
         """Begin to own tensors, in a block of the user's program that ``frame`` runs."""
         if self._status is not _NEW:
-            raise ScopeUsageError(f"{self!r} was entered a second time. {_ONE_BLOCK}")
+            refuse_second_entry(self)
         self._threads = threads = this_thread()
         self._ledger = Ledger()
         if frame.f_globals is CONTEXTLIB:  # an ExitStack opens it on behalf of a user
@@ -188,7 +189,7 @@ class DisposeScope:
 
     def _close(self, exc: BaseException | None) -> None:
         if self._threads.thread_id != get_ident():
-            self._check_thread("close")
+            check_thread(self, "close")
         self._suspend()
         self._finish(exc)
 
@@ -229,8 +230,10 @@ class DisposeScope:
 
     def owned(self) -> list[Tensor]:
         """The tensors that it owns, in no particular order; none once it has closed."""
-        self._check_thread("owned")
-        return self._ledger.alive() if self._owns_tensors else []
+        if not self._owns_tensors:
+            return []
+        check_thread(self, "owned")
+        return self._ledger.alive()
 
     def __len__(self) -> int:
         return len(self.owned())
@@ -239,8 +242,10 @@ class DisposeScope:
         return True  # a scope that owns nothing is still a scope
 
     def __contains__(self, tensor: object) -> bool:
-        self._check_thread("__contains__")
-        return self._owns_tensors and self._ledger.owns(tensor)
+        if not self._owns_tensors:
+            return False
+        check_thread(self, "__contains__")
+        return self._ledger.owns(tensor)
 
     @property
     def _owns_tensors(self) -> bool:
@@ -265,7 +270,7 @@ class DisposeScope:
         stays where it is.
         """
         if not is_dynamo_compiling():
-            self._check("move_to_outer")
+            check_open(self, "move_to_outer")
             self._move(required_tensors(trees, "move_to_outer()"), self.outer)
         return given_back(trees)
 
@@ -286,9 +291,9 @@ class DisposeScope:
         Source: ``MoveToOther`` of TorchSharp's DisposeScope.
         """
         if not is_dynamo_compiling():
-            self._check("move_to")
-            check_target(scope)
-            self._move(required_tensors(trees, "move_to()"), scope)
+            check_open(self, "move_to")
+            check_target(target := scope_or_none(scope))
+            self._move(required_tensors(trees, "move_to()"), target)
         return given_back(trees)
 
     def detach(self, *trees: Tree) -> Tree:
@@ -307,7 +312,7 @@ class DisposeScope:
         Source: ``Detach`` of TorchSharp's DisposeScope.
         """
         if not is_dynamo_compiling():
-            self._check("detach")
+            check_open(self, "detach")
             self._move(required_tensors(trees, "detach()"), None)
         return given_back(trees)
 
@@ -329,7 +334,7 @@ class DisposeScope:
         is not counted as attached.
         """
         if not is_dynamo_compiling():
-            self._check("attach")
+            check_open(self, "attach")
             self._attach(required_tensors(trees, "attach()"))
         return given_back(trees)
 
@@ -364,7 +369,7 @@ class DisposeScope:
             ScopeUsageError: this scope is closed, or belongs to another thread.
         """
         if not is_dynamo_compiling():
-            self._check("dispose_everything")
+            check_open(self, "dispose_everything")
             self._dispose_but([], "dispose_everything")
 
     def dispose_everything_but(self, *keep: Tree) -> Tree:
@@ -383,7 +388,7 @@ class DisposeScope:
         Source: ``DisposeEverythingBut`` of TorchSharp's DisposeScope, which adopts foreign tensors.
         """
         if not is_dynamo_compiling():
-            self._check("dispose_everything_but")
+            check_open(self, "dispose_everything_but")
             kept = required_tensors(keep, "dispose_everything_but()") if keep else []
             self._dispose_but(kept, "dispose_everything_but")
         return given_back(keep)
@@ -418,25 +423,7 @@ class DisposeScope:
         return f"{self.label[:-1]} {self._status}{owned}, opened at {self.site}>"
 
     def __reduce__(self) -> NoReturn:
-        raise ScopeUsageError(
-            f"{self!r} can't be copied or pickled, because a tensor has one owner. {_ONE_BLOCK}"
-        )
-
-    # --- what it refuses
-
-    def _check(self, call: str) -> None:
-        if self._status is not _OPEN:
-            raise ScopeUsageError(
-                f"{call}() was called on {self!r}. Use a scope inside its with block. {_ONE_BLOCK}"
-            )
-        self._check_thread(call)
-
-    def _check_thread(self, call: str) -> None:
-        if self._owns_tensors and get_ident() != self._threads.thread_id:
-            raise ScopeUsageError(
-                f"{call}() was called on {self!r} from thread {current_thread().name!r}. "
-                f"Nothing was changed. {_ONE_THREAD}"
-            )
+        refuse_copy(self)
 
 
 NewDisposeScope = DisposeScope
@@ -449,40 +436,15 @@ def current_scope() -> DisposeScope | None:
     return None if scope is None else this_thread().manager.open_scope(scope)
 
 
-def check_target(scope: object) -> None:
-    """Make sure that tensors can move to ``scope``.
+def scope_or_none(value: object) -> DisposeScope | None:
+    """The target of a move.
 
     Raises:
-        ScopeUsageError: it is no scope, is closed, or belongs to another thread.
+        ScopeUsageError: it is neither a scope nor None.
     """
-    if scope is None:
-        return
-    if not isinstance(scope, DisposeScope):
-        raise ScopeUsageError(
-            f"move_to() wants the DisposeScope to move to first, and got {type(scope).__name__}. "
-            "Write move_to(scope, tensors)."
-        )
-    if not scope.is_open:
-        raise ScopeUsageError(
-            f"move_to() would hand tensors to {scope!r}, which owns nothing. Nothing was moved. "
-            "Move them to a scope that is open."
-        )
-    scope._check_thread("move_to")
-
-
-def check_not_foreign(tensor: Tensor, call: str) -> None:
-    """Make sure that no scope of another thread owns ``tensor``.
-
-    Raises:
-        ScopeUsageError: one does.
-    """
-    owner = foreign_owner_of(tensor)
-    if owner is not None:
-        raise ScopeUsageError(f"{call} got a tensor of {owner!r}, of another thread. {_ONE_THREAD}")
-
-
-def _check_choice(argument: str, value: object, choices: tuple[object, ...]) -> None:
-    if value not in choices:
-        raise ScopeUsageError(
-            f"{argument}={value!r} is not one of {', '.join(map(repr, choices))}."
-        )
+    if value is None or isinstance(value, DisposeScope):
+        return value
+    raise ScopeUsageError(
+        f"move_to() wants the DisposeScope to move to first, and got {type(value).__name__}. "
+        "Write move_to(scope, tensors)."
+    )
