@@ -12,19 +12,16 @@ from tenure._errors import ScopeUsageError
 from ._thread import foreign_owner_of
 
 if TYPE_CHECKING:
-    from ._scope import DisposeScope
+    from ._block import Block
 
-_ONE_BLOCK = (
-    "A scope is neither reusable nor reentrant: make a new one with NewDisposeScope() for each "
-    "block."
-)
+_ONE_BLOCK = "A scope is neither reusable nor reentrant: make a new one with NewDisposeScope() for each block."
 _ONE_THREAD = (
     "A scope is used on the thread that opened it: hand a tensor over with detach_from_scope() "
     "there and attach_to_scope() here."
 )
 
 
-def refuse_second_entry(scope: DisposeScope) -> NoReturn:
+def refuse_second_entry(scope: Block) -> NoReturn:
     """Say that a scope is for one block.
 
     Raises:
@@ -33,7 +30,7 @@ def refuse_second_entry(scope: DisposeScope) -> NoReturn:
     raise ScopeUsageError(f"{scope!r} was entered a second time. {_ONE_BLOCK}")
 
 
-def refuse_copy(scope: DisposeScope) -> NoReturn:
+def refuse_copy(scope: Block) -> NoReturn:
     """Say that a scope can't be doubled.
 
     Raises:
@@ -44,7 +41,7 @@ def refuse_copy(scope: DisposeScope) -> NoReturn:
     )
 
 
-def check_open(scope: DisposeScope, call: str) -> None:
+def check_open(scope: Block, call: str) -> None:
     """Make sure that ``scope`` is open and used on its own thread.
 
     Raises:
@@ -57,7 +54,7 @@ def check_open(scope: DisposeScope, call: str) -> None:
     check_thread(scope, call)
 
 
-def check_thread(scope: DisposeScope, call: str) -> None:
+def check_thread(scope: Block, call: str) -> None:
     """Make sure that ``scope`` is used on the thread that opened it.
 
     Raises:
@@ -70,7 +67,7 @@ def check_thread(scope: DisposeScope, call: str) -> None:
         )
 
 
-def check_target(scope: DisposeScope | None) -> None:
+def check_target(scope: Block | None) -> None:
     """Make sure that tensors can move to ``scope``; to None they always can.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import cast
 from weakref import ref
 
 from torch import Tensor
@@ -27,7 +28,7 @@ def owner_of(tensor: Tensor) -> DisposeScope | None:
     Args:
         tensor: a tensor of any shape, dtype and device.
     """
-    return this_thread().owner_of(tensor)
+    return cast("DisposeScope | None", this_thread().owner_of(tensor))
 
 
 def move_to_outer(*trees: Tree) -> Tree:

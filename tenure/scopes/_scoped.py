@@ -16,8 +16,9 @@ from torch.compiler import is_dynamo_compiling
 
 from tenure._errors import ScopeUsageError
 
+from ._block import OnError, Policy
 from ._checks import check_thread
-from ._scope import DisposeScope, OnError, Policy
+from ._scope import DisposeScope
 from ._sites import Capture, user_frame
 from ._trees import tensors_in
 
