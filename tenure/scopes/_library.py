@@ -32,7 +32,8 @@ _LIBRARY_MODULES = (
 # A jagged tensor is made with the help of one that torch makes once and keeps in a global:
 # https://github.com/pytorch/pytorch/blob/main/torch/nested/_internal/nested_tensor.py
 _KEEPS_WHAT_IT_MAKES = {("torch.nested._internal.nested_tensor", "_nt_view_dummy")}
-
+_COPYING = {"copy", "torch._tensor", "torch.overrides"}
+"""The modules whose frames stand between ``copy.deepcopy`` of an object and that of its tensors."""
 _CONTAINERS = (list, tuple, dict, deque)
 
 
@@ -47,7 +48,7 @@ def copies_library_object(frame: FrameType | None) -> bool:
 
     Its buffers are copied past every hook of torch; the object being copied tells whose they are.
     """
-    while frame is not None and frame.f_globals.get("__name__") == "copy":
+    while frame is not None and frame.f_globals.get("__name__") in _COPYING:
         if isinstance(frame.f_locals.get("x"), nn.Module | Optimizer):
             return True
         frame = frame.f_back
