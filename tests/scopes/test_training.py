@@ -281,3 +281,286 @@ def test_nothing_but_the_model_and_the_optimizer_survives_a_step():
             assert all(tensor in scope for tensor in (inputs, targets, loss))
         assert all(map(is_disposed, (inputs, targets, loss)))
         assert len(outer) == 0
+
+
+# --- what stands around a step
+
+
+class Tools(NamedTuple):
+    """What a training loop has made for one model, under the names it is known by."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    state: dict[str, Any]
+
+
+def run_loop(
+    prepare: Callable[[], Tools],
+    body: Callable[[Tools], None],
+    around_step: Opener = plain,
+    around_all: Opener = plain,
+) -> object:
+    torch.manual_seed(0)
+    with around_all():
+        tools = prepare()
+        for _ in range(STEPS):
+            with around_step():
+                body(tools)
+    body(tools)
+    kept = {name: tool.state_dict() for name, tool in tools.state.items()}
+    return bits([tools.model.state_dict(), tools.optimizer.state_dict(), kept])
+
+
+def assert_loops_alike(prepare: Callable[[], Tools], body: Callable[[Tools], None]) -> None:
+    expected = run_loop(prepare, body)
+    assert run_loop(prepare, body, NewDisposeScope) == expected
+    assert run_loop(prepare, body, NewDisposeScope, NewDisposeScope) == expected
+
+
+def tools_for(**makers: Callable[[nn.Module, Optimizer], Any]) -> Callable[[], Tools]:
+    def prepare() -> Tools:
+        model = cnn()
+        optimizer = adam(model)
+        state = {name: make(model, optimizer) for name, make in makers.items()}
+        return Tools(model, optimizer, state)
+
+    return prepare
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    inputs, targets = images()
+    return F.mse_loss(model(inputs).float(), targets)
+
+
+def test_autocast_trains_alike():
+    def body(tools: Tools) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(tools.model)
+        loss.backward()
+        tools.optimizer.step()
+        tools.optimizer.zero_grad()
+
+    assert_loops_alike(tools_for(), body)
+
+
+def test_a_gradient_scaler_trains_alike():
+    def body(tools: Tools) -> None:
+        scaler = tools.state["scaler"]
+        scaler.scale(loss_of(tools.model)).backward()
+        scaler.unscale_(tools.optimizer)
+        scaler.step(tools.optimizer)
+        scaler.update()
+        tools.optimizer.zero_grad(set_to_none=False)
+
+    assert_loops_alike(tools_for(scaler=lambda *_: torch.amp.GradScaler("cpu", 64.0)), body)
+
+
+@pytest.mark.parametrize("clip", ["norm", "norm by foreach", "value"])
+def test_clipped_gradients_train_alike(clip):
+    def body(tools: Tools) -> None:
+        loss_of(tools.model).backward()
+        parameters = list(tools.model.parameters())
+        if clip == "value":
+            nn.utils.clip_grad_value_(parameters, 0.01)
+        else:
+            nn.utils.clip_grad_norm_(parameters, 0.1, foreach=clip != "norm")
+        tools.optimizer.step()
+        tools.optimizer.zero_grad()
+
+    assert_loops_alike(tools_for(), body)
+
+
+def test_an_average_of_the_model_trains_alike():
+    def averaged(model: nn.Module, _: Optimizer) -> nn.Module:
+        average = swa_utils.get_ema_multi_avg_fn(0.9)
+        return swa_utils.AveragedModel(model, multi_avg_fn=average, use_buffers=True)
+
+    def body(tools: Tools) -> None:
+        loss_of(tools.model).backward()
+        tools.optimizer.step()
+        tools.optimizer.zero_grad()
+        tools.state["average"].update_parameters(tools.model)
+        swa_utils.update_bn([images()[0]], tools.state["average"])
+
+    assert_loops_alike(tools_for(average=averaged), body)
+
+
+SCHEDULERS = {
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
+    "exponential": lambda o: lr_scheduler.ExponentialLR(o, 0.5),
+    "warm restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
+    "chained": lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(o)]),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULERS.values(), ids=SCHEDULERS)
+@pytest.mark.parametrize("tensor_lr", [False, True], ids=["float", "tensor"])
+def test_a_schedule_trains_alike(schedule, tensor_lr):
+    def prepare() -> Tools:
+        model = mlp()
+        lr = torch.tensor(0.01) if tensor_lr else 0.01
+        optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+        return Tools(model, optimizer, {"schedule": schedule(optimizer)})
+
+    def body(tools: Tools) -> None:
+        step(tools.model, tools.optimizer, vectors)
+        tools.state["schedule"].step()
+
+    assert_loops_alike(prepare, body)
+
+
+def test_a_plateau_schedule_may_look_at_the_loss_of_the_step():
+    def body(tools: Tools) -> None:
+        loss = loss_of(tools.model)
+        loss.backward()
+        tools.optimizer.step()
+        tools.optimizer.zero_grad()
+        tools.state["schedule"].step(loss.detach())
+
+    assert_loops_alike(
+        tools_for(schedule=lambda _, o: lr_scheduler.ReduceLROnPlateau(o, patience=0)), body
+    )
+
+
+# --- what is done to a module inside a scope
+
+
+CHANGES = {
+    "deepcopy": lambda model: copy.deepcopy(model),
+    "double": lambda model: model.double(),
+    "bfloat16 and back": lambda model: model.bfloat16().float(),
+    "to channels last": lambda model: model.to(memory_format=torch.channels_last),
+    "load_state_dict": lambda model: load(model, assign=False),
+    "load_state_dict(assign)": lambda model: load(model, assign=True),
+    "register_buffer": lambda model: model.register_buffer("scale", torch.ones(2)) or model,
+    "new buffer by attribute": lambda model: (
+        setattr(model[0][1], "running_mean", torch.ones(4)) or model
+    ),
+    "new parameter": lambda model: setattr(model, "extra", nn.Parameter(torch.ones(2))) or model,
+    "to_empty": lambda model: load(cnn().to("meta").to_empty(device="cpu"), assign=False),
+    "requires_grad": lambda model: model.requires_grad_(False),
+}
+
+
+def load(model: nn.Module, *, assign: bool) -> nn.Module:
+    torch.manual_seed(5)
+    model.load_state_dict(
+        {name: value * 0 + 2 for name, value in cnn().state_dict().items()}, assign=assign
+    )
+    return model
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_module_changed_inside_a_scope_is_whole_outside(change):
+    torch.manual_seed(0)
+    expected = bits(change(cnn()).state_dict())
+    torch.manual_seed(0)
+    model = cnn()
+    with NewDisposeScope():
+        changed = change(model)
+    state = changed.state_dict()
+    assert not any(map(is_disposed, [*changed.parameters(), *changed.buffers()]))
+    assert bits(state) == expected
+    dtype = next(changed.parameters()).dtype
+    assert changed(images()[0].to(dtype)).shape == (4, 2)
+
+
+def test_a_state_dict_taken_in_a_scope_aliases_the_live_model():
+    model = cnn()
+    with NewDisposeScope():
+        state = model.state_dict()
+    assert not any(map(is_disposed, state.values()))
+    assert bits(state) == bits(model.state_dict())
+
+
+def test_a_functional_call_with_tensors_of_the_scope_leaves_the_module_alone():
+    model = mlp().eval()
+    before = bits(model.state_dict())
+    with NewDisposeScope():
+        doubled = {name: value * 2 for name, value in model.state_dict().items()}
+        torch.func.functional_call(model, doubled, vectors()[0])
+    assert bits(model.state_dict()) == before
+    assert model(vectors()[0]).shape == (4, 2)
+
+
+# --- data
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_workers": 0},
+        {"num_workers": 2},
+        {"num_workers": 1, "persistent_workers": True},
+    ],
+    ids=["in process", "two workers", "a persistent worker"],
+)
+def test_batches_of_a_loader_arrive_whole_and_go_with_their_scope(options):
+    dataset = TensorDataset(torch.arange(12.0).view(6, 2), torch.arange(6))
+    loader = DataLoader(dataset, batch_size=2, **options)
+    for _ in range(2):
+        sums = []
+        for rows, labels in loader:  # fetched outside: they are no scope's
+            with NewDisposeScope() as scope:
+                assert rows not in scope
+                doubled = rows * 2
+                sums.append(doubled.sum().item() + labels.sum().item())
+            assert is_disposed(doubled)
+            assert not is_disposed(rows)
+        assert sums == [13.0, 49.0, 85.0]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_fetched_inside_a_scope_die_with_it_and_the_loader_goes_on(num_workers):
+    dataset = TensorDataset(torch.arange(12.0).view(6, 2))
+    batches = iter(DataLoader(dataset, batch_size=2, num_workers=num_workers))
+    totals = []
+    for _ in range(3):
+        with NewDisposeScope() as scope:
+            (rows,) = next(batches)
+            totals.append(rows.sum().item())
+            scope.attach(rows)
+        assert is_disposed(rows)
+    assert totals == [6.0, 22.0, 38.0]
+
+
+# --- data-parallel
+
+
+def train_in_parallel(rank: int, folder: str, in_scopes: bool) -> None:
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/{in_scopes}", rank=rank, world_size=2)
+    try:
+        opener = NewDisposeScope if in_scopes else plain
+        torch.manual_seed(0)
+        with opener():
+            model = DistributedDataParallel(cnn())
+            optimizer = adam(model)
+            torch.manual_seed(rank)
+            for _ in range(STEPS):
+                with opener():
+                    step(model, optimizer, images)
+        step(model, optimizer, images)
+        torch.save(bits(model.state_dict()), f"{folder}/{in_scopes}-{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def train_both_ways(rank: int, folder: str) -> None:
+    train_in_parallel(rank, folder, False)
+    train_in_parallel(rank, folder, True)
+
+
+def test_two_ranks_train_bit_for_bit_alike(tmp_path):
+    torch.multiprocessing.spawn(train_both_ways, args=(str(tmp_path),), nprocs=2)
+    plain_0, scoped_0, scoped_1 = (
+        torch.load(tmp_path / name, weights_only=False)
+        for name in ("False-0.pt", "True-0.pt", "True-1.pt")
+    )
+    assert scoped_0 == plain_0
+    weights = [name for name in scoped_0 if "running" not in name]
+    assert [scoped_1[name] for name in weights] == [scoped_0[name] for name in weights]
