@@ -73,7 +73,8 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
         return []
     with without_modes():
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        return [getattr(tensor, name) for name in names]
+        inside = [getattr(tensor, name) for name in names]
+    return [inner for inner in inside if isinstance(inner, Tensor)]  # a DTensor names its mesh too
 
 
 def _children(node: Any) -> list[Any]:
