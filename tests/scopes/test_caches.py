@@ -1,0 +1,122 @@
+"""Caches that a block fills by the way: loud afterwards, and whole when filled in persist()."""
+
+import copy
+import functools
+import io
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import Categorical
+
+from tenure import DisposedTensorError, NewDisposeScope, is_disposed, persist
+
+
+class Rotary(nn.Module):
+    """Keeps its table as a plain attribute, made at the first call."""
+
+    def __init__(self, *, persistent: bool) -> None:
+        super().__init__()
+        self.table: Tensor | None = None
+        self.persistent = persistent
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            if self.persistent:
+                with persist():
+                    self.table = torch.arange(x.shape[-1]).cos()
+            else:
+                self.table = torch.arange(x.shape[-1]).cos()
+        return x * self.table
+
+
+def test_an_attribute_filled_in_a_block_is_refused_with_the_place_of_both():
+    module, x = Rotary(persistent=False), torch.ones(3)
+    with NewDisposeScope("first batch", capture="site"):
+        module(x)
+    with pytest.raises(DisposedTensorError) as caught:
+        module(x)
+    message = str(caught.value)
+    assert "disposed when <DisposeScope 'first batch'> (opened at " in message
+    assert "it was created at tests/scopes/test_caches.py:" in message
+    assert "make it inside persist() if it is a cache" in message
+
+
+def test_an_attribute_filled_in_persist_serves_every_block():
+    module, x = Rotary(persistent=True), torch.ones(3)
+    for _ in range(2):
+        with NewDisposeScope() as scope:
+            result = scope.detach(module(x))
+    assert torch.equal(result, torch.arange(3).cos())
+
+
+def test_a_cached_function_keeps_the_tensor_it_made_first():
+    @functools.cache
+    def mask(n: int) -> Tensor:
+        return torch.ones(n, n).tril()
+
+    with NewDisposeScope():
+        mask(2)
+    with pytest.raises(DisposedTensorError, match="disposed when"):
+        mask(2) + 1
+
+    mask.cache_clear()
+    with persist():
+        mask(2)
+    with NewDisposeScope():
+        assert (mask(2) + 1).sum().item() == 7
+    assert not is_disposed(mask(2))
+
+
+def test_a_lazy_property_of_a_distribution_belongs_to_the_block_that_read_it():
+    distribution = Categorical(logits=torch.zeros(3))
+    with NewDisposeScope():
+        distribution.probs  # noqa: B018  # reading it fills the cache
+    with pytest.raises(DisposedTensorError, match=r"float32\[3\] on cpu"):
+        distribution.probs + 1
+
+
+def test_a_buffer_written_past_the_module_is_refused():
+    module = nn.BatchNorm1d(2)
+    with NewDisposeScope():
+        module._buffers["running_mean"] = torch.zeros(2)
+    with pytest.raises(DisposedTensorError, match=r"float32\[2\] on cpu"):
+        module(torch.ones(3, 2))
+
+
+def test_what_is_loaded_in_a_block_is_the_blocks():
+    buffer = io.BytesIO()
+    torch.save({"a": torch.ones(2), "b": [torch.zeros(1)]}, buffer)
+    buffer.seek(0)
+    with NewDisposeScope() as scope:
+        loaded = torch.load(buffer)
+        assert loaded["a"] in scope
+        copied = scope.detach(copy.deepcopy(loaded))
+    assert is_disposed(loaded["a"])
+    assert is_disposed(loaded["b"][0])
+    assert copied["a"].tolist() == [1, 1]
+
+
+def test_threads_run_scopes_of_their_own_on_a_shared_leaf():
+    leaf = torch.ones(8, requires_grad=True)
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(50):
+                with NewDisposeScope() as scope:
+                    product = leaf * 2
+                    total = scope.move_to_outer(product.sum())
+                assert is_disposed(product)
+                total.backward()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert leaf.grad.tolist() == [400.0] * 8
