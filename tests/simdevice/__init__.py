@@ -1,4 +1,4 @@
-"""A simulated accelerator, `sim:0`: exact memory, a virtual clock and a race detector on the CPU wheel.
+"""A simulated accelerator, `sim:0`, in Python: exact memory, a virtual clock, a race detector.
 
 `docs/simulated-device.md` says how to write a test on it. Importing this package changes nothing
 in torch; the first use of the `sim` fixture does, once and for the whole process.

@@ -48,7 +48,8 @@ def is_on_device(value: object) -> bool:
 
 def block_of(tensor: torch.Tensor) -> Block:
     """The block that a device tensor lies in."""
-    return _blocks[tensor_key(tensor)]
+    found = _blocks.get(tensor_key(tensor))
+    return _lent_block(tensor.untyped_storage()) if found is None else found
 
 
 def reserve(sizes: Iterable[int]) -> None:
@@ -111,6 +112,12 @@ def span_of(tensor: torch.Tensor) -> Span:
         block.history = History(block.home_stream.stream_id)
     low = tensor.storage_offset() * tensor.element_size()
     return Span(block.history, low, low + extent_bytes(tensor))
+
+
+def _lent_block(storage: torch.UntypedStorage) -> Block:
+    """The block of a storage that C++ made over memory it does not own, as pickling does."""
+    address = storage.data_ptr()
+    return next(b for b in _blocks.values() if b.n_bytes and b.buffer.data_ptr() == address)
 
 
 def _release(key: int) -> None:

@@ -65,7 +65,7 @@ def get_device_name(index: Any = None) -> str:
     return "simulated accelerator"
 
 
-class device:  # noqa: N801 (the name is torch.cuda's)
+class device:
     """Context in which a device is the current one."""
 
     def __init__(self, index: Any) -> None:
@@ -184,12 +184,12 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 class _Runtime:
     """What `cudart()` returns: pinning in place, by address, with 0 for success."""
 
-    def cudaHostRegister(self, address: int, n_bytes: int, flags: int) -> int:  # noqa: N802
+    def cudaHostRegister(self, address: int, n_bytes: int, flags: int) -> int:
         """Pin `n_bytes` from `address`."""
         pinned_memory.pin_range(address, n_bytes)
         return 0
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+    def cudaHostUnregister(self, address: int) -> int:
         """Unpin the range that begins at `address`."""
         pinned_memory.unpin_range(address)
         return 0

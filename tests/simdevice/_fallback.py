@@ -18,7 +18,7 @@ from ._machine import machine
 from ._mixing import HOST_OUTPUTS, check_host_tensor
 from ._races import Span
 from ._streams import current_stream
-from ._torch_backend import DEVICE_TYPE, set_geometry, tensor_key
+from ._torch_backend import DEVICE_TYPE, operator_named, set_geometry, tensor_key
 
 
 @kernel
@@ -38,6 +38,8 @@ def run_as(
     """
     call = _Call(operator)
     host_args, host_kwargs = call.to_host(args, kwargs)
+    if host_function is operator and call.passes_numbers_as_tensors:
+        host_function = operator.overloadpacket  # only its overloads know what to do with them
     with _random_numbers(operator):
         host_result = host_function(*host_args, **host_kwargs)
         result = call.to_device(host_result)
@@ -53,6 +55,8 @@ class _Call:
         self._name: str = operator._schema.name
         self._writes = _written_arguments(operator)
         self._positions: tuple[str, ...] = _argument_names(operator)
+        self._tensor_names = _tensor_arguments(operator)
+        self.passes_numbers_as_tensors = False
         self._owners: dict[int, torch.Tensor] = {}
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._read_spans: list[Span] = []
@@ -95,6 +99,8 @@ class _Call:
             return torch.device("cpu") if value.type == DEVICE_TYPE else value
         if isinstance(value, (list, tuple)):
             return [self._argument(name, item) for item in value]
+        if name in self._tensor_names and value is not None:
+            self.passes_numbers_as_tensors = True
         return value
 
     def _tensor(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -151,6 +157,12 @@ def _argument_names(operator: Any) -> tuple[str, ...]:
 
 
 @functools.cache
+def _tensor_arguments(operator: Any) -> frozenset[str]:
+    arguments = operator._schema.arguments
+    return frozenset(a.name for a in arguments if str(a.type) in ("Tensor", "Optional[Tensor]"))
+
+
+@functools.cache
 def _written_arguments(operator: Any) -> frozenset[str]:
     arguments = operator._schema.arguments
     return frozenset(a.name for a in arguments if a.alias_info and a.alias_info.is_write)
@@ -172,5 +184,22 @@ def _reaches_host(operator: Any, result: Any) -> bool:
 
 
 def _count_flops(host_function: Any, args: list[Any], kwargs: dict[str, Any], result: Any) -> int:
-    count = flop_registry.get(getattr(host_function, "overloadpacket", None))
+    packet = getattr(host_function, "overloadpacket", host_function)
+    count = flop_registry.get(packet)
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))
+
+
+def _whole(name: str) -> Callable[..., Any]:
+    return functools.partial(run_on_host, operator_named(name))
+
+
+# Torch would compose these out of smaller operators, where CUDA runs one kernel.
+WHOLE_KERNELS = {
+    name: _whole(name)
+    for name in (
+        "native_layer_norm",
+        "native_layer_norm_backward",
+        "native_group_norm",
+        "native_group_norm_backward",
+    )
+}

@@ -21,13 +21,14 @@ def install() -> None:
 def _install_kernels() -> None:
     from . import _autocast, _composites, _tensors, _transfers
     from ._dispatch import register, register_fallback
-    from ._fallback import run_on_host
+    from ._fallback import WHOLE_KERNELS, run_on_host
 
     register_fallback(run_on_host, "PrivateUse1")
-    register(_tensors.kernels() | _transfers.DEVICE_KERNELS | _composites.KERNELS)
+    register(_tensors.kernels() | _transfers.DEVICE_KERNELS)
+    register(_composites.KERNELS | WHOLE_KERNELS)
     register(_transfers.HOST_KERNELS, "CPU")
-    for bit in _transfers.LAZY_BITS[:2]:
-        register(_transfers.LAZY_KERNELS, bit)
+    for key in _transfers.LAZY_KEYS:
+        register(_transfers.LAZY_KERNELS, key)
     _autocast.install()
 
 

@@ -165,7 +165,7 @@ def set_stream(stream: Stream) -> None:
         _main_stream[:] = [stream]
 
 
-class stream:  # noqa: N801 (the name is torch.cuda's)
+class stream:
     """Context in which `chosen` is the current stream; None changes nothing."""
 
     def __init__(self, chosen: Stream | None) -> None:

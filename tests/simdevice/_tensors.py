@@ -63,6 +63,12 @@ def empty_strided(
     return _new(size, stride, dtype)
 
 
+@kernel
+def zeros(size: Sequence[int], **options: Any) -> torch.Tensor:
+    """Kernel of `aten::_efficientzerotensor`: real zeros, since a lazy one has no memory."""
+    return torch.zeros(size, **options)
+
+
 def _new(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype | None) -> torch.Tensor:
     element = dtype or torch.get_default_dtype()
     n_bytes = required_elements(size, stride) * element.itemsize
@@ -90,6 +96,7 @@ KERNELS = {
     "empty.memory_format": empty,
     "empty_strided": empty_strided,
     "set_.source_Tensor": set_to_tensor,
+    "_efficientzerotensor": zeros,
 }
 
 

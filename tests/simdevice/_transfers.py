@@ -133,5 +133,5 @@ DEVICE_KERNELS = {
 HOST_KERNELS = {"_pin_memory": pin_memory, "is_pinned": is_pinned}
 
 # Torch resolves a lazy conjugate or negative by copying; the copy itself must take it as it is.
-LAZY_BITS = ("Conjugate", "Negative", "ZeroTensor")
+LAZY_KEYS = ("Conjugate", "Negative")
 LAZY_KERNELS = {"_copy_from": torch.library.fallthrough_kernel}
