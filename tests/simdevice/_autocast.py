@@ -1,9 +1,7 @@
 """Autocast for the device: which operators cast their arguments, and to what.
 
-The lists are torch's own for CUDA, from
-https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/autocast_mode.h; an operator on none
-of them runs on the types it is given. Casts of parameters are kept until the outermost `autocast`
-closes, so that a weight used twice is cast once.
+An operator on none of the lists runs on the types it is given. Casts of parameters are kept until
+the outermost `autocast` closes, so that a weight used twice is cast once.
 """
 
 from collections.abc import Callable
@@ -12,135 +10,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from ._autocast_lists import FLOAT32, FLOAT32_RESULT, LOWER, WIDEST
 from ._blocks import is_on_device
 from ._dispatch import register, register_fallback
 from ._torch_backend import DEVICE_TYPE, operator_named
 
 _KEY = "AutocastPrivateUse1"
 _EXCLUDED = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
-
-LOWER = [
-    "_convolution.deprecated",
-    "_convolution",
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "conv_tbc",
-    "conv_transpose1d",
-    "conv_transpose2d.input",
-    "conv_transpose3d.input",
-    "convolution",
-    "prelu",
-    "addmm",
-    "addmv",
-    "addr",
-    "matmul",
-    "einsum",
-    "mm",
-    "mv",
-    "linalg_vecdot",
-    "linear",
-    "addbmm",
-    "baddbmm",
-    "bmm",
-    "chain_matmul",
-    "linalg_multi_dot",
-    "_thnn_fused_lstm_cell",
-    "_thnn_fused_gru_cell",
-    "lstm_cell",
-    "gru_cell",
-    "rnn_tanh_cell",
-    "rnn_relu_cell",
-    "scaled_dot_product_attention",
-]
-
-FLOAT32 = [
-    "acos",
-    "asin",
-    "cosh",
-    "erfinv",
-    "exp",
-    "expm1",
-    "log",
-    "log10",
-    "log2",
-    "log1p",
-    "reciprocal",
-    "rsqrt",
-    "sinh",
-    "tan",
-    "pow.Tensor_Scalar",
-    "pow.Tensor_Tensor",
-    "pow.Scalar",
-    "softplus",
-    "layer_norm",
-    "native_layer_norm",
-    "rms_norm",
-    "group_norm",
-    "frobenius_norm.dim",
-    "nuclear_norm",
-    "nuclear_norm.dim",
-    "cosine_similarity",
-    "poisson_nll_loss",
-    "cosine_embedding_loss",
-    "nll_loss",
-    "nll_loss2d",
-    "hinge_embedding_loss",
-    "kl_div",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "mse_loss",
-    "margin_ranking_loss",
-    "multilabel_margin_loss",
-    "soft_margin_loss",
-    "triplet_margin_loss",
-    "multi_margin_loss",
-    "binary_cross_entropy_with_logits",
-    "dist",
-    "pdist",
-    "cdist",
-    "renorm",
-    "logsumexp",
-    "upsample_nearest1d",
-    "upsample_nearest2d",
-    "upsample_nearest3d",
-    "upsample_linear1d",
-    "upsample_bilinear2d",
-    "upsample_trilinear3d",
-    "upsample_bicubic2d",
-    "norm.Scalar",
-    "norm.ScalarOpt_dim",
-]
-
-# These take the result type as an argument; torch sets it to float32 where the caller has not.
-FLOAT32_RESULT = [
-    "prod",
-    "prod.dim_int",
-    "softmax.int",
-    "log_softmax.int",
-    "cumprod",
-    "cumsum",
-    "linalg_vector_norm",
-    "linalg_matrix_norm",
-    "linalg_matrix_norm.str_ord",
-    "sum",
-    "sum.dim_IntList",
-]
-
-WIDEST = [
-    "addcdiv",
-    "addcmul",
-    "atan2",
-    "bilinear",
-    "cross",
-    "dot",
-    "vdot",
-    "grid_sampler",
-    "index_put",
-    "tensordot",
-    "scatter_add",
-]
 
 _parameter_casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 

@@ -4,7 +4,7 @@ There is one machine per process, because torch has one device of the type `sim`
 fresh parts. Tensors from before a start keep working and keep their own, older pool.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ._clock import Clock
@@ -21,7 +21,7 @@ class Settings:
 
     budget_bytes: int | None = None
     round_to_bytes: int = 1
-    rates: Rates = Rates()
+    rates: Rates = field(default_factory=Rates)
     detect_races: bool = True
 
 

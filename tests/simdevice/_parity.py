@@ -1,7 +1,7 @@
 """Parity: an operator on the device gives what it gives on the CPU, forward and backward.
 
-The samples are torch's own, from the OpInfo database; random operators draw the same numbers because
-both generators are seeded alike before each run.
+The samples are torch's own, from the OpInfo database; random operators draw the same numbers,
+because both generators are seeded alike before each run.
 """
 
 import contextlib
@@ -79,10 +79,8 @@ def _samples(info: Any, n_samples: int) -> list[Any]:
 
 def _check_sample(info: Any, sample: Any, device: torch.device) -> None:
     cpu = torch.device("cpu")
-    host_arguments, device_arguments = (
-        _arguments(info, sample, cpu),
-        _arguments(info, sample, device),
-    )
+    host_arguments = _arguments(info, sample, cpu)
+    device_arguments = _arguments(info, sample, device)
     try:
         expected = _run(info, host_arguments)
     except Exception as error:

@@ -85,7 +85,7 @@ class RaceDetector:
             self._touch(span, stream_id, seen, is_write=True)
 
     def free(self, history: History, name: str, seen: VectorClock) -> None:
-        """Check a block that is let go; `seen` is its home stream's clock merged with the host's."""
+        """Check a block that is let go, against the clocks of its home stream and of the host."""
         if not self.enabled:
             return
         safe = {history.home_stream_id, *history.recorded_stream_ids}
@@ -130,6 +130,6 @@ def _conflict(old: Access, new: Access) -> str:
     verbs = {True: "writes", False: "reads"}
     low, high = max(old.low, new.low), min(old.high, new.high)
     return (
-        f"{kind}: stream {new.stream_id} {verbs[new.is_write]} bytes {low} to {high} of a tensor that"
-        f" stream {old.stream_id} {verbs[old.is_write]}, and no wait orders the two. {_ADVICE}"
+        f"{kind}: stream {new.stream_id} {verbs[new.is_write]} bytes {low} to {high} of a tensor"
+        f" that stream {old.stream_id} {verbs[old.is_write]}, and no wait orders the two. {_ADVICE}"
     )

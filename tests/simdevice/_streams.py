@@ -7,7 +7,7 @@ vector clock of the race detector. An event is a copy of both; every wait takes 
 import itertools
 import threading
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -42,7 +42,7 @@ class Event:
         (stream or current_stream()).wait_event(self)
 
     def query(self) -> bool:
-        """Whether the host's clock has passed this point. A True answer orders the host after it."""
+        """Whether the host's clock has passed this point; if so the host is ordered after it."""
         if self.at_s is None:
             return True
         return machine.host_polls(self.at_s, self.seen)
@@ -115,7 +115,7 @@ class Stream(torch.Stream):
         """Whether the host's clock has passed this stream's work."""
         return self.record_event().query()
 
-    def __enter__(self) -> "Stream":
+    def __enter__(self) -> Self:
         self._outer.append(current_stream())
         set_stream(self)
         return self
