@@ -11,7 +11,7 @@ from ._clock import Clock
 from ._host_copies import HostCopies
 from ._memory import MemoryPool
 from ._races import RaceDetector, Span, VectorClock, merge_clocks
-from ._random import DeviceRandom
+from ._generator import DeviceRandom
 from ._rates import Rates
 
 
