@@ -6,9 +6,6 @@ import torch
 from . import RaceError, Rates
 
 
-def fill(sim, tensor, value):
-    return tensor.fill_(value)
-
 
 def test_streams_have_the_interface_of_torch_cuda(sim):
     module = torch.get_device_module(sim.device)
@@ -139,7 +136,7 @@ def test_copies_and_kernels_on_two_streams_overlap_on_the_virtual_clock(sim):
     host = torch.ones(n_bytes, dtype=torch.uint8).pin_memory()
     target = torch.empty(n_bytes, dtype=torch.uint8, device=sim.device)
     work = torch.empty(n_bytes, dtype=torch.uint8, device=sim.device)
-    with sim.module.stream(sim.module.Stream()) as _:
+    with sim.module.stream(sim.module.Stream()):
         target.copy_(host, non_blocking=True)
     work.fill_(1)
     share = max(sim.busy_s("h2d"), sim.busy_s("compute")) / sim.elapsed_s
