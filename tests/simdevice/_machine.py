@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ._clock import Clock
+from ._generator import DeviceRandom
 from ._host_copies import HostCopies
 from ._memory import MemoryPool
 from ._races import RaceDetector, Span, VectorClock, merge_clocks
-from ._generator import DeviceRandom
 from ._rates import Rates
 
 

@@ -1,6 +1,7 @@
 """`parameter.data = other` across devices, which torch allows for CUDA and refuses for PrivateUse1.
 
-`Module.to` depends on it: with it, parameters stay the same objects and tied weights stay tied.
+`Module.to` depends on it: with it, parameters stay the same objects and tied weights stay tied. A
+gradient follows its tensor, because torch lets Python set none of another device.
 """
 
 from typing import Any
@@ -44,8 +45,10 @@ def _crosses(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _move(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    grad = tensor.grad
+    grad, tensor.grad = tensor.grad, None
     twin = other.detach().requires_grad_(tensor.requires_grad)
     swap_implementation(tensor, twin)
-    if grad is not None and grad.device == tensor.device:
+    if grad is not None:
+        if _crosses(grad, tensor):
+            _move(grad, grad.to(tensor.device))
         tensor.grad = grad

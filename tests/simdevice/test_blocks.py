@@ -44,7 +44,9 @@ def test_allocations_are_rounded_where_the_test_asks(sim):
 def test_a_budget_is_honoured_to_the_byte(sim):
     sim(budget=400)
     x = torch.empty(100, device=sim.device)
-    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 1 bytes\..* 0 bytes is free"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"Tried to allocate 1 bytes\..* 0 bytes is free"
+    ):
         torch.empty(1, dtype=torch.uint8, device=sim.device)
     del x
     torch.empty(100, device=sim.device)

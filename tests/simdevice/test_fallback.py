@@ -3,7 +3,9 @@ import torch
 
 from . import Rates
 
-MIXED = "Expected all tensors to be on the same device, but found at least two devices, sim:0 and cpu!"
+MIXED = (
+    "Expected all tensors to be on the same device, but found at least two devices, sim:0 and cpu!"
+)
 
 
 @pytest.mark.parametrize(

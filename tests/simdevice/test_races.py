@@ -44,14 +44,14 @@ def test_reading_what_another_stream_writes_is_caught():
 def test_writing_what_another_stream_reads_is_caught():
     program = Program()
     program.read(HOME)
-    with pytest.raises(RaceError, match="WAR: stream 1 writes bytes 0 to 100 .* stream 0 reads"):
+    with pytest.raises(RaceError, match=r"WAR: stream 1 writes bytes 0 to 100 .* stream 0 reads"):
         program.write(SIDE)
 
 
 def test_writing_what_another_stream_writes_is_caught():
     program = Program()
     program.write(HOME)
-    with pytest.raises(RaceError, match="WAW: stream 1 writes bytes 0 to 100 .* stream 0 writes"):
+    with pytest.raises(RaceError, match=r"WAW: stream 1 writes bytes 0 to 100 .* stream 0 writes"):
         program.write(SIDE)
 
 

@@ -6,7 +6,6 @@ import torch
 from . import RaceError, Rates
 
 
-
 def test_streams_have_the_interface_of_torch_cuda(sim):
     module = torch.get_device_module(sim.device)
     side = module.Stream()
