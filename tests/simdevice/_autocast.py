@@ -13,10 +13,9 @@ from torch.utils._pytree import tree_map_only
 from ._autocast_lists import FLOAT32, FLOAT32_RESULT, LOWER, WIDEST
 from ._blocks import is_on_device
 from ._dispatch import register, register_fallback
-from ._torch_backend import DEVICE_TYPE, operator_named
+from ._torch_backend import DEVICE_TYPE, below_autocast, operator_named
 
 _KEY = "AutocastPrivateUse1"
-_EXCLUDED = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 
 _parameter_casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -37,7 +36,7 @@ def _casting(name: str, choose: Callable[..., torch.dtype | None]) -> Callable[.
     operator = operator_named(name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_EXCLUDED):
+        with below_autocast():
             dtype = choose(args, kwargs)
             if dtype is not None:
                 args, kwargs = _cast((args, kwargs), dtype)

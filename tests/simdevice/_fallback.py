@@ -193,7 +193,8 @@ def _whole(name: str) -> Callable[..., Any]:
     return functools.partial(run_on_host, operator_named(name))
 
 
-# Torch would compose these out of smaller operators, where CUDA runs one kernel.
+# Torch would compose the first four out of smaller operators, where CUDA runs one kernel; it would
+# run the losses by their out= form, which warns of a resize that no caller asked for.
 WHOLE_KERNELS = {
     name: _whole(name)
     for name in (
@@ -201,5 +202,7 @@ WHOLE_KERNELS = {
         "native_layer_norm_backward",
         "native_group_norm",
         "native_group_norm_backward",
+        "mse_loss",
+        "smooth_l1_loss",
     )
 }

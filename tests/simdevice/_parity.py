@@ -59,7 +59,8 @@ def check_operator(info: Any, device: torch.device, n_samples: int) -> int:
     """
     n_compared = 0
     with warnings.catch_warnings():
-        # What torch warns of in its own samples is no matter of the device.
+        # What torch warns of in its own samples is no matter of the device; _check_sample looks at
+        # what only the device warns of.
         warnings.simplefilter("ignore")
         for sample in _samples(info, n_samples):
             with contextlib.suppress(NotOnCpu):
@@ -85,11 +86,13 @@ def _check_sample(info: Any, sample: Any, device: torch.device) -> None:
     device_arguments = _arguments(info, sample, device)
     try:
         torch.default_generator.manual_seed(_SEED)
-        expected = _run(info, host_arguments)
+        expected, host_warnings = _run(info, host_arguments)
     except Exception as error:
         raise NotOnCpu from error
     torch.get_device_module(device).manual_seed(_SEED)
-    actual = _run(info, device_arguments)
+    actual, device_warnings = _run(info, device_arguments)
+    if device_warnings - host_warnings:
+        raise Mismatch(f"only the device warns: {min(device_warnings - host_warnings)}")
     if info.name in _UNWRITTEN:
         expected, actual = tree_map_only(torch.Tensor, torch.zeros_like, (expected, actual))
     loose = info.name in _OTHER_PATH
@@ -113,9 +116,13 @@ def _arguments(info: Any, sample: Any, device: torch.device) -> Any:
     return tree_map_only(torch.device, lambda _: device, (first, args, kwargs))
 
 
-def _run(info: Any, arguments: Any) -> Any:
+def _run(info: Any, arguments: Any) -> tuple[Any, set[str]]:
+    """The result, and the first sentence of each warning."""
     first, args, kwargs = arguments
-    return info.op(first, *args, **kwargs)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = info.op(first, *args, **kwargs)
+    return result, {str(warning.message).partition(".")[0] for warning in caught}
 
 
 def _compare_gradients(

@@ -1,10 +1,12 @@
 """The private torch functions that make a device out of Python, each behind a plain name.
 
-Nothing else in this package reaches into `torch._C` for the device's sake, so a torch release that
-moves one of them is mended here; `test_torch_backend.py` says which one moved.
+A torch release that moves one of them is mended here, and `test_torch_backend.py` says which one
+moved. What replaces a function of torch stands elsewhere, one module for each purpose: storages,
+`.data`, backward errors, the accelerator.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ DEVICE_TYPE = "sim"
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/headeronly/core/DeviceType.h
 DEVICE_TYPE_NUMBER = 20
 CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 
 
 def register_device(module: object, guard: DeviceGuard) -> None:
@@ -77,6 +80,11 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 def tensor_key(tensor: torch.Tensor) -> int:
     """`storage_key` of the tensor's storage."""
     return storage_key(tensor.untyped_storage())
+
+
+def below_autocast() -> AbstractContextManager[None]:
+    """Context in which operators on the device skip the autocast kernels."""
+    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS)
 
 
 def operator_named(qualified: str) -> Any:

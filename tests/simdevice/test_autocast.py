@@ -6,7 +6,7 @@ from ._autocast_lists import FLOAT32, FLOAT32_RESULT, LOWER, WIDEST
 from ._torch_backend import operator_named
 
 
-def test_every_listed_operator_exists_and_stands_in_one_list():
+def test_every_listed_operator_exists_and_stands_in_one_list(sim):
     names = [*LOWER, *FLOAT32, *FLOAT32_RESULT, *WIDEST]
     assert len(names) == len(set(names))
     assert all(operator_named(name) is not None for name in names)

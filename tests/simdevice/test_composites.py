@@ -69,6 +69,17 @@ def test_convolutions_and_normalisations_train_as_on_the_cpu(sim, module, shape)
     compare_training(sim, module, torch.randn(shape))
 
 
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_losses_warn_of_nothing_and_train_as_on_the_cpu(sim, reduction):
+    for loss in (nn.MSELoss, nn.SmoothL1Loss, nn.L1Loss, nn.HuberLoss):
+        x = torch.randn(3, 4, requires_grad=True)
+        twin = x.detach().to(sim.device).requires_grad_()
+        measure = loss(reduction=reduction)
+        measure(x, torch.zeros(3, 4)).sum().backward()
+        measure(twin, torch.zeros(3, 4, device=sim.device)).sum().backward()
+        torch.testing.assert_close(twin.grad.cpu(), x.grad)
+
+
 def test_batch_norm_updates_its_running_statistics(sim):
     torch.manual_seed(0)
     norm, x = nn.BatchNorm1d(3), torch.randn(8, 3)

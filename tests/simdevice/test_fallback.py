@@ -20,6 +20,7 @@ MIXED = (
         lambda host, device: host + device.sum(),
         lambda host, device: host.sum().add_(device.sum()),
         lambda host, device: torch.where(device > 0, host, device),
+        lambda host, device: torch.std(device, (0, 1), out=host[0, 0]),
     ],
 )
 def test_mixing_devices_raises_as_on_cuda(sim, mix):

@@ -138,11 +138,19 @@ def test_a_detector_that_is_off_finds_nothing():
     assert program.free() == []
 
 
+def test_an_older_write_is_remembered_behind_a_newer_one_of_other_bytes():
+    program = Program()
+    program.write(HOME, 0, 10)
+    program.write(HOME, 90, 100)
+    with pytest.raises(RaceError, match="bytes 0 to 10"):
+        program.read(SIDE, 0, 20)
+
+
 actions = st.lists(
     st.tuples(
         st.sampled_from(["read", "write", "wait"]),
         st.integers(0, 2),
-        st.integers(0, 9),
+        st.integers(0, 60),
         st.integers(1, 10),
     ),
     max_size=25,

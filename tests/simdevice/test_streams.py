@@ -66,6 +66,17 @@ def test_an_event_orders_later_work_of_another_stream(sim):
     assert x.sum().item() == 1000
 
 
+def test_a_wait_moves_the_waiting_stream_on_the_virtual_clock(sim):
+    x = torch.zeros(1 << 16, device=sim.device)
+    side = sim.module.Stream()
+    side.wait_stream(sim.module.current_stream())
+    assert side.ready_s == sim.module.current_stream().ready_s > 0
+    x.fill_(1)
+    assert side.ready_s < sim.module.current_stream().ready_s
+    sim.module.current_stream().record_event().wait(side)
+    assert side.ready_s == sim.module.current_stream().ready_s
+
+
 def test_an_event_that_was_never_recorded_holds_nothing_up(sim):
     event = sim.module.Event()
     sim.module.current_stream().wait_event(event)

@@ -44,6 +44,12 @@ def test_operators_are_found_by_name_with_and_without_overload():
     assert backend.operator_named("add.Tensor") is torch.ops.aten.add.Tensor
 
 
+def test_below_autocast_an_operator_keeps_its_types(sim):
+    x = torch.ones(2, 2, device=sim.device)
+    with torch.autocast("sim", dtype=torch.bfloat16), backend.below_autocast():
+        assert (x @ x).dtype == torch.float32
+
+
 def test_swapping_implementations_keeps_the_objects():
     first, second = torch.ones(1), torch.zeros(2)
     backend.swap_implementation(first, second)
