@@ -16,13 +16,7 @@ from ._memory import MemoryPool
 from ._pinned import extent_bytes
 from ._races import History, RaceDetector, Span, merge_clocks
 from ._streams import current_stream
-from ._torch_backend import (
-    DEVICE_TYPE,
-    storage_key,
-    storage_over,
-    tensor_key,
-    tensor_over,
-)
+from ._torch_backend import DEVICE_TYPE, storage_key, storage_over, tensor_key, tensor_over
 from ._units import format_bytes
 
 
@@ -117,7 +111,10 @@ def span_of(tensor: torch.Tensor) -> Span:
 def _lent_block(storage: torch.UntypedStorage) -> Block:
     """The block of a storage that C++ made over memory it does not own, as pickling does."""
     address = storage.data_ptr()
-    return next(b for b in _blocks.values() if b.n_bytes and b.buffer.data_ptr() == address)
+    for block in _blocks.values():
+        if block.n_bytes and block.buffer.data_ptr() == address:
+            return block
+    raise RuntimeError(f"{DEVICE_TYPE}:0 has no memory at address {address:#x}.")
 
 
 def _release(key: int) -> None:
@@ -126,7 +123,8 @@ def _release(key: int) -> None:
         block.pool.free(block.n_bytes)
         return
     _check_release(block)
-    users = [machine.streams[number] for number in block.history.recorded_stream_ids]
+    recorded = block.history.recorded_stream_ids
+    users = [stream for number, stream in machine.streams.items() if number in recorded]
     busy_until_s = max((stream.ready_s for stream in users), default=None)
     block.pool.free(block.n_bytes, busy_until_s)
     block.pool.release_finished(machine.clock.host_s)

@@ -138,12 +138,11 @@ class MemoryPool:
 
     def release_finished(self, host_s: float) -> None:
         """Let go of what waited for streams that are done at `host_s`."""
-        waiting, self._pending = self._pending, []
-        for block in waiting:
-            if block.ready_s <= host_s:
+        with self._lock:
+            done = [block for block in self._pending if block.ready_s <= host_s]
+            self._pending = [block for block in self._pending if block.ready_s > host_s]
+            for block in done:
                 self._deactivate(block.n_bytes)
-            else:
-                self._pending.append(block)
 
     def reset_peaks(self) -> None:
         """Start all peaks from the current values."""

@@ -30,10 +30,8 @@ _UNWRITTEN = {
     "new_empty_strided",
 }
 
-
 # An argument that CUDA wants on the host too.
 _HOST_ARGUMENTS = {"tensor_split"}
-
 
 # The device takes another path to the result than the CPU: math instead of flash attention.
 _OTHER_PATH = {"nn.functional.scaled_dot_product_attention"}

@@ -88,7 +88,6 @@ class Stream(torch.Stream):
         self.priority = priority
         self.ready_s = 0.0
         self.seen = {}
-        self._outer: list[Stream] = []
         machine.streams[self.stream_id] = self
 
     def wait_event(self, event: Event) -> None:
@@ -116,7 +115,7 @@ class Stream(torch.Stream):
         return self.record_event().query()
 
     def __enter__(self) -> Self:
-        self._outer.append(current_stream())
+        _current.outer.append(_current.stream)
         set_stream(self)
         return self
 
@@ -126,14 +125,16 @@ class Stream(torch.Stream):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        set_stream(self._outer.pop())
+        set_stream(_current.outer.pop())
 
     def __repr__(self) -> str:
         return f"<sim.Stream {self.stream_id}, ready_s={self.ready_s:.6f}>"
 
 
 class _PerThread(threading.local):
-    stream: Stream | None = None
+    def __init__(self) -> None:
+        self.stream: Stream | None = None
+        self.outer: list[Stream | None] = []
 
 
 _current = _PerThread()
@@ -158,11 +159,11 @@ def current_stream(device: Any = None) -> Stream:
     return default_stream()
 
 
-def set_stream(stream: Stream) -> None:
-    """Make `stream` the current one of this thread."""
+def set_stream(stream: Stream | None) -> None:
+    """Make `stream` the current one of this thread; None takes the choice back."""
     _current.stream = stream
     if threading.current_thread() is _main_thread:
-        _main_stream[:] = [stream]
+        _main_stream[:] = [] if stream is None else [stream]
 
 
 class stream:

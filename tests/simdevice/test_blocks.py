@@ -85,6 +85,15 @@ def test_a_failed_resize_of_an_out_argument_leaves_it_as_it_was(sim):
     assert torch.add(x, 1, out=out).sum().item() == 200
 
 
+def test_a_stream_from_before_a_fresh_start_may_be_recorded(sim):
+    old = sim.module.Stream()
+    sim()
+    x = torch.zeros(1000, device=sim.device)
+    x.record_stream(old)
+    del x
+    assert sim.module.memory_stats()["active_bytes.all.current"] == 0
+
+
 def test_a_recorded_stream_keeps_the_bytes_active_until_it_is_done(sim):
     sim(link=Rates(memory_bytes_per_s=1e6))
     side = sim.module.Stream()

@@ -55,6 +55,27 @@ def test_a_backward_pass_runs_on_the_stream_around_it(sim):
     sim.module.current_stream().wait_stream(side)
 
 
+def test_a_hook_that_uses_a_stream_leaves_the_thread_of_the_backward_pass_as_it_was(sim):
+    side = sim.module.Stream()
+    copies = sim.module.Stream()
+    x = torch.ones(4, device=sim.device, requires_grad=True)
+    streams = []
+
+    def fetch(grad):
+        with sim.module.stream(copies):
+            pass
+        streams.append(sim.module.current_stream())
+
+    for _ in range(2):
+        x.register_hook(fetch)
+    x.exp().sum().backward()
+    sim.module.synchronize()
+    with sim.module.stream(side):
+        x.exp().sum().backward()
+    assert streams == [sim.module.default_stream()] * 2 + [side] * 2
+    side.synchronize()
+
+
 def test_an_event_orders_later_work_of_another_stream(sim):
     x = torch.zeros(1000, device=sim.device)
     side, done = sim.module.Stream(), sim.module.Event()
