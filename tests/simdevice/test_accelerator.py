@@ -4,7 +4,7 @@ import torch
 from . import _accelerator
 
 
-def test_every_replaced_function_is_in_place_and_the_list_is_complete(sim):
+def test_every_replaced_function_is_in_place(sim):
     for name, answer in _accelerator.ANSWERS.items():
         assert getattr(torch._C, name) is answer
 
