@@ -65,6 +65,7 @@ class _Call:
     def to_host(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments with a host tensor over the same bytes for each device tensor."""
         named = zip(self._positions, args, strict=False)
         host_args = [self._argument(name, value) for name, value in named]
         host_kwargs = {name: self._argument(name, value) for name, value in kwargs.items()}

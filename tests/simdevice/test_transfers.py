@@ -68,8 +68,9 @@ def test_a_copy_into_a_ring_slot_that_is_still_read_is_caught(sim):
     slot = torch.zeros(100, device=sim.device)
     host = torch.ones(100).pin_memory()
     copies = sim.module.Stream()
+    copies.wait_stream(sim.module.current_stream())
     slot.sum()
-    with sim.module.stream(copies), pytest.raises(RaceError, match="W: stream"):
+    with sim.module.stream(copies), pytest.raises(RaceError, match="WAR: stream"):
         slot.copy_(host, non_blocking=True)
     assert len(sim.take_faults()) == 1
 
