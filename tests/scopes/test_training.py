@@ -487,6 +487,7 @@ def test_a_functional_call_with_tensors_of_the_scope_leaves_the_module_alone():
 # --- data
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # as many workers as cores or not
 @pytest.mark.parametrize(
     "options",
     [
