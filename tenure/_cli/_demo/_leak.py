@@ -1,0 +1,47 @@
+"""The third chapter: the same loop again, in scopes that let nothing go and say who holds what."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tenure import DisposeScope, NewDisposeScope
+
+from ._screen import Screen
+from ._settings import Settings
+from ._text import Corpus
+from ._training import train
+
+_STEPS = 4
+
+
+def name_the_leak(screen: Screen, corpus: Corpus, settings: Settings) -> None:
+    """Run a few steps under ``policy="report"``, and print the report of the last one."""
+    screen.chapter(f'3. {_STEPS} steps with policy="report": who holds what outlives the last one?')
+    scopes: list[DisposeScope] = []
+
+    def open_scope() -> DisposeScope:
+        scopes.append(NewDisposeScope(f"step {len(scopes) + 1}", policy="report"))
+        return scopes[-1]
+
+    with _quiet_log():
+        train(
+            corpus, settings, n_steps=_STEPS, open_scope=open_scope, on_step=lambda step: None
+        )
+    screen.say(str(scopes[-1].leaks))
+    screen.say("The cure: history.append(validation.item())")
+
+
+@contextmanager
+def _quiet_log() -> Iterator[None]:
+    """Reports are logged too; here they are printed instead."""
+    logger = logging.getLogger("tenure.scopes")
+    silent = logging.NullHandler()
+    propagate, logger.propagate = logger.propagate, False
+    logger.addHandler(silent)
+    try:
+        yield
+    finally:
+        logger.removeHandler(silent)
+        logger.propagate = propagate

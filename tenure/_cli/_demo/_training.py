@@ -1,0 +1,67 @@
+"""The loop that every chapter runs, with its planted leak: a loss is kept together with its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tenure import DisposeScope
+
+from ._model import make_model
+from ._settings import Settings
+from ._text import Corpus, draw_windows
+
+OpenScope = Callable[[], AbstractContextManager[DisposeScope | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a finished step has to tell.
+
+    Attributes:
+        number: counted from 1.
+        training_loss: nats per character.
+        validation_loss: nats per character, on text that is never trained on.
+    """
+
+    number: int
+    training_loss: float
+    validation_loss: float
+
+
+def train(
+    corpus: Corpus,
+    settings: Settings,
+    *,
+    n_steps: int,
+    open_scope: OpenScope,
+    on_step: Callable[[Step], None],
+) -> list[Tensor]:
+    """Train a new model, each step in a block that ``open_scope`` makes.
+
+    Returns:
+        The planted leak: every validation loss, float32[], with the graph of its forward pass.
+    """
+    model = make_model(len(corpus.vocabulary), settings)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
+    random = torch.Generator().manual_seed(settings.seed)
+    history: list[Tensor] = []
+    for number in range(1, n_steps + 1):
+        with open_scope():
+            batch = draw_windows(corpus.training, settings.batch, settings.window, random)
+            loss = model.loss(*batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            held_out = draw_windows(
+                corpus.validation, settings.validation_batch, settings.window, random
+            )
+            validation = model.loss(*held_out)
+            history.append(validation)  # the leak: validation.item() was meant
+            step = Step(number, loss.item(), validation.item())
+        on_step(step)
+    return history

@@ -1,0 +1,36 @@
+"""What a verb of the command line is, and how it refuses."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Protocol
+
+from tenure._errors import TenureError
+
+
+class CommandError(TenureError):
+    """A verb can't do what the user asked; the message is one line and says what to do."""
+
+
+class Verb(Protocol):
+    """A verb: its name is that of the class in lower case, its docstring is its help."""
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """Declare the verb's own arguments."""
+
+    @staticmethod
+    def run(arguments: argparse.Namespace) -> int:
+        """Do it and return the exit code; heavy imports belong in here."""
+
+
+def whole_number(minimum: int) -> Callable[[str], int]:
+    """A ``type`` for argparse: a whole number of at least ``minimum``."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {minimum}")
+        return int(text)
+
+    return parse
