@@ -41,13 +41,13 @@ _NAMES = {
     ),
     "tenure.scopes": (
         "DisposeScope", "LeakRecord", "LeakReport", "NewDisposeScope", "ScopeStatistics",
-        "attach_to_scope", "current_scope", "detach_from_scope", "dispose", "is_disposed", "move_to",
-        "move_to_outer", "owner_of", "persist", "scoped", "statistics",
+        "attach_to_scope", "current_scope", "detach_from_scope", "dispose", "is_disposed",
+        "move_to", "move_to_outer", "owner_of", "persist", "scoped", "statistics",
     ),
 }  # fmt: skip
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
-__all__ = [*_ROOMS, *_HOMES, "__version__"]
+__all__ = [*_ROOMS, *_HOMES, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> object:

@@ -50,7 +50,11 @@ class ScopeUsageWarning(TenureWarning):
     """A scope is used in a way that works, but seldom as it was meant."""
 
 
-for _name, _class in list(globals().items()):
-    if isinstance(_class, type) and _class.__module__ == __name__:
-        _class.__module__ = "tenure"  # tracebacks read tenure.DisposedTensorError
-del _name, _class
+def _speak_as_tenure() -> None:
+    """Let tracebacks read ``tenure.DisposedTensorError``, where users import it from."""
+    for value in list(globals().values()):
+        if isinstance(value, type) and value.__module__ == __name__:
+            value.__module__ = "tenure"
+
+
+_speak_as_tenure()

@@ -47,8 +47,8 @@ def inside_operation(opener: tuple[CodeType, int, int] | None) -> bool:
     """Whether the caller runs inside a torch operation that began after ``opener``.
 
     Args:
-        opener: code, instruction and identity of the frame that opened a scope; what that scope owns is younger
-            than an operation that runs around it, so it need not wait for that one.
+        opener: code, instruction and identity of the frame that opened a scope. What that scope
+            owns is younger than an operation that runs around it, and need not wait for that one.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

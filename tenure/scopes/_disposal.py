@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,14 +75,14 @@ def _take_data(tensor: Tensor, cls: type[Tensor], record: DisposalRecord) -> Dis
         set_record(tensor, record)
         return Disposal.SOFT
     # The twin is what autograd and views hand out from here on: it must be what the handle was.
-    own = tensor.__dict__
-    tensor.__dict__, twin.__dict__ = twin.__dict__, own
+    handle: Any = tensor
+    handle.__dict__, twin.__dict__ = twin.__dict__, handle.__dict__
     twin.__class__ = cls
     set_record(tensor, record)
     return Disposal.HARD
 
 
-def _twin_of(tensor: Tensor) -> Tensor | None:
+def _twin_of(tensor: Tensor) -> Any:
     """A new handle that has taken over the impl of ``tensor``; None if that was refused."""
     if not _swap_is_trusted():
         return None
@@ -109,8 +110,8 @@ def _swap_is_trusted() -> bool:
     if not _warned:
         _warned = True
         warnings.warn(
-            f"torch {torch.__version__} no longer swaps tensors as tenure expects. Disposed tensors "
-            "still refuse every use, but their memory goes only when the last name for them goes. "
+            f"torch {torch.__version__} no longer swaps tensors as tenure expects. Disposed "
+            "tensors still refuse every use, but their memory goes only with the last handle. "
             "Use a tested torch (see constraints.txt), or update tenure.",
             TenureWarning,
             stacklevel=2,

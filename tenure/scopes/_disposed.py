@@ -81,7 +81,7 @@ class DisposedTensor(Tensor):
         _refuse(_operation(func), (args, kwargs))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as a function of none
         cls,
         func: Any,
         types: Any,
@@ -97,7 +97,7 @@ class DisposedTensor(Tensor):
         )
         raise error(f".{name} of {_text_of(self)}. {_ADVICE}")
 
-    def __repr__(self, *_: object, **__: object) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped
         return f"<DisposedTensor {_text_of(self)}>"
 
     def __str__(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
 from weakref import ref
 
 from torch import Tensor
@@ -18,9 +17,7 @@ from ._disposed import Cause
 from ._scope import DisposeScope, check_not_foreign, check_target, current_scope
 from ._sites import user_site
 from ._thread import ThreadScopes, this_thread
-from ._trees import given_back, required_tensors
-
-Tree = TypeVar("Tree")
+from ._trees import Tree, given_back, required_tensors
 
 
 def owner_of(tensor: Tensor) -> DisposeScope | None:
@@ -44,8 +41,8 @@ def move_to_outer(*trees: Tree) -> Tree:
     Raises:
         ScopeUsageError: a tree holds no tensor.
 
-    Source: ``MoveToOuterDisposeScope`` of TorchSharp. There the outer scope is that of the owner;
-    here it is that of the current scope, so a tensor that was only passed through stays where it is.
+    Source: ``MoveToOuterDisposeScope`` of TorchSharp. There "outer" is seen from the owner; here
+    from the current scope, so a tensor that was only passed through stays where it is.
     """
     if not is_dynamo_compiling():
         required_tensors(trees, "move_to_outer()")
@@ -67,7 +64,8 @@ def move_to(scope: DisposeScope | None, *trees: Tree) -> Tree:
 
     Raises:
         DisposedTensorError: one of them has been disposed. No tensor changed its owner.
-        ScopeUsageError: ``scope`` is closed or belongs to another thread, or a tree holds no tensor.
+        ScopeUsageError: ``scope`` is closed or belongs to another thread, or a tree holds no
+            tensor.
 
     Source: ``MoveToOtherDisposeScope`` of TorchSharp; a tensor without an owner is attached.
     """
@@ -118,14 +116,14 @@ def attach_to_scope(*trees: Tree) -> Tree:
         scope = current_scope()
         if scope is None:
             raise ScopeUsageError(
-                "attach_to_scope() was called where no scope is open. Nothing was attached. Call it "
-                "inside `with NewDisposeScope():`, or use attach() of a scope."
+                "attach_to_scope() was called where no scope is open. Nothing was attached. "
+                "Call it inside `with NewDisposeScope():`, or use attach() of a scope."
             )
         scope._attach(tensors)
     return given_back(trees)
 
 
-def dispose(*trees: Tree) -> None:
+def dispose(*trees: object) -> None:
     """Let tensors go now, whether a scope of this thread owns them or none; twice is harmless.
 
     Autograd, views and other handles keep the data they need.
@@ -147,7 +145,7 @@ def dispose(*trees: Tree) -> None:
     threads, site = this_thread(), user_site()
     for tensor in tensors:
         owner = threads.owner_of(tensor)
-        reference = owner and owner._ledger.take(tensor)
+        reference = None if owner is None else owner._ledger.take(tensor)
         if owner is None or reference is None:
             _dispose_unowned(tensor, threads, Cause(None, None, "dispose", site))
         else:

@@ -1,7 +1,7 @@
 """Scopes in generators: a plain block stays current while its generator is suspended.
 
-That captures what the consumer makes, which is seldom meant; so such a block warns. Context managers
-written as generators are exempt: there it is meant.
+That captures what the consumer makes, which is seldom meant; so such a block warns. Context
+managers written as generators are exempt: there it is meant.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def warn_in_generator(frame: FrameType, scope: object) -> None:
         return
     warnings.warn(
         f"{scope!r} was opened inside the generator {frame.f_code.co_qualname}(); while that is "
-        "suspended the scope stays current and owns what its consumer makes. Decorate the generator "
-        "with @scoped, which suspends the scope at each yield, or close the scope before yielding.",
+        "suspended the scope stays current and owns what its consumer makes. Decorate the "
+        "generator with @scoped, which suspends its scope at each yield, or close it before.",
         ScopeUsageWarning,
         stacklevel=3,
     )

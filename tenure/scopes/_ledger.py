@@ -7,7 +7,7 @@ at its address, so a million temporaries leave a handful of entries instead of a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from typing import Self
 
 from torch import Tensor
 
@@ -20,51 +20,49 @@ class SitedRef(weakref.ref[Tensor]):
     __slots__ = ("site",)
     site: Site | SiteStack
 
-    def __new__(cls, tensor: Tensor, site: Site | SiteStack) -> SitedRef:
+    def __new__(cls, tensor: Tensor, site: Site | SiteStack) -> Self:
         reference = super().__new__(cls, tensor)
         reference.site = site
         return reference
-
-    def __init__(self, tensor: Tensor, site: Site | SiteStack) -> None:
-        super().__init__(tensor)
 
 
 Reference = weakref.ref[Tensor]
 
 
-class Ledger:
-    """A weak set of handles; ``refs`` is open to the one hot path that writes to it directly."""
+class Ledger(dict[int, Reference]):
+    """A weak set of handles, spelled as the dict from address to reference that it is.
 
-    __slots__ = ("refs",)
+    The one hot path of the library writes ``ledger[id(tensor)] = ref(tensor)`` itself.
+    """
 
-    def __init__(self) -> None:
-        self.refs: dict[int, Reference] = {}
+    __slots__ = ()
 
-    def __contains__(self, tensor: object) -> bool:
-        reference = self.refs.get(id(tensor))
+    def owns(self, tensor: object) -> bool:
+        """Whether this very handle is in here."""
+        reference = self.get(id(tensor))
         return reference is not None and reference() is tensor
 
-    def __iter__(self) -> Iterator[Tensor]:
-        return (
-            tensor for tensor in [ref() for ref in self.refs.copy().values()] if tensor is not None
-        )
+    def alive(self) -> list[Tensor]:
+        """The tensors that are alive."""
+        return [tensor for reference in self.copy().values() if (tensor := reference()) is not None]
 
-    def __len__(self) -> int:
-        return sum(reference() is not None for reference in self.refs.copy().values())
+    def n_alive(self) -> int:
+        """How many tensors are alive."""
+        return sum(reference() is not None for reference in self.copy().values())
 
     def add(self, reference: Reference) -> None:
         """Enter a tensor that is alive."""
-        self.refs[id(reference())] = reference
+        self[id(reference())] = reference
 
     def take(self, tensor: Tensor) -> Reference | None:
         """Remove a tensor and return its reference; None if it is not in here."""
-        return self.refs.pop(id(tensor)) if tensor in self else None
+        return self.pop(id(tensor)) if self.owns(tensor) else None
 
     def take_all(self) -> list[tuple[Tensor, Reference]]:
         """Remove everything, and return what is still alive."""
-        references, self.refs = self.refs, {}
-        pairs = [(reference(), reference) for reference in references.values()]
-        return [(tensor, reference) for tensor, reference in pairs if tensor is not None]
+        references = list(self.values())
+        self.clear()
+        return [(tensor, ref) for ref in references if (tensor := ref()) is not None]
 
 
 def site_of(reference: Reference) -> Site | SiteStack | None:

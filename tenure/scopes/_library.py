@@ -53,7 +53,7 @@ def copies_library_object(frame: FrameType | None) -> bool:
 
 
 def install_hooks(release: Callable[[list[Tensor]], object]) -> None:
-    """From now on call ``release`` with every tensor that a module or an optimizer takes for itself."""
+    """From now on call ``release`` with the tensors that a module or an optimizer makes its own."""
 
     def on_registration(module: nn.Module, name: str, tensor: Any) -> None:
         if isinstance(tensor, Tensor):
@@ -68,7 +68,7 @@ def install_hooks(release: Callable[[list[Tensor]], object]) -> None:
 
 
 def _tensors_of(optimizer: Optimizer) -> list[Tensor]:
-    """The tensors of its state, of its groups (but for the parameters) and of its own attributes."""
+    """The tensors of its state, of its groups (without the parameters) and of its attributes."""
     states = (state.values() for state in optimizer.state.values() if isinstance(state, dict))
     values = [
         *chain.from_iterable(states),

@@ -16,12 +16,11 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
-from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from ._ledger import SitedRef
 from ._library import copies_library_object, is_library_module
-from ._newness import DEEPCOPY, SOLE, flat_tensors, is_new, new_among
+from ._newness import DEEPCOPY, SOLE, flat_tensors, is_new, is_parameter, new_among
 from ._sites import capture_site
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ class Manager(TorchFunctionMode):
             if scope is not None and scope._gate is self:
                 if getframe(1).f_code is self._caller or self._admits(getframe(1)):
                     self.created += 1
-                    scope._ledger.refs[id(out)] = ref(out)
+                    scope._ledger[id(out)] = ref(out)
             elif scope is not None:
                 self._enter([out], scope, getframe(1))
         elif type(out) not in _WITHOUT_TENSORS and not (args and out is args[0]):
@@ -108,7 +107,7 @@ class Manager(TorchFunctionMode):
     def _enter(
         self, tensors: list[Tensor], scope: DisposeScope, frame: FrameType, copied: bool = False
     ) -> None:
-        """The long way: for containers, subclasses, captured sites and scopes that are not simply open."""
+        """The long way: for containers, subclasses, captured sites, and scopes not simply open."""
         open_scope = self.open_scope(scope)
         if not tensors or open_scope is None or not self._admits(frame):
             return
@@ -116,9 +115,9 @@ class Manager(TorchFunctionMode):
             return
         self.created += len(tensors)
         site = capture_site(frame, open_scope.capture) if open_scope.capture else None
-        refs = open_scope._ledger.refs
+        ledger = open_scope._ledger
         for tensor in tensors:
-            refs[id(tensor)] = ref(tensor) if site is None else SitedRef(tensor, site)
+            ledger[id(tensor)] = ref(tensor) if site is None else SitedRef(tensor, site)
 
 
 HANDLER_CODE = Manager.__torch_function__.__code__
@@ -127,6 +126,6 @@ HANDLER_CODE = Manager.__torch_function__.__code__
 
 def _new_of(out: Any, func: Callable[..., Any], trees: tuple[Any, ...]) -> list[Tensor]:
     if isinstance(out, Tensor):
-        sole = getrefcount(out) == SOLE + 1 and not isinstance(out, Parameter)
+        sole = getrefcount(out) == SOLE + 1 and not is_parameter(out)
         return [out] if sole or is_new(out, func, trees) else []
     return new_among(flat_tensors((out,)), func, trees)

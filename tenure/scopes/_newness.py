@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-_GETTER = type(Tensor.grad.__get__)  # type: ignore[attr-defined]
+_GETTER = type(vars(torch._C.TensorBase)["grad"].__get__)
 _SEQUENCES = (list, tuple)
 DEEPCOPY = Tensor.__deepcopy__
 
@@ -64,8 +64,8 @@ def is_new(out: Tensor, func: Callable[..., Any], trees: Iterable[object]) -> bo
         trees: its arguments.
     """
     if func is DEEPCOPY:  # its memo holds the copy
-        return not isinstance(out, Parameter)
-    if isinstance(out, Parameter) or _returns_existing(func):
+        return not is_parameter(out)
+    if is_parameter(out) or _returns_existing(func):
         return False
     return not any(given is out for given in flat_tensors(trees))
 
@@ -77,11 +77,16 @@ def new_among(
     if not outs or _returns_existing(func):
         return []
     given = set(map(id, flat_tensors(trees)))
-    return [out for out in outs if id(out) not in given and not isinstance(out, Parameter)]
+    return [out for out in outs if id(out) not in given and not is_parameter(out)]
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """``isinstance(tensor, Parameter)``, without its cost for the tensors that are none."""
+    return type(tensor) is not Tensor and isinstance(tensor, Parameter)
 
 
 def _returns_existing(func: Callable[..., Any]) -> bool:
-    """Whether ``func`` reads a property, or is the user's Python and answers from a cache of its own."""
+    """Whether ``func`` reads a property, or is the user's Python, with a cache of its own."""
     if type(func) is _GETTER:
         return True
     return isinstance(func, FunctionType) and (func.__module__ or "").partition(".")[0] != "torch"

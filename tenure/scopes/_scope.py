@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from threading import current_thread, get_ident
 from types import CodeType, FrameType, TracebackType
-from typing import Literal, NoReturn, TypeVar, get_args
+from typing import Literal, NoReturn, Self, get_args
 
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
@@ -27,11 +27,10 @@ from ._manager import Manager, current
 from ._sites import CONTEXTLIB, Capture, Site, user_frame, user_site
 from ._storages import storage_bytes
 from ._thread import ThreadScopes, World, foreign_owner_of, this_thread
-from ._trees import given_back, required_tensors
+from ._trees import Tree, given_back, required_tensors
 
 Policy = Literal["dispose", "report", "raise"]
 OnError = Literal["dispose", "keep"]
-Tree = TypeVar("Tree")
 _Status = Literal["not yet open", "open", "suspended", "closed"]
 
 _POLICIES = get_args(Policy)
@@ -41,7 +40,10 @@ _NEW: _Status = "not yet open"
 _OPEN: _Status = "open"
 _SUSPENDED: _Status = "suspended"
 _CLOSED: _Status = "closed"
-_ONE_BLOCK = "A scope is neither reusable nor reentrant: make a new one with NewDisposeScope() for each block."
+_ONE_BLOCK = (
+    "A scope is neither reusable nor reentrant: make a new one with NewDisposeScope() for each "
+    "block."
+)
 _ONE_THREAD = (
     "A scope is used on the thread that opened it: hand a tensor over with detach_from_scope() "
     "there and attach_to_scope() here."
@@ -89,6 +91,7 @@ class DisposeScope:
     )
     # fmt: on
 
+    capture: Capture | None
     _gate: Manager | None  # the manager that may write to the ledger without asking further
     _opener: tuple[CodeType, int, int]  # code, instruction and identity of the frame of the block
     _outer: DisposeScope | None
@@ -117,13 +120,13 @@ class DisposeScope:
 
     # --- its block
 
-    def __enter__(self) -> DisposeScope:
+    def __enter__(self) -> Self:
         """Open the scope on this thread, inside the scope that is current."""
         if is_dynamo_compiling():  # inside compiled code a scope is transparent
             return self
         frame = sys._getframe(1)
-        self._open(frame)
-        if frame.f_code.co_flags & SUSPENDABLE:
+        code = self._open(frame)
+        if code.co_flags & SUSPENDABLE:
             warn_in_generator(frame, self)
         return self
 
@@ -134,7 +137,7 @@ class DisposeScope:
         traceback: TracebackType | None,
     ) -> None:
         """Close the scope; an exception of the block goes on unmasked."""
-        if not is_dynamo_compiling():
+        if self._status is _OPEN:  # inside compiled code it never was
             self._close(exc)
 
     def close(self) -> None:
@@ -144,9 +147,11 @@ class DisposeScope:
             ScopeUsageError: it belongs to another thread, or was never opened.
             ScopeLeakError: the policy is ``"raise"`` and tensors outlived it.
         """
-        self._close(None)
+        if self._status is not _CLOSED:
+            self._check("close")
+            self._close(None)
 
-    def _open(self, frame: FrameType) -> None:
+    def _open(self, frame: FrameType) -> CodeType:
         """Begin to own tensors, in a block of the user's program that ``frame`` runs."""
         if self._status is not _NEW:
             raise ScopeUsageError(f"{self!r} was entered a second time. {_ONE_BLOCK}")
@@ -154,9 +159,11 @@ class DisposeScope:
         self._ledger = Ledger()
         if frame.f_globals is CONTEXTLIB:  # an ExitStack opens it on behalf of a user
             frame = user_frame(frame)
-        self._opener = frame.f_code, frame.f_lasti, id(frame)
+        code = frame.f_code
+        self._opener = code, frame.f_lasti, id(frame)
         threads.open[id(self)] = self
         self._resume()
+        return code
 
     def _resume(self) -> None:
         """Become the current scope, inside the one that is current now."""
@@ -180,10 +187,8 @@ class DisposeScope:
         self._threads.leave_world(self._world)
 
     def _close(self, exc: BaseException | None) -> None:
-        if self._status is _CLOSED:
-            return
-        if self._status is not _OPEN or self._threads.thread_id != get_ident():
-            self._check("close")
+        if self._threads.thread_id != get_ident():
+            self._check_thread("close")
         self._suspend()
         self._finish(exc)
 
@@ -192,7 +197,7 @@ class DisposeScope:
         threads = self._threads
         threads.open.pop(id(self), None)
         self._status = _CLOSED
-        if self._ledger.refs or self.policy != "dispose":
+        if self._ledger or self.policy != "dispose":
             settle(self, self._ledger.take_all(), exc)
         if threads.deferred.waiting:
             threads.deferred.run()
@@ -223,9 +228,9 @@ class DisposeScope:
         return storage_bytes(self.owned())
 
     def owned(self) -> list[Tensor]:
-        """The tensors that it owns, in the order of their addresses' first use; none once closed."""
+        """The tensors that it owns, in no particular order; none once it has closed."""
         self._check_thread("owned")
-        return list(self._ledger) if self._owns_tensors else []
+        return self._ledger.alive() if self._owns_tensors else []
 
     def __len__(self) -> int:
         return len(self.owned())
@@ -235,7 +240,7 @@ class DisposeScope:
 
     def __contains__(self, tensor: object) -> bool:
         self._check_thread("__contains__")
-        return self._owns_tensors and tensor in self._ledger
+        return self._owns_tensors and self._ledger.owns(tensor)
 
     @property
     def _owns_tensors(self) -> bool:
@@ -317,8 +322,8 @@ class DisposeScope:
 
         Raises:
             DisposedTensorError: one of them has been disposed. No tensor changed its owner.
-            ScopeUsageError: this scope is closed, or belongs to another thread, or a tensor is owned
-                by another thread's scope, or a tree holds no tensor.
+            ScopeUsageError: this scope is closed, or belongs to another thread, or a tensor is
+                owned by another thread's scope, or a tree holds no tensor.
 
         Source: ``Attach`` of TorchSharp's DisposeScope; a tensor that moves here from another scope
         is not counted as attached.
@@ -387,7 +392,7 @@ class DisposeScope:
         spared = set(map(id, kept))
         condemned = [
             (tensor, reference)
-            for tensor in self._ledger
+            for tensor in self._ledger.alive()
             if id(tensor) not in spared and (reference := self._ledger.take(tensor)) is not None
         ]
         dispose_all(self, condemned, Cause(self.label, self.site, call, user_site()))
@@ -408,7 +413,7 @@ class DisposeScope:
     def __repr__(self) -> str:
         if self._status is _NEW:
             return f"{self.label[:-1]} {_NEW}>"
-        n_owned = len(self._ledger) if self._owns_tensors else 0
+        n_owned = self._ledger.n_alive() if self._owns_tensors else 0
         owned = f", {n_owned} tensor{'' if n_owned == 1 else 's'}" if self._owns_tensors else ""
         return f"{self.label[:-1]} {self._status}{owned}, opened at {self.site}>"
 

@@ -176,7 +176,7 @@ class _Call(_Block):
         return self.scope
 
     def __exit__(self, _: object, exc: BaseException | None, __: object) -> None:
-        self.scope._close(exc)
+        self.scope.__exit__(None, exc, None)
 
 
 class _Suspended(_Block):

@@ -62,7 +62,7 @@ def site_of(frame: FrameType) -> Site:
 
 
 def user_frame(frame: FrameType) -> FrameType:
-    """The nearest frame, from ``frame`` outwards, that is neither tenure's, torch's nor contextlib's.
+    """The nearest frame, from ``frame`` outwards, that is not tenure's, torch's or contextlib's.
 
     Where there is none (torch calls back on a thread of its own), ``frame`` itself.
     """

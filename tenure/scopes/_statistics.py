@@ -84,9 +84,12 @@ def statistics() -> ScopeStatistics:
 
 def _counts(threads: ThreadScopes) -> dict[str, int]:
     created = threads.manager.created
-    owned = sum(len(scope._ledger) for scope in list(threads.open.values()))
-    gone = created + threads.attached - threads.detached - threads.disposed - owned
-    counts = (
-        created, threads.disposed, gone, threads.attached, threads.detached, threads.disposed_outside
-    )  # fmt: skip
-    return dict(zip(_COUNTERS, counts, strict=True))
+    gone = created + threads.attached - threads.detached - threads.disposed - threads.n_owned
+    return {
+        "created_in_scope": created,
+        "disposed_in_scope": threads.disposed,
+        "released_in_scope": gone,
+        "attached_to_scope": threads.attached,
+        "detached_from_scope": threads.detached,
+        "disposed_outside_scope": threads.disposed_outside,
+    }

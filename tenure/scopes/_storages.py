@@ -15,7 +15,7 @@ _COMPRESSED_BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
 
 
 def storages_of(tensor: Tensor) -> list[UntypedStorage]:
-    """The storages of one tensor of any layout; none if it has no memory of its own (meta, opaque)."""
+    """The storages of a tensor of any layout; none where torch shows none (meta, opaque)."""
     with without_modes():
         return [
             part.untyped_storage() for part in _dense_parts(tensor) if part.device.type != "meta"

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from ._scope import DisposeScope
 
 
+_SMALL = 64  # entries that are not worth pruning
+
+
 class World:
     """A stretch of this thread's mode stack that shares one manager.
 
@@ -48,6 +51,7 @@ class ThreadScopes:
         self.deferred = DeferredDisposals()
         self.attached = self.detached = self.disposed = self.disposed_outside = 0
         self.counts_at_reset: dict[str, int] = {}
+        self._first_world = World(None)
         self._world: World | None = None
         _all_threads.add(self)
         _install_hooks_once()
@@ -55,7 +59,10 @@ class ThreadScopes:
     def enter_world(self) -> World:
         """Make sure that the manager sees what torch does here, for one more scope."""
         world = self._world
-        if world is None or not is_active(self.manager):
+        if world is None:
+            world = self._world = self._first_world
+            push(self.manager)
+        elif not is_active(self.manager):
             world = self._world = World(world)
             push(self.manager)
         world.n_scopes += 1
@@ -72,7 +79,7 @@ class ThreadScopes:
     def owner_of(self, tensor: Tensor) -> DisposeScope | None:
         """The open scope of this thread that owns ``tensor``."""
         for scope in reversed(list(self.open.values())):
-            if tensor in scope._ledger:
+            if scope._ledger.owns(tensor):
                 return scope
         return None
 
@@ -87,12 +94,12 @@ class ThreadScopes:
         ledger.add(self.handed_out.take(tensor) or ref(tensor))
 
     def release(self, tensors: list[Tensor]) -> None:
-        """Detach those of ``tensors`` that a scope owns: their module or optimizer owns them now."""
+        """Detach those of ``tensors`` that a scope owns."""
         if not self.open or not tensors:
             return
         ids = {id(tensor): tensor for tensor in tensors}
         for scope in list(self.open.values()):
-            for key in ids.keys() & scope._ledger.refs.keys():
+            for key in ids.keys() & scope._ledger.keys():
                 reference = scope._ledger.take(ids[key])
                 if reference is not None:
                     self.hand_out(reference)
@@ -100,7 +107,12 @@ class ThreadScopes:
     @property
     def live(self) -> int:
         """How many tensors that its scopes own, or handed out, are alive and not disposed."""
-        return sum(len(scope._ledger) for scope in self.open.values()) + len(self.handed_out)
+        return self.n_owned + self.handed_out.n_alive()
+
+    @property
+    def n_owned(self) -> int:
+        """How many tensors its scopes own."""
+        return sum(scope._ledger.n_alive() for scope in list(self.open.values()))
 
 
 class Census(Ledger):
@@ -110,14 +122,15 @@ class Census(Ledger):
 
     def __init__(self) -> None:
         super().__init__()
-        self._next_prune = 64
+        self._next_prune = _SMALL
 
     def add(self, reference: Reference) -> None:
         """Enter a tensor that is alive."""
         super().add(reference)
-        if len(self.refs) >= self._next_prune:
-            self.refs = {key: ref for key, ref in self.refs.items() if ref() is not None}
-            self._next_prune = max(64, 2 * len(self.refs))
+        if len(self) >= self._next_prune:
+            for key in [key for key, reference in self.items() if reference() is None]:
+                del self[key]
+            self._next_prune = max(_SMALL, 2 * len(self))
 
 
 class _Local(threading.local):

@@ -28,15 +28,12 @@ def is_active(mode: object) -> bool:
 
 
 def remove(mode: object) -> None:
-    """Take the topmost occurrence of ``mode``, if any, off the stack; all others keep their order."""
-    above = []
-    while _length():
-        top = _pop()
-        if top is mode:
-            break
-        above.append(top)
-    while above:
-        push(above.pop())
+    """Take the topmost occurrence of ``mode``, if any, off the stack; the others stay in order."""
+    top = _pop() if _length() else None
+    if top is mode or top is None:
+        return
+    remove(mode)
+    push(top)
 
 
 def works() -> bool:

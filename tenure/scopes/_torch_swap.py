@@ -29,7 +29,7 @@ def swap(first: Tensor, second: Tensor) -> None:
 
 def make_empty(cls: type[Tensor]) -> Tensor:
     """Make a ``cls`` of shape (0,) on the meta device that dispatches every question to Python."""
-    make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+    make: Any = Tensor._make_wrapper_subclass
     empty: Tensor = make(
         cls,
         (0,),
@@ -49,7 +49,7 @@ class _Probe(Tensor):
 
 @functools.cache
 def works() -> bool:
-    """Whether this torch still swaps as tenure needs it: the impl moves and the data stays whole."""
+    """Whether this torch still swaps as tenure needs it: the impl moves, the data stays whole."""
     try:
         with without_modes():
             handle, expected = torch.arange(3.0), [0.0, 1.0, 2.0]

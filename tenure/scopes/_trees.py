@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -18,12 +18,14 @@ from tenure._errors import ScopeUsageError
 from ._torch_pytree import children_of
 from ._torch_swap import without_modes
 
+Tree = TypeVar("Tree")
+"""What the functions of ``*trees`` take and give back."""
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 _SINGLE = frozenset({int, float, complex, bool, str, bytes, type(None)})
 
 
 def tensors_in(trees: Iterable[object]) -> list[Tensor]:
-    """The tensors of ``trees`` in order, each once, with the inner tensors of wrapper subclasses."""
+    """The tensors of ``trees`` in order, each once; a wrapper subclass brings its inner ones."""
     found: list[Tensor] = []
     seen: set[int] = set()
     waiting = list(trees)[::-1]
@@ -59,13 +61,14 @@ def required_tensors(trees: tuple[object, ...], call: str) -> list[Tensor]:
     return tensors_in(trees)
 
 
-def given_back(trees: tuple[Any, ...]) -> Any:
+def given_back(trees: tuple[Tree, ...]) -> Tree:
     """What a function of ``*trees`` returns: its one argument, or the tuple of several."""
-    return trees[0] if len(trees) == 1 else trees
+    several: Any = trees
+    return trees[0] if len(trees) == 1 else several
 
 
 def inner_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensors that a wrapper subclass (a DTensor, for one) is made of; none for other tensors."""
+    """The tensors that a wrapper subclass, such as a DTensor, is made of; none for other ones."""
     if type(tensor) is Tensor or not hasattr(type(tensor), "__tensor_flatten__"):
         return []
     with without_modes():

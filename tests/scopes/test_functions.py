@@ -1,0 +1,164 @@
+"""The verbs as functions: what they do relative to the current scope, and what they refuse."""
+
+import pytest
+import torch
+
+from tenure import (
+    DisposedTensorError,
+    NewDisposeScope,
+    ScopeUsageError,
+    attach_to_scope,
+    detach_from_scope,
+    dispose,
+    is_disposed,
+    move_to,
+    move_to_outer,
+    owner_of,
+    statistics,
+)
+
+VERBS = [
+    move_to_outer,
+    detach_from_scope,
+    attach_to_scope,
+    dispose,
+    lambda *trees: move_to(None, *trees),
+]
+
+
+def test_move_to_outer_is_relative_to_the_current_scope():
+    with NewDisposeScope() as outer:
+        with NewDisposeScope() as inner:
+            made = move_to_outer(torch.ones(1))
+            assert owner_of(made) is outer
+            assert move_to_outer(made) is made  # a second call is for the current scope: no-op
+            assert owner_of(made) is outer
+        assert not inner.leaks
+
+
+def test_a_tensor_passed_through_is_not_promoted_out_of_its_callers_scope():
+    def identity(x):
+        with NewDisposeScope():
+            return move_to_outer(x)
+
+    with NewDisposeScope():
+        with NewDisposeScope() as caller:
+            given = torch.ones(1)
+            assert owner_of(identity(given)) is caller
+        assert is_disposed(given)
+
+
+def test_without_a_scope_the_verbs_hand_their_argument_back():
+    x = torch.ones(1)
+    assert move_to_outer(x) is x
+    assert detach_from_scope(x) is x
+    assert move_to(None, x) is x
+    assert not is_disposed(x)
+
+
+def test_detaching_finds_the_owner_however_far_out_it_is():
+    with NewDisposeScope(), NewDisposeScope() as middle:
+        made = torch.ones(1)
+        with NewDisposeScope():
+            assert owner_of(made) is middle
+            detach_from_scope(made)
+            assert owner_of(made) is None
+
+
+def test_move_to_attaches_what_nobody_owns():
+    given = torch.ones(1)
+    with NewDisposeScope() as scope:
+        statistics().reset()
+        move_to(scope, given)
+        assert owner_of(given) is scope
+        assert statistics().attached_to_scope == 1
+
+
+def test_move_to_detaches_when_the_target_is_none():
+    with NewDisposeScope():
+        made = move_to(None, torch.ones(1))
+    assert not is_disposed(made)
+
+
+def test_attaching_needs_a_scope():
+    with pytest.raises(ScopeUsageError, match=r"no scope is open. Nothing was attached"):
+        attach_to_scope(torch.ones(1))
+
+
+def test_disposing_an_owned_tensor_takes_it_from_its_scope_and_twice_is_harmless():
+    statistics().reset()
+    with NewDisposeScope() as scope:
+        made = torch.ones(1)
+        dispose(made)
+        dispose(made)
+        assert is_disposed(made)
+        assert len(scope) == 0
+    assert statistics().disposed_in_scope == 1
+    assert statistics().disposed_outside_scope == 0
+
+
+def test_disposing_an_unowned_tensor_names_the_call():
+    statistics().reset()
+    made = torch.ones(2, dtype=torch.int64)
+    dispose(made)
+    dispose(made)
+    assert statistics().disposed_outside_scope == 1
+    with pytest.raises(
+        DisposedTensorError,
+        match=r"add\(\) got int64\[2\] on cpu, 16 B, disposed by dispose\(\) at tests\S+:\d+\. Keep",
+    ):
+        made + 1
+
+
+def test_disposing_an_owned_tensor_names_the_call_and_the_owner():
+    with NewDisposeScope("step"):
+        made = torch.ones(2)
+        dispose(made)
+        with pytest.raises(
+            DisposedTensorError,
+            match=r"by dispose\(\) at \S+:\d+ while <DisposeScope 'step'> \(opened at \S+\) owned",
+        ):
+            made.sum()
+
+
+def test_a_view_lives_on_when_its_base_is_disposed_and_the_other_way_round():
+    base = torch.arange(6.0)
+    view = base[2:4]
+    dispose(base)
+    assert view.tolist() == [2, 3]
+    other = view.view(2)
+    dispose(view)
+    assert other.tolist() == [2, 3]
+
+
+def test_disposing_a_module_lets_its_parameters_and_buffers_go():
+    model = torch.nn.BatchNorm1d(3)
+    dispose(model)
+    assert all(is_disposed(t) for t in (model.weight, model.bias, model.running_mean))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("nothing", [5, None, "text", [], (), {}, object(), [[{"a": 1}]]])
+def test_something_without_tensors_is_refused_and_the_rest_untouched(verb, nothing):
+    with NewDisposeScope() as scope:
+        made = torch.ones(1)
+        with pytest.raises(ScopeUsageError, match=r"\(\) got .* holds no tensor, and changed"):
+            verb(made, nothing)
+        assert owner_of(made) is scope
+        assert not is_disposed(made)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_call_without_arguments_is_refused(verb):
+    with pytest.raises(ScopeUsageError, match="without an argument"):
+        verb()
+
+
+def test_is_disposed_refuses_what_is_no_tensor():
+    with pytest.raises(ScopeUsageError, match=r"is_disposed\(\) got a list"):
+        is_disposed([torch.ones(1)])
+
+
+def test_owner_of_something_else_is_none():
+    assert owner_of(torch.ones(1)) is None
+    assert owner_of("text") is None

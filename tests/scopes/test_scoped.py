@@ -1,0 +1,416 @@
+"""Functions of all four kinds in scopes of their own."""
+
+import asyncio
+import functools
+import gc
+import inspect
+import threading
+import weakref
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tenure import (
+    NewDisposeScope,
+    ScopeUsageError,
+    ScopeUsageWarning,
+    current_scope,
+    is_disposed,
+    owner_of,
+    scoped,
+)
+
+
+class Output(NamedTuple):
+    logits: torch.Tensor
+    extra: list
+
+
+class TestFunctions:
+    def test_the_result_moves_to_the_callers_scope_and_the_rest_goes(self):
+        leftovers = []
+
+        @scoped
+        def work(x):
+            leftovers.append(x + 1)
+            return {"out": x * 2, "none": None, "n": 3}
+
+        with NewDisposeScope() as caller:
+            given = torch.ones(2)
+            result = work(given)
+            assert owner_of(result["out"]) is caller
+            assert owner_of(given) is caller
+            assert is_disposed(leftovers[0])
+        assert is_disposed(result["out"])
+
+    def test_without_a_callers_scope_the_result_is_free(self):
+        result = scoped(lambda x: Output(x + 1, [x + 2]))(torch.ones(1))
+        assert owner_of(result.logits) is None
+        assert result.extra[0].item() == 3
+
+    def test_a_function_may_return_nothing_and_recurse(self):
+        @scoped
+        def factorial(n):
+            return torch.ones(1) if n == 0 else factorial(n - 1) * n
+
+        assert factorial(5).item() == 120
+        assert scoped(lambda: None)() is None
+
+    def test_the_scope_is_named_after_the_function_unless_told_otherwise(self):
+        @scoped
+        def plain():
+            return current_scope().name
+
+        @scoped(name="mine", capture="site")
+        def named():
+            return current_scope().name, current_scope().capture
+
+        assert plain().endswith("plain")
+        assert named() == ("mine", "site")
+        assert plain.__name__ == "plain"
+
+    def test_methods_forward_and_partials_are_functions(self):
+        class Doubler(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = torch.nn.Parameter(torch.full((1,), 2.0))
+
+            @scoped
+            def forward(self, x):
+                return x * self.weight
+
+            @staticmethod
+            @scoped
+            def make():
+                return torch.ones(1)
+
+            @classmethod
+            @scoped
+            def name(cls):
+                return cls.__name__
+
+        assert Doubler()(Doubler.make()).item() == 2
+        assert Doubler.name() == "Doubler"
+        assert scoped(functools.partial(torch.full, (1,)))(3.0).item() == 3
+
+    def test_the_exception_of_a_function_goes_on(self):
+        @scoped(on_error="keep")
+        def fail():
+            kept.append(torch.ones(1))
+            raise ValueError("mine")
+
+        kept = []
+        with pytest.raises(ValueError, match="mine"):
+            fail()
+        assert kept[0].item() == 1
+        assert current_scope() is None
+
+    def test_gradients_flow_through(self):
+        x = torch.tensor([2.0, 3.0], dtype=torch.float64, requires_grad=True)
+
+        @scoped
+        def work(x):
+            hidden = (x * x).exp()
+            return hidden.log().sum()
+
+        work(x).backward()
+        assert x.grad.tolist() == pytest.approx([4, 6], abs=1e-12)
+        assert torch.autograd.gradcheck(work, (x,))
+        assert torch.autograd.gradgradcheck(work, (x,))
+
+    @pytest.mark.parametrize("wrong", [int, 5, "text", classmethod(print), torch.nn.Linear])
+    def test_what_is_no_function_is_refused(self, wrong):
+        with pytest.raises(ScopeUsageError, match=r"@scoped got .* Decorate the function itself"):
+            scoped(wrong)
+
+    def test_wrong_options_fail_where_they_are_written(self):
+        with pytest.raises(ScopeUsageError, match="policy='loud' is not one of"):
+            scoped(policy="loud")(print)
+
+
+class TestGenerators:
+    def test_the_scope_is_suspended_at_each_yield(self):
+        @scoped
+        def batches():
+            constant = torch.ones(2)
+            for i in range(3):
+                assert current_scope().name.endswith("batches")
+                yield constant * i
+
+        with NewDisposeScope() as consumer:
+            for batch in batches():
+                assert current_scope() is consumer
+                assert owner_of(batch) is consumer
+                made = batch + 1
+                assert owner_of(made) is consumer
+        assert is_disposed(batch)
+
+    def test_its_own_tensors_live_as_long_as_the_generator_runs(self):
+        held = []
+
+        @scoped
+        def work():
+            held.append(torch.ones(1))
+            yield 1
+            yield held[0].item()
+
+        generator = work()
+        assert next(generator) == 1
+        assert not is_disposed(held[0])
+        assert next(generator) == 1.0
+        assert list(generator) == []
+        assert is_disposed(held[0])
+
+    def test_what_was_yielded_is_not_held_while_suspended(self):
+        @scoped
+        def work():
+            yield torch.ones(1)
+            yield None
+
+        generator = work()
+        made = next(generator)
+        gone = weakref.ref(made)
+        del made
+        assert gone() is None
+        generator.close()
+
+    def test_send_throw_and_return_pass_through(self):
+        @scoped
+        def work():
+            received = yield torch.ones(1)
+            try:
+                yield received * 2
+            except KeyError:
+                yield "caught"
+            return torch.full((1,), 7.0)
+
+        generator = work()
+        next(generator)
+        assert generator.send(torch.ones(1)).item() == 2
+        assert generator.throw(KeyError("x")) == "caught"
+        with pytest.raises(StopIteration) as stop:
+            next(generator)
+        assert stop.value.value.item() == 7
+
+    def test_interleaved_generators_closed_out_of_order(self):
+        @scoped
+        def work(name):
+            kept = torch.ones(1)
+            while True:
+                assert owner_of(kept) is current_scope()
+                assert current_scope().name.endswith("work")
+                yield kept + 0
+
+        first, second = work("a"), work("b")
+        for _ in range(3):
+            next(first)
+            next(second)
+        first.close()
+        next(second)
+        second.close()
+        assert current_scope() is None
+        assert torch._C._len_torch_function_stack() == 0
+
+    def test_closing_runs_its_cleanup_inside_the_scope(self):
+        seen = []
+
+        @scoped
+        def work():
+            kept = torch.ones(1)
+            try:
+                yield 1
+            finally:
+                seen.append(owner_of(kept) is current_scope())
+                seen.append(kept)
+
+        generator = work()
+        next(generator)
+        generator.close()
+        assert seen[0] is True
+        assert is_disposed(seen[1])
+
+    def test_a_generator_that_is_never_finished_is_collected_quietly(self):
+        @scoped
+        def work():
+            yield torch.ones(1)
+
+        generator = work()
+        next(generator)
+        del generator
+        gc.collect()
+        assert current_scope() is None
+
+    def test_resuming_on_another_thread_is_refused(self):
+        @scoped
+        def work():
+            yield 1
+            yield 2
+
+        generator = work()
+        next(generator)
+        errors = []
+
+        def resume():
+            try:
+                next(generator)
+            except ScopeUsageError as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=resume, name="other")
+        thread.start()
+        thread.join()
+        assert "resume() was called on" in errors[0]
+        assert "from thread 'other'" in errors[0]
+
+    def test_it_is_still_a_generator_function(self):
+        @scoped
+        def work():
+            yield 1
+
+        assert inspect.isgeneratorfunction(work)
+
+    def test_a_plain_block_in_a_generator_warns_where_it_stands(self):
+        def work():
+            with NewDisposeScope("inner"):
+                yield 1
+
+        with pytest.warns(ScopeUsageWarning, match=r"inside the generator .*work\(\)") as caught:
+            list(work())
+        assert caught[0].filename == __file__
+
+    def test_a_context_manager_written_as_a_generator_is_exempt(self):
+        import contextlib
+
+        @contextlib.contextmanager
+        def step():
+            with NewDisposeScope("step") as scope:
+                yield scope
+
+        with step() as scope:
+            made = torch.ones(1)
+            assert owner_of(made) is scope
+        assert is_disposed(made)
+
+
+class TestAsync:
+    def test_interleaved_tasks_do_not_see_each_others_scopes(self):
+        @scoped
+        async def work(n):
+            scope, kept = current_scope(), torch.full((1,), float(n))
+            for _ in range(3):
+                await asyncio.sleep(0)
+                assert current_scope() is scope
+                made = kept + 1
+                assert owner_of(made) is scope
+            return made
+
+        async def main():
+            with NewDisposeScope() as outer:
+                results = await asyncio.gather(*[work(n) for n in range(5)])
+                assert all(owner_of(result) is outer for result in results)
+                return [result.item() for result in results]
+
+        assert asyncio.run(main()) == [1, 2, 3, 4, 5]
+        assert current_scope() is None
+        assert torch._C._len_torch_function_stack() == 0
+
+    def test_a_task_outside_any_scope_is_not_tracked_meanwhile(self):
+        async def bystander():
+            await asyncio.sleep(0)
+            made = torch.ones(1)
+            assert owner_of(made) is None
+            return made
+
+        async def main():
+            task = asyncio.create_task(bystander())
+            with NewDisposeScope():
+                made = await task
+            return made
+
+        assert asyncio.run(main()).item() == 1
+
+    def test_a_task_that_outlives_its_scope_makes_free_tensors(self):
+        async def late(closed):
+            await closed.wait()
+            made = torch.ones(1)
+            assert current_scope() is None
+            return made
+
+        async def main():
+            closed = asyncio.Event()
+            with NewDisposeScope():
+                task = asyncio.create_task(late(closed))
+                await asyncio.sleep(0)
+            closed.set()
+            return await task
+
+        assert asyncio.run(main()).item() == 1
+
+    def test_async_generators_suspend_too(self):
+        @scoped
+        async def batches():
+            kept = torch.ones(1)
+            for _ in range(3):
+                await asyncio.sleep(0)
+                assert owner_of(kept) is current_scope()
+                yield kept * 2
+
+        async def main():
+            with NewDisposeScope() as consumer:
+                async for batch in batches():
+                    assert current_scope() is consumer
+                    assert owner_of(batch) is consumer
+            generator = batches()
+            await anext(generator)
+            await generator.aclose()
+
+        asyncio.run(main())
+        assert torch._C._len_torch_function_stack() == 0
+
+    def test_async_generators_take_what_is_sent_and_thrown(self):
+        @scoped
+        async def work():
+            received = yield 1
+            try:
+                yield received
+            except KeyError:
+                yield "caught"
+
+        async def main():
+            generator = work()
+            await anext(generator)
+            assert await generator.asend(5) == 5
+            assert await generator.athrow(KeyError("x")) == "caught"
+            with pytest.raises(StopAsyncIteration):
+                await anext(generator)
+
+        asyncio.run(main())
+
+    def test_a_cancelled_task_closes_its_scope(self):
+        held = []
+
+        @scoped
+        async def work():
+            held.append(torch.ones(1))
+            await asyncio.sleep(60)
+
+        async def main():
+            task = asyncio.create_task(work())
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        asyncio.run(main())
+        assert is_disposed(held[0])
+
+    def test_to_thread_sees_no_scope(self):
+        def work():
+            return current_scope(), owner_of(torch.ones(1))
+
+        async def main():
+            with NewDisposeScope():
+                return await asyncio.to_thread(work)
+
+        assert asyncio.run(main()) == (None, None)

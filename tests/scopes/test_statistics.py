@@ -1,0 +1,224 @@
+"""The counters, and TorchSharp's own facts about them restated for reference-counted Python.
+
+A fact is (created, disposed, attached, detached, disposed outside, live); where TorchSharp counts a
+tensor as disposed because nothing frees it earlier, Python may have released it.
+"""
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from tenure import NewDisposeScope, attach_to_scope, detach_from_scope, dispose, statistics
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    statistics().reset()
+
+
+def fact():
+    s = statistics()
+    return (
+        s.created_in_scope,
+        s.disposed_in_scope,
+        s.attached_to_scope,
+        s.detached_from_scope,
+        s.disposed_outside_scope,
+        s.live - LIVE_BEFORE[0],
+    )
+
+
+LIVE_BEFORE = [0]
+
+
+@pytest.fixture(autouse=True)
+def baseline():
+    gc.collect()
+    LIVE_BEFORE[0] = statistics().live
+
+
+class TestMadeInScope:
+    def test_creating(self):
+        with NewDisposeScope():
+            t = torch.ones(1)
+            assert fact() == (1, 0, 0, 0, 0, 1)
+        del t
+
+    def test_attaching_to_the_same_scope(self):
+        with NewDisposeScope() as scope:
+            t = scope.attach(torch.ones(1))
+            assert fact() == (1, 0, 0, 0, 0, 1)
+        del t
+
+    def test_detaching(self):
+        with NewDisposeScope() as scope:
+            t = scope.detach(torch.ones(1))
+            assert fact() == (1, 0, 0, 1, 0, 1)
+        del t
+
+    def test_disposing_twice(self):
+        with NewDisposeScope():
+            t = torch.ones(1)
+            dispose(t)
+            assert fact() == (1, 1, 0, 0, 0, 0)
+            dispose(t)
+            assert fact() == (1, 1, 0, 0, 0, 0)
+
+    def test_the_end_of_the_scope(self):
+        with NewDisposeScope():
+            t = torch.ones(1)
+        assert fact() == (1, 1, 0, 0, 0, 0)
+        del t
+
+    def test_detaching_and_then_the_end_of_the_scope(self):
+        with NewDisposeScope() as scope:
+            t = scope.detach(torch.ones(1))
+        assert fact() == (1, 0, 0, 1, 0, 1)
+        dispose(t)
+        assert fact() == (1, 0, 0, 1, 1, 0)
+
+    def test_a_parameter_made_of_a_scoped_tensor_keeps_its_value(self):
+        with NewDisposeScope():
+            t = torch.full((1,), 3.0)
+            parameter = torch.nn.Parameter(t)
+            dispose(t)
+            assert fact() == (1, 1, 0, 0, 0, 0)
+        assert parameter.item() == 3.0
+
+
+class TestMadeOutside:
+    def test_creating_is_not_seen(self):
+        t = torch.ones(1)
+        assert fact() == (0, 0, 0, 0, 0, 0)
+        del t
+
+    def test_attaching(self):
+        t = torch.ones(1)
+        with NewDisposeScope() as scope:
+            scope.attach(t)
+            assert fact() == (0, 0, 1, 0, 0, 1)
+
+    def test_detaching_an_unowned_tensor_counts_nothing(self):
+        detach_from_scope(torch.ones(1))
+        assert fact() == (0, 0, 0, 0, 0, 0)
+
+    def test_disposing_twice(self):
+        t = torch.ones(1)
+        dispose(t)
+        dispose(t)
+        assert fact() == (0, 0, 0, 0, 1, 0)
+
+    def test_attaching_and_disposing(self):
+        t = torch.ones(1)
+        with NewDisposeScope() as scope:
+            scope.attach(t)
+            dispose(t)
+            assert fact() == (0, 1, 1, 0, 0, 0)
+
+    def test_attaching_and_the_end_of_the_scope(self):
+        t = torch.ones(1)
+        with NewDisposeScope() as scope:
+            scope.attach(t)
+        assert fact() == (0, 1, 1, 0, 0, 0)
+
+    def test_attaching_and_detaching(self):
+        t = torch.ones(1)
+        with NewDisposeScope() as scope:
+            scope.attach(t)
+            scope.detach(t)
+            assert fact() == (0, 0, 1, 1, 0, 1)
+        assert fact() == (0, 0, 1, 1, 0, 1)
+
+    def test_attaching_to_a_second_scope_counts_once(self):
+        t = torch.ones(1)
+        with NewDisposeScope() as first:
+            first.attach(t)
+            with NewDisposeScope():
+                attach_to_scope(t)
+                assert fact() == (0, 0, 1, 0, 0, 1)
+
+
+def test_minimal_dispose_works():
+    with NewDisposeScope() as scope:
+        a1, a2, a3, a4 = (torch.ones(1) for _ in range(4))
+        scope.detach(a2)
+        scope.move_to_outer(a3)
+        dispose(a4)
+        assert {id(t) for t in scope.owned()} == {id(a1)}
+    assert fact() == (4, 2, 0, 2, 0, 2)
+
+
+def test_temporaries_are_released_and_not_disposed():
+    data = torch.ones(4)
+    with NewDisposeScope() as scope:
+        result = data * data + data
+        assert len(scope) == 1
+    assert statistics().created_in_scope == 2
+    assert statistics().released_in_scope == 1
+    assert statistics().disposed_in_scope == 1
+    del result
+
+
+def test_counters_add_up_while_scopes_are_open():
+    with NewDisposeScope(), NewDisposeScope() as inner:
+        kept = [torch.ones(1) for _ in range(5)]
+        inner.move_to_outer(kept[0])
+        kept.pop()
+        s = statistics()
+        assert (s.created_in_scope, s.released_in_scope, s.live - LIVE_BEFORE[0]) == (5, 1, 4)
+
+
+def test_resetting_inside_a_scope_keeps_the_sums_right():
+    with NewDisposeScope():
+        first = torch.ones(1)
+        statistics().reset()
+        second = torch.ones(1)
+        assert statistics().created_in_scope == 1
+        assert statistics().released_in_scope == 0
+        del first
+        assert statistics().released_in_scope == 1
+    assert statistics().disposed_in_scope == 1
+    del second
+
+
+def test_each_thread_counts_for_itself():
+    counts = []
+
+    def work():
+        with NewDisposeScope():
+            torch.ones(1)
+        counts.append(statistics().created_in_scope)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert counts == [1]
+    assert statistics().created_in_scope == 0
+
+
+def test_the_text_is_stable():
+    assert str(statistics()).startswith(
+        "created_in_scope: 0; disposed_in_scope: 0; released_in_scope: 0; attached_to_scope: 0; "
+        "detached_from_scope: 0; disposed_outside_scope: 0; live: "
+    )
+    assert repr(statistics()).startswith("<ScopeStatistics created_in_scope: 0;")
+
+
+def test_an_unknown_counter_is_refused_by_name():
+    with pytest.raises(AttributeError, match="no counter 'created'; it has"):
+        _ = statistics().created
+
+
+def test_the_census_of_handed_out_tensors_forgets_the_dead():
+    from tenure.scopes._thread import this_thread
+
+    with NewDisposeScope():
+        kept = [detach_from_scope(torch.ones(1)) for _ in range(1000)]
+        assert this_thread().handed_out.n_alive() >= 1000
+        kept.clear()
+        for _ in range(200):
+            detach_from_scope(torch.ones(1))
+    assert len(this_thread().handed_out) < 2100
+    assert fact()[-1] == 0
