@@ -42,8 +42,7 @@ def compare_live_bytes(screen: Screen, corpus: Corpus, settings: Settings) -> No
     for step, *live in zip(plain.steps, plain.live_bytes, scoped.live_bytes, strict=True):
         screen.row([str(step.number), *map(format_bytes, live)])
     screen.say(
-        "Live bytes after the step: the storages, each counted once, that torch's operations made in "
-        "this run\n"
+        "Live bytes after the step: the storages, each counted once, that the run's operations made\n"
         "and that are still alive: weights, gradients, AdamW's state, and what leaked."
     )
     same = "the same" if plain.steps == scoped.steps else "NOT the same"

@@ -26,9 +26,7 @@ def name_the_leak(screen: Screen, corpus: Corpus, settings: Settings) -> None:
         return scopes[-1]
 
     with _quiet_log():
-        train(
-            corpus, settings, n_steps=_STEPS, open_scope=open_scope, on_step=lambda step: None
-        )
+        train(corpus, settings, n_steps=_STEPS, open_scope=open_scope, on_step=lambda step: None)
     screen.say(str(scopes[-1].leaks))
     screen.say("The cure: history.append(validation.item())")
 

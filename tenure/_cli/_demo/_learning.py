@@ -29,7 +29,11 @@ def learn(screen: Screen, corpus: Corpus, settings: Settings) -> None:
                 screen.row([str(step.number), *losses])
 
         train(
-            corpus, settings, n_steps=settings.steps, open_scope=partial(NewDisposeScope, "step"), on_step=on_step
+            corpus,
+            settings,
+            n_steps=settings.steps,
+            open_scope=partial(NewDisposeScope, "step"),
+            on_step=on_step,
         )
     screen.say("Losses are in nats per character, of one batch each.")
 

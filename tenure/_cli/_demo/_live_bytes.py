@@ -19,7 +19,7 @@ class LiveBytes(TorchDispatchMode):
     """A block whose storages are counted as long as they live; on any device."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def total(self) -> int:

@@ -55,7 +55,8 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(x)
-        return x + self.feed_forward(x)
+        fed: Tensor = self.feed_forward(x)
+        return x + fed
 
 
 class _Attention(nn.Module):
@@ -70,7 +71,8 @@ class _Attention(nn.Module):
         heads = self.queries_keys_values(self.norm(x)).unflatten(2, (3, self.n_heads, -1))
         queries, keys, values = heads.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        return self.output(mixed.transpose(1, 2).flatten(2))
+        output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return output
 
 
 def make_model(n_characters: int, settings: Settings) -> CharTransformer:

@@ -27,8 +27,9 @@ class Screen:
         self._console.print(Text(text))
 
     def row(self, cells: Row) -> None:
-        """Print one line of a table: right-aligned columns, as wide as the widest heading."""
-        self.say("".join(f"{cell:>18}" for cell in cells))
+        """Print one line of a table: a narrow column and wide ones, aligned to the right."""
+        first, *others = cells
+        self.say(f"{first:>6}" + "".join(f"{cell:>18}" for cell in others))
 
     def heading(self, cells: Row) -> None:
         """Print the headings of a table."""

@@ -1,4 +1,4 @@
-"""The loop that every chapter runs, with its planted leak: a loss is kept together with its graph."""
+"""The loop that every chapter runs, with its planted leak: losses are kept with their graphs."""
 
 from __future__ import annotations
 
