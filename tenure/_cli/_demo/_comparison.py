@@ -17,6 +17,10 @@ from ._settings import Settings
 from ._text import Corpus
 from ._training import OpenScope, Step, train
 
+_MEASURE = """\
+Live bytes after the step: the storages, each counted once, that operations of this run made and
+that are still alive: weights, gradients, AdamW's state, and what leaked."""
+
 
 @dataclass(slots=True)
 class _Run:
@@ -41,10 +45,7 @@ def compare_live_bytes(screen: Screen, corpus: Corpus, settings: Settings) -> No
     screen.heading(["step", "without scopes", "with scopes"])
     for step, *live in zip(plain.steps, plain.live_bytes, scoped.live_bytes, strict=True):
         screen.row([str(step.number), *map(format_bytes, live)])
-    screen.say(
-        "Live bytes after the step: the storages, each counted once, that the run's operations made\n"
-        "and that are still alive: weights, gradients, AdamW's state, and what leaked."
-    )
+    screen.say(_MEASURE)
     same = "the same" if plain.steps == scoped.steps else "NOT the same"
     screen.say(f"The losses of the two runs are {same} to the last bit.")
     screen.say(f"Reading what the scope let go: {_refusal(scoped.history)}")
