@@ -15,7 +15,8 @@ from typing import NoReturn
 import tenure
 
 from ._demo import Demo
-from ._verb import CommandError, Verb
+from ._verb import CommandError as CommandError
+from ._verb import Verb as Verb
 
 _VERBS: tuple[type[Verb], ...] = (Demo,)
 _USER_ERROR = 2

@@ -25,12 +25,14 @@ class Verb(Protocol):
         """Do it and return the exit code; heavy imports belong in here."""
 
 
-def whole_number(minimum: int) -> Callable[[str], int]:
-    """A ``type`` for argparse: a whole number of at least ``minimum``."""
+def whole_number(minimum: int, maximum: int = 2**64 - 1) -> Callable[[str], int]:
+    """A ``type`` for argparse: a whole number from ``minimum`` to ``maximum``."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < minimum:
             raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {minimum}")
+        if int(text) > maximum:
+            raise argparse.ArgumentTypeError(f"{text!r} is above {maximum}")
         return int(text)
 
     return parse
