@@ -1,3 +1,4 @@
+import itertools
 import os
 import re
 import subprocess
@@ -72,7 +73,7 @@ def _bytes(text):
 def test_live_bytes_grow_without_scopes_and_stay_flat_with_them(done):
     plain, scoped = _live(done)
     grown = [_bytes(text) for text in plain]
-    assert all(later > earlier for earlier, later in zip(grown, grown[1:], strict=False))
+    assert all(later > earlier for earlier, later in itertools.pairwise(grown))
     assert grown[-1] > 3 * grown[0]
     assert len(set(scoped)) == 1
 

@@ -19,13 +19,13 @@ def _refused(arguments, capsys):
 
 
 def test_version_is_that_of_the_package(capsys):
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         main(["--version"])
     assert capsys.readouterr().out == f"tenure {tenure.__version__}\n"
 
 
 def test_help_lists_each_verb_with_the_first_line_of_its_docstring(capsys):
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         main(["--help"])
     words = " ".join(capsys.readouterr().out.split())
     for verb in _cli._VERBS:
@@ -33,7 +33,7 @@ def test_help_lists_each_verb_with_the_first_line_of_its_docstring(capsys):
 
 
 def test_help_of_a_verb_is_its_docstring(capsys):
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         main(["demo", "--help"])
     text = capsys.readouterr().out
     assert text.startswith("usage: tenure demo [-h] [--quick] [--steps N] [--seed N]\n")
