@@ -22,7 +22,8 @@ lint: $(VENV)/.lint
 	$(BIN)/pyright
 
 bench: $(VENV)/.test
-	for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
+	for script in benchmarks/bench_*.py; do $(BIN)/python -m benchmarks.$$(basename $$script .py) || exit 1; done
+	$(BIN)/python -m pytest benchmarks -o addopts= --benchmark-only --benchmark-columns=median,iqr,rounds
 
 dist-test: $(VENV)/.test
 	PYTHON="$(PYTHON)" sh tests/dist_test.sh

@@ -19,14 +19,14 @@ from ._leaks import build_leak_report
 from ._ledger import Reference, site_of
 
 if TYPE_CHECKING:
-    from ._scope import DisposeScope
+    from ._block import Block
     from ._thread import ThreadScopes
 
 Survivors = list[tuple[Tensor, Reference]]
 _logger = logging.getLogger("tenure.scopes")
 
 
-def settle(scope: DisposeScope, survivors: Survivors, exc: BaseException | None) -> None:
+def settle(scope: Block, survivors: Survivors, exc: BaseException | None) -> None:
     """Do with the survivors of a closed scope what its policy says.
 
     Raises:
@@ -42,7 +42,7 @@ def settle(scope: DisposeScope, survivors: Survivors, exc: BaseException | None)
         _report(scope, survivors, masked=exc is not None)
 
 
-def dispose_all(scope: DisposeScope, owned: Survivors, cause: Cause) -> None:
+def dispose_all(scope: Block, owned: Survivors, cause: Cause) -> None:
     """Dispose tensors that have been taken from the ledger of ``scope``; ``owned`` ends empty."""
     threads = scope._threads
     defer = inside_operation(scope._opener)
@@ -67,12 +67,12 @@ def _dispose(tensor: Tensor, reference: Reference, cause: Cause, threads: Thread
         threads.disposed += 1
 
 
-def _keep(scope: DisposeScope, survivors: Survivors) -> None:
+def _keep(scope: Block, survivors: Survivors) -> None:
     for _, reference in survivors:
         scope._threads.hand_out(reference)
 
 
-def _report(scope: DisposeScope, survivors: Survivors, *, masked: bool) -> None:
+def _report(scope: Block, survivors: Survivors, *, masked: bool) -> None:
     _keep(scope, survivors)
     found = [(tensor, _site_text(reference)) for tensor, reference in survivors]
     scope.leaks = report = build_leak_report(found, scope=scope.label, ignore=(survivors, found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import cast
 from weakref import ref
 
 from torch import Tensor
@@ -9,12 +10,13 @@ from torch.compiler import is_dynamo_compiling
 
 from tenure._errors import ScopeUsageError
 
+from ._checks import check_not_foreign, check_target
 from ._closing import dispose_all
 from ._deferred import inside_operation
 from ._disposal import Disposal, dispose_tensor
 from ._disposal import is_disposed as _is_disposed
 from ._disposed import Cause
-from ._scope import DisposeScope, check_not_foreign, check_target, current_scope
+from ._scope import DisposeScope, current_scope, scope_or_none
 from ._sites import user_site
 from ._thread import ThreadScopes, this_thread
 from ._trees import Tree, given_back, required_tensors
@@ -26,7 +28,7 @@ def owner_of(tensor: Tensor) -> DisposeScope | None:
     Args:
         tensor: a tensor of any shape, dtype and device.
     """
-    return this_thread().owner_of(tensor)
+    return cast("DisposeScope | None", this_thread().owner_of(tensor))
 
 
 def move_to_outer(*trees: Tree) -> Tree:
@@ -70,11 +72,11 @@ def move_to(scope: DisposeScope | None, *trees: Tree) -> Tree:
     Source: ``MoveToOtherDisposeScope`` of TorchSharp; a tensor without an owner is attached.
     """
     if not is_dynamo_compiling():
-        check_target(scope)
-        if scope is None:
+        check_target(target := scope_or_none(scope))
+        if target is None:
             detach_from_scope(*trees)
         else:
-            scope._attach(required_tensors(trees, "move_to()"))
+            target._attach(required_tensors(trees, "move_to()"))
     return given_back(trees)
 
 

@@ -1,13 +1,163 @@
-"""stub until merged"""
+"""What outlived a scope and why, as text and numbers; a report keeps no tensor alive."""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from tenure._describe import describe, n_bytes_of, shape_of
+from tenure._units import format_bytes
+
+from ._heap import storage_key
+from ._holders import Holder, find_holders
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_MAX_HOLDERS = 3
 
 
+@dataclass(frozen=True, slots=True)
 class LeakRecord:
-    pass
+    """One tensor that something other than a running function's variables still held.
+
+    Attributes:
+        shape: the tensor's shape.
+        dtype: its dtype.
+        device: its device.
+        nbytes: bytes of its storage; 0 if an earlier record has the same storage.
+        created_at: "file.py:17", or None where no site was captured.
+        holders: what holds it, the shortest chain first.
+        kind: the kind of the first holder, as in `Holder.kind`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int
+    created_at: str | None
+    holders: tuple[str, ...]
+    kind: str
+
+    def __str__(self) -> str:
+        return describe(self.dtype, self.shape, self.device, self.nbytes)
 
 
 class LeakReport:
-    records = ()
+    """The tensors that outlived one scope; false when there are none.
+
+    Args:
+        records: one for each leaked tensor, in the order of creation.
+        scope: what to call the scope.
+
+    Attributes:
+        records: the records, as a tuple.
+        scope: what the scope is called.
+    """
+
+    __slots__ = ("records", "scope")
+
+    def __init__(self, records: Sequence[LeakRecord], *, scope: str) -> None:
+        self.records = tuple(records)
+        self.scope = scope
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all leaked storages, each counted once."""
+        return sum(record.nbytes for record in self.records)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __bool__(self) -> bool:
+        return bool(self.records)
+
+    def __iter__(self) -> Iterator[LeakRecord]:
+        return iter(self.records)
+
+    def __repr__(self) -> str:
+        return f"<LeakReport of {self.summary()}>"
+
+    def __str__(self) -> str:
+        lines = [f"{self.summary()}{':' if self else '.'}"]
+        for record in self.records:
+            site = f", created at {record.created_at}" if record.created_at else ""
+            lines.append(f"  {record}{site}")
+            lines.extend(f"    {line}" for line in _holder_lines(record))
+        return "\n".join(lines)
+
+    def __rich__(self) -> "RenderableType":
+        from ._leak_table import leak_table
+
+        return leak_table(self)
+
+    def _repr_html_(self) -> str:
+        from ._leak_table import leak_html
+
+        return leak_html(self)
+
+    def summary(self) -> str:
+        """The scope, how many tensors outlived it, and their bytes, in one line."""
+        noun = "tensor" if len(self) == 1 else "tensors"
+        size = f", {format_bytes(self.total_bytes)}" if self else ""
+        return f"{self.scope}: {len(self) or 'no'} {noun} leaked{size}"
 
 
-def build_leak_report(survivors, *, scope, ignore=()):
-    return LeakReport()
+def build_leak_report(
+    survivors: Sequence[tuple[torch.Tensor, str | None]],
+    *,
+    scope: str,
+    ignore: Collection[object] = (),
+) -> LeakReport:
+    """Find out which survivors of a scope leaked, and who holds them.
+
+    A survivor that only running functions hold, in plain local variables, did not leak.
+
+    Args:
+        survivors: tensors that outlived the scope, each with the site that created it.
+        scope: what to call the scope.
+        ignore: containers of the caller that hold survivors.
+
+    Returns:
+        The report; without survivors an empty one, at once.
+    """
+    if not survivors:
+        return LeakReport((), scope=scope)
+    tensors = [t for t, _ in survivors]
+    found = find_holders(tensors, ignore=(survivors, *survivors, *ignore))
+    counted: set[int] = set()
+    records = [
+        _record(t, site, culprits, counted)
+        for (t, site), holders in zip(survivors, found, strict=True)
+        if (culprits := _culprits(holders))
+    ]
+    return LeakReport(records, scope=scope)
+
+
+def _culprits(holders: list[Holder]) -> list[Holder]:
+    lasting = [holder for holder in holders if not holder.running]
+    if len(lasting) < len(holders):
+        # beside a variable, an unnamed reference is the value that the function is returning
+        return [holder for holder in lasting if holder.kind != "unknown"]
+    return lasting
+
+
+def _record(
+    t: torch.Tensor, site: str | None, holders: list[Holder], counted: set[int]
+) -> LeakRecord:
+    key = storage_key(t)
+    n_bytes = 0 if key in counted else n_bytes_of(t)
+    if key is not None:
+        counted.add(key)
+    with torch._C.DisableTorchFunction():
+        shape, dtype, device = shape_of(t), t.dtype, t.device
+    chains = tuple(holder.chain for holder in holders)
+    return LeakRecord(shape, dtype, device, n_bytes, site, chains, holders[0].kind)
+
+
+def _holder_lines(record: LeakRecord) -> list[str]:
+    shown = record.holders[:_MAX_HOLDERS]
+    more = len(record.holders) - len(shown)
+    lines = [f"held by {chain}" for chain in shown]
+    return [*lines, f"and by {more} more"] if more else lines

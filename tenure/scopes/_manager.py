@@ -24,11 +24,11 @@ from ._newness import DEEPCOPY, SOLE, flat_tensors, is_new, is_parameter, new_am
 from ._sites import capture_site
 
 if TYPE_CHECKING:
-    from ._scope import DisposeScope
+    from ._block import Block
 
 getrefcount, getframe = sys.getrefcount, sys._getframe
 
-current: ContextVar[DisposeScope | None] = ContextVar("tenure_current_scope", default=None)
+current: ContextVar[Block | None] = ContextVar("tenure_current_scope", default=None)
 """The scope that the running code is in; it may be closed by now, or belong to another thread."""
 get_current = current.get
 
@@ -87,7 +87,7 @@ class Manager(TorchFunctionMode):
                 )
         return out
 
-    def open_scope(self, scope: DisposeScope) -> DisposeScope | None:
+    def open_scope(self, scope: Block) -> Block | None:
         """From ``scope`` outwards, the first that is open on the thread of this manager.
 
         A context that was copied into a task or a thread may still name a scope that has closed, or
@@ -105,7 +105,7 @@ class Manager(TorchFunctionMode):
         return True
 
     def _enter(
-        self, tensors: list[Tensor], scope: DisposeScope, frame: FrameType, copied: bool = False
+        self, tensors: list[Tensor], scope: Block, frame: FrameType, copied: bool = False
     ) -> None:
         """The long way: for containers, subclasses, captured sites, and scopes not simply open."""
         open_scope = self.open_scope(scope)

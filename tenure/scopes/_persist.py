@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 from ._manager import current
 
 if TYPE_CHECKING:
-    from ._scope import DisposeScope
+    from ._block import Block
 
 
 class persist(ContextDecorator):
@@ -32,7 +32,7 @@ class persist(ContextDecorator):
     """
 
     def __init__(self) -> None:
-        self._left: list[DisposeScope | None] = []
+        self._left: list[Block | None] = []
 
     def __enter__(self) -> None:
         """Leave the current scope."""

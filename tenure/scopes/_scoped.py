@@ -16,7 +16,9 @@ from torch.compiler import is_dynamo_compiling
 
 from tenure._errors import ScopeUsageError
 
-from ._scope import DisposeScope, OnError, Policy
+from ._block import OnError, Policy
+from ._checks import check_thread
+from ._scope import DisposeScope
 from ._sites import Capture, user_frame
 from ._trees import tensors_in
 
@@ -195,7 +197,7 @@ class _Turn(_Block):
     """One step of a generator, from where it is resumed to where it yields."""
 
     def __enter__(self) -> None:
-        self.scope._check_thread("resume")
+        check_thread(self.scope, "resume")
         self.scope._resume()
 
     def __exit__(self, *_: object) -> None:

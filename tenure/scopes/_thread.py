@@ -20,7 +20,7 @@ from ._manager import Manager
 from ._torch_modes import is_active, push, remove
 
 if TYPE_CHECKING:
-    from ._scope import DisposeScope
+    from ._block import Block
 
 
 _SMALL = 64  # entries that are not worth pruning
@@ -46,7 +46,7 @@ class ThreadScopes:
     def __init__(self) -> None:
         self.thread_id = threading.get_ident()
         self.manager = Manager()
-        self.open: dict[int, DisposeScope] = {}
+        self.open: dict[int, Block] = {}
         self.handed_out = Census()
         self.deferred = DeferredDisposals()
         self.attached = self.detached = self.disposed = self.disposed_outside = 0
@@ -76,7 +76,7 @@ class ThreadScopes:
             if self._world is world:
                 self._world = world.outer
 
-    def owner_of(self, tensor: Tensor) -> DisposeScope | None:
+    def owner_of(self, tensor: Tensor) -> Block | None:
         """The open scope of this thread that owns ``tensor``."""
         for scope in reversed(list(self.open.values())):
             if scope._ledger.owns(tensor):
@@ -88,10 +88,10 @@ class ThreadScopes:
         self.detached += 1
         self.handed_out.add(reference)
 
-    def adopt(self, tensor: Tensor, ledger: Ledger) -> None:
-        """A tensor without an owner gets one."""
+    def adopt(self, tensor: Tensor) -> Reference:
+        """A tensor without an owner gets one, which is to enter the reference."""
         self.attached += 1
-        ledger.add(self.handed_out.take(tensor) or ref(tensor))
+        return self.handed_out.take(tensor) or ref(tensor)
 
     def release(self, tensors: list[Tensor]) -> None:
         """Detach those of ``tensors`` that a scope owns."""
@@ -149,7 +149,7 @@ def this_thread() -> ThreadScopes:
     return scopes
 
 
-def foreign_owner_of(tensor: Tensor) -> DisposeScope | None:
+def foreign_owner_of(tensor: Tensor) -> Block | None:
     """The open scope of another thread that owns ``tensor``."""
     mine = this_thread()
     for scopes in list(_all_threads):

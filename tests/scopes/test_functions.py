@@ -105,7 +105,7 @@ def test_disposing_an_unowned_tensor_names_the_call():
     assert statistics().disposed_outside_scope == 1
     with pytest.raises(
         DisposedTensorError,
-        match=r"add\(\) got int64\[2\] on cpu, 16 B, disposed by dispose\(\) at tests\S+:\d+\. Keep",
+        match=r"add\(\) got int64\[2\] on cpu, 16 B, disposed by dispose\(\) at \S+:\d+\. Keep",
     ):
         made + 1
 

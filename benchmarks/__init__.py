@@ -1,0 +1,1 @@
+"""One script per question, always a pair; ``make bench`` runs them all."""

@@ -1,0 +1,162 @@
+"""From what a search found to chains in words: the shortest way from a root to each holder."""
+
+import heapq
+import itertools
+from collections import deque
+from typing import NamedTuple
+
+from ._search import Edge, Search
+from ._static import is_kind, type_name
+from ._steps import Namer, Root, Step, inside
+
+# of all that is true of a chain, the first of these is its kind
+_TELLING = (
+    "cycle",
+    "autograd",
+    "view",
+    "numpy",
+    "traceback",
+    "generator",
+    "closure",
+    "default",
+    "partial",
+    "method",
+    "cache",
+    "thread",
+    "global",
+    "unknown",
+    "attribute",
+    "container",
+)
+_ENDINGS = {
+    "cycle": ", in a reference cycle",
+    "unknown": ", which nothing with a name holds",
+}
+# plumbing between an object and what it is made of; a chain does not begin there
+_PLUMBING = (dict, tuple, type((lambda: _TELLING).__closure__))
+
+
+# ordered by cost, root's text and number; the fourth is unique, so that roots are never compared
+_Entry = tuple[int, str, int, int, Root, Edge | None]
+
+
+class Chain(NamedTuple):
+    """A root and the steps from it to a tensor."""
+
+    root: Root
+    steps: tuple[Step, ...]
+
+    def __str__(self) -> str:
+        return _spell(self.root, self.steps) + _ENDINGS.get(self.root.kind, "")
+
+    @property
+    def kind(self) -> str:
+        """The most telling kind among the root and the steps."""
+        kinds = {self.root.kind, *(step.kind for step in self.steps)}
+        return next((kind for kind in _TELLING if kind in kinds), "frame-local")
+
+
+class Chains:
+    """The shortest chain from a root to every object of a search that a root holds."""
+
+    def __init__(self, search: Search) -> None:
+        self._search = search
+        self._ways: dict[int, tuple[Root, Edge | None]] = {}
+        self._find_ways()
+
+    def through(self, edge: Edge) -> Chain | None:
+        """The chain that ends in this edge; None when no root holds its holder."""
+        if edge.holder not in self._ways:
+            return None
+        root, edges = self._way_to(edge.holder)
+        return Chain(root, (*(e.step for e in edges), edge.step))
+
+    def passes(self, edge: Edge, n: int) -> bool:
+        """Whether the chain that ends in this edge goes through an object."""
+        return edge.holder == n or any(e.holder == n for e in self._way_to(edge.holder)[1])
+
+    def _way_to(self, n: int) -> tuple[Root, list[Edge]]:
+        edges: list[Edge] = []
+        root, edge = self._ways[n]
+        while edge is not None:
+            edges.append(edge)
+            n = edge.holder
+            root, edge = self._ways[n]
+        return root, edges[::-1]
+
+    def _find_ways(self) -> None:
+        children: dict[int, list[tuple[int, Edge]]] = {}
+        for held, edges in enumerate(self._search.parents):
+            for edge in edges:
+                children.setdefault(edge.holder, []).append((held, edge))
+        ties = itertools.count()
+        entries: list[_Entry] = [
+            (root.cost, root.text, n, next(ties), root, None)
+            for n, roots in enumerate(self._search.roots)
+            for root in roots
+            if not root.silent
+        ]
+        heapq.heapify(entries)
+        while entries:
+            cost, text, n, _, root, way = heapq.heappop(entries)
+            if n not in self._ways:
+                self._ways[n] = (root, way)
+                for held, further in children.get(n, ()):
+                    entry = (cost + 1, text, held, next(ties), root, further)
+                    heapq.heappush(entries, entry)
+
+    def loose(self, edge: Edge) -> "Chain | None":
+        """A chain from the nearest holder with a type worth naming; None when it is tenure's own.
+
+        For an edge that no root is known to hold.
+        """
+        above = self._above(edge.holder)
+        if any(self._search.is_silent(n) for n in above):
+            return None
+        start = next(filter(self._is_worth_naming, above), edge.holder)
+        # what only refers to itself is garbage that waits for the collector
+        outside = any(self._search.unexplained(n) for n in above)
+        kind = "unknown" if outside or not self._search.complete else "cycle"
+        name = type_name(type(self._search.alive[start]))
+        steps = (*above[start], edge.step)
+        # "list_iterator", and not "list_iterator (inside a list_iterator)"
+        first = Step() if steps[0] == inside(name) else steps[0]
+        return Chain(Root(name, kind), (first, *steps[1:]))
+
+    def _is_worth_naming(self, n: int) -> bool:
+        return not is_kind(type(self._search.alive[n]), *_PLUMBING)
+
+    def _above(self, start: int) -> dict[int, tuple[Step, ...]]:
+        """Everything that holds an object, nearest first, with the steps down to it."""
+        above: dict[int, tuple[Step, ...]] = {start: ()}
+        queue = deque([start])
+        while queue:
+            n = queue.popleft()
+            for holder, step in self._search.parents[n]:
+                if holder not in above:
+                    above[holder] = (step, *above[n])
+                    queue.append(holder)
+        return above
+
+
+def _spell(root: Root, steps: tuple[Step, ...]) -> str:
+    text, held_by, module = root.text, "", ""
+    namer: Namer | None = root.namer
+    for step in steps:
+        anchor = step.anchor or (step.module if not module else "")
+        if anchor:
+            held_by = _held_by(anchor, step.link, text) + held_by
+            text, module = anchor, step.module
+        piece, following = step.text, step.namer
+        if namer is not None and step.key is not None:
+            piece, following = namer(step.key)
+        text += piece
+        namer = following or step.namer
+    return text + held_by
+
+
+def _held_by(anchor: str, link: str, holder: str) -> str:
+    """The words for what holds an anchor, unless its name says as much already."""
+    name = anchor.rpartition(" of ")[2]
+    says_it = not holder or holder == name or holder.endswith(f".{name}")
+    return "" if says_it else link + holder

@@ -1,0 +1,205 @@
+"""A search from tensors outwards to what keeps them alive, one level of holders at a time.
+
+Every object that was met is held by one list, which the search leaves out of its answers; all else
+it keeps is numbers and text. A level costs one or two passes over the heap, whatever its width.
+"""
+
+import gc
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from ._arrays import SHARES, SharedArrays
+from ._frames import RunningFrames
+from ._graph import TensorGraph
+from ._referents import slots_of
+from ._roots import Roots
+from ._static import class_attributes, is_kind, mro_of
+from ._steps import Root, Step
+from ._suspended import frame_of
+from ._tensors import cpp_uses, storage_key, storage_uses
+
+_MAX_LEVELS = 24
+_MAX_OBJECTS = 50_000
+# gc.get_referrers compares each reference in the heap with each object it is asked about, so a few
+# are asked for first: what holds them often explains the references to all the others
+_SAMPLE = 64
+# from here on one pass in Python with a set is faster
+_MAX_ASKED = 256
+# the list of the search, a variable, and the argument of getrefcount
+_OWN_REFERENCES = 3
+
+
+class Edge(NamedTuple):
+    """A step together with the number of the object that it leaves."""
+
+    holder: int
+    step: Step
+
+
+class Search:
+    """What was found about the holders of some tensors, by number; the tensors come first.
+
+    Attributes:
+        targets: the numbers of the given tensors, in their order.
+        alive: the objects by number.
+        parents: by number, the edges from each known holder.
+        roots: by number, the roots that an object is.
+        complete: no limit cut the search short.
+    """
+
+    def __init__(
+        self, tensors: Iterable[torch.Tensor], ignore: Iterable[object], frames: RunningFrames
+    ) -> None:
+        self.alive: list[object] = []
+        self.parents: list[list[Edge]] = []
+        self.roots: list[list[Root]] = []
+        self.complete = False
+        self._children: list[list[int]] = []
+        self._number: dict[int, int] = {}
+        self._resolved: set[int] = set()
+        self._explained: defaultdict[int, int] = defaultdict(int)
+        self._owned_in_cpp: set[int] = set()
+        self._frames = frames
+        self._roots = Roots(frames)
+        self._graph: TensorGraph | None = None
+        self._arrays: SharedArrays | None = None
+        self._ignored = {id(self.alive)}
+        self.targets = [self._add(t) for t in tensors]
+        self._ignore(ignore)
+        self._run(list(dict.fromkeys(self.targets)))
+
+    def unexplained(self, n: int) -> int:
+        """References that no object, no local variable and no owner found in C++ accounts for."""
+        in_cpp = n in self._owned_in_cpp
+        return max(0, self._references(n) - in_cpp - self._explained[n])
+
+    def is_silent(self, n: int) -> bool:
+        """Whether an object is a root of tenure's own and of nobody else."""
+        return bool(self.roots[n]) and all(root.silent for root in self.roots[n])
+
+    def _references(self, n: int) -> int:
+        """References from elsewhere than this search and the frames that are running."""
+        found = self.alive[n]
+        own = _OWN_REFERENCES + self._frames.count(id(found))
+        own += self._graph is not None and found in self._graph
+        own += self._arrays is not None and found in self._arrays
+        return sys.getrefcount(found) - own
+
+    def _run(self, level: list[int]) -> None:
+        for _ in range(_MAX_LEVELS):
+            if not level or len(self.alive) > _MAX_OBJECTS:
+                break
+            level = self._expand(level)
+        self.complete = not level
+
+    def _expand(self, level: list[int]) -> list[int]:
+        """Find the holders of one level; those that no root is known to hold are the next."""
+        before = len(self.alive)
+        wanted = {id(self.alive[n]): n for n in level}
+        met: set[int] = set()
+        self._ask(level[:_SAMPLE], wanted, met)
+        rest = [n for n in level[_SAMPLE:] if self.unexplained(n)]
+        if rest:
+            self._ask(rest, wanted, met)
+        for n in level:
+            self._add_cpp_holders(n)
+        return [n for n in range(before, len(self.alive)) if n not in self._resolved]
+
+    def _ask(self, level: list[int], wanted: dict[int, int], met: set[int]) -> None:
+        asked = [self.alive[n] for n in level]
+        for holder in _referrers(asked):
+            if holder is not asked and id(holder) not in met and not self._is_own(holder):
+                met.add(id(holder))
+                number = self._add(holder)
+                for identity, step in slots_of(holder, wanted):
+                    self._explained[wanted[identity]] += 1
+                    self._link(number, wanted[identity], step)
+
+    def _is_own(self, holder: object) -> bool:
+        frame = frame_of(holder) or holder
+        return id(holder) in self._ignored or id(frame) in self._frames.ids
+
+    def _ignore(self, ignore: Iterable[object]) -> None:
+        for container in ignore:
+            self._ignored.add(id(container))
+            for held in gc.get_referents(container):
+                if id(held) in self._number:
+                    self._explained[self._number[id(held)]] += 1
+
+    def _add(self, found: object) -> int:
+        if id(found) in self._number:
+            return self._number[id(found)]
+        number = self._number[id(found)] = len(self.alive)
+        self.alive.append(found)
+        self.parents.append([])
+        self._children.append([])
+        self.roots.append(self._roots.of(found))
+        if not all(root.silent for root in self.roots[number]):
+            self._resolve(number)
+        return number
+
+    def _link(self, holder: int, held: int, step: Step) -> None:
+        self.parents[held].append(Edge(holder, step))
+        self._children[holder].append(held)
+        if holder in self._resolved:
+            self._resolve(held)
+
+    def _resolve(self, number: int) -> None:
+        stack = [number]
+        while stack:
+            n = stack.pop()
+            if n not in self._resolved:
+                self._resolved.add(n)
+                stack.extend(self._children[n])
+
+    def _add_cpp_holders(self, n: int) -> None:
+        held = self.alive[n]
+        if _is_node(held):
+            self._add_owners(n, held)
+        elif is_kind(type(held), torch.Tensor):
+            self._add_tensor_holders(n, held)  # type: ignore[arg-type]
+
+    def _add_tensor_holders(self, n: int, t: torch.Tensor) -> None:
+        if cpp_uses(t) > 1:
+            self._add_owners(n, t)
+        if storage_uses(t) > 1:
+            for owner, step in self._the_graph().sharers_of(t):
+                self._link(self._add(owner), n, step)
+            for array in self._the_arrays().of_storage(storage_key(t)):
+                self._link(self._add(array), n, SHARES)
+
+    def _add_owners(self, n: int, held: object) -> None:
+        for owner, step in self._the_graph().owners_of(held):
+            self._owned_in_cpp.add(n)
+            self._link(self._add(owner), n, step)
+
+    def _the_graph(self) -> TensorGraph:
+        if self._graph is None:
+            self._graph = TensorGraph()
+            self._ignored.add(id(self._graph.live))
+        return self._graph
+
+    def _the_arrays(self) -> SharedArrays:
+        if self._arrays is None:
+            self._arrays = SharedArrays()
+            self._ignored.add(id(self._arrays.found))
+        return self._arrays
+
+
+def _referrers(asked: list[object]) -> list[object]:
+    if len(asked) <= _MAX_ASKED:
+        return gc.get_referrers(*asked)
+    wanted = frozenset(map(id, asked))
+    return [
+        holder
+        for holder in gc.get_objects()
+        if not wanted.isdisjoint(map(id, gc.get_referents(holder)))
+    ]
+
+
+def _is_node(found: object) -> bool:
+    return any("next_functions" in class_attributes(cls) for cls in mro_of(type(found)))

@@ -1,0 +1,101 @@
+"""The words of a chain: roots, steps from an object to what it holds, and how to spell them.
+
+Everything here is text and numbers, so that a chain keeps nothing alive.
+"""
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple
+
+Key = int | str
+# spells the key of the next step, and says who spells the one after it
+Namer = Callable[[Key], "tuple[str, Namer | None]"]
+
+_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+class Step(NamedTuple):
+    """One step of a chain, from a holder to what it holds.
+
+    Attributes:
+        text: what the step adds to the chain, such as ``[3]`` or ``.cache``.
+        kind: the kind of holder, as in `Holder.kind`.
+        key: the index or name, for the case that the step before spells it.
+        anchor: when not empty, the chain starts anew here, and what came before follows the link.
+        link: the words between the anchored chain and what holds it.
+        namer: how to spell the next step, where it has a key.
+        module: the class of the ``nn.Module`` that this step leaves, if it is one.
+        whole: what this step leaves spans the same memory, so that it pins nothing more.
+    """
+
+    text: str = ""
+    kind: str = "container"
+    key: Key | None = None
+    anchor: str = ""
+    link: str = ", held by "
+    namer: Namer | None = None
+    module: str = ""
+    whole: bool = False
+
+
+class Root(NamedTuple):
+    """Where a chain begins: something that is alive by itself.
+
+    Attributes:
+        text: its name; empty when the chain is clearer without.
+        kind: the kind that a chain has when nothing on it is more telling.
+        namer: how to spell the first step.
+        running: the root is a local variable of a frame of this thread.
+        silent: the root is tenure's own, and no news.
+        cost: steps that this root counts for when chains are compared.
+        captured: the root is a variable that an inner function shares.
+    """
+
+    text: str
+    kind: str
+    namer: Namer | None = None
+    running: bool = False
+    silent: bool = False
+    cost: int = 0
+    captured: bool = False
+
+
+# an object that is referred to, and how
+Slot = tuple[object, Step]
+# the identities of the objects whose slots matter
+Wanted = Collection[int]
+# names the slots of one type; it may name more than is wanted, `slots_of` picks
+Reader = Callable[[Any, Wanted], Iterable[Slot]]
+
+
+def inside(holder: str) -> Step:
+    """The step out of an object of which only the type is known."""
+    return Step(f" (inside a {holder})")
+
+
+def attribute(key: Key) -> tuple[str, Namer | None]:
+    """Spell a key of a namespace as an attribute."""
+    return f".{key}", None
+
+
+def module_attribute(key: Key) -> tuple[str, Namer | None]:
+    """Spell a key of an ``nn.Module``'s namespace; its registries do not show."""
+    return ("", _registered) if key in _REGISTRIES else (f".{key}", None)
+
+
+def nothing(key: Key) -> tuple[str, Namer | None]:
+    """Leave the next key out."""
+    return "", None
+
+
+def variables(names: tuple[str, ...], prefix: str = "") -> Namer:
+    """Spell an index as the variable or argument at that position, and a name as itself."""
+    return lambda key: (f": {prefix}{names[key] if isinstance(key, int) else key}", None)
+
+
+def items(label: str) -> Namer:
+    """Spell a key as an item of a labelled sequence or mapping."""
+    return lambda key: (f": {label}[{key!r}]", None)
+
+
+def _registered(key: Key) -> tuple[str, Namer | None]:
+    return (f"[{key}]" if str(key).isdigit() else f".{key}"), None

@@ -1,0 +1,69 @@
+"""Questions to a tensor of any kind; none runs an operation or code of a subclass, none raises."""
+
+import gc
+from typing import Any
+
+import torch
+
+from ._static import is_kind
+
+_BASE: Any = torch._C.TensorBase
+
+
+def live_tensors() -> list[torch.Tensor]:
+    """Every tensor with a handle in Python, in the order of the collector."""
+    heap = gc.get_objects()
+    # each class is judged once; by identity, as a metaclass may define __hash__ and __eq__
+    classes = {id(cls): cls for cls in map(type, heap)}
+    kinds = {key for key, cls in classes.items() if is_kind(cls, torch.Tensor)}
+    return [found for found in heap if id(type(found)) in kinds]
+
+
+def read(t: torch.Tensor, name: str) -> Any:
+    """An attribute as the base class has it; None where this kind of tensor has none."""
+    # undefined, sparse, nested, fake and functorch tensors raise errors of many types here
+    try:
+        return getattr(_BASE, name).__get__(t)
+    except Exception:
+        return None
+
+
+def storage_key(t: torch.Tensor) -> int | None:
+    """The identity of the storage; None for a tensor without one."""
+    try:
+        return int(_BASE.untyped_storage(t)._cdata)
+    except Exception:
+        return None
+
+
+def storage_bytes(t: torch.Tensor) -> int | None:
+    """Bytes of the whole storage, whatever part of it the tensor shows."""
+    try:
+        return int(_BASE.untyped_storage(t).nbytes())
+    except Exception:
+        return None
+
+
+def storage_uses(t: torch.Tensor) -> int:
+    """How many tensors and other owners share the storage, this tensor among them."""
+    try:
+        storage = _BASE.untyped_storage(t)
+        return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+    except Exception:
+        return 1
+
+
+def cpp_uses(t: torch.Tensor) -> int:
+    """How many owners the tensor has in C++, its Python handle among them."""
+    try:
+        return int(_BASE._use_count(t))
+    except Exception:
+        return 1
+
+
+def spans_storage(t: torch.Tensor) -> bool:
+    """Whether the elements of a tensor are as many bytes as its storage."""
+    try:
+        return int(_BASE.numel(t)) * int(_BASE.element_size(t)) == storage_bytes(t)
+    except Exception:
+        return False

@@ -1,0 +1,116 @@
+"""Who holds a tensor, in words; nothing that was looked at is kept once the answer is given."""
+
+import gc
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ._heap import Chain, Chains, Edge, Root, RunningFrames, Search
+
+# kinds whose holder may be a plain variable itself, with as many steps as that takes
+_BORROWED = {"view": 1, "autograd": 1, "numpy": 1, "closure": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """One reference that keeps a tensor alive, named from something that is alive by itself.
+
+    A local variable is spelled ``train.<locals>.history`` with the qualified name of its function,
+    ``self`` as the name of its class, a global ``module.NAME`` (``__main__.NAME`` in a script). Of
+    an ``nn.Module`` the chain shows dotted names from the outermost module on, as in
+    ``Model.encoder.layers[0].weight, held by train.<locals>.model``.
+
+    Attributes:
+        kind: the most telling of what is on the chain: "autograd", "view", "numpy", "traceback",
+            "generator" (coroutines too), "closure", "default", "partial", "method" (bound), "cache"
+            (`functools.lru_cache`), "thread", "global", "attribute", "container", "frame-local"; or
+            "cycle" for garbage that waits for the collector, and "unknown" where a reference has
+            no name.
+        chain: the names from the root to the tensor.
+        running: a frame that runs on this thread holds the tensor as a plain local variable. Its
+            function's captured variable, a view of all of the tensor, or a view, array or graph
+            beside a variable of the tensor itself, count as that variable.
+    """
+
+    kind: str
+    chain: str
+    running: bool
+
+
+def find_holders(
+    tensors: Sequence[torch.Tensor], *, ignore: Collection[object] = ()
+) -> list[list[Holder]]:
+    """Name every reference that keeps tensors alive, with a few passes over the heap for all.
+
+    No operation on a tensor runs, no unpack hook of autograd and no code of the objects passed.
+
+    Args:
+        tensors: tensors of any shape, dtype, layout and device.
+        ignore: containers that do not count as holders, such as the caller's own lists.
+
+    Returns:
+        For each tensor its holders: those whose chain is a name first, the shortest first.
+    """
+    with torch._C.DisableTorchFunction(), _collector_paused():
+        search = Search(tensors, (tensors, *ignore), RunningFrames(sys._getframe(1)))
+        chains = Chains(search)
+        return [_holders_of(n, search, chains) for n in search.targets]
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Keep garbage and finalizers where they are, so that the same heap gives the same answer."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _holders_of(n: int, search: Search, chains: Chains) -> list[Holder]:
+    direct = [root for root in search.roots[n] if not root.silent]
+    ranked = [(0, Chain(root, ()), root.running) for root in direct]
+    for edge in search.parents[n]:
+        ranked.extend(_through(edge, n, chains, direct))
+    ranked.sort(key=lambda entry: (entry[0], *_rank(entry[1])))
+    holders = [Holder(chain.kind, str(chain), running) for _, chain, running in ranked]
+    return [*dict.fromkeys(holders), *_unnamed(search.unexplained(n))]
+
+
+def _rank(chain: Chain) -> tuple[int, bool, str]:
+    """Short before long; where equal, what the user wrote before what torch keeps."""
+    return len(chain.steps), chain.kind in _BORROWED, str(chain)
+
+
+def _through(
+    edge: Edge, n: int, chains: Chains, direct: list[Root]
+) -> list[tuple[int, Chain, bool]]:
+    chain = chains.through(edge)
+    if chain is None:
+        loose = chains.loose(edge)
+        return [] if loose is None else [(1, loose, False)]
+    if chains.passes(edge, n):
+        return [(1, chain._replace(root=chain.root._replace(kind="cycle")), False)]
+    return [(0, chain, _is_running(chain, direct))]
+
+
+def _is_running(chain: Chain, direct: list[Root]) -> bool:
+    first = chain.steps[0]
+    if not chain.root.running or _BORROWED.get(first.kind) != len(chain.steps):
+        return False
+    if first.kind == "closure":
+        return any(root.captured for root in direct)
+    return first.whole or any(root.running for root in direct)
+
+
+def _unnamed(count: int) -> list[Holder]:
+    if not count:
+        return []
+    noun = "reference" if count == 1 else "references"
+    chain = f"{count} {noun} without a name: a value on its way, or an extension module"
+    return [Holder("unknown", chain, running=False)]
