@@ -14,7 +14,7 @@ from ._thread import foreign_owner_of
 if TYPE_CHECKING:
     from ._block import Block
 
-_ONE_BLOCK = "A scope is neither reusable nor reentrant: make a new one with NewDisposeScope() for each block."
+_ONE_BLOCK = "A scope is neither reusable nor reentrant: make a new one with NewDisposeScope()."
 _ONE_THREAD = (
     "A scope is used on the thread that opened it: hand a tensor over with detach_from_scope() "
     "there and attach_to_scope() here."
