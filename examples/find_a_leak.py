@@ -19,6 +19,7 @@ class Recorder:
         self.last = output
 
 
+@torch.no_grad()
 def evaluate(model: nn.Module) -> LeakReport:
     """One pass; the report lists what outlived it."""
     with NewDisposeScope("evaluate", policy="report") as scope:

@@ -21,7 +21,7 @@ echo "Wrote $wheel"
 # The tests import each other as `tests.…`, so they stand in a folder where no `tenure/` does.
 stage=$(mktemp -d)
 trap 'rm -rf "$stage"' EXIT
-cp -R tests examples pyproject.toml "$stage"
+cp -R tests examples docs pyproject.toml "$stage"
 python="$PWD/$BIN/python"
 venv="$PWD/$VENV"
 cd "$stage"

@@ -3,6 +3,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -99,6 +100,14 @@ def test_steps_and_seed_are_used():
     chapter = _chapter(other := _demo("--steps", "3", "--seed", "7"), 1)
     assert "seed 7." in other.stdout
     assert [cells[0] for cells in _rows(chapter)] == ["1", "2", "3"]
+
+
+def test_the_docs_show_what_the_demo_prints(done):
+    page = Path(__file__).parents[2].joinpath("docs", "demo.md").read_text("utf-8")
+    shown = next(block for block in page.split("```") if block.startswith("text\nText: "))
+    fixed = [line for line in shown.splitlines()[1:] if line and not re.search(r"\d", line)]
+    assert len(fixed) >= 8
+    assert [line for line in fixed if line not in done.stdout.splitlines()] == []
 
 
 class TestText:

@@ -50,18 +50,21 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
     random = torch.Generator().manual_seed(settings.seed)
     history: list[Tensor] = []
+
+    def validate() -> Tensor:
+        n_windows = settings.validation_batch
+        return model.loss(*draw_windows(corpus.validation, n_windows, settings.window, random))
+
     for number in range(1, n_steps + 1):
         with open_scope():
-            batch = draw_windows(corpus.training, settings.batch, settings.window, random)
-            loss = model.loss(*batch)
+            inputs, following = draw_windows(
+                corpus.training, settings.batch, settings.window, random
+            )
+            loss = model.loss(inputs, following)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            held_out = draw_windows(
-                corpus.validation, settings.validation_batch, settings.window, random
-            )
-            validation = model.loss(*held_out)
-            history.append(validation)  # the leak: validation.item() was meant
-            step = Step(number, loss.item(), validation.item())
+            history.append(validate())  # the leak: validate().item() was meant
+            step = Step(number, loss.item(), history[-1].item())
         on_step(step)
     return history
