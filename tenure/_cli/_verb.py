@@ -23,6 +23,7 @@ class Verb(Protocol):
     @staticmethod
     def run(arguments: argparse.Namespace) -> int:
         """Do it and return the exit code; heavy imports belong in here."""
+        raise NotImplementedError
 
 
 def whole_number(minimum: int, maximum: int = 2**64 - 1) -> Callable[[str], int]:

@@ -41,7 +41,7 @@ def _print_report(screen: Screen, leaks: LeakReport) -> None:
         if record not in saved:
             _print_record(screen, record)
     screen.say(f"  and {len(saved)} tensors that autograd saved with it, the largest of them:")
-    _print_record(screen, max(saved, key=lambda record: record.nbytes))
+    _print_record(screen, max(saved, key=lambda record: (record.nbytes, record.holders)))
 
 
 def _print_record(screen: Screen, record: LeakRecord) -> None:
