@@ -1,0 +1,137 @@
+"""Device memory: host buffers that stand for it, and the tensors over them.
+
+A block is one storage on the device. It is accounted from `adopt` until that storage dies, so
+views, autograd and C++ owners all keep it allocated, as on a real device.
+"""
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ._machine import machine
+from ._memory import MemoryPool
+from ._pinned import extent_bytes
+from ._races import History, RaceDetector, Span, merge_clocks
+from ._streams import current_stream
+from ._torch_backend import DEVICE_TYPE, storage_key, storage_over, tensor_key, tensor_over
+from ._units import format_bytes
+
+
+@dataclass(slots=True)
+class Block:
+    """One storage of the device and the host memory that holds its bytes."""
+
+    buffer: torch.UntypedStorage
+    n_bytes: int
+    pool: MemoryPool
+    home_stream: Any
+    history: History
+    detector: RaceDetector
+
+
+_blocks: dict[int, Block] = {}
+
+
+def is_on_device(value: object) -> bool:
+    """Whether `value` is a tensor on the simulated device."""
+    return isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE
+
+
+def block_of(tensor: torch.Tensor) -> Block:
+    """The block that a device tensor lies in."""
+    found = _blocks.get(tensor_key(tensor))
+    return _lent_block(tensor.untyped_storage()) if found is None else found
+
+
+def reserve(sizes: Iterable[int]) -> None:
+    """Account several allocations, in order: all of them or, if one fails, none.
+
+    Raises:
+        torch.OutOfMemoryError: one of them failed.
+    """
+    pool, done = machine.pool, []
+    try:
+        for n_bytes in sizes:
+            pool.allocate(n_bytes, machine.clock.host_s)
+            done.append(n_bytes)
+    except torch.OutOfMemoryError:
+        for n_bytes in done:
+            pool.free(n_bytes)
+        raise
+
+
+def adopt(buffer: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Make a host storage, already accounted by `reserve`, into device memory."""
+    n_bytes = buffer.nbytes()
+    storage = storage_over(buffer, n_bytes)
+    stream = current_stream()
+    key = storage_key(storage)
+    history = History(stream.stream_id)
+    _blocks[key] = Block(buffer, n_bytes, machine.pool, stream, history, machine.detector)
+    weakref.finalize(storage, _release, key).atexit = False
+    return storage
+
+
+def allocate_bytes(n_bytes: int) -> torch.UntypedStorage:
+    """A new storage of the device; its bytes are undefined."""
+    reserve([n_bytes])
+    return adopt(torch.empty(n_bytes, dtype=torch.uint8, device="cpu").untyped_storage())
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A host tensor over the bytes of a device tensor: the same memory, size and stride."""
+    alias = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
+    alias.set_(block_of(tensor).buffer, *geometry)
+    if tensor.is_conj():
+        alias = alias.conj()
+    return alias._neg_view() if tensor.is_neg() else alias
+
+
+def on_device(alias: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    """A device tensor with the geometry of a host tensor, over `storage` of the device."""
+    geometry = (alias.size(), alias.stride(), alias.storage_offset())
+    return tensor_over(storage, alias.dtype, *geometry)
+
+
+def span_of(tensor: torch.Tensor) -> Span:
+    """The bytes of its block that a device tensor touches, from its first to its last."""
+    block = block_of(tensor)
+    if block.detector is not machine.detector:
+        # From before the machine was started afresh: the streams in its history are gone.
+        block.home_stream, block.detector = current_stream(), machine.detector
+        block.history = History(block.home_stream.stream_id)
+    low = tensor.storage_offset() * tensor.element_size()
+    return Span(block.history, low, low + extent_bytes(tensor))
+
+
+def _lent_block(storage: torch.UntypedStorage) -> Block:
+    """The block of a storage that C++ made over memory it does not own, as pickling does."""
+    address = storage.data_ptr()
+    for block in _blocks.values():
+        if block.n_bytes and block.buffer.data_ptr() == address:
+            return block
+    raise RuntimeError(f"{DEVICE_TYPE}:0 has no memory at address {address:#x}.")
+
+
+def _release(key: int) -> None:
+    block = _blocks.pop(key)
+    if block.detector is not machine.detector:
+        block.pool.free(block.n_bytes)
+        return
+    _check_release(block)
+    recorded = block.history.recorded_stream_ids
+    users = [stream for number, stream in machine.streams.items() if number in recorded]
+    busy_until_s = max((stream.ready_s for stream in users), default=None)
+    block.pool.free(block.n_bytes, busy_until_s)
+    block.pool.release_finished(machine.clock.host_s)
+
+
+def _check_release(block: Block) -> None:
+    seen = dict(block.home_stream.seen)
+    merge_clocks(seen, machine.host_seen)
+    name = f"a block of {format_bytes(block.n_bytes)}"
+    machine.detector.free(block.history, name, seen)

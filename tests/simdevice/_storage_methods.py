@@ -1,0 +1,62 @@
+"""Making and copying whole storages on the device, which torch does without its dispatcher.
+
+`copy.deepcopy`, `torch.load` and pickle come through here. Python has no allocator to give to torch
+(`torch.UntypedStorage(n, device="sim")` ends the process), so the constructor and `clone` are led
+to the device's own; a storage cannot be resized in place.
+"""
+
+from typing import Any
+
+import torch
+from torch.storage import _StorageBase
+
+from ._blocks import allocate_bytes
+from ._dispatch import require_first_device
+from ._torch_backend import DEVICE_TYPE
+
+
+def install() -> None:
+    """Replace the constructor, `clone` and `resize_` of storages."""
+    torch.UntypedStorage.__new__ = _constructor()  # type: ignore[method-assign]
+    _StorageBase.clone = _cloner()  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = _resizer()  # type: ignore[method-assign]
+
+
+def _constructor() -> Any:
+    plain = torch.UntypedStorage.__new__
+
+    def new(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.UntypedStorage:
+        if device is None:
+            return plain(cls, *args, **kwargs)
+        target = torch.device(device)
+        if target.type != DEVICE_TYPE:
+            return plain(cls, *args, device=device, **kwargs)
+        require_first_device(target)
+        return allocate_bytes(args[0] if args else 0)
+
+    return staticmethod(new)
+
+
+def _cloner() -> Any:
+    plain = _StorageBase.clone
+
+    def clone(storage: Any) -> Any:
+        if storage.device.type != DEVICE_TYPE:
+            return plain(storage)
+        return torch.UntypedStorage(storage.nbytes(), device=storage.device).copy_(storage)
+
+    return clone
+
+
+def _resizer() -> Any:
+    plain = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, n_bytes: int) -> torch.UntypedStorage:
+        if storage.device.type != DEVICE_TYPE:
+            return plain(storage, n_bytes)
+        raise NotImplementedError(
+            f"a storage on {storage.device} cannot be resized in place (torch gives a Python device"
+            " no hook for it); Tensor.resize_ works, with a new storage where it grows."
+        )
+
+    return resize_

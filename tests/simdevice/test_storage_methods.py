@@ -1,0 +1,90 @@
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+
+def saved(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+@pytest.fixture
+def model(sim):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(sim.device)
+
+
+def assert_same(state, model, device_type):
+    assert {tensor.device.type for tensor in state.values()} == {device_type}
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(state[name].cpu(), tensor.cpu())
+
+
+def test_a_state_dict_of_the_device_loads_back_on_either_side(model):
+    file = saved(model.state_dict())
+    assert_same(torch.load(file), model, "sim")
+    file.seek(0)
+    assert_same(torch.load(file, map_location="cpu"), model, "cpu")
+
+
+@pytest.mark.parametrize("place", ["sim", "sim:0", {"cpu": "sim:0"}])
+def test_a_state_dict_of_the_host_loads_onto_the_device(model, place):
+    host = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+    assert_same(torch.load(saved(host), map_location=place), model, "sim")
+
+
+def test_loading_into_a_model_of_the_device_copies_the_values(sim, model):
+    fresh = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(sim.device)
+    fresh.load_state_dict({name: t.cpu() for name, t in model.state_dict().items()})
+    assert_same(fresh.state_dict(), model, "sim")
+
+
+def test_a_state_dict_survives_plain_pickling(model):
+    assert_same(pickle.loads(pickle.dumps(model.state_dict())), model, "sim")
+
+
+def test_a_deep_copy_is_accounted_and_shares_nothing(sim, model):
+    n_bytes = sim.allocated_bytes
+    twin = copy.deepcopy(model)
+    assert sim.allocated_bytes == 2 * n_bytes
+    with torch.no_grad():
+        twin[0].weight.zero_()
+    assert model[0].weight.abs().sum() > 0
+
+
+def test_a_deep_copy_keeps_shared_storages_shared(sim):
+    x = torch.zeros(4, device=sim.device)
+    first, second = copy.deepcopy([x, x[2:]])
+    first.fill_(1)
+    assert second.tolist() == [1, 1]
+
+
+def test_a_deep_copy_that_does_not_fit_leaves_nothing(sim, model):
+    n_bytes = sim.allocated_bytes
+    sim.budget_bytes = n_bytes + 8
+    with pytest.raises(torch.OutOfMemoryError, match="budget"):
+        copy.deepcopy(model)
+    assert sim.allocated_bytes == n_bytes
+
+
+def test_a_storage_is_made_on_the_device_and_copied_to_the_host(sim):
+    storage = torch.UntypedStorage(16, device=sim.device)
+    assert storage.device == sim.device
+    assert sim.allocated_bytes == 16
+    assert torch.zeros(4, device=sim.device).untyped_storage().cpu().tolist() == [0] * 16
+    assert torch.UntypedStorage(16).device.type == "cpu"
+
+
+def test_a_storage_is_not_resized_in_place(sim):
+    storage = torch.zeros(4, device=sim.device).untyped_storage()
+    with pytest.raises(
+        NotImplementedError, match=r"cannot be resized in place .* Tensor\.resize_ works"
+    ):
+        storage.resize_(0)
+    assert torch.UntypedStorage(4).resize_(8).nbytes() == 8
