@@ -38,4 +38,4 @@ home = Path(tenure.__file__).resolve()
 assert home.is_relative_to(Path(sys.argv[1]).resolve()), f"tenure was imported from {home}"
 CHECK
 "$python" -m pytest -o pythonpath=. -m "not simdevice and not slow" tests
-"$python" -m pytest -o pythonpath=. -m "simdevice and not slow" tests || [ $? -eq 5 ]
+"$python" -m pytest -o pythonpath=. -m "simdevice and not slow" tests
