@@ -41,11 +41,11 @@ def main() -> None:
     seen: list[Tensor] = []
     before = statistics().live
 
-    with NewDisposeScope("session") as session:
+    with NewDisposeScope("service") as service:
         for result in answers(model, requests):
-            assert owner_of(result) is session
+            assert owner_of(result) is service
             seen.append(result)
-        best = session.move_to_outer(torch.stack(seen).amax())
+        best = service.move_to_outer(torch.stack(seen).amax())
 
     assert all(map(is_disposed, seen))
     assert not is_disposed(_masks[3])
