@@ -75,7 +75,8 @@ def _keep(scope: Block, survivors: Survivors) -> None:
 def _report(scope: Block, survivors: Survivors, *, masked: bool) -> None:
     _keep(scope, survivors)
     found = [(tensor, _site_text(reference)) for tensor, reference in survivors]
-    scope.leaks = report = build_leak_report(found, scope=scope.label, ignore=(survivors, found))
+    ours = (survivors, *survivors)
+    scope.leaks = report = build_leak_report(found, scope=scope.label, ignore=ours)
     if not report.records:
         return
     _logger.warning("%s", report)

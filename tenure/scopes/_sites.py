@@ -18,6 +18,7 @@ CONTEXTLIB = vars(contextlib)
 """The globals of the frames that run an ExitStack or a decorated context manager."""
 _STACK_DEPTH = 16
 _OWN_PACKAGE = __name__.partition(".")[0]
+_COMMAND_LINE = f"{_OWN_PACKAGE}._cli"
 
 
 class Site:
@@ -91,8 +92,10 @@ def capture_site(frame: FrameType, capture: Capture) -> Site | SiteStack:
 
 
 def _is_internal(frame: FrameType) -> bool:
-    package = frame.f_globals.get("__name__", "").partition(".")[0]
-    return package in {_OWN_PACKAGE, "torch", "contextlib"}
+    name = frame.f_globals.get("__name__", "")
+    if name.startswith(_COMMAND_LINE):  # it uses the library like any program
+        return False
+    return name.partition(".")[0] in {_OWN_PACKAGE, "torch", "contextlib"}
 
 
 def _shorten(path: str) -> str:

@@ -96,7 +96,9 @@ def _is_namespace(frame: FrameType) -> bool:
 
 def _is_tenure(frame: FrameType) -> bool:
     name = frame.f_globals.get("__name__")
-    return type(name) is str and (name == "tenure" or name.startswith("tenure."))
+    if type(name) is not str or name.startswith("tenure._cli"):
+        return False  # the command line uses the library like any program
+    return name == "tenure" or name.startswith("tenure.")
 
 
 def _spell(frame: FrameType, name: str, value: object) -> str:

@@ -1,0 +1,45 @@
+"""README, docs and docstrings are tests: each of their examples is run, and its output compared.
+
+A file is one program: its examples share their names, from top to bottom. Shell blocks are not run.
+"""
+
+from __future__ import annotations
+
+import doctest
+import gc
+from pathlib import Path
+from typing import Any
+
+from sybil import Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+from sybil.parsers.rest import DocTestParser
+
+_ROOT = str(Path(__file__).parent)
+_OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def _begin(_: dict[str, Any]) -> None:
+    """Let earlier tests' garbage go: examples print counts of what is alive."""
+    gc.collect()
+
+
+def _end(names: dict[str, Any]) -> None:
+    names.clear()
+
+
+_pages = Sybil(
+    parsers=[PythonCodeBlockParser(doctest_optionflags=_OPTIONS), SkipParser()],
+    patterns=["README.md", "docs/*.md"],
+    path=_ROOT,
+    setup=_begin,
+    teardown=_end,
+)
+_docstrings = Sybil(
+    parsers=[DocTestParser(optionflags=_OPTIONS)],
+    patterns=["tenure/**/*.py"],
+    path=_ROOT,
+    setup=_begin,
+    teardown=_end,
+)
+
+pytest_collect_file = (_pages + _docstrings).pytest()

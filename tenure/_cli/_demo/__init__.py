@@ -1,0 +1,3 @@
+"""``tenure demo``: a small transformer, trained in scopes, with a leak planted in its loop."""
+
+from ._verb import Demo as Demo

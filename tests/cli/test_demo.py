@@ -1,0 +1,179 @@
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tenure import NewDisposeScope
+from tenure._cli._demo import _text
+from tenure._cli._demo._live_bytes import LiveBytes
+from tenure._cli._demo._settings import QUICK
+from tenure._cli._demo._text import draw_windows, read_corpus
+from tenure._cli._demo._training import train
+from tenure._cli._verb import CommandError
+
+
+def _demo(*arguments):
+    """Run the quick demo as a user does whose output goes to a file."""
+    plain = {"FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS"}
+    environment = {name: value for name, value in os.environ.items() if name not in plain}
+    return subprocess.run(
+        [sys.executable, "-m", "tenure", "demo", "--quick", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def done():
+    return _demo()
+
+
+def _chapter(done, number):
+    return re.split(r"^(?=\d\. )", done.stdout, flags=re.MULTILINE)[number]
+
+
+def _rows(chapter):
+    """The rows of numbers of the chapter's table."""
+    lines = (line.split() for line in chapter.splitlines())
+    return [cells for cells in lines if cells and cells[0].isdigit()]
+
+
+def test_nothing_goes_to_stderr_and_no_control_characters_to_a_pipe(done):
+    assert done.stderr == ""
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", done.stdout)
+
+
+def test_the_loss_goes_down(done):
+    training = [float(cells[1]) for cells in _rows(_chapter(done, 1))]
+    validation = [float(cells[2]) for cells in _rows(_chapter(done, 1))]
+    assert len(training) == 11
+    assert training[-1] < training[0] - 1
+    assert validation[-1] < validation[0] - 1
+
+
+def _live(done):
+    """The live bytes after each step, without scopes and with them, as the table prints them."""
+    unit = r"([\d.]+ (?:B|[KMGT]iB))"
+    rows = re.findall(rf"^ +\d+ +{unit} +{unit}$", _chapter(done, 2), flags=re.MULTILINE)
+    assert len(rows) == QUICK.compared_steps
+    return zip(*rows, strict=True)
+
+
+def _bytes(text):
+    value, unit = text.split()
+    return float(value) * 1024 ** ("B", "KiB", "MiB", "GiB", "TiB").index(unit)
+
+
+def test_live_bytes_grow_without_scopes_and_stay_flat_with_them(done):
+    plain, scoped = _live(done)
+    grown = [_bytes(text) for text in plain]
+    assert all(later > earlier for earlier, later in itertools.pairwise(grown))
+    assert grown[-1] > 3 * grown[0]
+    assert len(set(scoped)) == 1
+
+
+def test_scopes_leave_the_losses_as_they_are(done):
+    assert "The losses of the two runs are the same to the last bit." in _chapter(done, 2)
+
+
+def test_reading_a_loss_that_was_let_go_is_refused(done):
+    assert "DisposedTensorError: item() got float32[] on cpu, 4 B, disposed when" in done.stdout
+
+
+def test_the_report_names_the_list_that_holds_the_leak(done):
+    assert "train.<locals>.history[3]" in _chapter(done, 3)
+
+
+def test_the_same_seed_prints_the_same_text(done):
+    assert _demo("--seed", "0").stdout == done.stdout
+
+
+@pytest.mark.slow
+def test_steps_and_seed_are_used():
+    chapter = _chapter(other := _demo("--steps", "3", "--seed", "7"), 1)
+    assert "seed 7." in other.stdout
+    assert [cells[0] for cells in _rows(chapter)] == ["1", "2", "3"]
+
+
+def test_the_docs_show_what_the_demo_prints(done):
+    page = Path(__file__).parents[2].joinpath("docs", "demo.md").read_text("utf-8")
+    shown = next(block for block in page.split("```") if block.startswith("text\nText: "))
+    fixed = [line for line in shown.splitlines()[1:] if line and not re.search(r"\d", line)]
+    assert len(fixed) >= 8
+    assert [line for line in fixed if line not in done.stdout.splitlines()] == []
+
+
+class TestText:
+    def test_is_the_source_of_the_standard_library(self):
+        corpus = read_corpus(5000)
+        text = "".join(corpus.vocabulary[token] for token in corpus.training)
+        assert text.startswith('"""Record of phased-in incompatible language changes.')
+        assert (len(corpus.training), len(corpus.validation)) == (4500, 500)
+
+    def test_windows_are_followed_by_their_next_characters(self):
+        tokens = torch.arange(50)
+        windows, following = draw_windows(tokens, 8, 5, torch.Generator().manual_seed(0))
+        assert windows.shape == following.shape == (8, 5)
+        assert torch.equal(following, windows + 1)
+
+    def test_a_python_without_source_is_an_error_of_one_line(self, monkeypatch, tmp_path):
+        monkeypatch.setattr(_text.sysconfig, "get_path", lambda name: str(tmp_path))
+        with pytest.raises(
+            CommandError,
+            match=r"holds too little source to learn from \(10 characters short\)\. Use a Python",
+        ):
+            read_corpus(10)
+
+
+class TestLiveBytes:
+    def test_counts_a_storage_once_and_only_while_it_lives(self):
+        with LiveBytes() as live:
+            a = torch.ones(256)
+            b = a.view(16, 16)
+            assert live.total() == 1024
+            del a
+            assert live.total() == 1024
+            del b
+            assert live.total() == 0
+
+    def test_does_not_count_what_was_there_before(self):
+        a = torch.ones(256)
+        with LiveBytes() as live:
+            a.add_(1)
+            b = a[:2]
+            assert live.total() == 0
+            c = b + 1
+            assert live.total() == 8
+        assert c.shape == (2,)
+
+    def test_counts_what_only_autograd_holds(self):
+        weight = torch.ones(256, requires_grad=True)
+        with LiveBytes() as live:
+            loss = weight.exp().sum()
+            assert live.total() == 1024 + 4
+            loss.backward()
+            assert live.total() == 1024 + 4  # the saved exp() is gone, the gradient is there
+            del loss
+            assert live.total() == 1024
+
+    def test_agrees_with_what_the_allocator_says_of_a_step(self):
+        corpus = read_corpus(QUICK.characters)
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with (
+            LiveBytes() as live,
+            torch.profiler.profile(activities=activities, profile_memory=True) as profile,
+        ):
+            history = train(
+                corpus, QUICK, n_steps=2, open_scope=NewDisposeScope, on_step=lambda step: None
+            )
+            alive = live.total()
+        net = sum(event.self_cpu_memory_usage for event in profile.events())
+        assert len(history) == 2
+        assert net == alive

@@ -1,0 +1,51 @@
+import subprocess
+import sys
+from importlib import resources
+
+import pytest
+
+import tenure
+
+
+def _run(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+
+def test_importing_tenure_imports_neither_torch_nor_rich_and_prints_nothing():
+    done = _run("import sys, tenure; assert not {'torch', 'rich', 'psutil'} & set(sys.modules)")
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_the_first_name_brings_torch():
+    assert _run("import sys, tenure; tenure.scoped; print('torch' in sys.modules)").stdout == (
+        "True\n"
+    )
+
+
+@pytest.mark.parametrize("name", tenure.__all__)
+def test_every_public_name_resolves(name):
+    assert getattr(tenure, name) is not None
+
+
+def test_dir_lists_every_public_name():
+    assert set(tenure.__all__) <= set(dir(tenure))
+
+
+def test_no_public_name_is_listed_twice():
+    assert len(set(tenure.__all__)) == len(tenure.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match=r"^module 'tenure' has no attribute 'dispoze'$"):
+        tenure.dispoze  # noqa: B018  # reading it is the test
+
+
+def test_the_package_tells_type_checkers_that_it_is_typed():
+    assert resources.files("tenure").joinpath("py.typed").is_file()
+
+
+def test_errors_and_warnings_read_as_tenure_names():
+    for name in tenure.__all__:
+        value = getattr(tenure, name)
+        if isinstance(value, type) and issubclass(value, Exception):
+            assert value.__module__ == "tenure"
