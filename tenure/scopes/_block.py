@@ -18,7 +18,7 @@ from ._checks import check_choice, check_open, check_thread, refuse_copy, refuse
 from ._closing import settle
 from ._generators import SUSPENDABLE, warn_in_generator
 from ._leaks import LeakReport
-from ._ledger import Ledger
+from ._ledger import Ledger, n_alive, take_all
 from ._manager import Manager, current
 from ._sites import CONTEXTLIB, Capture, Site, user_frame
 from ._thread import ThreadScopes, World, this_thread
@@ -49,6 +49,7 @@ class Block:
     capture: Capture | None
     _gate: Manager | None  # the manager that may write to the ledger without asking further
     _opener: tuple[CodeType, int, int]  # code, instruction and identity of the frame of the block
+    _ledger: Ledger
     _outer: Self | None
     _threads: ThreadScopes
     _world: World
@@ -90,8 +91,12 @@ class Block:
         traceback: TracebackType | None,
     ) -> None:
         """Close the scope; an exception of the block goes on unmasked."""
-        if self._status is _OPEN:  # inside compiled code it never was
-            self._close(exc)
+        if self._status is not _OPEN:  # closed early, or transparent inside compiled code
+            return
+        if self._threads.thread_id != get_ident():
+            check_thread(self, "close")
+        self._suspend()
+        self._finish(exc)
 
     def close(self) -> None:
         """End the scope now; the end of its block, or a second call, then does nothing.
@@ -102,14 +107,14 @@ class Block:
         """
         if self._status is not _CLOSED:
             check_open(self, "close")
-            self._close(None)
+            self.__exit__(None, None, None)
 
     def _open(self, frame: FrameType) -> CodeType:
         """Begin to own tensors, in a block of the user's program that ``frame`` runs."""
         if self._status is not _NEW:
             refuse_second_entry(self)
         self._threads = threads = this_thread()
-        self._ledger = Ledger()
+        self._ledger = {}
         if frame.f_globals is CONTEXTLIB:  # an ExitStack opens it on behalf of a user
             frame = user_frame(frame)
         code = frame.f_code
@@ -140,19 +145,13 @@ class Block:
             current.set(outer if outer is None or outer._status is _OPEN else self.outer)
         self._threads.leave_world(self._world)
 
-    def _close(self, exc: BaseException | None) -> None:
-        if self._threads.thread_id != get_ident():
-            check_thread(self, "close")
-        self._suspend()
-        self._finish(exc)
-
     def _finish(self, exc: BaseException | None) -> None:
         """End a suspended scope."""
         threads = self._threads
         threads.open.pop(id(self), None)
         self._status = _CLOSED
         if self._ledger or self.policy != "dispose":
-            settle(self, self._ledger.take_all(), exc)
+            settle(self, take_all(self._ledger), exc)
         if threads.deferred.waiting:
             threads.deferred.run()
 
@@ -196,7 +195,7 @@ class Block:
     def __repr__(self) -> str:
         if self._status is _NEW:
             return f"{self.label[:-1]} {_NEW}>"
-        n_owned = self._ledger.n_alive() if self._owns_tensors else 0
+        n_owned = n_alive(self._ledger) if self._owns_tensors else 0
         owned = f", {n_owned} tensor{'' if n_owned == 1 else 's'}" if self._owns_tensors else ""
         return f"{self.label[:-1]} {self._status}{owned}, opened at {self.site}>"
 

@@ -16,6 +16,7 @@ from ._deferred import inside_operation
 from ._disposal import Disposal, dispose_tensor
 from ._disposal import is_disposed as _is_disposed
 from ._disposed import Cause
+from ._ledger import take
 from ._scope import DisposeScope, current_scope, scope_or_none
 from ._sites import user_site
 from ._thread import ThreadScopes, this_thread
@@ -147,7 +148,7 @@ def dispose(*trees: object) -> None:
     threads, site = this_thread(), user_site()
     for tensor in tensors:
         owner = threads.owner_of(tensor)
-        reference = None if owner is None else owner._ledger.take(tensor)
+        reference = None if owner is None else take(owner._ledger, tensor)
         if owner is None or reference is None:
             _dispose_unowned(tensor, threads, Cause(None, None, "dispose", site))
         else:
@@ -173,7 +174,7 @@ def is_disposed(tensor: Tensor) -> bool:
 
 
 def _dispose_unowned(tensor: Tensor, threads: ThreadScopes, cause: Cause) -> None:
-    reference = threads.handed_out.take(tensor)
+    reference = take(threads.handed_out, tensor)
     if inside_operation(None):
         threads.deferred.add(reference or ref(tensor), cause)
         threads.disposed_outside += 1

@@ -29,40 +29,47 @@ class SitedRef(weakref.ref[Tensor]):
 Reference = weakref.ref[Tensor]
 
 
-class Ledger(dict[int, Reference]):
-    """A weak set of handles, spelled as the dict from address to reference that it is.
+Ledger = dict[int, Reference]
+"""From the address of a handle to the reference; the hot path of the library writes it itself."""
 
-    The one hot path of the library writes ``ledger[id(tensor)] = ref(tensor)`` itself.
-    """
 
-    __slots__ = ()
+def owns(ledger: Ledger, tensor: object) -> bool:
+    """Whether this very handle is in ``ledger``."""
+    reference = ledger.get(id(tensor))
+    return reference is not None and reference() is tensor
 
-    def owns(self, tensor: object) -> bool:
-        """Whether this very handle is in here."""
-        reference = self.get(id(tensor))
-        return reference is not None and reference() is tensor
 
-    def alive(self) -> list[Tensor]:
-        """The tensors that are alive."""
-        return [tensor for reference in self.copy().values() if (tensor := reference()) is not None]
+def alive(ledger: Ledger) -> list[Tensor]:
+    """The tensors of ``ledger`` that are alive."""
+    return [tensor for reference in ledger.copy().values() if (tensor := reference()) is not None]
 
-    def n_alive(self) -> int:
-        """How many tensors are alive."""
-        return sum(reference() is not None for reference in self.copy().values())
 
-    def add(self, reference: Reference) -> None:
-        """Enter a tensor that is alive."""
-        self[id(reference())] = reference
+def n_alive(ledger: Ledger) -> int:
+    """How many tensors of ``ledger`` are alive."""
+    return sum(reference() is not None for reference in ledger.copy().values())
 
-    def take(self, tensor: Tensor) -> Reference | None:
-        """Remove a tensor and return its reference; None if it is not in here."""
-        return self.pop(id(tensor)) if self.owns(tensor) else None
 
-    def take_all(self) -> list[tuple[Tensor, Reference]]:
-        """Remove everything, and return what is still alive."""
-        references = list(self.values())
-        self.clear()
-        return [(tensor, ref) for ref in references if (tensor := ref()) is not None]
+def enter(ledger: Ledger, reference: Reference) -> None:
+    """Add a tensor that is alive."""
+    ledger[id(reference())] = reference
+
+
+def take(ledger: Ledger, tensor: Tensor) -> Reference | None:
+    """Remove a tensor and return its reference; None if it is not in ``ledger``."""
+    return ledger.pop(id(tensor)) if owns(ledger, tensor) else None
+
+
+def take_all(ledger: Ledger) -> list[tuple[Tensor, Reference]]:
+    """Empty ``ledger``, and return what is still alive."""
+    references = list(ledger.values())
+    ledger.clear()
+    return [(tensor, ref) for ref in references if (tensor := ref()) is not None]
+
+
+def prune(ledger: Ledger) -> None:
+    """Forget the dead."""
+    for key in [key for key, reference in ledger.items() if reference() is None]:
+        del ledger[key]
 
 
 def site_of(reference: Reference) -> Site | SiteStack | None:

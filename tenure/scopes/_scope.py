@@ -18,6 +18,7 @@ from ._checks import check_not_foreign, check_open, check_target, check_thread
 from ._closing import dispose_all
 from ._disposal import is_disposed
 from ._disposed import Cause, refuse
+from ._ledger import alive, enter, owns, take
 from ._manager import current
 from ._sites import user_site
 from ._storages import storage_bytes
@@ -73,7 +74,7 @@ class DisposeScope(Block):
         if not self._owns_tensors:
             return []
         check_thread(self, "owned")
-        return self._ledger.alive()
+        return alive(self._ledger)
 
     def __len__(self) -> int:
         return len(self.owned())
@@ -85,7 +86,7 @@ class DisposeScope(Block):
         if not self._owns_tensors:
             return False
         check_thread(self, "__contains__")
-        return self._ledger.owns(tensor)
+        return owns(self._ledger, tensor)
 
     # --- handing tensors on
 
@@ -176,13 +177,13 @@ class DisposeScope(Block):
 
     def _move(self, tensors: list[Tensor], target: DisposeScope | None) -> None:
         for tensor in tensors:
-            reference = self._ledger.take(tensor)
+            reference = take(self._ledger, tensor)
             if reference is None:
                 continue
             if target is None:
                 self._threads.hand_out(reference)
             else:
-                target._ledger.add(reference)
+                enter(target._ledger, reference)
 
     def _attach(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
@@ -191,8 +192,8 @@ class DisposeScope(Block):
             check_not_foreign(tensor, "attach()")
         for tensor in tensors:
             owner = self._threads.owner_of(tensor)
-            reference = None if owner is None else owner._ledger.take(tensor)
-            self._ledger.add(reference or self._threads.adopt(tensor))
+            reference = None if owner is None else take(owner._ledger, tensor)
+            enter(self._ledger, reference or self._threads.adopt(tensor))
 
     # --- letting go
 
@@ -231,8 +232,8 @@ class DisposeScope(Block):
         spared = set(map(id, kept))
         condemned = [
             (tensor, reference)
-            for tensor in self._ledger.alive()
-            if id(tensor) not in spared and (reference := self._ledger.take(tensor)) is not None
+            for tensor in alive(self._ledger)
+            if id(tensor) not in spared and (reference := take(self._ledger, tensor)) is not None
         ]
         dispose_all(self, condemned, Cause(self.label, self.site, call, user_site()))
 

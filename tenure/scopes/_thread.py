@@ -14,7 +14,7 @@ from weakref import WeakSet, ref
 from torch import Tensor
 
 from ._deferred import DeferredDisposals
-from ._ledger import Ledger, Reference
+from ._ledger import Ledger, Reference, enter, n_alive, owns, prune, take
 from ._library import install_hooks
 from ._manager import Manager
 from ._torch_modes import is_active, push, remove
@@ -47,7 +47,8 @@ class ThreadScopes:
         self.thread_id = threading.get_ident()
         self.manager = Manager()
         self.open: dict[int, Block] = {}
-        self.handed_out = Census()
+        self.handed_out: Ledger = {}
+        self._next_prune = _SMALL
         self.deferred = DeferredDisposals()
         self.attached = self.detached = self.disposed = self.disposed_outside = 0
         self.counts_at_reset: dict[str, int] = {}
@@ -79,19 +80,22 @@ class ThreadScopes:
     def owner_of(self, tensor: Tensor) -> Block | None:
         """The open scope of this thread that owns ``tensor``."""
         for scope in reversed(list(self.open.values())):
-            if scope._ledger.owns(tensor):
+            if owns(scope._ledger, tensor):
                 return scope
         return None
 
     def hand_out(self, reference: Reference) -> None:
         """A tensor goes on without an owner."""
         self.detached += 1
-        self.handed_out.add(reference)
+        enter(self.handed_out, reference)
+        if len(self.handed_out) >= self._next_prune:
+            prune(self.handed_out)
+            self._next_prune = max(_SMALL, 2 * len(self.handed_out))
 
     def adopt(self, tensor: Tensor) -> Reference:
         """A tensor without an owner gets one, which is to enter the reference."""
         self.attached += 1
-        return self.handed_out.take(tensor) or ref(tensor)
+        return take(self.handed_out, tensor) or ref(tensor)
 
     def release(self, tensors: list[Tensor]) -> None:
         """Detach those of ``tensors`` that a scope owns."""
@@ -100,37 +104,19 @@ class ThreadScopes:
         ids = {id(tensor): tensor for tensor in tensors}
         for scope in list(self.open.values()):
             for key in ids.keys() & scope._ledger.keys():
-                reference = scope._ledger.take(ids[key])
+                reference = take(scope._ledger, ids[key])
                 if reference is not None:
                     self.hand_out(reference)
 
     @property
     def live(self) -> int:
         """How many tensors that its scopes own, or handed out, are alive and not disposed."""
-        return self.n_owned + self.handed_out.n_alive()
+        return self.n_owned + n_alive(self.handed_out)
 
     @property
     def n_owned(self) -> int:
         """How many tensors its scopes own."""
-        return sum(scope._ledger.n_alive() for scope in list(self.open.values()))
-
-
-class Census(Ledger):
-    """A ledger for the long run: it forgets the dead whenever it has doubled."""
-
-    __slots__ = ("_next_prune",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._next_prune = _SMALL
-
-    def add(self, reference: Reference) -> None:
-        """Enter a tensor that is alive."""
-        super().add(reference)
-        if len(self) >= self._next_prune:
-            for key in [key for key, reference in self.items() if reference() is None]:
-                del self[key]
-            self._next_prune = max(_SMALL, 2 * len(self))
+        return sum(n_alive(scope._ledger) for scope in list(self.open.values()))
 
 
 class _Local(threading.local):

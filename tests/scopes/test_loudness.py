@@ -24,6 +24,7 @@ from torch.utils.data import TensorDataset, default_collate
 import tenure
 from tenure import DisposedTensorError, NewDisposeScope, TenureWarning, dispose, is_disposed
 from tenure.scopes import _disposal, _torch_swap
+from tenure.scopes._ledger import enter
 from tenure.scopes._torch_modes import _length as mode_stack_depth
 
 Use = Callable[[Tensor], object]
@@ -517,7 +518,7 @@ def test_a_tensor_that_cannot_be_disposed_stops_no_other(caplog):
     opaque = Opaque(live())
     with NewDisposeScope() as scope:
         others = [torch.ones(1) for _ in range(3)]
-        scope._ledger.add(weakref.ref(opaque))
+        enter(scope._ledger, weakref.ref(opaque))
     assert all(map(is_disposed, others))
     assert "A Opaque could not be disposed; it stays alive." in caplog.text
     assert torch.equal(opaque + 1, live() + 1)

@@ -21,6 +21,7 @@ from tenure import (
     owner_of,
     statistics,
 )
+from tenure.scopes._ledger import enter
 
 
 def fail_after(_):
@@ -339,7 +340,7 @@ class TestExceptions:
         with NewDisposeScope() as scope:
             before = torch.ones(1)
             broken = torch.Tensor._make_subclass(Broken, torch.ones(1))
-            scope._ledger.add(weakref.ref(broken))
+            enter(scope._ledger, weakref.ref(broken))
             after = torch.ones(1)
         assert is_disposed(before)
         assert is_disposed(after)
