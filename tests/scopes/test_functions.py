@@ -162,3 +162,45 @@ def test_is_disposed_refuses_what_is_no_tensor():
 def test_owner_of_something_else_is_none():
     assert owner_of(torch.ones(1)) is None
     assert owner_of("text") is None
+
+
+class TestPackedSequences:
+    """A packed sequence is a named tuple: its members go together, none stays behind."""
+
+    @staticmethod
+    def pack(lengths, *, enforce_sorted):
+        rows = [torch.ones(length) for length in lengths]
+        return torch.nn.utils.rnn.pack_sequence(rows, enforce_sorted=enforce_sorted)
+
+    @staticmethod
+    def members(packed):
+        return [member for member in packed if member is not None]
+
+    @pytest.mark.parametrize(("enforce_sorted", "n_members"), [(True, 2), (False, 4)])
+    def test_all_members_are_owned_and_move_together(self, enforce_sorted, n_members):
+        with NewDisposeScope() as outer:
+            with NewDisposeScope() as inner:
+                packed = move_to_outer(self.pack([3, 2], enforce_sorted=enforce_sorted))
+                assert len(self.members(packed)) == n_members
+                assert all(owner_of(member) is outer for member in self.members(packed))
+                assert len(inner) == 0
+            assert packed.data.sum() == 5
+        assert all(map(is_disposed, self.members(packed)))
+
+    def test_detaching_and_attaching_count_each_member_once(self):
+        statistics().reset()
+        with NewDisposeScope() as scope:
+            packed = detach_from_scope(self.pack([2, 3], enforce_sorted=False))
+            assert statistics().detached_from_scope == 4
+            attach_to_scope(packed)
+            assert statistics().attached_to_scope == 4
+            assert all(member in scope for member in packed)
+        assert all(map(is_disposed, packed))
+
+    def test_disposing_twice_counts_each_member_once(self):
+        statistics().reset()
+        with NewDisposeScope():
+            packed = self.pack([2, 3], enforce_sorted=False)
+            dispose(packed)
+            dispose(packed)
+            assert statistics().disposed_in_scope == 4
