@@ -12,7 +12,7 @@ from ._machine import Settings, machine
 from ._pinned import pinned_memory
 from ._races import RaceError
 from ._rates import Rates
-from ._streams import Stream, set_stream
+from ._streams import default_stream, set_stream
 from ._torch_backend import sim_device
 from ._units import parse_bytes
 
@@ -49,7 +49,7 @@ class Simulator:
             )
         )
         pinned_memory.forget_histories()
-        set_stream(Stream(stream_id=0))
+        set_stream(default_stream())
         self.fail_at(fail_at)
         return self
 

@@ -144,7 +144,7 @@ _main_stream: list[Stream] = []
 
 def default_stream(device: Any = None) -> Stream:
     """The stream that is current where no other was chosen."""
-    return machine.streams[0]
+    return machine.streams.get(0) or Stream(stream_id=0)
 
 
 def current_stream(device: Any = None) -> Stream:
