@@ -74,8 +74,10 @@ class Machine:
 
     def synchronize(self) -> None:
         """Stop the host until every stream's work is done."""
-        for stream in list(self.streams.values()):
-            self.host_waits(stream.ready_s, stream.seen)
+        streams, seen = list(self.streams.values()), VectorClock()
+        for stream in streams:
+            merge_clocks(seen, stream.seen)
+        self.host_waits(max((stream.ready_s for stream in streams), default=0.0), seen)
 
     def _host_passes(self, seen: VectorClock) -> None:
         merge_clocks(self.host_seen, seen)
