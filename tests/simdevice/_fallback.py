@@ -115,7 +115,7 @@ class _Call:
         """Put the call on the current stream; `waits` stops the host until it is done."""
         stream = current_stream()
         spans = [*self._read_spans, *self._written_spans]
-        machine.launch(stream, self._read_spans, self._written_spans)
+        machine.launch(self._name, stream, self._read_spans, self._written_spans)
         n_bytes = sum(span.high - span.low for span in spans)
         machine.clock.launch_kernel(stream, n_flops, n_bytes)
         if waits:

@@ -55,10 +55,10 @@ class Machine:
         """Whether the stream was made since the last start."""
         return self.streams.get(stream.stream_id) is stream
 
-    def launch(self, stream: Any, reads: list[Span], writes: list[Span]) -> None:
-        """Count a launch for the race detector: it runs after all that the host has waited for."""
+    def launch(self, by: str, stream: Any, reads: list[Span], writes: list[Span]) -> None:
+        """Count a launch of the operator `by`: it runs after all that the host has waited for."""
         merge_clocks(stream.seen, self.host_seen)
-        self.detector.launch(stream.stream_id, stream.seen, reads, writes)
+        self.detector.launch(by, stream.stream_id, stream.seen, reads, writes)
 
     def host_waits(self, until_s: float, seen: VectorClock) -> None:
         """Stop the host until work that ends at `until_s`, with vector clock `seen`, is done."""

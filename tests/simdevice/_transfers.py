@@ -93,14 +93,14 @@ def _convert(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 def _copy_within(source: torch.Tensor, destination: torch.Tensor) -> None:
     stream = current_stream()
     on_host(destination).copy_(on_host(source))
-    machine.launch(stream, [span_of(source)], [span_of(destination)])
+    machine.launch("aten::copy_", stream, [span_of(source)], [span_of(destination)])
     n_bytes = source.nbytes + destination.nbytes
     machine.clock.launch_kernel(stream, 0, n_bytes)
 
 
 def _copy_in(source: torch.Tensor, destination: torch.Tensor, *, non_blocking: bool) -> None:
     stream, span = current_stream(), pinned_memory.span(source)
-    machine.launch(stream, [span] if span else [], [span_of(destination)])
+    machine.launch("aten::copy_", stream, [span] if span else [], [span_of(destination)])
     machine.host_copies.deliver(stream.seen)
     on_host(destination).copy_(source)
     pinned = span is not None and _same_layout(source, destination)
@@ -113,7 +113,7 @@ def _copy_in(source: torch.Tensor, destination: torch.Tensor, *, non_blocking: b
 
 def _copy_out(source: torch.Tensor, destination: torch.Tensor, *, non_blocking: bool) -> None:
     stream, span = current_stream(), pinned_memory.span(destination)
-    machine.launch(stream, [span_of(source)], [span] if span else [])
+    machine.launch("aten::copy_", stream, [span_of(source)], [span] if span else [])
     machine.host_copies.deliver(stream.seen)
     pinned = span is not None and _same_layout(source, destination)
     n_bytes = destination.numel() * source.element_size()  # the host converts what arrives
