@@ -14,6 +14,7 @@ import torch.autograd
 from torch._C._acc import DeviceGuard
 from torch._C._autograd import DeviceType
 
+from ._streams import lent_to_autograd
 from ._torch_backend import is_inside_backward, sim_device
 
 # Oldest first: what a failed pass finds without an error of its own.
@@ -52,7 +53,8 @@ def install() -> None:
 def _ending_well(run: Any) -> Any:
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         try:
-            return run(*args, **kwargs)
+            with lent_to_autograd():
+                return run(*args, **kwargs)
         except SystemError:
             if not _taken:
                 raise

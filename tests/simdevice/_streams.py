@@ -5,8 +5,10 @@ vector clock of the race detector. An event is a copy of both; every wait takes 
 What was recorded before the machine was started afresh orders nothing: those clocks are gone.
 """
 
+import contextlib
 import itertools
 import threading
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,7 +18,7 @@ from ._clock import Clock
 from ._dispatch import require_own_device
 from ._machine import machine
 from ._races import VectorClock, merge_clocks
-from ._torch_backend import DEVICE_TYPE, DEVICE_TYPE_NUMBER
+from ._torch_backend import DEVICE_TYPE, DEVICE_TYPE_NUMBER, is_inside_backward
 
 _stream_ids = itertools.count(1)
 
@@ -154,6 +156,7 @@ class _PerThread(threading.local):
 _current = _PerThread()
 _main_thread = threading.main_thread()
 _main_stream: list[Stream] = []
+_around_backward: list[Stream] = []
 
 
 def default_stream(device: Any = None) -> Stream:
@@ -164,13 +167,27 @@ def default_stream(device: Any = None) -> Stream:
 def current_stream(device: Any = None) -> Stream:
     """The stream that launches of this thread go to.
 
-    A thread that chose none, such as autograd's own, works on the stream of the main thread.
+    A thread of autograd works on the stream around `backward()`; any other thread that chose none
+    works on the stream of the main thread.
     """
     if _current.stream is not None and machine.owns(_current.stream):
         return _current.stream
+    if _around_backward and is_inside_backward() and machine.owns(_around_backward[-1]):
+        return _around_backward[-1]
     if _main_stream and machine.owns(_main_stream[0]):
         return _main_stream[0]
     return default_stream()
+
+
+@contextlib.contextmanager
+def lent_to_autograd() -> Iterator[None]:
+    """Context of a backward pass: autograd's threads work on the stream of this one."""
+    lent = current_stream()
+    _around_backward.append(lent)
+    try:
+        yield
+    finally:
+        _around_backward.remove(lent)
 
 
 def set_stream(stream: Stream | None) -> None:

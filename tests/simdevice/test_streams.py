@@ -1,4 +1,5 @@
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -218,3 +219,17 @@ def test_streams_and_events_take_the_arguments_of_cuda(sim):
         sim.module.Stream("cpu")
     with pytest.raises(RuntimeError, match="there is no sim:1"):
         sim.module.Stream("sim:1")
+
+
+def test_backward_in_another_thread_runs_on_the_stream_around_it(sim):
+    side = sim.module.Stream()
+
+    def work():
+        with sim.module.stream(side):
+            x = torch.ones(4, device=sim.device, requires_grad=True)
+            (x * 2).sum().backward()
+            return x.grad.tolist()
+
+    with ThreadPoolExecutor(1) as executor:
+        assert executor.submit(work).result() == [2, 2, 2, 2]
+    assert sim.faults == []
