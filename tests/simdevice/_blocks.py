@@ -77,8 +77,11 @@ def adopt(buffer: torch.UntypedStorage) -> torch.UntypedStorage:
 
 def allocate_bytes(n_bytes: int) -> torch.UntypedStorage:
     """A new storage of the device; its bytes are undefined."""
+    buffer = _host_buffer(n_bytes)
+    if buffer is None:
+        machine.pool.refuse(n_bytes, " The host has no memory that could stand for it.")
     reserve([n_bytes])
-    return adopt(torch.empty(n_bytes, dtype=torch.uint8, device="cpu").untyped_storage())
+    return adopt(buffer)
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -108,10 +111,21 @@ def span_of(tensor: torch.Tensor) -> Span:
     return Span(block.history, low, low + extent_bytes(tensor))
 
 
+def _host_buffer(n_bytes: int) -> torch.UntypedStorage | None:
+    try:
+        return torch.empty(n_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
+    except RuntimeError:
+        if n_bytes < 0:
+            raise
+        return None
+
+
 def _lent_block(storage: torch.UntypedStorage) -> Block:
     """The block of a storage that C++ made over memory it does not own, as pickling does."""
+    if storage.nbytes() == 0:
+        return block_of(torch.empty(0, dtype=torch.uint8, device=storage.device))
     address = storage.data_ptr()
-    for block in _blocks.values():
+    for block in list(_blocks.values()):
         if block.n_bytes and block.buffer.data_ptr() == address:
             return block
     raise RuntimeError(f"{DEVICE_TYPE}:0 has no memory at address {address:#x}.")

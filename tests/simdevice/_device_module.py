@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ._dispatch import require_first_device
+from ._dispatch import require_first_device, require_own_device
 from ._machine import machine
 from ._pinned import pinned_memory
 from ._streams import Event as Event
@@ -137,7 +137,7 @@ def mem_get_info(index: Any = None) -> tuple[int, int]:
     _check(index)
     total = machine.pool.budget_bytes
     total_bytes = UNBOUNDED_BYTES if total is None else total
-    return total_bytes - machine.pool.active_bytes, total_bytes
+    return max(0, total_bytes - machine.pool.active_bytes), total_bytes
 
 
 def reset_peak_memory_stats(index: Any = None) -> None:
@@ -185,17 +185,15 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 
 class _Runtime:
-    """What `cudart()` returns: pinning in place, by address, with 0 for success."""
+    """What `cudart()` returns: pinning in place, by address, with CUDA's error codes."""
 
     def cudaHostRegister(self, address: int, n_bytes: int, flags: int) -> int:
         """Pin `n_bytes` from `address`."""
-        pinned_memory.pin_range(address, n_bytes)
-        return 0
+        return pinned_memory.register(address, n_bytes)
 
     def cudaHostUnregister(self, address: int) -> int:
-        """Unpin the range that begins at `address`."""
-        pinned_memory.unpin_range(address)
-        return 0
+        """Unpin the range that `cudaHostRegister` pinned from `address`."""
+        return pinned_memory.unregister(address)
 
 
 def cudart() -> _Runtime:
@@ -207,4 +205,4 @@ def _check(index: Any) -> None:
     if isinstance(index, int):
         require_first_device(torch.device(DEVICE_TYPE, max(index, 0)))
     elif index is not None:
-        require_first_device(torch.device(index))
+        require_own_device(torch.device(index))

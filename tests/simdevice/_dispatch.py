@@ -48,6 +48,18 @@ def register_fallback(run: Callable[..., Any], key: str) -> None:
     _libraries.append(library)
 
 
+def require_own_device(device: torch.device) -> None:
+    """Refuse what is not the simulated device.
+
+    Raises:
+        ValueError: a device of another type.
+        RuntimeError: an index that does not exist.
+    """
+    if device.type != DEVICE_TYPE:
+        raise ValueError(f"Expected a {DEVICE_TYPE} device, but got: {device}")
+    require_first_device(device)
+
+
 def require_first_device(device: torch.device | None) -> None:
     """Refuse a device index that does not exist.
 

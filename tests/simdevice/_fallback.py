@@ -18,7 +18,13 @@ from ._machine import machine
 from ._mixing import HOST_OUTPUTS, check_host_tensor
 from ._races import Span
 from ._streams import current_stream
-from ._torch_backend import DEVICE_TYPE, operator_named, set_geometry, tensor_key
+from ._torch_backend import (
+    DEVICE_TYPE,
+    operator_named,
+    required_elements,
+    set_geometry,
+    tensor_key,
+)
 
 
 @kernel
@@ -40,7 +46,7 @@ def run_as(
     host_args, host_kwargs = call.to_host(args, kwargs)
     if host_function is operator and call.passes_numbers_as_tensors:
         host_function = operator.overloadpacket  # only its overloads know what to do with them
-    with _random_numbers(operator):
+    with _random_numbers(operator), call.undone_on_failure():
         host_result = host_function(*host_args, **host_kwargs)
         result = call.to_device(host_result)
     n_flops = _count_flops(host_function, host_args, host_kwargs, host_result)
@@ -53,12 +59,14 @@ class _Call:
 
     def __init__(self, operator: Any) -> None:
         self._name: str = operator._schema.name
-        self._writes = _written_arguments(operator)
         self._positions: tuple[str, ...] = _argument_names(operator)
+        self._writes = _written_arguments(operator)
+        self._allocates = _returns_new_tensors(operator)
         self._tensor_names = _tensor_arguments(operator)
         self.passes_numbers_as_tensors = False
         self._owners: dict[int, torch.Tensor] = {}
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._written: list[torch.Tensor] = []
         self._read_spans: list[Span] = []
         self._written_spans: list[Span] = []
 
@@ -66,10 +74,30 @@ class _Call:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
         """The arguments with a host tensor over the same bytes for each device tensor."""
-        named = zip(self._positions, args, strict=False)
-        host_args = [self._argument(name, value) for name, value in named]
+        named = dict(zip(self._positions, args, strict=False))
+        self._writes |= _undeclared_writes(self._name, named)
+        host_args = [self._argument(name, value) for name, value in named.items()]
         host_kwargs = {name: self._argument(name, value) for name, value in kwargs.items()}
         return host_args, host_kwargs
+
+    @contextlib.contextmanager
+    def undone_on_failure(self) -> Iterator[None]:
+        """Give the arguments their bytes back if no memory is found for a result.
+
+        A real device allocates before its kernel writes; here the results come first.
+        """
+        sizes = [
+            (alias.untyped_storage(), alias.untyped_storage().nbytes()) for alias in self._written
+        ]
+        values = [(alias, alias.clone()) for alias in self._written if self._allocates]
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            for buffer, n_bytes in sizes:
+                buffer.resize_(n_bytes)
+            for alias, value in values:
+                alias.copy_(value)
+            raise
 
     def to_device(self, result: Any) -> Any:
         """Bring a result back: the tensors of it that are new are reserved together."""
@@ -87,7 +115,7 @@ class _Call:
         """Put the call on the current stream; `waits` stops the host until it is done."""
         stream = current_stream()
         spans = [*self._read_spans, *self._written_spans]
-        machine.launch(stream, self._read_spans, self._written_spans)
+        machine.launch(self._name, stream, self._read_spans, self._written_spans)
         n_bytes = sum(span.high - span.low for span in spans)
         machine.clock.launch_kernel(stream, n_flops, n_bytes)
         if waits:
@@ -112,6 +140,8 @@ class _Call:
         alias = on_host(tensor)
         self._pairs.append((tensor, alias))
         self._owners[tensor_key(alias)] = tensor
+        if is_write:
+            self._written.append(alias)
         (self._written_spans if is_write else self._read_spans).append(span_of(tensor))
         return alias
 
@@ -149,7 +179,8 @@ class _Call:
 
 def _outgrew(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
     """Whether the host function resized an argument past the memory of its block."""
-    return alias.untyped_storage().nbytes() > block_of(tensor).n_bytes
+    end = alias.storage_offset() + required_elements(alias.size(), alias.stride())
+    return end * alias.element_size() > block_of(tensor).n_bytes
 
 
 @functools.cache
@@ -167,6 +198,18 @@ def _tensor_arguments(operator: Any) -> frozenset[str]:
 def _written_arguments(operator: Any) -> frozenset[str]:
     arguments = operator._schema.arguments
     return frozenset(a.name for a in arguments if a.alias_info and a.alias_info.is_write)
+
+
+@functools.cache
+def _returns_new_tensors(operator: Any) -> bool:
+    return any(returned.alias_info is None for returned in operator._schema.returns)
+
+
+def _undeclared_writes(name: str, arguments: dict[str, Any]) -> frozenset[str]:
+    """What the operator writes although its schema does not say so."""
+    if name == "aten::native_batch_norm" and arguments["training"]:
+        return frozenset({"running_mean", "running_var"})
+    return frozenset()
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ class AllocationFailure:
 
     Attributes:
         number: which allocation failed, from 1.
-        error: what came out of the program, without its traceback; None if it coped.
+        error: what came out of the program, it and its causes without traceback; None if it coped.
         result: what the program returned; None if it raised.
     """
 
@@ -65,7 +65,8 @@ def _run(sim: Simulator, fn: Callable[[], Any], number: int) -> AllocationFailur
     except torch.OutOfMemoryError as raised:
         if sim.failure_is_planted:
             raise  # not ours: the budget is too small
-        result, error = None, raised.with_traceback(None)
+        result, error = None, raised
+        _let_go_of_frames(raised)
     except BaseException as raised:
         raised.add_note(f"raised while allocation {number} of {fn!r} was made to fail")
         raise
@@ -73,3 +74,15 @@ def _run(sim: Simulator, fn: Callable[[], Any], number: int) -> AllocationFailur
         met = not sim.failure_is_planted
         sim.fail_at(None)
     return AllocationFailure(number, error, result) if met else None
+
+
+def _let_go_of_frames(error: BaseException) -> None:
+    """Drop the tracebacks, whose frames hold tensors, of an error and of all that led to it."""
+    left: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while left:
+        one = left.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = None
+            left += [one.__cause__, one.__context__]

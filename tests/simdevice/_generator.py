@@ -4,6 +4,7 @@ The state moves only with operations that run on the device; an operation that f
 was. `torch.Generator(device="sim")` cannot be made from Python: pass a CPU generator instead.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,6 +17,7 @@ class DeviceRandom:
     """The seeded state that random operations on the device draw from."""
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()  # of two threads, one would leave the other's state behind
         self.seed(_DEFAULT_SEED)
 
     def seed(self, seed: int) -> None:
@@ -33,10 +35,11 @@ class DeviceRandom:
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Let the host's default generator stand in for the device's inside the block."""
-        host_state = torch.get_rng_state()
-        torch.set_rng_state(self._state)
-        try:
-            yield
-            self._state = torch.get_rng_state()
-        finally:
-            torch.set_rng_state(host_state)
+        with self._lock:
+            host_state = torch.get_rng_state()
+            torch.set_rng_state(self._state)
+            try:
+                yield
+                self._state = torch.get_rng_state()
+            finally:
+                torch.set_rng_state(host_state)

@@ -65,8 +65,7 @@ class HostCopies:
         launch = _Launch(stream_id, seen[stream_id])
         staged = torch.empty_like(destination).copy_(value)
         self._incoming.append(_Incoming(launch, destination.detach(), staged))
-        if destination.is_contiguous():
-            _bytes_of(destination).fill_(_POISON)
+        _bytes_of(destination).fill_(_POISON)
 
     def deliver(self, seen: VectorClock) -> None:
         """Write the bytes of all copies into the host that come before `seen`."""
@@ -118,9 +117,13 @@ def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's elements as uint8[n]: a view if it is contiguous, else a copy."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    """The same memory as uint8[*size, bytes of an element], whatever the strides."""
+    width = tensor.element_size()
+    strides = (*(step * width for step in tensor.stride()), 1)
+    raw = torch.empty(0, dtype=torch.uint8, device="cpu")
+    offset = tensor.storage_offset() * width
+    return raw.set_(tensor.untyped_storage(), offset, (*tensor.shape, width), strides)
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    return zlib.crc32(_bytes_of(tensor).numpy())
+    return zlib.crc32(_bytes_of(tensor).contiguous().numpy())

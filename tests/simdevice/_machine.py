@@ -55,10 +55,10 @@ class Machine:
         """Whether the stream was made since the last start."""
         return self.streams.get(stream.stream_id) is stream
 
-    def launch(self, stream: Any, reads: list[Span], writes: list[Span]) -> None:
-        """Count a launch for the race detector: it runs after all that the host has waited for."""
+    def launch(self, by: str, stream: Any, reads: list[Span], writes: list[Span]) -> None:
+        """Count a launch of the operator `by`: it runs after all that the host has waited for."""
         merge_clocks(stream.seen, self.host_seen)
-        self.detector.launch(stream.stream_id, stream.seen, reads, writes)
+        self.detector.launch(by, stream.stream_id, stream.seen, reads, writes)
 
     def host_waits(self, until_s: float, seen: VectorClock) -> None:
         """Stop the host until work that ends at `until_s`, with vector clock `seen`, is done."""
@@ -74,8 +74,10 @@ class Machine:
 
     def synchronize(self) -> None:
         """Stop the host until every stream's work is done."""
-        for stream in list(self.streams.values()):
-            self.host_waits(stream.ready_s, stream.seen)
+        streams, seen = list(self.streams.values()), VectorClock()
+        for stream in streams:
+            merge_clocks(seen, stream.seen)
+        self.host_waits(max((stream.ready_s for stream in streams), default=0.0), seen)
 
     def _host_passes(self, seen: VectorClock) -> None:
         merge_clocks(self.host_seen, seen)

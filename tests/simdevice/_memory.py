@@ -8,6 +8,7 @@ bounds `active_bytes`. An allocation that raises changes nothing but the count o
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
@@ -62,6 +63,8 @@ class MemoryPool:
         round_to_bytes: int,
         wait_host: Callable[[float], None],
     ) -> None:
+        if round_to_bytes < 1:
+            raise ValueError(f"round_to_bytes={round_to_bytes}: must be 1 or more.")
         self.budget_bytes = budget_bytes
         self.round_to_bytes = round_to_bytes
         self.counters = {name: Counter() for name in _COUNTERS}
@@ -100,8 +103,8 @@ class MemoryPool:
 
     def fail_at(self, number: int | None) -> None:
         """Make the `number`-th allocation from now fail, once; None takes that back."""
-        if number is not None and number < 1:
-            raise ValueError(f"fail_at={number}: allocations are counted from 1.")
+        if number is not None and (not isinstance(number, int) or number < 1):
+            raise ValueError(f"fail_at={number!r}: allocations are counted from 1.")
         self._until_failure = number
 
     def rounded(self, n_bytes: int) -> int:
@@ -136,6 +139,11 @@ class MemoryPool:
             else:
                 self._pending.append(_Pending(n_bytes, busy_until_s))
 
+    def refuse(self, requested_bytes: int, why: str = "") -> NoReturn:
+        """Count a failed allocation and raise its error, with every size in the text."""
+        self.oom_count += 1
+        raise torch.OutOfMemoryError(self._failure_text(requested_bytes) + why)
+
     def release_finished(self, host_s: float) -> None:
         """Let go of what waited for streams that are done at `host_s`."""
         with self._lock:
@@ -156,8 +164,8 @@ class MemoryPool:
             counter.allocated = counter.freed = 0
 
     def free_bytes(self) -> int | None:
-        """What is left of the budget; None without one."""
-        return None if self.budget_bytes is None else self.budget_bytes - self.active_bytes
+        """What is left of the budget, 0 where more is active than it allows; None without one."""
+        return None if self.budget_bytes is None else max(0, self.budget_bytes - self.active_bytes)
 
     def _count_down(self, requested_bytes: int) -> None:
         if self._until_failure is None:
@@ -165,7 +173,7 @@ class MemoryPool:
         self._until_failure -= 1
         if self._until_failure == 0:
             self._until_failure = None
-            self._fail(requested_bytes, " This failure was planted with fail_at().")
+            self.refuse(requested_bytes, " This failure was planted with fail_at().")
 
     def _make_room(self, requested_bytes: int) -> None:
         needed_bytes = self.rounded(requested_bytes)
@@ -178,7 +186,7 @@ class MemoryPool:
             self._wait_host(until_s)
             self.release_finished(until_s)
         if not self._fits(needed_bytes):
-            self._fail(requested_bytes)
+            self.refuse(requested_bytes)
 
     def _fits(self, n_bytes: int) -> bool:
         return self.budget_bytes is None or self.active_bytes + n_bytes <= self.budget_bytes
@@ -194,10 +202,6 @@ class MemoryPool:
     def _deactivate(self, n_bytes: int) -> None:
         self.counters["active"].shrink(1)
         self.counters["active_bytes"].shrink(n_bytes)
-
-    def _fail(self, requested_bytes: int, why: str = "") -> None:
-        self.oom_count += 1
-        raise torch.OutOfMemoryError(self._failure_text(requested_bytes) + why)
 
     def _failure_text(self, requested_bytes: int) -> str:
         waiting_bytes = self.active_bytes - self.allocated_bytes

@@ -31,7 +31,7 @@ def _data_property() -> Any:
     plain = torch.Tensor.data
 
     def set_data(tensor: torch.Tensor, other: torch.Tensor) -> None:
-        if _crosses(tensor, other):
+        if isinstance(other, torch.Tensor) and _crosses(tensor, other):
             _move(tensor, other)
         else:
             plain.__set__(tensor, other)
@@ -47,7 +47,10 @@ def _crosses(first: torch.Tensor, second: torch.Tensor) -> bool:
 def _move(tensor: torch.Tensor, other: torch.Tensor) -> None:
     grad, tensor.grad = tensor.grad, None
     twin = other.detach().requires_grad_(tensor.requires_grad)
+    hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    tensor._backward_hooks = tensor._post_accumulate_grad_hooks = None
     swap_implementation(tensor, twin)
+    tensor._backward_hooks, tensor._post_accumulate_grad_hooks = hooks
     if grad is not None:
         if _crosses(grad, tensor):
             _move(grad, grad.to(tensor.device))

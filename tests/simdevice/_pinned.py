@@ -1,6 +1,6 @@
 """Pinned host memory: the address ranges that the device may copy from and to on its own.
 
-A range counts as pinned from `pin_range` to `unpin_range`, whoever owns the memory; what
+A range counts as pinned from `register` to `unregister`, whoever owns the memory; what
 `pin_memory()` made is unpinned when its storage dies. Each range has a history for the race
 detector, because two streams can race over host bytes too.
 """
@@ -15,12 +15,20 @@ from ._races import History, Span
 
 _HOST_STREAM_ID = -1  # no stream: the home of memory that the host owns
 
+# cudaErrorInvalidValue, cudaErrorHostMemoryAlreadyRegistered, cudaErrorHostMemoryNotRegistered:
+# https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html
+_INVALID_VALUE, _ALREADY_REGISTERED, _NOT_REGISTERED = 1, 712, 713
+
 
 @dataclass(slots=True)
 class _Range:
     low: int
     high: int
     history: History
+    is_registered: bool = False
+
+    def overlaps(self, low: int, high: int) -> bool:
+        return self.low < high and low < self.high
 
 
 class PinnedMemory:
@@ -30,22 +38,30 @@ class PinnedMemory:
         self._ranges: dict[int, _Range] = {}
         self._lows: list[int] = []
 
-    def pin_range(self, address: int, n_bytes: int) -> None:
-        """Pin `n_bytes` from `address`, as `cudaHostRegister` does."""
-        history = History(_HOST_STREAM_ID)
-        self._ranges[address] = _Range(address, address + n_bytes, history)
-        self._lows = sorted(self._ranges)
+    def register(self, address: int, n_bytes: int) -> int:
+        """Pin `n_bytes` from `address`; returns the code of `cudaHostRegister`."""
+        if n_bytes <= 0:
+            return _INVALID_VALUE
+        if any(pinned.overlaps(address, address + n_bytes) for pinned in self._ranges.values()):
+            return _ALREADY_REGISTERED
+        self._pin(address, n_bytes, is_registered=True)
+        return 0
 
-    def unpin_range(self, address: int) -> None:
-        """Undo `pin_range` for the range that begins at `address`; unknown ones are ignored."""
-        self._ranges.pop(address, None)
-        self._lows = sorted(self._ranges)
+    def unregister(self, address: int) -> int:
+        """Undo `register`; returns the code of `cudaHostUnregister`."""
+        found = self._ranges.get(address)
+        if found is None or not found.is_registered:
+            return _NOT_REGISTERED
+        self._unpin(address)
+        return 0
 
     def pin_storage(self, tensor: torch.Tensor) -> torch.Tensor:
         """Pin the storage of a host tensor until it dies; returns the tensor."""
         storage = tensor.untyped_storage()
-        self.pin_range(storage.data_ptr(), storage.nbytes())
-        weakref.finalize(storage, self.unpin_range, storage.data_ptr()).atexit = False
+        address = storage.data_ptr()
+        if storage.nbytes():
+            self._pin(address, storage.nbytes())
+            weakref.finalize(storage, self._unpin, address).atexit = False
         return tensor
 
     def span(self, tensor: torch.Tensor) -> Span | None:
@@ -60,10 +76,21 @@ class PinnedMemory:
         """Whether all bytes of a host tensor lie in one pinned range."""
         return self._range_of(tensor) is not None
 
-    def forget_histories(self) -> None:
-        """Drop what earlier programs did to the ranges."""
-        for pinned in self._ranges.values():
+    def start(self) -> None:
+        """Drop what earlier programs registered, and what they did to all other ranges."""
+        for address, pinned in list(self._ranges.items()):
             pinned.history.accesses.clear()
+            if pinned.is_registered:
+                self._unpin(address)
+
+    def _pin(self, address: int, n_bytes: int, *, is_registered: bool = False) -> None:
+        history = History(_HOST_STREAM_ID)
+        self._ranges[address] = _Range(address, address + n_bytes, history, is_registered)
+        self._lows = sorted(self._ranges)
+
+    def _unpin(self, address: int) -> None:
+        self._ranges.pop(address, None)
+        self._lows = sorted(self._ranges)
 
     def _range_of(self, tensor: torch.Tensor) -> _Range | None:
         address = tensor.data_ptr()

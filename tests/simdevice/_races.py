@@ -20,13 +20,14 @@ class RaceError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Bytes `[low, high)` of a block, touched by tick `tick` of stream `stream_id`."""
+    """Bytes `[low, high)` of a block, touched by the operator `by`, tick `tick` of its stream."""
 
     low: int
     high: int
     stream_id: int
     tick: int
     is_write: bool
+    by: str
 
     def overlaps(self, other: "Access") -> bool:
         """Whether both touch some byte."""
@@ -69,20 +70,25 @@ class RaceDetector:
         self.faults: list[str] = []
 
     def launch(
-        self, stream_id: int, seen: VectorClock, reads: Iterable[Span], writes: Iterable[Span]
+        self,
+        by: str,
+        stream_id: int,
+        seen: VectorClock,
+        reads: Iterable[Span],
+        writes: Iterable[Span],
     ) -> None:
-        """Count one launch on the stream and check what it touches.
+        """Count one launch of the operator `by` on the stream and check what it touches.
 
         Raises:
             RaceError: a byte was touched on another stream, and no wait orders the two.
         """
-        seen[stream_id] = seen.get(stream_id, 0) + 1
+        tick = seen[stream_id] = seen.get(stream_id, 0) + 1
         if not self.enabled:
             return
         for span in reads:
-            self._touch(span, stream_id, seen, is_write=False)
+            self._touch(span, Access(span.low, span.high, stream_id, tick, False, by), seen)
         for span in writes:
-            self._touch(span, stream_id, seen, is_write=True)
+            self._touch(span, Access(span.low, span.high, stream_id, tick, True, by), seen)
 
     def free(self, history: History, name: str, seen: VectorClock) -> None:
         """Check a block that is let go, against the clocks of its home stream and of the host."""
@@ -93,12 +99,12 @@ class RaceDetector:
             if access.stream_id not in safe and seen.get(access.stream_id, 0) < access.tick:
                 self.faults.append(
                     f"freed while in use: {name} of stream {history.home_stream_id} was freed"
-                    f" while stream {access.stream_id} may still use it. {_FREE_ADVICE}"
+                    f" while stream {access.stream_id} may still use it ({access.by})."
+                    f" {_FREE_ADVICE}"
                 )
                 return
 
-    def _touch(self, span: Span, stream_id: int, seen: VectorClock, *, is_write: bool) -> None:
-        new = Access(span.low, span.high, stream_id, seen[stream_id], is_write)
+    def _touch(self, span: Span, new: Access, seen: VectorClock) -> None:
         kept = []
         for old in span.history.accesses:
             self._check(old, new, seen)
@@ -131,5 +137,6 @@ def _conflict(old: Access, new: Access) -> str:
     low, high = max(old.low, new.low), min(old.high, new.high)
     return (
         f"{kind}: stream {new.stream_id} {verbs[new.is_write]} bytes {low} to {high} of a tensor"
-        f" that stream {old.stream_id} {verbs[old.is_write]}, and no wait orders the two. {_ADVICE}"
+        f" that stream {old.stream_id} {verbs[old.is_write]}, and no wait orders the two"
+        f" ({new.by} after {old.by}). {_ADVICE}"
     )

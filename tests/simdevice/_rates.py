@@ -3,7 +3,7 @@
 Every field says its unit; none depends on the machine that runs the tests.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,13 @@ class Rates:
     host_launch_s: float = 8e-6
     host_copy_s: float = 6e-6
     host_poll_s: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, is_speed = getattr(self, field.name), field.name.endswith("_per_s")
+            if not (value > 0 if is_speed else value >= 0):
+                least = "more than 0" if is_speed else "0 or more"
+                raise ValueError(f"Rates({field.name}={value}): must be {least}.")
 
     def kernel_s(self, flops: int, n_bytes: int) -> float:
         """Time of one kernel: the slowest of its arithmetic, its memory traffic and its launch."""

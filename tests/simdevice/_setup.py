@@ -9,10 +9,10 @@ from ._torch_backend import register_device
 @functools.cache
 def install() -> None:
     """Make `sim:0` a device of this process; later calls do nothing."""
-    from . import _backward_errors, _device_module
+    from . import _backward, _device_module
 
     # Torch keeps bare pointers to both.
-    _kept.extend([_device_module, _backward_errors.SafeGuard()])
+    _kept.extend([_device_module, _backward.SafeGuard()])
     register_device(*_kept)
     _install_kernels()
     _install_patches()
@@ -33,9 +33,9 @@ def _install_kernels() -> None:
 
 
 def _install_patches() -> None:
-    from . import _accelerator, _backward_errors, _parameter_data, _storage_methods
+    from . import _accelerator, _backward, _parameter_data, _storage_methods
 
-    for module in (_accelerator, _backward_errors, _parameter_data, _storage_methods):
+    for module in (_accelerator, _backward, _parameter_data, _storage_methods):
         module.install()
 
 

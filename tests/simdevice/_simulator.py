@@ -4,15 +4,16 @@ Figures come from the machine as it is at that moment; nothing here keeps state 
 """
 
 import contextlib
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
+from ._clock import Engine
 from ._machine import Settings, machine
 from ._pinned import pinned_memory
 from ._races import RaceError
 from ._rates import Rates
-from ._streams import Stream, set_stream
+from ._streams import default_stream, set_stream
 from ._torch_backend import sim_device
 from ._units import parse_bytes
 
@@ -29,7 +30,7 @@ class Simulator:
         round_to_bytes: int = 1,
         detect_races: bool = True,
     ) -> "Simulator":
-        """Start the device afresh: nothing allocated, virtual time zero, the default stream.
+        """Start the device afresh: nothing allocated or registered, virtual time zero.
 
         Tensors from before keep working, but they count for the budget no longer.
 
@@ -48,8 +49,8 @@ class Simulator:
                 detect_races=detect_races,
             )
         )
-        pinned_memory.forget_histories()
-        set_stream(Stream(stream_id=0))
+        pinned_memory.start()
+        set_stream(default_stream())
         self.fail_at(fail_at)
         return self
 
@@ -69,8 +70,8 @@ class Simulator:
         return machine.pool.budget_bytes
 
     @budget_bytes.setter
-    def budget_bytes(self, n_bytes: int | None) -> None:
-        machine.pool.budget_bytes = n_bytes
+    def budget_bytes(self, size: int | str | None) -> None:
+        machine.pool.budget_bytes = None if size is None else parse_bytes(size)
 
     @property
     def allocated_bytes(self) -> int:
@@ -117,17 +118,17 @@ class Simulator:
         """The races found so far; the fixture fails the test if any are left at its end."""
         return list(machine.detector.faults)
 
-    def busy_s(self, engine: str) -> float:
+    def busy_s(self, engine: Engine) -> float:
         """Virtual seconds that an engine, `"h2d"`, `"d2h"` or `"compute"`, has worked."""
-        return machine.clock.busy_s[engine]
+        return machine.clock.busy_s[_known(engine)]
 
-    def copied_bytes(self, engine: str) -> int:
+    def copied_bytes(self, engine: Engine) -> int:
         """Bytes that went over the link in one direction, `"h2d"` or `"d2h"`."""
-        return machine.clock.copied_bytes[engine]
+        return machine.clock.copied_bytes[_known(engine)]
 
-    def launches(self, engine: str) -> int:
+    def launches(self, engine: Engine) -> int:
         """How many pieces of work an engine was given."""
-        return machine.clock.launches[engine]
+        return machine.clock.launches[_known(engine)]
 
     def fail_at(self, number: int | None) -> None:
         """Make the `number`-th allocation from now fail, once; None takes that back."""
@@ -152,3 +153,9 @@ class Simulator:
             machine.host_copies.settle_all()  # what it finds is among the faults
         if machine.detector.faults:
             raise RaceError("\n".join(self.take_faults()))
+
+
+def _known(engine: Engine) -> Engine:
+    if engine not in get_args(Engine):
+        raise ValueError(f"there is no engine {engine!r}; the engines are {get_args(Engine)}.")
+    return engine

@@ -1,8 +1,8 @@
 """Making and copying whole storages on the device, which torch does without its dispatcher.
 
 `copy.deepcopy`, `torch.load` and pickle come through here. Python has no allocator to give to torch
-(`torch.UntypedStorage(n, device="sim")` ends the process), so the constructor and `clone` are led
-to the device's own; a storage cannot be resized in place.
+(`torch.UntypedStorage(n, device="sim")` ends the process), so what makes a storage is led to the
+device's own; a storage cannot be resized in place.
 """
 
 from typing import Any
@@ -16,8 +16,9 @@ from ._torch_backend import DEVICE_TYPE
 
 
 def install() -> None:
-    """Replace the constructor, `clone` and `resize_` of storages."""
+    """Replace the constructor, `new`, `clone` and `resize_` of storages."""
     torch.UntypedStorage.__new__ = _constructor()  # type: ignore[method-assign]
+    torch.UntypedStorage.new = _renewer()  # type: ignore[method-assign]
     _StorageBase.clone = _cloner()  # type: ignore[method-assign]
     torch.UntypedStorage.resize_ = _resizer()  # type: ignore[method-assign]
 
@@ -35,6 +36,17 @@ def _constructor() -> Any:
         return allocate_bytes(args[0] if args else 0)
 
     return staticmethod(new)
+
+
+def _renewer() -> Any:
+    plain = torch.UntypedStorage.new
+
+    def new(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        if storage.device.type != DEVICE_TYPE:
+            return plain(storage)
+        return torch.UntypedStorage(0, device=storage.device)
+
+    return new
 
 
 def _cloner() -> Any:

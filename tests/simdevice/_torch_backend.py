@@ -2,7 +2,7 @@
 
 A torch release that moves one of them is mended here, and `test_torch_backend.py` says which one
 moved. What replaces a function of torch stands elsewhere, one module for each purpose: storages,
-`.data`, backward errors, the accelerator.
+`.data`, backward passes, the accelerator.
 """
 
 from collections.abc import Sequence
@@ -80,6 +80,11 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 def tensor_key(tensor: torch.Tensor) -> int:
     """`storage_key` of the tensor's storage."""
     return storage_key(tensor.untyped_storage())
+
+
+def is_inside_backward() -> bool:
+    """Whether this thread is running a node of a backward pass."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def below_autocast() -> AbstractContextManager[None]:

@@ -1,7 +1,8 @@
 """Copies: within the device, and over the link between the device and the host.
 
-A copy over the link is asynchronous only if the caller asks for it and the host side is pinned;
-otherwise the host waits for the stream, as with CUDA.
+A copy over the link is asynchronous only if the caller asks for it, the host side is pinned, and
+both sides have one type and one dense layout: CUDA takes any other copy through pageable memory.
+Otherwise the host waits for the stream.
 """
 
 import torch
@@ -10,7 +11,7 @@ from ._blocks import is_on_device, on_host, span_of
 from ._dispatch import kernel, require_first_device
 from ._fallback import run_as
 from ._machine import machine
-from ._pinned import pinned_memory
+from ._pinned import extent_bytes, pinned_memory
 from ._streams import current_stream
 from ._torch_backend import operator_named
 
@@ -92,17 +93,17 @@ def _convert(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 def _copy_within(source: torch.Tensor, destination: torch.Tensor) -> None:
     stream = current_stream()
     on_host(destination).copy_(on_host(source))
-    machine.launch(stream, [span_of(source)], [span_of(destination)])
+    machine.launch("aten::copy_", stream, [span_of(source)], [span_of(destination)])
     n_bytes = source.nbytes + destination.nbytes
     machine.clock.launch_kernel(stream, 0, n_bytes)
 
 
 def _copy_in(source: torch.Tensor, destination: torch.Tensor, *, non_blocking: bool) -> None:
     stream, span = current_stream(), pinned_memory.span(source)
-    machine.launch(stream, [span] if span else [], [span_of(destination)])
+    machine.launch("aten::copy_", stream, [span] if span else [], [span_of(destination)])
     machine.host_copies.deliver(stream.seen)
     on_host(destination).copy_(source)
-    pinned = span is not None
+    pinned = span is not None and _same_layout(source, destination)
     machine.clock.launch_copy(stream, "h2d", destination.nbytes, pinned=pinned)
     if pinned and non_blocking:
         machine.host_copies.send(source, stream.stream_id, stream.seen)
@@ -112,15 +113,25 @@ def _copy_in(source: torch.Tensor, destination: torch.Tensor, *, non_blocking: b
 
 def _copy_out(source: torch.Tensor, destination: torch.Tensor, *, non_blocking: bool) -> None:
     stream, span = current_stream(), pinned_memory.span(destination)
-    machine.launch(stream, [span_of(source)], [span] if span else [])
+    machine.launch("aten::copy_", stream, [span_of(source)], [span] if span else [])
     machine.host_copies.deliver(stream.seen)
-    pinned = span is not None
-    machine.clock.launch_copy(stream, "d2h", destination.nbytes, pinned=pinned)
+    pinned = span is not None and _same_layout(source, destination)
+    n_bytes = destination.numel() * source.element_size()  # the host converts what arrives
+    machine.clock.launch_copy(stream, "d2h", n_bytes, pinned=pinned)
     if pinned and non_blocking:
         machine.host_copies.receive(destination, on_host(source), stream.stream_id, stream.seen)
     else:
         destination.copy_(on_host(source))
         stream.synchronize()
+
+
+def _same_layout(first: torch.Tensor, second: torch.Tensor) -> bool:
+    # copy_requires_temporaries in aten/src/ATen/native/cuda/Copy.cu
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    if first.is_contiguous() and second.is_contiguous():
+        return True
+    return first.stride() == second.stride() and extent_bytes(first) == first.nbytes
 
 
 DEVICE_KERNELS = {

@@ -1,6 +1,9 @@
 """Sizes and shares in words, as the simulated device's messages print them."""
 
+import re
+
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(KiB|MiB|GiB)")
 
 
 def format_bytes(n_bytes: int) -> str:
@@ -15,11 +18,13 @@ def parse_bytes(size: int | str) -> int:
     """Read `4096`, `"64KiB"` or `"1.5 MiB"` as a number of bytes.
 
     Raises:
-        ValueError: the text is not a number with one of the units KiB, MiB, GiB.
+        ValueError: neither an int from 0 nor a number with one of the units KiB, MiB, GiB.
     """
-    if isinstance(size, int):
+    if isinstance(size, int) and size >= 0:
         return size
-    unit = size[-3:]
-    if unit not in _UNITS:
-        raise ValueError(f"{size!r} is not a size; write an int or a number with KiB, MiB or GiB.")
-    return round(float(size[:-3]) * _UNITS[unit])
+    found = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if found is None:
+        raise ValueError(
+            f"{size!r} is not a size; write an int or a number with KiB, MiB or GiB, not below 0."
+        )
+    return round(float(found[1]) * _UNITS[found[2]])

@@ -152,3 +152,21 @@ def test_a_storage_dies_once_and_only_with_its_last_owner(sim):
     gc.collect()
     assert watched() is None
     assert sim.allocated_bytes == 0
+
+
+def test_an_allocation_that_even_the_host_has_no_room_for_leaves_nothing(sim):
+    with pytest.raises(torch.OutOfMemoryError, match="no memory that could stand for it"):
+        torch.empty(1 << 58, device=sim.device)
+    assert sim.allocated_bytes == sim.peak_bytes == sim.allocation_count == 0
+    assert sim.oom_count == 1
+
+
+def test_a_budget_below_what_is_live_leaves_nothing_free(sim):
+    x = torch.ones(100, device=sim.device)
+    sim.budget_bytes = "0.25KiB"
+    match = r"budget of 256 bytes of which 0 bytes is free; 400 bytes is allocated"
+    with pytest.raises(torch.OutOfMemoryError, match=match):
+        torch.ones(1, device=sim.device)
+    assert sim.module.mem_get_info() == (0, 256)
+    del x
+    torch.ones(64, device=sim.device)

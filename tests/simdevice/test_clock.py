@@ -75,3 +75,22 @@ def test_bytes_and_busy_time_are_counted_by_engine():
     assert clock.copied_bytes["h2d"] == 150
     assert clock.busy_s["h2d"] == 3.5
     assert clock.launches["h2d"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "least"),
+    [
+        ("h2d_bytes_per_s", 0, "more than 0"),
+        ("flops_per_s", float("nan"), "more than 0"),
+        ("copy_latency_s", -1e-6, "0 or more"),
+    ],
+)
+def test_a_speed_that_no_machine_has_is_refused(name, value, least):
+    with pytest.raises(ValueError, match=rf"Rates\({name}=.*\): must be {least}\."):
+        Rates(**{name: value})
+
+
+def test_an_engine_that_does_not_exist_is_refused(sim):
+    for figure in (sim.busy_s, sim.copied_bytes, sim.launches):
+        with pytest.raises(ValueError, match="there is no engine 'H2D'; the engines are"):
+            figure("H2D")

@@ -118,3 +118,15 @@ def test_an_embedding_trains_as_on_the_cpu(sim):
     torch.manual_seed(0)
     compare_training(sim, nn.Embedding(5, 3), torch.tensor([1, 1, 4]))
     compare_training(sim, nn.EmbeddingBag(5, 3), torch.tensor([[1, 1], [4, 0]]))
+
+
+def test_an_encoder_in_evaluation_takes_a_padding_mask_without_nested_tensors(sim):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(4, 2, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    x, mask = torch.randn(2, 3, 4), torch.tensor([[False, False, True], [False, False, False]])
+    with torch.no_grad():
+        expected = encoder(x, src_key_padding_mask=mask)
+        twin = copy.deepcopy(encoder).to(sim.device)
+        actual = twin(x.to(sim.device), src_key_padding_mask=mask.to(sim.device))
+    torch.testing.assert_close(actual.cpu(), expected)

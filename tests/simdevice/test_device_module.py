@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 CUDA_FIGURES = {
@@ -61,3 +62,17 @@ def test_without_a_budget_there_is_a_tebibyte(sim):
 def test_tensors_and_modules_have_the_methods_of_a_device(sim):
     assert torch.ones(2).sim().is_sim
     assert torch.nn.Linear(2, 2).sim().weight.device == sim.device
+
+
+def test_another_device_is_refused(sim):
+    for ask in (sim.module.set_device, sim.module.memory_stats, sim.module.device):
+        with pytest.raises(ValueError, match="Expected a sim device, but got: cpu"):
+            ask("cpu")
+
+
+def test_waiting_for_all_streams_is_one_wait(sim):
+    streams = [sim.module.Stream() for _ in range(3)]
+    before = sim.host_waits
+    sim.module.synchronize()
+    assert sim.host_waits == before + 1
+    assert all(stream.query() for stream in streams)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from . import Rates
+from . import RaceError, Rates
 
 MIXED = (
     "Expected all tensors to be on the same device, but found at least two devices, sim:0 and cpu!"
@@ -109,3 +109,53 @@ def test_the_same_program_takes_the_same_virtual_time(sim):
         return sim.elapsed_s, sim.peak_bytes, sim.allocation_count
 
     assert run() == run()
+
+
+def test_running_statistics_stay_as_they_were_when_the_result_does_not_fit(sim):
+    layer = torch.nn.BatchNorm1d(3).to(sim.device)
+    x = torch.randn(5, 3, device=sim.device) + 5
+    sim.fail_at(1)
+    with pytest.raises(torch.OutOfMemoryError, match="planted"):
+        layer(x)
+    assert layer.running_mean.tolist() == [0, 0, 0]
+    assert layer.running_var.tolist() == [1, 1, 1]
+    layer(x)
+    assert layer.running_mean.mean() > 0
+
+
+def test_running_statistics_are_written_in_training_and_read_in_evaluation(sim):
+    layer = torch.nn.BatchNorm1d(3).to(sim.device)
+    x = torch.randn(5, 3, device=sim.device)
+    side = sim.module.Stream()
+    side.wait_stream(sim.module.current_stream())
+    layer.eval()(x)
+    with sim.module.stream(side):
+        layer(x)
+    side.synchronize()
+    layer.train()(x)
+    with sim.module.stream(side), pytest.raises(RaceError, match="RAW"):
+        layer.running_mean.sum()
+    assert len(sim.take_faults()) == 1
+
+
+def test_an_older_view_of_a_grown_tensor_allocates_nothing_when_it_is_used(sim):
+    x = torch.arange(4.0, device=sim.device)
+    view = x[:2]
+    x.resize_(8)
+    count, n_bytes = sim.allocation_count, sim.allocated_bytes
+    view.add_(1)
+    assert (sim.allocation_count, sim.allocated_bytes) == (count, n_bytes)
+    assert view.tolist() == [1, 2]
+
+
+def test_an_argument_that_could_not_grow_is_used_and_grown_as_before(sim):
+    out = torch.zeros(2, device=sim.device)
+    x = torch.ones(100, device=sim.device)
+    sim.fail_at(1)
+    with pytest.raises(torch.OutOfMemoryError, match="planted"):
+        out.resize_(100)
+    count = sim.allocation_count
+    assert out.add_(1).tolist() == [1, 1]
+    assert sim.allocation_count == count
+    out.resize_(3)
+    assert sim.allocated_bytes == x.nbytes + 12

@@ -92,3 +92,18 @@ def test_a_program_without_an_end_is_given_up(sim):
             lambda _: None,
             limit=5,
         )
+
+
+def test_the_causes_of_a_failure_hold_no_memory_either(sim):
+    def program():
+        x = torch.ones(100, device=sim.device)
+        try:
+            return x + 1
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError("gave up") from error
+
+    def check(failure):
+        assert failure.number == 1 or failure.error.__cause__ is not None
+        assert sim.allocated_bytes == 0
+
+    assert for_each_allocation(sim, program, check) == 2

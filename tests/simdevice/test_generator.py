@@ -1,3 +1,6 @@
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -58,3 +61,25 @@ def test_a_host_generator_may_be_passed(sim):
 def test_torch_makes_no_generator_for_the_device(sim):
     with pytest.raises(NotImplementedError, match="getNewGenerator"):
         torch.Generator(device=sim.device)
+
+
+def yielding(run):
+    def run_and_let_other_threads_run(*args):
+        run(*args)
+        time.sleep(0.0001)
+
+    return run_and_let_other_threads_run
+
+
+def test_threads_that_draw_on_the_device_leave_the_state_of_the_host_alone(sim, monkeypatch):
+    monkeypatch.setattr(torch, "set_rng_state", yielding(torch.set_rng_state))
+    before = torch.get_rng_state()
+
+    def draw():
+        for _ in range(20):
+            torch.randn(10, device=sim.device)
+
+    with ThreadPoolExecutor(4) as executor:
+        for task in [executor.submit(draw) for _ in range(4)]:
+            task.result()
+    assert torch.equal(torch.get_rng_state(), before)

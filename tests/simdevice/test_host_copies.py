@@ -108,3 +108,21 @@ def test_without_the_detector_copies_deliver_at_once(sim):
     host = pinned(0.0, 0.0)
     host.copy_(torch.ones(2, device=sim.device), non_blocking=True)
     assert host.tolist() == [1, 1]
+
+
+def test_the_target_of_a_copy_in_flight_is_poison_in_any_dense_order(sim):
+    host = torch.zeros(2, 3).t().pin_memory()
+    host.copy_(torch.ones(3, 2, device=sim.device).t().contiguous().t(), non_blocking=True)
+    assert host.isnan().all()
+    sim.module.synchronize()
+    assert host.eq(1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float8_e5m2, torch.complex64])
+def test_every_type_of_element_goes_out_and_comes_back(sim, dtype):
+    host = torch.tensor([1.0, 0.0]).to(dtype).pin_memory()
+    device = host.to(sim.device, non_blocking=True)
+    back = torch.zeros(2, dtype=dtype).pin_memory()
+    back.copy_(device, non_blocking=True)
+    sim.module.synchronize()
+    assert torch.equal(back.view(torch.uint8), host.view(torch.uint8))

@@ -80,9 +80,15 @@ def test_a_planted_failure_says_so_and_needs_no_budget():
         pool.allocate(8, 0.0)
 
 
-def test_failures_are_counted_from_one():
-    with pytest.raises(ValueError, match="fail_at=0: allocations are counted from 1"):
-        make_pool().fail_at(0)
+@pytest.mark.parametrize("number", [0, -1, 1.5, "2"])
+def test_failures_are_counted_from_one(number):
+    with pytest.raises(ValueError, match=f"fail_at={number!r}: allocations are counted from 1"):
+        make_pool().fail_at(number)
+
+
+def test_allocations_are_rounded_to_one_byte_at_least():
+    with pytest.raises(ValueError, match="round_to_bytes=0: must be 1 or more"):
+        make_pool(round_to_bytes=0)
 
 
 def test_an_empty_allocation_is_not_one():

@@ -56,3 +56,21 @@ def test_setting_data_that_torch_refuses_is_still_refused(sim):
     parameter = nn.Parameter(torch.zeros(2))
     with pytest.raises(RuntimeError, match="incompatible tensor type"):
         parameter.data = torch.zeros(2, device="meta")
+
+
+def test_hooks_of_a_parameter_move_with_it(sim):
+    layer, called = torch.nn.Linear(2, 2), []
+    layer.weight.register_hook(lambda grad: called.append("tensor"))
+    handle = layer.weight.register_post_accumulate_grad_hook(lambda _: called.append("accumulated"))
+    layer.to(sim.device)
+    layer(torch.ones(1, 2, device=sim.device)).sum().backward()
+    assert called == ["tensor", "accumulated"]
+    handle.remove()
+    layer.cpu()
+    layer(torch.ones(1, 2)).sum().backward()
+    assert called == ["tensor", "accumulated", "tensor"]
+
+
+def test_data_that_is_no_tensor_is_refused_by_torch(sim):
+    with pytest.raises(TypeError, match="Variable data has to be a tensor, but got int"):
+        torch.ones(2, device=sim.device).data = 5

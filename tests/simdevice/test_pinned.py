@@ -33,3 +33,28 @@ def test_a_data_loader_pins_its_batches(sim):
     data = torch.utils.data.TensorDataset(torch.ones(4, 2))
     loader = torch.utils.data.DataLoader(data, batch_size=2, pin_memory=True)
     assert all(batch.is_pinned() for (batch,) in loader)
+
+
+def test_pinning_in_place_answers_with_the_codes_of_cuda(sim):
+    runtime, host = sim.module.cudart(), torch.zeros(100)
+    address, pinned = host.data_ptr(), torch.zeros(4).pin_memory()
+    assert runtime.cudaHostRegister(address, 0, 0) == 1
+    assert runtime.cudaHostUnregister(address) == 713
+    assert runtime.cudaHostRegister(address, 400, 0) == 0
+    assert runtime.cudaHostRegister(address + 8, 8, 0) == 712
+    assert runtime.cudaHostUnregister(pinned.data_ptr()) == 713
+    assert pinned.is_pinned()
+
+
+def test_a_fresh_start_forgets_what_was_pinned_in_place_only(sim):
+    host, pinned = torch.zeros(100), torch.zeros(4).pin_memory()
+    sim.module.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)
+    sim()
+    assert not host.is_pinned()
+    assert pinned.is_pinned()
+
+
+def test_a_pinned_tensor_without_elements_does_not_pin_others(sim):
+    kept = torch.empty(0).pin_memory()
+    assert not torch.empty(0).is_pinned()
+    assert kept.shape == (0,)

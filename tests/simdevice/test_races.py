@@ -1,4 +1,5 @@
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,11 +20,11 @@ class Program:
 
     def read(self, stream, low=0, high=100):
         span = Span(self.block, low, high)
-        self.detector.launch(stream, self.clocks[stream], [span], [])
+        self.detector.launch("work", stream, self.clocks[stream], [span], [])
 
     def write(self, stream, low=0, high=100):
         span = Span(self.block, low, high)
-        self.detector.launch(stream, self.clocks[stream], [], [span])
+        self.detector.launch("work", stream, self.clocks[stream], [], [span])
 
     def wait(self, stream, other):
         merge_clocks(self.clocks[stream], self.clocks[other])
@@ -117,7 +118,8 @@ def test_freeing_while_another_stream_works_is_caught():
     program.read(SIDE)
     [fault] = program.free()
     assert fault.startswith(
-        "freed while in use: the block of stream 0 was freed while stream 1 may still use it."
+        "freed while in use: the block of stream 0 was freed while stream 1 may still use it"
+        " (work). Call record_stream(), or make the home stream wait"
     )
 
 
@@ -171,9 +173,9 @@ def test_forgetting_covered_accesses_loses_no_race(actions):
         spans = ([], [span]) if is_write else ([span], [])
         if expected:
             with pytest.raises(RaceError, match="no wait orders the two"):
-                detector.launch(stream, clocks[stream], *spans)
+                detector.launch("work", stream, clocks[stream], *spans)
             return
-        detector.launch(stream, clocks[stream], *spans)
+        detector.launch("work", stream, clocks[stream], *spans)
         every.append((stream, clocks[stream][stream], low, low + length, is_write))
 
 
@@ -182,3 +184,11 @@ def conflicts(old, stream, low, high, is_write, clocks):
     overlap = low < old_high and old_low < high
     ordered = old_stream == stream or clocks[stream].get(old_stream, 0) >= tick
     return overlap and (is_write or was_write) and not ordered
+
+
+def test_a_race_names_both_operators(sim):
+    x, side = torch.ones(4, device=sim.device), sim.module.Stream()
+    match = r"orders the two \(aten::exp_? after aten::fill_\)\. Make the later stream wait"
+    with sim.module.stream(side), pytest.raises(RaceError, match=match):
+        x.exp()
+    assert len(sim.take_faults()) == 1

@@ -88,3 +88,15 @@ def test_a_storage_is_not_resized_in_place(sim):
     ):
         storage.resize_(0)
     assert torch.UntypedStorage(4).resize_(8).nbytes() == 8
+
+
+def test_a_tensor_without_elements_survives_plain_pickling(sim):
+    back = pickle.loads(pickle.dumps(torch.empty(0, 3, device=sim.device)))
+    assert back.shape == (0, 3)
+    assert back.device == sim.device
+
+
+def test_a_new_storage_from_one_of_the_device_lies_on_the_device(sim):
+    storage = torch.ones(4, device=sim.device).untyped_storage().new()
+    assert storage.device == sim.device
+    assert storage.nbytes() == 0

@@ -1,4 +1,5 @@
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -173,3 +174,62 @@ def test_copies_and_kernels_on_two_streams_overlap_on_the_virtual_clock(sim):
     share = max(sim.busy_s("h2d"), sim.busy_s("compute")) / sim.elapsed_s
     assert share == 1.0
     sim.module.synchronize()
+
+
+def test_what_was_recorded_before_a_fresh_start_orders_nothing(sim):
+    for _ in range(9):
+        torch.ones(1, device=sim.device)
+    event, old = sim.module.current_stream().record_event(), sim.module.current_stream()
+    sim()
+    x = torch.ones(4, device=sim.device)
+    side = sim.module.Stream()
+    side.wait_event(event)
+    side.wait_stream(old)
+    old.synchronize()
+    with sim.module.stream(side), pytest.raises(RaceError, match="RAW"):
+        x.sum()
+    assert event.query()
+    side.wait_stream(sim.module.current_stream())
+    assert len(sim.take_faults()) == 1
+
+
+@pytest.mark.parametrize("value", [5, "side"])
+def test_what_is_not_a_stream_says_what_to_make(sim, value):
+    uses = [
+        sim.module.set_stream,
+        sim.module.stream,
+        sim.module.Event().record,
+        sim.module.current_stream().wait_stream,
+    ]
+    for use in uses:
+        match = rf"{value!r} is not a stream of sim:0: .* Make one with torch\.sim\.Stream\(\)"
+        with pytest.raises(TypeError, match=match):
+            use(value)
+    assert sim.module.current_stream() is sim.module.default_stream()
+
+
+def test_the_inert_stream_of_torch_is_refused(sim):
+    with pytest.raises(TypeError, match=r"is not a stream of sim:0: nothing would order its work"):
+        sim.module.stream(torch.Stream("sim"))
+
+
+def test_streams_and_events_take_the_arguments_of_cuda(sim):
+    assert sim.module.Event(True, True, False).enable_timing
+    with pytest.raises(ValueError, match="Expected a sim device, but got: cpu"):
+        sim.module.Stream("cpu")
+    with pytest.raises(RuntimeError, match="there is no sim:1"):
+        sim.module.Stream("sim:1")
+
+
+def test_backward_in_another_thread_runs_on_the_stream_around_it(sim):
+    side = sim.module.Stream()
+
+    def work():
+        with sim.module.stream(side):
+            x = torch.ones(4, device=sim.device, requires_grad=True)
+            (x * 2).sum().backward()
+            return x.grad.tolist()
+
+    with ThreadPoolExecutor(1) as executor:
+        assert executor.submit(work).result() == [2, 2, 2, 2]
+    assert sim.faults == []

@@ -96,3 +96,41 @@ def test_copies_between_the_devices_share_nothing(sim):
 
 def test_a_tensor_moves_to_meta_without_its_values(sim):
     assert torch.ones(2, device=sim.device).to("meta").device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("host", "device"),
+    [
+        (torch.zeros(4, 2).t(), torch.zeros(2, 4)),
+        (torch.zeros(2, 8)[:, ::2], torch.zeros(2, 4)),
+        (torch.zeros(2, 4, dtype=torch.float16), torch.zeros(2, 4)),
+        (torch.zeros(2, 8)[:, ::2], torch.zeros(2, 8)[:, ::2]),
+        (torch.zeros(4), torch.zeros(2, 4)),
+    ],
+)
+def test_a_copy_that_changes_type_or_layout_is_as_slow_as_a_pageable_one(sim, host, device):
+    sim(link=SLOW)
+    pinned = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype)
+    sim.module.cudart().cudaHostRegister(pinned.data_ptr(), pinned.untyped_storage().nbytes(), 0)
+    target = torch.empty_strided(device.size(), device.stride(), device=sim.device)
+    before = sim.host_waits
+    target.copy_(pinned, non_blocking=True)
+    assert sim.busy_s("h2d") == target.nbytes / SLOW.pageable_bytes_per_s
+    assert sim.host_waits == before + 1
+
+
+def test_part_of_a_pinned_buffer_moves_at_the_speed_of_the_link(sim):
+    sim(link=SLOW)
+    host = torch.zeros(10, 4).pin_memory()
+    order = torch.zeros(2, 3, device=sim.device).t()
+    order.copy_(torch.zeros(2, 3).t().pin_memory(), non_blocking=True)
+    torch.empty(3, 4, device=sim.device).copy_(host[2:5], non_blocking=True)
+    assert sim.busy_s("h2d") == pytest.approx((24 + 48) / SLOW.h2d_bytes_per_s)
+    sim.module.synchronize()
+
+
+def test_what_is_converted_on_the_host_moves_in_its_own_type(sim):
+    host = torch.zeros(4).pin_memory()
+    host.copy_(torch.ones(4, dtype=torch.float16, device=sim.device), non_blocking=True)
+    assert sim.copied_bytes("d2h") == 8
+    assert host.tolist() == [1, 1, 1, 1]

@@ -18,6 +18,8 @@ def test_sizes_are_read_with_binary_units(text, n_bytes):
     assert parse_bytes(text) == n_bytes
 
 
-def test_a_size_without_a_unit_says_what_to_write():
-    with pytest.raises(ValueError, match=r"'64 MB' is not a size; write an int or a number with"):
-        parse_bytes("64 MB")
+@pytest.mark.parametrize("size", ["64 MB", "MiB", "", "nan MiB", "-4KiB", -1, 1.5, None])
+def test_what_is_not_a_size_says_what_to_write(size):
+    match = f"^{size!r} is not a size; write an int or a number with KiB, MiB or GiB, not below 0"
+    with pytest.raises(ValueError, match=match):
+        parse_bytes(size)

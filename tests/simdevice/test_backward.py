@@ -1,3 +1,4 @@
+import contextlib
 import threading
 
 import pytest
@@ -90,3 +91,35 @@ def test_the_error_of_one_thread_is_not_raised_in_another(sim):
     thread.join()
     (y * 2).sum().backward()
     assert len(raised) == 1
+
+
+@pytest.mark.parametrize("retains", [False, True])
+def test_memory_is_exact_as_soon_as_a_pass_has_ended(sim, retains):
+    x = torch.ones(100, device=sim.device, requires_grad=True)
+    resting_bytes = sim.allocated_bytes
+    for number in range(1, 200):
+        sim.fail_at(3 + number % 3)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            x.exp().sin().sum().backward(retain_graph=retains)
+        x.grad = None
+        assert sim.allocated_bytes == resting_bytes
+
+
+def test_threads_that_fail_together_each_raise_an_error_of_a_hook(sim):
+    raised = []
+
+    def work():
+        for _ in range(30):
+            x = leaf(sim)
+            x.register_hook(fail)
+            try:
+                (x * 2).sum().backward()
+            except Exception as error:
+                raised.append(type(error))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert raised == [HookError] * 120
