@@ -6,7 +6,7 @@ import os
 import time
 import tracemalloc
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -164,6 +164,21 @@ def compilation_row() -> Row:
     return Row("compilations at depth 0..11", str(n_compilations), "2", n_compilations == 2)
 
 
+def compiled_row() -> Row:
+    """A compiled model called in a scope, against the same call outside."""
+    torch._dynamo.reset()
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(6)])
+    compiled, x = torch.compile(model), torch.randn(64, 512)
+    pair = time_pair(
+        within(nullcontext, lambda: compiled(x)),
+        within(NewDisposeScope, lambda: compiled(x)),
+        rounds=40,
+        runs=20,
+        clock=time.process_time,
+    )
+    return _row("compiled call in a scope / plain: 6 layers of width 512", pair, None)
+
+
 def _memory_events(profiler: Any) -> list[Any]:
     return [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
 
@@ -210,7 +225,8 @@ def main() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     torch.set_num_threads(1)  # so that the time of the process is that of the work
     rows = [*op_rows(), empty_scope_row(), *training_rows(), peak_row(), bookkeeping_row()]
-    publish("scopes", [*rows, compilation_row()])  # dynamo slows what comes after it
+    rows += [compilation_row(), compiled_row()]  # last: dynamo slows what comes after it
+    publish("scopes", rows)
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ class Manager(TorchFunctionMode):
                     scope._ledger[id(out)] = ref(out)
             elif scope is not None:
                 self._enter([out], scope, getframe(1))
-        elif type(out) not in _WITHOUT_TENSORS and not (args and out is args[0]):
+        elif type(out) not in _WITHOUT_TENSORS and not _was_given(out, args, kwargs):
             scope = get_current()
             if scope is not None:
                 self._enter(
@@ -122,6 +122,13 @@ class Manager(TorchFunctionMode):
 
 HANDLER_CODE = Manager.__torch_function__.__code__
 """The code of the frame that stands on the stack while torch runs a function for a scope."""
+
+
+def _was_given(out: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> bool:
+    """Whether ``out`` is what an operation in place, or one with ``out=``, was given to fill."""
+    if args and out is args[0]:
+        return True
+    return kwargs is not None and kwargs.get("out") is out
 
 
 def _new_of(out: Any, func: Callable[..., Any], trees: tuple[Any, ...]) -> list[Tensor]:
