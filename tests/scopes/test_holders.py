@@ -577,6 +577,27 @@ def test_graph_saved_the_output_under_a_second_handle():
     assert losses
 
 
+def test_graph_saved_a_view_that_has_no_other_handle():
+    x = torch.ones(2, 3, 4, requires_grad=True) * 2
+    ref, losses = weakref.ref(x), [torch.nn.Linear(4, 4)(x).sum()]
+    del x
+    name = "test_graph_saved_a_view_that_has_no_other_handle.<locals>.losses[0]"
+    chain = f"AddmmBackward0 (saved mat1) in the graph of {name}"
+    assert held(ref) == [("autograd", chain)]
+    assert losses
+
+
+def test_second_search_finds_what_the_first_one_gave_a_handle():
+    leaf = torch.ones(2, 3, 4, requires_grad=True)
+    x = (leaf * 2).exp()
+    ref, losses = weakref.ref(x), [torch.nn.Linear(4, 4)(x).sum()]
+    del x
+    first = held(ref)
+    assert [kind for kind, _ in first] == ["autograd", "autograd"]
+    assert held(ref) == first
+    assert losses
+
+
 def test_own_graph_does_not_hold_its_output():
     x = torch.ones(3, requires_grad=True).exp()
     assert [kind for kind, _ in held(weakref.ref(x))] == ["frame-local"]
