@@ -33,11 +33,13 @@ class Holder:
         running: a frame that runs on this thread holds the tensor as a plain local variable. Its
             function's captured variable, a view of all of the tensor, or a view, array or graph
             beside a variable of the tensor itself, count as that variable.
+        named: false where the chain only counts references that have no name.
     """
 
     kind: str
     chain: str
     running: bool
+    named: bool = True
 
 
 def find_holders(
@@ -113,4 +115,4 @@ def _unnamed(count: int) -> list[Holder]:
         return []
     noun = "reference" if count == 1 else "references"
     chain = f"{count} {noun} without a name: a value on its way, or an extension module"
-    return [Holder("unknown", chain, running=False)]
+    return [Holder("unknown", chain, running=False, named=False)]

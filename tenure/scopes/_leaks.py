@@ -28,7 +28,8 @@ class LeakRecord:
         device: its device.
         nbytes: bytes of its storage; 0 if an earlier record has the same storage.
         created_at: "file.py:17", or None where no site was captured.
-        holders: what holds it, the shortest chain first.
+        holders: what holds it, the shortest chain first; references without a name only where
+            nothing else holds it.
         kind: the kind of the first holder, as in `Holder.kind`.
     """
 
@@ -140,7 +141,8 @@ def _culprits(holders: list[Holder]) -> list[Holder]:
     if len(lasting) < len(holders):
         # beside a variable, an unnamed reference is the value that the function is returning
         return [holder for holder in lasting if holder.kind != "unknown"]
-    return lasting
+    # beside a name it would tell nothing that the user can act on
+    return [holder for holder in lasting if holder.named] or lasting
 
 
 def _record(

@@ -1,5 +1,6 @@
 """The leak report: what is a leak, what the report says, and that it keeps nothing alive."""
 
+import ctypes
 import gc
 import io
 import subprocess
@@ -113,6 +114,20 @@ def test_value_on_its_way_out_of_a_function_is_no_leak():
 
     make()
     assert [len(report) for report in reports] == [0]
+
+
+def test_reference_without_a_name_is_said_only_where_no_name_is():
+    t = torch.ones(3)
+    ref = weakref.ref(t)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(t))
+    del t
+    (alone,) = report_on(ref).records
+    CACHE.append(ref())
+    (beside,) = report_on(ref).records
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(ref()))
+    text = "1 reference without a name: a value on its way, or an extension module"
+    assert (alone.kind, alone.holders) == ("unknown", (text,))
+    assert (beside.kind, beside.holders) == ("global", (f"{__name__}.CACHE[0]",))
 
 
 def test_one_storage_counts_once():
