@@ -565,6 +565,19 @@ def test_graph_node_saved_it():
     assert ref() is None
 
 
+@pytest.mark.parametrize("is_given", [False, True])
+def test_graph_is_named_by_what_will_outlive_a_variable(is_given):
+    x = torch.ones(3, requires_grad=True) * 2
+    ref, validation = weakref.ref(x), x.sin().sum()
+    losses = {"history": [validation]}
+    del x
+    name = "test_graph_is_named_by_what_will_outlive_a_variable.<locals>.losses['history'][0]"
+    found = find_holders([ref(), validation] if is_given else [ref()])[0]
+    chain = f"SinBackward0 (saved self) in the graph of {name}"
+    assert found == [Holder("autograd", chain, running=False)]
+    assert losses
+
+
 def test_graph_saved_the_output_under_a_second_handle():
     leaf = torch.ones(3, requires_grad=True)
     x = leaf.exp()
@@ -669,6 +682,14 @@ def test_tensor_that_refers_to_itself():
         ("frame-local", name),
         ("cycle", f"{name}.friends[0], in a reference cycle"),
     ]
+
+
+def test_tensor_that_refers_to_its_own_view():
+    x = torch.ones(6)
+    ref, x = weakref.ref(x), x.view(2, 3)
+    ref().view = x
+    name = "test_tensor_that_refers_to_its_own_view.<locals>.x"
+    assert find_holders([ref()])[0] == [Holder("view", f"view {name}", running=True)]
 
 
 def test_reference_from_an_extension_is_unknown():
