@@ -10,6 +10,7 @@ import sys
 import threading
 import types
 import weakref
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -207,6 +208,54 @@ def test_two_places_are_two_holders_the_shorter_first():
     assert held(weakref.ref(flat[0])) == [
         ("container", f"{name}.flat[0]"),
         ("container", f"{name}.deep['a']['b'][0]"),
+    ]
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: tuple[torch.Tensor, ...]
+
+
+def test_tuple_in_a_variable_counts_as_that_variable():
+    batch = (torch.ones(3), Pair(torch.ones(3), (torch.ones(3),)))
+    refs = [weakref.ref(t) for t in (batch[0], batch[1].first, *batch[1].second)]
+    name = "test_tuple_in_a_variable_counts_as_that_variable.<locals>.batch"
+    chains = [f"{name}[0]", f"{name}[1][0]", f"{name}[1][1][0]"]
+    for ref, chain in zip(refs, chains, strict=True):
+        assert find_holders([ref()])[0] == [Holder("container", chain, running=True)]
+
+
+def test_view_and_graph_beside_a_tuple_in_a_variable_count_as_that_variable():
+    hidden = torch.ones(3, requires_grad=True) * 2
+    out = (hidden.sin().sum(), hidden, torch.ones(6).view(2, 3))
+    del hidden
+    assert running(weakref.ref(out[1])) == [True, True]
+    assert running(weakref.ref(out[2]._base)) == [True]
+
+
+def test_arguments_of_a_running_function_are_its_variables():
+    def look(*args):
+        return running(weakref.ref(args[0]))
+
+    assert look(torch.ones(3)) == [True]
+
+
+@pytest.mark.parametrize("kind", [list, set, collections.deque])
+def test_tuple_in_what_may_be_older_is_not_running(kind):
+    pool = kind([(torch.ones(3),)])
+    assert running(weakref.ref(next(iter(pool))[0])) == [False]
+
+
+def test_what_may_be_older_in_a_tuple_is_not_running():
+    state = ([torch.ones(3)], {"k": torch.ones(3)})
+    assert running(weakref.ref(state[0][0])) == running(weakref.ref(state[1]["k"])) == [False]
+
+
+def test_tuple_in_a_variable_and_in_a_global_is_not_running():
+    batch = ((torch.ones(3),),)
+    CACHE.append(batch)
+    assert find_holders([batch[0][0]])[0] == [
+        Holder("global", f"{HERE}.CACHE[0][0][0]", running=False)
     ]
 
 
