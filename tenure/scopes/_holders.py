@@ -1,6 +1,7 @@
 """Who holds a tensor, in words; nothing that was looked at is kept once the answer is given."""
 
 import gc
+import itertools
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ._heap import Chain, Chains, Edge, Root, RunningFrames, Search
+from ._heap import Chain, Chains, Edge, RunningFrames, Search, Step
 
 # kinds whose holder may be a plain variable itself, with as many steps as that takes
 _BORROWED = {"view": 1, "autograd": 1, "numpy": 1, "closure": 3}
@@ -31,13 +32,18 @@ class Holder:
             no name.
         chain: the names from the root to the tensor.
         running: a frame that runs on this thread holds the tensor as a plain local variable. Its
-            function's captured variable, a view of all of the tensor, or a view, array or graph
-            beside a variable of the tensor itself, count as that variable.
+            function's captured variable, a tuple that is a variable, a view of all of the tensor,
+            or a view, array or graph beside a variable of the tensor itself, count as that
+            variable.
+        graph: what holds the graph of autograd that the chain goes through; empty without one.
+        named: false where the chain only counts references that have no name.
     """
 
     kind: str
     chain: str
     running: bool
+    graph: str = ""
+    named: bool = True
 
 
 def find_holders(
@@ -73,12 +79,15 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _holders_of(n: int, search: Search, chains: Chains) -> list[Holder]:
-    direct = [root for root in search.roots[n] if not root.silent]
-    ranked = [(0, Chain(root, ()), root.running) for root in direct]
-    for edge in search.parents[n]:
-        ranked.extend(_through(edge, n, chains, direct))
+    direct = [Chain(root, ()) for root in search.roots[n] if not root.silent]
+    through = [found for edge in search.parents[n] if (found := _through(edge, n, chains))]
+    ranked = [*((0, chain) for chain in direct), *through]
     ranked.sort(key=lambda entry: (entry[0], *_rank(entry[1])))
-    holders = [Holder(chain.kind, str(chain), running) for _, chain, running in ranked]
+    variables = [chain for rank, chain in ranked if rank == 0 and _is_variable(chain)]
+    holders = [
+        Holder(chain.kind, str(chain), rank == 0 and _is_running(chain, variables), chain.graph)
+        for rank, chain in ranked
+    ]
     return [*dict.fromkeys(holders), *_unnamed(search.unexplained(n))]
 
 
@@ -87,25 +96,35 @@ def _rank(chain: Chain) -> tuple[int, bool, str]:
     return len(chain.steps), chain.kind in _BORROWED, str(chain)
 
 
-def _through(
-    edge: Edge, n: int, chains: Chains, direct: list[Root]
-) -> list[tuple[int, Chain, bool]]:
-    chain = chains.through(edge)
-    if chain is None:
-        loose = chains.loose(edge)
-        return [] if loose is None else [(1, loose, False)]
-    if chains.passes(edge, n):
-        return [(1, chain._replace(root=chain.root._replace(kind="cycle")), False)]
-    return [(0, chain, _is_running(chain, direct))]
+def _through(edge: Edge, n: int, chains: Chains) -> tuple[int, Chain] | None:
+    """The chain that ends in an edge; behind the others if no root or only a cycle holds it."""
+    chain = chains.through(edge, n)
+    if chain is not None:
+        return int(chain.root.kind == "cycle"), chain
+    loose = chains.loose(edge)
+    return None if loose is None else (1, loose)
 
 
-def _is_running(chain: Chain, direct: list[Root]) -> bool:
-    first = chain.steps[0]
-    if not chain.root.running or _BORROWED.get(first.kind) != len(chain.steps):
+def _is_variable(chain: Chain) -> bool:
+    """Whether a tensor is the value of a variable, or an item of a tuple that is."""
+    return chain.root.running and not _unfrozen(chain)
+
+
+def _is_running(chain: Chain, variables: list[Chain]) -> bool:
+    steps = _unfrozen(chain)
+    if not chain.root.running or not steps:
+        return chain.root.running
+    first = steps[0]
+    if _BORROWED.get(first.kind) != len(steps):
         return False
     if first.kind == "closure":
-        return any(root.captured for root in direct)
-    return first.whole or any(root.running for root in direct)
+        return any(variable.root.captured for variable in variables)
+    return first.whole or bool(variables)
+
+
+def _unfrozen(chain: Chain) -> list[Step]:
+    """The steps of a chain from the first that leaves no tuple."""
+    return list(itertools.dropwhile(lambda step: step.frozen, chain.steps))
 
 
 def _unnamed(count: int) -> list[Holder]:
@@ -113,4 +132,4 @@ def _unnamed(count: int) -> list[Holder]:
         return []
     noun = "reference" if count == 1 else "references"
     chain = f"{count} {noun} without a name: a value on its way, or an extension module"
-    return [Holder("unknown", chain, running=False)]
+    return [Holder("unknown", chain, running=False, named=False)]

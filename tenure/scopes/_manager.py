@@ -117,7 +117,12 @@ class Manager(TorchFunctionMode):
         site = capture_site(frame, open_scope.capture) if open_scope.capture else None
         ledger = open_scope._ledger
         for tensor in tensors:
-            ledger[id(tensor)] = ref(tensor) if site is None else SitedRef(tensor, site)
+            if site is None:
+                ledger[id(tensor)] = ref(tensor)
+            else:
+                # a report lists tensors as they were made: a dead entry must not lend its place
+                ledger.pop(id(tensor), None)
+                ledger[id(tensor)] = SitedRef(tensor, site)
 
 
 HANDLER_CODE = Manager.__torch_function__.__code__

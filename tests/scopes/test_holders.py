@@ -10,6 +10,7 @@ import sys
 import threading
 import types
 import weakref
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -207,6 +208,54 @@ def test_two_places_are_two_holders_the_shorter_first():
     assert held(weakref.ref(flat[0])) == [
         ("container", f"{name}.flat[0]"),
         ("container", f"{name}.deep['a']['b'][0]"),
+    ]
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: tuple[torch.Tensor, ...]
+
+
+def test_tuple_in_a_variable_counts_as_that_variable():
+    batch = (torch.ones(3), Pair(torch.ones(3), (torch.ones(3),)))
+    refs = [weakref.ref(t) for t in (batch[0], batch[1].first, *batch[1].second)]
+    name = "test_tuple_in_a_variable_counts_as_that_variable.<locals>.batch"
+    chains = [f"{name}[0]", f"{name}[1][0]", f"{name}[1][1][0]"]
+    for ref, chain in zip(refs, chains, strict=True):
+        assert find_holders([ref()])[0] == [Holder("container", chain, running=True)]
+
+
+def test_view_and_graph_beside_a_tuple_in_a_variable_count_as_that_variable():
+    hidden = torch.ones(3, requires_grad=True) * 2
+    out = (hidden.sin().sum(), hidden, torch.ones(6).view(2, 3))
+    del hidden
+    assert running(weakref.ref(out[1])) == [True, True]
+    assert running(weakref.ref(out[2]._base)) == [True]
+
+
+def test_arguments_of_a_running_function_are_its_variables():
+    def look(*args):
+        return running(weakref.ref(args[0]))
+
+    assert look(torch.ones(3)) == [True]
+
+
+@pytest.mark.parametrize("kind", [list, set, collections.deque])
+def test_tuple_in_what_may_be_older_is_not_running(kind):
+    pool = kind([(torch.ones(3),)])
+    assert running(weakref.ref(next(iter(pool))[0])) == [False]
+
+
+def test_what_may_be_older_in_a_tuple_is_not_running():
+    state = ([torch.ones(3)], {"k": torch.ones(3)})
+    assert running(weakref.ref(state[0][0])) == running(weakref.ref(state[1]["k"])) == [False]
+
+
+def test_tuple_in_a_variable_and_in_a_global_is_not_running():
+    batch = ((torch.ones(3),),)
+    CACHE.append(batch)
+    assert find_holders([batch[0][0]])[0] == [
+        Holder("global", f"{HERE}.CACHE[0][0][0]", running=False)
     ]
 
 
@@ -565,6 +614,19 @@ def test_graph_node_saved_it():
     assert ref() is None
 
 
+@pytest.mark.parametrize("is_given", [False, True])
+def test_graph_is_named_by_what_will_outlive_a_variable(is_given):
+    x = torch.ones(3, requires_grad=True) * 2
+    ref, validation = weakref.ref(x), x.sin().sum()
+    losses = {"history": [validation]}
+    del x
+    name = "test_graph_is_named_by_what_will_outlive_a_variable.<locals>.losses['history'][0]"
+    found = find_holders([ref(), validation] if is_given else [ref()])[0]
+    chain = f"SinBackward0 (saved self) in the graph of {name}"
+    assert found == [Holder("autograd", chain, running=False)]
+    assert losses
+
+
 def test_graph_saved_the_output_under_a_second_handle():
     leaf = torch.ones(3, requires_grad=True)
     x = leaf.exp()
@@ -574,6 +636,27 @@ def test_graph_saved_the_output_under_a_second_handle():
         ("frame-local", f"{name}.x"),
         ("autograd", f"ExpBackward0 (saved result) in the graph of {name}.losses[0]"),
     ]
+    assert losses
+
+
+def test_graph_saved_a_view_that_has_no_other_handle():
+    x = torch.ones(2, 3, 4, requires_grad=True) * 2
+    ref, losses = weakref.ref(x), [torch.nn.Linear(4, 4)(x).sum()]
+    del x
+    name = "test_graph_saved_a_view_that_has_no_other_handle.<locals>.losses[0]"
+    chain = f"AddmmBackward0 (saved mat1) in the graph of {name}"
+    assert held(ref) == [("autograd", chain)]
+    assert losses
+
+
+def test_second_search_finds_what_the_first_one_gave_a_handle():
+    leaf = torch.ones(2, 3, 4, requires_grad=True)
+    x = (leaf * 2).exp()
+    ref, losses = weakref.ref(x), [torch.nn.Linear(4, 4)(x).sum()]
+    del x
+    first = held(ref)
+    assert [kind for kind, _ in first] == ["autograd", "autograd"]
+    assert held(ref) == first
     assert losses
 
 
@@ -648,6 +731,14 @@ def test_tensor_that_refers_to_itself():
         ("frame-local", name),
         ("cycle", f"{name}.friends[0], in a reference cycle"),
     ]
+
+
+def test_tensor_that_refers_to_its_own_view():
+    x = torch.ones(6)
+    ref, x = weakref.ref(x), x.view(2, 3)
+    ref().view = x
+    name = "test_tensor_that_refers_to_its_own_view.<locals>.x"
+    assert find_holders([ref()])[0] == [Holder("view", f"view {name}", running=True)]
 
 
 def test_reference_from_an_extension_is_unknown():

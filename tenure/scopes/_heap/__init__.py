@@ -5,5 +5,5 @@ from ._chains import Chains as Chains
 from ._frames import RunningFrames as RunningFrames
 from ._search import Edge as Edge
 from ._search import Search as Search
-from ._steps import Root as Root
+from ._steps import Step as Step
 from ._tensors import storage_key as storage_key

@@ -36,8 +36,27 @@ _ENDINGS = {
 _PLUMBING = (dict, tuple, type((lambda: _TELLING).__closure__))
 
 
-# ordered by cost, root's text and number; the fourth is unique, so that roots are never compared
-_Entry = tuple[int, str, int, int, Root, Edge | None]
+# an object, and whether what holds it is no more than a variable of a running function
+_Place = tuple[int, bool]
+
+
+class _Way(NamedTuple):
+    """How a root holds an object: by the last edge from another place, or as itself."""
+
+    root: Root
+    cost: int
+    edge: Edge | None
+    origin: _Place | None
+    fleeting: bool
+
+    @property
+    def rank(self) -> tuple[bool, int, str]:
+        """What will last before what will not; then the short before the long."""
+        return self.fleeting, self.cost, self.root.text
+
+
+# ordered by cost, root's text and number; the fourth is unique, so that ways are never compared
+_Entry = tuple[int, str, int, int, _Way]
 
 
 class Chain(NamedTuple):
@@ -55,34 +74,50 @@ class Chain(NamedTuple):
         kinds = {self.root.kind, *(step.kind for step in self.steps)}
         return next((kind for kind in _TELLING if kind in kinds), "frame-local")
 
+    @property
+    def graph(self) -> str:
+        """The part that holds the graph of autograd which the chain goes through."""
+        entry = next((i for i, step in enumerate(self.steps) if step.kind == "autograd"), None)
+        return "" if entry is None else str(Chain(self.root, self.steps[:entry]))
+
 
 class Chains:
-    """The shortest chain from a root to every object of a search that a root holds."""
+    """The best chain from a root to every object of a search that a root holds."""
 
     def __init__(self, search: Search) -> None:
         self._search = search
-        self._ways: dict[int, tuple[Root, Edge | None]] = {}
+        self._ways: dict[_Place, _Way] = {}
         self._find_ways()
 
-    def through(self, edge: Edge) -> Chain | None:
-        """The chain that ends in this edge; None when no root holds its holder."""
-        if edge.holder not in self._ways:
+    def through(self, edge: Edge, n: int) -> Chain | None:
+        """The chain that ends in this edge to an object; None when no root holds its holder.
+
+        Its root has the kind "cycle" where every chain goes through the object itself.
+        """
+        found = [
+            (edge.holder == n or n in self._numbers_on(way), self._further(place, way, edge))
+            for place in ((edge.holder, False), (edge.holder, True))
+            if (way := self._ways.get(place))
+        ]
+        if not found:
             return None
-        root, edges = self._way_to(edge.holder)
-        return Chain(root, (*(e.step for e in edges), edge.step))
+        in_cycle, way = min(found, key=lambda entry: (entry[0], entry[1].rank))
+        root = way.root._replace(kind="cycle") if in_cycle else way.root
+        return Chain(root, tuple(e.step for e in self._edges_of(way)))
 
-    def passes(self, edge: Edge, n: int) -> bool:
-        """Whether the chain that ends in this edge goes through an object."""
-        return edge.holder == n or any(e.holder == n for e in self._way_to(edge.holder)[1])
+    def _further(self, place: _Place, way: _Way, edge: Edge) -> _Way:
+        fleeting = way.fleeting and edge.step.borrows
+        return _Way(way.root, way.cost + 1, edge, place, fleeting)
 
-    def _way_to(self, n: int) -> tuple[Root, list[Edge]]:
+    def _edges_of(self, way: _Way) -> list[Edge]:
         edges: list[Edge] = []
-        root, edge = self._ways[n]
-        while edge is not None:
-            edges.append(edge)
-            n = edge.holder
-            root, edge = self._ways[n]
-        return root, edges[::-1]
+        while way.edge is not None and way.origin is not None:
+            edges.append(way.edge)
+            way = self._ways[way.origin]
+        return edges[::-1]
+
+    def _numbers_on(self, way: _Way) -> list[int]:
+        return [edge.holder for edge in self._edges_of(way)]
 
     def _find_ways(self) -> None:
         children: dict[int, list[tuple[int, Edge]]] = {}
@@ -91,19 +126,26 @@ class Chains:
                 children.setdefault(edge.holder, []).append((held, edge))
         ties = itertools.count()
         entries: list[_Entry] = [
-            (root.cost, root.text, n, next(ties), root, None)
+            (root.cost, root.text, n, next(ties), _Way(root, root.cost, None, None, root.running))
             for n, roots in enumerate(self._search.roots)
             for root in roots
             if not root.silent
         ]
         heapq.heapify(entries)
         while entries:
-            cost, text, n, _, root, way = heapq.heappop(entries)
-            if n not in self._ways:
-                self._ways[n] = (root, way)
-                for held, further in children.get(n, ()):
-                    entry = (cost + 1, text, held, next(ties), root, further)
-                    heapq.heappush(entries, entry)
+            _, text, n, _, way = heapq.heappop(entries)
+            if self._is_news(n, way):
+                place = (n, way.fleeting)
+                self._ways[place] = way
+                for held, edge in children.get(n, ()):
+                    further = self._further(place, way, edge)
+                    heapq.heappush(entries, (further.cost, text, held, next(ties), further))
+
+    def _is_news(self, n: int, way: _Way) -> bool:
+        if (n, False) in self._ways or (n, way.fleeting) in self._ways:
+            return False
+        # what a variable holds does not last because it holds itself
+        return (n, True) not in self._ways or n not in self._numbers_on(way)
 
     def loose(self, edge: Edge) -> "Chain | None":
         """A chain from the nearest holder with a type worth naming; None when it is tenure's own.

@@ -19,7 +19,7 @@ def list_slots(holder: list[object], wanted: Wanted) -> Iterator[Slot]:
 
 def tuple_slots(holder: tuple[object, ...], wanted: Wanted) -> Iterator[Slot]:
     """Items of a tuple, by index."""
-    return _numbered(tuple.__iter__(holder), wanted)
+    return _numbered(tuple.__iter__(holder), wanted, frozen=True)
 
 
 def deque_slots(holder: deque[object], wanted: Wanted) -> Iterator[Slot]:
@@ -47,10 +47,10 @@ def dict_slots(holder: dict[object, object], wanted: Wanted) -> Iterator[Slot]:
             yield key, Step(" (a key)")
 
 
-def _numbered(values: Iterator[object], wanted: Wanted) -> Iterator[Slot]:
+def _numbered(values: Iterator[object], wanted: Wanted, *, frozen: bool = False) -> Iterator[Slot]:
     for index, value in enumerate(values):
         if id(value) in wanted:
-            yield value, Step(f"[{index}]", key=index)
+            yield value, Step(f"[{index}]", key=index, frozen=frozen)
 
 
 def _members(values: Iterator[object], wanted: Wanted) -> Iterator[Slot]:

@@ -6,6 +6,7 @@ no checkpoint is recomputed.
 Source: ``torch/csrc/autograd/saved_variable.h`` for what a saved tensor holds.
 """
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ _VIEW = Step("", "view", anchor="view", link=" ")
 _WHOLE_VIEW = _VIEW._replace(whole=True)
 _GRADIENT = Step(".grad", "attribute")
 _MAX_DEPTH = 2
+# references to a handle that only C++ and our list hold, as `map` counts them
+_HELD_BY_CPP_ALONE = 3
 # the stubs of torch do not know the module
 _BINDINGS: Any = torch._C
 _SAVED_TENSOR = _BINDINGS._autograd.SavedTensor
@@ -42,12 +45,19 @@ class TensorGraph:
 
     def __init__(self) -> None:
         self.live = live_tensors()
+        counts = list(map(sys.getrefcount, self.live))
         self._live_ids = frozenset(map(id, self.live))
+        # an earlier search may have given a handle to what only autograd has
+        self._handed_out = frozenset(
+            id(t) for t, count in zip(self.live, counts, strict=True) if count > _HELD_BY_CPP_ALONE
+        )
+        self._inner: set[int] = set()
         self._by_id: defaultdict[int, list[Reference]] = defaultdict(list)
         self._by_storage: defaultdict[int, list[Reference]] = defaultdict(list)
-        for owner, t in enumerate(self.live):
-            self._add_tensor(owner, t)
         self._add_nodes()
+        for owner, t in enumerate(self.live):
+            if id(t) not in self._inner:
+                self._add_tensor(owner, t)
 
     def __contains__(self, candidate: object) -> bool:
         return id(candidate) in self._live_ids
@@ -100,9 +110,13 @@ class TensorGraph:
     def _add_saved(self, owner: int, t: torch.Tensor, step: Step) -> None:
         if id(t) in self._live_ids:
             self._by_id[id(t)].append(Reference(owner, step))
-        else:
-            # a node keeps its own output under a second handle, to avoid a cycle
-            key = storage_key(t)
+        if id(t) not in self._handed_out:
+            # a node keeps its own output under a second handle, to avoid a cycle; and of a view
+            # that no variable has, the user knows the base
+            self._inner.add(id(t))
+            base, key = read(t, "_base"), storage_key(t)
+            if base is not None:
+                self._by_id[id(base)].append(Reference(owner, step))
             if key is not None:
                 self._by_storage[key].append(Reference(owner, step))
 

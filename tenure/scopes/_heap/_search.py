@@ -60,7 +60,10 @@ class Search:
         self.complete = False
         self._children: list[list[int]] = []
         self._number: dict[int, int] = {}
+        # objects that a root holds which will last; that are a variable; that a variable lends on
         self._resolved: set[int] = set()
+        self._in_variable: set[int] = set()
+        self._lending: set[int] = set()
         self._explained: defaultdict[int, int] = defaultdict(int)
         self._owned_in_cpp: set[int] = set()
         self._frames = frames
@@ -97,7 +100,7 @@ class Search:
         self.complete = not level
 
     def _expand(self, level: list[int]) -> list[int]:
-        """Find the holders of one level; those that no root is known to hold are the next."""
+        """Find the holders of one level; those that no lasting root is known to hold are next."""
         before = len(self.alive)
         wanted = {id(self.alive[n]): n for n in level}
         met: set[int] = set()
@@ -107,7 +110,13 @@ class Search:
             self._ask(rest, wanted, met)
         for n in level:
             self._add_cpp_holders(n)
-        return [n for n in range(before, len(self.alive)) if n not in self._resolved]
+        return [n for n in range(before, len(self.alive)) if self._is_open(n)]
+
+    def _is_open(self, n: int) -> bool:
+        """Whether further holders of an object could change what is said of the tensors."""
+        if n in self._resolved:
+            return False
+        return n not in self._in_variable or n in self._lending
 
     def _ask(self, level: list[int], wanted: dict[int, int], met: set[int]) -> None:
         asked = [self.alive[n] for n in level]
@@ -138,14 +147,19 @@ class Search:
         self.parents.append([])
         self._children.append([])
         self.roots.append(self._roots.of(found))
-        if not all(root.silent for root in self.roots[number]):
-            self._resolve(number)
+        for root in self.roots[number]:
+            if root.running and not root.silent:
+                self._in_variable.add(number)
+            elif not root.silent:
+                self._resolve(number)
         return number
 
     def _link(self, holder: int, held: int, step: Step) -> None:
         self.parents[held].append(Edge(holder, step))
         self._children[holder].append(held)
-        if holder in self._resolved:
+        if step.borrows:
+            self._lending.add(holder)
+        if holder in self._resolved or (holder in self._in_variable and not step.borrows):
             self._resolve(held)
 
     def _resolve(self, number: int) -> None:

@@ -10,6 +10,8 @@ Key = int | str
 # spells the key of the next step, and says who spells the one after it
 Namer = Callable[[Key], "tuple[str, Namer | None]"]
 
+# kinds of holders that hold something no longer than the variable that they may be
+_BORROWING = frozenset({"view", "autograd", "numpy", "closure"})
 _REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 
 
@@ -25,6 +27,7 @@ class Step(NamedTuple):
         namer: how to spell the next step, where it has a key.
         module: the class of the ``nn.Module`` that this step leaves, if it is one.
         whole: what this step leaves spans the same memory, so that it pins nothing more.
+        frozen: what this step leaves is at least as new as what it holds, like a tuple.
     """
 
     text: str = ""
@@ -35,6 +38,12 @@ class Step(NamedTuple):
     namer: Namer | None = None
     module: str = ""
     whole: bool = False
+    frozen: bool = False
+
+    @property
+    def borrows(self) -> bool:
+        """Whether what a variable holds by this step is gone with the variable."""
+        return self.frozen or self.kind in _BORROWING
 
 
 class Root(NamedTuple):
