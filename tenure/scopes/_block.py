@@ -22,6 +22,7 @@ from ._ledger import Ledger
 from ._manager import Manager, current
 from ._sites import CONTEXTLIB, Capture, Site, user_frame
 from ._thread import ThreadScopes, World, this_thread
+from ._torch_dynamo import never_compiled
 
 Policy = Literal["dispose", "report", "raise"]
 OnError = Literal["dispose", "keep"]
@@ -73,6 +74,7 @@ class Block:
         self.leaks: LeakReport | None = None
         self._status = _NEW
 
+    @never_compiled
     def __enter__(self) -> Self:
         """Open the scope on this thread, inside the scope that is current."""
         if is_dynamo_compiling():  # inside compiled code a scope is transparent
@@ -83,6 +85,7 @@ class Block:
             warn_in_generator(frame, self)
         return self
 
+    @never_compiled
     def __exit__(
         self,
         exc_type: type[BaseException] | None,
@@ -93,6 +96,7 @@ class Block:
         if self._status is _OPEN:  # inside compiled code it never was
             self._close(exc)
 
+    @never_compiled
     def close(self) -> None:
         """End the scope now; the end of its block, or a second call, then does nothing.
 
