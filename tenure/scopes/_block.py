@@ -22,6 +22,7 @@ from ._ledger import Ledger, n_alive, take_all
 from ._manager import Manager, current
 from ._sites import CONTEXTLIB, Capture, Site, user_frame
 from ._thread import ThreadScopes, World, this_thread
+from ._torch_dynamo import never_compiled
 
 Policy = Literal["dispose", "report", "raise"]
 OnError = Literal["dispose", "keep"]
@@ -74,6 +75,7 @@ class Block:
         self.leaks: LeakReport | None = None
         self._status = _NEW
 
+    @never_compiled
     def __enter__(self) -> Self:
         """Open the scope on this thread, inside the scope that is current."""
         if is_dynamo_compiling():  # inside compiled code a scope is transparent
@@ -84,6 +86,7 @@ class Block:
             warn_in_generator(frame, self)
         return self
 
+    @never_compiled
     def __exit__(
         self,
         exc_type: type[BaseException] | None,
@@ -98,6 +101,7 @@ class Block:
         self._suspend()
         self._finish(exc)
 
+    @never_compiled
     def close(self) -> None:
         """End the scope now; the end of its block, or a second call, then does nothing.
 

@@ -20,6 +20,7 @@ from ._ledger import take
 from ._scope import DisposeScope, current_scope, scope_or_none
 from ._sites import user_site
 from ._thread import ThreadScopes, this_thread
+from ._torch_dynamo import never_compiled
 from ._trees import Tree, given_back, required_tensors
 
 
@@ -32,6 +33,7 @@ def owner_of(tensor: Tensor) -> DisposeScope | None:
     return cast("DisposeScope | None", this_thread().owner_of(tensor))
 
 
+@never_compiled
 def move_to_outer(*trees: Tree) -> Tree:
     """Hand tensors of the current scope to the scope around it; with none around, detach them.
 
@@ -55,6 +57,7 @@ def move_to_outer(*trees: Tree) -> Tree:
     return given_back(trees)
 
 
+@never_compiled
 def move_to(scope: DisposeScope | None, *trees: Tree) -> Tree:
     """Make ``scope`` the owner of tensors, whichever scope of this thread owns them now.
 
@@ -81,6 +84,7 @@ def move_to(scope: DisposeScope | None, *trees: Tree) -> Tree:
     return given_back(trees)
 
 
+@never_compiled
 def detach_from_scope(*trees: Tree) -> Tree:
     """Take tensors out of the care of their scopes: they live as in plain PyTorch.
 
@@ -100,6 +104,7 @@ def detach_from_scope(*trees: Tree) -> Tree:
     return given_back(trees)
 
 
+@never_compiled
 def attach_to_scope(*trees: Tree) -> Tree:
     """Make the current scope the owner of tensors, whoever owned them before.
 
@@ -126,6 +131,7 @@ def attach_to_scope(*trees: Tree) -> Tree:
     return given_back(trees)
 
 
+@never_compiled
 def dispose(*trees: object) -> None:
     """Let tensors go now, whether a scope of this thread owns them or none; twice is harmless.
 

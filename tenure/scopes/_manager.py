@@ -22,6 +22,7 @@ from ._ledger import SitedRef
 from ._library import copies_library_object, is_library_code
 from ._newness import DEEPCOPY, SOLE, flat_tensors, is_new, is_parameter, new_among
 from ._sites import capture_site
+from ._torch_dynamo import never_compiled
 
 if TYPE_CHECKING:
     from ._block import Block
@@ -60,6 +61,7 @@ class Manager(TorchFunctionMode):
         self.created = 0
         self._caller: CodeType | None = None  # the last code object that proved to be no library's
 
+    @never_compiled
     def __torch_function__(
         self,
         func: Callable[..., Any],

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch.compiler import is_dynamo_compiling
 
 from ._manager import current
+from ._torch_dynamo import never_compiled
 
 if TYPE_CHECKING:
     from ._block import Block
@@ -34,12 +35,14 @@ class persist(ContextDecorator):
     def __init__(self) -> None:
         self._left: list[Block | None] = []
 
+    @never_compiled
     def __enter__(self) -> None:
         """Leave the current scope."""
         if not is_dynamo_compiling():
             self._left.append(current.get())
             current.set(None)
 
+    @never_compiled
     def __exit__(self, *_: object) -> None:
         """Return to it."""
         if not is_dynamo_compiling():

@@ -23,6 +23,7 @@ from ._manager import current
 from ._sites import user_site
 from ._storages import storage_bytes
 from ._thread import this_thread
+from ._torch_dynamo import never_compiled
 from ._trees import Tree, given_back, required_tensors
 
 
@@ -90,6 +91,7 @@ class DisposeScope(Block):
 
     # --- handing tensors on
 
+    @never_compiled
     def move_to_outer(self, *trees: Tree) -> Tree:
         """Hand tensors of this scope to the scope around it; with none around, detach them.
 
@@ -111,6 +113,7 @@ class DisposeScope(Block):
             self._move(required_tensors(trees, "move_to_outer()"), self.outer)
         return given_back(trees)
 
+    @never_compiled
     def move_to(self, scope: DisposeScope | None, *trees: Tree) -> Tree:
         """Hand tensors of this scope to another open one of this thread, or to none.
 
@@ -133,6 +136,7 @@ class DisposeScope(Block):
             self._move(required_tensors(trees, "move_to()"), target)
         return given_back(trees)
 
+    @never_compiled
     def detach(self, *trees: Tree) -> Tree:
         """Take tensors of this scope out of the care of any scope: they live as in plain PyTorch.
 
@@ -153,6 +157,7 @@ class DisposeScope(Block):
             self._move(required_tensors(trees, "detach()"), None)
         return given_back(trees)
 
+    @never_compiled
     def attach(self, *trees: Tree) -> Tree:
         """Make this scope the owner of tensors, whoever owned them before.
 
@@ -197,6 +202,7 @@ class DisposeScope(Block):
 
     # --- letting go
 
+    @never_compiled
     def dispose_everything(self) -> None:
         """Dispose all tensors that it owns now; the scope stays open.
 
@@ -207,6 +213,7 @@ class DisposeScope(Block):
             check_open(self, "dispose_everything")
             self._dispose_but([], "dispose_everything")
 
+    @never_compiled
     def dispose_everything_but(self, *keep: Tree) -> Tree:
         """Dispose what it owns now, except ``keep``, which stays with whoever owns it.
 

@@ -20,6 +20,7 @@ from ._block import OnError, Policy
 from ._checks import check_thread
 from ._scope import DisposeScope
 from ._sites import Capture, user_frame
+from ._torch_dynamo import never_compiled
 from ._trees import tensors_in
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -173,10 +174,12 @@ class _Block:
 class _Call(_Block):
     """From the call of a function to its return: the scope is open all the time."""
 
+    @never_compiled
     def __enter__(self) -> DisposeScope:
         self.scope._open(user_frame(sys._getframe(1)))
         return self.scope
 
+    @never_compiled
     def __exit__(self, _: object, exc: BaseException | None, __: object) -> None:
         self.scope.__exit__(None, exc, None)
 
@@ -184,11 +187,13 @@ class _Call(_Block):
 class _Suspended(_Block):
     """The life of a generator: its scope is there, and open only while the generator runs."""
 
+    @never_compiled
     def __enter__(self) -> DisposeScope:
         self.scope._open(user_frame(sys._getframe(1)))
         self.scope._suspend()
         return self.scope
 
+    @never_compiled
     def __exit__(self, _: object, exc: BaseException | None, __: object) -> None:
         self.scope._finish(exc)
 
@@ -196,14 +201,17 @@ class _Suspended(_Block):
 class _Turn(_Block):
     """One step of a generator, from where it is resumed to where it yields."""
 
+    @never_compiled
     def __enter__(self) -> None:
         check_thread(self.scope, "resume")
         self.scope._resume()
 
+    @never_compiled
     def __exit__(self, *_: object) -> None:
         self.scope._suspend()
 
 
+@never_compiled
 def _handed_over(scope: DisposeScope, result: Any) -> Any:
     """What the function returned, its tensors moved to the scope of the caller."""
     scope._move(tensors_in((result,)), scope.outer)

@@ -14,6 +14,7 @@ from tenure import (
     NewDisposeScope,
     attach_to_scope,
     current_scope,
+    detach_from_scope,
     is_disposed,
     move_to_outer,
     persist,
@@ -252,11 +253,31 @@ def test_a_graph_break_inside_a_scope_keeps_the_scope_and_the_result(x):
             return scope.move_to_outer(doubled + 1)
 
     compiled = torch.compile(broken, backend="eager")
-    with NewDisposeScope() as outer:
-        assert torch.equal(outer.detach(compiled(x)), x * 2 + 1)
-        assert current_scope() is outer
+    for _ in range(3):  # the second call is the first to use what dynamo made of the first
+        assert torch.equal(compiled(x), x * 2 + 1)
+        with NewDisposeScope() as outer:
+            made = compiled(x)
+            assert current_scope() is outer
+            assert made in outer
+            assert torch.equal(outer.detach(made), x * 2 + 1)
     assert current_scope() is None
     assert torch.overrides._len_torch_function_stack() == 0
+
+
+def test_verbs_take_effect_in_a_frame_that_dynamo_gave_up_on(x):
+    def broken(x: Tensor) -> list[Tensor]:
+        with NewDisposeScope("broken") as scope:
+            torch._dynamo.graph_break()
+            tripled, kept, lost = detach_from_scope(x * 3), x + 1, x + 2
+            scope.dispose_everything_but(kept)
+            return [tripled, move_to_outer(kept), lost]
+
+    compiled = torch.compile(broken, backend="eager")
+    for _ in range(3):
+        tripled, kept, lost = compiled(x)
+        assert torch.equal(tripled, x * 3)
+        assert torch.equal(kept, x + 1)
+        assert is_disposed(lost)
 
 
 def test_a_conditional_is_captured_inside_a_scope(x):

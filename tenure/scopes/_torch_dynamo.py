@@ -1,0 +1,28 @@
+"""Keeping dynamo from compiling the library's own frames.
+
+What is called from a frame that dynamo gave up on (a graph break inside a ``with`` block, say) is
+compiled by itself. There ``is_dynamo_compiling()`` folds to True, so a verb would do nothing for a
+scope that is really open; and the compiled handler takes one torch function for another, because
+dynamo does not guard on its ``func``. Traced as a part of the user's function all stays transparent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def never_compiled(function: Function) -> Function:
+    """Let the frames of ``function``, and what they call, run as they are; it costs no call.
+
+    Source: ``torch._dynamo.eval_frame.skip_code``, without importing dynamo.
+    """
+    eval_frame: Any = torch._C._dynamo.eval_frame
+    skip = eval_frame._FrameAction.SKIP
+    strategy = eval_frame._FrameExecStrategy(skip, skip)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
