@@ -47,7 +47,7 @@ _RULES: tuple[tuple[re.Pattern[str], Oom], ...] = tuple(
         (r"\bInvalid buffer size: ", Oom("size_limit", "mps")),
         (r"\blarger than currently supported by the MPS backend\b", Oom("size_limit", "mps")),
         (r"\bcan NOT allocate memory block with size larger than\b", Oom("size_limit", "xpu")),
-        (r"\b(?:(?:more|larger|less) than|>) INT_MAX\b", Oom("size_limit")),
+        (r"(?:\b(?:more|larger|less) than|>) INT_MAX\b", Oom("size_limit")),
         # --- the driver; with MIG, NVML fails where the allocator would report that it is full
         (r"\b(?:CUDA|HIP) driver error: out of memory\b", Oom("driver", "cuda")),
         (r"\bCUDA_ERROR_OUT_OF_MEMORY\b", Oom("driver", "cuda")),
