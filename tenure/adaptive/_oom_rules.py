@@ -25,6 +25,7 @@ NEVER_TEXT = re.compile(
     r"illegal memory access|device-side assert triggered|misaligned address"
     r"|unspecified launch failure|out of resources?: |OutOfResources"
     r"|Storage size calculation overflowed|overflow while computing numel"
+    r"|integer multiplication overflow"
 )
 """What no out-of-memory error says; "device-side assertions" is in the advice of any CUDA error."""
 
@@ -73,13 +74,19 @@ _RULES: tuple[tuple[re.Pattern[str], Oom], ...] = tuple(
         # --- memory of a device
         (rf"\b{_BACKENDS} out of memory\b", Oom("device")),
         (r"\b\w{1,40}:\d{1,4} out of memory\. Tried to allocate\b", Oom("device")),
-        (r"\b(?:CUDA|HIP) error: ?out of memory\b", Oom("device", "cuda")),
+        (
+            r"\b(?:CUDA|HIP) [Ee]rror(?: \([^\n()]{0,200}\))?: ?out of memory\b",
+            Oom("device", "cuda"),
+        ),
         (r"\bcuda runtime error \(2\) : out of memory\b", Oom("device", "cuda")),
         (r"\bThere is not enough GPU video memory available\b", Oom("device")),
         (r"\bRESOURCE_EXHAUSTED: Out of memory\b", Oom("device")),
         (r"\AOut of memory allocating [0-9,]{1,30} bytes\b", Oom("device", "cuda")),
         (r"\bstd::bad_alloc: out_of_memory: CUDA error\b", Oom("device", "cuda")),
+        # what torch says of a worker or replica whose error it can't build again
+        (r"\ACaught OutOfMemoryError in ", Oom("device")),
         # --- memory of the host
+        (r"\ACaught \w{0,40}MemoryError in ", Oom("host", "cpu")),
         (
             r"\bDefaultCPUAllocator: (?:can't allocate memory|not enough memory)\b",
             Oom("host", "cpu"),

@@ -140,6 +140,18 @@ ROWS = (
         20 * GIB,
     ),
     Row(
+        "CUDA error with a place",
+        "CUDA error (flash_fwd_launch_template.h:188): out of memory",
+        "device",
+        "cuda",
+    ),
+    Row(
+        "DataParallel, no reason",
+        f"Caught OutOfMemoryError in replica 0 on device 0.\n{_TRACEBACK}",
+        "device",
+        None,
+    ),
+    Row(
         "NCCL",
         "NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1333, unhandled cuda "
         "error (run with NCCL_DEBUG=INFO for details), NCCL version 2.19.3\n"
@@ -281,6 +293,15 @@ ROWS = (
         512 * MIB,
     ),
     Row(
+        "numpy in a DataLoader worker",
+        f"Caught _ArrayMemoryError in DataLoader worker process 0.\n{_TRACEBACK}"
+        "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 128. TiB for an array with "
+        "shape (1048576, 16777216) and data type float64",
+        "host",
+        "cpu",
+        128 * TIB,
+    ),
+    Row(
         "mmap",
         "unable to mmap 29764 bytes from file </torch_10182_3020184674_63991>: Cannot allocate "
         "memory (12)",
@@ -321,6 +342,7 @@ LOOK_ALIKES = {
         "sizes or `num_stages` may help."
     ),
     "storage overflow": "Storage size calculation overflowed with sizes=[4611686018427387904]",
+    "numel multiplication": "numel: integer multiplication overflow",
     "numel overflow": "int64 overflow while computing numel for sizes [2, 2305843009213693952]",
 }
 

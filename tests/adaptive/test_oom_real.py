@@ -6,6 +6,7 @@ import sys
 import numpy
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from tenure.adaptive import is_oom, oom_info
 
@@ -44,6 +45,20 @@ def test_numpy():
 def test_python():
     info = oom_info(_failure(lambda: [0] * 2**60))
     assert (info.kind, info.requested_bytes, info.chain) == ("host", None, ("MemoryError",))
+
+
+class _Unallocatable(Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return numpy.empty((2**20, 2**36))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a forked worker needs no import of this file")
+def test_numpy_in_a_worker_of_a_data_loader():
+    info = oom_info(_failure(lambda: next(iter(DataLoader(_Unallocatable(), num_workers=1)))))
+    assert (info.kind, info.requested_bytes) == ("host", 2**59)
 
 
 _UNDER_A_LIMIT = """
