@@ -1,10 +1,13 @@
-"""How bytes are spelled."""
+"""How bytes are spelled, and read."""
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenure._units import format_bytes
+from tenure import TenureError
+from tenure._errors import ByteSizeError
+from tenure._units import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -28,3 +31,76 @@ def test_unit_is_the_largest_that_leaves_a_number_below_1024(n_bytes, text):
 @given(st.integers(min_value=1, max_value=2**60))
 def test_sign_only_adds_a_minus(n_bytes):
     assert format_bytes(-n_bytes) == f"-{format_bytes(n_bytes)}"
+
+
+@pytest.mark.parametrize(
+    ("size", "n_bytes"),
+    [
+        (0, 0),
+        (4096, 4096),
+        (numpy.int64(7), 7),
+        ("4096", 4096),
+        ("1 B", 1),
+        ("512 bytes", 512),
+        ("1 byte", 1),
+        ("64MiB", 64 << 20),
+        ("2 GiB", 2 << 30),
+        ("20.00 GiB", 20 << 30),
+        ("128. TiB", 128 << 40),
+        (" 1.5 kib ", 1536),
+        ("1 PiB", 1 << 50),
+        ("8EiB", 8 << 60),
+        ("2 GB", 2 * 10**9),
+        ("24mb", 24 * 10**6),
+        ("0.1 TiB", 109_951_162_778),
+        ("0.5 B", 1),
+    ],
+)
+def test_a_number_is_read_with_its_unit(size, n_bytes):
+    assert parse_bytes(size) == n_bytes
+    assert type(parse_bytes(size)) is int
+
+
+@pytest.mark.parametrize(
+    "text", ["", "MiB", "-1 MiB", "2G", "1,5 GiB", "1e9", "64 MiBs", "inf", "\u0663 MiB", "1 2 B"]
+)
+def test_a_text_that_is_no_size_is_quoted_with_what_to_write(text):
+    message = r"is not a number of bytes\. Write an int, or a number and a unit, such as \"64MiB\""
+    with pytest.raises(ByteSizeError, match=message) as caught:
+        parse_bytes(text)
+    assert str(caught.value).startswith(repr(text))
+
+
+def test_a_long_text_is_quoted_shortened():
+    with pytest.raises(ByteSizeError, match=r"^'9{37}\.\.\.' is not a number of bytes"):
+        parse_bytes("9" * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("size", "kind"), [(1.5, "float"), (True, "bool"), (None, "NoneType"), (b"1 MiB", "bytes")]
+)
+def test_a_value_of_another_type_is_named(size, kind):
+    with pytest.raises(ByteSizeError, match=rf"^A number of bytes can't be read from a {kind}\. "):
+        parse_bytes(size)
+
+
+def test_a_negative_number_is_refused():
+    with pytest.raises(ByteSizeError, match=r"^-1 is not a number of bytes: it is negative\. "):
+        parse_bytes(-1)
+
+
+def test_the_error_is_caught_as_tenures_own_and_as_a_value_error():
+    assert issubclass(ByteSizeError, TenureError)
+    assert issubclass(ByteSizeError, ValueError)
+
+
+@given(st.integers(min_value=0, max_value=2**60))
+def test_what_is_spelled_is_read_back_within_half_of_the_last_decimal(n_bytes):
+    text = format_bytes(n_bytes)
+    unit_bytes = parse_bytes(f"1 {text.split()[1]}")
+    assert abs(parse_bytes(text) - n_bytes) <= 0.05 * unit_bytes + 1
+
+
+@given(st.integers(min_value=0, max_value=2**40), st.sampled_from(["KiB", "MiB", "GiB", "TiB"]))
+def test_whole_numbers_of_a_unit_are_read_exactly(number, unit):
+    assert parse_bytes(f"{number}{unit}") == number * parse_bytes(f"1{unit}")

@@ -1,5 +1,6 @@
 """Never run: uses of the public API that mypy and pyright must accept, with the types they give."""
 
+import re
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, assert_type
@@ -31,6 +32,15 @@ from tenure import (
     persist,
     scoped,
     statistics,
+)
+from tenure.adaptive import (
+    AdaptiveUsageError,
+    OomInfo,
+    OomKind,
+    OomRegistration,
+    is_oom,
+    oom_info,
+    register_oom,
 )
 
 
@@ -140,6 +150,29 @@ def reading(report: LeakReport) -> None:
         assert_type(record.kind, str)
         for holder in record.holders:
             assert_type(holder, str)
+
+
+def recognising(error: BaseException) -> OomInfo | None:
+    assert_type(is_oom(error), bool)
+    assert_type(tenure.adaptive.oom_info(error), OomInfo | None)
+    with register_oom("pool exhausted", "device", retry_safe=False) as registration:
+        assert_type(registration, OomRegistration)
+        assert_type(registration.pattern, re.Pattern[str])
+        assert_type(registration.kind, OomKind)
+        assert_type(registration.retry_safe, bool)
+    try:
+        register_oom(re.compile("pool exhausted"), "host").unregister()
+    except AdaptiveUsageError as refused:
+        assert_type(is_oom(refused), bool)
+    info = oom_info(error)
+    if info is not None:
+        assert_type(info.kind, OomKind)
+        assert_type(info.device, str | None)
+        assert_type(info.requested_bytes, int | None)
+        assert_type(info.retry_safe, bool)
+        assert_type(info.text, str)
+        assert_type(info.chain, tuple[str, ...])
+    return info
 
 
 def failing(x: Tensor) -> str:
