@@ -3,7 +3,8 @@
 What is called from a frame that dynamo gave up on (a graph break inside a ``with`` block, say) is
 compiled by itself. There ``is_dynamo_compiling()`` folds to True, so a verb would do nothing for a
 scope that is really open; and the compiled handler takes one torch function for another, because
-dynamo does not guard on its ``func``. Traced as a part of the user's function all stays transparent.
+dynamo does not guard on its ``func``. Traced as a part of the user's function all of it stays
+transparent.
 """
 
 from __future__ import annotations
@@ -21,8 +22,22 @@ def never_compiled(function: Function) -> Function:
 
     Source: ``torch._dynamo.eval_frame.skip_code``, without importing dynamo.
     """
-    eval_frame: Any = torch._C._dynamo.eval_frame
+    internals: Any = torch._C
+    eval_frame = internals._dynamo.eval_frame
     skip = eval_frame._FrameAction.SKIP
     strategy = eval_frame._FrameExecStrategy(skip, skip)
     eval_frame.set_code_exec_strategy(function.__code__, strategy)
     return function
+
+
+def works() -> bool:
+    """Whether a marked function runs as it is although dynamo is asked to compile its frame."""
+    seen: list[bool] = []
+
+    @never_compiled
+    def marked(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.compiler.is_dynamo_compiling())
+        return x + 1
+
+    torch.compile(marked, backend="eager")(torch.ones(1))
+    return seen == [False]

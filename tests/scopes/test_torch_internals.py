@@ -3,10 +3,19 @@
 import pytest
 import torch
 
-from tenure.scopes import _newness, _torch_backward, _torch_modes, _torch_pytree, _torch_swap
+from tenure.scopes import (
+    _newness,
+    _torch_backward,
+    _torch_dynamo,
+    _torch_modes,
+    _torch_pytree,
+    _torch_swap,
+)
 
 
-@pytest.mark.parametrize("module", [_torch_backward, _torch_modes, _torch_pytree, _torch_swap])
+@pytest.mark.parametrize(
+    "module", [_torch_backward, _torch_dynamo, _torch_modes, _torch_pytree, _torch_swap]
+)
 def test_the_self_test_passes(module):
     assert module.works()
 
