@@ -35,12 +35,14 @@ class Holder:
             function's captured variable, a tuple that is a variable, a view of all of the tensor,
             or a view, array or graph beside a variable of the tensor itself, count as that
             variable.
+        graph: what holds the graph of autograd that the chain goes through; empty without one.
         named: false where the chain only counts references that have no name.
     """
 
     kind: str
     chain: str
     running: bool
+    graph: str = ""
     named: bool = True
 
 
@@ -83,7 +85,7 @@ def _holders_of(n: int, search: Search, chains: Chains) -> list[Holder]:
     ranked.sort(key=lambda entry: (entry[0], *_rank(entry[1])))
     variables = [chain for rank, chain in ranked if rank == 0 and _is_variable(chain)]
     holders = [
-        Holder(chain.kind, str(chain), rank == 0 and _is_running(chain, variables))
+        Holder(chain.kind, str(chain), rank == 0 and _is_running(chain, variables), chain.graph)
         for rank, chain in ranked
     ]
     return [*dict.fromkeys(holders), *_unnamed(search.unexplained(n))]

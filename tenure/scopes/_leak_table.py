@@ -3,6 +3,8 @@
 import html
 from typing import TYPE_CHECKING
 
+from ._leak_groups import SavedTensors, grouped
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -19,24 +21,28 @@ def leak_table(report: "LeakReport") -> "Table":
     table = Table(title=Text(report.summary()), title_justify="left", show_lines=True)
     for heading in _HEADINGS:
         table.add_column(heading, overflow="fold")
-    for record in report.records:
+    for row in grouped(report.records):
         # as Text: brackets in plain strings are markup
-        table.add_row(*(Text("\n".join(cell)) for cell in _cells(record)))
+        table.add_row(*(Text("\n".join(cell)) for cell in _cells(row)))
     return table
 
 
 def leak_html(report: "LeakReport") -> str:
     """The report as an HTML table, captioned with its summary."""
     head = "".join(f"<th>{heading}</th>" for heading in _HEADINGS)
-    rows = "".join(f"<tr>{_html_cells(record)}</tr>" for record in report.records)
+    rows = "".join(f"<tr>{_html_cells(row)}</tr>" for row in grouped(report.records))
     caption = html.escape(report.summary())
     return f"<table><caption>{caption}</caption><tr>{head}</tr>{rows}</table>"
 
 
-def _html_cells(record: "LeakRecord") -> str:
-    cells = ("<br>".join(map(html.escape, cell)) for cell in _cells(record))
+def _html_cells(row: "LeakRecord | SavedTensors") -> str:
+    cells = ("<br>".join(map(html.escape, cell)) for cell in _cells(row))
     return "".join(f"<td>{cell}</td>" for cell in cells)
 
 
-def _cells(record: "LeakRecord") -> tuple[list[str], ...]:
-    return ([str(record)], [record.created_at or ""], [record.kind], list(record.holders))
+def _cells(row: "LeakRecord | SavedTensors") -> tuple[list[str], ...]:
+    if isinstance(row, SavedTensors):
+        largest = row.largest
+        tensors = [row.summary(), f"the largest {largest}"]
+        return (tensors, [largest.created_at or ""], [largest.kind], [f"the graph of {row.graph}"])
+    return ([str(row)], [row.created_at or ""], [row.kind], list(row.holders))

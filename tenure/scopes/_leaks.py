@@ -11,6 +11,7 @@ from tenure._units import format_bytes
 
 from ._heap import storage_key
 from ._holders import Holder, find_holders
+from ._leak_groups import SavedTensors, grouped
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -31,6 +32,8 @@ class LeakRecord:
         holders: what holds it, the shortest chain first; references without a name only where
             nothing else holds it.
         kind: the kind of the first holder, as in `Holder.kind`.
+        graph: what holds the graph of autograd that alone holds the tensor, named like a holder;
+            empty where anything else holds it.
     """
 
     shape: tuple[int, ...]
@@ -40,13 +43,21 @@ class LeakRecord:
     created_at: str | None
     holders: tuple[str, ...]
     kind: str
+    graph: str = ""
 
     def __str__(self) -> str:
         return describe(self.dtype, self.shape, self.device, self.nbytes)
 
+    def line(self) -> str:
+        """The tensor and, where it is known, the site that created it."""
+        return f"{self}, created at {self.created_at}" if self.created_at else str(self)
+
 
 class LeakReport:
     """The tensors that outlived one scope; false when there are none.
+
+    Printed, as text or as a table, tensors that nothing but one graph holds share a line; `records`
+    has each of them.
 
     Args:
         records: one for each leaked tensor, in the order of creation.
@@ -82,10 +93,12 @@ class LeakReport:
 
     def __str__(self) -> str:
         lines = [f"{self.summary()}{':' if self else '.'}"]
-        for record in self.records:
-            site = f", created at {record.created_at}" if record.created_at else ""
-            lines.append(f"  {record}{site}")
-            lines.extend(f"    {line}" for line in _holder_lines(record))
+        for row in grouped(self.records):
+            if isinstance(row, SavedTensors):
+                lines.append(f"  {row}")
+            else:
+                lines.append(f"  {row.line()}")
+                lines.extend(f"    {line}" for line in _holder_lines(row))
         return "\n".join(lines)
 
     def __rich__(self) -> "RenderableType":
@@ -155,7 +168,9 @@ def _record(
     with torch._C.DisableTorchFunction():
         shape, dtype, device = shape_of(t), t.dtype, t.device
     chains = tuple(holder.chain for holder in holders)
-    return LeakRecord(shape, dtype, device, n_bytes, site, chains, holders[0].kind)
+    graphs = {holder.graph for holder in holders}
+    graph = graphs.pop() if len(graphs) == 1 else ""
+    return LeakRecord(shape, dtype, device, n_bytes, site, chains, holders[0].kind, graph)
 
 
 def _holder_lines(record: LeakRecord) -> list[str]:

@@ -623,7 +623,7 @@ def test_graph_is_named_by_what_will_outlive_a_variable(is_given):
     name = "test_graph_is_named_by_what_will_outlive_a_variable.<locals>.losses['history'][0]"
     found = find_holders([ref(), validation] if is_given else [ref()])[0]
     chain = f"SinBackward0 (saved self) in the graph of {name}"
-    assert found == [Holder("autograd", chain, running=False)]
+    assert found == [Holder("autograd", chain, running=False, graph=name)]
     assert losses
 
 

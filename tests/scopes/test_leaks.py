@@ -175,6 +175,52 @@ def test_text_names_scope_tensors_sites_and_the_first_holders():
     assert repr(report) == "<LeakReport of <DisposeScope 'step'>: 2 tensors leaked, 64.0 KiB>"
 
 
+def saved(graph, **changes):
+    node = "GeluBackward0 (saved self) in the graph of"
+    return record(holders=(f"{node} {graph}",), kind="autograd", graph=graph, **changes)
+
+
+def test_text_has_one_line_for_what_one_graph_saved():
+    loss = record(shape=(), nbytes=4)
+    first, second = "train.<locals>.history[3]", "CACHE['loss']"
+    report = LeakReport(
+        [
+            saved(first, nbytes=10),
+            saved(second),
+            saved("alone[0]", shape=(2,)),
+            saved(first, nbytes=20, created_at="model.py:58"),
+            saved(second, created_at=None),
+            saved(first, nbytes=20),
+            loss,
+        ],
+        scope=SCOPE,
+    )
+    assert str(report).splitlines() == [
+        "<DisposeScope 'step'>: 7 tensors leaked, 192.1 KiB:",
+        "  2 tensors that autograd saved, 128.0 KiB, in the graph of CACHE['loss'];"
+        " the largest float16[32, 1024] on cuda:0, 64.0 KiB, created at train.py:17",
+        "  float16[2] on cuda:0, 64.0 KiB, created at train.py:17",
+        "    held by GeluBackward0 (saved self) in the graph of alone[0]",
+        "  float16[] on cuda:0, 4 B, created at train.py:17",
+        "    held by train.<locals>.history[3]",
+        "  and 3 tensors that autograd saved, 50 B, in the graph of train.<locals>.history[3];"
+        " the largest float16[32, 1024] on cuda:0, 20 B, created at model.py:58",
+    ]
+    assert len(report) == 7
+
+
+def test_only_what_a_single_graph_alone_holds_has_its_name():
+    leaf = torch.ones(3, requires_grad=True)
+    x, y = leaf * 2, leaf * 3
+    CACHE.extend([x.sin().sum(), (y * y).sum(), y.sin().sum()])
+    refs = weakref.ref(x), weakref.ref(y)
+    del x, y
+    graphs = [found.graph for found in report_on(*refs).records]
+    assert graphs == [f"{__name__}.CACHE[0]", ""]
+    CACHE.append(refs[0]())
+    assert [found.graph for found in report_on(*refs).records] == ["", ""]
+
+
 def test_one_tensor_is_spelled_in_the_singular():
     assert LeakReport([record()], scope="'s'").summary() == "'s': 1 tensor leaked, 64.0 KiB"
 
@@ -199,6 +245,17 @@ def test_rich_table():
         "│ cuda:0, 64.0 KiB           │             │           │                           │",
         "└────────────────────────────┴─────────────┴───────────┴───────────────────────────┘",
     ]
+
+
+def test_tables_have_one_row_for_what_one_graph_saved():
+    report = LeakReport([saved("f.<locals>.a[0]"), saved("f.<locals>.a[0]")], scope="s")
+    assert report._repr_html_().endswith(
+        "<tr><td>2 tensors that autograd saved, 128.0 KiB<br>"
+        "the largest float16[32, 1024] on cuda:0, 64.0 KiB</td><td>train.py:17</td>"
+        "<td>autograd</td><td>the graph of f.&lt;locals&gt;.a[0]</td></tr></table>"
+    )
+    pytest.importorskip("rich")
+    assert report.__rich__().row_count == 1
 
 
 def test_html_is_escaped():

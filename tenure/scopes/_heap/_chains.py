@@ -74,6 +74,12 @@ class Chain(NamedTuple):
         kinds = {self.root.kind, *(step.kind for step in self.steps)}
         return next((kind for kind in _TELLING if kind in kinds), "frame-local")
 
+    @property
+    def graph(self) -> str:
+        """The part that holds the graph of autograd which the chain goes through."""
+        entry = next((i for i, step in enumerate(self.steps) if step.kind == "autograd"), None)
+        return "" if entry is None else str(Chain(self.root, self.steps[:entry]))
+
 
 class Chains:
     """The best chain from a root to every object of a search that a root holds."""
