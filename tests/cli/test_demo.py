@@ -87,8 +87,15 @@ def test_reading_a_loss_that_was_let_go_is_refused(done):
     assert "DisposedTensorError: item() got float32[] on cpu, 4 B, disposed when" in done.stdout
 
 
-def test_the_report_names_the_list_that_holds_the_leak(done):
-    assert "train.<locals>.history[3]" in _chapter(done, 3)
+def test_the_report_names_the_list_that_holds_the_leak_and_sums_up_its_graph(done):
+    _, summary, loss, holder, saved, _ = _chapter(done, 3).splitlines()
+    assert summary.startswith("<DisposeScope 'step 4'>: ")
+    assert loss.startswith("  float32[] on cpu, 4 B, created at ")
+    assert holder == "    held by train.<locals>.history[3]"
+    pattern = (
+        r"  and \d+ tensors that autograd saved, [\d.]+ [KM]iB, in the graph of (.+); the largest "
+    )
+    assert re.match(pattern, saved)[1] == "train.<locals>.history[3]"
 
 
 def test_the_same_seed_prints_the_same_text(done):
