@@ -217,10 +217,10 @@ class Pair(NamedTuple):
 
 
 def test_tuple_in_a_variable_counts_as_that_variable():
-    batch = (torch.ones(3), Pair(torch.ones(3), (torch.ones(3),)))
-    refs = [weakref.ref(t) for t in (batch[0], batch[1].first, *batch[1].second)]
+    batch = (torch.ones(3), Pair(torch.ones(3), (torch.ones(3),)), torch.ones(3, 2).max(0))
+    refs = [weakref.ref(t) for t in (batch[0], batch[1].first, *batch[1].second, batch[2].values)]
     name = "test_tuple_in_a_variable_counts_as_that_variable.<locals>.batch"
-    chains = [f"{name}[0]", f"{name}[1][0]", f"{name}[1][1][0]"]
+    chains = [f"{name}[0]", f"{name}[1][0]", f"{name}[1][1][0]", f"{name}[2][0]"]
     for ref, chain in zip(refs, chains, strict=True):
         assert find_holders([ref()])[0] == [Holder("container", chain, running=True)]
 
@@ -238,6 +238,16 @@ def test_arguments_of_a_running_function_are_its_variables():
         return running(weakref.ref(args[0]))
 
     assert look(torch.ones(3)) == [True]
+
+
+def test_named_result_of_torch_is_a_tuple():
+    best = torch.ones(3, 2).max(0)
+    pools = [torch.ones(3, 2).max(0)]
+    name = "test_named_result_of_torch_is_a_tuple.<locals>"
+    assert find_holders([best.values, pools[0].indices]) == [
+        [Holder("container", f"{name}.best[0]", running=True)],
+        [Holder("container", f"{name}.pools[0][1]", running=False)],
+    ]
 
 
 @pytest.mark.parametrize("kind", [list, set, collections.deque])
@@ -592,6 +602,23 @@ def test_numpy_array_shares_the_memory():
     assert running(weakref.ref(t)) == [True, False]
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda t: t.view(1, 3).numpy(),
+        lambda t: t[:2].numpy(),
+        lambda t: t.detach().numpy()[1:],
+        np.asarray,
+        lambda t: t.requires_grad_().numpy(force=True),
+        lambda t: memoryview(t.numpy()).obj,
+    ],
+)
+def test_every_way_to_an_array_is_found(make):
+    t = torch.ones(3)
+    CACHE.append(make(t))
+    assert held(weakref.ref(t))[1:] == [("numpy", f"numpy array {HERE}.CACHE[0]")]
+
+
 def test_numpy_array_in_a_local():
     t = torch.ones(3)
     array = t.numpy()
@@ -623,7 +650,7 @@ def test_graph_is_named_by_what_will_outlive_a_variable(is_given):
     name = "test_graph_is_named_by_what_will_outlive_a_variable.<locals>.losses['history'][0]"
     found = find_holders([ref(), validation] if is_given else [ref()])[0]
     chain = f"SinBackward0 (saved self) in the graph of {name}"
-    assert found == [Holder("autograd", chain, running=False)]
+    assert found == [Holder("autograd", chain, running=False, graph=name)]
     assert losses
 
 

@@ -15,15 +15,21 @@ import torch
 
 from ._static import class_attributes, mro_of, type_name
 from ._steps import Step
-from ._tensors import live_tensors, read, spans_storage, storage_key
+from ._tensors import (
+    cpp_references,
+    live_tensors,
+    read,
+    spans_storage,
+    storage_key,
+)
 
 _RAW = "_raw_saved_"
 _VIEW = Step("", "view", anchor="view", link=" ")
 _WHOLE_VIEW = _VIEW._replace(whole=True)
 _GRADIENT = Step(".grad", "attribute")
 _MAX_DEPTH = 2
-# references to a handle that only C++ and our list hold, as `map` counts them
-_HELD_BY_CPP_ALONE = 3
+# references to a handle from our list and from `map` while it counts them
+_OWN_REFERENCES = 2
 # the stubs of torch do not know the module
 _BINDINGS: Any = torch._C
 _SAVED_TENSOR = _BINDINGS._autograd.SavedTensor
@@ -49,8 +55,11 @@ class TensorGraph:
         self._live_ids = frozenset(map(id, self.live))
         # an earlier search may have given a handle to what only autograd has
         self._handed_out = frozenset(
-            id(t) for t, count in zip(self.live, counts, strict=True) if count > _HELD_BY_CPP_ALONE
+            id(t)
+            for t, count in zip(self.live, counts, strict=True)
+            if count - _OWN_REFERENCES > cpp_references(t)
         )
+        self._shared: defaultdict[int, set[int]] | None = None
         self._inner: set[int] = set()
         self._by_id: defaultdict[int, list[Reference]] = defaultdict(list)
         self._by_storage: defaultdict[int, list[Reference]] = defaultdict(list)
@@ -70,6 +79,17 @@ class TensorGraph:
         """Tensors whose graph saved the memory of this one under another handle."""
         key = storage_key(t)
         return self._others(t, self._by_storage.get(key, ()) if key is not None else ())
+
+    def may_be_an_array(self, t: torch.Tensor) -> bool:
+        """Whether the memory has another handle that is no view, like the one an array keeps."""
+        if self._shared is None:
+            self._shared = defaultdict(set)
+            for other in self.live:
+                key = storage_key(other) if id(other) in self._handed_out else None
+                if key is not None and read(other, "_base") is None:
+                    self._shared[key].add(id(other))
+        key = storage_key(t)
+        return key is not None and bool(self._shared[key] - {id(t)})
 
     def _others(
         self, held: object, references: Iterable[Reference]

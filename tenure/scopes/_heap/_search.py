@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from ._arrays import SHARES, SharedArrays
 from ._frames import RunningFrames
 from ._graph import TensorGraph
 from ._referents import slots_of
@@ -20,15 +19,18 @@ from ._roots import Roots
 from ._static import class_attributes, is_kind, mro_of
 from ._steps import Root, Step
 from ._suspended import frame_of
-from ._tensors import cpp_uses, storage_key, storage_uses
+from ._tensors import cpp_references, cpp_uses, storage_key, storage_uses
+from ._untracked import SHARES, Untracked
 
 _MAX_LEVELS = 24
 _MAX_OBJECTS = 50_000
 # gc.get_referrers compares each reference in the heap with each object it is asked about, so a few
 # are asked for first: what holds them often explains the references to all the others
-_SAMPLE = 64
+_SAMPLE = 8
 # from here on one pass in Python with a set is faster
-_MAX_ASKED = 256
+_MAX_ASKED = 48
+# objects whose references are looked at together in that pass
+_CHUNK = 512
 # the list of the search, a variable, and the argument of getrefcount
 _OWN_REFERENCES = 3
 
@@ -69,9 +71,10 @@ class Search:
         self._frames = frames
         self._roots = Roots(frames)
         self._graph: TensorGraph | None = None
-        self._arrays: SharedArrays | None = None
+        self._untracked: Untracked | None = None
         self._ignored = {id(self.alive)}
         self.targets = [self._add(t) for t in tensors]
+        self._target_numbers = frozenset(self.targets)
         self._ignore(ignore)
         self._run(list(dict.fromkeys(self.targets)))
 
@@ -84,12 +87,16 @@ class Search:
         """Whether an object is a root of tenure's own and of nobody else."""
         return bool(self.roots[n]) and all(root.silent for root in self.roots[n])
 
+    def _is_target(self, n: int) -> bool:
+        """Whether the memory of a tensor matters, and not only its handle, as of one that owns."""
+        return n in self._target_numbers
+
     def _references(self, n: int) -> int:
         """References from elsewhere than this search and the frames that are running."""
         found = self.alive[n]
         own = _OWN_REFERENCES + self._frames.count(id(found))
         own += self._graph is not None and found in self._graph
-        own += self._arrays is not None and found in self._arrays
+        own += self._untracked is not None and found in self._untracked
         return sys.getrefcount(found) - own
 
     def _run(self, level: list[int]) -> None:
@@ -104,12 +111,13 @@ class Search:
         before = len(self.alive)
         wanted = {id(self.alive[n]): n for n in level}
         met: set[int] = set()
-        self._ask(level[:_SAMPLE], wanted, met)
-        rest = [n for n in level[_SAMPLE:] if self.unexplained(n)]
-        if rest:
-            self._ask(rest, wanted, met)
         for n in level:
             self._add_cpp_holders(n)
+        missing = [n for n in level if self._misses_holders(n)]
+        for asked in (missing[:_SAMPLE], missing[_SAMPLE:]):
+            if left := [n for n in asked if self._misses_holders(n)]:
+                self._ask(left, wanted, met)
+        self._add_untracked(level, wanted, met)
         return [n for n in range(before, len(self.alive)) if self._is_open(n)]
 
     def _is_open(self, n: int) -> bool:
@@ -118,15 +126,22 @@ class Search:
             return False
         return n not in self._in_variable or n in self._lending
 
+    def _misses_holders(self, n: int) -> bool:
+        """Whether an object has references that something other than C++ must hold."""
+        return self._references(n) - self._explained[n] > cpp_references(self.alive[n])
+
     def _ask(self, level: list[int], wanted: dict[int, int], met: set[int]) -> None:
         asked = [self.alive[n] for n in level]
         for holder in _referrers(asked):
             if holder is not asked and id(holder) not in met and not self._is_own(holder):
                 met.add(id(holder))
-                number = self._add(holder)
-                for identity, step in slots_of(holder, wanted):
-                    self._explained[wanted[identity]] += 1
-                    self._link(number, wanted[identity], step)
+                self._add_holder(holder, wanted)
+
+    def _add_holder(self, holder: object, wanted: dict[int, int]) -> None:
+        number = self._add(holder)
+        for identity, step in slots_of(holder, wanted):
+            self._explained[wanted[identity]] += 1
+            self._link(number, wanted[identity], step)
 
     def _is_own(self, holder: object) -> bool:
         frame = frame_of(holder) or holder
@@ -156,9 +171,9 @@ class Search:
 
     def _link(self, holder: int, held: int, step: Step) -> None:
         self.parents[held].append(Edge(holder, step))
-        self._children[holder].append(held)
         if step.borrows:
             self._lending.add(holder)
+        self._children[holder].append(held)
         if holder in self._resolved or (holder in self._in_variable and not step.borrows):
             self._resolve(held)
 
@@ -180,11 +195,9 @@ class Search:
     def _add_tensor_holders(self, n: int, t: torch.Tensor) -> None:
         if cpp_uses(t) > 1:
             self._add_owners(n, t)
-        if storage_uses(t) > 1:
+        if self._is_target(n) and storage_uses(t) > 1:
             for owner, step in self._the_graph().sharers_of(t):
                 self._link(self._add(owner), n, step)
-            for array in self._the_arrays().of_storage(storage_key(t)):
-                self._link(self._add(array), n, SHARES)
 
     def _add_owners(self, n: int, held: object) -> None:
         for owner, step in self._the_graph().owners_of(held):
@@ -197,22 +210,40 @@ class Search:
             self._ignored.add(id(self._graph.live))
         return self._graph
 
-    def _the_arrays(self) -> SharedArrays:
-        if self._arrays is None:
-            self._arrays = SharedArrays()
-            self._ignored.add(id(self._arrays.found))
-        return self._arrays
+    def _add_untracked(self, level: list[int], wanted: dict[int, int], met: set[int]) -> None:
+        tensors = [n for n in level if is_kind(type(self.alive[n]), torch.Tensor)]
+        if any(self._misses_holders(n) for n in tensors):
+            for holder in self._the_untracked().tuples:
+                if id(holder) not in met and not wanted.keys().isdisjoint(map(id, holder)):
+                    self._add_holder(holder, wanted)
+        for n in filter(self._is_target, tensors):
+            t: torch.Tensor = self.alive[n]  # type: ignore[assignment]
+            if storage_uses(t) > 1 and self._the_graph().may_be_an_array(t):
+                for array in self._the_untracked().arrays_of(storage_key(t)):
+                    self._link(self._add(array), n, SHARES)
+
+    def _the_untracked(self) -> Untracked:
+        if self._untracked is None:
+            self._untracked = Untracked()
+            self._ignored |= {id(self._untracked.arrays), id(self._untracked.tuples)}
+        return self._untracked
 
 
 def _referrers(asked: list[object]) -> list[object]:
     if len(asked) <= _MAX_ASKED:
         return gc.get_referrers(*asked)
     wanted = frozenset(map(id, asked))
-    return [
-        holder
-        for holder in gc.get_objects()
-        if not wanted.isdisjoint(map(id, gc.get_referents(holder)))
-    ]
+    found: list[object] = []
+    heap = gc.get_objects()
+    for start in range(0, len(heap), _CHUNK):
+        chunk = heap[start : start + _CHUNK]
+        if _refer(wanted, *chunk):
+            found.extend(holder for holder in chunk if _refer(wanted, holder))
+    return found
+
+
+def _refer(wanted: frozenset[int], *holders: object) -> bool:
+    return not wanted.isdisjoint(map(id, gc.get_referents(*holders)))
 
 
 def _is_node(found: object) -> bool:

@@ -1,6 +1,8 @@
 """Questions to a tensor of any kind; none runs an operation or code of a subclass, none raises."""
 
 import gc
+import sys
+from itertools import compress
 from typing import Any
 
 import torch
@@ -10,13 +12,34 @@ from ._static import is_kind
 _BASE: Any = torch._C.TensorBase
 
 
+def _count_cpp_reference() -> int:
+    """References to the handle of a tensor that C++ holds too: none on some versions of torch."""
+    leaf = torch.ones(1, requires_grad=True)
+    leaf.grad = torch.zeros(1)
+    return sys.getrefcount(leaf.grad) - sys.getrefcount(torch.zeros(1))
+
+
+_CPP_REFERENCE = _count_cpp_reference()
+
+
+def cpp_references(found: object) -> int:
+    """References to an object's handle that only C++ knows of: 0 for what is no tensor."""
+    is_in_cpp = is_kind(type(found), torch.Tensor) and cpp_uses(found) > 1  # type: ignore[arg-type]
+    return _CPP_REFERENCE if is_in_cpp else 0
+
+
 def live_tensors() -> list[torch.Tensor]:
     """Every tensor with a handle in Python, in the order of the collector."""
     heap = gc.get_objects()
+    classes = list(map(type, heap))
     # each class is judged once; by identity, as a metaclass may define __hash__ and __eq__
-    classes = {id(cls): cls for cls in map(type, heap)}
-    kinds = {key for key, cls in classes.items() if is_kind(cls, torch.Tensor)}
-    return [found for found in heap if id(type(found)) in kinds]
+    keys = list(map(id, classes))
+    kinds = {
+        key
+        for key, cls in dict(zip(keys, classes, strict=True)).items()
+        if is_kind(cls, torch.Tensor)
+    }
+    return list(compress(heap, map(kinds.__contains__, keys)))
 
 
 def read(t: torch.Tensor, name: str) -> Any:
