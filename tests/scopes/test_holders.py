@@ -619,6 +619,17 @@ def test_every_way_to_an_array_is_found(make):
     assert held(weakref.ref(t))[1:] == [("numpy", f"numpy array {HERE}.CACHE[0]")]
 
 
+def test_array_over_a_loss_does_not_hold_its_graph():
+    x = torch.ones(3, requires_grad=True) * 2
+    ref, loss = weakref.ref(x), x.sin().sum()
+    del x
+    CACHE.append(loss.detach().numpy())
+    name = "test_array_over_a_loss_does_not_hold_its_graph.<locals>.loss"
+    saved, of_loss = find_holders([ref(), loss])
+    assert [h.chain for h in saved] == [f"SinBackward0 (saved self) in the graph of {name}"]
+    assert [h.chain for h in of_loss] == [name, f"numpy array {HERE}.CACHE[0]"]
+
+
 def test_numpy_array_in_a_local():
     t = torch.ones(3)
     array = t.numpy()

@@ -123,7 +123,8 @@ class Chains:
         children: dict[int, list[tuple[int, Edge]]] = {}
         for held, edges in enumerate(self._search.parents):
             for edge in edges:
-                children.setdefault(edge.holder, []).append((held, edge))
+                if not edge.step.shares:
+                    children.setdefault(edge.holder, []).append((held, edge))
         ties = itertools.count()
         entries: list[_Entry] = [
             (root.cost, root.text, n, next(ties), _Way(root, root.cost, None, None, root.running))

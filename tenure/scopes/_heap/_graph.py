@@ -138,7 +138,7 @@ class TensorGraph:
             if base is not None:
                 self._by_id[id(base)].append(Reference(owner, step))
             if key is not None:
-                self._by_storage[key].append(Reference(owner, step))
+                self._by_storage[key].append(Reference(owner, step._replace(shares=True)))
 
 
 def _below(roots: Iterable[Any]) -> frozenset[int]:

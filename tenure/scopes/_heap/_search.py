@@ -173,6 +173,8 @@ class Search:
         self.parents[held].append(Edge(holder, step))
         if step.borrows:
             self._lending.add(holder)
+        if step.shares:
+            return
         self._children[holder].append(held)
         if holder in self._resolved or (holder in self._in_variable and not step.borrows):
             self._resolve(held)

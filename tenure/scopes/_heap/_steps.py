@@ -27,6 +27,7 @@ class Step(NamedTuple):
         namer: how to spell the next step, where it has a key.
         module: the class of the ``nn.Module`` that this step leaves, if it is one.
         whole: what this step leaves spans the same memory, so that it pins nothing more.
+        shares: what this step leaves holds the memory only, and not the handle with its graph.
         frozen: what this step leaves is at least as new as what it holds, like a tuple.
     """
 
@@ -38,6 +39,7 @@ class Step(NamedTuple):
     namer: Namer | None = None
     module: str = ""
     whole: bool = False
+    shares: bool = False
     frozen: bool = False
 
     @property

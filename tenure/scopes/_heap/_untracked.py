@@ -17,7 +17,7 @@ from ._static import class_attributes
 from ._steps import Step
 from ._tensors import storage_key
 
-SHARES = Step("", "numpy", anchor="numpy array", link=" ")
+SHARES = Step("", "numpy", anchor="numpy array", link=" ", shares=True)
 
 
 class Untracked:
