@@ -62,9 +62,13 @@ _ROOMS = {"AdaptiveUsageError": "tenure.adaptive"}
 
 
 def _speak_as_tenure() -> None:
-    """Let tracebacks read ``tenure.DisposedTensorError``, where users import it from."""
+    """Let tracebacks read ``tenure.DisposedTensorError``, where users import it from.
+
+    DisposedAttributeError is no public name and stays: pickle looks a class up where it says it is.
+    """
     for name, value in list(globals().items()):
-        if isinstance(value, type) and value.__module__ == __name__:
+        ours = isinstance(value, type) and value.__module__ == __name__
+        if ours and value is not DisposedAttributeError:
             value.__module__ = _ROOMS.get(name, "tenure")
 
 

@@ -14,7 +14,14 @@ from typing import Any, Literal, NoReturn, Self, get_args
 
 from torch.compiler import is_dynamo_compiling
 
-from ._checks import check_choice, check_open, check_thread, refuse_copy, refuse_second_entry
+from ._checks import (
+    check_choice,
+    check_name,
+    check_open,
+    check_thread,
+    refuse_copy,
+    refuse_second_entry,
+)
 from ._closing import settle
 from ._generators import SUSPENDABLE, warn_in_generator
 from ._leaks import LeakReport
@@ -23,6 +30,7 @@ from ._manager import Manager, current
 from ._sites import CONTEXTLIB, Capture, Site, user_frame
 from ._thread import ThreadScopes, World, this_thread
 from ._torch_dynamo import never_compiled
+from ._torch_modes import remove
 
 Policy = Literal["dispose", "report", "raise"]
 OnError = Literal["dispose", "keep"]
@@ -31,6 +39,7 @@ _Status = Literal["not yet open", "open", "suspended", "closed"]
 _POLICIES = get_args(Policy)
 _ON_ERROR = get_args(OnError)
 _CAPTURES = (None, *get_args(Capture))
+_DISPOSE: Policy = "dispose"
 _NEW: _Status = "not yet open"
 _OPEN: _Status = "open"
 _SUSPENDED: _Status = "suspended"
@@ -53,7 +62,7 @@ class Block:
     _ledger: Ledger
     _outer: Self | None
     _threads: ThreadScopes
-    _world: World
+    _world: World | None  # the stretch of the mode stack that it counts in while it is open
 
     def __init__(
         self,
@@ -63,7 +72,9 @@ class Block:
         on_error: OnError = "dispose",
         capture: Capture | None = None,
     ) -> None:
-        if not (policy == on_error == "dispose" and capture is None):
+        if name is not None and type(name) is not str:
+            check_name(name)
+        if not (policy is on_error is _DISPOSE and capture is None):  # else look closer
             check_choice("policy", policy, _POLICIES)
             check_choice("on_error", on_error, _ON_ERROR)
             check_choice("capture", capture, _CAPTURES)
@@ -83,7 +94,11 @@ class Block:
         frame = sys._getframe(1)
         code = self._open(frame)
         if code.co_flags & SUSPENDABLE:
-            warn_in_generator(frame, self)
+            try:
+                warn_in_generator(frame, self)
+            except BaseException:  # where warnings are errors no __exit__ follows
+                self._unlink()
+                raise
         return self
 
     @never_compiled
@@ -98,8 +113,12 @@ class Block:
             return
         if self._threads.thread_id != get_ident():
             check_thread(self, "close")
-        self._suspend()
-        self._finish(exc)
+        try:
+            self._suspend()
+            self._finish(exc)
+        except BaseException:  # as in _resume
+            self._unlink()
+            raise
 
     @never_compiled
     def close(self) -> None:
@@ -117,37 +136,64 @@ class Block:
         """Begin to own tensors, in a block of the user's program that ``frame`` runs."""
         if self._status is not _NEW:
             refuse_second_entry(self)
-        self._threads = threads = this_thread()
+        self._threads = this_thread()
         self._ledger = {}
+        self._world = self._outer = None
         if frame.f_globals is CONTEXTLIB:  # an ExitStack opens it on behalf of a user
             frame = user_frame(frame)
         code = frame.f_code
         self._opener = code, frame.f_lasti, id(frame)
-        threads.open[id(self)] = self
         self._resume()
         return code
 
     def _resume(self) -> None:
         """Become the current scope, inside the one that is current now."""
         threads = self._threads
-        if threads.deferred.waiting:
-            threads.deferred.run()
-        scope = current.get()
-        outer: Any = None if scope is None else threads.manager.open_scope(scope)
-        self._outer = outer
-        self._gate = None if self.capture else threads.manager
-        self._world = threads.enter_world()
-        self._status = _OPEN
-        current.set(self)
+        try:
+            if threads.deferred.waiting:
+                threads.deferred.run()
+            scope = current.get()
+            outer: Any = None if scope is None else threads.manager.open_scope(scope)
+            self._outer = outer
+            self._gate = None if self.capture else threads.manager
+            self._world = threads.enter_world()
+            self._status = _OPEN
+            threads.open[id(self)] = self
+            current.set(self)
+        except BaseException:  # Ctrl-C or the recursion limit: no __exit__ will follow
+            self._unlink()
+            raise
 
     def _suspend(self) -> None:
         """Give way to the scope around; what is made from now on is not this scope's."""
         self._gate = None
         self._status = _SUSPENDED
+        world, self._world = self._world, None
+        assert world is not None
+        world.n_scopes -= 1
         if current.get() is self:
             outer = self._outer
             current.set(outer if outer is None or outer._status is _OPEN else self.outer)
-        self._threads.leave_world(self._world)
+        if world.n_scopes == 0:  # not in a deeper call: recursion may be near its limit
+            threads = self._threads
+            remove(threads.manager)
+            if threads.world is world:
+                threads.world = world.outer
+
+    def _unlink(self) -> None:
+        """Finish what an exception interrupted: nothing of this scope stays on the thread."""
+        self._gate = None
+        self._status = _CLOSED
+        world, self._world = self._world, None
+        if world is not None:
+            world.n_scopes -= 1
+        threads = self._threads
+        threads.open.pop(id(self), None)
+        if current.get() is self:
+            current.set(self._outer)
+        if threads.world is not None and threads.world.n_scopes == 0:
+            remove(threads.manager)
+            threads.world = threads.world.outer
 
     def _finish(self, exc: BaseException | None) -> None:
         """End a suspended scope."""

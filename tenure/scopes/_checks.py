@@ -41,6 +41,32 @@ def refuse_copy(scope: Block) -> NoReturn:
     )
 
 
+def refuse_stuck(tensor: Tensor) -> NoReturn:
+    """Say that the class of a tensor allows no disposal.
+
+    Raises:
+        ScopeUsageError: always.
+    """
+    raise ScopeUsageError(
+        f"dispose() got a {type(tensor).__name__}, whose class has __slots__ and no "
+        "__tensor_flatten__ that works, so its handle can't be emptied. It stays alive; all other "
+        "tensors of the call were disposed. Delete the references to it instead."
+    )
+
+
+def check_name(name: object) -> None:
+    """Make sure that a scope is called by a text.
+
+    Raises:
+        ScopeUsageError: it is not.
+    """
+    if not isinstance(name, str):
+        raise ScopeUsageError(
+            f"NewDisposeScope() got a {type(name).__name__} as its name, and was not made. "
+            "Pass a text or nothing; a scope finds its tensors itself."
+        )
+
+
 def check_open(scope: Block, call: str) -> None:
     """Make sure that ``scope`` is open and used on its own thread.
 
@@ -100,7 +126,8 @@ def check_choice(argument: str, value: object, choices: tuple[object, ...]) -> N
     Raises:
         ScopeUsageError: it has another.
     """
-    if value not in choices:
+    known = isinstance(value, str | None) and value in choices  # an array compares as an array
+    if not known:
         raise ScopeUsageError(
             f"{argument}={value!r} is not one of {', '.join(map(repr, choices))}."
         )

@@ -46,21 +46,23 @@ def dispose_all(scope: Block, owned: Survivors, cause: Cause) -> None:
     """Dispose tensors that have been taken from the ledger of ``scope``; ``owned`` ends empty."""
     threads = scope._threads
     defer = inside_operation(scope._opener)
+    interruption: BaseException | None = None
     while owned:
         tensor, reference = owned.pop()
-        if defer:
-            threads.disposed += 1
-            threads.deferred.add(reference, cause)
-        else:
-            _dispose(tensor, reference, cause, threads)
+        try:
+            if defer:
+                threads.disposed += 1
+                threads.deferred.add(reference, cause)
+            else:
+                _dispose(tensor, reference, cause, threads)
+        except BaseException as error:  # Ctrl-C, or a log handler that raises: the rest goes first
+            interruption = error
+    if interruption is not None:
+        raise interruption
 
 
 def _dispose(tensor: Tensor, reference: Reference, cause: Cause, threads: ThreadScopes) -> None:
-    try:
-        disposal = dispose_tensor(tensor, cause, site_of(reference))
-    except Exception:  # a subclass with a broken __tensor_flatten__
-        _logger.exception("A %s could not be disposed; it stays alive.", type(tensor).__name__)
-        disposal = Disposal.IMPOSSIBLE
+    disposal = dispose_tensor(tensor, cause, site_of(reference))
     if disposal is Disposal.IMPOSSIBLE:
         threads.hand_out(reference)
     elif disposal is not Disposal.ALREADY:

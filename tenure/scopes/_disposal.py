@@ -7,6 +7,7 @@ the difference; the class is assigned first, because that is the step that can b
 from __future__ import annotations
 
 import enum
+import logging
 import warnings
 from typing import Any
 
@@ -19,6 +20,9 @@ from . import _torch_swap
 from ._disposed import Cause, DisposalRecord, DisposedTensor, set_record
 from ._sites import Site, SiteStack
 from ._trees import inner_tensors
+
+_logger = logging.getLogger("tenure.scopes")
+_set_class = vars(object)["__class__"].__set__  # past a __setattr__ of the subclass
 
 
 class Disposal(enum.Enum):
@@ -36,14 +40,14 @@ def dispose_tensor(
 ) -> Disposal:
     """Dispose one handle of any shape, dtype, device, layout and subclass.
 
-    Never raises for a tensor that can't be disposed: the answer says so.
+    Never raises for a tensor that can't be disposed: the answer and the log say so.
     """
     cls = type(tensor)
     if cls is DisposedTensor:
         return Disposal.ALREADY
     record = _describe(tensor, cause, created)
     try:
-        tensor.__class__ = DisposedTensor
+        _set_class(tensor, DisposedTensor)
     except TypeError:  # a class with slots, such as DTensor, can't be exchanged
         return _dispose_inner(tensor, cause, created)
     return _take_data(tensor, cls, record)
@@ -57,16 +61,32 @@ def is_disposed(tensor: Tensor) -> bool:
     """
     if type(tensor) is DisposedTensor:
         return True
-    inner = inner_tensors(tensor)
+    try:
+        inner = inner_tensors(tensor)
+    except (
+        Exception
+    ):  # a __tensor_flatten__ of the user's; what can't be taken apart is not disposed
+        return False
     return bool(inner) and all(map(is_disposed, inner))
 
 
 def _describe(tensor: Tensor, cause: Cause, created: Site | SiteStack | None) -> DisposalRecord:
+    # torch's own getters: a subclass may raise from its properties
+    getters: Any = torch._C.TensorBase
     with _torch_swap.without_modes():
+        dtype = getters.dtype.__get__(tensor)
         try:
-            return DisposalRecord(tensor.dtype, tensor.shape, tensor.device, created, cause)
-        except (RuntimeError, NotImplementedError):  # a nested tensor has no shape
-            return DisposalRecord(tensor.dtype, (), tensor.device, created, cause)
+            shape, device = getters.shape.__get__(tensor), getters.device.__get__(tensor)
+        except Exception:  # a nested tensor has no shape, and a subclass may compute its own
+            shape, device = (), _device_of(tensor)
+    return DisposalRecord(dtype, shape, device, created, cause)
+
+
+def _device_of(tensor: Tensor) -> torch.device:
+    try:
+        return tensor.device
+    except Exception:  # as above
+        return torch.device("meta")
 
 
 def _take_data(tensor: Tensor, cls: type[Tensor], record: DisposalRecord) -> Disposal:
@@ -96,8 +116,14 @@ def _twin_of(tensor: Tensor, dtype: torch.dtype) -> Any:
 
 
 def _dispose_inner(tensor: Tensor, cause: Cause, created: Site | SiteStack | None) -> Disposal:
-    results = [dispose_tensor(inner, cause, created) for inner in inner_tensors(tensor)]
+    try:
+        inside, trouble = inner_tensors(tensor), None
+    except Exception as error:  # a __tensor_flatten__ of the user's
+        inside, trouble = [], error
+    results = [dispose_tensor(inner, cause, created) for inner in inside]
     if not results or Disposal.IMPOSSIBLE in results:
+        name = type(tensor).__name__
+        _logger.warning("A %s could not be disposed; it stays alive.", name, exc_info=trouble)
         return Disposal.IMPOSSIBLE
     already = all(result is Disposal.ALREADY for result in results)
     return Disposal.ALREADY if already else Disposal.INNER

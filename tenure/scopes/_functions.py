@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 from tenure._errors import ScopeUsageError
 
-from ._checks import check_not_foreign, check_target
+from ._checks import check_not_foreign, check_target, refuse_stuck
 from ._closing import dispose_all
 from ._deferred import inside_operation
 from ._disposal import Disposal, dispose_tensor
@@ -141,8 +141,8 @@ def dispose(*trees: object) -> None:
         *trees: tensors of any shape, dtype and device, or nested containers of them.
 
     Raises:
-        ScopeUsageError: a scope of another thread owns one of them, or a tree holds no tensor.
-            Nothing was disposed.
+        ScopeUsageError: a scope of another thread owns one of them, or a tree holds no tensor:
+            nothing was disposed. Or the class of one allows no disposal: all others were.
 
     Source: ``Dispose`` of TorchSharp's tensors.
     """
@@ -161,6 +161,9 @@ def dispose(*trees: object) -> None:
             dispose_all(
                 owner, [(tensor, reference)], Cause(owner.label, owner.site, "dispose", site)
             )
+    stuck = [tensor for tensor in tensors if not _is_disposed(tensor)]
+    if stuck and not inside_operation(None):
+        refuse_stuck(stuck[0])
 
 
 def is_disposed(tensor: Tensor) -> bool:
@@ -184,5 +187,5 @@ def _dispose_unowned(tensor: Tensor, threads: ThreadScopes, cause: Cause) -> Non
     if inside_operation(None):
         threads.deferred.add(reference or ref(tensor), cause)
         threads.disposed_outside += 1
-    elif dispose_tensor(tensor, cause) is not Disposal.ALREADY:
+    elif dispose_tensor(tensor, cause) not in {Disposal.ALREADY, Disposal.IMPOSSIBLE}:
         threads.disposed_outside += 1

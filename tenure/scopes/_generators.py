@@ -12,6 +12,8 @@ from types import FrameType
 
 from tenure._errors import ScopeUsageWarning
 
+from ._sites import module_of
+
 SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 """The flags of code objects whose frames can be suspended at a yield."""
 _DRIVERS = ("contextlib", "_pytest", "pytest_asyncio")
@@ -20,7 +22,7 @@ _DRIVERS = ("contextlib", "_pytest", "pytest_asyncio")
 def warn_in_generator(frame: FrameType, scope: object) -> None:
     """Warn that ``frame``, in which ``scope`` was just opened, can be suspended with it."""
     driver = frame.f_back
-    if driver is not None and driver.f_globals.get("__name__", "").startswith(_DRIVERS):
+    if driver is not None and module_of(driver).startswith(_DRIVERS):
         return
     warnings.warn(
         f"{scope!r} was opened inside the generator {frame.f_code.co_qualname}(); while that is "

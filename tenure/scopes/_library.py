@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import chain
 from types import FrameType
 from typing import Any
@@ -18,6 +19,9 @@ from torch.nn.modules import module as module_hooks
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from tenure._errors import ScopeUsageError
+
+from ._sites import module_of
 from ._trees import tensors_in
 
 _LIBRARY_MODULES = (
@@ -48,7 +52,7 @@ def copies_library_object(frame: FrameType | None) -> bool:
 
     Its buffers are copied past every hook of torch; the object being copied tells whose they are.
     """
-    while frame is not None and frame.f_globals.get("__name__") in _COPYING:
+    while frame is not None and module_of(frame) in _COPYING:
         if isinstance(frame.f_locals.get("x"), nn.Module | Optimizer):
             return True
         frame = frame.f_back
@@ -78,8 +82,14 @@ def _tensors_of(optimizer: Optimizer) -> list[Tensor]:
         *(value for group in optimizer.param_groups for value in _without(group, "params")),
         *_without(vars(optimizer), "state", "param_groups"),
     ]
-    plain = [value for value in values if isinstance(value, Tensor)]
-    return plain + tensors_in(value for value in values if isinstance(value, _CONTAINERS) and value)
+    found = [value for value in values if isinstance(value, Tensor)]
+    for value in values:
+        if isinstance(value, _CONTAINERS) and value:
+            with suppress(
+                ScopeUsageError
+            ):  # a step must not fail for an attribute that can't be read
+                found += tensors_in((value,))
+    return found
 
 
 def _without(mapping: dict[str, Any], *names: str) -> list[Any]:

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from ._ledger import SitedRef
 from ._library import copies_library_object, is_library_code
 from ._newness import DEEPCOPY, SOLE, flat_tensors, is_new, is_parameter, new_among
-from ._sites import capture_site
+from ._sites import capture_site, module_of
 from ._torch_dynamo import never_compiled
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Manager(TorchFunctionMode):
 
     def _admits(self, frame: FrameType) -> bool:
         """Whether tensors made by the code in ``frame`` belong to the block it runs in."""
-        if is_library_code(frame.f_globals.get("__name__", ""), frame.f_code.co_name):
+        if is_library_code(module_of(frame), frame.f_code.co_name):
             return False
         self._caller = frame.f_code
         return True

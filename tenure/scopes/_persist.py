@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class persist(ContextDecorator):
     """A block, or with ``@persist()`` a function, in which no scope takes what is made.
 
-    A scope opened inside has no outer scope. May be nested, and entered again.
+    A scope opened inside has no outer scope. May be nested, and entered again; one object is for
+    one thread or task at a time.
 
     Example:
         >>> import torch

@@ -79,11 +79,14 @@ def _wrap(function: Any, options: dict[str, Any]) -> Any:
 
 
 def _runner(function: Any) -> Callable[[Any, _Opener], Any]:
-    if inspect.isasyncgenfunction(function):
+    def is_kind(question: Callable[[Any], bool]) -> bool:
+        return question(function) or question(type(function).__call__)  # an object with __call__
+
+    if is_kind(inspect.isasyncgenfunction):
         return _scoped_async_generator
-    if inspect.isgeneratorfunction(function):
+    if is_kind(inspect.isgeneratorfunction):
         return _scoped_generator
-    if inspect.iscoroutinefunction(function):
+    if is_kind(inspect.iscoroutinefunction):
         return _scoped_coroutine
     return _scoped_function
 
@@ -121,6 +124,10 @@ def _scoped_generator(
                         ready = [_handed_over(scope, step())]
                     except StopIteration as stop:
                         return _handed_over(scope, stop.value)
+                    finally:
+                        del (
+                            step
+                        )  # one that throws holds the error, whose traceback holds this frame
                 try:
                     sent = yield ready.pop()  # while suspended, nothing here holds what was yielded
                 except GeneratorExit:
@@ -148,6 +155,8 @@ def _scoped_async_generator(
                         ready = [_handed_over(scope, await step())]
                     except StopAsyncIteration:
                         return
+                    finally:
+                        del step  # as above
                 try:
                     sent = yield ready.pop()
                 except GeneratorExit:
@@ -181,7 +190,8 @@ class _Call(_Block):
 
     @never_compiled
     def __exit__(self, _: object, exc: BaseException | None, __: object) -> None:
-        self.scope.__exit__(None, exc, None)
+        if self.scope.is_open:  # the function itself may have closed it
+            self.scope._close(exc)
 
 
 class _Suspended(_Block):

@@ -57,6 +57,12 @@ class SiteStack:
         return " < ".join(map(str, self._sites))
 
 
+def module_of(frame: FrameType) -> str:
+    """The name of the module whose code ``frame`` runs; "" where ``exec`` was given another."""
+    name = frame.f_globals.get("__name__")
+    return name if isinstance(name, str) else ""
+
+
 def site_of(frame: FrameType) -> Site:
     """The place that ``frame`` has reached."""
     return Site(frame.f_code, frame.f_lasti)
@@ -92,7 +98,7 @@ def capture_site(frame: FrameType, capture: Capture) -> Site | SiteStack:
 
 
 def _is_internal(frame: FrameType) -> bool:
-    name = frame.f_globals.get("__name__", "")
+    name = module_of(frame)
     if name.startswith(_COMMAND_LINE):  # it uses the library like any program
         return False
     return name.partition(".")[0] in {_OWN_PACKAGE, "torch", "contextlib"}

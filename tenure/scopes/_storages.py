@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, UntypedStorage
 
+from tenure._errors import ScopeUsageError
+
 from ._torch_swap import without_modes
 from ._trees import tensors_in
 
@@ -24,10 +26,20 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """The bytes of the storages of ``tensors``, shared ones once."""
     unique = {
         storage._cdata: storage.nbytes()
-        for tensor in tensors_in(tensors)
-        for storage in storages_of(tensor)
+        for tensor in tensors
+        for part in _with_inner(tensor)
+        for storage in storages_of(part)
     }
     return sum(unique.values())
+
+
+def _with_inner(tensor: Tensor) -> list[Tensor]:
+    if type(tensor) is Tensor:
+        return [tensor]
+    try:
+        return tensors_in((tensor,))
+    except ScopeUsageError:  # a __tensor_flatten__ that raises hides what is inside
+        return [tensor]
 
 
 def _dense_parts(tensor: Tensor) -> list[Tensor]:
@@ -48,5 +60,5 @@ def _is_hollow(tensor: Tensor) -> bool:
         if storage.device.type == "meta":
             return True
         return type(tensor) is not Tensor and storage.data_ptr() == 0
-    except (RuntimeError, NotImplementedError):  # wrapper subclasses and functorch's wrappers
+    except RuntimeError:  # wrapper subclasses and functorch's wrappers
         return True

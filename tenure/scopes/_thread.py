@@ -17,7 +17,7 @@ from ._deferred import DeferredDisposals
 from ._ledger import Ledger, Reference, enter, n_alive, owns, prune, take
 from ._library import install_hooks
 from ._manager import Manager
-from ._torch_modes import is_active, push, remove
+from ._torch_modes import is_active, push
 
 if TYPE_CHECKING:
     from ._block import Block
@@ -53,29 +53,21 @@ class ThreadScopes:
         self.attached = self.detached = self.disposed = self.disposed_outside = 0
         self.counts_at_reset: dict[str, int] = {}
         self._first_world = World(None)
-        self._world: World | None = None
+        self.world: World | None = None
         _all_threads.add(self)
         _install_hooks_once()
 
     def enter_world(self) -> World:
         """Make sure that the manager sees what torch does here, for one more scope."""
-        world = self._world
+        world = self.world
         if world is None:
-            world = self._world = self._first_world
+            world = self.world = self._first_world
             push(self.manager)
         elif not is_active(self.manager):
-            world = self._world = World(world)
+            world = self.world = World(world)
             push(self.manager)
         world.n_scopes += 1
         return world
-
-    def leave_world(self, world: World) -> None:
-        """One scope less; the last one takes the manager away."""
-        world.n_scopes -= 1
-        if world.n_scopes == 0:
-            remove(self.manager)
-            if self._world is world:
-                self._world = world.outer
 
     def owner_of(self, tensor: Tensor) -> Block | None:
         """The open scope of this thread that owns ``tensor``."""

@@ -3,8 +3,7 @@
 What is called from a frame that dynamo gave up on (a graph break inside a ``with`` block, say) is
 compiled by itself. There ``is_dynamo_compiling()`` folds to True, so a verb would do nothing for a
 scope that is really open; and the compiled handler takes one torch function for another, because
-dynamo does not guard on its ``func``. Traced as a part of the user's function all of it stays
-transparent.
+dynamo does not guard on its ``func``. Traced as a part of the user's function all is transparent.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+_C: Any = torch._C
 
 
 def never_compiled(function: Function) -> Function:
@@ -22,8 +22,7 @@ def never_compiled(function: Function) -> Function:
 
     Source: ``torch._dynamo.eval_frame.skip_code``, without importing dynamo.
     """
-    internals: Any = torch._C
-    eval_frame = internals._dynamo.eval_frame
+    eval_frame = _C._dynamo.eval_frame
     skip = eval_frame._FrameAction.SKIP
     strategy = eval_frame._FrameExecStrategy(skip, skip)
     eval_frame.set_code_exec_strategy(function.__code__, strategy)

@@ -25,22 +25,32 @@ _SINGLE = frozenset({int, float, complex, bool, str, bytes, type(None)})
 
 
 def tensors_in(trees: Iterable[object]) -> list[Tensor]:
-    """The tensors of ``trees`` in order, each once; a wrapper subclass brings its inner ones."""
+    """The tensors of ``trees`` in order, each once; a wrapper subclass brings its inner ones.
+
+    Raises:
+        ScopeUsageError: the code of a container, such as the flatten function of a pytree, raised.
+    """
     found: list[Tensor] = []
     seen: set[int] = set()
     waiting = list(trees)[::-1]
     keep: list[object] = []  # what was flattened on the way must not die, or its id could recur
     while waiting:
         node = waiting.pop()
-        if type(node) in _SINGLE or id(node) in seen:
-            continue
-        seen.add(id(node))
-        keep.append(node)
-        if isinstance(node, Tensor):
-            found.append(node)
-            waiting.extend(inner_tensors(node)[::-1])
-        else:
-            waiting.extend(_children(node)[::-1])
+        try:
+            if type(node) in _SINGLE or id(node) in seen:
+                continue
+            seen.add(id(node))
+            keep.append(node)
+            if isinstance(node, Tensor):
+                found.append(node)
+                waiting.extend(inner_tensors(node)[::-1])
+            else:
+                waiting.extend(_children(node)[::-1])
+        except Exception as error:
+            raise ScopeUsageError(
+                f"A {type(node).__name__} could not be searched for tensors: its own code raised "
+                f"{type(error).__name__}. Nothing was changed. Pass the tensors in it instead."
+            ) from error
     return found
 
 

@@ -22,7 +22,15 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset, default_collate
 
 import tenure
-from tenure import DisposedTensorError, NewDisposeScope, TenureWarning, dispose, is_disposed
+from tenure import (
+    DisposedTensorError,
+    NewDisposeScope,
+    ScopeUsageError,
+    TenureWarning,
+    dispose,
+    is_disposed,
+    statistics,
+)
 from tenure.scopes import _disposal, _torch_swap
 from tenure.scopes._ledger import enter
 from tenure.scopes._torch_modes import _length as mode_stack_depth
@@ -522,6 +530,47 @@ def test_a_tensor_that_cannot_be_disposed_stops_no_other(caplog):
     assert all(map(is_disposed, others))
     assert "A Opaque could not be disposed; it stays alive." in caplog.text
     assert torch.equal(opaque + 1, live() + 1)
+
+
+class Immovable(Tensor):
+    """A class that can neither be exchanged nor has anything inside."""
+
+    __slots__ = ("extra",)
+
+
+def test_disposing_what_cannot_be_disposed_says_so_and_disposes_the_rest():
+    immovable, other = live().as_subclass(Immovable), live()
+    before = statistics().disposed_outside_scope
+    with pytest.raises(
+        ScopeUsageError,
+        match=r"^dispose\(\) got a Immovable, whose class has __slots__ and no __tensor_flatten__ "
+        r"that works.* It stays alive; all other tensors of the call were disposed\. Delete",
+    ):
+        dispose(immovable, other)
+    assert not is_disposed(immovable)
+    assert is_disposed(other)
+    assert statistics().disposed_outside_scope == before + 1
+
+
+class Frozen(Tensor):
+    """A subclass whose own code stands in the way."""
+
+    def __setattr__(self, name, value):
+        raise AttributeError("frozen")
+
+    @property
+    def dtype(self):
+        raise ValueError("hidden")
+
+    @property
+    def shape(self):
+        raise ValueError("hidden")
+
+
+def test_a_subclass_whose_own_code_raises_is_disposed_all_the_same():
+    frozen = live().as_subclass(Frozen)
+    dispose(frozen)
+    assert repr(frozen).startswith("<DisposedTensor float64[2, 3] on cpu, 48 B, disposed by")
 
 
 def test_without_the_private_swap_disposal_is_soft_and_says_so_once(monkeypatch):

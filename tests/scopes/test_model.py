@@ -25,8 +25,8 @@ from tenure import (
 class Item:
     """A tensor, its value, and what the model says of it."""
 
-    def __init__(self, value, tensor, owner):
-        self.value, self.tensor, self.owner = value, tensor, owner
+    def __init__(self, value, tensor, owner, base=None):
+        self.value, self.tensor, self.owner, self.base = value, tensor, owner, base
         self.disposed = False
 
 
@@ -104,12 +104,15 @@ class Ownership(RuleBasedStateMachine):
         item = self.pick(data)
         if not item.disposed:
             self.counts["created"] += self.current is not None
-            self.items.append(Item(item.value, item.tensor[:1], self.current))
+            base = item.base or item
+            self.items.append(Item(item.value, item.tensor[:1], self.current, base))
 
     @precondition(lambda self: self.items)
     @rule(data=st.data())
     def drop(self, data):
         item = self.pick(data)
+        if any(other.base is item for other in self.items):
+            return  # its views keep the very handle: torch hands it out as their _base
         self.items.remove(item)
         del item.tensor  # hypothesis keeps what it drew
         if item.owner is not None and not item.disposed:

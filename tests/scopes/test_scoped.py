@@ -292,6 +292,33 @@ class TestGenerators:
             assert owner_of(made) is scope
         assert is_disposed(made)
 
+    def test_an_error_thrown_in_leaves_no_cycle_behind(self):
+        @scoped
+        def items():
+            made.append(weakref.ref(torch.ones(1)))
+            local = torch.ones(2)
+            made.append(weakref.ref(local))
+            yield 1
+
+        made = []
+        generator = items()
+        next(generator)
+        gc.disable()
+        try:
+            with pytest.raises(ValueError, match="mine"):
+                generator.throw(ValueError("mine"))
+            del generator
+            assert [reference() for reference in made] == [None, None]
+        finally:
+            gc.enable()
+
+
+class Service:
+    async def __call__(self, x):
+        await asyncio.sleep(0)
+        assert current_scope() is not None
+        return x * 2
+
 
 class TestAsync:
     def test_interleaved_tasks_do_not_see_each_others_scopes(self):
@@ -414,3 +441,6 @@ class TestAsync:
                 return await asyncio.to_thread(work)
 
         assert asyncio.run(main()) == (None, None)
+
+    def test_an_object_with_an_async_call_is_scoped_while_it_runs(self):
+        assert asyncio.run(scoped(Service())(torch.ones(1))).item() == 2

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import weakref
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import _pytree
 
-from tenure import ScopeUsageError
+from tenure import (
+    NewDisposeScope,
+    ScopeUsageError,
+    attach_to_scope,
+    detach_from_scope,
+    dispose,
+    is_disposed,
+    move_to_outer,
+)
 from tenure.scopes._trees import given_back, required_tensors, tensors_in
 
 
@@ -115,6 +124,51 @@ def test_depth_does_not_matter():
     for _ in range(100_000):
         tree = [tree]
     assert same(tensors_in((tree,)), [A])
+
+
+class RaisingMapping(collections.UserDict):
+    def values(self):
+        raise ValueError("mine")
+
+
+class RaisingClass:
+    @property
+    def __class__(self):
+        raise ValueError("mine")
+
+
+class RaisingWrapper(Wrapper):
+    def __tensor_flatten__(self):
+        raise ValueError("mine")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [RaisingMapping, RaisingClass, lambda: RaisingWrapper(torch.ones(1))],
+    ids=["mapping", "class", "wrapper"],
+)
+@pytest.mark.parametrize("verb", [attach_to_scope, detach_from_scope, dispose, move_to_outer])
+def test_a_container_whose_code_raises_is_named_and_nothing_is_changed(make, verb):
+    with NewDisposeScope() as scope:
+        tensor, hostile = torch.ones(1), make()
+        with pytest.raises(
+            ScopeUsageError,
+            match=rf"^A {type(hostile).__name__} could not be searched for tensors: its own code "
+            r"raised ValueError\. Nothing was changed\. Pass the tensors in it instead\.$",
+        ) as caught:
+            verb([tensor, hostile])
+        assert isinstance(caught.value.__cause__, ValueError)
+        assert tensor in scope
+        assert not is_disposed(tensor)
+
+
+def test_a_wrapper_that_cannot_be_taken_apart_can_be_asked_about():
+    wrapper = RaisingWrapper(torch.ones(1))
+    assert not is_disposed(wrapper)
+    with NewDisposeScope() as scope:
+        scope._ledger.add(weakref.ref(wrapper))
+        assert scope.live_bytes == 0
+    assert is_disposed(wrapper)
 
 
 def test_hostile_objects_are_leaves():

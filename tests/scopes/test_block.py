@@ -1,0 +1,107 @@
+"""Blocks that are interrupted as they open or close leave nothing of themselves on the thread."""
+
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from tenure import (
+    NewDisposeScope,
+    ScopeUsageError,
+    ScopeUsageWarning,
+    current_scope,
+    is_disposed,
+    scoped,
+)
+from tenure.scopes import _block
+from tenure.scopes._thread import ThreadScopes, this_thread
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_on_the_thread():
+    yield
+    assert current_scope() is None
+    assert torch._C._len_torch_function_stack() == 0
+    assert not this_thread().open
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_warning_that_is_an_error_leaves_no_scope_open():
+    def items():
+        with NewDisposeScope("items"):
+            yield 1
+
+    generator = items()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ScopeUsageWarning, match=r"inside the generator .*items\(\)"):
+            next(generator)
+
+
+def test_an_interrupt_while_opening_leaves_no_scope_open(monkeypatch):
+    monkeypatch.setattr(ThreadScopes, "enter_world", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        NewDisposeScope("never").__enter__()
+
+
+def test_an_interrupt_while_closing_leaves_no_scope_open(monkeypatch):
+    with NewDisposeScope("outer") as outer:
+        inner = NewDisposeScope("inner").__enter__()
+        monkeypatch.setattr(_block.Block, "_finish", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            inner.close()
+        monkeypatch.undo()
+        assert inner.closed
+        assert current_scope() is outer
+
+
+@pytest.mark.parametrize("open_scopes", [scoped, lambda function: function])
+def test_the_recursion_limit_leaves_no_scope_open(open_scopes):
+    @open_scopes
+    def at_depth(depth):
+        if depth:
+            return at_depth(depth - 1)
+        with NewDisposeScope():
+            return torch.ones(1).item()
+
+    limit = sys.getrecursionlimit()
+    frame, used = sys._getframe(), 0
+    while frame is not None:
+        frame, used = frame.f_back, used + 1
+    failures = 0
+    sys.setrecursionlimit(used + 120)
+    try:
+        for depth in range(120):
+            try:
+                at_depth(depth)
+            except RecursionError:
+                failures += 1
+                assert torch._C._len_torch_function_stack() == 0
+    finally:
+        sys.setrecursionlimit(limit)
+    assert 0 < failures < 120
+
+
+@pytest.mark.parametrize("name", [torch.ones(2), 7, ["step"]])
+def test_a_name_that_is_no_text_is_refused_before_the_scope_opens(name):
+    with pytest.raises(ScopeUsageError, match=rf"got a {type(name).__name__} as its name, and was"):
+        NewDisposeScope(name)
+
+
+def test_an_option_that_compares_as_an_array_is_refused():
+    with pytest.raises(ScopeUsageError, match=r"^policy=array\(.*\) is not one of 'dispose'"):
+        NewDisposeScope(policy=np.ones(2))
+
+
+@pytest.mark.parametrize("name", [None, [], 3])
+def test_a_scope_takes_what_code_of_no_module_makes(name):
+    program = {"torch": torch, "__name__": name}
+    with NewDisposeScope(capture="site"), NewDisposeScope() as scope:
+        exec("made = torch.ones(2); parts = made.split(1)", program)
+        assert len(scope) == 3
+    assert is_disposed(program["made"])
