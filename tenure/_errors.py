@@ -42,6 +42,14 @@ class ScopeLeakError(TenureError):
         return type(self), (self.args[0], self.report)
 
 
+class AdaptiveUsageError(TenureError):
+    """A function of ``tenure.adaptive`` got what it can't use, and nothing was changed."""
+
+
+class ByteSizeError(TenureError, ValueError):
+    """A number of bytes was written in a way that can't be read."""
+
+
 class TenureWarning(UserWarning):
     """Base class of the warnings that tenure gives."""
 
@@ -50,11 +58,14 @@ class ScopeUsageWarning(TenureWarning):
     """A scope is used in a way that works, but seldom as it was meant."""
 
 
+_ROOMS = {"AdaptiveUsageError": "tenure.adaptive"}
+
+
 def _speak_as_tenure() -> None:
     """Let tracebacks read ``tenure.DisposedTensorError``, where users import it from."""
-    for value in list(globals().values()):
+    for name, value in list(globals().items()):
         if isinstance(value, type) and value.__module__ == __name__:
-            value.__module__ = "tenure"
+            value.__module__ = _ROOMS.get(name, "tenure")
 
 
 _speak_as_tenure()

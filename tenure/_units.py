@@ -1,7 +1,23 @@
-"""Bytes as people read them; the same number always has the same spelling."""
+"""Bytes as people read and write them; the same number always has the same spelling."""
+
+import re
+from decimal import ROUND_HALF_UP, Decimal
+from operator import index
+
+from tenure._errors import ByteSizeError
 
 _STEP = 1024
-_UNITS = ("KiB", "MiB", "GiB", "TiB")
+_BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_SHOWN = _BINARY[:4]
+_DECIMAL = ("KB", "MB", "GB", "TB", "PB", "EB")
+_FACTORS = {
+    **dict.fromkeys(("", "b", "byte", "bytes"), 1),
+    **{unit.lower(): _STEP ** (power + 1) for power, unit in enumerate(_BINARY)},
+    **{unit.lower(): 1000 ** (power + 1) for power, unit in enumerate(_DECIMAL)},
+}
+# Digits are bounded: no memory has more, and Python refuses to convert thousands of them.
+_SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{0,30})?)\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE)
+_SPELLINGS = 'Write an int, or a number and a unit, such as "64MiB" or "1.5 GiB".'
 
 
 def format_bytes(n_bytes: int) -> str:
@@ -18,7 +34,50 @@ def format_bytes(n_bytes: int) -> str:
         return f"{n_bytes} B"
     value = float(n_bytes)
     power = 0
-    while power < len(_UNITS) and abs(round(value, 1)) >= _STEP:
+    while power < len(_SHOWN) and abs(round(value, 1)) >= _STEP:
         value /= _STEP
         power += 1
-    return f"{value:.1f} {_UNITS[power - 1]}"
+    return f"{value:.1f} {_SHOWN[power - 1]}"
+
+
+def parse_bytes(size: int | str) -> int:
+    """Read a number of bytes as people write it.
+
+    Args:
+        size: an int, or a number and a unit in any case: ``B`` or none; ``KiB`` to ``EiB``, powers
+            of 1024; ``KB`` to ``EB``, powers of 1000. A fraction of a byte is rounded.
+
+    Raises:
+        ByteSizeError: it is neither, or it is negative.
+
+    Example:
+        >>> parse_bytes("64MiB"), parse_bytes("1.5 KiB"), parse_bytes("2 GB"), parse_bytes(4096)
+        (67108864, 1536, 2000000000, 4096)
+    """
+    return _parsed_text(size) if isinstance(size, str) else _checked_int(size)
+
+
+def _parsed_text(text: str) -> int:
+    match = _SIZE.fullmatch(text)
+    factor = _FACTORS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise ByteSizeError(f"{_shortened(text)} is not a number of bytes. {_SPELLINGS}")
+    # Decimal, and not float: 0.1 TiB and 9 EiB are exact up to the one rounding
+    return int((Decimal(match[1]) * factor).to_integral_value(ROUND_HALF_UP))
+
+
+def _checked_int(size: object) -> int:
+    try:
+        n_bytes = index(size)  # type: ignore[arg-type]  # it raises TypeError, as it should
+    except TypeError:
+        n_bytes = None
+    if n_bytes is None or isinstance(size, bool):
+        kind = type(size).__name__
+        raise ByteSizeError(f"A number of bytes can't be read from a {kind}. {_SPELLINGS}")
+    if n_bytes < 0:
+        raise ByteSizeError(f"{n_bytes} is not a number of bytes: it is negative. {_SPELLINGS}")
+    return n_bytes
+
+
+def _shortened(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:37]}...")
