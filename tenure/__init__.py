@@ -7,7 +7,9 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from . import adaptive as adaptive
     from . import scopes as scopes
+    from ._errors import ByteSizeError as ByteSizeError
     from ._errors import DisposedTensorError as DisposedTensorError
     from ._errors import ScopeLeakError as ScopeLeakError
     from ._errors import ScopeUsageError as ScopeUsageError
@@ -33,11 +35,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ROOMS = ("scopes",)
+_ROOMS = ("adaptive", "scopes")
 _NAMES = {
     "tenure._errors": (
-        "DisposedTensorError", "ScopeLeakError", "ScopeUsageError", "ScopeUsageWarning",
-        "TenureError", "TenureWarning",
+        "ByteSizeError", "DisposedTensorError", "ScopeLeakError", "ScopeUsageError",
+        "ScopeUsageWarning", "TenureError", "TenureWarning",
     ),
     "tenure.scopes": (
         "DisposeScope", "LeakRecord", "LeakReport", "NewDisposeScope", "ScopeStatistics",
