@@ -18,8 +18,8 @@ from tenure._units import format_bytes
 
 from ._budget_checks import (
     check_new,
+    check_open,
     check_plain_function,
-    check_thread,
     checked_device,
     checked_limit,
 )
@@ -118,10 +118,10 @@ class memory_budget(ContextDecorator):
         """End the limit; an exception of the block goes on unmasked.
 
         Raises:
-            AdaptiveUsageError: on another thread, and the budget stays open; or before a mode that
-                was opened inside, and the budget is closed.
+            AdaptiveUsageError: on another thread, or when it isn't open, and nothing changes; or
+                before a mode that was opened inside, and the budget is closed.
         """
-        check_thread(self, self._thread_id)
+        check_open(self, self._status, self._thread_id)
         self._status = "closed"
         if not self._limit.close() and (exc is None or isinstance(exc, GeneratorExit)):
             raise AdaptiveUsageError(

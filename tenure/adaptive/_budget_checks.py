@@ -65,12 +65,14 @@ def check_new(budget: memory_budget, status: str) -> None:
         raise AdaptiveUsageError(f"{budget!r} was entered a second time. {_ONE_BLOCK}")
 
 
-def check_thread(budget: memory_budget, thread_id: int) -> None:
-    """Make sure that a budget is closed where it was opened.
+def check_open(budget: memory_budget, status: str, thread_id: int) -> None:
+    """Make sure that a budget is closed once, and where it was opened.
 
     Raises:
-        AdaptiveUsageError: this is another thread.
+        AdaptiveUsageError: it isn't open, or this is another thread.
     """
+    if status != "open":
+        raise AdaptiveUsageError(f"{budget!r} was closed, but it is not open. {_ONE_BLOCK}")
     if thread_id != get_ident():
         raise AdaptiveUsageError(
             f"{budget!r} was closed from thread {current_thread().name!r}, and stays open. "
