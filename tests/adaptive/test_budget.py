@@ -151,12 +151,13 @@ MADE = {
     "grown": (lambda x: x.resize_(150), 200),
     "out=": (lambda x: torch.add(x, 1, out=torch.empty(0)), 400),
     "sparse": (lambda _: torch.eye(3).to_sparse(), 2 * 3 * 8 + 3 * 4),
-    "sparse_csr": (lambda _: torch.eye(3).to_sparse_csr(), 4 * 8 + 2 * 3 * 8 + 3 * 4),  # its columns are a row of COO indices
+    # the columns of CSR are one row of COO indices
+    "sparse_csr": (lambda _: torch.eye(3).to_sparse_csr(), 4 * 8 + 2 * 3 * 8 + 3 * 4),
     "share_memory_": (lambda x: x.clone().share_memory_(), 400),
     "meta": (lambda _: torch.empty(100, device="meta"), 0),
     "vmap": (lambda x: vmap(lambda row: row * 2)(x.view(10, 10)), 400),
     "grad": (lambda x: grad(lambda y: (y * y).sum())(x), 400),
-    "inference mode": (torch.inference_mode()(lambda x: F.dropout(x.reshape(-1), training=False)), 0),
+    "inference mode": (torch.inference_mode()(lambda x: F.dropout(x.view(-1), training=False)), 0),
     "a module": (lambda _: nn.Linear(3, 2), 4 * (3 * 2 + 2)),
 }  # fmt: skip
 
@@ -208,6 +209,7 @@ def test_batches_of_a_loader_count_here_and_not_in_its_workers(n_workers):
     assert all(400 <= size <= 900 for size in sizes)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_forked_child_has_no_limit():
     with memory_budget(10):
         child = os.fork()
@@ -230,7 +232,7 @@ def test_memory_that_is_freed_without_an_operation_counts_no_more():
 def test_a_refused_resize_leaves_the_tensor_as_it_was():
     with memory_budget(100) as budget:
         kept = ones(12).view(3, 4).t()
-        with pytest.raises(OOM, match="Tried to allocate 988 B .* in aten.resize_"):
+        with pytest.raises(OOM, match=r"Tried to allocate 988 B .* in aten\.resize_"):
             kept.resize_(1000)
         assert (kept.shape, kept.stride(), kept.untyped_storage().nbytes()) == ((4, 3), (1, 4), 12)
         assert budget.live_bytes == 12
@@ -496,7 +498,7 @@ def test_an_exit_out_of_order_is_an_error_and_loses_no_limit():
     outer, inner = memory_budget(100), memory_budget(50)
     outer.__enter__()
     inner.__enter__()
-    with pytest.raises(AdaptiveUsageError, match="100 B on cpu, closed.* ended before a budget"):
+    with pytest.raises(AdaptiveUsageError, match=r"100 B on cpu, closed.* ended before a budget"):
         outer.__exit__(None, None, None)
     with pytest.raises(OOM, match="limit of 50 B"):
         ones(51)
@@ -559,7 +561,7 @@ def test_a_decorated_function_has_a_budget_for_each_call():
 
     kept = [nested(100), nested(50, 50)]
     assert len(kept) == 2
-    with pytest.raises(OOM, match="1 B is free|0 B"):
+    with pytest.raises(OOM, match=r"Tried to allocate 51 B"):
         nested(50, 51)
 
 

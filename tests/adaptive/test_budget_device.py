@@ -15,7 +15,7 @@ def test_only_the_memory_of_the_device_counts(sim):
     with memory_budget(100, "sim") as budget:
         kept = on("sim", 60), on("cpu", 1000)
         assert budget.live_bytes == sim.allocated_bytes == 60
-        with pytest.raises(torch.OutOfMemoryError, match="^sim:0 out of memory"):
+        with pytest.raises(torch.OutOfMemoryError, match=r"^sim:0 out of memory"):
             on("sim", 41)
         assert budget.live_bytes == sim.allocated_bytes == 60
     del kept
@@ -25,9 +25,9 @@ def test_only_the_memory_of_the_host_counts_for_a_budget_of_the_cpu(sim):
     with memory_budget(100, "cpu") as host, memory_budget(100, sim.device) as device:
         kept = on("sim", 90), on("cpu", 80)
         assert (host.live_bytes, device.live_bytes) == (80, 90)
-        with pytest.raises(torch.OutOfMemoryError, match="^cpu out of memory"):
+        with pytest.raises(torch.OutOfMemoryError, match=r"^cpu out of memory"):
             kept[0].cpu()
-        with pytest.raises(torch.OutOfMemoryError, match="^sim:0 out of memory"):
+        with pytest.raises(torch.OutOfMemoryError, match=r"^sim:0 out of memory"):
             kept[1].to(sim.device)
         assert (host.live_bytes, device.live_bytes, sim.allocated_bytes) == (80, 90, 90)
 
@@ -48,7 +48,7 @@ def test_backward_on_the_device_is_refused(sim):
     x = torch.ones(8, 64).to(sim.device)
     resting_bytes = sim.allocated_bytes
     with memory_budget("6KiB", "sim") as budget:
-        with pytest.raises(torch.OutOfMemoryError, match="^sim:0 out of memory"):
+        with pytest.raises(torch.OutOfMemoryError, match=r"^sim:0 out of memory"):
             model(x).square().sum().backward()
         model.zero_grad()
         assert budget.live_bytes == sim.allocated_bytes - resting_bytes == 0
@@ -65,7 +65,7 @@ def test_the_budget_of_the_device_itself_holds_beside_it(sim):
 def test_a_refused_resize_leaves_the_device_as_it_was(sim):
     with memory_budget(100, "sim") as budget:
         kept = on("sim", 12)
-        with pytest.raises(torch.OutOfMemoryError, match="in aten.resize_"):
+        with pytest.raises(torch.OutOfMemoryError, match=r"in aten\.resize_"):
             kept.resize_(1000)
         assert (kept.shape, budget.live_bytes, sim.allocated_bytes) == ((12,), 12, 12)
 

@@ -32,6 +32,7 @@ from tenure import (
     scoped,
     statistics,
 )
+from tenure.adaptive import AdaptiveUsageError, memory_budget
 
 
 class Pair(NamedTuple):
@@ -140,6 +141,23 @@ def reading(report: LeakReport) -> None:
         assert_type(record.kind, str)
         for holder in record.holders:
             assert_type(holder, str)
+
+
+@memory_budget(4096)
+def limited(x: Tensor, *, scale: float = 1.0) -> Tensor:
+    return x * scale
+
+
+def limiting(x: Tensor) -> None:
+    with memory_budget("64MiB", device=torch.device("cpu")) as budget:
+        assert_type(budget, memory_budget)
+        assert_type(budget.limit_bytes, int)
+        assert_type(budget.live_bytes, int)
+        assert_type(budget.peak_bytes, int)
+        assert_type(budget.device, torch.device)
+    assert_type(limited(x, scale=2.0), Tensor)
+    errors: list[type[TenureError]] = [AdaptiveUsageError, tenure.ByteSizeError]
+    assert errors
 
 
 def failing(x: Tensor) -> str:
