@@ -41,7 +41,7 @@ class CountingMode(TorchDispatchMode):
         self._limit_bytes = limit_bytes
         self._device = device
         self._account = LiveStorages(device)
-        self._process = os.getpid()  # a forked child has the mode on its stack, but not its limit
+        self._process = _CLOSED
         self._stacked: list[CountingMode] = []
         self.peak_bytes = 0
 
@@ -60,6 +60,7 @@ class CountingMode(TorchDispatchMode):
         """Begin to count on this thread."""
         for inference in (False, True):
             uses_by_torch(inference)
+        self._process = os.getpid()  # a forked child has the mode on its stack, but not its limit
         self._stacked = _this_thread.stacked
         self._stacked.append(self)
         self.__enter__()  # type: ignore[no-untyped-call]

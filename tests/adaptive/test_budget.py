@@ -516,6 +516,24 @@ def test_an_exit_out_of_order_does_not_hide_the_error_of_the_block():
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
+def test_a_budget_that_ends_below_another_mode_says_so_and_is_gone_after_the_next():
+    budget = memory_budget(10)
+    budget.__enter__()
+    with Names(), pytest.raises(AdaptiveUsageError, match="or another dispatch mode"):
+        budget.__exit__(None, None, None)
+    assert ones(100).shape == (100,)
+    with memory_budget(10), pytest.raises(OOM):
+        ones(11)
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_a_budget_made_before_a_fork_holds_in_the_child_that_opens_it(monkeypatch):
+    budget, parent = memory_budget(10), os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+    with budget, pytest.raises(OOM):
+        ones(11)
+
+
 def test_budgets_end_in_order_from_a_stack():
     with ExitStack() as stack:
         budgets = [stack.enter_context(memory_budget(n)) for n in (100, 50, 75)]
