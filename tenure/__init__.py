@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from . import adaptive as adaptive
     from . import scopes as scopes
+    from ._errors import ByteSizeError as ByteSizeError
     from ._errors import DisposedTensorError as DisposedTensorError
     from ._errors import ScopeLeakError as ScopeLeakError
     from ._errors import ScopeUsageError as ScopeUsageError
@@ -37,8 +38,8 @@ __version__ = "0.1.0"
 _ROOMS = ("adaptive", "scopes")
 _NAMES = {
     "tenure._errors": (
-        "DisposedTensorError", "ScopeLeakError", "ScopeUsageError", "ScopeUsageWarning",
-        "TenureError", "TenureWarning",
+        "ByteSizeError", "DisposedTensorError", "ScopeLeakError", "ScopeUsageError",
+        "ScopeUsageWarning", "TenureError", "TenureWarning",
     ),
     "tenure.scopes": (
         "DisposeScope", "LeakRecord", "LeakReport", "NewDisposeScope", "ScopeStatistics",

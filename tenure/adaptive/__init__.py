@@ -1,7 +1,8 @@
-"""Fitting work into the memory there is: so far, telling an out-of-memory error from others."""
+"""Fitting work into the memory there is: so far, telling its errors, and limiting a block."""
 
 from tenure._errors import AdaptiveUsageError as AdaptiveUsageError
 
+from ._budget import memory_budget as memory_budget
 from ._oom import OomInfo as OomInfo
 from ._oom import is_oom as is_oom
 from ._oom import oom_info as oom_info

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from tenure._errors import TenureWarning
+from tenure._storages import inner_tensors
 
 from . import _torch_swap
 from ._disposed import Cause, DisposalRecord, DisposedTensor, set_record
 from ._sites import Site, SiteStack
-from ._trees import inner_tensors
 
 _logger = logging.getLogger("tenure.scopes")
 _set_class = vars(object)["__class__"].__set__  # past a __setattr__ of the subclass

@@ -190,8 +190,7 @@ class _Call(_Block):
 
     @never_compiled
     def __exit__(self, _: object, exc: BaseException | None, __: object) -> None:
-        if self.scope.is_open:  # the function itself may have closed it
-            self.scope._close(exc)
+        self.scope.__exit__(None, exc, None)
 
 
 class _Suspended(_Block):

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from tenure._errors import ScopeUsageError
+from tenure._storages import storages_of
 
-from ._torch_swap import without_modes
 from ._trees import tensors_in
-
-_COMPRESSED_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
-_COMPRESSED_BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
-
-
-def storages_of(tensor: Tensor) -> list[UntypedStorage]:
-    """The storages of a tensor of any layout; none where torch shows none (meta, opaque)."""
-    with without_modes():
-        return [part.untyped_storage() for part in _dense_parts(tensor) if not _is_hollow(part)]
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -40,25 +30,3 @@ def _with_inner(tensor: Tensor) -> list[Tensor]:
         return tensors_in((tensor,))
     except ScopeUsageError:  # a __tensor_flatten__ that raises hides what is inside
         return [tensor]
-
-
-def _dense_parts(tensor: Tensor) -> list[Tensor]:
-    layout = tensor.layout
-    if layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if layout in _COMPRESSED_BY_ROW:
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if layout in _COMPRESSED_BY_COLUMN:
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [tensor] if layout is torch.strided else []
-
-
-def _is_hollow(tensor: Tensor) -> bool:
-    """Whether its storage, if any, has a size but no memory: meta and fake tensors, wrappers."""
-    try:
-        storage = tensor.untyped_storage()
-        if storage.device.type == "meta":
-            return True
-        return type(tensor) is not Tensor and storage.data_ptr() == 0
-    except RuntimeError:  # wrapper subclasses and functorch's wrappers
-        return True

@@ -14,6 +14,7 @@ from torch import Tensor
 
 without_modes = torch._C.DisableTorchFunction
 """A context in which neither modes nor ``__torch_function__`` of subclasses run."""
+_without_dispatch_modes = torch._C._DisableTorchDispatch
 
 
 def swap(first: Tensor, second: Tensor) -> None:
@@ -52,7 +53,7 @@ class _Probe(Tensor):
 def works() -> bool:
     """Whether this torch still swaps as tenure needs it: the impl moves, the data stays whole."""
     try:
-        with without_modes():
+        with without_modes(), _without_dispatch_modes():
             handle, expected = torch.arange(3.0), [0.0, 1.0, 2.0]
             view = handle.view(3)
             probe = make_empty(_Probe, handle.dtype)

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from tenure._errors import ScopeUsageError
+from tenure._storages import inner_tensors
 
 from ._torch_pytree import children_of
-from ._torch_swap import without_modes
 
 Tree = TypeVar("Tree")
 """What the functions of ``*trees`` take and give back."""
@@ -75,16 +75,6 @@ def given_back(trees: tuple[Tree, ...]) -> Tree:
     """What a function of ``*trees`` returns: its one argument, or the tuple of several."""
     several: Any = trees
     return trees[0] if len(trees) == 1 else several
-
-
-def inner_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensors that a wrapper subclass, such as a DTensor, is made of; none for other ones."""
-    if type(tensor) is Tensor or not hasattr(type(tensor), "__tensor_flatten__"):
-        return []
-    with without_modes():
-        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        inside = [getattr(tensor, name) for name in names]
-    return [inner for inner in inside if isinstance(inner, Tensor)]  # a DTensor names its mesh too
 
 
 def _children(node: Any) -> list[Any]:

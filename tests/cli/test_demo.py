@@ -8,12 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tenure import NewDisposeScope
 from tenure._cli._demo import _text
-from tenure._cli._demo._live_bytes import LiveBytes
 from tenure._cli._demo._settings import QUICK
 from tenure._cli._demo._text import draw_windows, read_corpus
-from tenure._cli._demo._training import train
 from tenure._cli._verb import CommandError
 
 
@@ -137,50 +134,3 @@ class TestText:
             match=r"holds too little source to learn from \(10 characters short\)\. Use a Python",
         ):
             read_corpus(10)
-
-
-class TestLiveBytes:
-    def test_counts_a_storage_once_and_only_while_it_lives(self):
-        with LiveBytes() as live:
-            a = torch.ones(256)
-            b = a.view(16, 16)
-            assert live.total() == 1024
-            del a
-            assert live.total() == 1024
-            del b
-            assert live.total() == 0
-
-    def test_does_not_count_what_was_there_before(self):
-        a = torch.ones(256)
-        with LiveBytes() as live:
-            a.add_(1)
-            b = a[:2]
-            assert live.total() == 0
-            c = b + 1
-            assert live.total() == 8
-        assert c.shape == (2,)
-
-    def test_counts_what_only_autograd_holds(self):
-        weight = torch.ones(256, requires_grad=True)
-        with LiveBytes() as live:
-            loss = weight.exp().sum()
-            assert live.total() == 1024 + 4
-            loss.backward()
-            assert live.total() == 1024 + 4  # the saved exp() is gone, the gradient is there
-            del loss
-            assert live.total() == 1024
-
-    def test_agrees_with_what_the_allocator_says_of_a_step(self):
-        corpus = read_corpus(QUICK.characters)
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        with (
-            LiveBytes() as live,
-            torch.profiler.profile(activities=activities, profile_memory=True) as profile,
-        ):
-            history = train(
-                corpus, QUICK, n_steps=2, open_scope=NewDisposeScope, on_step=lambda step: None
-            )
-            alive = live.total()
-        net = sum(event.self_cpu_memory_usage for event in profile.events())
-        assert len(history) == 2
-        assert net == alive

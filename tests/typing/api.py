@@ -39,6 +39,7 @@ from tenure.adaptive import (
     OomKind,
     OomRegistration,
     is_oom,
+    memory_budget,
     oom_info,
     register_oom,
 )
@@ -173,6 +174,23 @@ def recognising(error: BaseException) -> OomInfo | None:
         assert_type(info.text, str)
         assert_type(info.chain, tuple[str, ...])
     return info
+
+
+@memory_budget(4096)
+def limited(x: Tensor, *, scale: float = 1.0) -> Tensor:
+    return x * scale
+
+
+def limiting(x: Tensor) -> None:
+    with memory_budget("64MiB", device=torch.device("cpu")) as budget:
+        assert_type(budget, memory_budget)
+        assert_type(budget.limit_bytes, int)
+        assert_type(budget.live_bytes, int)
+        assert_type(budget.peak_bytes, int)
+        assert_type(budget.device, torch.device)
+    assert_type(limited(x, scale=2.0), Tensor)
+    errors: list[type[TenureError]] = [AdaptiveUsageError, tenure.ByteSizeError]
+    assert errors
 
 
 def failing(x: Tensor) -> str:

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from tenure import DisposedTensorError, NewDisposeScope
 from tenure._units import format_bytes
+from tenure.adaptive import memory_budget
 
-from ._live_bytes import LiveBytes
 from ._screen import Screen
 from ._settings import Settings
 from ._text import Corpus
 from ._training import OpenScope, Step, train
 
+_MORE_THAN_THERE_IS = "1EiB"
 _MEASURE = """\
 Live bytes after the step: the storages, each counted once, that operations of this run made and
 that are still alive: weights, gradients, AdamW's state, and what leaked."""
@@ -53,11 +54,11 @@ def compare_live_bytes(screen: Screen, corpus: Corpus, settings: Settings) -> No
 
 def _measured(corpus: Corpus, settings: Settings, open_scope: OpenScope) -> _Run:
     run = _Run()
-    with LiveBytes() as live:
+    with memory_budget(_MORE_THAN_THERE_IS) as live:
 
         def on_step(step: Step) -> None:
             run.steps.append(step)
-            run.live_bytes.append(live.total())
+            run.live_bytes.append(live.live_bytes)
 
         run.history = train(
             corpus,

@@ -1,0 +1,50 @@
+"""The storages behind a tensor of any layout, and the tensors that a wrapper is made of.
+
+No mode and no override of a subclass sees the questions asked here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, UntypedStorage
+
+_COMPRESSED_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
+_COMPRESSED_BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
+
+
+def storages_of(tensor: Tensor) -> list[UntypedStorage]:
+    """The storages of a tensor of any layout; none where torch shows none (meta, opaque)."""
+    with torch._C.DisableTorchFunction():
+        return [part.untyped_storage() for part in _dense_parts(tensor) if not _is_hollow(part)]
+
+
+def inner_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensors that a wrapper subclass, such as a DTensor, is made of; none for other ones."""
+    if type(tensor) is Tensor or not hasattr(type(tensor), "__tensor_flatten__"):
+        return []
+    with torch._C.DisableTorchFunction():
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        inside = [getattr(tensor, name) for name in names]
+    return [inner for inner in inside if isinstance(inner, Tensor)]  # a DTensor names its mesh too
+
+
+def _dense_parts(tensor: Tensor) -> list[Tensor]:
+    layout = tensor.layout
+    if layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if layout in _COMPRESSED_BY_ROW:
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if layout in _COMPRESSED_BY_COLUMN:
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor] if layout is torch.strided else []
+
+
+def _is_hollow(tensor: Tensor) -> bool:
+    """Whether its storage, if any, has a size but no memory: meta and fake tensors, wrappers."""
+    try:
+        storage = tensor.untyped_storage()
+        if storage.device.type == "meta":
+            return True
+        return type(tensor) is not Tensor and storage.data_ptr() == 0
+    except (RuntimeError, NotImplementedError):  # wrapper subclasses and functorch's wrappers
+        return True
