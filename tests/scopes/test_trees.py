@@ -20,6 +20,7 @@ from tenure import (
     is_disposed,
     move_to_outer,
 )
+from tenure.scopes._ledger import enter
 from tenure.scopes._trees import given_back, required_tensors, tensors_in
 
 
@@ -166,7 +167,7 @@ def test_a_wrapper_that_cannot_be_taken_apart_can_be_asked_about():
     wrapper = RaisingWrapper(torch.ones(1))
     assert not is_disposed(wrapper)
     with NewDisposeScope() as scope:
-        scope._ledger.add(weakref.ref(wrapper))
+        enter(scope._ledger, weakref.ref(wrapper))
         assert scope.live_bytes == 0
     assert is_disposed(wrapper)
 
