@@ -62,8 +62,8 @@ def check_name(name: object) -> None:
     """
     if not isinstance(name, str):
         raise ScopeUsageError(
-            f"NewDisposeScope() got a {type(name).__name__} as its name, and was not made. "
-            "Pass a text or nothing; a scope finds its tensors itself."
+            f"NewDisposeScope() got a {type(name).__name__} as its name, and no scope was made. "
+            "Pass a text or nothing: a scope sees by itself what its block makes."
         )
 
 

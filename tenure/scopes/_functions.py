@@ -95,12 +95,16 @@ def detach_from_scope(*trees: Tree) -> Tree:
         The same object (a tuple if several were given).
 
     Raises:
-        ScopeUsageError: a tree holds no tensor.
+        ScopeUsageError: a scope of another thread owns one of them, or a tree holds no tensor. No
+            tensor changed its owner.
 
     Source: ``DetachFromDisposeScope`` of TorchSharp.
     """
     if not is_dynamo_compiling():
-        this_thread().release(required_tensors(trees, "detach_from_scope()"))
+        tensors = required_tensors(trees, "detach_from_scope()")
+        for tensor in tensors:
+            check_not_foreign(tensor, "detach_from_scope()")
+        this_thread().release(tensors)
     return given_back(trees)
 
 

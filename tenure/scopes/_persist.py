@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch.compiler import is_dynamo_compiling
 
+from tenure._errors import ScopeUsageError
+
 from ._manager import current
 from ._torch_dynamo import never_compiled
 
@@ -19,6 +21,9 @@ class persist(ContextDecorator):
 
     A scope opened inside has no outer scope. May be nested, and entered again; one object is for
     one thread or task at a time.
+
+    Raises:
+        ScopeUsageError: it was given an argument, as ``@persist`` without parentheses gives it one.
 
     Example:
         >>> import torch
@@ -33,7 +38,12 @@ class persist(ContextDecorator):
     Source: ``scopeOutOfWorkspaces`` of ND4J.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, function: None = None) -> None:
+        if function is not None:
+            raise ScopeUsageError(
+                f"persist() takes no argument and got {function!r}. Write @persist() above a "
+                "function, with its parentheses, or `with persist():`."
+            )
         self._left: list[Block | None] = []
 
     @never_compiled

@@ -204,7 +204,8 @@ class _Suspended(_Block):
 
     @never_compiled
     def __exit__(self, _: object, exc: BaseException | None, __: object) -> None:
-        self.scope._finish(exc)
+        if not self.scope.closed:
+            self.scope._finish(exc)
 
 
 class _Turn(_Block):
@@ -213,11 +214,15 @@ class _Turn(_Block):
     @never_compiled
     def __enter__(self) -> None:
         check_thread(self.scope, "resume")
-        self.scope._resume()
+        if (
+            not self.scope.closed
+        ):  # the generator itself may have closed it: the rest is its caller's
+            self.scope._resume()
 
     @never_compiled
     def __exit__(self, *_: object) -> None:
-        self.scope._suspend()
+        if self.scope.is_open:
+            self.scope._suspend()
 
 
 @never_compiled

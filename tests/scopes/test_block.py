@@ -89,7 +89,9 @@ def test_the_recursion_limit_leaves_no_scope_open(open_scopes):
 
 @pytest.mark.parametrize("name", [torch.ones(2), 7, ["step"]])
 def test_a_name_that_is_no_text_is_refused_before_the_scope_opens(name):
-    with pytest.raises(ScopeUsageError, match=rf"got a {type(name).__name__} as its name, and was"):
+    with pytest.raises(
+        ScopeUsageError, match=rf"got a {type(name).__name__} as its name, and no scope was"
+    ):
         NewDisposeScope(name)
 
 

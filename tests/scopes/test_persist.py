@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from tenure import NewDisposeScope, current_scope, is_disposed, owner_of, persist
+from tenure import (
+    NewDisposeScope,
+    ScopeUsageError,
+    current_scope,
+    is_disposed,
+    owner_of,
+    persist,
+)
 
 
 def test_what_is_made_inside_belongs_to_no_scope():
@@ -68,3 +75,11 @@ def test_a_scope_that_closed_meanwhile_is_not_returned_to():
         scope.close()
     assert current_scope() is None
     assert not is_disposed(torch.ones(1))
+
+
+def test_a_decorator_without_parentheses_says_how_to_write_it():
+    with pytest.raises(ScopeUsageError, match=r"takes no argument and got <function .*Write @per"):
+
+        @persist
+        def cached():
+            pass

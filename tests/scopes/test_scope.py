@@ -476,7 +476,7 @@ class TestOtherThreads:
             assert made[1] not in scope
 
     def test_a_tensor_of_another_threads_scope_cannot_be_attached_or_disposed(self):
-        from tenure import attach_to_scope, dispose
+        from tenure import attach_to_scope, detach_from_scope, dispose
 
         with NewDisposeScope("mine") as scope:
             made = torch.ones(1)
@@ -487,6 +487,7 @@ class TestOtherThreads:
 
             assert "of another thread" in str(self.run(steal))
             assert "of another thread" in str(self.run(lambda: dispose(made)))
+            assert "of another thread" in str(self.run(lambda: detach_from_scope(made)))
             assert owner_of(made) is scope
 
     def test_hand_over_by_detaching_here_and_attaching_there(self):

@@ -292,6 +292,22 @@ class TestGenerators:
             assert owner_of(made) is scope
         assert is_disposed(made)
 
+    @pytest.mark.parametrize("policy", ["dispose", "report"])
+    def test_one_that_closes_its_own_scope_goes_on_in_its_callers(self, policy):
+        @scoped(policy=policy)
+        def items():
+            own = current_scope()
+            own.close()
+            yield owner_of(torch.ones(1))
+            held = torch.ones(1)
+            yield owner_of(held)
+            assert own.closed
+
+        with NewDisposeScope() as scope:
+            assert list(items()) == [scope] * 2
+            assert current_scope() is scope
+        assert torch._C._len_torch_function_stack() == 0
+
     def test_an_error_thrown_in_leaves_no_cycle_behind(self):
         @scoped
         def items():
