@@ -73,7 +73,7 @@ class Block:
     ) -> None:
         if name is not None and type(name) is not str:
             check_name(name)
-        if not (policy is on_error is _DISPOSE and capture is None):  # else look closer
+        if not (policy is on_error is _DISPOSE and capture is None):  # by far the most
             check_choice("policy", policy, _POLICIES)
             check_choice("on_error", on_error, _ON_ERROR)
             check_choice("capture", capture, _CAPTURES)
@@ -165,9 +165,8 @@ class Block:
         if current.get() is self:
             outer = self._outer
             current.set(outer if outer is None or outer._status is _OPEN else self.outer)
-        if (
-            world.n_scopes == 0
-        ):  # in no deeper a call than it was pushed: recursion may be near its limit
+        if world.n_scopes == 0:
+            # in no deeper a call than it was pushed: recursion may be near its limit
             threads = self._threads
             remove(threads.manager)
             if threads.world is world:
