@@ -74,7 +74,7 @@ class Block:
     ) -> None:
         if name is not None and type(name) is not str:
             check_name(name)
-        if not (policy is on_error is _DISPOSE and capture is None):  # else look closer
+        if not (policy is on_error is _DISPOSE and capture is None):  # by far the most
             check_choice("policy", policy, _POLICIES)
             check_choice("on_error", on_error, _ON_ERROR)
             check_choice("capture", capture, _CAPTURES)
