@@ -16,6 +16,8 @@ def mesh(tmp_path_factory):
     store = tmp_path_factory.mktemp("store") / "file"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     yield DeviceMesh("cpu", [0])
+    for _ in range(2):  # once for each thread of the group: a busy one may block its end for ever
+        dist.barrier()
     dist.destroy_process_group()
 
 
