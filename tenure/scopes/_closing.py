@@ -36,7 +36,7 @@ def settle(scope: Block, survivors: Survivors, exc: BaseException | None) -> Non
     if failed and scope.on_error == "keep":
         _keep(scope, survivors)
     elif scope.policy == "dispose":
-        if survivors:  # naming the cause walks no frame then
+        if survivors:  # often all that a ledger lists has died by itself
             dispose_all(scope, survivors, Cause(scope.label, scope.site))
     else:
         _report(scope, survivors, masked=exc is not None)
