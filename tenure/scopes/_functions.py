@@ -50,10 +50,10 @@ def move_to_outer(*trees: Tree) -> Tree:
     from the current scope, so a tensor that was only passed through stays where it is.
     """
     if not is_dynamo_compiling():
-        required_tensors(trees, "move_to_outer()")
+        tensors = required_tensors(trees, "move_to_outer()")
         scope = current_scope()
         if scope is not None:
-            scope.move_to_outer(*trees)
+            scope._move(tensors, scope.outer)
     return given_back(trees)
 
 

@@ -62,13 +62,16 @@ def required_tensors(trees: tuple[object, ...], call: str) -> list[Tensor]:
     """
     if not trees:
         raise ScopeUsageError(f"{call} was called without an argument. Pass the tensors it is for.")
+    found: dict[int, Tensor] = {}
     for tree in trees:
-        if not tensors_in((tree,)):
+        inside = tensors_in((tree,))
+        if not inside:
             raise ScopeUsageError(
                 f"{call} got {_brief(tree)}, which holds no tensor, and changed nothing. "
                 "Pass a tensor, or a list, tuple, dict, dataclass or pytree of tensors."
             )
-    return tensors_in(trees)
+        found.update((id(tensor), tensor) for tensor in inside)
+    return list(found.values())
 
 
 def given_back(trees: tuple[Tree, ...]) -> Tree:
