@@ -46,6 +46,21 @@ class AdaptiveUsageError(TenureError):
     """A function of ``tenure.adaptive`` got what it can't use, and nothing was changed."""
 
 
+class PagingError(TenureError):
+    """A model can't be paged as asked; what was asked for is not done, and the model is as before.
+
+    Attributes:
+        minimum_bytes: the least budget that would do, where the budget was the trouble.
+    """
+
+    def __init__(self, message: str, minimum_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.minimum_bytes = minimum_bytes
+
+    def __reduce__(self) -> tuple[type[PagingError], tuple[str, int | None]]:
+        return type(self), (self.args[0], self.minimum_bytes)
+
+
 class ByteSizeError(TenureError, ValueError):
     """A number of bytes was written in a way that can't be read."""
 
@@ -58,7 +73,15 @@ class ScopeUsageWarning(TenureWarning):
     """A scope is used in a way that works, but seldom as it was meant."""
 
 
-_ROOMS = {"AdaptiveUsageError": "tenure.adaptive"}
+class PagingWarning(TenureWarning):
+    """A model is paged, but slower than it could be."""
+
+
+_ROOMS = {
+    "AdaptiveUsageError": "tenure.adaptive",
+    "PagingError": "tenure.paging",
+    "PagingWarning": "tenure.paging",
+}
 
 
 def _speak_as_tenure() -> None:
