@@ -1,0 +1,125 @@
+"""The host's side: one flat buffer for each unit, which the parameters of the unit alias.
+
+Invariant: the model's bytes are on the host once. A unit is copied into its buffer and its tensors
+are pointed there before the next unit's buffer is made, and each tensor keeps a storage of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import warnings
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tenure._errors import PagingWarning
+from tenure._units import format_bytes
+
+from ._table import Extent
+from ._units import Unit
+
+_Memory = Any  # what offers Python's buffer protocol; collections.abc.Buffer is Python 3.12's
+
+
+class HostStore(Protocol):
+    """Where the host bytes of units come from; the engine asks it for nothing else."""
+
+    def bytes_of(self, unit: Unit) -> Tensor:
+        """The bytes of a unit as they are now, uint8[unit.n_bytes], to be copied to the device."""
+        ...
+
+    def close(self) -> None:
+        """Unpin what was pinned; the tensors of the model stay as they are."""
+        ...
+
+
+class HostBuffers:
+    """Buffers in ordinary memory, pinned in place where the device can.
+
+    Args:
+        module: the device's module.
+        pin: whether to pin.
+    """
+
+    def __init__(self, module: Any, *, pin: bool) -> None:
+        self._bytes: dict[Unit, Tensor] = {}
+        self._pinning = _Pinning(module) if pin else None
+
+    def adopt(self, units: Iterable[Unit]) -> None:
+        """Move the tensors of units into buffers; values, strides and identity stay."""
+        for unit in units:
+            memory = _private_memory(unit.n_bytes)
+            self._bytes[unit] = torch.frombuffer(memory, dtype=torch.uint8, count=unit.n_bytes)
+            if self._pinning is not None:
+                self._pinning.pin(self._bytes[unit])
+            for extent, start in unit.starts():
+                _move(extent, memory, start)
+
+    def bytes_of(self, unit: Unit) -> Tensor:
+        """The buffer of a unit."""
+        return self._bytes[unit]
+
+    def close(self) -> None:
+        """Unpin the buffers; the tensors of the model keep them as ordinary memory."""
+        if self._pinning is not None:
+            self._pinning.undo()
+        self._bytes.clear()
+
+
+class _Pinning:
+    """Pins memory where it is, so that it is never there twice nor rounded up.
+
+    Source: cudaHostRegister, https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._runtime = module.cudart() if hasattr(module, "cudart") else None
+        self._addresses: list[int] = []
+        self._failed = False
+
+    def pin(self, memory: Tensor) -> None:
+        if self._failed:
+            return
+        code = -1
+        if self._runtime is not None:
+            code = int(self._runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+        if code == 0:
+            self._addresses.append(memory.data_ptr())
+            return
+        self._failed = True
+        why = "this device can't pin memory in place" if code == -1 else f"the driver says {code}"
+        warnings.warn(
+            f"{format_bytes(memory.nbytes)} of host memory could not be pinned ({why}), nor will "
+            "what follows be. Copies from it are slower and don't overlap with computation. Free "
+            'host memory, raise its limit of locked memory, or say host="pageable".',
+            PagingWarning,
+            stacklevel=2,
+        )
+
+    def undo(self) -> None:
+        while self._addresses:
+            self._runtime.cudaHostUnregister(self._addresses.pop())  # type: ignore[union-attr]
+
+
+def _private_memory(n_bytes: int) -> _Memory:
+    """Zeroed memory of whole pages, which no forked process shares."""
+    if hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return (ctypes.c_ubyte * n_bytes)()
+
+
+def _move(extent: Extent, memory: _Memory, start: int) -> None:
+    """Copy an extent to its place in a buffer, and point its tensors there."""
+    raw = torch.frombuffer(memory, dtype=torch.uint8, count=extent.n_bytes, offset=start)
+    old = torch.empty(0, dtype=torch.uint8, device="cpu")
+    raw.copy_(old.set_(extent.storage, extent.low_byte, (extent.n_bytes,), (1,)))
+    extent.storage, extent.low_byte = raw.untyped_storage(), 0
+    for host in extent.tensors:
+        tensor = host.tensor
+        offset = (host.at_bytes - start) // tensor.element_size()
+        moved = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        moved.set_(extent.storage, offset, tensor.size(), tensor.stride())
+        tensor.data = moved

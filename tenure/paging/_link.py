@@ -1,0 +1,71 @@
+"""The streams of a device and the copies over its link; every stream that waits waits here.
+
+Written against the device's module, so that it is the same on every accelerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Link:
+    """A stream into the device and one out of it, beside those that compute.
+
+    Args:
+        device: the device, with its index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.module = torch.get_device_module(device)
+        self._in = self.module.Stream(device=device)
+        self._out = self.module.Stream(device=device)
+
+    def current(self) -> Any:
+        """The stream that computes now."""
+        return self.module.current_stream(self.device)
+
+    def mark(self, stream: Any) -> Any:
+        """An event after all that a stream was given so far."""
+        event = self.module.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def page_in(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Iterable[Any]) -> Any:
+        """Copy host bytes into device bytes; the event after which they are there.
+
+        Args:
+            pairs: each a destination on the device and its source on the host.
+            after: the events that the destinations and the sources are in use until.
+        """
+        for event in after:
+            self._in.wait_event(event)
+        with self.module.stream(self._in):
+            for to, source in pairs:
+                to.copy_(source, non_blocking=True)
+        return self.mark(self._in)
+
+    def page_out(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Iterable[Any]) -> Any:
+        """Copy device tensors to host tensors; the event after which the host may read them."""
+        for event in after:
+            self._out.wait_event(event)
+        with self.module.stream(self._out):
+            for to, source in pairs:
+                to.copy_(source, non_blocking=True)
+        return self.mark(self._out)
+
+    def let_compute(self, stream: Any, event: Any) -> None:
+        """Let what a stream is given from now on wait for an event."""
+        stream.wait_event(event)
+
+    def let_host(self, event: Any) -> None:
+        """Stop the host until an event."""
+        event.synchronize()
+
+    def finish(self) -> None:
+        """Stop the host until the device has nothing left to do."""
+        self.module.synchronize(self.device)

@@ -1,0 +1,118 @@
+"""The bytes of one unit on the device, and the tensors that show them in place of the host's.
+
+Invariant: a page's tensors lie in its bytes and in no others. While one of them is held, by a
+variable, a view or a graph, the bytes stay the page's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._table import HostTensor
+from ._torch_holders import is_held
+from ._units import Unit
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """A block whose tensors no scope owns, no function mode sees and no graph records."""
+    with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@dataclass(eq=False, slots=True)
+class Page:
+    """A unit on the device.
+
+    Attributes:
+        unit: what it holds.
+        memory: uint8, on the device; the ring, or memory of its own.
+        start: its first byte in the memory.
+        is_resident: whether it stays.
+        ready: the event after which its bytes are there.
+        host_versions: of each tensor of the unit, the version that was copied.
+        users: how many running forwards use it.
+        streams: the streams that have used it, by id.
+        waited: the ids of those that have waited for ``ready``.
+        last_use: the events that its last use ends with; None while that can't be known.
+    """
+
+    unit: Unit
+    memory: Tensor
+    start: int
+    is_resident: bool
+    ready: Any = None
+    host_versions: list[int] = field(default_factory=list)
+    users: int = 0
+    streams: dict[int, Any] = field(default_factory=dict)
+    waited: set[int] = field(default_factory=set)
+    last_use: list[Any] | None = field(default_factory=list)
+    _shown: dict[HostTensor, Tensor] = field(default_factory=dict)
+    _shown_versions: dict[HostTensor, int] = field(default_factory=dict)
+
+    def bytes_of(self, start: int, n_bytes: int) -> Tensor:
+        """Part of the page, from ``start``, as uint8."""
+        return self.memory[self.start + start : self.start + start + n_bytes]
+
+    def shown(self, host: HostTensor) -> Tensor:
+        """The tensor on the device that stands for a host tensor; the same one each time."""
+        found = self._shown.get(host)
+        if found is None:
+            with aside():
+                found = self._show(host)
+            self._shown[host] = found
+            self._shown_versions[host] = found._version
+        return found
+
+    def is_held(self) -> bool:
+        """Whether anything else holds one of its tensors."""
+        return any(is_held(self._shown, host) for host in self._shown)
+
+    def is_stale(self) -> bool:
+        """Whether a tensor on the host may have changed since it was copied."""
+        versions = zip(self.unit.tensors, self.host_versions, strict=True)
+        return any(host.touched or host.version != version for host, version in versions)
+
+    def note_copied(self) -> None:
+        """Remember that what is on the host now is what the page will hold."""
+        for host in self.unit.tensors:
+            host.touched = False
+        self.host_versions = [host.version for host in self.unit.tensors]
+
+    def written(self, *, with_buffers: bool) -> list[HostTensor]:
+        """The tensors that have been written on the device since this was last asked.
+
+        Args:
+            with_buffers: count every buffer that was shown: some kernels, batch norm's for one,
+                write their statistics without raising a version.
+        """
+        written = []
+        for host, tensor in self._shown.items():
+            if (
+                with_buffers and host.is_buffer
+            ) or tensor._version != self._shown_versions[host]:
+                self._shown_versions[host] = tensor._version
+                written.append(host)
+        return written
+
+    def _show(self, host: HostTensor) -> Tensor:
+        original = host.tensor
+        view = torch.empty(0, dtype=original.dtype, device=self.memory.device)
+        offset = (self.start + host.at_bytes) // original.element_size()
+        size, stride = original.size(), original.stride()
+        view.set_(self.memory.untyped_storage(), offset, size, stride)
+        return in_place_of(original, view)
+
+
+def in_place_of(original: Tensor, copy: Tensor) -> Tensor:
+    """Make a copy pass for the original: its class, and what was set on it as attributes."""
+    if isinstance(original, nn.Parameter) and not isinstance(copy, nn.Parameter):
+        copy = nn.Parameter(copy, requires_grad=False)
+    copy.__dict__.update(original.__dict__)
+    return copy

@@ -1,0 +1,152 @@
+"""The tensors of a model by the memory they use, so that what is shared is counted and moved once.
+
+Invariant: each tensor object stands in the table once, under the extent of its storage; tied
+parameters, shared modules and views of one storage lie in one extent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from tenure._storages import inner_tensors, storages_of
+
+if TYPE_CHECKING:
+    from ._units import Unit
+
+_ALIGNMENT_BYTES = 16  # kernels read whole vectors: a tensor keeps its place modulo this
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+
+
+@dataclass(eq=False, slots=True)
+class HostTensor:
+    """One parameter or buffer of the model, as it is on the host.
+
+    Attributes:
+        tensor: the object that the model registered.
+        name: its first qualified name.
+        is_buffer: whether it is registered as a buffer.
+        at_bytes: where it begins in its extent; from when it is in a unit, in that unit.
+        unit: what it is paged with; None for a tensor that is kept on the device whole.
+        touched: whether code outside of the model's forward may have written to it.
+    """
+
+    tensor: Tensor
+    name: str
+    is_buffer: bool
+    at_bytes: int = 0
+    unit: Unit | None = None
+    touched: bool = False
+
+    @property
+    def version(self) -> int:
+        """Grows with each write in place that autograd would notice."""
+        return 0 if self.tensor.is_inference() else self.tensor._version
+
+
+@dataclass(eq=False, slots=True)
+class Extent:
+    """The bytes of one storage that tensors of the model use, from the first to the last.
+
+    Attributes:
+        storage: the storage they lie in.
+        low_byte: where they begin in it.
+        n_bytes: how many there are.
+        tensors: the tensors over them.
+    """
+
+    storage: torch.UntypedStorage
+    low_byte: int
+    n_bytes: int
+    tensors: list[HostTensor] = field(default_factory=list)
+
+
+class TensorTable:
+    """The parameters and buffers of a model.
+
+    Args:
+        model: the model; each of its modules is read once.
+
+    Attributes:
+        hosts: every tensor, by the ``id`` of its object.
+        whole: tensors that have no plain memory to page: subclasses, sparse and empty ones.
+        direct: for each module, the tensors that it registers itself.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.hosts: dict[int, HostTensor] = {}
+        self.direct: dict[nn.Module, list[HostTensor]] = {}
+        self.whole: list[HostTensor] = []
+        for prefix, module in model.named_modules():
+            self.direct[module] = [
+                self.hosts.setdefault(id(tensor), HostTensor(tensor, name, is_buffer))
+                for name, tensor, is_buffer in _registered(module, prefix)
+            ]
+        self._extents = self._lay_out()
+
+    def extents_of(self, modules: Iterator[nn.Module]) -> list[Extent]:
+        """The extents that the modules themselves use, in the order of their registration."""
+        found = {
+            id(extent): extent
+            for module in modules
+            for host in self.direct[module]
+            if (extent := self._extents.get(id(host.tensor))) is not None
+        }
+        return list(found.values())
+
+    def _lay_out(self) -> dict[int, Extent]:
+        by_storage: dict[int, list[HostTensor]] = {}
+        for host in self.hosts.values():
+            if is_plain(host.tensor):
+                by_storage.setdefault(host.tensor.untyped_storage()._cdata, []).append(host)
+            else:
+                self.whole.append(host)
+        extents = map(_extent, by_storage.values())
+        return {id(host.tensor): extent for extent in extents for host in extent.tensors}
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its bytes in a storage are all there is to it."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.layout is torch.strided
+        and tensor.numel() > 0
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def n_bytes_of_whole(tensor: Tensor) -> int:
+    """The bytes that a copy of a tensor takes which is not plain."""
+    inside = inner_tensors(tensor)
+    if inside:
+        return sum(map(n_bytes_of_whole, inside))
+    return sum(storage.nbytes() for storage in storages_of(tensor)) if tensor.numel() else 0
+
+
+def _registered(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor, bool]]:
+    dot = f"{prefix}." if prefix else ""
+    for is_buffer, tensors in enumerate((module._parameters, module._buffers)):
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                yield dot + name, tensor, bool(is_buffer)
+
+
+def _extent(hosts: list[HostTensor]) -> Extent:
+    ranges = [_byte_range(host.tensor) for host in hosts]
+    low = min(start for start, _ in ranges) // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
+    high = max(end for _, end in ranges)
+    for host, (start, _) in zip(hosts, ranges, strict=True):
+        host.at_bytes = start - low
+    return Extent(hosts[0].tensor.untyped_storage(), low, high - low, hosts)
+
+
+def _byte_range(tensor: Tensor) -> tuple[int, int]:
+    """From its first byte in the storage to the end of its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    n_elements = 1 + sum((n - 1) * step for n, step in steps)
+    start = tensor.storage_offset() * tensor.element_size()
+    return start, start + n_elements * tensor.element_size()

@@ -1,0 +1,199 @@
+"""Cutting a model into units: what goes to the device, and leaves it, in one piece.
+
+Invariant: each extent of the table is in exactly one unit. What several groups of modules use, a
+tied embedding say, is a unit of its own that each of them needs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+
+from torch import Tensor, nn
+
+from ._table import Extent, HostTensor, TensorTable
+
+EXTENT_ALIGNMENT_BYTES = 256
+UNIT_ALIGNMENT_BYTES = 512  # what CUDA's allocator rounds to
+
+# Their forward reads the weights of their children, all at once.
+_INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+_IN_ORDER = (nn.Sequential, nn.ModuleList)
+
+Fits = Callable[[nn.Module], bool]
+"""Whether a module is small enough to be a unit."""
+
+
+@dataclass(eq=False, slots=True)
+class Unit:
+    """Tensors that are paged together.
+
+    Attributes:
+        name: of the modules that it serves.
+        extents: its memory.
+        is_loose: whether no module's forward brackets its use: tensors of modules around others.
+        tensors: its tensors, whose ``at_bytes`` count from its beginning.
+        n_bytes: what it takes on the device.
+    """
+
+    name: str
+    extents: list[Extent]
+    is_loose: bool = False
+    tensors: list[HostTensor] = field(default_factory=list)
+    n_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for extent in self.extents:
+            for host in extent.tensors:
+                host.unit, host.at_bytes = self, self.n_bytes + host.at_bytes
+                self.tensors.append(host)
+            self.n_bytes = _aligned(self.n_bytes + extent.n_bytes, EXTENT_ALIGNMENT_BYTES)
+        self.n_bytes = _aligned(self.n_bytes, UNIT_ALIGNMENT_BYTES)
+
+    def starts(self) -> Iterator[tuple[Extent, int]]:
+        """Its extents, each with the byte of the unit that it begins at."""
+        start = 0
+        for extent in self.extents:
+            yield extent, start
+            start = _aligned(start + extent.n_bytes, EXTENT_ALIGNMENT_BYTES)
+
+    def __repr__(self) -> str:
+        return f"<Unit {self.name!r}, {self.n_bytes} bytes>"
+
+
+@dataclass(eq=False, slots=True)
+class Cut:
+    """A model in units.
+
+    Attributes:
+        units: all of them, in the order in which the modules are registered.
+        needs: for each module that leads units, those that its forward needs.
+    """
+
+    units: list[Unit]
+    needs: dict[nn.Module, list[Unit]]
+
+
+@dataclass(slots=True)
+class _Group:
+    """Modules whose tensors make a unit; the leaders are those whose forward brackets its use."""
+
+    name: str
+    modules: list[nn.Module]
+    leaders: list[nn.Module]
+    n_bytes: int
+
+
+def cut(model: nn.Module, table: TensorTable, fits: Fits, merge_bytes: int = 0) -> Cut:
+    """Cut a model from the top down: a module that fits is a unit, any other is cut further.
+
+    Args:
+        model: the model of the table.
+        table: its tensors.
+        fits: whether a module is small enough. A module without children is never cut.
+        merge_bytes: neighbours in a Sequential or a ModuleList share a unit up to this size.
+    """
+    groups = _Cutter(table, fits, merge_bytes).groups(model, "")
+    extents = [table.extents_of(iter(group.modules)) for group in groups]
+    uses = Counter(id(extent) for extent in chain.from_iterable(extents))
+    shared: dict[int, Unit] = {}
+    units: list[Unit] = []
+    needs: dict[nn.Module, list[Unit]] = {}
+    for group, used in zip(groups, extents, strict=True):
+        own = [extent for extent in used if uses[id(extent)] == 1]
+        needed = [Unit(group.name, own, not group.leaders)] if own else []
+        for extent in used:
+            if uses[id(extent)] > 1:
+                if id(extent) not in shared:
+                    shared[id(extent)] = Unit(extent.tensors[0].name, [extent])
+                needed.append(shared[id(extent)])
+        units += [unit for unit in needed if unit not in units]
+        for leader in group.leaders:
+            needs.setdefault(leader, []).extend(needed)
+    return Cut(units, needs)
+
+
+def n_bytes_in(table: TensorTable, modules: Iterable[nn.Module]) -> int:
+    """The bytes of the extents that modules use."""
+    return sum(extent.n_bytes for extent in table.extents_of(iter(modules)))
+
+
+def tensors_under(module: nn.Module) -> list[Tensor]:
+    """All parameters and buffers under a module, each object once."""
+    return [*module.parameters(), *module.buffers()]
+
+
+@dataclass(slots=True)
+class _Cutter:
+    table: TensorTable
+    fits: Fits
+    merge_bytes: int
+    _done: set[nn.Module] = field(default_factory=set)
+
+    def groups(self, module: nn.Module, name: str) -> list[_Group]:
+        inside = [each for each in module.modules() if each not in self._done]
+        if not n_bytes_in(self.table, inside):
+            self._done.update(inside)
+            return []
+        if self._is_unit(module, inside):
+            self._done.update(inside)
+            leaders = list(_leaders(module))
+            return [_Group(name or "model", inside, leaders, n_bytes_in(self.table, inside))]
+        return [*self._own(module, name), *self._children(module, name)]
+
+    def _is_unit(self, module: nn.Module, inside: list[nn.Module]) -> bool:
+        if isinstance(module, _INDIVISIBLE) or self.fits(module):
+            return True
+        return not any(self.table.direct[each] for each in inside if each is not module)
+
+    def _own(self, module: nn.Module, name: str) -> list[_Group]:
+        self._done.add(module)
+        n_bytes = n_bytes_in(self.table, [module])
+        return [_Group(name or "model", [module], [], n_bytes)] if n_bytes else []
+
+    def _children(self, module: nn.Module, name: str) -> list[_Group]:
+        parts = [
+            self.groups(child, f"{name}.{key}" if name else key)
+            for key, child in module.named_children()
+            if child not in self._done
+        ]
+        return list(self._merged(parts) if isinstance(module, _IN_ORDER) else chain(*parts))
+
+    def _merged(self, parts: list[list[_Group]]) -> Iterator[_Group]:
+        """Join neighbours that are one small group each."""
+        last: _Group | None = None
+        for part in parts:
+            for group in part:
+                joins = last is not None and len(part) == 1 and last.leaders and group.leaders
+                if joins and last and last.n_bytes + group.n_bytes <= self.merge_bytes:
+                    last = _joined(last, group)
+                    continue
+                if last is not None:
+                    yield last
+                last = group
+        if last is not None:
+            yield last
+
+
+def _joined(first: _Group, second: _Group) -> _Group:
+    return _Group(
+        f"{first.name.partition(' to ')[0]} to {second.name}",
+        first.modules + second.modules,
+        first.leaders + second.leaders,
+        first.n_bytes + second.n_bytes,
+    )
+
+
+def _leaders(module: nn.Module) -> Iterator[nn.Module]:
+    """The module, or, where it is never called itself, its children."""
+    if type(module).forward is not nn.Module.forward:
+        yield module
+    else:
+        for child in module.children():
+            yield from _leaders(child)
+
+
+def _aligned(n_bytes: int, alignment_bytes: int) -> int:
+    return -(-n_bytes // alignment_bytes) * alignment_bytes
