@@ -35,8 +35,10 @@ class Link:
         event.record(stream)
         return event
 
-    def page_in(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Iterable[Any]) -> Any:
-        """Copy host bytes into device bytes; the event after which they are there.
+    def page_in(
+        self, pairs: Iterable[tuple[Tensor, Tensor]], after: Iterable[Any]
+    ) -> tuple[Any, Any]:
+        """Copy host bytes into device bytes; the events before the copies and after them.
 
         Args:
             pairs: each a destination on the device and its source on the host.
@@ -44,10 +46,11 @@ class Link:
         """
         for event in after:
             self._in.wait_event(event)
+        before = self.mark(self._in)
         with self.module.stream(self._in):
             for to, source in pairs:
                 to.copy_(source, non_blocking=True)
-        return self.mark(self._in)
+        return before, self.mark(self._in)
 
     def page_out(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Iterable[Any]) -> Any:
         """Copy device tensors to host tensors; the event after which the host may read them."""

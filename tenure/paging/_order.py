@@ -37,10 +37,11 @@ class AccessOrder:
         if self._trace and self._trace[-1] is unit:
             return
         self._trace.append(unit)
-        try:
-            self._position = self._predicted.index(unit, self._position) + 1
-        except ValueError:
-            return  # not expected any more in this pass: what is expected stays
+        ahead, behind = self._predicted[self._position :], self._predicted[: self._position]
+        if unit in ahead:
+            self._position += ahead.index(unit) + 1
+        elif unit in behind:
+            self._position = behind.index(unit) + 1
 
     def end(self, *, completed: bool) -> None:
         """The pass is over; only one that ran to its end is learned from."""

@@ -59,6 +59,12 @@ class Unit:
             yield extent, start
             start = _aligned(start + extent.n_bytes, EXTENT_ALIGNMENT_BYTES)
 
+    def span_of(self, host: HostTensor) -> tuple[int, int]:
+        """Where the extent of one of its tensors begins in the unit, and its bytes."""
+        return next(
+            (start, extent.n_bytes) for extent, start in self.starts() if host in extent.tensors
+        )
+
     def __repr__(self) -> str:
         return f"<Unit {self.name!r}, {self.n_bytes} bytes>"
 

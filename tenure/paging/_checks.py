@@ -1,0 +1,196 @@
+"""What can't be paged, and what can't be asked for: each refused by name before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
+
+from tenure._describe import describe_tensor
+from tenure._errors import ByteSizeError, PagingError
+from tenure._units import parse_bytes
+
+from ._binding import PagedDict
+
+_FOREIGN_HOOKS = {"_hf_hook": "accelerate", "_diffusers_hook": "diffusers"}
+
+
+def checked_model(model: object) -> nn.Module:
+    """A module whose tensors can be paged.
+
+    Raises:
+        PagingError: it is none, is paged already, by whomever, or has tensors that can't be moved.
+    """
+    if not isinstance(model, nn.Module):
+        raise PagingError(f"A model is paged, a torch.nn.Module; this is a {_kind(model)}.")
+    for name, module in model.named_modules():
+        _check_unpaged(name or type(model).__name__, module)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        _check_tensor(name, tensor)
+    return model
+
+
+def checked_device(device: object) -> torch.device:
+    """An accelerator that is there, with its index.
+
+    Raises:
+        PagingError: it is none.
+    """
+    try:
+        chosen = torch.device(device)  # type: ignore[arg-type]
+    except (RuntimeError, TypeError) as error:
+        raise PagingError(f"{device!r} is not a device.") from error
+    if chosen.type in ("cpu", "meta"):
+        raise PagingError(
+            f"A model in host memory can't be paged to {chosen.type!r}: there is nothing to gain. "
+            "Name an accelerator, such as 'cuda'."
+        )
+    module = getattr(torch, chosen.type, None)
+    if module is None or not module.is_available():
+        raise PagingError(f"There is no {chosen.type!r} device here that a model could be paged to.")
+    index = module.current_device() if chosen.index is None else chosen.index
+    if not 0 <= index < module.device_count():
+        raise PagingError(f"There is no device {str(chosen)!r}: there are {module.device_count()}.")
+    return torch.device(chosen.type, index)
+
+
+def checked_budget(budget: int | str | None, device: torch.device) -> int | None:
+    """Bytes of a budget; ``"80%"`` is that share of what is free on the device now.
+
+    Raises:
+        PagingError: the share can't be read.
+        ByteSizeError: the number of bytes can't be read.
+    """
+    if budget is None:
+        return None
+    if isinstance(budget, str) and budget.strip().endswith("%"):
+        free_bytes, _ = torch.get_device_module(device).mem_get_info(device)
+        return int(free_bytes * _share(budget))
+    return parse_bytes(budget)
+
+
+def checked_kept(model: nn.Module, keep: Iterable[str]) -> list[nn.Module]:
+    """The modules of these names.
+
+    Raises:
+        PagingError: a name is no module's.
+    """
+    if isinstance(keep, str):
+        raise PagingError(f"keep= takes names of modules, such as keep=({keep!r},).")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    kept = []
+    for name in keep:
+        if name not in modules:
+            raise PagingError(
+                f"keep= names {name!r}, which is no module of {type(model).__name__}. "
+                "Take names from model.named_modules()."
+            )
+        kept.append(modules[name])
+    return kept
+
+
+def checked_layer_size(size: object) -> int | str:
+    """A number of parameters, or of bytes as text; -1 leaves the choice to the planner.
+
+    Raises:
+        PagingError: it is neither.
+    """
+    if isinstance(size, str):
+        try:
+            parse_bytes(size)
+        except ByteSizeError as error:
+            raise PagingError(f"max_layer_size={size!r} is no number of bytes: {error}") from error
+        return size
+    if isinstance(size, int) and not isinstance(size, bool) and (size == -1 or size > 0):
+        return size
+    raise PagingError(
+        f"max_layer_size={size!r}: write a number of parameters, a number of bytes such as "
+        '"64MiB", or -1 to leave it to the planner.'
+    )
+
+
+def check_host(host: object) -> None:
+    """Refuse a host that is not built.
+
+    Raises:
+        PagingError: it is neither ``"pinned"`` nor ``"pageable"``.
+    """
+    if isinstance(host, Path):
+        raise PagingError(f"host={str(host)!r}: paging from a folder is not supported yet.")
+    if host not in ("pinned", "pageable"):
+        raise PagingError(f'host={host!r}: write host="pinned" or host="pageable".')
+
+
+def checked_prefetch(prefetch: object) -> int | None:
+    """The most units to fetch ahead; None for as many as fit.
+
+    Raises:
+        PagingError: it is neither ``"auto"`` nor a number.
+    """
+    if prefetch == "auto":
+        return None
+    if isinstance(prefetch, int) and not isinstance(prefetch, bool) and prefetch >= 0:
+        return prefetch
+    raise PagingError(
+        f'prefetch={prefetch!r}: write prefetch="auto", or how many units to fetch ahead at most.'
+    )
+
+
+def check_inference(training: object) -> None:
+    """Refuse training.
+
+    Raises:
+        PagingError: training was asked for.
+    """
+    if training:
+        raise PagingError(
+            "training=True: a paged model can't be trained yet. Page it for inference, or train a "
+            "model that fits."
+        )
+
+
+def _check_unpaged(name: str, module: nn.Module) -> None:
+    if any(isinstance(vars(module)[each], PagedDict) for each in ("_parameters", "_buffers")):
+        raise PagingError(f"{name!r} is paged already. Unpage it with unpage() of its handle first.")
+    for attribute, library in _FOREIGN_HOOKS.items():
+        if hasattr(module, attribute):
+            raise PagingError(
+                f"{name!r} is offloaded by {library} ({attribute}), which moves its weights itself. "
+                "Remove its hooks first."
+            )
+
+
+def _check_tensor(name: str, tensor: Tensor) -> None:
+    if isinstance(tensor, UninitializedTensorMixin):
+        raise PagingError(f"{name!r} is not initialized yet. Run the model once, then page it.")
+    if tensor.device.type == "meta":
+        raise PagingError(
+            f"{name!r} has no values ({describe_tensor(tensor)}). Load the weights, then page."
+        )
+    if tensor.device.type != "cpu":
+        raise PagingError(
+            f"{name!r} is not in host memory ({describe_tensor(tensor)}). Call model.cpu() first."
+        )
+    if tensor.layout is torch.strided and tensor.is_shared():
+        raise PagingError(
+            f"{name!r} is in memory shared with other processes ({describe_tensor(tensor)}), which "
+            "paging would part from theirs. Page a copy: copy.deepcopy(model)."
+        )
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text.strip().removesuffix("%")) / 100
+    except ValueError:
+        share = -1.0
+    if not 0 < share <= 1:
+        raise PagingError(f"budget={text!r}: a share goes from above 0% to 100%.")
+    return share
+
+
+def _kind(value: Any) -> str:
+    return f"class {value.__name__}" if isinstance(value, type) else type(value).__name__

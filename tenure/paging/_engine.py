@@ -1,0 +1,289 @@
+"""Brings units to the device before they are used, and takes their place back after.
+
+Invariant: a unit's bytes are read on a stream only after a wait for their copy, and overwritten only
+after a wait for their last use; a unit that is missing, whatever was predicted, is fetched when it
+is used. All device memory is allocated at the start, and the host never waits while nothing changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from tenure._errors import PagingError
+from tenure._units import format_bytes
+
+from ._host_buffers import HostStore
+from ._link import Link
+from ._meter import Meter
+from ._order import AccessOrder
+from ._page import Page, aside
+from ._ring import ByteRing, Fences
+from ._table import HostTensor
+from ._units import Unit
+
+
+class Engine:
+    """The pages of a model on one device.
+
+    Args:
+        link: the streams of the device.
+        store: the host bytes.
+        ring_bytes: the memory that passing units share.
+        max_ahead: how many units may be fetched ahead; None for as many as fit.
+
+    Attributes:
+        order: what passes use.
+        meter: what was moved.
+        saves_buffers: whether every buffer that a forward used is to be written back.
+    """
+
+    def __init__(
+        self, link: Link, store: HostStore, ring_bytes: int, max_ahead: int | None = None
+    ) -> None:
+        self.order = AccessOrder()
+        self.meter = Meter(link)
+        self.saves_buffers = False
+        self._link, self._store, self._max_ahead = link, store, max_ahead
+        self._pages: dict[Unit, Page] = {}
+        self._ring = ByteRing(ring_bytes)
+        self._fences: Fences[object] = Fences()
+        self._arena = self._allocate(ring_bytes)
+        self._fences.add(0, ring_bytes, link.mark(link.current()))
+        self._copied: dict[Unit, object] = {}
+        self._written: dict[Unit, object] = {}
+        self._unread: list[object] = []
+
+    @property
+    def resident(self) -> list[Unit]:
+        """The units that stay on the device."""
+        return [unit for unit, page in self._pages.items() if page.is_resident]
+
+    @property
+    def ring_bytes(self) -> int:
+        """The memory that passing units share."""
+        return self._ring.capacity_bytes
+
+    def reserve(self, units: list[Unit]) -> dict[Unit, Tensor]:
+        """Allocate memory for units that are to stay."""
+        return {unit: self._allocate(unit.n_bytes) for unit in units}
+
+    def settle_in(self, reserved: dict[Unit, Tensor]) -> None:
+        """Fill the memory of units that stay."""
+        for unit, memory in reserved.items():
+            now = self._link.mark(self._link.current())
+            self._page_in(Page(unit, memory, 0, is_resident=True), [now])
+
+    def acquire(self, unit: Unit) -> Page:
+        """Have a unit on the device, for the current stream to read, until it is released.
+
+        Raises:
+            PagingError: what is in use leaves no room for it.
+        """
+        self.order.note(unit)
+        page = self._pages.get(unit)
+        if page is None:
+            self.meter.faults += 1
+            page = self._fetch(unit, self._make_room(unit))
+        elif page.is_stale():
+            self._refresh(page)
+        page.users += 1
+        self._let_compute(page)
+        return page
+
+    def page_in_use(self, unit: Unit | None) -> Page | None:
+        """The page of a unit that is acquired now."""
+        page = self._pages.get(unit) if unit is not None else None
+        return page if page is not None and page.users else None
+
+    def release(self, page: Page) -> None:
+        """End one use of a page: what was written to it goes back to the host."""
+        page.users -= 1
+        if page.users:
+            return
+        page.last_use = None
+        changed = page.written(with_buffers=self.saves_buffers)
+        if changed:
+            self._write_back(page, changed)
+        elif not page.is_resident and not page.is_held():
+            page.last_use = self._marks(page)
+
+    def prefetch(self) -> None:
+        """Let go of pages that are not wanted soon, and fetch those that are."""
+        wanted = self._wanted()
+        for page in self._idle():
+            if page.unit not in wanted:
+                self._drop(page)
+        for unit in wanted:
+            if unit not in self._pages:
+                start = self._ring.place(unit.n_bytes)
+                if start is None:
+                    return
+                self._fetch(unit, start)
+
+    def let_host_read(self) -> None:
+        """Stop the host until what was written back is there; at once where nothing was."""
+        while self._unread:
+            self._link.let_host(self._unread.pop())
+        self._written.clear()
+
+    def let_host_write(self, host: HostTensor) -> None:
+        """Stop the host until no copy reads a tensor; it counts as changed from now on."""
+        host.touched = True
+        copied = self._copied.pop(host.unit, None) if host.unit is not None else None
+        if copied is not None:
+            self._link.let_host(copied)
+
+    def give_back(self, n_bytes: int) -> int:
+        """Let go of idle resident units, until so many bytes are free; they pass from now on.
+
+        Returns:
+            The bytes that were freed; 0 where all residents are in use or too large for the ring.
+        """
+        chosen: list[Page] = []
+        residents = [page for page in self._pages.values() if page.is_resident]
+        for page in sorted(residents, key=lambda page: page.unit.n_bytes):
+            movable = page.unit.n_bytes <= self._ring.capacity_bytes and not page.users
+            if _n_bytes(chosen) < n_bytes and movable and not page.is_held():
+                chosen.append(page)
+        if chosen:
+            self._link.finish()  # before the memory goes: any stream may still read it
+        for page in chosen:
+            del self._pages[page.unit]
+        return _n_bytes(chosen)
+
+    def close(self) -> None:
+        """Stop the host until nothing is under way; then let go of the device's memory."""
+        self._link.finish()
+        self._unread.clear()
+        self._pages.clear()
+        self._arena = torch.empty(0)
+
+    def _allocate(self, n_bytes: int) -> Tensor:
+        with aside():
+            return torch.empty(n_bytes, dtype=torch.uint8, device=self._link.device)
+
+    def _fetch(self, unit: Unit, start: int) -> Page:
+        page = Page(unit, self._arena, start, is_resident=False)
+        return self._page_in(page, self._fences.take(start, start + unit.n_bytes))
+
+    def _page_in(self, page: Page, after: list[object]) -> Page:
+        unit = page.unit
+        page.note_copied()
+        pair = page.bytes_of(0, unit.n_bytes), self._store.bytes_of(unit)
+        page.ready = self._copy_in(unit, [pair], after)
+        self._pages[unit] = page
+        return page
+
+    def _refresh(self, page: Page) -> None:
+        """Copy anew what may have changed on the host."""
+        versions = zip(page.unit.tensors, page.host_versions, strict=True)
+        changed = [host for host, known in versions if host.touched or host.version != known]
+        page.note_copied()
+        source = self._store.bytes_of(page.unit)
+        spans = {start: n_bytes for start, n_bytes in map(page.unit.span_of, changed)}
+        pairs = [
+            (page.bytes_of(start, n_bytes), source[start : start + n_bytes])
+            for start, n_bytes in spans.items()
+        ]
+        page.ready = self._copy_in(page.unit, pairs, self._marks(page))
+        page.waited.clear()
+
+    def _copy_in(
+        self, unit: Unit, pairs: list[tuple[Tensor, Tensor]], after: list[object]
+    ) -> object:
+        if unit in self._written:
+            after = [*after, self._written.pop(unit)]
+        with aside():
+            event = self.meter.page_in(pairs, after)
+        self._copied[unit] = event
+        return event
+
+    def _write_back(self, page: Page, changed: list[HostTensor]) -> None:
+        pairs = [(host.tensor, page.shown(host)) for host in changed]
+        with aside():
+            event = self._link.page_out(pairs, self._marks(page))
+        self._written[page.unit] = event
+        self._unread.append(event)
+        page.last_use = [event]
+        page.host_versions = [host.version for host in page.unit.tensors]
+
+    def _let_compute(self, page: Page) -> None:
+        stream = self._link.current()
+        if stream.stream_id not in page.waited:
+            self.meter.let_compute(stream, page.ready)
+            page.waited.add(stream.stream_id)
+        page.streams[stream.stream_id] = stream
+
+    def _marks(self, page: Page) -> list[object]:
+        """Events after all that was launched so far on the streams that have used a page."""
+        return [self._link.mark(stream) for stream in page.streams.values()]
+
+    def _wanted(self) -> set[Unit] | dict[Unit, None]:
+        """The units that come next, as many as the ring can hold beside those in use."""
+        wanted: dict[Unit, None] = {}
+        idle = {page.unit for page in self._idle()}
+        in_use = [page for page in self._passing() if page.unit not in idle]
+        room_bytes = self._ring.capacity_bytes - _n_bytes(in_use)
+        for unit in self.order.upcoming():
+            page = self._pages.get(unit)
+            if unit in wanted or (page is not None and unit not in idle):
+                continue
+            room_bytes -= unit.n_bytes
+            if room_bytes < 0 or len(wanted) == self._max_ahead:
+                break
+            wanted[unit] = None
+        return wanted
+
+    def _passing(self) -> list[Page]:
+        return [page for page in self._pages.values() if not page.is_resident]
+
+    def _idle(self) -> list[Page]:
+        """The passing pages that nothing uses or holds, in the order of their copies."""
+        return [page for page in self._passing() if not page.users and not page.is_held()]
+
+    def _make_room(self, unit: Unit) -> int:
+        """A place for a unit that is needed now, at the cost of those needed last."""
+        while (start := self._ring.place(unit.n_bytes)) is None:
+            idle = self._idle()
+            if not idle:
+                self._refuse(unit)
+            soon = {other: i for i, other in reversed(list(enumerate(self.order.upcoming())))}
+            self._drop(max(idle, key=lambda page: soon.get(page.unit, len(soon))))
+        return start
+
+    def _drop(self, page: Page) -> None:
+        """Give a page's place back: who takes it next waits for its last use."""
+        del self._pages[page.unit]
+        end = page.start + page.unit.n_bytes
+        for event in self._marks(page) if page.last_use is None else page.last_use:
+            self._fences.add(page.start, end, event)
+        self._ring.free(page.start)
+
+    def _refuse(self, unit: Unit) -> NoReturn:
+        in_use = self._passing()
+        in_use_bytes = _n_bytes(in_use)
+        resident_bytes = _n_bytes(self._pages.values()) - in_use_bytes
+        needed_bytes = in_use_bytes + unit.n_bytes
+        names = ", ".join(repr(page.unit.name) for page in in_use) or "nothing else"
+        held = any(page.is_held() for page in in_use)
+        advice = (
+            "Something holds weights of these beyond their use: a graph of autograd, or a variable "
+            "or view outside of the forward; run under torch.no_grad() and clone what is kept, or "
+            if held
+            else "Its forward uses all of these at once: "
+        )
+        raise PagingError(
+            f"{unit.name!r} ({format_bytes(unit.n_bytes)}) has no room on {self._link.device}: "
+            f"{format_bytes(self._ring.capacity_bytes)} are there for passing units, and "
+            f"{format_bytes(in_use_bytes)} are in use by {names}. {advice}"
+            f"allow a budget of {format_bytes(resident_bytes + needed_bytes)}.",
+            resident_bytes + needed_bytes,
+        )
+
+
+def _n_bytes(pages: Iterable[Page]) -> int:
+    return sum(page.unit.n_bytes for page in pages)

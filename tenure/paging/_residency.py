@@ -1,0 +1,168 @@
+"""Which units stay on the device, and how large a ring the others pass through.
+
+Invariant: what stays and the ring together never exceed the budget, and the ring holds whatever one
+forward needs at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ._schedule import Step, pass_s
+from ._units import Cut, Unit
+
+_MOST_NEIGHBOURS = 6
+_SMALL_SHARE = 1 / 64
+"""A unit below this share of the largest one stays if it can: its copy is mostly latency."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpeed:
+    """What copies to the device are assumed to take.
+
+    Attributes:
+        bytes_per_s: of a large copy.
+        latency_s: added to each.
+    """
+
+    bytes_per_s: float
+    latency_s: float = 10e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """A division of the device's memory.
+
+    Attributes:
+        resident: the units that stay.
+        ring_bytes: room for the others.
+    """
+
+    resident: frozenset[Unit]
+    ring_bytes: int
+
+
+def minimum_ring_bytes(cut: Cut, resident: frozenset[Unit]) -> int:
+    """The most that one forward needs of units that pass."""
+    each = [unit.n_bytes for unit in cut.units if unit not in resident]
+    together = [_n_bytes(set(needed) - resident) for needed in cut.needs.values()]
+    return max(each + together, default=0)
+
+
+def divide(
+    cut: Cut, kept: frozenset[Unit], budget_bytes: int, link: LinkSpeed, compute_s: float | None
+) -> Residency | None:
+    """The division of a budget that makes a pass shortest; None if there is none.
+
+    Args:
+        cut: the units, in the order in which they are used.
+        kept: those that must stay.
+        budget_bytes: for all that stays and for the ring.
+        link: the speed of copies.
+        compute_s: seconds that a pass computes; where unknown, passes that wait for the link and
+            passes that compute as long as they copy count alike.
+    """
+    candidates = [
+        found
+        for n_neighbours in range(_MOST_NEIGHBOURS + 1)
+        if (found := _candidate(cut, kept, budget_bytes, n_neighbours)) is not None
+    ]
+    return min(
+        candidates,
+        key=lambda each: (_expected_s(cut, each, link, compute_s), each.ring_bytes),
+        default=None,
+    )
+
+
+def smallest(cut: Cut, kept: frozenset[Unit], n_neighbours: int) -> Residency:
+    """What keeps the link busy with little memory: small units stay, some neighbours pass."""
+    resident = kept | _small(cut.units)
+    return Residency(resident, _ring_bytes(cut, resident, n_neighbours))
+
+
+def predicted_pass_s(
+    cut: Cut, division: Residency, link: LinkSpeed, compute_s: float
+) -> float:
+    """Seconds of a pass in the steady state, its computation spread by bytes."""
+    total_bytes = _n_bytes(cut.units) or 1
+    steps = [
+        Step(
+            0 if unit in division.resident else unit.n_bytes,
+            compute_s * unit.n_bytes / total_bytes,
+        )
+        for unit in cut.units
+    ]
+    return pass_s(steps, division.ring_bytes, link.bytes_per_s, link.latency_s)
+
+
+def _expected_s(
+    cut: Cut, division: Residency, link: LinkSpeed, compute_s: float | None
+) -> float:
+    if compute_s is not None:
+        return predicted_pass_s(cut, division, link, compute_s)
+    balanced_s = 0.95 * _n_bytes(cut.units) / link.bytes_per_s
+    return predicted_pass_s(cut, division, link, balanced_s) + predicted_pass_s(
+        cut, division, link, 0.0
+    )
+
+
+def _candidate(
+    cut: Cut, kept: frozenset[Unit], budget_bytes: int, n_neighbours: int
+) -> Residency | None:
+    """Room for some neighbours in the ring, and as many units as the rest holds, evenly spread."""
+    if kept | set(cut.units) == kept or _n_bytes(cut.units) <= budget_bytes:
+        return Residency(frozenset(cut.units), 0) if _n_bytes(cut.units) <= budget_bytes else None
+    free_bytes = budget_bytes - _n_bytes(kept)
+    room_bytes = free_bytes - _ring_bytes(cut, kept, n_neighbours)
+    if room_bytes < 0:
+        return None
+    small = _fitting(_small(cut.units) - kept, room_bytes)
+    rest = [unit for unit in cut.units if unit not in kept and unit not in small]
+    resident = kept | small | _spread(rest, room_bytes - _n_bytes(small))
+    passing_bytes = _n_bytes(unit for unit in cut.units if unit not in resident)
+    return Residency(resident, min(budget_bytes - _n_bytes(resident), passing_bytes))
+
+
+def _ring_bytes(cut: Cut, resident: frozenset[Unit], n_neighbours: int) -> int:
+    """The most bytes of so many units in a row, passes following each other."""
+    passing = [unit.n_bytes for unit in cut.units if unit not in resident]
+    n_neighbours = min(n_neighbours, len(passing))
+    around = passing + passing[: max(n_neighbours - 1, 0)]
+    windows = [sum(around[i : i + n_neighbours]) for i in range(len(passing))]
+    return max([minimum_ring_bytes(cut, resident), *windows])
+
+
+def _small(units: Sequence[Unit]) -> frozenset[Unit]:
+    largest = max((unit.n_bytes for unit in units), default=0)
+    return frozenset(
+        unit for unit in units if unit.is_loose or unit.n_bytes <= largest * _SMALL_SHARE
+    )
+
+
+def _fitting(units: frozenset[Unit], room_bytes: int) -> frozenset[Unit]:
+    chosen: list[Unit] = []
+    for unit in sorted(units, key=lambda unit: unit.n_bytes):
+        if _n_bytes(chosen) + unit.n_bytes <= room_bytes:
+            chosen.append(unit)
+    return frozenset(chosen)
+
+
+def _spread(units: list[Unit], room_bytes: int) -> frozenset[Unit]:
+    """Units that fill the room, at even distances in bytes; the link then never rests for long."""
+    share = room_bytes / (_n_bytes(units) or 1)
+    chosen: list[Unit] = []
+    owed_bytes = 0.0
+    for unit in units:
+        owed_bytes += unit.n_bytes * share
+        if owed_bytes >= unit.n_bytes / 2 and _n_bytes(chosen) + unit.n_bytes <= room_bytes:
+            chosen.append(unit)
+            owed_bytes -= unit.n_bytes
+    for unit in sorted(units, key=lambda unit: -unit.n_bytes):
+        if unit not in chosen and _n_bytes(chosen) + unit.n_bytes <= room_bytes:
+            chosen.append(unit)
+    return frozenset(chosen)
+
+
+def _n_bytes(units: Iterable[Unit]) -> int:
+    return sum(unit.n_bytes for unit in units)

@@ -1,0 +1,59 @@
+"""Tensors that have no plain memory to page: subclasses, sparse and empty ones stay on the device.
+
+Invariant: a copy is as new as its original; where one may have changed, the other is copied anew.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._page import aside, in_place_of
+from ._table import HostTensor, n_bytes_of_whole
+
+
+class WholeTensors:
+    """Device copies of host tensors of any kind.
+
+    Args:
+        hosts: the tensors.
+        device: where the copies go, at once.
+    """
+
+    def __init__(self, hosts: list[HostTensor], device: torch.device) -> None:
+        self._device = device
+        self._copies = {host: self._copy(host) for host in hosts}
+        self._versions = {host: self._versions_of(host) for host in hosts}
+
+    @property
+    def n_bytes(self) -> int:
+        """What the copies take on the device."""
+        return sum(n_bytes_of_whole(host.tensor) for host in self._copies)
+
+    def shown(self, host: HostTensor) -> Tensor:
+        """The copy that stands for a host tensor."""
+        if host.touched or self._versions[host][0] != host.version:
+            self._copies[host] = self._copy(host)
+            self._versions[host] = self._versions_of(host)
+        return self._copies[host]
+
+    def save(self) -> None:
+        """Write what has changed on the device back to the host."""
+        for host, copy in self._copies.items():
+            if copy._version != self._versions[host][1]:
+                with torch.no_grad():
+                    host.tensor.copy_(copy)
+                self._versions[host] = self._versions_of(host)
+
+    def close(self) -> None:
+        """Let go of the copies."""
+        self._copies.clear()
+
+    def _copy(self, host: HostTensor) -> Tensor:
+        host.touched = False
+        with aside():
+            # a copy of a tensor that is there already would be the same object
+            return in_place_of(host.tensor, host.tensor.detach().to(self._device, copy=True))
+
+    def _versions_of(self, host: HostTensor) -> tuple[int, int]:
+        return host.version, self._copies[host]._version
