@@ -68,6 +68,11 @@ class Page:
                 found = self._show(host)
             self._shown[host] = found
             self._shown_versions[host] = found._version
+        # Some kernels choose their way by this flag, also where no graph is recorded. Where one is,
+        # the weights must not be part of it: it would hold their bytes.
+        asks = host.tensor.requires_grad and not torch.is_grad_enabled()
+        if found.requires_grad is not asks:
+            found.requires_grad_(asks)
         return found
 
     def is_held(self) -> bool:

@@ -7,11 +7,11 @@ tied embedding say, is a unit of its own that each of them needs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
-from torch import Tensor, nn
+from torch import nn
 
 from ._table import Extent, HostTensor, TensorTable
 
@@ -20,6 +20,8 @@ UNIT_ALIGNMENT_BYTES = 512  # what CUDA's allocator rounds to
 
 # Their forward reads the weights of their children, all at once.
 _INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+# They take a faster way, with another rounding, unless they or their children have hooks.
+_WITHOUT_HOOKS = (nn.TransformerEncoderLayer,)
 _IN_ORDER = (nn.Sequential, nn.ModuleList)
 
 Fits = Callable[[nn.Module], bool]
@@ -92,7 +94,14 @@ class _Group:
     n_bytes: int
 
 
-def cut(model: nn.Module, table: TensorTable, fits: Fits, merge_bytes: int = 0) -> Cut:
+def cut(
+    model: nn.Module,
+    table: TensorTable,
+    fits: Fits,
+    *,
+    merge_bytes: int = 0,
+    apart: Collection[nn.Module] = (),
+) -> Cut:
     """Cut a model from the top down: a module that fits is a unit, any other is cut further.
 
     Args:
@@ -100,8 +109,9 @@ def cut(model: nn.Module, table: TensorTable, fits: Fits, merge_bytes: int = 0) 
         table: its tensors.
         fits: whether a module is small enough. A module without children is never cut.
         merge_bytes: neighbours in a Sequential or a ModuleList share a unit up to this size.
+        apart: modules that share no unit with what is around them, and are never cut.
     """
-    groups = _Cutter(table, fits, merge_bytes).groups(model, "")
+    groups = _Cutter(table, fits, merge_bytes, apart).groups(model, "")
     extents = [table.extents_of(iter(group.modules)) for group in groups]
     uses = Counter(id(extent) for extent in chain.from_iterable(extents))
     shared: dict[int, Unit] = {}
@@ -121,14 +131,20 @@ def cut(model: nn.Module, table: TensorTable, fits: Fits, merge_bytes: int = 0) 
     return Cut(units, needs)
 
 
+def hookable(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that may be given hooks: the model, and all but those that hooks would slow."""
+    bare = {
+        inside
+        for module in model.modules()
+        if isinstance(module, _WITHOUT_HOOKS)
+        for inside in module.modules()
+    }
+    return (module for module in model.modules() if module is model or module not in bare)
+
+
 def n_bytes_in(table: TensorTable, modules: Iterable[nn.Module]) -> int:
     """The bytes of the extents that modules use."""
     return sum(extent.n_bytes for extent in table.extents_of(iter(modules)))
-
-
-def tensors_under(module: nn.Module) -> list[Tensor]:
-    """All parameters and buffers under a module, each object once."""
-    return [*module.parameters(), *module.buffers()]
 
 
 @dataclass(slots=True)
@@ -136,6 +152,7 @@ class _Cutter:
     table: TensorTable
     fits: Fits
     merge_bytes: int
+    apart: Collection[nn.Module]
     _done: set[nn.Module] = field(default_factory=set)
 
     def groups(self, module: nn.Module, name: str) -> list[_Group]:
@@ -150,6 +167,10 @@ class _Cutter:
         return [*self._own(module, name), *self._children(module, name)]
 
     def _is_unit(self, module: nn.Module, inside: list[nn.Module]) -> bool:
+        if module in self.apart:
+            return True
+        if any(each in self.apart for each in inside):
+            return False
         if isinstance(module, _INDIVISIBLE) or self.fits(module):
             return True
         return not any(self.table.direct[each] for each in inside if each is not module)
@@ -172,8 +193,7 @@ class _Cutter:
         last: _Group | None = None
         for part in parts:
             for group in part:
-                joins = last is not None and len(part) == 1 and last.leaders and group.leaders
-                if joins and last and last.n_bytes + group.n_bytes <= self.merge_bytes:
+                if last is not None and len(part) == 1 and self._may_join(last, group):
                     last = _joined(last, group)
                     continue
                 if last is not None:
@@ -181,6 +201,14 @@ class _Cutter:
                 last = group
         if last is not None:
             yield last
+
+
+    def _may_join(self, first: _Group, second: _Group) -> bool:
+        if not first.leaders or not second.leaders:
+            return False
+        if any(module in self.apart for module in first.modules + second.modules):
+            return False
+        return first.n_bytes + second.n_bytes <= self.merge_bytes
 
 
 def _joined(first: _Group, second: _Group) -> _Group:

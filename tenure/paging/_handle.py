@@ -1,0 +1,230 @@
+"""The handle of a paged model, and the functions that page one.
+
+Invariant: the model is the same object before, while and after it is paged; unpaging, in whatever
+way the block ended, puts everything back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from tenure._errors import PagingError
+from tenure._units import format_bytes
+
+from ._binding import Binding
+from ._checks import check_host, check_inference, checked_device, checked_prefetch
+from ._engine import Engine
+from ._hooks import ModuleHooks
+from ._host_buffers import HostBuffers
+from ._link import Link
+from ._pager import Pager
+from ._plan import PagingPlan, Planned, make_plan
+from ._report import PagingReport, make_report
+from ._table import HostTensor
+from ._units import Unit, hookable
+from ._whole import WholeTensors
+
+
+class PagedModel:
+    """A model that is paged, until ``unpage()`` or the end of ``with handle:``.
+
+    Attributes:
+        model: the model, the same object as before.
+        plan: how it is paged.
+    """
+
+    def __init__(
+        self, model: nn.Module, plan: PagingPlan, pager: Pager, resources: Resources
+    ) -> None:
+        self.model = model
+        self.plan = plan
+        self._pager = pager
+        self._resources = resources
+        self._hooks: list[ModuleHooks] = []
+        self._bindings: list[Binding] = []
+
+    @property
+    def closed(self) -> bool:
+        """Whether the model is unpaged."""
+        return self._resources.closed
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        return self.model(*args, **kwargs)
+
+    def bind(self, planned: Planned, device: torch.device) -> None:
+        """Let the model's modules show what the pager shows."""
+        table, needs = planned.table, planned.cut.needs
+        for module in hookable(self.model):
+            units = needs.get(module) or _bracketed(table.direct[module])
+            if units or table.direct[module] or module is self.model:
+                self._hooks.append(ModuleHooks(module, units, table, self._pager, device))
+        for module, hosts in table.direct.items():
+            if hosts:
+                self._bindings.append(Binding(module, table, self._pager))
+
+    def unpage(self) -> None:
+        """End the paging; the model is on the host again, unchanged. Nothing the second time.
+
+        Stops the host until the device has nothing left to do.
+        """
+        self._pager.abandon()
+        while self._hooks:
+            self._hooks.pop().remove()
+        while self._bindings:
+            self._bindings.pop().undo()
+        self._resources.close()
+
+    def report(self) -> PagingReport:
+        """What the last pass moved, how long it waited, and how near to the limit it ran.
+
+        Stops the host until that pass has ended.
+
+        Raises:
+            PagingError: no pass has ended, or the model is unpaged.
+        """
+        if self.closed:
+            raise PagingError(f"{self!r} has nothing to report: it is unpaged.")
+        return make_report(self.plan, self._pager.engine)
+
+    def __enter__(self) -> Self:
+        """The handle itself.
+
+        Raises:
+            PagingError: the model is unpaged.
+        """
+        if self.closed:
+            raise PagingError(f"{self!r} was entered, but it is unpaged. Page the model again.")
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Unpage the model; an exception of the block goes on unmasked."""
+        self.unpage()
+
+    def __repr__(self) -> str:
+        state = "unpaged" if self.closed else f"{format_bytes(self.plan.device_bytes)} in use"
+        return f"<PagedModel {self.plan.model} on {self.plan.device}, {state}>"
+
+
+class Resources:
+    """The memory that paging took, given back once, by whoever comes first.
+
+    Args:
+        engine: the pages.
+        store: the host buffers.
+        whole: the tensors that are not paged.
+
+    Attributes:
+        closed: whether it is given back.
+    """
+
+    def __init__(self, engine: Engine, store: HostBuffers, whole: WholeTensors) -> None:
+        self.engine, self.store, self.whole = engine, store, whole
+        self.closed = False
+
+    def close(self) -> None:
+        """Let go of the device, and unpin the host."""
+        if not self.closed:
+            self.closed = True
+            self.engine.close()
+            self.whole.close()
+            self.store.close()
+
+
+def page(
+    model: nn.Module,
+    device: str | torch.device = "cuda",
+    max_layer_size: int | str = -1,
+    *,
+    budget: int | str | None = None,
+    host: str | Path = "pinned",
+    keep: Iterable[str] = (),
+    prefetch: str | int = "auto",
+    training: bool = False,
+) -> PagedModel:
+    """Run a model on a device that can't hold it: its weights stay on the host and pass through.
+
+    The model stays the same object, with the same modules, parameters, hooks and ``state_dict``.
+    Inside its forward, and only there, its weights are seen on the device.
+
+    Args:
+        model: a model in host memory.
+        device: the accelerator.
+        max_layer_size: a module with fewer parameters (an int) or with at most so many bytes (such
+            as ``"64MiB"``) is moved in one piece; -1 leaves the choice to the planner.
+        budget: the bytes of the device that weights may take: an int, text such as ``"6GiB"``, or
+            ``"80%"`` of what is free now. Activations come on top. None takes what keeps
+            the link busy, and no more.
+        host: ``"pinned"`` or ``"pageable"`` host memory.
+        keep: names of modules whose weights stay on the device.
+        prefetch: how many parts are fetched ahead at most; ``"auto"`` for as many as fit.
+        training: must be False.
+
+    Returns:
+        The handle: ``report()``, ``plan``, ``unpage()``, and a block that unpages when it ends.
+
+    Raises:
+        PagingError: the model can't be paged, or not within the budget; it is as before.
+        ByteSizeError: the budget is no number of bytes.
+        torch.OutOfMemoryError: the device has less free than the plan needs; the model is as before.
+
+    Example:
+        >>> from torch import nn
+        >>> from tenure.paging import PagingError, page
+        >>> try:
+        ...     page(nn.Linear(2, 2), "cpu")
+        ... except PagingError as error:
+        ...     print(error)
+        A model in host memory can't be paged to 'cpu': there is nothing to gain. Name an
+        accelerator, such as 'cuda'.
+
+    Source: ``page`` of pytorch-optimem, where each layer is moved in and out synchronously.
+    """
+    check_inference(training)
+    check_host(host)
+    max_ahead = checked_prefetch(prefetch)
+    chosen = checked_device(device)
+    planned = make_plan(model, chosen, max_layer_size, budget, keep)
+    return carry_out(model, planned, chosen, max_ahead, pin=host == "pinned")
+
+
+def carry_out(
+    model: nn.Module, planned: Planned, device: torch.device, max_ahead: int | None, *, pin: bool
+) -> PagedModel:
+    """Page a model by a plan: the device first, for it may fail; then the host; then the model."""
+    link = Link(device)
+    store = HostBuffers(link.module, pin=pin)
+    engine = Engine(link, store, planned.division.ring_bytes, max_ahead)
+    resident = [unit for unit in planned.cut.units if unit in planned.division.resident]
+    reserved = engine.reserve(resident)
+    resources = Resources(engine, store, WholeTensors(planned.table.whole, device))
+    try:
+        store.adopt(planned.cut.units)
+    except BaseException:
+        resources.close()
+        raise
+    engine.settle_in(reserved)
+    has_gradients = any(p.requires_grad for p in model.parameters())
+    pager = Pager(engine, resources.whole, has_gradients=has_gradients)
+    weakref.finalize(pager, resources.close).atexit = False
+    handle = PagedModel(model, planned.plan, pager, resources)
+    handle.bind(planned, device)
+    return handle
+
+
+def _bracketed(hosts: list[HostTensor]) -> list[Unit]:
+    """The units of a module's own tensors that its forward may hold until it ends."""
+    units = dict.fromkeys(host.unit for host in hosts)
+    return [unit for unit in units if unit is not None and not unit.is_loose]

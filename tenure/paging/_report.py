@@ -1,0 +1,133 @@
+"""What a pass moved and waited for, set against what the link and the device allow.
+
+Invariant: every figure is measured, by the device's own events; nothing is estimated from a plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tenure._errors import PagingError
+from tenure._units import format_bytes
+
+from ._engine import Engine
+from ._plan import PagingPlan
+
+Bound = Literal["link", "compute"]
+
+
+@dataclass(frozen=True, slots=True)
+class PagingReport:
+    """The last pass of a paged model.
+
+    Attributes:
+        passes: how many passes have run.
+        pass_s: how long the last one took on the device.
+        stall_s: how much of it computation waited for copies.
+        compute_s: the rest.
+        bytes_per_pass: what was copied to the device for it.
+        link_bytes_per_s: how fast the copies ran.
+        faults: units that were fetched only when they were used.
+        total_faults: in all passes.
+        share_of_limit: the least time that a pass can take, ``max((W-R)/BW, C)``, by what it took.
+        bound: what sets that limit, ``"link"`` or ``"compute"``.
+        helpful_budget_bytes: the budget at which computation would take as long as the copies;
+            None where it does already.
+        resident_bytes: what stays on the device.
+        ring_bytes: the room that the rest passes through.
+        staging_bytes: host memory between files and the device.
+        host_bytes: the host memory that holds the weights.
+    """
+
+    passes: int
+    pass_s: float
+    stall_s: float
+    compute_s: float
+    bytes_per_pass: int
+    link_bytes_per_s: float
+    faults: int
+    total_faults: int
+    share_of_limit: float
+    bound: Bound
+    helpful_budget_bytes: int | None
+    resident_bytes: int
+    ring_bytes: int
+    staging_bytes: int
+    host_bytes: int
+
+    def __str__(self) -> str:
+        helpful = self.helpful_budget_bytes
+        lines = [
+            f"pass {self.passes}: {self.pass_s * 1e3:.3f} ms, {self.share_of_limit:.1%} of the "
+            f"limit, bound by the {_NAMES[self.bound]}",
+            f"  moved      {format_bytes(self.bytes_per_pass)} at "
+            f"{self.link_bytes_per_s / 1e9:.1f} GB/s, {_counted(self.faults, 'fault')} "
+            f"({self.total_faults} in all passes)",
+            f"  computed   {self.compute_s * 1e3:.3f} ms, waited {self.stall_s * 1e3:.3f} ms",
+            f"  device     {format_bytes(self.resident_bytes)} stay, "
+            f"{format_bytes(self.ring_bytes)} to pass through",
+            f"  host       {format_bytes(self.host_bytes)}",
+        ]
+        if helpful is not None:
+            lines.append(f"  a budget of {format_bytes(helpful)} would hide the copies")
+        return "\n".join(lines)
+
+
+_NAMES = {"link": "link", "compute": "computation"}
+
+
+def make_report(plan: PagingPlan, engine: Engine) -> PagingReport:
+    """Read the events of the last pass.
+
+    Raises:
+        PagingError: no pass has ended.
+    """
+    record = engine.meter.last
+    if record is None or record.whole is None:
+        raise PagingError("There is nothing to report yet: call the model first.")
+    for span in (record.whole, *record.copies[-1:]):
+        span[1].synchronize()
+    whole_s = _seconds(record.whole)
+    stall_s = min(whole_s, sum(map(_seconds, record.stalls)))
+    compute_s = whole_s - stall_s
+    copy_s = sum(map(_seconds, record.copies))
+    link_bytes_per_s = record.copied_bytes / copy_s if copy_s else 0.0
+    limit_s = max(copy_s, compute_s)
+    moved = plan.weight_bytes - _resident_bytes(engine)
+    return PagingReport(
+        passes=engine.meter.passes,
+        pass_s=whole_s,
+        stall_s=stall_s,
+        compute_s=compute_s,
+        bytes_per_pass=record.copied_bytes,
+        link_bytes_per_s=link_bytes_per_s,
+        faults=record.faults,
+        total_faults=engine.meter.total_faults,
+        share_of_limit=min(1.0, limit_s / whole_s) if whole_s else 1.0,
+        bound="link" if copy_s > compute_s else "compute",
+        helpful_budget_bytes=_helpful_bytes(plan, moved, compute_s * link_bytes_per_s),
+        resident_bytes=_resident_bytes(engine),
+        ring_bytes=engine.ring_bytes,
+        staging_bytes=0,
+        host_bytes=plan.weight_bytes,
+    )
+
+
+def _helpful_bytes(plan: PagingPlan, passing_bytes: int, hidden_bytes: float) -> int | None:
+    """What has to stay for the rest to be copied while the device computes."""
+    if passing_bytes <= hidden_bytes or not passing_bytes:
+        return None
+    return int(plan.device_bytes + passing_bytes - hidden_bytes)
+
+
+def _resident_bytes(engine: Engine) -> int:
+    return sum(unit.n_bytes for unit in engine.resident)
+
+
+def _seconds(span: tuple[Any, Any]) -> float:
+    return float(span[0].elapsed_time(span[1])) / 1e3
+
+
+def _counted(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"

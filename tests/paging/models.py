@@ -1,0 +1,236 @@
+"""A zoo of small models, each with a way of using its weights that pagers stumble over."""
+
+from collections import namedtuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+WIDTH = 32
+Split = namedtuple("Split", "mean extra")
+
+
+def mlp():
+    return nn.Sequential(
+        *[layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+    )
+
+
+class Residual(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.path = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
+
+    def forward(self, x):
+        return torch.relu(x + self.path(x))
+
+
+def resnet():
+    blocks = [Residual(8) for _ in range(4)]
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), *blocks, nn.Flatten(), nn.Linear(8 * 36, 10)
+    )
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, batch_first=True)
+    return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerDecoderLayer(WIDTH, 2, 2 * WIDTH, batch_first=True)
+        self.layers = nn.TransformerDecoder(layer, 4)
+
+    def forward(self, x, *, memory):
+        return self.layers(x, memory)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [nn.MultiheadAttention(WIDTH, 4, batch_first=True) for _ in range(4)]
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x, x, x, need_weights=False)[0]
+        return x
+
+
+class TiedLanguageModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, WIDTH)
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+        self.position = nn.Parameter(torch.randn(12, WIDTH))
+        self.head = nn.Linear(WIDTH, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.position[: tokens.shape[1]]
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(x)
+
+
+class Functional(nn.Module):
+    """Reads the weights of children that it never calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(5)])
+        self.scales = nn.ParameterList([nn.Parameter(torch.rand(WIDTH)) for _ in range(5)])
+        self.shifts = nn.ParameterDict({"last": nn.Parameter(torch.rand(WIDTH))})
+        self.register_buffer("mask", torch.ones(WIDTH), persistent=False)
+
+    def forward(self, x):
+        for layer, scale in zip(self.layers, self.scales, strict=True):
+            x = F.linear(x, layer.weight, layer.bias) * scale
+        return x * self.mask + self.shifts["last"]
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.rnn = kind(WIDTH, WIDTH, num_layers=3, batch_first=True)
+        self.out = nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        hidden, _ = self.rnn(x)
+        return self.out(hidden)
+
+
+def lstm():
+    return Recurrent(nn.LSTM)
+
+
+def gru():
+    return Recurrent(nn.GRU)
+
+
+class Shared(nn.Module):
+    """One block, called many times, under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Linear(WIDTH, WIDTH)
+        self.again = self.block
+        self.between = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+    def forward(self, x):
+        for layer in self.between:
+            x = self.again(torch.relu(layer(self.block(x))))
+        return x
+
+
+class UNet(nn.Module):
+    """Uses its modules in another order than it registers them."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.ModuleList([nn.Conv2d(8, 4, 3, padding=1) for _ in range(3)])
+        self.middle = nn.Conv2d(4, 4, 3, padding=1)
+        self.down = nn.ModuleList([nn.Conv2d(4, 4, 3, padding=1) for _ in range(3)])
+        self.norm = nn.GroupNorm(2, 4)
+
+    def forward(self, x):
+        skips = []
+        for layer in self.down:
+            x = torch.relu(layer(x))
+            skips.append(x)
+        x = self.middle(x)
+        for layer in self.up:
+            x = layer(torch.cat([x, skips.pop()], 1))
+        return self.norm(x)
+
+
+class Conditional(nn.Module):
+    """Which experts run depends on the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+
+    def forward(self, x, chosen=(0, 3, 1)):
+        for number in chosen:
+            x = x + self.experts[number](x)
+        return x
+
+
+class Nested(nn.Module):
+    """Takes keyword arguments and nested inputs, and returns a nested output."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in "abc"})
+
+    def forward(self, batch, *, scale=1.0):
+        x, (y,) = batch["x"], batch["rest"]
+        a = self.layers["a"](x) * scale
+        return {"out": Split(self.layers["b"](a), [self.layers["c"](y)])}
+
+
+class Parametrized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        make = nn.utils.parametrizations.weight_norm
+        self.layers = nn.Sequential(*[make(nn.Linear(WIDTH, WIDTH)) for _ in range(4)])
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def half():
+    return mlp().to(torch.bfloat16)
+
+
+def strided():
+    """Weights with strides of their own, and one that is a part of a larger storage."""
+    model = mlp()
+    for layer in model[::4]:
+        layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+    model[2].weight = nn.Parameter(torch.randn(3, WIDTH, WIDTH)[1])
+    return model
+
+
+def _x(*shape):
+    return lambda: ((torch.randn(*shape),), {})
+
+
+ZOO = {
+    "mlp": (mlp, _x(4, WIDTH)),
+    "resnet": (resnet, _x(2, 3, 6, 6)),
+    "encoder": (encoder, _x(2, 5, WIDTH)),
+    "decoder": (Decoder, lambda: ((torch.randn(2, 5, WIDTH),), {"memory": torch.randn(2, 3, WIDTH)})),
+    "attention": (Attention, _x(2, 5, WIDTH)),
+    "tied": (TiedLanguageModel, lambda: ((torch.randint(50, (2, 9)),), {})),
+    "functional": (Functional, _x(4, WIDTH)),
+    "lstm": (lstm, _x(2, 5, WIDTH)),
+    "gru": (gru, _x(2, 5, WIDTH)),
+    "shared": (Shared, _x(4, WIDTH)),
+    "unet": (UNet, _x(2, 4, 6, 6)),
+    "conditional": (Conditional, _x(4, WIDTH)),
+    "nested": (
+        Nested,
+        lambda: (({"x": torch.randn(2, WIDTH), "rest": (torch.randn(2, WIDTH),)},), {"scale": 2.0}),
+    ),
+    "parametrized": (Parametrized, _x(4, WIDTH)),
+    "half": (half, lambda: ((torch.randn(4, WIDTH, dtype=torch.bfloat16),), {})),
+    "strided": (strided, _x(4, WIDTH)),
+}
+
+
+def build(name):
+    """A model of the zoo in evaluation mode, and its arguments; the same ones each time."""
+    make, draw = ZOO[name]
+    torch.manual_seed(0)
+    return make().eval(), *draw()
