@@ -47,9 +47,13 @@ class AccessOrder:
         """The pass is over; only one that ran to its end is learned from."""
         if completed:
             self._learned[self._kind] = self._trace
-        self._predicted, self._position = [], 0
+        self._predicted, self._position, self._trace = [], 0, []
 
     def upcoming(self) -> Iterator[Unit]:
-        """The units to come, in order: the rest of this pass, then the pass that follows it."""
+        """The units to come, in order: the rest of this pass, then the pass that follows it.
+
+        The one that was used last comes first: several modules may share it.
+        """
+        yield from self._trace[-1:]
         yield from self._predicted[self._position :]
         yield from self._learned.get(self._next_kind.get(self._kind), [])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -26,7 +26,9 @@ from ._residency import (
     LinkSpeed,
     Residency,
     divide,
+    expected_s,
     minimum_ring_bytes,
+    n_bytes,
     predicted_pass_s,
     smallest,
 )
@@ -35,6 +37,8 @@ from ._units import Cut, Fits, Unit, cut, n_bytes_in
 
 _MIB = 2**20
 _NEIGHBOURS = 4
+_PARTS = (3, 8, 24)
+"""Of a budget: what one unit may take of it. Which is best, a simulated pass of each tells."""
 PCIE_4 = LinkSpeed(bytes_per_s=24e9)
 """What a plan assumes where nothing was measured: PCIe 4.0 with 16 lanes."""
 
@@ -172,69 +176,90 @@ def make_plan(
     checked_model(model)
     size = checked_layer_size(max_layer_size)
     budget_bytes = checked_budget(budget, device)
-    kept_modules = checked_kept(model, keep)
-    table = TensorTable(model)
-    whole_bytes = sum(n_bytes_of_whole(host.tensor) for host in table.whole)
-    inside = {each for module in kept_modules for each in module.modules()}
-    free_bytes = None if budget_bytes is None else budget_bytes - whole_bytes
-    if free_bytes is not None:
-        free_bytes = max(0, free_bytes - n_bytes_in(table, inside))
-    cut_model = _cut(model, table, size, free_bytes, kept_modules)
-    kept = _units_of(table, cut_model, inside)
-    minimum_bytes = whole_bytes + _n_bytes(kept) + minimum_ring_bytes(cut_model, kept)
-    division = (
-        smallest(cut_model, kept, _NEIGHBOURS)
-        if budget_bytes is None
-        else divide(cut_model, kept, budget_bytes - whole_bytes, link, compute_s)
+    kept = checked_kept(model, keep)
+    sizes = [size] if size != -1 else _unit_sizes(model, budget_bytes)
+    drafts = [_Draft.of(model, each, kept) for each in sizes]
+    divided = [(draft, draft.divide(budget_bytes, link, compute_s)) for draft in drafts]
+    possible = [(draft, found) for draft, found in divided if found is not None]
+    minimum_bytes = min(draft.minimum_bytes for draft in drafts)
+    if not possible:
+        raise _too_small(model, min(drafts, key=lambda draft: draft.minimum_bytes), budget_bytes)
+    draft, division = min(
+        possible, key=lambda pair: expected_s(pair[0].cut, pair[1], link, compute_s)
     )
-    if division is None:
-        raise PagingError(
-            f"{type(model).__name__} can't be paged within {format_bytes(budget_bytes or 0)}: it "
-            f"needs {format_bytes(minimum_bytes)} ({minimum_bytes} bytes) at the least, for "
-            f"{_what_needs(cut_model, kept, whole_bytes)}. Allow a larger budget"
-            f"{'' if size == -1 else ', or a smaller max_layer_size'}.",
-            minimum_bytes,
-        )
-    device_bytes = whole_bytes + _n_bytes(division.resident) + division.ring_bytes
+    passing_bytes = n_bytes(unit for unit in draft.cut.units if unit not in division.resident)
+    resident_bytes = draft.whole_bytes + n_bytes(division.resident)
+    device_bytes = resident_bytes + division.ring_bytes
     plan = PagingPlan(
         model=type(model).__name__,
         device=str(device),
         units=tuple(
             PlannedUnit(unit.name, unit.n_bytes, unit in division.resident)
-            for unit in cut_model.units
+            for unit in draft.cut.units
         ),
-        weight_bytes=_n_bytes(cut_model.units),
-        resident_bytes=whole_bytes + _n_bytes(division.resident),
+        weight_bytes=n_bytes(draft.cut.units) + draft.whole_bytes,
+        resident_bytes=resident_bytes,
         ring_bytes=division.ring_bytes,
         device_bytes=device_bytes,
         budget_bytes=device_bytes if budget_bytes is None else budget_bytes,
         minimum_bytes=minimum_bytes,
         link_bytes_per_s=link.bytes_per_s,
-        limit_s=max(_passing_bytes(cut_model, division) / link.bytes_per_s, compute_s or 0.0),
-        predicted_s=predicted_pass_s(cut_model, division, link, compute_s or 0.0),
+        limit_s=max(passing_bytes / link.bytes_per_s, compute_s or 0.0),
+        predicted_s=predicted_pass_s(draft.cut, division, link, compute_s or 0.0),
     )
-    return Planned(plan, table, cut_model, division)
+    return Planned(plan, draft.table, draft.cut, division)
 
 
-def _cut(
-    model: nn.Module,
-    table: TensorTable,
-    size: int | str,
-    free_bytes: int | None,
-    kept: list[nn.Module],
-) -> Cut:
-    if size != -1:
-        return cut(model, table, _fits(table, size), apart=kept)
-    unit_bytes = _unit_bytes(n_bytes_in(table, model.modules()), free_bytes)
-    fits = _fits(table, f"{unit_bytes}B")
-    return cut(model, table, fits, merge_bytes=unit_bytes, apart=kept)
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A model cut in one way.
+
+    Attributes:
+        table: its tensors.
+        cut: its units.
+        kept: those that must stay.
+        whole_bytes: what can't be paged.
+    """
+
+    table: TensorTable
+    cut: Cut
+    kept: frozenset[Unit]
+    whole_bytes: int
+
+    @classmethod
+    def of(cls, model: nn.Module, size: int | str, kept: list[nn.Module]) -> Self:
+        """Cut a model into units of a size; units of bytes are filled up with neighbours."""
+        table = TensorTable(model)
+        merge_bytes = parse_bytes(size) if isinstance(size, str) else 0
+        pieces = cut(model, table, _fits(table, size), merge_bytes=merge_bytes, apart=kept)
+        inside = table.extents_of(each for module in kept for each in module.modules())
+        staying = frozenset(
+            unit for unit in pieces.units if any(extent in inside for extent in unit.extents)
+        )
+        whole_bytes = sum(n_bytes_of_whole(host.tensor) for host in table.whole)
+        return cls(table, pieces, staying, whole_bytes)
+
+    @property
+    def minimum_bytes(self) -> int:
+        """The least budget for this cut."""
+        passing_bytes = minimum_ring_bytes(self.cut, self.kept)
+        return self.whole_bytes + n_bytes(self.kept) + passing_bytes
+
+    def divide(
+        self, budget_bytes: int | None, link: LinkSpeed, compute_s: float | None
+    ) -> Residency | None:
+        """The best division of a budget; without one, what keeps the link busy."""
+        if budget_bytes is None:
+            return smallest(self.cut, self.kept, _NEIGHBOURS)
+        return divide(self.cut, self.kept, budget_bytes - self.whole_bytes, link, compute_s)
 
 
-def _unit_bytes(weight_bytes: int, free_bytes: int | None) -> int:
-    """Large enough for the latency of a copy not to matter, small enough for the ring."""
-    if free_bytes is None:
-        return max(min(8 * _MIB, weight_bytes // 16), min(64 * _MIB, weight_bytes // 32))
-    return max(min(8 * _MIB, free_bytes // 4), min(64 * _MIB, free_bytes // 32))
+def _unit_sizes(model: nn.Module, budget_bytes: int | None) -> list[int | str]:
+    """How large units may be: large ones spare the latency of copies, small ones the ring."""
+    if budget_bytes is None:
+        weight_bytes = sum(tensor.nbytes for tensor in model.parameters())
+        return [f"{min(64 * _MIB, weight_bytes // 16)}B"]
+    return [f"{budget_bytes // parts}B" for parts in _PARTS] + ["0B"]
 
 
 def _fits(table: TensorTable, size: int | str) -> Fits:
@@ -244,26 +269,18 @@ def _fits(table: TensorTable, size: int | str) -> Fits:
     return lambda module: sum(p.numel() for p in module.parameters()) < size
 
 
-def _units_of(table: TensorTable, cut_model: Cut, modules: Iterable[nn.Module]) -> frozenset[Unit]:
-    extents = table.extents_of(iter(modules))
-    return frozenset(
-        unit for unit in cut_model.units if any(extent in extents for extent in unit.extents)
+def _too_small(model: nn.Module, draft: _Draft, budget_bytes: int | None) -> PagingError:
+    minimum_bytes = draft.minimum_bytes
+    stays_bytes = draft.whole_bytes + n_bytes(draft.kept)
+    ring_bytes = minimum_bytes - stays_bytes
+    stays = f", beside {format_bytes(stays_bytes)} that stay" if stays_bytes else ""
+    return PagingError(
+        f"{type(model).__name__} can't be paged within {format_bytes(budget_bytes or 0)}: the "
+        f"least is {format_bytes(minimum_bytes)} ({minimum_bytes} bytes), because "
+        f"{format_bytes(ring_bytes)} of its weights are needed at once{stays}. "
+        "Allow a larger budget.",
+        minimum_bytes,
     )
-
-
-def _what_needs(cut_model: Cut, kept: frozenset[Unit], whole_bytes: int) -> str:
-    largest = max((u for u in cut_model.units if u not in kept), key=lambda u: u.n_bytes)
-    what = f"{largest.name!r} ({format_bytes(largest.n_bytes)})"
-    stays_bytes = whole_bytes + _n_bytes(kept)
-    return f"{what} and {format_bytes(stays_bytes)} that stay" if stays_bytes else what
-
-
-def _passing_bytes(cut_model: Cut, division: Residency) -> int:
-    return _n_bytes(unit for unit in cut_model.units if unit not in division.resident)
-
-
-def _n_bytes(units: Iterable[Unit]) -> int:
-    return sum(unit.n_bytes for unit in units)
 
 
 def _in_units(n_bytes: int, n_units: Any) -> str:

@@ -27,7 +27,7 @@ class LinkSpeed:
     """
 
     bytes_per_s: float
-    latency_s: float = 10e-6
+    latency_s: float = 30e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Residency:
 def minimum_ring_bytes(cut: Cut, resident: frozenset[Unit]) -> int:
     """The most that one forward needs of units that pass."""
     each = [unit.n_bytes for unit in cut.units if unit not in resident]
-    together = [_n_bytes(set(needed) - resident) for needed in cut.needs.values()]
+    together = [n_bytes(set(needed) - resident) for needed in cut.needs.values()]
     return max(each + together, default=0)
 
 
@@ -70,7 +70,7 @@ def divide(
     ]
     return min(
         candidates,
-        key=lambda each: (_expected_s(cut, each, link, compute_s), each.ring_bytes),
+        key=lambda each: (expected_s(cut, each, link, compute_s), each.ring_bytes),
         default=None,
     )
 
@@ -85,7 +85,7 @@ def predicted_pass_s(
     cut: Cut, division: Residency, link: LinkSpeed, compute_s: float
 ) -> float:
     """Seconds of a pass in the steady state, its computation spread by bytes."""
-    total_bytes = _n_bytes(cut.units) or 1
+    total_bytes = n_bytes(cut.units) or 1
     steps = [
         Step(
             0 if unit in division.resident else unit.n_bytes,
@@ -96,12 +96,13 @@ def predicted_pass_s(
     return pass_s(steps, division.ring_bytes, link.bytes_per_s, link.latency_s)
 
 
-def _expected_s(
+def expected_s(
     cut: Cut, division: Residency, link: LinkSpeed, compute_s: float | None
 ) -> float:
+    """What a division is judged by; without a known computation, two passes that differ in it."""
     if compute_s is not None:
         return predicted_pass_s(cut, division, link, compute_s)
-    balanced_s = 0.95 * _n_bytes(cut.units) / link.bytes_per_s
+    balanced_s = 0.95 * n_bytes(cut.units) / link.bytes_per_s
     return predicted_pass_s(cut, division, link, balanced_s) + predicted_pass_s(
         cut, division, link, 0.0
     )
@@ -111,17 +112,17 @@ def _candidate(
     cut: Cut, kept: frozenset[Unit], budget_bytes: int, n_neighbours: int
 ) -> Residency | None:
     """Room for some neighbours in the ring, and as many units as the rest holds, evenly spread."""
-    if kept | set(cut.units) == kept or _n_bytes(cut.units) <= budget_bytes:
-        return Residency(frozenset(cut.units), 0) if _n_bytes(cut.units) <= budget_bytes else None
-    free_bytes = budget_bytes - _n_bytes(kept)
+    if kept | set(cut.units) == kept or n_bytes(cut.units) <= budget_bytes:
+        return Residency(frozenset(cut.units), 0) if n_bytes(cut.units) <= budget_bytes else None
+    free_bytes = budget_bytes - n_bytes(kept)
     room_bytes = free_bytes - _ring_bytes(cut, kept, n_neighbours)
     if room_bytes < 0:
         return None
     small = _fitting(_small(cut.units) - kept, room_bytes)
     rest = [unit for unit in cut.units if unit not in kept and unit not in small]
-    resident = kept | small | _spread(rest, room_bytes - _n_bytes(small))
-    passing_bytes = _n_bytes(unit for unit in cut.units if unit not in resident)
-    return Residency(resident, min(budget_bytes - _n_bytes(resident), passing_bytes))
+    resident = kept | small | _spread(rest, room_bytes - n_bytes(small))
+    passing_bytes = n_bytes(unit for unit in cut.units if unit not in resident)
+    return Residency(resident, min(budget_bytes - n_bytes(resident), passing_bytes))
 
 
 def _ring_bytes(cut: Cut, resident: frozenset[Unit], n_neighbours: int) -> int:
@@ -143,26 +144,27 @@ def _small(units: Sequence[Unit]) -> frozenset[Unit]:
 def _fitting(units: frozenset[Unit], room_bytes: int) -> frozenset[Unit]:
     chosen: list[Unit] = []
     for unit in sorted(units, key=lambda unit: unit.n_bytes):
-        if _n_bytes(chosen) + unit.n_bytes <= room_bytes:
+        if n_bytes(chosen) + unit.n_bytes <= room_bytes:
             chosen.append(unit)
     return frozenset(chosen)
 
 
 def _spread(units: list[Unit], room_bytes: int) -> frozenset[Unit]:
     """Units that fill the room, at even distances in bytes; the link then never rests for long."""
-    share = room_bytes / (_n_bytes(units) or 1)
+    share = room_bytes / (n_bytes(units) or 1)
     chosen: list[Unit] = []
     owed_bytes = 0.0
     for unit in units:
         owed_bytes += unit.n_bytes * share
-        if owed_bytes >= unit.n_bytes / 2 and _n_bytes(chosen) + unit.n_bytes <= room_bytes:
+        if owed_bytes >= unit.n_bytes / 2 and n_bytes(chosen) + unit.n_bytes <= room_bytes:
             chosen.append(unit)
             owed_bytes -= unit.n_bytes
     for unit in sorted(units, key=lambda unit: -unit.n_bytes):
-        if unit not in chosen and _n_bytes(chosen) + unit.n_bytes <= room_bytes:
+        if unit not in chosen and n_bytes(chosen) + unit.n_bytes <= room_bytes:
             chosen.append(unit)
     return frozenset(chosen)
 
 
-def _n_bytes(units: Iterable[Unit]) -> int:
+def n_bytes(units: Iterable[Unit]) -> int:
+    """What units take on the device."""
     return sum(unit.n_bytes for unit in units)

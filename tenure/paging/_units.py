@@ -189,11 +189,14 @@ class _Cutter:
         return list(self._merged(parts) if isinstance(module, _IN_ORDER) else chain(*parts))
 
     def _merged(self, parts: list[list[_Group]]) -> Iterator[_Group]:
-        """Join neighbours that are one small group each."""
+        """Join neighbours that are one small group each, to units of even size."""
+        total_bytes = sum(part[0].n_bytes for part in parts if len(part) == 1)
+        n_units = -(-total_bytes // self.merge_bytes) if self.merge_bytes else 0
+        most_bytes = -(-total_bytes // n_units) if n_units else 0
         last: _Group | None = None
         for part in parts:
             for group in part:
-                if last is not None and len(part) == 1 and self._may_join(last, group):
+                if last is not None and len(part) == 1 and self._may_join(last, group, most_bytes):
                     last = _joined(last, group)
                     continue
                 if last is not None:
@@ -202,13 +205,12 @@ class _Cutter:
         if last is not None:
             yield last
 
-
-    def _may_join(self, first: _Group, second: _Group) -> bool:
+    def _may_join(self, first: _Group, second: _Group, most_bytes: int) -> bool:
         if not first.leaders or not second.leaders:
             return False
         if any(module in self.apart for module in first.modules + second.modules):
             return False
-        return first.n_bytes + second.n_bytes <= self.merge_bytes
+        return first.n_bytes + second.n_bytes <= most_bytes
 
 
 def _joined(first: _Group, second: _Group) -> _Group:
