@@ -93,7 +93,7 @@ class ScopeUsageWarning(TenureWarning):
     """A scope is used in a way that works, but seldom as it was meant."""
 
 
-_ROOMS = dict.fromkeys(
+_ROOMS: dict[str, str] = dict.fromkeys(
     ("AdaptiveUsageError", "BatchCoupledError", "OutOfRetriesError"), "tenure.adaptive"
 )
 

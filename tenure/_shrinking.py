@@ -31,6 +31,7 @@ class Shrinkable(Protocol):
             The bytes given back on that device; 0 when there is nothing left to give, and from
             then on.
         """
+        ...
 
 
 _lock = threading.Lock()

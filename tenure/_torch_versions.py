@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_autograd: Any = torch._C._autograd
+_C: Any = torch._C
 
 
 def version_of(tensor: Tensor) -> int | None:
@@ -27,7 +27,7 @@ def write_back(tensor: Tensor, values: Tensor, version: int | None) -> None:
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         tensor.copy_(values)
     if version is not None:
-        _autograd._unsafe_set_version_counter((tensor,), (version,))
+        _C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def works() -> bool:

@@ -33,12 +33,14 @@ class SizeSearch(Protocol):
     @property
     def size(self) -> int:
         """The size to try now."""
+        ...
 
     def succeeded(self) -> None:
         """Work of this size returned."""
 
     def failed(self, info: OomInfo) -> bool:
         """Work of this size ran out of memory; the size is smaller now, or False: none is left."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
