@@ -1,8 +1,15 @@
-"""Fitting work into the memory there is: so far, telling its errors, and limiting a block."""
+"""Fitting work into the memory there is."""
 
 from tenure._errors import AdaptiveUsageError as AdaptiveUsageError
+from tenure._errors import BatchCoupledError as BatchCoupledError
+from tenure._errors import OutOfRetriesError as OutOfRetriesError
 
 from ._budget import memory_budget as memory_budget
+from ._events import AdaptiveEvent as AdaptiveEvent
+from ._events import AdaptiveStatistics as AdaptiveStatistics
+from ._events import add_listener as add_listener
+from ._events import remove_listener as remove_listener
+from ._events import statistics as statistics
 from ._oom import OomInfo as OomInfo
 from ._oom import is_oom as is_oom
 from ._oom import oom_info as oom_info
