@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import psutil
 
 from tenure._errors import AdaptiveUsageError
 
+resource: Any
 try:
     import resource
 except ImportError:  # Windows has no such limits
-    resource = None  # type: ignore[assignment]
+    resource = None
 
 _GIB = 1 << 30
 
@@ -68,7 +71,8 @@ def _checked_bytes(gigabytes: float) -> int:
 
 
 def _limits() -> tuple[int, int]:
-    return resource.getrlimit(resource.RLIMIT_AS)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    return soft, hard
 
 
 def _address_space_limit() -> int | None:

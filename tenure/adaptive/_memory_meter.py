@@ -19,6 +19,7 @@ from ._host_memory import available_host_bytes
 class _Source(Protocol):
     def available_bytes(self) -> int:
         """What may still be allocated."""
+        ...
 
     def restart(self) -> None:
         """Begin to note the most that is used."""

@@ -89,13 +89,17 @@ def checked_size(name: str, size: object) -> int:
     return number
 
 
-def check_initial(name: str, initial: int, limits: SizeLimits) -> None:
-    """Make sure that an initial size is allowed.
+def checked_initial(name: str, initial: int | None, limits: SizeLimits) -> int | None:
+    """The size to begin with; without one the largest that is allowed, or None.
 
     Raises:
-        AdaptiveUsageError: it is below the minimum.
+        AdaptiveUsageError: it is no size, or below the minimum.
     """
+    if initial is None:
+        return limits.maximum
+    initial = checked_size(name, initial)
     if initial < limits.minimum:
         raise AdaptiveUsageError(
             f"{name}={initial} is below minimum={limits.minimum}. Raise it, or lower the minimum."
         )
+    return initial

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import index
+from typing import Protocol
 
 from tenure._errors import AdaptiveUsageError
 
@@ -34,6 +35,18 @@ _KINDS_OF_BYTES = ("device", "host")
 """The kinds of errors whose number of bytes was wanted of the memory that ran out."""
 
 
+class Memory(Protocol):
+    """Where a call finds and leaves what is known of its site."""
+
+    def known(self) -> SizeRecord | None:
+        """The record of the site; None where nothing is known."""
+        ...
+
+    def new(self) -> SizeRecord:
+        """The record of the site, made where there is none."""
+        ...
+
+
 class AdaptiveSearch:
     """The sizes of one call.
 
@@ -42,8 +55,7 @@ class AdaptiveSearch:
         unit: what the sizes count.
         initial: the size that the user asked for.
         limits: the sizes that are allowed.
-        record: what is known of this site; None where nothing is.
-        new_record: makes the record of this site, when there is something to remember.
+        memory: where this call finds and leaves what is known of its site.
         reduce: the user's way to make a failed size smaller.
         in_pieces: whether a call has many pieces, of which each may have its size.
 
@@ -52,8 +64,8 @@ class AdaptiveSearch:
     """
 
     __slots__ = (
-        "_base", "_ceiling", "_in_pieces", "_initial", "_limits", "_meter", "_n_failures",
-        "_n_pieces", "_name", "_new_record", "_record", "_reduce", "_unit", "size",
+        "_base", "_ceiling", "_elsewhere", "_in_pieces", "_initial", "_limits", "_memory", "_meter",
+        "_n_failures", "_n_pieces", "_name", "_record", "_reduce", "_unit", "size",
     )  # fmt: skip
 
     def __init__(
@@ -62,8 +74,7 @@ class AdaptiveSearch:
         unit: str,
         initial: int,
         limits: SizeLimits,
-        record: SizeRecord | None,
-        new_record: Callable[[], SizeRecord],
+        memory: Memory,
         reduce: Reduce | None = None,
         in_pieces: bool = False,
     ) -> None:
@@ -71,16 +82,18 @@ class AdaptiveSearch:
         self._unit = unit
         self._initial = initial
         self._limits = limits
-        self._record = record
-        self._new_record = new_record
+        self._memory = memory
         self._reduce = reduce
         self._in_pieces = in_pieces
         self._meter: MemoryMeter | None = None
         self._n_failures = self._n_pieces = 0
+        self._elsewhere = False
         self._ceiling = limits.ceiling(initial)
         self.size = self._base = limits.first(initial)
+        record = memory.known()
         if record is None and limits.maximum is not None:
-            self._record = record = new_record()  # it may grow without ever having failed
+            record = memory.new()  # it may grow without ever having failed
+        self._record = record
         if record is not None:
             self._begin(record)
 
@@ -88,10 +101,18 @@ class AdaptiveSearch:
         """Only so much is left to do: it is what is tried now."""
         self.size = n_left
 
+    def goes_elsewhere(self) -> int:
+        """Work of the size that is returned runs on another device, and teaches nothing."""
+        self._elsewhere = True
+        return self.size
+
     def succeeded(self) -> None:
         """Work of this size returned."""
         record = self._record
         if record is None:  # by far the most: nothing has ever failed here
+            return
+        if self._elsewhere:
+            self._elsewhere = False
             return
         size, meter = self.size, self._meter
         needed_bytes = meter.needed_bytes() if meter is not None else None
@@ -108,7 +129,7 @@ class AdaptiveSearch:
         """Work of this size ran out of memory; the size is smaller now, or False: none is left."""
         record = self._record
         if record is None:
-            record = self._record = self._new_record()
+            record = self._record = self._memory.new()
         size, meter = self.size, self._meter or meter_for(info.device)
         record.note_failed(size, self._limits.align, info.device)
         self._n_failures += 1
@@ -151,7 +172,7 @@ class AdaptiveSearch:
             meter.restart()
 
     def _leap(self, record: SizeRecord, meter: MemoryMeter, needed_bytes: int) -> None:
-        """Go on with the size that fits, as measured by the last; if that is it, measure no more."""
+        """Go on with the size that fits, by what the last one needed, or stop measuring."""
         size = self.size
         larger = self._that_fits(record, size, needed_bytes, meter.available_bytes())
         if larger and self._in_pieces:
