@@ -21,6 +21,14 @@ from ._options import Options, check_function, name_of
 from ._size_limits import checked_initial
 
 
+class _Owner:
+    """What sizes are remembered for: a decorated function, of which it holds nothing."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.__module__ = getattr(function, "__module__", "")
+        self.__qualname__ = getattr(function, "__qualname__", "")
+
+
 class AdaptiveFunction:
     """A function, and how its calls are run."""
 
@@ -35,7 +43,7 @@ class AdaptiveFunction:
         self._name = name_of(_plain(function))
         self._options = options
         self._initial = checked_initial(self._initial_name, initial, options.limits)
-        self._owner = self
+        self._owner = _Owner(function)
 
     def _bound(self, instance: object, owner: type | None) -> Any:
         """The same function, bound as the wrapped one is."""

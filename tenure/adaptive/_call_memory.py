@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from types import CodeType, FrameType, MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -28,6 +28,8 @@ _PLAIN = (str, int, float, bool, bytes, type(None))
 
 class NoMemory:
     """The memory of calls that remember nothing."""
+
+    remembers: ClassVar[bool] = False
 
     def known(self) -> None:
         """Nothing is known."""
@@ -53,6 +55,8 @@ class CallMemory:
     __slots__ = (
         "_args", "_cache_type", "_chunked", "_context", "_dimension", "_frame", "_kwargs", "_owner",
     )  # fmt: skip
+
+    remembers: ClassVar[bool] = True
 
     def __init__(
         self,

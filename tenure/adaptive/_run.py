@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch._C import DisableTorchFunction
 
 from tenure.scopes import DisposeScope
 
@@ -97,15 +98,21 @@ class Chunk(Piece):
         """Work on so many."""
         start = self.start
         self.end = end = start + size
-        chunk = self._tensor.narrow(self.dimension, start, size)
-        return self._function(chunk, start, end, *self._args, **self._kwargs)
+        return self._function(self._chunk(size), start, end, *self._args, **self._kwargs)
 
     def on_cpu(self, size: int) -> Any:
         """Work on so many, with the chunk and the arguments on the CPU."""
         start = self.start
         self.end = end = start + size
-        chunk = self._tensor.narrow(self.dimension, start, size)
-        return on_cpu(self._function, chunk, start, end, *self._args, **self._kwargs)
+        return on_cpu(self._function, self._chunk(size), start, end, *self._args, **self._kwargs)
+
+    def _chunk(self, size: int) -> Tensor:
+        """A view of the caller's tensor, which no scope has to own: it has no memory of its own."""
+        tensor = self._tensor
+        if type(tensor) is not Tensor:
+            return tensor.narrow(self.dimension, self.start, size)
+        with DisableTorchFunction():
+            return tensor.narrow(self.dimension, self.start, size)
 
 
 def run_pieces(

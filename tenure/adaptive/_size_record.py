@@ -62,7 +62,9 @@ class SizeRecord:
             if self.bad is None and not self.climbing and self.ok < first:
                 return first
             if self.ok:
-                return self._grown(ceiling, align) if self.is_due(ceiling) else min(self.ok, first)
+                return (
+                    self._grown(ceiling, align) if self.is_due(ceiling) else min(self.ok, ceiling)
+                )
             return first if self.bad is None or first < self.bad else self._untried(first, align)
 
     def is_due(self, ceiling: int) -> bool:
@@ -90,10 +92,10 @@ class SizeRecord:
 
     # --- what happened
 
-    def note_ok(self, size: int, align: int, needed_bytes: int | None = None) -> bool:
+    def note_ok(self, size: int, needed_bytes: int | None = None) -> bool:
         """Work of this size returned; whether that is larger than what is known to work."""
         with _lock:
-            grew = self.ok < size and (self.ok > 0 or self.bad is not None)
+            grew = 0 < self.ok < size
             if size >= self.ok:
                 self.ok_bytes = needed_bytes or self._in_proportion(size)
                 self.ok = size
@@ -101,8 +103,6 @@ class SizeRecord:
                 self.bad = None  # memory has come free: go on at once, and faster
                 self.climbing = True
                 self.settled = False
-            if self.climbing and self.is_closed(align):
-                self._rest(_CLOSED_INTERVAL)
             return grew
 
     def _in_proportion(self, size: int) -> int | None:

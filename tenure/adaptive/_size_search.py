@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import index
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from tenure._errors import AdaptiveUsageError
 
@@ -23,12 +23,12 @@ Reduce = Callable[[int, OomInfo], int]
 
 _PIECES_OF_A_CALL = 64
 """So many pieces of work that fit count like one call, for loops that are called once."""
-_MARGIN = 32
-"""One part in so many of the memory stays free when a size is chosen by measuring."""
-_WORTH_IT = 64
+_MARGIN = 64
+"""A size chosen by measuring is made smaller by one part in so many, for what rounding takes."""
+_WORTH_IT = 100
 """A growth below one part in so many is not worth a new size."""
-_COARSE = 32
-"""Below this size, one more is more than the margin: the last steps are tried, not measured."""
+_COARSE = 20
+"""Below this size one more counts for over 5 %: the last steps are tried, not measured."""
 _RISE_BYTES = 1 << 28
 """Memory that came free has to be so much to count."""
 _KINDS_OF_BYTES = ("device", "host")
@@ -36,7 +36,13 @@ _KINDS_OF_BYTES = ("device", "host")
 
 
 class Memory(Protocol):
-    """Where a call finds and leaves what is known of its site."""
+    """Where a call finds and leaves what is known of its site.
+
+    Attributes:
+        remembers: whether another call finds what this one leaves.
+    """
+
+    remembers: ClassVar[bool]
 
     def known(self) -> SizeRecord | None:
         """The record of the site; None where nothing is known."""
@@ -116,7 +122,7 @@ class AdaptiveSearch:
             return
         size, meter = self.size, self._meter
         needed_bytes = meter.needed_bytes() if meter is not None else None
-        if record.note_ok(size, self._limits.align, needed_bytes):
+        if record.note_ok(size, needed_bytes):
             tell(AdaptiveEvent("grow", self._name, self._unit, self._base, size))
             self._base = size
         self._n_pieces += 1
@@ -191,7 +197,8 @@ class AdaptiveSearch:
         Memory that grows with the size, along a line or steeper where it is large already, grows
         at most in proportion: so what ``size`` needs in proportion is an upper bound.
         """
-        fits = size * (free_bytes - free_bytes // _MARGIN) // needed_bytes
+        fits = size * free_bytes // needed_bytes
+        fits -= fits // _MARGIN
         if record.bad is not None and fits >= record.bad:
             fits = record.bad - record.step(self._limits.align)
         fits = min(fits // self._limits.align * self._limits.align, self._ceiling)
@@ -220,11 +227,22 @@ class AdaptiveSearch:
         wanted = size // 2
         if meter is None:
             return wanted
-        if self._in_pieces and meter.measures:  # a size too small is mended after one piece
-            wanted = size >> (1 << min(self._n_failures - 1, 6))
+        if meter.measures:
+            wanted = size >> self._n_halvings()
         if info.requested_bytes and info.kind in _KINDS_OF_BYTES:
             wanted = min(wanted, size * meter.available_bytes() // info.requested_bytes)
         return wanted
+
+    def _n_halvings(self) -> int:
+        """How often to halve where a size that is too small is mended by measuring it.
+
+        After one piece of many that is soon, so failures are worth more than small sizes; after
+        one call it is later, and never where nothing is remembered.
+        """
+        n = self._n_failures
+        if self._in_pieces:
+            return 1 << min(n - 1, 6)
+        return 4 * (n - 2) if n > 2 and self._memory.remembers else 1
 
 
 def checked_reduced(size: object) -> int:
