@@ -94,15 +94,17 @@ class _Budget:
 
     def __init__(self, mode: CountingMode) -> None:
         self._mode = mode
+        self._base_bytes = 0
 
     def available_bytes(self) -> int:
         return self._mode.free_bytes
 
     def restart(self) -> None:
         self._mode.restart_peak()
+        self._base_bytes = self._mode.live_bytes
 
     def needed_bytes(self) -> int:
-        return self._mode.recent_peak_bytes
+        return self._mode.recent_peak_bytes - self._base_bytes
 
 
 class _Host:
@@ -125,7 +127,7 @@ def _allocator_of(device: str) -> list[_Source]:
         index = module.current_device() if found.index is None else found.index
         allocator = _Allocator(torch.device(found.type, index))
         allocator.available_bytes()
-        allocator.restart()
+        allocator.needed_bytes()
     except Exception:  # no such device on this machine, or one that keeps no statistics
         return []
     return [allocator]

@@ -17,6 +17,7 @@ import torch
 
 from tenure._shrinking import ask_to_shrink
 
+from ._memory_meter import meter_for
 from ._oom import OomInfo
 
 _OUTSIDE_THE_ALLOCATOR = ("workspace", "driver")
@@ -100,14 +101,9 @@ class Relief:
 
 
 def free_bytes_of(info: OomInfo) -> int | None:
-    """The free memory of the device that was short, as its driver or the host tells it."""
-    module = _module_of(info.device)
-    try:
-        if module is None:
-            return int(psutil.virtual_memory().available) if info.device == "cpu" else None
-        return int(module.mem_get_info(info.device)[0])
-    except Exception:  # a device without statistics
-        return None
+    """What could still be allocated of the memory that was short, as far as that can be told."""
+    meter = meter_for(info.device)
+    return None if meter is None else meter.available_bytes()
 
 
 def _drain(info: OomInfo) -> None:
