@@ -101,9 +101,15 @@ class Relief:
 
 
 def free_bytes_of(info: OomInfo) -> int | None:
-    """What could still be allocated of the memory that was short, as far as that can be told."""
-    meter = meter_for(info.device)
-    return None if meter is None else meter.available_bytes()
+    """The free memory of the device that was short, as its driver, a budget or the host tells it."""
+    module = _module_of(info.device)
+    try:
+        if module is None:
+            meter = meter_for(info.device)
+            return None if meter is None else meter.available_bytes()
+        return int(module.mem_get_info(info.device)[0])
+    except Exception:  # a device without statistics
+        return None
 
 
 def _drain(info: OomInfo) -> None:
