@@ -20,7 +20,7 @@ from tenure._errors import AdaptiveUsageError
 from . import _learned
 from ._caches import BatchsizeCache, checked_cache_type
 from ._call_signature import signature_of
-from ._learned import SiteKey
+from ._learned import SiteKey, from_files, sites
 from ._size_record import SizeRecord
 
 _PLAIN = (str, int, float, bool, bytes, type(None))
@@ -80,6 +80,8 @@ class CallMemory:
 
     def known(self) -> SizeRecord | None:
         """The record of this call; None where nothing is known."""
+        if not (sites or from_files):  # nothing has failed in this process
+            return None
         site = _learned.find(self._key())
         if site is None:
             if not _learned.has_files():

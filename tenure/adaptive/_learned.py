@@ -65,18 +65,18 @@ class Site:
 
 
 _lock = threading.RLock()
-_sites: dict[SiteKey, Site] = {}
-_from_files: dict[str, dict[str, SizeRecord]] = {}
+sites: dict[SiteKey, Site] = {}
+from_files: dict[str, dict[str, SizeRecord]] = {}
 
 
 def find(key: SiteKey) -> Site | None:
     """The site of a key, if something is known there."""
-    site = _sites.get(key)
+    site = sites.get(key)
     if site is None or not site.is_alive:
         return None
     with _lock:  # the latest stands last
-        _sites.pop(key, None)
-        _sites[key] = site
+        sites.pop(key, None)
+        sites[key] = site
     return site
 
 
@@ -86,34 +86,34 @@ def add(key: SiteKey, name: str, about: Iterable[object]) -> Site:
     if site is None:
         references = tuple(weakref.ref(each) for each in about)
         with _lock:
-            known = {each: record.copy() for each, record in _from_files.get(name, {}).items()}
-            site = _sites[key] = Site(name, references, known)
-            _shorten(_sites, _MOST_SITES)
+            known = {each: record.copy() for each, record in from_files.get(name, {}).items()}
+            site = sites[key] = Site(name, references, known)
+            _shorten(sites, _MOST_SITES)
     return site
 
 
 def has_files() -> bool:
     """Whether something was loaded, so that sites not seen yet have to be looked up by name."""
-    return bool(_from_files)
+    return bool(from_files)
 
 
 def forget() -> None:
     """Let go of all that was learned or loaded."""
     with _lock:
-        _sites.clear()
-        _from_files.clear()
+        sites.clear()
+        from_files.clear()
 
 
 def entries() -> dict[tuple[str, str], SizeRecord]:
     """Records by the name of their site and their signature; of two the one of smaller sizes."""
     found: dict[tuple[str, str], SizeRecord] = {}
     with _lock:
-        for site in _sites.values():
+        for site in sites.values():
             for signature, record in site.records.items():
                 earlier = found.get((site.name, signature))
                 if site.name and (earlier is None or record.ok < earlier.ok):
                     found[site.name, signature] = record
-        for name, records in _from_files.items():
+        for name, records in from_files.items():
             for signature, record in records.items():
                 found.setdefault((name, signature), record)
     return found
@@ -123,9 +123,9 @@ def take(loaded: dict[tuple[str, str], SizeRecord]) -> None:
     """Know what a file told, instead of what was known of the same sites and signatures."""
     with _lock:
         for (name, signature), record in loaded.items():
-            _from_files.setdefault(name, {})[signature] = record
-        for site in _sites.values():
-            if records := _from_files.get(site.name):
+            from_files.setdefault(name, {})[signature] = record
+        for site in sites.values():
+            if records := from_files.get(site.name):
                 site.records |= {each: record.copy() for each, record in records.items()}
 
 

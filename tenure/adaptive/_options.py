@@ -13,12 +13,11 @@ from tenure._errors import AdaptiveUsageError
 from ._attempts import OnRetry
 from ._caches import BatchsizeCache, checked_cache_type
 from ._call_memory import check_context
-from ._size_limits import SizeLimits, checked_limits
+from ._size_limits import NO_LIMITS, SizeLimits, checked_limits
 from ._size_search import Reduce
 
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _KINDS = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-_NO_LIMITS = SizeLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class Options:
 
     cache_type: type[BatchsizeCache] | None = None
     context: Any = None
-    limits: SizeLimits = field(default=_NO_LIMITS)
+    limits: SizeLimits = field(default=NO_LIMITS)
     reduce: Reduce | None = None
     restore_rng: bool = False
     on_retry: OnRetry | None = None

@@ -101,7 +101,7 @@ class Relief:
 
 
 def free_bytes_of(info: OomInfo) -> int | None:
-    """The free memory of the device that was short, as its driver, a budget or the host tells it."""
+    """The free memory of what was short, as the driver, a budget or the host tells it."""
     module = _module_of(info.device)
     try:
         if module is None:

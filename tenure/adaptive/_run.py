@@ -95,24 +95,25 @@ class Chunk(Piece):
         self.dimension = dimension
 
     def __call__(self, size: int) -> Any:
-        """Work on so many."""
-        start = self.start
+        """Work on so many.
+
+        The chunk has no memory of its own: it is a view, which no scope has to own.
+        """
+        start, tensor = self.start, self._tensor
         self.end = end = start + size
-        return self._function(self._chunk(size), start, end, *self._args, **self._kwargs)
+        if type(tensor) is Tensor:
+            with DisableTorchFunction():
+                chunk = tensor.narrow(self.dimension, start, size)
+        else:
+            chunk = tensor.narrow(self.dimension, start, size)
+        return self._function(chunk, start, end, *self._args, **self._kwargs)
 
     def on_cpu(self, size: int) -> Any:
         """Work on so many, with the chunk and the arguments on the CPU."""
         start = self.start
         self.end = end = start + size
-        return on_cpu(self._function, self._chunk(size), start, end, *self._args, **self._kwargs)
-
-    def _chunk(self, size: int) -> Tensor:
-        """A view of the caller's tensor, which no scope has to own: it has no memory of its own."""
-        tensor = self._tensor
-        if type(tensor) is not Tensor:
-            return tensor.narrow(self.dimension, self.start, size)
-        with DisableTorchFunction():
-            return tensor.narrow(self.dimension, self.start, size)
+        chunk = self._tensor.narrow(self.dimension, start, size)
+        return on_cpu(self._function, chunk, start, end, *self._args, **self._kwargs)
 
 
 def run_pieces(

@@ -55,6 +55,9 @@ class SizeLimits:
         return size // self.align * self.align or size
 
 
+NO_LIMITS = SizeLimits()
+
+
 def checked_limits(minimum: int, maximum: int | None, align: int) -> SizeLimits:
     """The limits that a user gave.
 
@@ -66,6 +69,8 @@ def checked_limits(minimum: int, maximum: int | None, align: int) -> SizeLimits:
         None if maximum is None else checked_size("maximum", maximum),
         checked_size("align", align),
     )
+    if limits == NO_LIMITS:
+        return NO_LIMITS
     if limits.maximum is not None and limits.maximum < limits.floor:
         raise AdaptiveUsageError(
             f"maximum={maximum} leaves no size: the smallest allowed is {limits.floor}, by "

@@ -15,7 +15,7 @@ from tenure._errors import AdaptiveUsageError
 from ._events import AdaptiveEvent, tell
 from ._memory_meter import MemoryMeter, meter_for
 from ._oom import OomInfo
-from ._size_limits import SizeLimits
+from ._size_limits import NO_LIMITS, SizeLimits
 from ._size_record import SizeRecord
 
 Reduce = Callable[[int, OomInfo], int]
@@ -94,8 +94,11 @@ class AdaptiveSearch:
         self._meter: MemoryMeter | None = None
         self._n_failures = self._n_pieces = 0
         self._elsewhere = False
-        self._ceiling = limits.ceiling(initial)
-        self.size = self._base = limits.first(initial)
+        if limits is NO_LIMITS:
+            self._ceiling = self._base = self.size = initial
+        else:
+            self._ceiling = limits.ceiling(initial)
+            self._base = self.size = limits.first(initial)
         record = memory.known()
         if record is None and limits.maximum is not None:
             record = memory.new()  # it may grow without ever having failed

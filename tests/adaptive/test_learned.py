@@ -183,7 +183,7 @@ def test_nothing_is_noted_where_everything_fits():
         decorated(Limited(largest=100))()
         adaptive.explicit.batch(Limited(largest=100), 64)
     assert _learned.entries() == {}
-    assert not _learned._sites
+    assert not _learned.sites
 
 
 def test_reset_forgets():
