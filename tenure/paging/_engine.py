@@ -63,6 +63,16 @@ class Engine:
         return [unit for unit, page in self._pages.items() if page.is_resident]
 
     @property
+    def resident_bytes(self) -> int:
+        """What they take."""
+        return sum(unit.n_bytes for unit in self.resident)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pages are."""
+        return self._link.device
+
+    @property
     def ring_bytes(self) -> int:
         """The memory that passing units share."""
         return self._ring.capacity_bytes
