@@ -1,4 +1,4 @@
-"""What can't be paged, and what can't be asked for: each refused by name before anything changes."""
+"""What can't be paged or asked for: each is refused by name before anything changes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from tenure._describe import describe_tensor
 from tenure._errors import ByteSizeError, PagingError
@@ -34,14 +34,14 @@ def checked_model(model: object) -> nn.Module:
     return model
 
 
-def checked_device(device: object) -> torch.device:
+def checked_device(device: str | torch.device) -> torch.device:
     """An accelerator that is there, with its index.
 
     Raises:
         PagingError: it is none.
     """
     try:
-        chosen = torch.device(device)  # type: ignore[arg-type]
+        chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise PagingError(f"{device!r} is not a device.") from error
     if chosen.type in ("cpu", "meta"):
@@ -51,7 +51,9 @@ def checked_device(device: object) -> torch.device:
         )
     module = getattr(torch, chosen.type, None)
     if module is None or not module.is_available():
-        raise PagingError(f"There is no {chosen.type!r} device here that a model could be paged to.")
+        raise PagingError(
+            f"There is no {chosen.type!r} device here that a model could be paged to."
+        )
     index = module.current_device() if chosen.index is None else chosen.index
     if not 0 <= index < module.device_count():
         raise PagingError(f"There is no device {str(chosen)!r}: there are {module.device_count()}.")
@@ -155,17 +157,19 @@ def check_inference(training: object) -> None:
 
 def _check_unpaged(name: str, module: nn.Module) -> None:
     if any(isinstance(vars(module)[each], PagedDict) for each in ("_parameters", "_buffers")):
-        raise PagingError(f"{name!r} is paged already. Unpage it with unpage() of its handle first.")
+        raise PagingError(
+            f"{name!r} is paged already. Unpage it with unpage() of its handle first."
+        )
     for attribute, library in _FOREIGN_HOOKS.items():
         if hasattr(module, attribute):
             raise PagingError(
-                f"{name!r} is offloaded by {library} ({attribute}), which moves its weights itself. "
+                f"{name!r} is offloaded by {library} ({attribute}), which moves its weights. "
                 "Remove its hooks first."
             )
 
 
 def _check_tensor(name: str, tensor: Tensor) -> None:
-    if isinstance(tensor, UninitializedTensorMixin):
+    if is_lazy(tensor):
         raise PagingError(f"{name!r} is not initialized yet. Run the model once, then page it.")
     if tensor.device.type == "meta":
         raise PagingError(

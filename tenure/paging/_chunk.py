@@ -19,7 +19,7 @@ from ._handle import PagedModel, acquire, asks_for_gradients
 from ._hooks import ModuleHooks, moved
 from ._page import aside, in_place_of
 from ._pager import Pager
-from ._plan import PCIE_4, PagingPlan, PlannedUnit, Planned
+from ._plan import PCIE_4, PagingPlan, Planned, PlannedUnit
 from ._residency import Residency, n_bytes
 from ._table import HostTensor, TensorTable, n_bytes_of_whole
 from ._units import Cut, Unit, cut
@@ -57,10 +57,16 @@ def chunk(
     chosen = checked_device(device)
     planned = _planned(model, chosen, max_capacity)
     resident = planned.division.resident
-    resources = acquire(planned, chosen, [u for u in planned.cut.units if u in resident], 0, pin=True)
+    resources = acquire(
+        planned, chosen, [u for u in planned.cut.units if u in resident], 0, pin=True
+    )
     pager = ChunkPager(resources.engine, resources.whole, has_gradients=asks_for_gradients(model))
     handle = PagedModel(model, planned.plan, pager, resources)
-    handle.bind(planned, model.modules(), ChunkHooks)
+    handle.bind(
+        planned,
+        model.modules(),
+        lambda module, units, table, _: ChunkHooks(module, units, table, pager),
+    )
     return handle
 
 
