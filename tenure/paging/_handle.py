@@ -136,13 +136,16 @@ class Resources:
         engine: the pages.
         store: the host buffers.
         whole: the tensors that are not paged.
+        units: all units of the plan; what else refers to them does so weakly.
 
     Attributes:
         closed: whether it is given back.
     """
 
-    def __init__(self, engine: Engine, store: HostBuffers, whole: WholeTensors) -> None:
-        self.engine, self.store, self.whole = engine, store, whole
+    def __init__(
+        self, engine: Engine, store: HostBuffers, whole: WholeTensors, units: list[Unit]
+    ) -> None:
+        self.engine, self.store, self.whole, self.units = engine, store, whole, units
         self.closed = False
 
     def close(self) -> None:
@@ -244,7 +247,8 @@ def acquire(
     store = HostBuffers(link.module, pin=pin)
     engine = Engine(link, store, planned.division.ring_bytes, max_ahead)
     reserved = engine.reserve([u for u in planned.cut.units if u in planned.division.resident])
-    resources = Resources(engine, store, WholeTensors(planned.table.whole, device))
+    whole = WholeTensors(planned.table.whole, device)
+    resources = Resources(engine, store, whole, planned.cut.units)
     try:
         store.adopt(units)
         engine.settle_in(reserved)

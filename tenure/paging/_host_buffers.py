@@ -115,11 +115,12 @@ def _move(extent: Extent, memory: _Memory, start: int) -> None:
     """Copy an extent to its place in a buffer, and point its tensors there."""
     raw = torch.frombuffer(memory, dtype=torch.uint8, count=extent.n_bytes, offset=start)
     old = torch.empty(0, dtype=torch.uint8, device="cpu")
-    raw.copy_(old.set_(extent.storage, extent.low_byte, (extent.n_bytes,), (1,)))
-    extent.storage, extent.low_byte = raw.untyped_storage(), 0
+    storage = extent.tensors[0].tensor.untyped_storage()
+    raw.copy_(old.set_(storage, extent.low_byte, (extent.n_bytes,), (1,)))
+    extent.low_byte = 0
     for host in extent.tensors:
         tensor = host.tensor
         offset = (host.at_bytes - start) // tensor.element_size()
         moved = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        moved.set_(extent.storage, offset, tensor.size(), tensor.stride())
+        moved.set_(raw.untyped_storage(), offset, tensor.size(), tensor.stride())
         tensor.data = moved
