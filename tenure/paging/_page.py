@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tenure._torch_dynamo import never_compiled
+
 from ._table import HostTensor
 from ._torch_holders import is_held
 from ._units import Unit
@@ -60,6 +62,7 @@ class Page:
         """Part of the page, from ``start``, as uint8."""
         return self.memory[self.start + start : self.start + start + n_bytes]
 
+    @never_compiled
     def shown(self, host: HostTensor) -> Tensor:
         """The tensor on the device that stands for a host tensor; the same one each time."""
         found = self._shown.get(host)
@@ -82,7 +85,9 @@ class Page:
     def is_stale(self) -> bool:
         """Whether a tensor on the host may have changed since it was copied."""
         versions = zip(self.unit.tensors, self.host_versions, strict=True)
-        return any(host.touched or host.version != version for host, version in versions)
+        return any(
+            host.touched or host.version != version or host.has_left for host, version in versions
+        )
 
     def note_copied(self) -> None:
         """Remember that what is on the host now is what the page will hold."""
@@ -104,6 +109,7 @@ class Page:
                 written.append(host)
         return written
 
+    @never_compiled
     def _show(self, host: HostTensor) -> Tensor:
         original = host.tensor
         view = torch.empty(0, dtype=original.dtype, device=self.memory.device)
@@ -113,6 +119,7 @@ class Page:
         return in_place_of(original, view)
 
 
+@never_compiled
 def in_place_of(original: Tensor, copy: Tensor) -> Tensor:
     """Make a copy pass for the original: its class, and what was set on it as attributes."""
     if isinstance(original, nn.Parameter) and not isinstance(copy, nn.Parameter):
