@@ -124,5 +124,5 @@ def in_place_of(original: Tensor, copy: Tensor) -> Tensor:
     """Make a copy pass for the original: its class, and what was set on it as attributes."""
     if isinstance(original, nn.Parameter) and not isinstance(copy, nn.Parameter):
         copy = nn.Parameter(copy, requires_grad=False)
-    copy.__dict__.update(original.__dict__)
+    vars(copy).update(vars(original))
     return copy
