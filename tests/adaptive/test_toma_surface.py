@@ -368,6 +368,34 @@ def test_each_retry_is_told(sizes):
     ]
 
 
+def test_each_growth_is_told_to_the_same_function(sizes):
+    @adaptive.batch(initial_batchsize=2, maximum=8, on_retry=lambda event: sizes.append(str(event)))
+    def fit(batchsize):
+        pass
+
+    for _ in range(20):
+        fit()
+    name = "'test_each_growth_is_told_to_the_same_function.<locals>.fit'"
+    assert sizes == [
+        f"{name} goes on with batch size 4, after 2.",
+        f"{name} goes on with batch size 8, after 4.",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
+def test_a_compiled_caller_and_a_compiled_callee_work(sizes):
+    @adaptive.chunked(initial_step=4, collect="cat")
+    def outer(chunk, start, end):
+        if len(chunk) > 2:
+            oom()
+        return chunk + 1
+
+    assert torch.compile(outer, backend="eager")(torch.zeros(5)).tolist() == [1.0] * 5
+    inner = torch.compile(lambda chunk, start, end: chunk * 2, backend="eager")
+    doubled = adaptive.chunked(initial_step=2, collect="cat")(inner)
+    assert doubled(torch.ones(5)).tolist() == [2.0] * 5
+
+
 def test_random_numbers_of_a_failed_attempt_are_drawn_again_only_on_request():
     def draws(restore_rng):
         seen = []
