@@ -625,6 +625,20 @@ def test_a_nested_call_of_the_same_context_does_not_repeat_or_skip_anything():
     assert seen == list(range(32))
 
 
+def test_work_that_fits_at_no_size_inside_makes_the_work_around_it_smaller():
+    @adaptive.batch(initial_batchsize=2)
+    def inner(batchsize, n_rows):
+        if batchsize * n_rows > 16:
+            oom()
+        return batchsize, n_rows
+
+    @adaptive.batch(initial_batchsize=64)
+    def outer(n_rows):
+        return inner(n_rows)
+
+    assert outer() == (1, 16)
+
+
 def test_threads_that_share_a_size_work_on_everything_once():
     lock = threading.Lock()
     seen = {name: [] for name in range(4)}
