@@ -786,6 +786,10 @@ class Model:
         return self.name, len(chunk)
 
     @adaptive.batch(initial_batchsize=2)
+    def without_instance(batchsize, extra):
+        return batchsize, extra
+
+    @adaptive.batch(initial_batchsize=2)
     @classmethod
     def of_the_class(cls, batchsize):
         return cls.__name__, batchsize
@@ -810,6 +814,23 @@ def test_methods_get_their_instance_first():
     assert Model.of_nothing() == model.of_nothing() == 2
 
 
+def test_methods_can_be_called_through_their_class():
+    model = Model("a")
+    assert Model.run(model, "x") == ("a", 16, "x")
+    assert Model.pieces(model, 0, 6) == [("a", 0, 4), ("a", 4, 6)]
+    assert Model.chunks(model, torch.ones(5)) == [("a", 4), ("a", 1)]
+    assert Model.without_instance("x") == (2, "x")
+    assert pickle.loads(pickle.dumps(Model.run))(model) == ("a", 16, None)
+
+
+def test_overridden_methods_call_the_one_above():
+    class Special(Model):
+        def run(self, extra=None):
+            return "special", super().run(extra)
+
+    assert Special("b").run(3) == ("special", ("b", 16, 3))
+
+
 def test_instances_share_the_size_of_their_method():
     one, other = Model("one"), Model("other")
     one.run()
@@ -823,6 +844,7 @@ def test_a_decorated_function_looks_like_the_one_it_wraps():
     assert Model.run.__doc__ == "Run it."
     assert Model.run.__module__ == __name__
     assert Model("a").run.__wrapped__.__func__ is Model.run.__wrapped__
+    assert repr(Model.run) == repr(Model("a").run) == "<tenure.adaptive.batch of Model.run>"
     assert repr(at_the_top) == "<tenure.adaptive.batch of at_the_top>"
 
 
