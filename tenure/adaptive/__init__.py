@@ -16,3 +16,5 @@ from ._oom import oom_info as oom_info
 from ._oom_registry import OomRegistration as OomRegistration
 from ._oom_registry import register_oom as register_oom
 from ._oom_rules import OomKind as OomKind
+from ._step import StepResult as StepResult
+from ._step import step as step

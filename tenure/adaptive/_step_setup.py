@@ -1,0 +1,94 @@
+"""What a call of `step` or `check_split` has to know before it runs: samples, modules, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tenure._errors import AdaptiveUsageError
+
+from ._buffer_state import BufferState
+from ._cut_inputs import CutInputs
+from ._gradients import IsolatedGradients
+from ._reachable import Reachable, modules_given
+from ._rng_state import RngState
+from ._rollback import Together
+from ._sample_tree import SampleDims, SampleTree
+from ._step_run import StepRun
+from ._step_spec import StepSpec
+
+
+class StepSetup:
+    """The parts of one call.
+
+    Args:
+        spec: what the loss is.
+        batch: the batch.
+        in_dims: where it has its samples.
+        model: the modules; None to look for them.
+
+    Attributes:
+        name: what errors and events call the work.
+        n_samples: the samples of the batch.
+        roots: the modules that the function runs, by name.
+        state: random state and buffers.
+        gradients: the gradients.
+        run: runs the step at a size.
+    """
+
+    def __init__(
+        self,
+        spec: StepSpec,
+        batch: Any,
+        in_dims: SampleDims,
+        model: nn.Module | Iterable[nn.Module] | None,
+    ) -> None:
+        tree = SampleTree(batch, in_dims, name="batch", argument="in_dims")
+        self.n_samples = tree.n_samples()
+        found = Reachable(spec.fn)
+        self.roots = found.modules if model is None else modules_given(model)
+        rest = Reachable(spec.loss if callable(spec.loss) else None, spec.then, spec.once)
+        modules = [*self.roots.values(), *found.modules.values(), *rest.modules.values()]
+        inputs = CutInputs(tree, batch)
+        leaves = _each_once([p for m in modules for p in m.parameters()])
+        leaves += [*found.captured(), *rest.captured(), *inputs.leaves]
+        devices = _devices([*leaves, *(leaf.value for leaf in tree.leaves)])
+        self.name = str(getattr(spec.fn, "__name__", None) or type(spec.fn).__name__)
+        self.state = Together((RngState(devices), BufferState(modules)))
+        self.gradients = IsolatedGradients(leaves)
+        self.run = StepRun(
+            spec,
+            inputs,
+            self.n_samples,
+            roots=self.roots,
+            state=self.state,
+            gradients=self.gradients,
+            computed=found.computed,
+            devices=devices,
+        )
+
+
+def checked_model(model: object) -> None:
+    """Make sure that the modules are modules.
+
+    Raises:
+        AdaptiveUsageError: they are not.
+    """
+    modules = (
+        list(model) if isinstance(model, Iterable) and not isinstance(model, nn.Module) else [model]
+    )
+    if any(not isinstance(each, nn.Module) for each in modules):
+        raise AdaptiveUsageError(
+            f"step() got model={model!r}. Pass the nn.Module that the function runs, or several."
+        )
+
+
+def _each_once(tensors: list[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _devices(values: list[Any]) -> list[torch.device]:
+    return list(dict.fromkeys(value.device for value in values if isinstance(value, Tensor)))
