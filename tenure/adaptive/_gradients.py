@@ -122,9 +122,10 @@ class IsolatedGradients:
 
     def _put_hooks_back(self) -> None:
         for leaf, hooks in self._hooks:
-            added_meanwhile = dict(leaf._backward_hooks)
-            leaf._backward_hooks.clear()
-            leaf._backward_hooks.update(hooks | added_meanwhile)
+            present: dict[int, Any] = leaf._backward_hooks  # type: ignore[assignment]  # it had some
+            added_meanwhile = dict(present)
+            present.clear()
+            present.update(hooks | added_meanwhile)
         self._hooks = []
 
 

@@ -1,6 +1,7 @@
 """The plainest search for a size: halve after each failure."""
 
 from __future__ import annotations
+
 from ._oom import OomInfo
 
 

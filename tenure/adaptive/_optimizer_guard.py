@@ -1,4 +1,4 @@
-"""Keeping optimizers out of work that may run again: a parameter that has moved can't be put back."""
+"""Keeping optimizers out of work that may run again: what they move can't be put back."""
 
 from __future__ import annotations
 

@@ -90,7 +90,8 @@ class JoinedOutputs:
         return found
 
     def _part(self, k: int, chunk: int, start: int, n_samples: int) -> Tensor | None:
-        gradient, dim = self._roots[k].grad, self._leaves[k].dim
+        gradient: Tensor | None = self._roots[k].grad
+        dim = self._leaves[k].dim
         if gradient is None:
             return None
         if isinstance(dim, int):

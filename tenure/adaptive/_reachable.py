@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tenure._errors import AdaptiveUsageError
+
 from ._code_names import names_in
 
 _MAX_DEPTH = 8
@@ -65,10 +67,24 @@ _Found = tuple[str, Any, frozenset[str]]
 
 
 def modules_given(model: nn.Module | Iterable[nn.Module]) -> dict[str, nn.Module]:
-    """The modules of the argument ``model``, by name."""
+    """The modules of the argument ``model``, by name.
+
+    Raises:
+        AdaptiveUsageError: it is something else.
+    """
     if isinstance(model, nn.Module):
         return {"model": model}
-    return {f"model[{i}]": each for i, each in enumerate(model)}
+    several = {f"model[{i}]": each for i, each in enumerate(_listed(model))}
+    if not several or any(not isinstance(each, nn.Module) for each in several.values()):
+        raise AdaptiveUsageError(
+            f"step() got a {type(model).__name__} as model=. Pass the nn.Module that the function "
+            "runs, or a list of them."
+        )
+    return several
+
+
+def _listed(model: Any) -> list[Any]:
+    return list(model) if isinstance(model, Iterable) else []
 
 
 def _below(name: str, value: Any, attributes: frozenset[str]) -> Iterator[_Found]:

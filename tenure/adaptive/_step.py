@@ -13,11 +13,11 @@ from tenure._torch_dynamo import never_compiled
 from tenure.scopes import DisposeScope
 
 from ._attempts import Attempts, OnRetry
+from ._halving import Halving
 from ._optimizer_guard import no_optimizer_steps
 from ._rollback import Together
 from ._sample_tree import SampleDims
 from ._split_backward import Scaler
-from ._halving import Halving
 from ._step_checks import checked_limit, checked_spec
 from ._step_run import StepOutcome
 from ._step_setup import StepSetup

@@ -1,4 +1,4 @@
-"""What a call of `step` or `check_split` has to know before it runs: samples, modules, gradients."""
+"""What `step` and `check_split` have to know before they run: samples, modules, gradients."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from tenure._errors import AdaptiveUsageError
 
 from ._buffer_state import BufferState
 from ._cut_inputs import CutInputs
@@ -36,6 +34,7 @@ class StepSetup:
         roots: the modules that the function runs, by name.
         state: random state and buffers.
         gradients: the gradients.
+        leaf_names: names of tensors that are no parameters of a module, by id.
         run: runs the step at a size.
     """
 
@@ -59,6 +58,9 @@ class StepSetup:
         self.name = str(getattr(spec.fn, "__name__", None) or type(spec.fn).__name__)
         self.state = Together((RngState(devices), BufferState(modules)))
         self.gradients = IsolatedGradients(leaves)
+        named = {**found.tensors, **rest.tensors}
+        self.leaf_names = {id(tensor): name for name, tensor in named.items()}
+        self.leaf_names |= {id(leaf.value): leaf.path for leaf in tree.leaves}
         self.run = StepRun(
             spec,
             inputs,
@@ -68,21 +70,6 @@ class StepSetup:
             gradients=self.gradients,
             computed=found.computed,
             devices=devices,
-        )
-
-
-def checked_model(model: object) -> None:
-    """Make sure that the modules are modules.
-
-    Raises:
-        AdaptiveUsageError: they are not.
-    """
-    modules = (
-        list(model) if isinstance(model, Iterable) and not isinstance(model, nn.Module) else [model]
-    )
-    if any(not isinstance(each, nn.Module) for each in modules):
-        raise AdaptiveUsageError(
-            f"step() got model={model!r}. Pass the nn.Module that the function runs, or several."
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,7 +28,8 @@ _WANTED = (
 )
 
 
-class Term(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Term:
     """A part of a loss over some samples.
 
     Attributes:
@@ -53,7 +55,7 @@ class Terms(NamedTuple):
     def detached(self) -> Terms:
         """The same, without their graphs."""
         return Terms(
-            {name: Term(_detached(value), count) for name, (value, count) in self.by_name.items()},
+            {name: Term(term.value.detach(), term.count) for name, term in self.by_name.items()},
             self.named,
         )
 
@@ -77,8 +79,8 @@ def terms_of(returned: object, reduction: Reduction) -> Terms:
 def whole_loss(terms: Terms, then: Callable[..., Any] | None) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a batch that was not split, and its terms, as the function itself would."""
     values = {
-        name: value if count is None else value / count
-        for name, (value, count) in terms.by_name.items()
+        name: term.value if term.count is None else term.value / term.count
+        for name, term in terms.by_name.items()
     }
     return finished_loss(values, terms.named, then), values
 
@@ -256,10 +258,6 @@ def _numbers(values: list[object], n: int) -> list[float]:
                 "number that is finite and not negative, or a dict of one for each term."
             )
     return [float(value) for value in values]  # type: ignore[arg-type]
-
-
-def _detached(value: Tensor) -> Tensor:
-    return value.detach()
 
 
 def _brief(value: object) -> str:

@@ -207,8 +207,8 @@ def _slope(loss: Tensor, total: Tensor) -> Tensor:
         if slope is not None:
             return slope
     raise AdaptiveUsageError(
-        "then() of step() returned what is no function of the loss it got, so that no gradient comes "
-        "back from it. Compute its result from its argument, with gradients enabled."
+        "then() of step() returned what is no function of the loss it got, so that no gradient "
+        "comes back from it. Compute its result from its argument, with gradients enabled."
     )
 
 
