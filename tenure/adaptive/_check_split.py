@@ -187,7 +187,7 @@ def _error(whole: Tensor | None, other: Tensor | None) -> float:
 def _first_module(
     whole: _Result, split: _Result, lengths: list[int], rtol: float
 ) -> list[SplitDifference]:
-    """The module that mixes samples, if one does; the last calls are those of the chunks in order."""
+    """The module that mixes samples, if one does; the last calls are those of the chunks."""
     n_calls = len(whole.calls)
     chunks = [split.calls[i : i + n_calls] for i in range(0, len(split.calls), n_calls or 1)]
     found = first_difference(whole.calls, chunks[-len(lengths) :], lengths, rtol)

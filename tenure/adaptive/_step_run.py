@@ -125,7 +125,7 @@ class StepRun:
         self.backward.watch([p for p in self._gradients.leaves() if p.requires_grad])
 
     def _chunks(self, size: int) -> list[Chunk]:
-        """How the batch is split; one sample alone has no statistics, and joins the chunk before."""
+        """How the batch is split; one sample alone has no statistics, and joins those before."""
         starts = range(0, self.n_samples, size)
         chunks = [Chunk(start, min(size, self.n_samples - start)) for start in starts]
         if self.spec.batchnorm == "per_chunk" and size > 1 and chunks[-1][1] == 1:
