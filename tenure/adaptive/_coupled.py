@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import is_lazy
 
 from tenure._errors import AdaptiveUsageError, BatchCoupledError
 
@@ -70,7 +71,7 @@ class WrittenBuffers:
             (name, module, key, tensor, _version_of(tensor))
             for name, module in named_modules(roots)
             for key, tensor in module._buffers.items()
-            if tensor is not None
+            if tensor is not None and not is_lazy(tensor)
         ]
 
     def found(self) -> list[Coupled]:

@@ -125,7 +125,7 @@ def step(
     spec = checked_spec(fn, loss, weight, then, once, batchnorm, out_dims, scaler)
     setup = StepSetup(spec, batch, in_dims, model)
     largest = setup.n_samples if maximum is None else checked_limit("maximum", maximum)
-    floor = checked_limit("minimum", minimum)
+    floor = max(checked_limit("minimum", minimum), setup.smallest)
     search = Halving(max(min(largest, setup.n_samples), 1), floor)
     n_attempts = 0
 
@@ -138,7 +138,10 @@ def step(
     with DisposeScope("step") as scope:
         state = Together((setup.state, setup.gradients))
         attempts = Attempts(setup.name, scope, unit="micro-batch", state=state, on_retry=on_retry)
-        outcome = attempts.run(search, attempt)
+        try:
+            outcome = attempts.run(search, attempt)
+        finally:
+            setup.state.finish()  # an error holds this frame, and must not hold copies
     return StepResult(
         loss=outcome.loss,
         terms=MappingProxyType(outcome.terms),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tenure._errors import OutOfRetriesError
+from tenure._errors import AdaptiveUsageError
 
 from ._coupled import WrittenBuffers, coupled_modules, refuse_coupled, refuse_distributed
 from ._cut_inputs import CutInputs
@@ -78,7 +78,7 @@ class StepRun:
         self.backward.begin(is_split=is_split)
         outcome = self._split(size) if is_split else self._whole()
         self.backward.check_ran()
-        self._deliver(size)
+        self._deliver()
         return outcome
 
     # --- in one piece
@@ -154,19 +154,16 @@ class StepRun:
         self._gradients.scale(factor)
         self.inputs.scale(factor)
 
-    def _deliver(self, size: int) -> None:
+    def _deliver(self) -> None:
         self.backward.watch(self.inputs.leaves)
         try:
             self.inputs.deliver()
         except Exception as error:
-            info = oom_info(error)
-            if info is None or not self.inputs.has_graph:
+            if oom_info(error) is None or not self.inputs.has_graph:
                 raise
-            raise OutOfRetriesError(
+            raise AdaptiveUsageError(
                 "Memory ran out after the step, in the backward pass of what the batch was "
                 "computed from. That graph is used up, so it can't be tried again, and smaller "
                 "micro-batches would not make it smaller. All gradients are as before. Compute "
-                "that part inside the function of step(), or detach() it.",
-                (size,),
-                info,
+                "that part inside the function of step(), or detach() it."
             ) from error

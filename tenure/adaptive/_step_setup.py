@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ._buffer_state import BufferState
+from ._coupled import coupled_modules
 from ._cut_inputs import CutInputs
 from ._gradients import IsolatedGradients
 from ._reachable import Reachable, modules_given
@@ -31,6 +32,7 @@ class StepSetup:
     Attributes:
         name: what errors and events call the work.
         n_samples: the samples of the batch.
+        smallest: the fewest samples that its modules can run on.
         roots: the modules that the function runs, by name.
         state: random state and buffers.
         gradients: the gradients.
@@ -55,6 +57,8 @@ class StepSetup:
         leaves = _each_once([p for m in modules for p in m.parameters()])
         leaves += [*found.captured(), *rest.captured(), *inputs.leaves]
         devices = _devices([*leaves, *(leaf.value for leaf in tree.leaves)])
+        per_chunk = spec.batchnorm == "per_chunk" and coupled_modules(self.roots)
+        self.smallest = 2 if per_chunk else 1
         self.name = str(getattr(spec.fn, "__name__", None) or type(spec.fn).__name__)
         self.state = Together((RngState(devices), BufferState(modules)))
         self.gradients = IsolatedGradients(leaves)
