@@ -45,7 +45,8 @@ class BufferState:
                 _noted(module, name, tensor)
                 for module in self._modules
                 for name, tensor in module._buffers.items()
-                if not is_lazy(tensor)  # a first call that fails may leave it with a shape
+                if tensor is None
+                or not is_lazy(tensor)  # a first call that fails may leave it with a shape
             ]
 
     def finish(self) -> None:

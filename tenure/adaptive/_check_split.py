@@ -14,7 +14,7 @@ from tenure._errors import AdaptiveUsageError
 from tenure.scopes import NewDisposeScope
 
 from ._coupled import named_modules, named_parameters
-from ._module_outputs import ModuleCall, first_difference, recorded, relative_error
+from ._module_outputs import ModuleCall, first_difference, largest_value, recorded, relative_error
 from ._optimizer_guard import no_optimizer_steps
 from ._rollback import Rollback, Together
 from ._sample_tree import SampleDims, SampleTree
@@ -30,6 +30,8 @@ Batch = TypeVar("Batch")
 
 _RTOL = {torch.float64: 1e-9, torch.float32: 1e-4}
 _COARSE_RTOL = 5e-2
+_FLOOR = 1e-3
+"""A gradient so much smaller than the largest one is zero but for rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,18 +172,20 @@ def _off(
     kind: DifferenceKind, whole: dict[str, Tensor], other: dict[str, Tensor], rtol: float
 ) -> list[SplitDifference]:
     names = dict.fromkeys([*whole, *other])
-    errors = [(name, _error(whole.get(name), other.get(name))) for name in names]
+    largest = max((largest_value(value) for value in whole.values()), default=0.0)
+    floor = largest * _FLOOR if kind == "gradient" else 0.0
+    errors = [(name, _error(whole.get(name), other.get(name), floor)) for name in names]
     return [SplitDifference(kind, name, error) for name, error in errors if not error <= rtol]
 
 
-def _error(whole: Tensor | None, other: Tensor | None) -> float:
+def _error(whole: Tensor | None, other: Tensor | None, floor: float) -> float:
     """How far off; a gradient that is not there counts as zeros."""
     if whole is None or other is None:
         there = whole if other is None else other
         return 0.0 if there is None or not bool(there.count_nonzero()) else float("inf")
     if whole.shape != other.shape:
         return float("inf")
-    return relative_error(other, whole)
+    return relative_error(other, whole, floor)
 
 
 def _first_module(

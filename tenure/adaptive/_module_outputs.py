@@ -51,16 +51,26 @@ def first_difference(
     return None
 
 
-def relative_error(a: Tensor, b: Tensor) -> float:
-    """The largest difference, relative to the largest value of ``b``; NaN where only one is."""
+def relative_error(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
+    """The largest difference, relative to the largest value of ``b``; NaN where only one is NaN.
+
+    Args:
+        a: any tensor.
+        b: one of the same shape.
+        floor: differences are relative to this where ``b`` has only smaller values.
+    """
     if a.numel() == 0:
         return 0.0
     a, b = _comparable(a), _comparable(b)
     if torch.equal(a.isnan(), b.isnan()):
         a, b = a.nan_to_num(), b.nan_to_num()
-    largest = float(b.abs().max())
     difference = float((a - b).abs().max())
-    return difference / largest if largest else difference
+    return difference / (max(float(b.abs().max()), floor) or 1.0)
+
+
+def largest_value(x: Tensor) -> float:
+    """The largest absolute value; 0 for none."""
+    return float(_comparable(x).nan_to_num().abs().max()) if x.numel() else 0.0
 
 
 def _recorder(name: str, calls: list[ModuleCall]) -> Any:

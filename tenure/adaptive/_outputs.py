@@ -61,6 +61,7 @@ class JoinedOutputs:
 
     Attributes:
         value: a container like that of one chunk; its tensors of floating point require grad.
+        roots: these tensors.
 
     Raises:
         AdaptiveUsageError: the chunks differ in structure, or in what they share.
@@ -72,7 +73,7 @@ class JoinedOutputs:
             _check_structure(first, chunk.tree)
         columns = zip(*[chunk.tree.leaves for chunk in chunks], strict=True)
         values = [_joined(list(column)) for column in columns]
-        self._roots = [value.requires_grad_() for value in values if _is_differentiable(value)]
+        self.roots = [value.requires_grad_() for value in values if _is_differentiable(value)]
         self._leaves = [leaf for leaf in first.leaves if _is_differentiable(leaf.value)]
         self._lengths = [
             [leaf.n_samples for leaf in chunk.tree.leaves if leaf.is_split][:1] for chunk in chunks
@@ -85,12 +86,12 @@ class JoinedOutputs:
         start = 0
         for i, length in enumerate(self._lengths):
             n_samples = length[0] if length else 0
-            found.append([self._part(k, i, start, n_samples) for k in range(len(self._roots))])
+            found.append([self._part(k, i, start, n_samples) for k in range(len(self.roots))])
             start += n_samples
         return found
 
     def _part(self, k: int, chunk: int, start: int, n_samples: int) -> Tensor | None:
-        gradient: Tensor | None = self._roots[k].grad
+        gradient: Tensor | None = self.roots[k].grad
         dim = self._leaves[k].dim
         if gradient is None:
             return None

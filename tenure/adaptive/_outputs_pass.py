@@ -55,5 +55,5 @@ class OutputsPass:
         loss = scalar(returned, "loss() of step()")
         self._value = loss.detach()
         with torch.enable_grad():
-            run.backward.run([run.backward.scaled(loss)], [None])
+            run.backward.run([run.backward.scaled(loss)], [None], joined.roots)
         return joined.gradients()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -58,12 +58,18 @@ class SplitBackward:
         scaled: Tensor = self._scaler.scale(value)
         return scaled
 
-    def run(self, roots: Sequence[Tensor], seeds: Sequence[Tensor | None]) -> None:
+    def run(
+        self,
+        roots: Sequence[Tensor],
+        seeds: Sequence[Tensor | None],
+        own: Iterable[Tensor] = (),
+    ) -> None:
         """Run backward from those roots that require grad.
 
         Args:
             roots: tensors of any shape.
             seeds: the gradient of the loss for each root; None for 1.
+            own: leaves that the step has made for itself, whose gradients it reads.
 
         Raises:
             AdaptiveUsageError: the graph has been used up.
@@ -72,7 +78,7 @@ class SplitBackward:
         if not pairs:
             return
         self.n_roots += len(pairs)
-        self._watch([root for root, _ in pairs])
+        self._watch([root for root, _ in pairs], {id(leaf) for leaf in own})
         try:
             with _without_autocast(pairs[0][0].device.type):
                 torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
@@ -101,9 +107,9 @@ class SplitBackward:
             _refuse_post_hooks(leaves)
             self.gradients.hold_hooks(leaves)
 
-    def _watch(self, roots: list[Tensor]) -> None:
+    def _watch(self, roots: list[Tensor], own: set[int]) -> None:
         for root in roots:
-            self.watch(leaves_of(root))
+            self.watch([leaf for leaf in leaves_of(root) if id(leaf) not in own])
 
     def _used_up(self) -> AdaptiveUsageError:
         names = self._computed()

@@ -111,7 +111,7 @@ class TermsPass:
     def _rescaled(self, values: dict[str, Tensor]) -> Tensor:
         """Give the gradients the weight that is known now."""
         (total, *others) = self._totals.values()
-        loss = None
+        loss, leaves = None, {}
         factor: Tensor | None = None if others else total.factor()
         if self._then is not None:
             leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
@@ -121,7 +121,8 @@ class TermsPass:
         if factor is not None:
             self._run.scale(factor)
         if loss is not None:  # what then() itself is trained by comes after the factor
-            self._run.backward.run([self._run.backward.scaled(loss)], [None])
+            scaled = self._run.backward.scaled(loss)
+            self._run.backward.run([scaled], [None], leaves.values())
             return loss.detach()
         return finished_loss(values, self._named, None)
 
@@ -147,12 +148,10 @@ class TermsPass:
 
     def _differentiate(self, chunks: list[dict[str, Term]]) -> list[list[Tensor | None]]:
         with torch.enable_grad():
-            for chunk in chunks:
-                for term in chunk.values():
-                    term.value.requires_grad_()
+            leaves = [term.value.requires_grad_() for chunk in chunks for term in chunk.values()]
             values = combined(chunks, self._shares, self._reduction)
             loss = finished_loss(values, self._named, self._then)
-            self._run.backward.run([self._run.backward.scaled(loss)], [None])
+            self._run.backward.run([self._run.backward.scaled(loss)], [None], leaves)
         self._loss = loss.detach()
         self._values = {name: value.detach() for name, value in values.items()}
         return [[chunk[name].value.grad for name in self._names] for chunk in chunks]

@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import types
-from collections import OrderedDict, UserDict, namedtuple
+from collections import OrderedDict, UserDict
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -196,7 +197,9 @@ def test_an_empty_batch_does_what_the_plain_call_does():
 # --- batches
 
 
-Pair = namedtuple("Pair", "x y")
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: object
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,7 +278,7 @@ def test_an_array_of_numpy_is_split_too():
             {"x": torch.ones(4, 2), "mask": torch.ones(7)},
             0,
             r"batch\['x'\] has 4 samples along dimension 0, and batch\['mask'\] has 7 samples "
-            r"along dimension 0\. Say with in_dims which dimension of batch\['mask'\] has the samples",
+            r"along dimension 0\. Say with in_dims which dimension of batch\['mask'\] has",
         ),
         ([torch.ones(2), ["a", "b"]], 0, r"batch\[1\] is a list of 2 plain values, as many as"),
         ({"x": torch.ones(2), "g": object()}, 0, r"batch\['g'\] is a object, which can't be taken"),
