@@ -53,6 +53,10 @@ class IsolatedGradients:
                     if prior is not None:
                         leaf.grad = None
 
+    def watches(self, leaf: Tensor) -> bool:
+        """Whether the gradient of a leaf has been set aside."""
+        return id(leaf) in self._held
+
     def leaves(self) -> list[Tensor]:
         """All leaves that are watched."""
         return [held.leaf for held in self._held.values()]
@@ -88,17 +92,15 @@ class IsolatedGradients:
         """Add the new gradients to the old ones; what allocates comes first."""
         with persist(), torch.no_grad():
             self._run_hooks()
+            new = {id(leaf): gradient for leaf, gradient in self.new()}
             pairs = [
-                (held, held.leaf.grad)
+                (held.leaf, held.prior, new.get(id(held.leaf)))
                 for held in self._held.values()
-                if held.prior is not None and held.leaf.grad is not None
+                if held.prior is not None
             ]
-            sums = [_sum_that_allocates(held.prior, new) for held, new in pairs]  # type: ignore[arg-type]
-            for held in self._held.values():
-                if held.leaf.grad is None:
-                    held.leaf.grad = held.prior
-            for (held, new), total in zip(pairs, sums, strict=True):
-                held.leaf.grad = _added(held.prior, new, total)  # type: ignore[arg-type]
+            sums = [_sum_that_allocates(prior, gradient) for _, prior, gradient in pairs]
+            for (leaf, prior, gradient), total in zip(pairs, sums, strict=True):
+                leaf.grad = _added(prior, gradient, total)
         self._held = {}
 
     def undo(self) -> None:
@@ -129,20 +131,21 @@ class IsolatedGradients:
         self._hooks = []
 
 
-def _sum_that_allocates(prior: Tensor, new: Tensor) -> Tensor | None:
+def _sum_that_allocates(prior: Tensor, new: Tensor | None) -> Tensor | None:
     """The sum, where adding in place would allocate; two dense ones are added later."""
-    if prior.layout is torch.strided and new.layout is torch.strided:
+    if new is None or (prior.layout is torch.strided and new.layout is torch.strided):
         return None
     return prior + new if prior.layout is torch.strided else new + prior
 
 
-def _added(prior: Tensor, new: Tensor, total: Tensor | None) -> Tensor:
+def _added(prior: Tensor, new: Tensor | None, total: Tensor | None) -> Tensor:
     """What autograd would leave in ``.grad``: the old object, unless it grows from sparse to dense.
 
     Source: ``AccumulateGrad::accumulateGrad`` of torch/csrc/autograd/functions/accumulate_grad.h.
     """
     if total is None:
-        prior.add_(new)
+        if new is not None:
+            prior.add_(new)
     elif total.layout is prior.layout:
         prior.data = total
     else:

@@ -19,6 +19,8 @@ from tenure._describe import describe_tensor
 from tenure._errors import AdaptiveUsageError
 from tenure._torch_pytree import parts_of
 
+from ._torch_dispatch import without_functions
+
 SampleDims: TypeAlias = (
     int | Literal["items"] | Mapping[Any, Any] | list[Any] | tuple[Any, ...] | None
 )
@@ -56,6 +58,9 @@ class Leaf:
             return self.value
         if self.dim == "items":
             return self.value[start : start + length]
+        if type(self.value) is Tensor:
+            with without_functions():  # a view has no memory that a scope would have to own
+                return self.value.narrow(self.dim, start, length)
         if isinstance(self.value, Tensor):
             return self.value.narrow(self.dim, start, length)
         before = (slice(None),) * (self.dim % self.value.ndim)

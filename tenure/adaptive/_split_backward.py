@@ -13,6 +13,7 @@ from tenure._errors import AdaptiveUsageError
 
 from ._gradients import IsolatedGradients
 from ._graph_leaves import leaves_of
+from ._torch_dispatch import without_functions
 
 _BACKWARD_TWICE = "through the graph a second time"
 """Part of the text of ERR_BACKWARD_TWICE in torch/csrc/autograd/saved_variable.cpp."""
@@ -74,11 +75,12 @@ class SplitBackward:
         Raises:
             AdaptiveUsageError: the graph has been used up.
         """
-        pairs = [(r, s) for r, s in zip(roots, seeds, strict=True) if r.requires_grad]
-        if not pairs:
-            return
-        self.n_roots += len(pairs)
-        self._watch([root for root, _ in pairs], {id(leaf) for leaf in own})
+        with without_functions():
+            pairs = [(r, s) for r, s in zip(roots, seeds, strict=True) if r.requires_grad]
+            if not pairs:
+                return
+            self.n_roots += len(pairs)
+            self._watch([root for root, _ in pairs], {id(leaf) for leaf in own})
         try:
             with _without_autocast(pairs[0][0].device.type):
                 torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
@@ -102,8 +104,19 @@ class SplitBackward:
 
     def watch(self, leaves: Sequence[Tensor]) -> None:
         """Prepare leaves for a backward pass."""
-        self.gradients.watch(leaves)
-        if self.is_split:
+        new = [leaf for leaf in leaves if not self.gradients.watches(leaf)]
+        if new:
+            self.gradients.watch(new)
+            if self.is_split:
+                self.let_hooks_wait(new)
+
+    def let_hooks_wait(self, leaves: Sequence[Tensor]) -> None:
+        """Make sure that no hook of a leaf sees a part of a gradient.
+
+        Raises:
+            AdaptiveUsageError: one has a hook that wants to run right after each backward pass.
+        """
+        with without_functions():
             _refuse_post_hooks(leaves)
             self.gradients.hold_hooks(leaves)
 

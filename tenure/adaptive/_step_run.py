@@ -122,7 +122,7 @@ class StepRun:
         refuse_distributed(self.roots, self.n_samples, size)
         if self.spec.batchnorm == "refuse":
             refuse_coupled(coupled_modules(self.roots), self.n_samples, size)
-        self.backward.watch([p for p in self._gradients.leaves() if p.requires_grad])
+        self.backward.let_hooks_wait([p for p in self._gradients.leaves() if p.requires_grad])
 
     def _chunks(self, size: int) -> list[Chunk]:
         """How the batch is split; one sample alone has no statistics, and joins those before."""

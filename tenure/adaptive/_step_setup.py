@@ -18,6 +18,7 @@ from ._rollback import Together
 from ._sample_tree import SampleDims, SampleTree
 from ._step_run import StepRun
 from ._step_spec import StepSpec
+from ._torch_dispatch import without_functions
 
 
 class StepSetup:
@@ -52,15 +53,18 @@ class StepSetup:
         found = Reachable(spec.fn)
         self.roots = found.modules if model is None else modules_given(model)
         rest = Reachable(spec.loss if callable(spec.loss) else None, spec.then, spec.once)
-        modules = [*self.roots.values(), *found.modules.values(), *rest.modules.values()]
+        models = dict.fromkeys(
+            (*self.roots.values(), *found.modules.values(), *rest.modules.values())
+        )
+        modules = dict.fromkeys(module for model in models for module in model.modules())
         inputs = CutInputs(tree, batch)
-        leaves = _each_once([p for m in modules for p in m.parameters()])
+        leaves = _parameters_of(modules)
         leaves += [*found.captured(), *rest.captured(), *inputs.leaves]
         devices = _devices([*leaves, *(leaf.value for leaf in tree.leaves)])
         per_chunk = spec.batchnorm == "per_chunk" and coupled_modules(self.roots)
         self.smallest = 2 if per_chunk else 1
         self.name = str(getattr(spec.fn, "__name__", None) or type(spec.fn).__name__)
-        self.state = Together((RngState(devices), BufferState(modules)))
+        self.state = Together((RngState(devices), BufferState(models)))
         self.gradients = IsolatedGradients(leaves)
         named = {**found.tensors, **rest.tensors}
         self.leaf_names = {id(tensor): name for name, tensor in named.items()}
@@ -77,9 +81,11 @@ class StepSetup:
         )
 
 
-def _each_once(tensors: list[Tensor]) -> list[Tensor]:
-    return list({id(tensor): tensor for tensor in tensors}.values())
+def _parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    found = (p for module in modules for p in module._parameters.values() if p is not None)
+    return list({id(parameter): parameter for parameter in found}.values())
 
 
 def _devices(values: list[Any]) -> list[torch.device]:
-    return list(dict.fromkeys(value.device for value in values if isinstance(value, Tensor)))
+    with without_functions():
+        return list(dict.fromkeys(value.device for value in values if isinstance(value, Tensor)))

@@ -28,6 +28,7 @@ from ._terms import (
     terms_of,
     widened,
 )
+from ._torch_dispatch import without_functions
 from ._two_pass import two_passes
 
 if TYPE_CHECKING:
@@ -67,7 +68,9 @@ class TermsPass:
         return self._rescaled(values), values
 
     def _terms(self, i: int) -> Terms:
-        return terms_of(self._run.forward(self._chunks[i]), self._reduction)
+        returned = self._run.forward(self._chunks[i])
+        with without_functions():
+            return terms_of(returned, self._reduction)
 
     def _weights(self) -> list[object] | None:
         weight, inputs = self._run.spec.weight, self._run.inputs
@@ -82,12 +85,14 @@ class TermsPass:
         """Send the gradient of one chunk back, and count its terms in."""
         check_same_terms(self._names, terms.by_name)
         values, seeds = [], []
-        for name, term in terms.by_name.items():
-            share = self._share(name, i)
-            if share:  # the mean of no elements is nan, which a weight of zero does not undo
-                self._totals[name].add(term, share)
-                values.append(term.value)
-                seeds.append(self._run.backward.scaled(self._totals[name].seed(term.value, share)))
+        with without_functions():  # nothing here outlives the step
+            for name, term in terms.by_name.items():
+                share = self._share(name, i)
+                if share:  # the mean of no elements is nan, which a weight of zero does not undo
+                    total = self._totals[name]
+                    total.add(term, share)
+                    values.append(term.value)
+                    seeds.append(self._run.backward.scaled(total.seed(term.value, share)))
         self._run.send_back(values, seeds)
 
     def _share(self, name: str, i: int) -> float:
