@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -13,10 +14,13 @@ from tenure._torch_dynamo import never_compiled
 from tenure.scopes import DisposeScope
 
 from ._attempts import Attempts, OnRetry
-from ._halving import Halving
+from ._caches import BatchsizeCache
+from ._call_memory import memory_for, stands_for
 from ._optimizer_guard import no_optimizer_steps
 from ._rollback import Together
 from ._sample_tree import SampleDims
+from ._size_limits import SizeLimits
+from ._size_search import AdaptiveSearch
 from ._split_backward import Scaler
 from ._step_checks import checked_limit, checked_spec
 from ._step_run import StepOutcome
@@ -62,13 +66,16 @@ def step(
     out_dims: SampleDims = 0,
     minimum: int = 1,
     maximum: int | None = None,
+    cache_type: type[BatchsizeCache] | None = None,
+    context: Hashable | None = None,
     on_retry: OnRetry | None = None,
 ) -> StepResult:
     """Run forward and backward, in micro-batches if need be; the gradients are those of the batch.
 
-    Begins with the whole batch, as plain PyTorch would. When memory runs out, everything that the
-    attempt made or changed (tensors, gradients, buffers, random state) is taken back, and the step
-    begins again in smaller micro-batches. The optimizer is not called: do that afterwards.
+    Begins with the whole batch, as plain PyTorch would, or with the size that fitted last time.
+    When memory runs out, everything that the attempt made or changed (tensors, gradients, buffers,
+    random state) is taken back, and the step begins again in smaller micro-batches. The optimizer
+    is not called: do that afterwards.
 
     Args:
         fn: gets the batch or a part of it, of the same structure, and returns its loss: a mean or
@@ -95,6 +102,8 @@ def step(
         out_dims: the same for outputs.
         minimum: the fewest samples in a micro-batch.
         maximum: the most samples in a micro-batch.
+        cache_type: what a size that fits is remembered for; None: what ``DEFAULT_CACHE_TYPE`` says.
+        context: what shares a memory of sizes; None: the function and the call of ``step``.
         on_retry: called with each AdaptiveEvent.
 
     Returns:
@@ -124,9 +133,12 @@ def step(
     """
     spec = checked_spec(fn, loss, weight, then, once, batchnorm, out_dims, scaler)
     setup = StepSetup(spec, batch, in_dims, model)
-    largest = setup.n_samples if maximum is None else checked_limit("maximum", maximum)
-    floor = max(checked_limit("minimum", minimum), setup.smallest)
-    search = Halving(max(min(largest, setup.n_samples), 1), floor)
+    limits = SizeLimits(max(checked_limit("minimum", minimum), setup.smallest))
+    largest = max(setup.n_samples, 1)
+    if maximum is not None:
+        largest = min(largest, checked_limit("maximum", maximum))
+    memory = memory_for(stands_for(fn), sys._getframe(1), context, cache_type, setup.values, {})
+    search = AdaptiveSearch(setup.name, "micro-batch", largest, limits, memory)
     n_attempts = 0
 
     def attempt(size: int) -> StepOutcome:
@@ -142,6 +154,7 @@ def step(
             outcome = attempts.run(search, attempt)
         finally:
             setup.state.finish()  # an error holds this frame, and must not hold copies
+    search.finished()
     return StepResult(
         loss=outcome.loss,
         terms=MappingProxyType(outcome.terms),

@@ -33,6 +33,7 @@ class StepSetup:
     Attributes:
         name: what errors and events call the work.
         n_samples: the samples of the batch.
+        values: what the batch holds.
         smallest: the fewest samples that its modules can run on.
         roots: the modules that the function runs, by name.
         state: random state and buffers.
@@ -50,6 +51,7 @@ class StepSetup:
     ) -> None:
         tree = SampleTree(batch, in_dims, name="batch", argument="in_dims")
         self.n_samples = tree.n_samples()
+        self.values = tuple(leaf.value for leaf in tree.leaves)
         found = Reachable(spec.fn)
         self.roots = found.modules if model is None else modules_given(model)
         rest = Reachable(spec.loss if callable(spec.loss) else None, spec.then, spec.once)
@@ -60,7 +62,7 @@ class StepSetup:
         inputs = CutInputs(tree, batch)
         leaves = _parameters_of(modules)
         leaves += [*found.captured(), *rest.captured(), *inputs.leaves]
-        devices = _devices([*leaves, *(leaf.value for leaf in tree.leaves)])
+        devices = _devices([*leaves, *self.values])
         per_chunk = spec.batchnorm == "per_chunk" and coupled_modules(self.roots)
         self.smallest = 2 if per_chunk else 1
         self.name = str(getattr(spec.fn, "__name__", None) or type(spec.fn).__name__)

@@ -14,9 +14,11 @@ from torch.nn import functional as F
 from tenure.adaptive import (
     AdaptiveUsageError,
     BatchCoupledError,
+    NoBatchsizeCache,
     OutOfRetriesError,
     StepResult,
     is_oom,
+    reset,
     step,
 )
 
@@ -643,3 +645,59 @@ def test_steps_in_a_scope_leave_their_gradients_and_their_loss(monkeypatch):
         kept = scope.move_to_outer(result.loss)
     assert float(kept) == float(kept)
     net[0].weight.grad.add_(1)
+
+
+# --- what is remembered
+
+
+def test_the_size_that_fitted_is_remembered_for_the_call():
+    net, x = _net(), _x(16)
+    sizes = []
+
+    def train(n_steps):
+        check = out_of_memory_above(4)
+
+        def fn(b):
+            sizes.append(len(b))
+            check(len(b))
+            return net(b).square().mean()
+
+        return [step(fn, x).attempts for _ in range(n_steps)]
+
+    reset()
+    assert train(3) == [3, 1, 1]
+    assert sizes[:3] == [16, 8, 4]
+    assert train(2) == [1, 1]
+    reset()
+    assert train(1) == [3]
+
+
+def test_a_context_and_a_cache_type_choose_what_is_remembered():
+    net, x, check = _net(), _x(16), out_of_memory_above(4)
+
+    def fn(b):
+        check(len(b))
+        return net(b).square().mean()
+
+    reset()
+    assert [step(fn, x, cache_type=NoBatchsizeCache).attempts for _ in range(2)] == [3, 3]
+    assert step(fn, x, context="training").attempts == 3
+    assert step(fn, x, context="training").attempts == 1
+    assert step(fn, x, context="evaluation").attempts == 3
+    reset()
+
+
+def test_nothing_that_is_remembered_keeps_the_model_alive():
+    import weakref
+
+    net, check = _net(), out_of_memory_above(4)
+
+    def fn(b, net=net):
+        check(len(b))
+        return net(b).square().mean()
+
+    step(fn, _x(16))
+    gone = weakref.ref(net[0].weight)
+    del net, fn
+    assert gone() is None
+    reset()

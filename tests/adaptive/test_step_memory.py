@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tenure.adaptive import AdaptiveUsageError, OutOfRetriesError, step
+from tenure.adaptive import AdaptiveUsageError, NoBatchsizeCache, OutOfRetriesError, step
 from tests.simdevice import for_each_allocation
 
 
@@ -72,6 +72,7 @@ class Rig:
                 batchnorm="per_chunk",
                 maximum=maximum,
                 minimum=minimum,
+                cache_type=NoBatchsizeCache,
                 **options,
             )
 
