@@ -19,7 +19,7 @@ from ._code_names import names_in
 
 _MAX_DEPTH = 8
 _MAX_ITEMS = 256
-_LIBRARIES = ("torch", "tenure", "numpy", "builtins")
+_LIBRARIES = ("torch", "numpy", "builtins")
 
 
 class Reachable:
