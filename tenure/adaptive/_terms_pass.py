@@ -19,6 +19,7 @@ from tenure._errors import AdaptiveUsageError
 from ._step_spec import Chunk
 from ._terms import (
     Count,
+    Reduction,
     Shares,
     Term,
     Terms,
@@ -47,7 +48,7 @@ class TermsPass:
         self._run = run
         self._chunks = chunks
         assert not callable(run.spec.loss)
-        self._reduction = run.spec.loss
+        self._reduction: Reduction = run.spec.loss
         self._shares = Shares([chunk.length for chunk in chunks], self._weights())
         self._then = run.spec.then
 

@@ -114,6 +114,11 @@ LOSSES = {
     "log-sum-exp over the batch": LossCase(
         lambda o, y: o.logsumexp(0).sum(), lambda o, y: o, {"loss": lambda o: o.logsumexp(0).sum()}
     ),
+    "outputs, some without gradient, some unused": LossCase(
+        lambda o, y: F.mse_loss(o, (y % 5).double()[:, None].expand_as(o)) + o.std(),
+        lambda o, y: (o, (y % 5).double()[:, None].expand_as(o), o * 2),
+        {"loss": lambda out: F.mse_loss(out[0], out[1]) + out[0].std()},
+    ),
     "outputs with their labels": LossCase(
         lambda o, y: ce(o, y) + o.std(),
         lambda o, y: {"o": o, "y": y, "scale": 1.0},

@@ -18,6 +18,7 @@ from tenure.adaptive import (
     OutOfRetriesError,
     StepResult,
     is_oom,
+    memory_budget,
     reset,
     step,
 )
@@ -194,6 +195,26 @@ def test_an_empty_batch_does_what_the_plain_call_does():
     assert result.loss.isnan()
     assert result.sizes == (0,)
     step(lambda b: net(b).sum(), _x(0), loss="sum")
+
+
+def test_a_memory_budget_on_the_cpu_splits_the_batch():
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)]).double()
+    x = torch.randn(512, 64, dtype=torch.float64)
+
+    def fn(b):
+        return net(b).square().mean()
+
+    fn(x).backward()
+    wanted = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    with memory_budget("1MiB") as budget:
+        result = step(fn, x, cache_type=NoBatchsizeCache)
+    assert result.attempts > 1
+    assert sum(result.sizes) == 512
+    assert budget.peak_bytes <= 2**20
+    for p, w in zip(net.parameters(), wanted, strict=True):
+        torch.testing.assert_close(p.grad, w, rtol=1e-10, atol=1e-12)
 
 
 # --- batches
@@ -555,6 +576,22 @@ def test_model_names_the_modules_that_no_search_finds():
 
     with pytest.raises(BatchCoupledError, match=r"model\[0\] \(BatchNorm1d"):
         step(Opaque(), torch.randn(9, 4), model=hidden, maximum=4)
+
+
+def test_modules_that_talk_to_other_ranks_are_refused(monkeypatch):
+    class FSDPLinear(nn.Linear):
+        """Named as FSDP names what it wraps."""
+
+    net = nn.Sequential(FSDPLinear(4, 3).double())
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    step(lambda b: net(b).mean(), _x())
+    with pytest.raises(
+        AdaptiveUsageError, match=r"on this rank, and net\.0 \(FSDPLinear\) exchanges"
+    ):
+        step(lambda b: net(b).mean(), _x(), maximum=4)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    assert len(step(lambda b: net(b).mean(), _x(), maximum=4).sizes) == 3
 
 
 def test_a_hook_that_steps_inside_backward_is_refused_when_the_batch_is_split():
