@@ -23,7 +23,7 @@ from ._outputs_pass import OutputsPass
 from ._rollback import Rollback
 from ._split_backward import SplitBackward
 from ._step_spec import Chunk, StepSpec
-from ._terms import ONLY, scalar, terms_of, whole_loss
+from ._terms import ONLY, check_weight_is_used, scalar, terms_of, whole_loss
 from ._terms_pass import TermsPass
 
 
@@ -99,7 +99,9 @@ class StepRun:
         if callable(spec.loss):
             loss = scalar(spec.loss(returned), "loss() of step()")
             return loss, {ONLY: loss}
-        return whole_loss(terms_of(returned, spec.loss), spec.then)
+        terms = terms_of(returned, spec.loss)
+        check_weight_is_used(terms, spec.weight)
+        return whole_loss(terms, spec.then)
 
     def _once(self) -> Tensor:
         assert self.spec.once is not None

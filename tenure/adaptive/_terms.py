@@ -76,6 +76,19 @@ def terms_of(returned: object, reduction: Reduction) -> Terms:
     return Terms({ONLY: _term(returned, "", reduction)}, named=False)
 
 
+def check_weight_is_used(terms: Terms, weight: object) -> None:
+    """Make sure that a weight is not given for terms that all bring their own.
+
+    Raises:
+        AdaptiveUsageError: it is.
+    """
+    if weight is not None and all(term.count is not None for term in terms.by_name.values()):
+        raise AdaptiveUsageError(
+            "The function of step() returned sums with their counts, and weight= was given too. "
+            "Leave weight= out, or return means."
+        )
+
+
 def whole_loss(terms: Terms, then: Callable[..., Any] | None) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a batch that was not split, and its terms, as the function itself would."""
     values = {

@@ -24,6 +24,7 @@ from ._terms import (
     Term,
     Terms,
     check_same_terms,
+    check_weight_is_used,
     combined,
     finished_loss,
     terms_of,
@@ -55,6 +56,7 @@ class TermsPass:
     def run(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Run it; the loss, and its terms."""
         first = self._terms(0)
+        check_weight_is_used(first, self._run.spec.weight)
         self._names, self._named = list(first.by_name), first.named
         late = [name for name, term in first.by_name.items() if term.count is not None]
         if len(self._names) > 1 and (late or self._then is not None):

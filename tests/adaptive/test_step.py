@@ -377,6 +377,13 @@ def test_a_weight_that_is_none_is_described(weight, message):
         step(lambda b: net(b).mean(), _x(), weight=weight, maximum=4)
 
 
+@pytest.mark.parametrize("maximum", [9, 4])
+def test_a_weight_beside_counts_is_not_taken_silently(maximum):
+    net = _net()
+    with pytest.raises(AdaptiveUsageError, match="sums with their counts, and weight= was given"):
+        step(lambda b: (net(b).sum(), len(b)), _x(), weight=len, maximum=maximum)
+
+
 def test_chunks_with_other_terms_are_refused():
     net, x = _net(), _x()
 

@@ -50,7 +50,7 @@ def compare(model, loss, lengths, seed):
 
 @pytest.mark.parametrize("loss", LOSSES)
 @settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
 @given(lengths=partitions(), seed=st.integers(0, 2**16))
 def test_each_loss_has_the_gradients_of_the_unsplit_step(loss, lengths, seed):
@@ -59,7 +59,7 @@ def test_each_loss_has_the_gradients_of_the_unsplit_step(loss, lengths, seed):
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("loss", ["ignored labels", "terms with a count each", "contrastive"])
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=3, deadline=None, derandomize=True)
 @given(lengths=partitions(), seed=st.integers(0, 2**16))
 def test_each_model_has_the_gradients_of_the_unsplit_step(model, loss, lengths, seed):
     assert compare(model, loss, lengths, seed) <= _EXACT
