@@ -1,12 +1,12 @@
 """Never run: uses of the public API that mypy and pyright must accept, with the types they give."""
 
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, assert_type
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import tenure
 from tenure import (
@@ -36,12 +36,17 @@ from tenure import (
 from tenure.adaptive import (
     AdaptiveEvent,
     AdaptiveUsageError,
+    BatchCoupledError,
     GlobalBatchsizeCache,
     NoBatchsizeCache,
     OomInfo,
     OomKind,
     OomRegistration,
+    SplitDifference,
+    SplitReport,
+    StepResult,
     batch,
+    check_split,
     chunked,
     execute,
     explicit,
@@ -51,6 +56,7 @@ from tenure.adaptive import (
     register_oom,
     set_cpu_memory_limit,
     simple,
+    step,
 )
 
 
@@ -314,6 +320,39 @@ def calling(x: Tensor) -> None:
     tenure.adaptive.save("sizes.json")
     tenure.adaptive.load("sizes.json")
     set_cpu_memory_limit(0.5)
+
+
+def stepping(x: Tensor, model: nn.Module) -> None:
+    def loss_of(batch: dict[str, Tensor]) -> Tensor:
+        return batch["x"].mean()
+
+    def counted(batch: Batch) -> tuple[Tensor, int]:
+        return batch.x.sum(), len(batch.x)
+
+    def named(batch: Tensor) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
+        return {"mean": batch.mean(), "other": (batch.sum(), batch.sum())}
+
+    try:
+        result = step(loss_of, {"x": x}, weight=lambda batch: len(batch["x"]), model=model)
+        assert_type(result, StepResult)
+        assert_type(result.loss, Tensor)
+        assert_type(result.terms, Mapping[str, Tensor])
+        assert_type(result.micro_batch, int)
+        assert_type(result.sizes, tuple[int, ...])
+        assert_type(result.attempts, int)
+    except BatchCoupledError as error:
+        assert_type(error.names, tuple[str, ...])
+    step(counted, Batch(x, x), scaler=torch.amp.GradScaler("cpu"), minimum=2, maximum=8)
+    step(named, x, then=lambda terms: terms["mean"].log(), once=lambda: x.sum())
+    step(model, x, loss=torch.sum, batchnorm="per_chunk", in_dims=1, out_dims=(0, None))
+    step(model, x, loss="sum", in_dims={"x": None}, cache_type=NoBatchsizeCache, context="step")
+    report = check_split(loss_of, {"x": x}, samples=4, rtol=1e-6)
+    assert_type(report, SplitReport)
+    assert_type(report.ok, bool)
+    for difference in report.differences:
+        assert_type(difference, SplitDifference)
+        assert_type(difference.relative_error, float)
+        assert_type(difference.name, str)
 
 
 def failing(x: Tensor) -> str:
