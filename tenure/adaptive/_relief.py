@@ -17,6 +17,7 @@ import torch
 
 from tenure._shrinking import ask_to_shrink
 
+from ._memory_meter import meter_for
 from ._oom import OomInfo
 
 _OUTSIDE_THE_ALLOCATOR = ("workspace", "driver")
@@ -100,11 +101,12 @@ class Relief:
 
 
 def free_bytes_of(info: OomInfo) -> int | None:
-    """The free memory of the device that was short, as its driver or the host tells it."""
+    """The free memory of what was short, as the driver, a budget or the host tells it."""
     module = _module_of(info.device)
     try:
         if module is None:
-            return int(psutil.virtual_memory().available) if info.device == "cpu" else None
+            meter = meter_for(info.device)
+            return None if meter is None else meter.available_bytes()
         return int(module.mem_get_info(info.device)[0])
     except Exception:  # a device without statistics
         return None
