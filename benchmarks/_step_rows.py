@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from benchmarks._models import ResNet18, Transformer
 from benchmarks._pairs import Pair, time_pair
-from benchmarks._record import Row, publish
+from benchmarks._record import Row
 from tenure.adaptive import step
 
 Batch = tuple[Tensor, Tensor]
@@ -117,13 +117,3 @@ def _timed(
 def _row(what: str, pair: Pair) -> Row:
     note = f"{pair.base_s * 1e3:,.2f} ms by hand; 10-90 % {pair.low:.3f}-{pair.high:.3f}"
     return Row(what, f"{pair.ratio:.3f}", "<= 1.05", pair.ratio <= 1.05, note)
-
-
-def main() -> None:
-    """Measure every row and publish the table."""
-    torch.set_num_threads(1)  # so that the time of the process is that of the work
-    publish("step", step_rows())
-
-
-if __name__ == "__main__":
-    main()
