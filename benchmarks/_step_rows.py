@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from benchmarks._models import ResNet18, Transformer
 from benchmarks._pairs import Pair, time_pair
-from benchmarks._record import Row, publish
+from benchmarks._record import Row
 from tenure.adaptive import step
 
 Batch = tuple[Tensor, Tensor]
@@ -121,13 +121,3 @@ def _row(what: str, pair: Pair) -> Row:
     if pair.base_s < _SMALL_S:
         return Row(what, f"{pair.ratio:.3f}", note=note)
     return Row(what, f"{pair.ratio:.3f}", "<= 1.05", pair.ratio <= 1.05, note)
-
-
-def main() -> None:
-    """Measure every row and publish the table."""
-    torch.set_num_threads(1)  # so that the time of the process is that of the work
-    publish("step", step_rows())
-
-
-if __name__ == "__main__":
-    main()
