@@ -9,7 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ._heap import Chain, Chains, Edge, RunningFrames, Search, Step
+from ._chains import Chain, Chains
+from ._frames import RunningFrames
+from ._search import Edge, Search
+from ._steps import Step
 
 # kinds whose holder may be a plain variable itself, with as many steps as that takes
 _BORROWED = {"view": 1, "autograd": 1, "numpy": 1, "closure": 3}

@@ -17,8 +17,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tenure.scopes._heap import _search
-from tenure.scopes._holders import Holder, find_holders
+from tenure._heap import Holder, _search, find_holders
 
 CACHE = []
 HERE = __name__
