@@ -1,12 +1,12 @@
 """Questions to a tensor of any kind; none runs an operation or code of a subclass, none raises."""
 
-import gc
 import sys
 from itertools import compress
 from typing import Any
 
 import torch
 
+from ._collector import tracked_objects
 from ._static import is_kind
 
 _BASE: Any = torch._C.TensorBase
@@ -30,7 +30,7 @@ def cpp_references(found: object) -> int:
 
 def live_tensors() -> list[torch.Tensor]:
     """Every tensor with a handle in Python, in the order of the collector."""
-    heap = gc.get_objects()
+    heap = tracked_objects()
     classes = list(map(type, heap))
     # each class is judged once; by identity, as a metaclass may define __hash__ and __eq__
     keys = list(map(id, classes))
