@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ._nodes import below, saved_tensors, walk
+from ._nodes import below, saved_tensors, walk_nodes
 from ._static import type_name
 from ._steps import Step
 from ._tensors import (
@@ -109,7 +109,7 @@ class TensorGraph:
                     self._add_graph(owner, node, seen)
 
     def _add_graph(self, owner: int, root: Any, seen: dict[int, Any]) -> None:
-        for node in walk([root], seen):
+        for node in walk_nodes([root], seen):
             name = type_name(type(node))
             step = Step("", "autograd", anchor=name, link=" in the graph of ")
             self._by_id[id(node)].append(Reference(owner, step))

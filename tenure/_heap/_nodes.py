@@ -40,7 +40,12 @@ def is_node(found: object) -> bool:
     return any("next_functions" in class_attributes(cls) for cls in mro_of(type(found)))
 
 
-def walk(stack: list[Any], seen: dict[int, Any]) -> Iterator[Any]:
+def is_saved_tensor(found: object) -> bool:
+    """Whether an object is what torch wraps a saved tensor in."""
+    return type(found) is _SAVED_TENSOR
+
+
+def walk_nodes(stack: list[Any], seen: dict[int, Any]) -> Iterator[Any]:
     """Every node once; `seen` keeps them, so that their identities stay their own."""
     while stack:
         node = stack.pop()
@@ -53,7 +58,9 @@ def walk(stack: list[Any], seen: dict[int, Any]) -> Iterator[Any]:
 def below(roots: Iterable[Any]) -> frozenset[int]:
     """The identities of the nodes that another node leads to."""
     seen: dict[int, Any] = {}
-    return frozenset(id(inner) for node in walk(list(roots), seen) for inner in inner_nodes(node))
+    return frozenset(
+        id(inner) for node in walk_nodes(list(roots), seen) for inner in inner_nodes(node)
+    )
 
 
 def inner_nodes(node: Any) -> list[Any]:
@@ -61,7 +68,7 @@ def inner_nodes(node: Any) -> list[Any]:
     return [inner for inner, _ in node.next_functions if inner is not None]
 
 
-def slots_of(node: Any) -> Iterator[Slot]:
+def slots_of_node(node: Any) -> Iterator[Slot]:
     """What a node has saved, a list of tensors item by item."""
     for cls in mro_of(type(node)):
         for name in class_attributes(cls):
@@ -75,7 +82,7 @@ def slots_of(node: Any) -> Iterator[Slot]:
 
 def saved_tensors(node: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that a node has saved, packed ones in plain containers among them."""
-    for slot in slots_of(node):
+    for slot in slots_of_node(node):
         yield from ((slot.label, t) for t in _tensors_in(slot.data, _MAX_DEPTH))
 
 
