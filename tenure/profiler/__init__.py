@@ -2,6 +2,13 @@
 
 from tenure._errors import ProfilerUsageError as ProfilerUsageError
 
+from ._census import TensorRow as TensorRow
+from ._group import GroupReport as GroupReport
+from ._holders import HolderList as HolderList
+from ._holders import holders as holders
+from ._mem_report import DeviceReport as DeviceReport
+from ._mem_report import MemReport as MemReport
+from ._reporter import MemReporter as MemReporter
 from ._saved import SavedRecord as SavedRecord
 from ._saved import SavedReport as SavedReport
 from ._saved import saved_for_backward as saved_for_backward
