@@ -140,16 +140,34 @@ def take_census(
         The storages, and rows of tensors without memory.
     """
     with quietly():
-        saved = saved_storages(_nodes())[0]
-        return _Census(models, optimizers, saved).result()
+        survey = _Survey()
+        saved = saved_storages(survey.nodes)[0]
+        names = Names(list(models), survey.modules, [*optimizers, *survey.optimizers])
+        return _Census(names, survey.storages, saved).result()
 
 
-def _nodes() -> list[object]:
-    """The nodes of every graph that a tensor or a variable leads to."""
-    heap = tracked_objects()
-    tensors = instances(heap, lambda cls: is_kind(cls, Tensor))
-    found = [*(read(t, "grad_fn") for t in tensors), *instances(heap, is_node_class)]
-    return list({id(node): node for node in found if node is not None}.values())
+class _Survey:
+    """What is not a tensor and tells something of tensors, from one pass over the heap.
+
+    Attributes:
+        nodes: the nodes of every graph that a tensor or a variable leads to.
+        modules: all modules.
+        optimizers: all optimizers.
+        storages: the handles of storages.
+    """
+
+    def __init__(self) -> None:
+        found = instances(tracked_objects(), _is_surveyed)
+        tensors = instances(found, lambda cls: is_kind(cls, Tensor))
+        nodes = [*(read(t, "grad_fn") for t in tensors), *instances(found, is_node_class)]
+        self.nodes = list({id(node): node for node in nodes if node is not None}.values())
+        self.modules = instances(found, lambda cls: is_kind(cls, nn.Module))
+        self.optimizers = instances(found, lambda cls: is_kind(cls, Optimizer))
+        self.storages = instances(found, lambda cls: is_kind(cls, UntypedStorage))
+
+
+def _is_surveyed(cls: type) -> bool:
+    return is_kind(cls, Tensor, nn.Module, Optimizer, UntypedStorage) or is_node_class(cls)
 
 
 class _Census:
@@ -160,17 +178,15 @@ class _Census:
     """
 
     def __init__(
-        self,
-        models: Iterable[nn.Module],
-        optimizers: Iterable[Optimizer],
-        saved: dict[int, SavedStorage],
+        self, names: Names, storages: list[UntypedStorage], saved: dict[int, SavedStorage]
     ) -> None:
+        self._names = names
+        self._bare = storages
         self._saved = saved
         self._handles = live_tensors()
         self._in_python = {
             id(t) for t in self._handles if sys.getrefcount(t) - _OWN_REFERENCES > cpp_references(t)
         }
-        self._names = Names(models, optimizers)
         self._gradients = {id(g) for t in self._handles if (g := _gradient(t)) is not None}
         self._inner = {id(inner) for t in self._handles for inner in _inner_of(t)}
         self._held = self._search()
@@ -261,8 +277,8 @@ class _Census:
         for t in self._handles:
             if any(part.key not in self._members for part in parts_of(t)):
                 self._add(t, self._named(t, ""), OTHERS)
-        for storage in _bare_storages():
-            if storage._cdata not in self._members:
+        for storage in self._bare:
+            if storage._cdata not in self._members and storage.nbytes() and not is_hollow(storage):
                 # numbered like tensors without a name
                 name = f"UntypedStorage{self._n_unnamed}"
                 self._n_unnamed += 1
@@ -315,8 +331,3 @@ def _inner_of(t: Tensor) -> list[Tensor]:
 def _is_hollow(t: Tensor) -> bool:
     """Whether a tensor shows sizes without memory behind them, and is not just empty."""
     return storage_bytes(t) != 0
-
-
-def _bare_storages() -> list[UntypedStorage]:
-    found = instances(tracked_objects(), lambda cls: is_kind(cls, UntypedStorage))
-    return [storage for storage in found if storage.nbytes() and not is_hollow(storage)]
