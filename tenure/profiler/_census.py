@@ -85,12 +85,14 @@ class StorageEntry:
             memory that a library hides.
         shown_bytes: bytes of the largest tensor over it; less than all if only views are left.
         kind: what holds the owner, as in `HolderList.kinds`; empty where its name says it.
+        has_graph: a graph of autograd hangs on one of the tensors.
     """
 
     rows: tuple[TensorRow, ...]
     identity: weakref.ref[UntypedStorage] | None
     shown_bytes: int
     kind: str = ""
+    has_graph: bool = False
 
     @property
     def owner(self) -> TensorRow:
@@ -113,6 +115,7 @@ class _Member(NamedTuple):
     row: TensorRow
     tensor_bytes: int
     held: _Held
+    has_graph: bool = False
 
     @property
     def rank(self) -> tuple[int, int, int, str]:
@@ -248,11 +251,14 @@ class _Census:
 
     def _add(self, t: Tensor, held: _Held, category: str) -> None:
         site = created_at(t)
+        has_graph = read(t, "grad_fn") is not None
         parts = parts_of(t)
         for part in parts:
             row = _row(held.name + part.label, category, part.tensor, site)
             self._identities.setdefault(part.key, identity_of(part.tensor))
-            member = _Member(replace(row, n_bytes=part.n_bytes), tensor_bytes(part.tensor), held)
+            member = _Member(
+                replace(row, n_bytes=part.n_bytes), tensor_bytes(part.tensor), held, has_graph
+            )
             self._members.setdefault(part.key, []).append(member)
         if not parts and _is_hollow(t):
             self._hollow.append(replace(_row(held.name, category, t, site), device="meta"))
@@ -292,8 +298,13 @@ class _Census:
         owner = members[0].row
         rest = (replace(m.row, n_bytes=0, owner=owner.name) for m in members[1:])
         shown_bytes = max(member.tensor_bytes for member in members)
-        identity = self._identities[key]
-        return StorageEntry((owner, *rest), identity, shown_bytes, members[0].held.kind)
+        return StorageEntry(
+            (owner, *rest),
+            self._identities[key],
+            shown_bytes,
+            members[0].held.kind,
+            any(member.has_graph for member in members),
+        )
 
 
 def _best(found: Sequence[Holder]) -> _Held | None:
