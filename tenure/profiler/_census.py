@@ -38,7 +38,7 @@ from ._torch_quiet import quietly
 GRADIENTS = "gradients"
 SAVED = "saved for backward"
 OTHERS = "other tensors"
-CATEGORIES = (PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER_STATE, SAVED, OTHERS)
+CATEGORIES: tuple[str, ...] = (PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER_STATE, SAVED, OTHERS)
 """What a storage counts as, the first of them that is true of one of its tensors."""
 
 _MAX_SEARCHED = 1000
