@@ -31,7 +31,7 @@ from tenure._heap import (
 from tenure._sited import created_at
 
 from ._naming import BUFFERS, OPTIMIZER_STATE, PARAMETERS, Names
-from ._parts import identity_of, is_hollow, parts_of, shape_or_empty, tensor_bytes
+from ._parts import identity_of, is_hollow, is_plain, parts_of, shape_or_empty, tensor_bytes
 from ._saved import SavedRecord, SavedStorage, saved_storages
 from ._torch_quiet import quietly
 
@@ -41,7 +41,7 @@ OTHERS = "other tensors"
 CATEGORIES: tuple[str, ...] = (PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER_STATE, SAVED, OTHERS)
 """What a storage counts as, the first of them that is true of one of its tensors."""
 
-_MAX_SEARCHED = 1000
+_MAX_SEARCHED = 5000
 _BORROWING = frozenset({"view", "autograd", "numpy"})
 # references to a handle from the list of all, from a variable, and from getrefcount's argument
 _OWN_REFERENCES = 3
@@ -336,6 +336,8 @@ def _gradient(t: Tensor) -> Tensor | None:
 
 
 def _inner_of(t: Tensor) -> list[Tensor]:
+    if is_plain(t):
+        return []
     return [part.tensor for part in parts_of(t) if part.tensor is not t]
 
 

@@ -23,7 +23,6 @@ _SPARSE: dict[Any, tuple[str, ...]] = {
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
-_PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 _PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
 
 
@@ -45,6 +44,9 @@ class Part(NamedTuple):
 
 def parts_of(t: Tensor) -> list[Part]:
     """Every part of a tensor that takes memory; none of meta, fake and other hollow tensors."""
+    if is_plain(t):
+        part = _safely(_part, t)
+        return [] if part is None else [part]
     found: list[Part] = []
     seen: set[int] = set()
     waiting = [("", t)]
@@ -58,6 +60,13 @@ def parts_of(t: Tensor) -> list[Part]:
             if part is not None:
                 found.append(part._replace(label=label))
     return found
+
+
+def is_plain(t: Tensor) -> bool:
+    """Whether a tensor is made of nothing but its own storage."""
+    if type(t) is not Tensor and type(t) is not nn.Parameter:
+        return False
+    return t.layout is torch.strided and not t.is_quantized
 
 
 def identity_of(t: Tensor) -> weakref.ref[UntypedStorage] | None:
@@ -123,7 +132,7 @@ def _part(t: Tensor) -> Part | None:
     if storage is None:
         return _opaque(t)
     n_bytes = storage.nbytes()
-    if not n_bytes or (type(t) not in _PLAIN and is_hollow(storage)) or t.device.type == "meta":
+    if not n_bytes or (not is_plain(t) and is_hollow(storage)) or t.device.type == "meta":
         return None
     return Part("", t, storage._cdata, n_bytes)
 

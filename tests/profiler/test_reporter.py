@@ -161,6 +161,18 @@ def test_a_model_that_was_not_given_is_named_after_its_class():
     assert first is not second
 
 
+def test_a_module_that_contains_itself_is_named():
+    class Ring(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+            self.me = self
+
+    ring = Ring()
+    assert row_of(report_on(ring), "w").n_bytes == 12
+    assert row_of(report_on(), f"{Ring.__qualname__}.w").category == "parameters"
+
+
 def test_optimizer_state_is_named_after_its_parameter():
     model = Net()
     optimizer = torch.optim.Adam(model.parameters())
