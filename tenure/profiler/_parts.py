@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from tenure._describe import shape_of
-from tenure._heap import is_kind, storage_of
+from tenure._heap import is_kind, read, storage_of
 from tenure._storages import inner_tensors
 
 _SPARSE: dict[Any, tuple[str, ...]] = {
@@ -78,6 +78,18 @@ def identity_of(t: Tensor) -> weakref.ref[UntypedStorage] | None:
 def tensor_bytes(t: Tensor) -> int:
     """Bytes of the elements that a tensor shows; 0 where it does not tell."""
     return _safely(lambda t: t.numel() * t.element_size(), t) or 0
+
+
+def dtype_of(t: Tensor) -> torch.dtype:
+    """The dtype, past any override of a subclass."""
+    dtype: torch.dtype = read(t, "dtype")
+    return dtype
+
+
+def device_of(t: Tensor) -> torch.device:
+    """The device, past any override; the meta device where the code of a subclass hides it."""
+    device: torch.device | None = read(t, "device")
+    return torch.device("meta") if device is None else device
 
 
 def shape_or_empty(t: Tensor) -> tuple[int | str, ...]:
