@@ -63,7 +63,6 @@ class MemReporter:
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._entries: list[StorageEntry] = []
         self._hollow: list[TensorRow] = []
-        self._report: MemReport | None = None
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Name the state of an optimizer, now and whatever it makes later.
@@ -100,9 +99,7 @@ class MemReporter:
             ProfilerUsageError: the device can't be read as one.
         """
         only = None if device is None else _device_of(device)
-        report = build_report(self._entries, self._hollow, device=only, verbose=verbose)
-        self._report = report
-        return report
+        return build_report(self._entries, self._hollow, device=only, verbose=verbose)
 
     def print_stats(
         self, verbose: bool = False, target_device: torch.device | str | int | None = None
