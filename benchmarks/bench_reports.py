@@ -54,7 +54,8 @@ def visible_share() -> float:
     before = visible_bytes()
     loss = model(x).sum()
     seen = visible_bytes() - before - loss.nbytes
-    return seen / saved_for_backward(loss).total_bytes
+    share: float = seen / saved_for_backward(loss).total_bytes
+    return share
 
 
 def visible_bytes() -> int:
