@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +20,12 @@ from benchmarks._pairs import Loop, Pair, time_pair
 from benchmarks._record import Row, publish
 from tenure.profiler import MemReporter, holders, saved_for_backward, snapshot
 
-_CASES = "tests.profiler.saved_cases"
+_CASES = Path(__file__).parent.parent / "tests" / "profiler" / "saved_cases.py"
 
 
 def found_rows() -> list[Row]:
     """Bytes that autograd keeps, as found and as the allocator has them, in a fresh process."""
-    command = [sys.executable, "-W", "ignore", "-m", _CASES]
+    command = [sys.executable, "-W", "ignore", str(_CASES)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     cases = {name: case for name, case in json.loads(done.stdout).items() if case["truth"]}
     exact = sum(case["found"] == case["truth"] for case in cases.values())

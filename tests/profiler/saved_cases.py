@@ -17,6 +17,33 @@ from torch.utils.checkpoint import checkpoint
 from tenure.profiler import saved_for_backward
 
 
+NAMES = (
+    "transformer",
+    "transformer without dropout",
+    "gpt",
+    "lstm",
+    "gru",
+    "cnn",
+    "the failed example of memlab's README",
+    "custom function",
+    "custom function with a closure",
+    "reentrant checkpoint",
+    "checkpoint",
+    "checkpoint of an input",
+    "save_on_cpu",
+    "packed as another tensor",
+    "packed in an object",
+    "lists of saved tensors",
+    "views of a leaf and of an input",
+    "a root that is saved itself",
+    "aot_eager",
+    "nothing saved",
+    "double backward",
+    "index, gather, where, sort",
+)
+"""Of all cases, so that tests can be told apart before any case is built."""
+
+
 class Block(nn.Module):
     """A block of a GPT."""
 

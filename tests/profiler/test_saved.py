@@ -4,7 +4,6 @@ import io
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,24 +17,23 @@ from tenure.profiler import ProfilerUsageError, SavedRecord, SavedReport, saved_
 
 from . import saved_cases
 
-_ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture(scope="module")
 def measured():
     """Found and true bytes of every case, from a process that runs torch's profiler."""
-    command = [sys.executable, "-W", "ignore", "-m", saved_cases.__name__]
-    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-W", "ignore", saved_cases.__file__]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("case", [name for name, _ in saved_cases.cases()])
+@pytest.mark.parametrize("case", saved_cases.NAMES)
 def test_the_bytes_found_are_those_the_allocator_holds(measured, case):
     assert measured[case]["found"] == measured[case]["truth"]
 
 
-def test_the_cases_are_no_empty_ones(measured):
+def test_the_cases_are_all_there_and_no_empty_ones(measured):
+    assert set(measured) == set(saved_cases.NAMES)
     assert sum(case["truth"] > 10_000 for case in measured.values()) >= 16
 
 
