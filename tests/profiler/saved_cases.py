@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tenure.profiler import saved_for_backward
 
-
 NAMES = (
     "transformer",
     "transformer without dropout",
