@@ -47,6 +47,10 @@ class AdaptiveUsageError(TenureError):
     """A function of ``tenure.adaptive`` got what it can't use, and nothing was changed."""
 
 
+class ProfilerUsageError(TenureError):
+    """A function of ``tenure.profiler`` got what it can't use, and nothing was changed."""
+
+
 class OutOfRetriesError(TenureError):
     """Work ran out of memory at every size that was allowed; its cause is the last of the errors.
 
@@ -93,9 +97,12 @@ class ScopeUsageWarning(TenureWarning):
     """A scope is used in a way that works, but seldom as it was meant."""
 
 
-_ROOMS: dict[str, str] = dict.fromkeys(
-    ("AdaptiveUsageError", "BatchCoupledError", "OutOfRetriesError"), "tenure.adaptive"
-)
+_ROOMS: dict[str, str] = {
+    **dict.fromkeys(
+        ("AdaptiveUsageError", "BatchCoupledError", "OutOfRetriesError"), "tenure.adaptive"
+    ),
+    "ProfilerUsageError": "tenure.profiler",
+}
 
 
 def _speak_as_tenure() -> None:

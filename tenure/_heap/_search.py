@@ -12,11 +12,13 @@ from typing import NamedTuple
 
 import torch
 
+from ._collector import has_frozen, tracked_objects
 from ._frames import RunningFrames
 from ._graph import TensorGraph
+from ._nodes import is_node
 from ._referents import slots_of
 from ._roots import Roots
-from ._static import class_attributes, is_kind, mro_of
+from ._static import is_kind
 from ._steps import Root, Step
 from ._suspended import frame_of
 from ._tensors import cpp_references, cpp_uses, storage_key, storage_uses
@@ -40,6 +42,13 @@ class Edge(NamedTuple):
 
     holder: int
     step: Step
+
+
+class Balance(NamedTuple):
+    """The references to one object, and those that nothing found accounts for."""
+
+    references: int
+    unexplained: int
 
 
 class Search:
@@ -67,6 +76,8 @@ class Search:
         self._in_variable: set[int] = set()
         self._lending: set[int] = set()
         self._explained: defaultdict[int, int] = defaultdict(int)
+        # of these, references from what the caller said to ignore
+        self._ours: defaultdict[int, int] = defaultdict(int)
         self._owned_in_cpp: set[int] = set()
         self._frames = frames
         self._roots = Roots(frames)
@@ -82,6 +93,13 @@ class Search:
         """References that no object, no local variable and no owner found in C++ accounts for."""
         in_cpp = n in self._owned_in_cpp
         return max(0, self._references(n) - in_cpp - self._explained[n])
+
+    def balance(self, n: int) -> Balance:
+        """The references to an object from anywhere but tenure, and how many have no name."""
+        plain = self._frames.count(id(self.alive[n])) - self._frames.count_silent(id(self.alive[n]))
+        in_cpp = min(n in self._owned_in_cpp, cpp_references(self.alive[n]))
+        named = plain + in_cpp + self._explained[n] - self._ours[n]
+        return Balance(named + self.unexplained(n), self.unexplained(n))
 
     def is_silent(self, n: int) -> bool:
         """Whether an object is a root of tenure's own and of nobody else."""
@@ -153,6 +171,7 @@ class Search:
             for held in gc.get_referents(container):
                 if id(held) in self._number:
                     self._explained[self._number[id(held)]] += 1
+                    self._ours[self._number[id(held)]] += 1
 
     def _add(self, found: object) -> int:
         if id(found) in self._number:
@@ -189,7 +208,7 @@ class Search:
 
     def _add_cpp_holders(self, n: int) -> None:
         held = self.alive[n]
-        if _is_node(held):
+        if is_node(held):
             self._add_owners(n, held)
         elif is_kind(type(held), torch.Tensor):
             self._add_tensor_holders(n, held)  # type: ignore[arg-type]
@@ -214,9 +233,10 @@ class Search:
 
     def _add_untracked(self, level: list[int], wanted: dict[int, int], met: set[int]) -> None:
         tensors = [n for n in level if is_kind(type(self.alive[n]), torch.Tensor)]
-        if any(self._misses_holders(n) for n in tensors):
-            for holder in self._the_untracked().tuples:
-                if id(holder) not in met and not wanted.keys().isdisjoint(map(id, holder)):
+        if any(map(self._misses_holders, tensors)) or any(map(self._is_untracked, level)):
+            for holder in self._the_untracked().holders:
+                held = map(id, gc.get_referents(holder))
+                if id(holder) not in met and not wanted.keys().isdisjoint(held):
                     self._add_holder(holder, wanted)
         for n in filter(self._is_target, tensors):
             t: torch.Tensor = self.alive[n]  # type: ignore[assignment]
@@ -224,19 +244,22 @@ class Search:
                 for array in self._the_untracked().arrays_of(storage_key(t)):
                     self._link(self._add(array), n, SHARES)
 
+    def _is_untracked(self, n: int) -> bool:
+        return self._untracked is not None and self.alive[n] in self._untracked
+
     def _the_untracked(self) -> Untracked:
         if self._untracked is None:
             self._untracked = Untracked()
-            self._ignored |= {id(self._untracked.arrays), id(self._untracked.tuples)}
+            self._ignored |= {id(self._untracked.arrays), id(self._untracked.holders)}
         return self._untracked
 
 
 def _referrers(asked: list[object]) -> list[object]:
-    if len(asked) <= _MAX_ASKED:
+    if len(asked) <= _MAX_ASKED and not has_frozen():
         return gc.get_referrers(*asked)
     wanted = frozenset(map(id, asked))
     found: list[object] = []
-    heap = gc.get_objects()
+    heap = tracked_objects()
     for start in range(0, len(heap), _CHUNK):
         chunk = heap[start : start + _CHUNK]
         if _refer(wanted, *chunk):
@@ -246,7 +269,3 @@ def _referrers(asked: list[object]) -> list[object]:
 
 def _refer(wanted: frozenset[int], *holders: object) -> bool:
     return not wanted.isdisjoint(map(id, gc.get_referents(*holders)))
-
-
-def _is_node(found: object) -> bool:
-    return any("next_functions" in class_attributes(cls) for cls in mro_of(type(found)))

@@ -24,6 +24,7 @@ class Variable(NamedTuple):
     is_cell: bool
     thread: str | None
     silent: bool
+    is_asking: bool
 
 
 class RunningFrames:
@@ -51,10 +52,15 @@ class RunningFrames:
         """How many references an object gets from plain (not captured) local variables."""
         return sum(not variable.is_cell for variable in self.variables.get(identity, ()))
 
+    def count_silent(self, identity: int) -> int:
+        """How many of these are of tenure's own functions."""
+        found = self.variables.get(identity, ())
+        return sum(variable.is_asking and not variable.is_cell for variable in found)
+
     def _add_stack(self, frame: FrameType | None, thread: str | None) -> None:
         silent = thread is None
         while frame is not None:
-            silent = silent and _is_tenure(frame)
+            silent = silent and is_tenure(frame)
             self.ids.add(id(frame))
             if not _is_namespace(frame):
                 self._add_frame(frame, thread, silent)
@@ -69,7 +75,8 @@ class RunningFrames:
             text = _spell(frame, name, value)
             # the compiler's own variables, such as the iterator of a comprehension, are no names
             is_silent = silent or not name.isidentifier()
-            self.variables[id(value)].append(Variable(text, name in cells, thread, is_silent))
+            variable = Variable(text, name in cells, thread, is_silent, silent)
+            self.variables[id(value)].append(variable)
 
 
 def read_locals(frame: FrameType) -> list[tuple[str, object]]:
@@ -94,7 +101,8 @@ def _is_namespace(frame: FrameType) -> bool:
     return not _is_optimized(frame) and frame.f_locals is frame.f_globals
 
 
-def _is_tenure(frame: FrameType) -> bool:
+def is_tenure(frame: FrameType) -> bool:
+    """Whether a frame runs code of this library, its command line aside."""
     name = frame.f_globals.get("__name__")
     if type(name) is not str or name.startswith("tenure._cli"):
         return False  # the command line uses the library like any program
