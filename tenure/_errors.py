@@ -46,6 +46,10 @@ class AdaptiveUsageError(TenureError):
     """A function of ``tenure.adaptive`` got what it can't use, and nothing was changed."""
 
 
+class ProfilerUsageError(TenureError):
+    """A function of ``tenure.profiler`` got what it can't use, and nothing was changed."""
+
+
 class ByteSizeError(TenureError, ValueError):
     """A number of bytes was written in a way that can't be read."""
 
@@ -58,7 +62,15 @@ class ScopeUsageWarning(TenureWarning):
     """A scope is used in a way that works, but seldom as it was meant."""
 
 
-_ROOMS = {"AdaptiveUsageError": "tenure.adaptive"}
+class ProfilerUsageWarning(TenureWarning):
+    """A profiler is used in a way that works, but not quite as it was asked for."""
+
+
+_ROOMS = {
+    "AdaptiveUsageError": "tenure.adaptive",
+    "ProfilerUsageError": "tenure.profiler",
+    "ProfilerUsageWarning": "tenure.profiler",
+}
 
 
 def _speak_as_tenure() -> None:
