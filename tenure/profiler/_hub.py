@@ -175,7 +175,7 @@ class Hub:
             if code in watch.codes:
                 self._threads.lane_of(watch).leave(identity, torn_down)
         self._end_if_idle()
-        return torn_down and self._threads.in_session
+        return torn_down and self._is_active()
 
     def torn_down_now(self) -> None:
         """The frame that was left is gone, with its variables."""
@@ -215,10 +215,12 @@ class Hub:
             self._threads.lane_of(watch).start()
 
     def _end_if_idle(self) -> None:
-        threads = self._threads
-        if threads.in_session and not any(lane.active for lane in threads.lanes_of(self._watches)):
-            threads.in_session = False
+        if self._threads.in_session and not self._is_active():
+            self._threads.in_session = False
             allocations.end()
+
+    def _is_active(self) -> bool:
+        return any(lane.active for lane in self._threads.lanes_of(self._watches))
 
     def _make_way(self) -> None:
         """A profiler of the program is about to begin on this thread."""
@@ -230,8 +232,8 @@ class Hub:
     # --- the first and the last
 
     def _begin(self) -> None:
-        enter_existing()
         allocator.keep_sizes(True)
+        enter_existing()
         self._stop_announcing = announce(self._make_way)
         atexit.register(self.close_all)
 

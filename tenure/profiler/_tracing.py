@@ -72,6 +72,8 @@ class Tracer:
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
         """A call of whatever function."""
+        if not self._on and _is(sys.gettrace(), self._trace):  # it stopped on another thread
+            sys.settrace(self._below.trace)
         below = self._trace_below(frame, event, arg)
         if not self._on:
             return below
