@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import CodeType
 from typing import Protocol
 
@@ -25,6 +25,9 @@ from ._torch_profilers import announce
 
 _TICKS_PER_TURN = 256
 
+Codes = Mapping[int, CodeType]
+"""Code objects by identity."""
+
 
 class Engine(Protocol):
     """What reports the lines of some code objects, as they run, to a hub."""
@@ -32,7 +35,7 @@ class Engine(Protocol):
     def start(self) -> None:
         """Begin to report."""
 
-    def watch(self, codes: frozenset[CodeType]) -> None:
+    def watch(self, codes: Codes) -> None:
         """Report these codes and no others; unwatched ones only tick."""
 
     def stop(self) -> None:
@@ -43,15 +46,13 @@ class Watch:
     """What one profiler looks at: some codes, one device, and a book for each thread.
 
     Attributes:
-        codes: the codes whose lines are booked.
+        codes: the codes whose lines are booked, by identity.
         device: the device that is measured.
-        n_entries: how often a watched frame was seen to begin or go on.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.codes: frozenset[CodeType] = frozenset()
+        self.codes: dict[int, CodeType] = {}
         self.device = device
-        self.n_entries = 0
         self._lanes: list[Lane] = []
         self._bases: dict[torch.device, int] = {}
 
@@ -79,8 +80,7 @@ class Watch:
     def clear(self) -> None:
         """Begin new books."""
         for lane in self._lanes:
-            lane.book = {}
-        self.n_entries = 0
+            lane.clear()
 
 
 class Hub:
@@ -129,8 +129,7 @@ class Hub:
     def refresh(self) -> None:
         """Let the engine know of changed codes."""
         with self._lock:
-            codes = frozenset[CodeType]().union(*(watch.codes for watch in self._watches))
-            self._engine.watch(codes)
+            self._engine.watch({i: c for watch in self._watches for i, c in watch.codes.items()})
 
     def look(self) -> None:
         """Book what this thread did up to now."""
@@ -146,21 +145,19 @@ class Hub:
     def enter(self, identity: int, code: CodeType, line: int) -> None:
         """A frame of a watched code begins, or goes on."""
         self._account()
-        if not self._threads.in_session and not allocations.is_profiling():
-            self._begin_session()
+        self._begin_session()
+        key: Key = id(code), line
         for watch in self._watches:
-            if code in watch.codes:
-                watch.n_entries += 1
-                self._threads.lane_of(watch).enter(identity, (code, line))
+            if key[0] in watch.codes:
+                self._threads.lane_of(watch).enter(identity, key)
 
     def line(self, identity: int, code: CodeType, line: int) -> None:
         """A watched frame is about to run a line."""
         self._account()
-        if not self._threads.in_session and not allocations.is_profiling():
-            self._begin_session()
-        key: Key = code, line
+        self._begin_session()
+        key: Key = id(code), line
         for watch in self._watches:
-            if code in watch.codes:
+            if key[0] in watch.codes:
                 self._threads.lane_of(watch).line(identity, key)
 
     def leave(self, identity: int, code: CodeType, torn_down: bool) -> bool:
@@ -172,7 +169,7 @@ class Hub:
         """
         self._account()
         for watch in self._watches:
-            if code in watch.codes:
+            if id(code) in watch.codes:
                 self._threads.lane_of(watch).leave(identity, torn_down)
         self._end_if_idle()
         return torn_down and self._is_active()
@@ -182,18 +179,19 @@ class Hub:
         self._account()
         self._end_if_idle()
 
-    def tick(self) -> None:
-        """Something unwatched was called, or went once more around a loop."""
-        threads = self._threads
-        if threads.in_session:
-            threads.n_ticks += 1
-            if threads.n_ticks >= _TICKS_PER_TURN:
-                self._account()
+    def tick(self) -> bool:
+        """Something unwatched was called, or went once more around a loop.
 
-    @property
-    def in_session(self) -> bool:
-        """Whether ticks are wanted on this thread."""
-        return self._threads.in_session
+        Returns:
+            Whether ticks are wanted on this thread now.
+        """
+        threads = self._threads
+        if not threads.in_session:
+            return False
+        threads.n_ticks += 1
+        if threads.n_ticks >= _TICKS_PER_TURN:
+            self._account()
+        return True
 
     # --- sessions
 
@@ -208,11 +206,14 @@ class Hub:
             lane.account(changes)
 
     def _begin_session(self) -> None:
-        """What was done since the last look is nobody's, or has been booked as unseen."""
+        """Open one, unless it is open or the thread is another profiler's."""
+        threads = self._threads
+        if threads.in_session or allocations.is_profiling():
+            return
         allocations.begin()
-        self._threads.in_session = True
+        threads.in_session = True
         for watch in self._watches:
-            self._threads.lane_of(watch).start()
+            threads.lane_of(watch).start()
 
     def _end_if_idle(self) -> None:
         if self._threads.in_session and not self._is_active():

@@ -20,11 +20,9 @@ from ._devices import checked_device, default_device, device_of_gpu
 from ._display import RecordsDisplay, Section, section_of, title_of
 from ._functions import Function, function_of
 from ._hub import Watch
-from ._lanes import Figures
+from ._lanes import Book, Figures
 from ._records import LineRecord
 from ._the_hub import the_hub
-
-_Lines = dict[tuple[CodeType, int, torch.device], Figures]
 
 
 class LineProfiler:
@@ -105,7 +103,7 @@ class LineProfiler:
         """
         found = function_of(function)
         self._functions.setdefault(found.code, found)
-        self._watch.codes = frozenset(self._functions)
+        self._watch.codes = {id(code): code for code in self._functions}
         if self.enabled:
             the_hub.refresh()
 
@@ -218,10 +216,10 @@ class LineProfiler:
         n = len(self._functions)
         return f"<LineProfiler of {n} function{'' if n == 1 else 's'} on {self.device}, {state}>"
 
-    def _lines(self) -> _Lines:
+    def _lines(self) -> Book:
         if self.enabled:
             the_hub.look()
-        merged: _Lines = {}
+        merged: Book = {}
         for book in self._watch.books():
             for key, figures in list(book.items()):
                 merged.setdefault(key, Figures()).merge(figures)
@@ -275,12 +273,12 @@ def _chosen_device(
     return default_device() if target_gpu is None else device_of_gpu(target_gpu)
 
 
-def _records_by_device(function: Function, lines: _Lines) -> dict[torch.device, list[LineRecord]]:
+def _records_by_device(function: Function, lines: Book) -> dict[torch.device, list[LineRecord]]:
     source = dict(enumerate(function.source(), function.first_line))
     found: dict[torch.device, list[LineRecord]] = {}
-    mine = [(line, device) for code, line, device in lines if code is function.code]
+    mine = [(line, device) for code, line, device in lines if code == id(function.code)]
     for line, device in sorted(mine, key=lambda key: key[0]):
-        figures = lines[function.code, line, device]
+        figures = lines[id(function.code), line, device]
         record = _record(function, line, device, figures, source.get(line, ""))
         found.setdefault(device, []).append(record)
     return found

@@ -7,10 +7,11 @@ have to be, or to keep a session short. Other tools, and ``sys.settrace``, go on
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from types import CodeType
 from typing import Any
 
-from ._hub import Hub
+from ._hub import Codes, Hub
 
 monitoring: Any = getattr(sys, "monitoring", None)
 """The module; None before Python 3.12."""
@@ -32,7 +33,7 @@ class Monitor:
     def __init__(self, hub: Hub, tool: int) -> None:
         self._hub = hub
         self._tool = tool
-        self._codes: frozenset[CodeType] = frozenset()
+        self._codes: Codes = {}
         self._on = False
         events = monitoring.events
         self._lines = (
@@ -60,33 +61,34 @@ class Monitor:
             self._tool, events.PY_UNWIND | events.PY_THROW | events.PY_START | events.JUMP
         )
         self._on = True
-        self._set(self._codes, self._lines)
+        self._set(self._codes.values(), self._lines)
 
     def stop(self) -> None:
         """Give the number back."""
-        self._set(self._codes, monitoring.events.NO_EVENTS)
+        self._set(self._codes.values(), monitoring.events.NO_EVENTS)
         self._on = False
         monitoring.set_events(self._tool, monitoring.events.NO_EVENTS)
         for event in self._callbacks:
             monitoring.register_callback(self._tool, event, None)
         monitoring.free_tool_id(self._tool)
 
-    def watch(self, codes: frozenset[CodeType]) -> None:
+    def watch(self, codes: Codes) -> None:
         """Report these codes."""
-        gone, came = self._codes - codes, codes - self._codes
-        self._codes = codes
+        before, self._codes = self._codes, codes
         if self._on:
+            gone = (code for i, code in before.items() if i not in codes)
+            came = (code for i, code in codes.items() if i not in before)
             self._set(gone, monitoring.events.NO_EVENTS)
             self._set(came, self._lines)
 
-    def _set(self, codes: frozenset[CodeType], events: int) -> None:
+    def _set(self, codes: Iterable[CodeType], events: int) -> None:
         for code in codes:
             monitoring.set_local_events(self._tool, code, events)
 
     # --- callbacks: a frame's own stands just outside them
 
     def _start(self, code: CodeType, _: int) -> None:
-        if code in self._codes:
+        if id(code) in self._codes:
             frame = sys._getframe(1)
             self._hub.enter(id(frame), code, frame.f_lineno)
         else:
@@ -97,7 +99,7 @@ class Monitor:
         self._hub.enter(id(frame), code, frame.f_lineno)
 
     def _throw(self, code: CodeType, _: int, __: BaseException) -> None:
-        if code in self._codes:
+        if id(code) in self._codes:
             self._resume(code, 0)
 
     def _line(self, code: CodeType, line: int) -> None:
@@ -107,7 +109,7 @@ class Monitor:
         self._hub.leave(id(sys._getframe(1)), code, torn_down=False)
 
     def _unwind(self, code: CodeType, _: int, __: BaseException) -> None:
-        if code in self._codes:
+        if id(code) in self._codes:
             self._hub.leave(id(sys._getframe(1)), code, torn_down=False)
 
     def _return(self, code: CodeType, _: int, __: object) -> None:

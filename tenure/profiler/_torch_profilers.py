@@ -47,8 +47,9 @@ class _Announcing:
     def stop(self) -> None:
         """Put the function back; if someone has wrapped this meanwhile, just call it."""
         self._make_way = None
-        if getattr(*self._place) is self:
-            setattr(*self._place, self._original)
+        module, name = self._place
+        if getattr(module, name) is self:
+            setattr(module, name, self._original)
 
 
 def works() -> bool:

@@ -162,7 +162,7 @@ def test_an_interval_that_is_none_is_refused(interval):
 
 
 def test_what_has_no_lines_cannot_be_decorated():
-    with pytest.raises(ProfilerUsageError, match="^len has no lines to profile"):
+    with pytest.raises(ProfilerUsageError, match=r"^len has no lines to profile"):
         profile(len)
 
 

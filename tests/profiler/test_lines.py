@@ -1,6 +1,7 @@
 """Each line's bytes, against what the allocator itself says, for every way that code can run."""
 
 import asyncio
+import contextlib
 import gc
 import threading
 
@@ -68,7 +69,7 @@ def consume():
 
 def looping():
     kept = []
-    for i in range(5):
+    for _ in range(5):
         kept.append(torch.ones(100))
         x = [torch.ones(j) for j in range(1, 4)]
     while len(kept) > 2:
@@ -86,10 +87,8 @@ def profiled(call, *functions):
     gc.collect()
     profiler = LineProfiler(*functions, device="cpu")
     with profiler:
-        try:
+        with contextlib.suppress(ZeroDivisionError):
             call()
-        except ZeroDivisionError:
-            pass
     return profiler
 
 

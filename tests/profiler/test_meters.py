@@ -1,4 +1,4 @@
-"""Intervals of one device: exact where they can be, and lower bounds, said to be such, elsewhere."""
+"""Intervals of one device: exact where they can be; elsewhere lower bounds, said to be such."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ FIELDS = ("current", "peak", "allocated", "freed")
 
 
 class FakeAllocator:
-    """A device module whose ``memory_stats`` counts like torch.cuda's, and that has nothing else."""
+    """A device module that has ``memory_stats``, counting like torch.cuda's, and nothing else."""
 
     def __init__(self):
         self.figures = dict.fromkeys(FIELDS, 0)

@@ -17,7 +17,7 @@ old_python = pytest.mark.skipif(
 
 
 class Recorder:
-    """A debugger that notes what it is told, also one that ends with opcodes or puts itself back."""
+    """A debugger that notes what it is told; it may want opcodes, or put itself back in place."""
 
     def __init__(self, *, reinstalls=False, opcodes=False):
         self.events = []
@@ -172,7 +172,7 @@ def test_the_tracer_is_right_on_every_python(functions):
     """Python 3.12 and newer use another engine; this one is the last resort there."""
     hub = _hub.Hub(Tracer)
     watch = _hub.Watch(torch.device("cpu"))
-    watch.codes = frozenset(function.__code__ for function in functions)
+    watch.codes = {id(function.__code__): function.__code__ for function in functions}
     hub.open(watch)
     try:
         work()
