@@ -39,7 +39,7 @@ class Engine(Protocol):
         """Report these codes and no others; unwatched ones only tick."""
 
     def stop(self) -> None:
-        """Report nothing more."""
+        """Report nothing more, but tick on threads in a session until they know that it is over."""
 
 
 class Watch:
@@ -84,9 +84,14 @@ class Watch:
 
 
 class Hub:
-    """The one place that engines report to, and that profilers are opened in."""
+    """The one place that engines report to, and that profilers are opened in.
+
+    Attributes:
+        n_sessions: on how many threads a session is open.
+    """
 
     def __init__(self, engine: Callable[[Hub], Engine]) -> None:
+        self.n_sessions = 0
         self._engine = engine(self)
         self._lock = threading.RLock()
         self._watches: tuple[Watch, ...] = ()
@@ -189,9 +194,10 @@ class Hub:
         if not threads.in_session:
             return False
         threads.n_ticks += 1
-        if threads.n_ticks >= _TICKS_PER_TURN:
+        if threads.n_ticks >= _TICKS_PER_TURN or not self._watches:
             self._account()
-        return True
+            self._end_if_idle()  # as when the last profiler was closed by another thread
+        return threads.in_session
 
     # --- sessions
 
@@ -201,7 +207,8 @@ class Hub:
         changes = None
         if threads.in_session:
             changes = allocations.turn()
-            threads.in_session = changes is not None
+            if changes is None:
+                self._count_session(-1)
         for lane in threads.lanes_of(self._watches):
             lane.account(changes)
 
@@ -211,14 +218,19 @@ class Hub:
         if threads.in_session or allocations.is_profiling():
             return
         allocations.begin()
-        threads.in_session = True
+        self._count_session(+1)
         for watch in self._watches:
             threads.lane_of(watch).start()
 
     def _end_if_idle(self) -> None:
         if self._threads.in_session and not self._is_active():
-            self._threads.in_session = False
+            self._count_session(-1)
             allocations.end()
+
+    def _count_session(self, change: int) -> None:
+        with self._lock:
+            self._threads.in_session = change > 0
+            self.n_sessions += change
 
     def _is_active(self) -> bool:
         return any(lane.active for lane in self._threads.lanes_of(self._watches))
@@ -227,7 +239,7 @@ class Hub:
         """A profiler of the program is about to begin on this thread."""
         if self._threads.in_session:
             self._account()
-            self._threads.in_session = False
+            self._count_session(-1)
             allocations.end()
 
     # --- the first and the last

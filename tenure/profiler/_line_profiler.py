@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from types import CodeType, TracebackType
+from types import TracebackType
 from typing import Any, Self, TextIO
 
 import torch
@@ -70,7 +70,7 @@ class LineProfiler:
     ) -> None:
         if target_gpu is not None and device is not None:
             raise ProfilerUsageError("target_gpu and device name the same thing. Give one of them.")
-        self._functions: dict[CodeType, Function] = {}
+        self._functions: dict[int, Function] = {}
         self._watch = Watch(_chosen_device(target_gpu, device))
         self._was_enabled: list[bool] = []
         self._ever_enabled = False
@@ -102,8 +102,8 @@ class LineProfiler:
             ProfilerUsageError: no Python function runs when it is called.
         """
         found = function_of(function)
-        self._functions.setdefault(found.code, found)
-        self._watch.codes = {id(code): code for code in self._functions}
+        self._functions.setdefault(id(found.code), found)
+        self._watch.codes = {i: function.code for i, function in self._functions.items()}
         if self.enabled:
             the_hub.refresh()
 
@@ -237,8 +237,8 @@ class LineProfiler:
             known = self._functions.values()
             found = [f for f in known if asked in {f.name, f"{f.module}.{f.name}"}]
         else:
-            code = function_of(asked).code
-            found = [self._functions[code]] if code in self._functions else []
+            known_as = id(function_of(asked).code)
+            found = [self._functions[known_as]] if known_as in self._functions else []
         if not found:
             name = asked if isinstance(asked, str) else function_of(asked).name
             profiled = ", ".join(self.functions) or "none"

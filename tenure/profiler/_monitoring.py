@@ -53,7 +53,8 @@ class Monitor:
 
     def start(self) -> None:
         """Take the tool's number and report."""
-        monitoring.use_tool_id(self._tool, _NAME)
+        if monitoring.get_tool(self._tool) != _NAME:
+            monitoring.use_tool_id(self._tool, _NAME)
         for event, callback in self._callbacks.items():
             monitoring.register_callback(self._tool, event, callback)
         events = monitoring.events
@@ -64,9 +65,15 @@ class Monitor:
         self._set(self._codes.values(), self._lines)
 
     def stop(self) -> None:
-        """Give the number back."""
+        """Give the number back, if need be when the sessions of other threads have ended."""
         self._set(self._codes.values(), monitoring.events.NO_EVENTS)
         self._on = False
+        self._codes = {}
+        self._free_if_idle()
+
+    def _free_if_idle(self) -> None:
+        if self._on or self._hub.n_sessions or monitoring.get_tool(self._tool) != _NAME:
+            return
         monitoring.set_events(self._tool, monitoring.events.NO_EVENTS)
         for event in self._callbacks:
             monitoring.register_callback(self._tool, event, None)
@@ -92,7 +99,7 @@ class Monitor:
             frame = sys._getframe(1)
             self._hub.enter(id(frame), code, frame.f_lineno)
         else:
-            self._hub.tick()
+            self._tick()
 
     def _resume(self, code: CodeType, _: int) -> None:
         frame = sys._getframe(1)
@@ -131,4 +138,9 @@ class Monitor:
         self._hub.torn_down_now()
 
     def _jump(self, _: CodeType, __: int, ___: int) -> None:
+        self._tick()
+
+    def _tick(self) -> None:
         self._hub.tick()
+        if not self._on:
+            self._free_if_idle()

@@ -40,7 +40,10 @@ class Tracer:
         self._join_running()
 
     def stop(self) -> None:
-        """Give way to who traced before, unless someone has come on top meanwhile."""
+        """Give way to who traced before, unless someone has come on top meanwhile.
+
+        Other threads find out at their next event.
+        """
         self._on = False
         if _is(sys.gettrace(), self._trace):
             sys.settrace(self._below.trace)
@@ -76,6 +79,7 @@ class Tracer:
             sys.settrace(self._below.trace)
         below = self._trace_below(frame, event, arg)
         if not self._on:
+            self._hub.tick()
             return below
         code = frame.f_code
         if id(code) in self._codes:
@@ -100,6 +104,7 @@ class Tracer:
     def report(self, frame: FrameType, event: str) -> None:
         """An event of a watched frame."""
         if not self._on or id(frame.f_code) not in self._codes:
+            self._hub.tick()
             return
         if event == "line":
             self._hub.line(id(frame), frame.f_code, frame.f_lineno)

@@ -49,7 +49,7 @@ def test_only_the_device_that_is_measured_counts(sim):
 def test_an_accelerator_is_what_is_measured_without_further_words(sim):
     assert str(LineProfiler().device) == str(LineProfiler(target_gpu=0).device) == "sim:0"
     with pytest.raises(
-        ProfilerUsageError, match="^sim:1 is not there: this machine has 1 such dev"
+        ProfilerUsageError, match=r"^sim:1 is not there: this machine has 1 such dev"
     ):
         LineProfiler(target_gpu=1)
 

@@ -86,9 +86,8 @@ def linear_algebra():
 def profiled(call, *functions):
     gc.collect()
     profiler = LineProfiler(*functions, device="cpu")
-    with profiler:
-        with contextlib.suppress(ZeroDivisionError):
-            call()
+    with profiler, contextlib.suppress(ZeroDivisionError):
+        call()
     return profiler
 
 
@@ -427,3 +426,31 @@ def test_a_line_that_runs_for_long_never_fills_a_session(kind, monkeypatch):
     n = 5001 if kind == "calls" else 5000
     assert sums_of(profiled(work, work)) == (4 * n, 4 * n, 4)
     assert max(lengths) < 1100
+
+
+def test_a_thread_whose_profiler_is_disabled_by_another_ends_its_session():
+    inside, go, sessions = threading.Event(), threading.Event(), []
+
+    def one():
+        return torch.ones(1)
+
+    def work():
+        inside.set()
+        go.wait(10)
+        one()
+        one()
+        sessions.append(torch._C._autograd._profiler_enabled())
+
+    profiler = LineProfiler(work, device="cpu")
+    with profiler:
+        thread = threading.Thread(target=work)
+        thread.start()
+        inside.wait(10)
+    go.set()
+    thread.join()
+    assert sessions == [False]
+    with profiler:
+        profiler.clear()
+        inside.set()
+        work()
+    assert len(profiler.records) == 5

