@@ -51,13 +51,13 @@ class LineProfiler:
         >>> from tenure.profiler import LineProfiler
         >>> def work():
         ...     x = torch.ones(256)
-        ...     return (x * 2).sum()
+        ...     return torch.cat([x, x]).sum()
         >>> with LineProfiler(work, device="cpu") as profiler:
         ...     total = work()
         >>> for r in profiler.records:
         ...     print(r.line, r.hits, r.allocated_bytes, r.freed_bytes, r.net_bytes, r.peak_bytes)
         2 1 1024 0 1024 1024
-        3 1 1028 2048 -1020 2052
+        3 1 2052 3072 -1020 3076
 
     Source: ``LineProfiler`` of pytorch_memlab.
     """
