@@ -13,6 +13,8 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
 
+from tenure._torch_backward import ENGINE_CODE
+
 from ._hub import Hub
 from ._loops import has_loop
 from ._watches import Codes
@@ -87,6 +89,9 @@ class Tracer:
             self._hub.enter(id(frame), code, frame.f_lineno)
             # of a generator that goes on the frame has its local function still
             return below if isinstance(below, _Local) else _Local(self, below)
+        if code is ENGINE_CODE:
+            self._hub.backward(+1)
+            return _Backward(self._hub, below)
         if self._hub.tick() and has_loop(code):
             return _Ticking(self._hub, below)
         return below
@@ -110,10 +115,12 @@ class Tracer:
         if event == "line":
             self._hub.line(id(frame), frame.f_code, frame.f_lineno)
         elif event == "return":
-            torn_down = _opcode(frame) == _RETURN
+            caller = frame.f_back
+            # after a call by the engine the next instruction comes when all of it has run
+            torn_down = _opcode(frame) == _RETURN and not _is_engine(caller)
             wanted = self._hub.leave(id(frame), frame.f_code, torn_down)
-            if wanted and frame.f_back is not None:
-                _AfterCall(self._hub, frame.f_back)
+            if wanted and caller is not None:
+                _AfterCall(self._hub, caller)
             elif wanted:
                 self._hub.torn_down_now()
 
@@ -147,6 +154,23 @@ class _Ticking:
         if self._below is not None:
             self._below = _forward(self._below, frame, event, arg)
         self._hub.tick()
+        return self
+
+
+class _Backward:
+    """The local trace function of the frame that autograd's engine runs in."""
+
+    __slots__ = ("_below", "_hub")
+
+    def __init__(self, hub: Hub, below: Trace | None) -> None:
+        self._hub = hub
+        self._below = below
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> _Backward:
+        if self._below is not None:
+            self._below = _forward(self._below, frame, event, arg)
+        if event == "return":
+            self._hub.backward(-1)
         return self
 
 
@@ -184,6 +208,10 @@ def _forward(below: Trace, frame: FrameType, event: str, arg: Any) -> Trace:
 
 def _is(trace: Any, ours: Any) -> bool:
     return bool(trace == ours)  # bound methods are made anew each time
+
+
+def _is_engine(frame: FrameType | None) -> bool:
+    return frame is not None and frame.f_code is ENGINE_CODE
 
 
 def _opcode(frame: FrameType) -> int:
