@@ -78,17 +78,15 @@ class Tracer:
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
         """A call of whatever function."""
-        if not self._on and _is(sys.gettrace(), self._trace):  # it stopped on another thread
-            sys.settrace(self._below.trace)
-        below = self._trace_below(frame, event, arg)
+        below = self._below.trace
         if not self._on:
-            self._hub.tick()
-            return below
+            return self._trace_no_more(frame, event, arg)
+        if below is not None:
+            below = self._trace_below(below, frame, event, arg)
         code = frame.f_code
         if id(code) in self._codes:
             self._hub.enter(id(frame), code, frame.f_lineno)
-            # of a generator that goes on the frame has its local function still
-            return below if isinstance(below, _Local) else _Local(self, below)
+            return _Local(self, below)
         if code is ENGINE_CODE:
             self._hub.backward(+1)
             return _Backward(self._hub, below)
@@ -96,15 +94,19 @@ class Tracer:
             return _Ticking(self._hub, below)
         return below
 
-    def _trace_below(self, frame: FrameType, event: str, arg: Any) -> Any:
-        trace = self._below.trace
-        if trace is None:
-            return None
+    def _trace_no_more(self, frame: FrameType, event: str, arg: Any) -> Any:
+        """A call on a thread that has not heard of the end, or that another tracer hands on."""
+        self._hub.tick()
+        below = self._below.trace
+        if _is(sys.gettrace(), self._trace):
+            sys.settrace(below)
+        return None if below is None else below(frame, event, arg)
+
+    def _trace_below(self, trace: Trace, frame: FrameType, event: str, arg: Any) -> Any:
         local = trace(frame, event, arg)
         if not _is(sys.gettrace(), self._trace):  # some put themselves in place when called
             self._below.trace = sys.gettrace()
-            if self._on:
-                sys.settrace(self._trace)
+            sys.settrace(self._trace)
         return local
 
     def report(self, frame: FrameType, event: str) -> None:

@@ -165,3 +165,24 @@ def test_a_thread_of_its_own_can_run_a_backward():
         thread.join()
     twice = [(r.line, r.hits, r.allocated_bytes) for r in profiler.records]
     assert twice == [(line, 2 * hits, 2 * n_bytes) for line, hits, n_bytes in once]
+
+
+@pytest.mark.slow
+def test_compiled_code_counts_on_the_line_that_calls_it(capfd):
+    compiled = torch.compile(body, backend="aot_eager")
+    x = torch.ones(N, requires_grad=True)
+
+    def step():
+        loss = compiled(x).sum()
+        loss.backward()
+        x.grad = None
+
+    try:
+        truth = truth_of(step)
+        capfd.readouterr()
+        with LineProfiler(step, device="cpu") as profiler:
+            step()
+        assert sums_of(profiler) == truth
+        assert capfd.readouterr().err == ""
+    finally:
+        torch._dynamo.reset()
