@@ -97,11 +97,16 @@ class ScopeUsageWarning(TenureWarning):
     """A scope is used in a way that works, but seldom as it was meant."""
 
 
+class ProfilerUsageWarning(TenureWarning):
+    """A profiler is used in a way that works, but not quite as it was asked for."""
+
+
 _ROOMS: dict[str, str] = {
-    **dict.fromkeys(
-        ("AdaptiveUsageError", "BatchCoupledError", "OutOfRetriesError"), "tenure.adaptive"
-    ),
+    "AdaptiveUsageError": "tenure.adaptive",
+    "BatchCoupledError": "tenure.adaptive",
+    "OutOfRetriesError": "tenure.adaptive",
     "ProfilerUsageError": "tenure.profiler",
+    "ProfilerUsageWarning": "tenure.profiler",
 }
 
 
