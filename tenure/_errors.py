@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tenure.profiler import Courtesy
     from tenure.scopes._leaks import LeakReport
 
 
@@ -46,6 +47,25 @@ class AdaptiveUsageError(TenureError):
     """A function of ``tenure.adaptive`` got what it can't use, and nothing was changed."""
 
 
+class CourtesyError(TenureError):
+    """Memory could not be moved to the host, or not be brought back; no bytes were lost.
+
+    Attributes:
+        courtesy: whose ``restore()`` brings back what is still away.
+    """
+
+    def __init__(self, message: str, courtesy: Courtesy | None = None) -> None:
+        super().__init__(message)
+        self.courtesy = courtesy
+
+    def __reduce__(self) -> tuple[type[CourtesyError], tuple[str]]:
+        return type(self), (self.args[0],)  # what is away is away in this process only
+
+
+class AwayTensorError(CourtesyError):
+    """A tensor was used while its bytes were in host memory."""
+
+
 class ByteSizeError(TenureError, ValueError):
     """A number of bytes was written in a way that can't be read."""
 
@@ -58,7 +78,16 @@ class ScopeUsageWarning(TenureWarning):
     """A scope is used in a way that works, but seldom as it was meant."""
 
 
-_ROOMS = {"AdaptiveUsageError": "tenure.adaptive"}
+class CourtesyWarning(TenureWarning):
+    """Memory of a device was to be moved to the host, and some of it can't be."""
+
+
+_ROOMS = {
+    "AdaptiveUsageError": "tenure.adaptive",
+    "AwayTensorError": "tenure.profiler",
+    "CourtesyError": "tenure.profiler",
+    "CourtesyWarning": "tenure.profiler",
+}
 
 
 def _speak_as_tenure() -> None:

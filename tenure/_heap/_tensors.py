@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from collections.abc import Callable
 from itertools import compress
 from typing import Any
 
@@ -30,15 +31,16 @@ def cpp_references(found: object) -> int:
 
 def live_tensors() -> list[torch.Tensor]:
     """Every tensor with a handle in Python, in the order of the collector."""
+    return live_objects(lambda cls: is_kind(cls, torch.Tensor))
+
+
+def live_objects(is_wanted: Callable[[type], bool]) -> list[Any]:
+    """Every object of the collector whose class is wanted, in its order."""
     heap = gc.get_objects()
     classes = list(map(type, heap))
     # each class is judged once; by identity, as a metaclass may define __hash__ and __eq__
     keys = list(map(id, classes))
-    kinds = {
-        key
-        for key, cls in dict(zip(keys, classes, strict=True)).items()
-        if is_kind(cls, torch.Tensor)
-    }
+    kinds = {key for key, cls in dict(zip(keys, classes, strict=True)).items() if is_wanted(cls)}
     return list(compress(heap, map(kinds.__contains__, keys)))
 
 

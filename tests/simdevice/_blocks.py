@@ -48,6 +48,11 @@ def block_of(tensor: torch.Tensor) -> Block:
     return _lent_block(tensor.untyped_storage()) if found is None else found
 
 
+def has_block(storage: torch.UntypedStorage) -> bool:
+    """Whether this storage owns memory of the device."""
+    return storage_key(storage) in _blocks
+
+
 def n_bytes_of(storage: torch.UntypedStorage) -> int | None:
     """What `storage.nbytes()` must answer where C++ does not know it: 0 for an emptied block."""
     block = _blocks.get(storage_key(storage))

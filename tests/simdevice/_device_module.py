@@ -134,7 +134,7 @@ def _reserved() -> list[tuple[str, Any]]:
 
 
 def memory_snapshot() -> list[dict[str, Any]]:
-    """What `torch.cuda.memory_snapshot` tells of live memory: each block is a segment of its own."""
+    """Live memory as `torch.cuda.memory_snapshot` tells of it: each block is a segment."""
     return [
         {
             "device": 0,

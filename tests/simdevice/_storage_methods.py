@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch.storage import _StorageBase
 
-from ._blocks import allocate_bytes, empty_block, n_bytes_of, refill_block
+from ._blocks import allocate_bytes, empty_block, has_block, n_bytes_of, refill_block
 from ._dispatch import require_first_device
 from ._torch_backend import DEVICE_TYPE
 
 
 def install() -> None:
-    """Replace the constructor, `new`, `clone`, `resize_` and the size of storages."""
+    """Replace the constructor, `new`, `clone`, `resize_` and what tells of sizes."""
     torch.UntypedStorage.__new__ = _constructor()  # type: ignore[method-assign]
     torch.UntypedStorage.new = _renewer()  # type: ignore[method-assign]
     _StorageBase.clone = _cloner()  # type: ignore[method-assign]
     torch.UntypedStorage.resize_ = _resizer()  # type: ignore[method-assign]
+    torch.UntypedStorage.resizable = _resizability()  # type: ignore[method-assign]
     for name in ("nbytes", "size"):
         setattr(torch.UntypedStorage, name, _sizer(name))
 
@@ -70,6 +71,15 @@ def _sizer(name: str) -> Any:
         return plain(storage) if n_bytes is None else n_bytes
 
     return size
+
+
+def _resizability() -> Any:
+    plain = torch.UntypedStorage.resizable
+
+    def resizable(storage: torch.UntypedStorage) -> bool:
+        return has_block(storage) or plain(storage)
+
+    return resizable
 
 
 def _resizer() -> Any:

@@ -1,0 +1,161 @@
+"""What lies in device memory: every storage, the tensors that share it, the nodes that saved them.
+
+Every owner of a storage is counted, in Python and in C++, so that memory which something unseen
+holds as well (another library by DLPack, a pass that is running) is told apart. Nothing is changed,
+no unpack hook and no code of a subclass runs.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from types import GetSetDescriptorType
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from tenure._heap._graph import _SAVED_TENSOR as SAVED_TENSOR
+from tenure._heap._graph import _saved_tensors as saved_tensors
+from tenure._heap._graph import _walk as walk
+from tenure._heap._static import class_attributes, is_kind, mro_of
+from tenure._heap._tensors import cpp_uses, live_objects, read
+from tenure._storages import storages_of
+
+from ._torch_owners import n_owners
+
+_NO_MEMORY = frozenset({"cpu", "meta"})
+# objects whose references are looked at together
+_CHUNK = 4096
+_ALONE = 1  # what cpp_uses() says of a tensor that only its handle owns
+
+
+@dataclass(slots=True, eq=False)
+class Holding:
+    """One storage of a device, held strongly while this object lives.
+
+    Attributes:
+        storage: the storage.
+        tensors: the tensors that lie in it, by identity.
+        wrappers: sparse tensors that are made of it, by identity.
+        nodes: nodes of autograd's graphs that saved one of the tensors, by identity.
+        n_unseen: owners that are none of these.
+    """
+
+    storage: UntypedStorage
+    tensors: dict[int, Tensor] = field(default_factory=dict)
+    wrappers: dict[int, Tensor] = field(default_factory=dict)
+    nodes: dict[int, Any] = field(default_factory=dict)
+    n_unseen: int = 0
+
+    @property
+    def handles(self) -> list[Tensor]:
+        """Every tensor whose data the storage has."""
+        return [*self.tensors.values(), *self.wrappers.values()]
+
+
+def take_inventory() -> list[Holding]:
+    """The storages that take memory of accelerators, in the order in which they were found."""
+    with torch._C.DisableTorchFunction():
+        found = _Found()
+        holdings = found.holdings()
+        for holding in holdings:
+            holding.n_unseen = found.unseen_owners(holding)
+    return holdings
+
+
+class _Found:
+    """All tensors, reached from the heap through views, gradients and graphs."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, Tensor] = {}
+        self.storages: list[UntypedStorage] = []
+        self.savers: dict[int, dict[int, Any]] = {}
+        self._nodes: dict[int, Any] = {}
+        self._uses: Counter[int] = Counter()
+        self._open: list[Tensor] = []
+        for thing in live_objects(_is_of_interest):
+            if is_kind(type(thing), Tensor):
+                self._open.append(thing)
+            elif is_kind(type(thing), UntypedStorage):
+                self.storages.append(thing)
+            else:
+                self._add_graph(thing)
+        for t in _loosely_saved():
+            self._add_use(t)
+        while self._open:
+            self._expand(self._open.pop())
+
+    def holdings(self) -> list[Holding]:
+        """One holding for each storage that takes memory of an accelerator."""
+        by_key: dict[int, Holding] = {}
+        for storage in self.storages:
+            _enter(by_key, storage)
+        for key, t in self.tensors.items():
+            is_dense = read(t, "layout") is torch.strided
+            for storage in _storages_of(t):
+                holding = _enter(by_key, storage)
+                if holding is not None:
+                    (holding.tensors if is_dense else holding.wrappers)[key] = t
+                    holding.nodes |= self.savers.get(key, {})
+        return list(by_key.values())
+
+    def unseen_owners(self, holding: Holding) -> int:
+        """Owners of the storage, and of its tensors, that this search has not met."""
+        n_seen = len(holding.tensors) + len(holding.wrappers)
+        of_tensors = sum(
+            cpp_uses(t) - _ALONE - self._uses[key] for key, t in holding.tensors.items()
+        )
+        return max(0, n_owners(holding.storage) - n_seen) + max(0, of_tensors)
+
+    def _expand(self, t: Tensor) -> None:
+        if id(t) in self.tensors:
+            return
+        self.tensors[id(t)] = t
+        self._add_use(read(t, "_base"))
+        if read(t, "is_leaf") or read(t, "retains_grad"):  # of other tensors reading it warns
+            self._add_use(read(t, "grad"))
+        self._add_graph(read(t, "grad_fn"))
+
+    def _add_graph(self, root: Any) -> None:
+        for node in walk([root], self._nodes) if root is not None else ():
+            for _, t in saved_tensors(node):
+                self._add_use(t)
+                self.savers.setdefault(id(t), {})[id(node)] = node
+
+    def _add_use(self, t: Tensor | None) -> None:
+        if t is not None:
+            self._uses[id(t)] += 1
+            self._open.append(t)
+
+
+def _loosely_saved() -> Iterator[Tensor]:
+    """Tensors saved for a backward pass outside of a node, as the inputs of a checkpoint are."""
+    heap = gc.get_objects()
+    for start in range(0, len(heap), _CHUNK):
+        for held in gc.get_referents(*heap[start : start + _CHUNK]):
+            if type(held) is SAVED_TENSOR and is_kind(type(held.data), Tensor):
+                yield held.data
+
+
+def _enter(by_key: dict[int, Holding], storage: UntypedStorage) -> Holding | None:
+    if storage.device.type in _NO_MEMORY or storage.nbytes() == 0:
+        return None
+    return by_key.setdefault(storage._cdata, Holding(storage))
+
+
+def _storages_of(t: Tensor) -> Iterable[UntypedStorage]:
+    try:
+        return storages_of(t)
+    except Exception:  # opaque tensors raise errors of many types here
+        return ()
+
+
+def _is_of_interest(cls: type) -> bool:
+    """Tensors, storages, and nodes of graphs, which a variable may hold without any tensor."""
+    if is_kind(cls, Tensor, UntypedStorage):
+        return True
+    found = (class_attributes(base).get("next_functions") for base in mro_of(cls))
+    return any(type(attribute) is GetSetDescriptorType for attribute in found)
