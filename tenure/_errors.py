@@ -66,6 +66,10 @@ class AwayTensorError(CourtesyError):
     """A tensor was used while its bytes were in host memory."""
 
 
+class ProfilerUsageError(TenureError):
+    """A function of ``tenure.profiler`` got what it can't use, and nothing was changed."""
+
+
 class ByteSizeError(TenureError, ValueError):
     """A number of bytes was written in a way that can't be read."""
 
@@ -87,6 +91,7 @@ _ROOMS = {
     "AwayTensorError": "tenure.profiler",
     "CourtesyError": "tenure.profiler",
     "CourtesyWarning": "tenure.profiler",
+    "ProfilerUsageError": "tenure.profiler",
 }
 
 

@@ -54,7 +54,7 @@ class RunningFrames:
     def _add_stack(self, frame: FrameType | None, thread: str | None) -> None:
         silent = thread is None
         while frame is not None:
-            silent = silent and _is_tenure(frame)
+            silent = silent and is_tenure(frame)
             self.ids.add(id(frame))
             if not _is_namespace(frame):
                 self._add_frame(frame, thread, silent)
@@ -94,7 +94,8 @@ def _is_namespace(frame: FrameType) -> bool:
     return not _is_optimized(frame) and frame.f_locals is frame.f_globals
 
 
-def _is_tenure(frame: FrameType) -> bool:
+def is_tenure(frame: FrameType) -> bool:
+    """Whether a frame runs code of this library, its command line aside."""
     name = frame.f_globals.get("__name__")
     if type(name) is not str or name.startswith("tenure._cli"):
         return False  # the command line uses the library like any program

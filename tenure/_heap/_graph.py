@@ -1,10 +1,4 @@
-"""References between tensors that only C++ knows: views, gradients and what autograd saved.
-
-Nodes are read through ``_raw_saved_*`` and never through ``_saved_*``, so no unpack hook runs and
-no checkpoint is recomputed.
-
-Source: ``torch/csrc/autograd/saved_variable.h`` for what a saved tensor holds.
-"""
+"""References between tensors that only C++ knows: views, gradients and what autograd saved."""
 
 import sys
 from collections import defaultdict
@@ -13,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ._static import class_attributes, mro_of, type_name
+from ._nodes import below, saved_tensors, walk_nodes
+from ._static import type_name
 from ._steps import Step
 from ._tensors import (
     cpp_references,
@@ -23,16 +18,11 @@ from ._tensors import (
     storage_key,
 )
 
-_RAW = "_raw_saved_"
 _VIEW = Step("", "view", anchor="view", link=" ")
 _WHOLE_VIEW = _VIEW._replace(whole=True)
 _GRADIENT = Step(".grad", "attribute")
-_MAX_DEPTH = 2
 # references to a handle from our list and from `map` while it counts them
 _OWN_REFERENCES = 2
-# the stubs of torch do not know the module
-_BINDINGS: Any = torch._C
-_SAVED_TENSOR = _BINDINGS._autograd.SavedTensor
 
 
 class Reference(NamedTuple):
@@ -110,20 +100,20 @@ class TensorGraph:
 
     def _add_nodes(self) -> None:
         nodes = [read(t, "grad_fn") for t in self.live]
-        below = _below(node for node in nodes if node is not None)
+        inner_ids = below(node for node in nodes if node is not None)
         seen: dict[int, Any] = {}
         # outputs first: a node belongs to the graph of what was computed last
         for inner in (False, True):
             for owner, node in enumerate(nodes):
-                if node is not None and (id(node) in below) is inner:
+                if node is not None and (id(node) in inner_ids) is inner:
                     self._add_graph(owner, node, seen)
 
     def _add_graph(self, owner: int, root: Any, seen: dict[int, Any]) -> None:
-        for node in _walk([root], seen):
+        for node in walk_nodes([root], seen):
             name = type_name(type(node))
             step = Step("", "autograd", anchor=name, link=" in the graph of ")
             self._by_id[id(node)].append(Reference(owner, step))
-            for label, t in _saved_tensors(node):
+            for label, t in saved_tensors(node):
                 anchor = f"{name} (saved {label})"
                 self._add_saved(owner, t, step._replace(anchor=anchor))
 
@@ -139,44 +129,3 @@ class TensorGraph:
                 self._by_id[id(base)].append(Reference(owner, step))
             if key is not None:
                 self._by_storage[key].append(Reference(owner, step._replace(shares=True)))
-
-
-def _below(roots: Iterable[Any]) -> frozenset[int]:
-    seen: dict[int, Any] = {}
-    return frozenset(id(inner) for node in _walk(list(roots), seen) for inner in _inner(node))
-
-
-def _walk(stack: list[Any], seen: dict[int, Any]) -> Iterator[Any]:
-    """Every node once; `seen` keeps them, so that their identities stay their own."""
-    while stack:
-        node = stack.pop()
-        if id(node) not in seen:
-            seen[id(node)] = node
-            yield node
-            stack.extend(reversed(_inner(node)))
-
-
-def _inner(node: Any) -> list[Any]:
-    return [inner for inner, _ in node.next_functions if inner is not None]
-
-
-def _saved_tensors(node: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    for cls in mro_of(type(node)):
-        for name in class_attributes(cls):
-            if name.startswith(_RAW) or name == "variable":
-                try:
-                    saved = getattr(node, name)
-                except RuntimeError:  # freed by backward()
-                    continue
-                label = name.removeprefix(_RAW)
-                yield from ((label, t) for t in _tensors_in(saved, _MAX_DEPTH))
-
-
-def _tensors_in(saved: Any, depth: int) -> Iterator[torch.Tensor]:
-    if type(saved) is _SAVED_TENSOR:
-        saved = saved.data
-    if type(saved) in (tuple, list) and depth:
-        for item in saved:
-            yield from _tensors_in(item, depth - 1)
-    elif torch.Tensor in mro_of(type(saved)):
-        yield saved

@@ -12,11 +12,13 @@ from typing import NamedTuple
 
 import torch
 
+from ._collector import has_frozen, tracked_objects
 from ._frames import RunningFrames
 from ._graph import TensorGraph
+from ._nodes import is_node
 from ._referents import slots_of
 from ._roots import Roots
-from ._static import class_attributes, is_kind, mro_of
+from ._static import is_kind
 from ._steps import Root, Step
 from ._suspended import frame_of
 from ._tensors import cpp_references, cpp_uses, storage_key, storage_uses
@@ -189,7 +191,7 @@ class Search:
 
     def _add_cpp_holders(self, n: int) -> None:
         held = self.alive[n]
-        if _is_node(held):
+        if is_node(held):
             self._add_owners(n, held)
         elif is_kind(type(held), torch.Tensor):
             self._add_tensor_holders(n, held)  # type: ignore[arg-type]
@@ -232,11 +234,11 @@ class Search:
 
 
 def _referrers(asked: list[object]) -> list[object]:
-    if len(asked) <= _MAX_ASKED:
+    if len(asked) <= _MAX_ASKED and not has_frozen():
         return gc.get_referrers(*asked)
     wanted = frozenset(map(id, asked))
     found: list[object] = []
-    heap = gc.get_objects()
+    heap = tracked_objects()
     for start in range(0, len(heap), _CHUNK):
         chunk = heap[start : start + _CHUNK]
         if _refer(wanted, *chunk):
@@ -246,7 +248,3 @@ def _referrers(asked: list[object]) -> list[object]:
 
 def _refer(wanted: frozenset[int], *holders: object) -> bool:
     return not wanted.isdisjoint(map(id, gc.get_referents(*holders)))
-
-
-def _is_node(found: object) -> bool:
-    return any("next_functions" in class_attributes(cls) for cls in mro_of(type(found)))

@@ -1,13 +1,12 @@
 """Questions to a tensor of any kind; none runs an operation or code of a subclass, none raises."""
 
-import gc
 import sys
-from collections.abc import Callable
 from itertools import compress
 from typing import Any
 
 import torch
 
+from ._collector import tracked_objects
 from ._static import is_kind
 
 _BASE: Any = torch._C.TensorBase
@@ -31,16 +30,15 @@ def cpp_references(found: object) -> int:
 
 def live_tensors() -> list[torch.Tensor]:
     """Every tensor with a handle in Python, in the order of the collector."""
-    return live_objects(lambda cls: is_kind(cls, torch.Tensor))
-
-
-def live_objects(is_wanted: Callable[[type], bool]) -> list[Any]:
-    """Every object of the collector whose class is wanted, in its order."""
-    heap = gc.get_objects()
+    heap = tracked_objects()
     classes = list(map(type, heap))
     # each class is judged once; by identity, as a metaclass may define __hash__ and __eq__
     keys = list(map(id, classes))
-    kinds = {key for key, cls in dict(zip(keys, classes, strict=True)).items() if is_wanted(cls)}
+    kinds = {
+        key
+        for key, cls in dict(zip(keys, classes, strict=True)).items()
+        if is_kind(cls, torch.Tensor)
+    }
     return list(compress(heap, map(kinds.__contains__, keys)))
 
 

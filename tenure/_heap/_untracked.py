@@ -12,6 +12,7 @@ from itertools import compress
 from types import FrameType
 from typing import Any
 
+from ._collector import tracked_objects
 from ._frames import read_locals
 from ._static import class_attributes
 from ._steps import Step
@@ -73,7 +74,7 @@ def _held(kinds: set[int]) -> Iterable[Any]:
             found |= {id(v): v for _, v in read_locals(frame) if id(type(v)) in kinds}
             frame = frame.f_back
     # one call for all objects, and no Python in the loop over what they refer to
-    held = gc.get_referents(*gc.get_objects())
+    held = gc.get_referents(*tracked_objects())
     for value in compress(held, map(kinds.__contains__, map(id, map(type, held)))):
         found[id(value)] = value
     return found.values()

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, UntypedStorage
 
+from ._torch_quiet import quietly
+
 _BUFFER_BYTES = 32 * 2**20
 _N_BUFFERS = 2
 
@@ -39,7 +41,7 @@ def host_bytes(n_bytes: int) -> Tensor:
     Raises:
         RuntimeError: there is none.
     """
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+    with quietly():
         return torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
 
 
@@ -87,8 +89,7 @@ def _undisturbed(device: torch.device) -> Iterator[Any]:
     """Begin after, and end before, all other work of the device; no mode sees what happens."""
     module: Any = torch.get_device_module(device)
     with (
-        torch._C.DisableTorchFunction(),
-        torch._C._DisableTorchDispatch(),
+        quietly(),
         torch.inference_mode(False),
         torch.no_grad(),
         on_device(device),

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from tenure._heap._static import is_kind
-from tenure._heap._tensors import live_objects
+from tenure._heap import is_kind, tracked_objects
 
 from ._away import can_guard
 from ._inventory import Holding
@@ -63,6 +62,6 @@ def _of_owners(holding: Holding) -> str:
 def _reason_of_device(device: torch.device) -> str:
     module: Any = torch.get_device_module(device)
     classes = [getattr(module, name) for name in _GRAPHS if hasattr(module, name)]
-    if classes and live_objects(lambda cls: is_kind(cls, *classes)):
+    if classes and any(is_kind(type(found), *classes) for found in tracked_objects()):
         return f"a live {classes[0].__name__} replays on the addresses it was captured with"
     return ""

@@ -9,24 +9,30 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from types import GetSetDescriptorType
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from tenure._heap._graph import _SAVED_TENSOR as SAVED_TENSOR
-from tenure._heap._graph import _saved_tensors as saved_tensors
-from tenure._heap._graph import _walk as walk
-from tenure._heap._static import class_attributes, is_kind, mro_of
-from tenure._heap._tensors import cpp_uses, live_objects, read
+from tenure._heap import (
+    cpp_uses,
+    is_kind,
+    is_node,
+    is_saved_tensor,
+    read,
+    slots_of_node,
+    tracked_objects,
+    walk_nodes,
+)
 from tenure._storages import storages_of
 
 from ._torch_owners import n_owners
+from ._torch_quiet import quietly
 
 _NO_MEMORY = frozenset({"cpu", "meta"})
+_NODE = "node"
 # objects whose references are looked at together
 _CHUNK = 4096
 _ALONE = 1  # what cpp_uses() says of a tensor that only its handle owns
@@ -58,7 +64,7 @@ class Holding:
 
 def take_inventory() -> list[Holding]:
     """The storages that take memory of accelerators, in the order in which they were found."""
-    with torch._C.DisableTorchFunction():
+    with quietly():
         found = _Found()
         holdings = found.holdings()
         for holding in holdings:
@@ -76,17 +82,24 @@ class _Found:
         self._nodes: dict[int, Any] = {}
         self._uses: Counter[int] = Counter()
         self._open: list[Tensor] = []
-        for thing in live_objects(_is_of_interest):
-            if is_kind(type(thing), Tensor):
-                self._open.append(thing)
-            elif is_kind(type(thing), UntypedStorage):
-                self.storages.append(thing)
-            else:
-                self._add_graph(thing)
-        for t in _loosely_saved():
-            self._add_use(t)
+        self._look_at(tracked_objects())
         while self._open:
             self._expand(self._open.pop())
+
+    def _look_at(self, heap: list[Any]) -> None:
+        """Begin with what Python has: a node, too, may be held without any tensor."""
+        for found, kind in zip(heap, _kinds_of(heap), strict=True):
+            if kind is Tensor:
+                self._open.append(found)
+            elif kind is UntypedStorage:
+                self.storages.append(found)
+            elif kind is _NODE:
+                self._add_graph(found)
+        for start in range(0, len(heap), _CHUNK):
+            # the inputs of a checkpoint are saved outside of any node
+            for held in filter(is_saved_tensor, gc.get_referents(*heap[start : start + _CHUNK])):
+                if is_kind(type(held.data), Tensor):
+                    self._add_use(held.data)
 
     def holdings(self) -> list[Holding]:
         """One holding for each storage that takes memory of an accelerator."""
@@ -120,24 +133,17 @@ class _Found:
         self._add_graph(read(t, "grad_fn"))
 
     def _add_graph(self, root: Any) -> None:
-        for node in walk([root], self._nodes) if root is not None else ():
-            for _, t in saved_tensors(node):
-                self._add_use(t)
-                self.savers.setdefault(id(t), {})[id(node)] = node
+        for node in walk_nodes([root], self._nodes) if root is not None else ():
+            for slot in slots_of_node(node):
+                # what a hook has packed is Python's, and found there
+                if slot.unpack_hook is None and is_kind(type(slot.data), Tensor):
+                    self._add_use(slot.data)
+                    self.savers.setdefault(id(slot.data), {})[id(node)] = node
 
     def _add_use(self, t: Tensor | None) -> None:
         if t is not None:
             self._uses[id(t)] += 1
             self._open.append(t)
-
-
-def _loosely_saved() -> Iterator[Tensor]:
-    """Tensors saved for a backward pass outside of a node, as the inputs of a checkpoint are."""
-    heap = gc.get_objects()
-    for start in range(0, len(heap), _CHUNK):
-        for held in gc.get_referents(*heap[start : start + _CHUNK]):
-            if type(held) is SAVED_TENSOR and is_kind(type(held.data), Tensor):
-                yield held.data
 
 
 def _enter(by_key: dict[int, Holding], storage: UntypedStorage) -> Holding | None:
@@ -153,9 +159,18 @@ def _storages_of(t: Tensor) -> Iterable[UntypedStorage]:
         return ()
 
 
-def _is_of_interest(cls: type) -> bool:
-    """Tensors, storages, and nodes of graphs, which a variable may hold without any tensor."""
-    if is_kind(cls, Tensor, UntypedStorage):
-        return True
-    found = (class_attributes(base).get("next_functions") for base in mro_of(cls))
-    return any(type(attribute) is GetSetDescriptorType for attribute in found)
+def _kinds_of(heap: list[Any]) -> list[object]:
+    """What each object is to the search; each class is judged once, by its identity."""
+    classes = list(map(id, map(type, heap)))
+    examples = dict(zip(classes, heap, strict=True))
+    kinds = {key: _kind_of(found) for key, found in examples.items()}
+    return [kinds[key] for key in classes]
+
+
+def _kind_of(found: object) -> object:
+    cls = type(found)
+    if is_kind(cls, Tensor):
+        return Tensor
+    if is_kind(cls, UntypedStorage):
+        return UntypedStorage
+    return _NODE if is_node(found) else None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from tenure._heap._static import type_name
+from tenure._heap import type_name
 from tenure._units import format_bytes
 
 from . import _torch_trap

@@ -283,7 +283,7 @@ USES = {
     "keyword": lambda t: torch.add(input=torch.ones(2), other=t),
     "out": lambda t: torch.add(torch.ones(4), 1, out=t),
     "pickle": lambda t: t.__reduce_ex__(2),
-    "backward": lambda t: torch.autograd.backward([t.grad_fn and t or t], [torch.ones(4)]),
+    "backward": lambda t: torch.autograd.backward([t], [torch.ones(4)]),
 }
 
 
@@ -294,7 +294,7 @@ def test_every_use_meanwhile_is_refused_by_name(sim, use):
         with pytest.raises(
             AwayTensorError,
             match=r"\(\) got float32\[4\] on sim:0, 16 B, which a Courtesy moved to host memory\. "
-            r"Leave|^\.data got float32\[4\] on sim:0",
+            r"Leave|^\.(data|__get__) got float32\[4\] on sim:0",
         ) as caught:
             USES[use](t)
         assert caught.value.courtesy is courtesy
@@ -309,10 +309,13 @@ def test_what_a_tensor_is_can_be_asked_meanwhile(sim):
         assert (t.size(1), t.numel(), len(t), t.stride()) == (3, 6, 2, (3, 1))
         assert (t.requires_grad, t.is_leaf, t.grad_fn, t._version) == (True, True, None, 0)
         assert isinstance(t, nn.Parameter)
-        assert repr(t) == str(t) == f"{t}" == (
-            "<AwayTensor float32[2, 3] on sim:0, 24 B, which a Courtesy moved to host memory>"
+        assert (
+            repr(t)
+            == str(t)
+            == f"{t}"
+            == ("<AwayTensor float32[2, 3] on sim:0, 24 B, which a Courtesy moved to host memory>")
         )
-        assert t in {t}
+        assert {t: 1}[t] == 1
         assert "shape" in dir(t)
         assert type(t.grad).__name__ == "AwayTensor"
     assert type(t) is nn.Parameter
@@ -323,7 +326,7 @@ def test_a_backward_pass_meanwhile_is_refused_before_it_reads(sim):
     loss = (w * w).sum().cpu()
     on_host = loss * 2
     with Courtesy() as courtesy:
-        with pytest.raises(AwayTensorError, match=r"^sum\(\) got|^backward\(\) got"):
+        with pytest.raises(AwayTensorError, match=r"^mul\(\) got"):
             (w * w).sum().backward()
         with pytest.raises(
             AwayTensorError,
@@ -337,12 +340,13 @@ def test_a_backward_pass_meanwhile_is_refused_before_it_reads(sim):
 def test_gradients_can_be_let_go_meanwhile(sim, trained):
     model, optimizer = trained
     grads = [weakref.ref(p.grad) for p in model.parameters()]
+    n_bytes = sum(p.nbytes for p in model.parameters())
     with Courtesy() as courtesy:
         away_bytes = courtesy.away_bytes
         optimizer.zero_grad()
         gc.collect()
-        assert [grad() for grad in grads] == [None] * 4
-        assert courtesy.away_bytes == away_bytes - sum(p.nbytes for p in model.parameters())
+        assert {grad() for grad in grads} == {None}
+        assert courtesy.away_bytes == away_bytes - n_bytes
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -411,7 +415,7 @@ def test_a_host_without_room_is_named_and_nothing_is_moved(sim, monkeypatch):
     with (
         pytest.raises(
             CourtesyError,
-            match=r"^16 B on sim:0 don't fit in the memory of the host: 15 B are free\. Nothing was",
+            match=r"^16 B on sim:0 don't fit in the memory of the host: 15 B are free\. Nothing",
         ),
         Courtesy(),
     ):
@@ -455,11 +459,11 @@ def test_an_interrupt_while_leaving_brings_back_what_had_left(sim, monkeypatch):
 
 
 def test_a_device_without_room_loses_nothing_and_a_later_restore_finishes(sim):
-    sim(budget=64)
+    sim(budget=68)  # full() takes 4 bytes more while it runs
     x, y = (torch.full((8,), v, device=sim.device) for v in (1.0, 2.0))
     courtesy = Courtesy()
     courtesy.yield_memory()
-    other = torch.zeros(8, device=sim.device)
+    other = torch.empty(8, device=sim.device)
     with pytest.raises(
         CourtesyError, match=r"^sim:0 has no memory for 32 B that belong there\. They are safe in"
     ) as caught:
@@ -468,7 +472,7 @@ def test_a_device_without_room_loses_nothing_and_a_later_restore_finishes(sim):
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     back = [t for t in (x, y) if type(t) is torch.Tensor]
     assert len(back) == 1
-    assert back[0].sum() in {8, 16}
+    assert back[0].cpu().sum().item() in {8, 16}
     del other
     courtesy.restore()
     assert [x.tolist(), y.tolist()] == [[1.0] * 8, [2.0] * 8]
@@ -498,24 +502,23 @@ def refused(t):
 
 def test_an_error_of_the_block_goes_on_and_everything_is_back(sim):
     x = torch.ones(4, device=sim.device)
-    with pytest.raises(ZeroDivisionError), Courtesy():
-        1 / 0
+    with pytest.raises(KeyError), Courtesy():
+        raise KeyError
     assert x.sum() == 4
 
 
 def test_an_error_of_the_block_is_not_masked_by_a_device_without_room(sim):
-    sim(budget=16)
+    sim(budget=24)
     x = torch.ones(4, device=sim.device)
-    courtesy = Courtesy()
-    with pytest.raises(ZeroDivisionError) as caught, courtesy:
-        other = torch.ones(4, device=sim.device)
-        1 / 0
+    courtesy, others = Courtesy(), []
+    with pytest.raises(KeyError) as caught, courtesy:
+        others.append(torch.empty(4, device=sim.device))
+        raise KeyError
     assert caught.value.__notes__ == [
         "sim:0 has no memory for 16 B that belong there. They are safe in host memory. Make room, "
         "then call restore() on the Courtesy (the attribute courtesy of this error) again."
     ]
-    caught.value.__traceback__ = None
-    del other
+    others.clear()
     courtesy.restore()
     assert x.sum() == 4
 
@@ -638,14 +641,13 @@ def test_work_of_every_stream_is_done_before_and_may_begin_right_after(sim):
 
 def test_what_another_library_holds_stays_and_is_named(sim):
     x = torch.ones(4, device=sim.device)
-    y = torch.ones(8, device=sim.device)
+    y, courtesy = torch.ones(8, device=sim.device), Courtesy()
     exported = torch.utils.dlpack.to_dlpack(x)
     with pytest.warns(
         CourtesyWarning,
         match=r"^16 B could not be moved to host memory: float32\[4\] on sim:0, 16 B: something in "
         r"C\+\+ that can't be seen uses it too, such as another library by DLPack, .*\. The report",
     ) as caught:
-        courtesy = Courtesy()
         courtesy.yield_memory()
     assert caught[0].filename == __file__
     assert sim.allocated_bytes == 16
