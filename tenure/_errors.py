@@ -86,12 +86,17 @@ class CourtesyWarning(TenureWarning):
     """Memory of a device was to be moved to the host, and some of it can't be."""
 
 
+class ProfilerUsageWarning(TenureWarning):
+    """A profiler is used in a way that works, but not quite as it was asked for."""
+
+
 _ROOMS = {
     "AdaptiveUsageError": "tenure.adaptive",
     "AwayTensorError": "tenure.profiler",
     "CourtesyError": "tenure.profiler",
     "CourtesyWarning": "tenure.profiler",
     "ProfilerUsageError": "tenure.profiler",
+    "ProfilerUsageWarning": "tenure.profiler",
 }
 
 

@@ -511,9 +511,14 @@ def test_an_error_of_the_block_is_not_masked_by_a_device_without_room(sim):
     sim(budget=24)
     x = torch.ones(4, device=sim.device)
     courtesy, others = Courtesy(), []
-    with pytest.raises(KeyError) as caught, courtesy:
-        others.append(torch.empty(4, device=sim.device))
-        raise KeyError
+
+    def block():
+        with courtesy:
+            others.append(torch.empty(4, device=sim.device))
+            raise KeyError
+
+    with pytest.raises(KeyError) as caught:
+        block()
     assert caught.value.__notes__ == [
         "sim:0 has no memory for 16 B that belong there. They are safe in host memory. Make room, "
         "then call restore() on the Courtesy (the attribute courtesy of this error) again."

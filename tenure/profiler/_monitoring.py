@@ -1,0 +1,132 @@
+"""Lines by ``sys.monitoring``, for Python 3.12 and newer: all threads, and no cost where unwatched.
+
+Invariant: only events of watched codes are turned on for them; two kinds are global because they
+have to be, or to keep a session short. Other tools, and ``sys.settrace``, go on as they were.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import CodeType
+from typing import Any
+
+from ._hub import Hub
+
+monitoring: Any = getattr(sys, "monitoring", None)
+"""The module; None before Python 3.12."""
+
+_NAME = "tenure.profiler"
+
+
+def free_tool() -> int | None:
+    """A tool number that nobody uses: the profilers' own if it can be; None where there is none."""
+    if monitoring is None:
+        return None
+    numbers = (monitoring.PROFILER_ID, 3, 4, monitoring.OPTIMIZER_ID)
+    return next((n for n in numbers if monitoring.get_tool(n) is None), None)
+
+
+class Monitor:
+    """Reports calls, lines and returns to a hub."""
+
+    def __init__(self, hub: Hub, tool: int) -> None:
+        self._hub = hub
+        self._tool = tool
+        self._codes: frozenset[CodeType] = frozenset()
+        self._on = False
+        events = monitoring.events
+        self._lines = (
+            events.LINE | events.PY_START | events.PY_RESUME | events.PY_RETURN | events.PY_YIELD
+        )
+        self._callbacks = {
+            events.LINE: self._line,
+            events.PY_START: self._start,
+            events.PY_RESUME: self._resume,
+            events.PY_THROW: self._throw,
+            events.PY_RETURN: self._return,
+            events.PY_YIELD: self._yield,
+            events.PY_UNWIND: self._unwind,
+            events.JUMP: self._jump,
+            events.INSTRUCTION: self._instruction,
+        }
+
+    def start(self) -> None:
+        """Take the tool's number and report."""
+        monitoring.use_tool_id(self._tool, _NAME)
+        for event, callback in self._callbacks.items():
+            monitoring.register_callback(self._tool, event, callback)
+        events = monitoring.events
+        monitoring.set_events(
+            self._tool, events.PY_UNWIND | events.PY_THROW | events.PY_START | events.JUMP
+        )
+        self._on = True
+        self._set(self._codes, self._lines)
+
+    def stop(self) -> None:
+        """Give the number back."""
+        self._set(self._codes, monitoring.events.NO_EVENTS)
+        self._on = False
+        monitoring.set_events(self._tool, monitoring.events.NO_EVENTS)
+        for event in self._callbacks:
+            monitoring.register_callback(self._tool, event, None)
+        monitoring.free_tool_id(self._tool)
+
+    def watch(self, codes: frozenset[CodeType]) -> None:
+        """Report these codes."""
+        gone, came = self._codes - codes, codes - self._codes
+        self._codes = codes
+        if self._on:
+            self._set(gone, monitoring.events.NO_EVENTS)
+            self._set(came, self._lines)
+
+    def _set(self, codes: frozenset[CodeType], events: int) -> None:
+        for code in codes:
+            monitoring.set_local_events(self._tool, code, events)
+
+    # --- callbacks: a frame's own stands just outside them
+
+    def _start(self, code: CodeType, _: int) -> None:
+        if code in self._codes:
+            frame = sys._getframe(1)
+            self._hub.enter(id(frame), code, frame.f_lineno)
+        else:
+            self._hub.tick()
+
+    def _resume(self, code: CodeType, _: int) -> None:
+        frame = sys._getframe(1)
+        self._hub.enter(id(frame), code, frame.f_lineno)
+
+    def _throw(self, code: CodeType, _: int, __: BaseException) -> None:
+        if code in self._codes:
+            self._resume(code, 0)
+
+    def _line(self, code: CodeType, line: int) -> None:
+        self._hub.line(id(sys._getframe(1)), code, line)
+
+    def _yield(self, code: CodeType, _: int, __: object) -> None:
+        self._hub.leave(id(sys._getframe(1)), code, torn_down=False)
+
+    def _unwind(self, code: CodeType, _: int, __: BaseException) -> None:
+        if code in self._codes:
+            self._hub.leave(id(sys._getframe(1)), code, torn_down=False)
+
+    def _return(self, code: CodeType, _: int, __: object) -> None:
+        frame = sys._getframe(1)
+        if not self._hub.leave(id(frame), code, torn_down=True):
+            return
+        caller = frame.f_back
+        if caller is None:
+            self._hub.torn_down_now()
+        else:
+            events = monitoring.get_local_events(self._tool, caller.f_code)
+            instruction = monitoring.events.INSTRUCTION
+            monitoring.set_local_events(self._tool, caller.f_code, events | instruction)
+
+    def _instruction(self, code: CodeType, _: int) -> None:
+        events = monitoring.get_local_events(self._tool, code)
+        instruction = monitoring.events.INSTRUCTION
+        monitoring.set_local_events(self._tool, code, events & ~instruction)
+        self._hub.torn_down_now()
+
+    def _jump(self, _: CodeType, __: int, ___: int) -> None:
+        self._hub.tick()
