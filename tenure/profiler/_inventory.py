@@ -127,7 +127,10 @@ class _Found:
         if id(t) in self.tensors:
             return
         self.tensors[id(t)] = t
-        self._add_use(read(t, "_base"))
+        base = read(t, "_base")
+        self._add_use(base)
+        if base is not None and _is_twofold_view(t, base):
+            self._uses[id(base)] += 1
         if read(t, "is_leaf") or read(t, "retains_grad"):  # of other tensors reading it warns
             self._add_use(read(t, "grad"))
         self._add_graph(read(t, "grad_fn"))
@@ -157,6 +160,15 @@ def _storages_of(t: Tensor) -> Iterable[UntypedStorage]:
         return storages_of(t)
     except Exception:  # opaque tensors raise errors of many types here
         return ()
+
+
+def _is_twofold_view(t: Tensor, base: Tensor) -> bool:
+    """Whether a view holds its base twice, for backward and forward differentiation apart.
+
+    Source: ``shared_view_info_`` of ``torch/csrc/autograd/variable.h``.
+    """
+    is_lazy = torch.is_conj(t) != torch.is_conj(base) or torch.is_neg(t) != torch.is_neg(base)
+    return is_lazy or torch.is_complex(t) != torch.is_complex(base)
 
 
 def _kinds_of(heap: list[Any]) -> list[object]:
