@@ -3,10 +3,13 @@
 Every room's answer to "who holds this tensor" comes from here.
 """
 
+from ._collector import instances as instances
 from ._collector import tracked_objects as tracked_objects
 from ._holders import Holder as Holder
 from ._holders import find_holders as find_holders
+from ._holders import weigh_holders as weigh_holders
 from ._nodes import is_node as is_node
+from ._nodes import is_node_class as is_node_class
 from ._nodes import is_saved_tensor as is_saved_tensor
 from ._nodes import slots_of_node as slots_of_node
 from ._nodes import walk_nodes as walk_nodes
@@ -19,4 +22,5 @@ from ._tensors import live_tensors as live_tensors
 from ._tensors import read as read
 from ._tensors import storage_bytes as storage_bytes
 from ._tensors import storage_key as storage_key
+from ._tensors import storage_of as storage_of
 from ._tensors import storage_uses as storage_uses

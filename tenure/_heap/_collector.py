@@ -7,6 +7,8 @@ frozen tensor that only a NumPy array holds.
 
 import gc
 import sys
+from collections.abc import Callable
+from itertools import compress
 from types import FrameType
 from typing import Any
 
@@ -29,6 +31,15 @@ def tracked_objects() -> list[Any]:
     if roots:
         found.extend(_frozen(found, roots))
     return found
+
+
+def instances(objects: list[Any], judge: Callable[[type], bool]) -> list[Any]:
+    """Those whose class passes; each class is judged once, and no object is asked."""
+    classes = list(map(type, objects))
+    # by identity, as a metaclass may define __hash__ and __eq__
+    keys = list(map(id, classes))
+    kinds = {key for key, cls in dict(zip(keys, classes, strict=True)).items() if judge(cls)}
+    return list(compress(objects, map(kinds.__contains__, keys)))
 
 
 def _frozen(unfrozen: list[Any], roots: list[Any]) -> list[Any]:

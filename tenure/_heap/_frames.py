@@ -24,6 +24,7 @@ class Variable(NamedTuple):
     is_cell: bool
     thread: str | None
     silent: bool
+    is_asking: bool
 
 
 class RunningFrames:
@@ -51,6 +52,11 @@ class RunningFrames:
         """How many references an object gets from plain (not captured) local variables."""
         return sum(not variable.is_cell for variable in self.variables.get(identity, ()))
 
+    def count_silent(self, identity: int) -> int:
+        """How many of these are of tenure's own functions."""
+        found = self.variables.get(identity, ())
+        return sum(variable.is_asking and not variable.is_cell for variable in found)
+
     def _add_stack(self, frame: FrameType | None, thread: str | None) -> None:
         silent = thread is None
         while frame is not None:
@@ -69,7 +75,8 @@ class RunningFrames:
             text = _spell(frame, name, value)
             # the compiler's own variables, such as the iterator of a comprehension, are no names
             is_silent = silent or not name.isidentifier()
-            self.variables[id(value)].append(Variable(text, name in cells, thread, is_silent))
+            variable = Variable(text, name in cells, thread, is_silent, silent)
+            self.variables[id(value)].append(variable)
 
 
 def read_locals(frame: FrameType) -> list[tuple[str, object]]:

@@ -11,7 +11,7 @@ import torch
 
 from ._chains import Chain, Chains
 from ._frames import RunningFrames
-from ._search import Edge, Search
+from ._search import Balance, Edge, Search
 from ._steps import Step
 
 # kinds whose holder may be a plain variable itself, with as many steps as that takes
@@ -67,6 +67,16 @@ def find_holders(
         search = Search(tensors, (tensors, *ignore), RunningFrames(sys._getframe(1)))
         chains = Chains(search)
         return [_holders_of(n, search, chains) for n in search.targets]
+
+
+def weigh_holders(t: torch.Tensor) -> tuple[list[Holder], Balance]:
+    """As `find_holders` for one tensor, with the balance of the references to its handle."""
+    ours = [t]
+    with torch._C.DisableTorchFunction(), _collector_paused():
+        # from this very frame on: its argument is a reference as well
+        search = Search(ours, (ours,), RunningFrames(sys._getframe()))
+        (n,) = search.targets
+        return _holders_of(n, search, Chains(search)), search.balance(n)
 
 
 @contextmanager

@@ -37,7 +37,12 @@ class Slot(NamedTuple):
 
 def is_node(found: object) -> bool:
     """Whether an object is a node of a graph."""
-    return any("next_functions" in class_attributes(cls) for cls in mro_of(type(found)))
+    return is_node_class(type(found))
+
+
+def is_node_class(cls: type) -> bool:
+    """Whether the instances of a class are nodes of a graph."""
+    return any("next_functions" in class_attributes(base) for base in mro_of(cls))
 
 
 def is_saved_tensor(found: object) -> bool:

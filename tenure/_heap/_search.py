@@ -44,6 +44,13 @@ class Edge(NamedTuple):
     step: Step
 
 
+class Balance(NamedTuple):
+    """The references to one object, and those that nothing found accounts for."""
+
+    references: int
+    unexplained: int
+
+
 class Search:
     """What was found about the holders of some tensors, by number; the tensors come first.
 
@@ -69,6 +76,8 @@ class Search:
         self._in_variable: set[int] = set()
         self._lending: set[int] = set()
         self._explained: defaultdict[int, int] = defaultdict(int)
+        # of these, references from what the caller said to ignore
+        self._ours: defaultdict[int, int] = defaultdict(int)
         self._owned_in_cpp: set[int] = set()
         self._frames = frames
         self._roots = Roots(frames)
@@ -84,6 +93,13 @@ class Search:
         """References that no object, no local variable and no owner found in C++ accounts for."""
         in_cpp = n in self._owned_in_cpp
         return max(0, self._references(n) - in_cpp - self._explained[n])
+
+    def balance(self, n: int) -> Balance:
+        """The references to an object from anywhere but tenure, and how many have no name."""
+        plain = self._frames.count(id(self.alive[n])) - self._frames.count_silent(id(self.alive[n]))
+        in_cpp = min(n in self._owned_in_cpp, cpp_references(self.alive[n]))
+        named = plain + in_cpp + self._explained[n] - self._ours[n]
+        return Balance(named + self.unexplained(n), self.unexplained(n))
 
     def is_silent(self, n: int) -> bool:
         """Whether an object is a root of tenure's own and of nobody else."""
@@ -155,6 +171,7 @@ class Search:
             for held in gc.get_referents(container):
                 if id(held) in self._number:
                     self._explained[self._number[id(held)]] += 1
+                    self._ours[self._number[id(held)]] += 1
 
     def _add(self, found: object) -> int:
         if id(found) in self._number:
@@ -216,9 +233,10 @@ class Search:
 
     def _add_untracked(self, level: list[int], wanted: dict[int, int], met: set[int]) -> None:
         tensors = [n for n in level if is_kind(type(self.alive[n]), torch.Tensor)]
-        if any(self._misses_holders(n) for n in tensors):
-            for holder in self._the_untracked().tuples:
-                if id(holder) not in met and not wanted.keys().isdisjoint(map(id, holder)):
+        if any(map(self._misses_holders, tensors)) or any(map(self._is_untracked, level)):
+            for holder in self._the_untracked().holders:
+                held = map(id, gc.get_referents(holder))
+                if id(holder) not in met and not wanted.keys().isdisjoint(held):
                     self._add_holder(holder, wanted)
         for n in filter(self._is_target, tensors):
             t: torch.Tensor = self.alive[n]  # type: ignore[assignment]
@@ -226,10 +244,13 @@ class Search:
                 for array in self._the_untracked().arrays_of(storage_key(t)):
                     self._link(self._add(array), n, SHARES)
 
+    def _is_untracked(self, n: int) -> bool:
+        return self._untracked is not None and self.alive[n] in self._untracked
+
     def _the_untracked(self) -> Untracked:
         if self._untracked is None:
             self._untracked = Untracked()
-            self._ignored |= {id(self._untracked.arrays), id(self._untracked.tuples)}
+            self._ignored |= {id(self._untracked.arrays), id(self._untracked.holders)}
         return self._untracked
 
 

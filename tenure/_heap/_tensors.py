@@ -1,12 +1,11 @@
 """Questions to a tensor of any kind; none runs an operation or code of a subclass, none raises."""
 
 import sys
-from itertools import compress
 from typing import Any
 
 import torch
 
-from ._collector import tracked_objects
+from ._collector import instances, tracked_objects
 from ._static import is_kind
 
 _BASE: Any = torch._C.TensorBase
@@ -30,16 +29,7 @@ def cpp_references(found: object) -> int:
 
 def live_tensors() -> list[torch.Tensor]:
     """Every tensor with a handle in Python, in the order of the collector."""
-    heap = tracked_objects()
-    classes = list(map(type, heap))
-    # each class is judged once; by identity, as a metaclass may define __hash__ and __eq__
-    keys = list(map(id, classes))
-    kinds = {
-        key
-        for key, cls in dict(zip(keys, classes, strict=True)).items()
-        if is_kind(cls, torch.Tensor)
-    }
-    return list(compress(heap, map(kinds.__contains__, keys)))
+    return instances(tracked_objects(), lambda cls: is_kind(cls, torch.Tensor))
 
 
 def read(t: torch.Tensor, name: str) -> Any:
@@ -49,6 +39,15 @@ def read(t: torch.Tensor, name: str) -> Any:
         return getattr(_BASE, name).__get__(t)
     except Exception:
         return None
+
+
+def storage_of(t: torch.Tensor) -> torch.UntypedStorage | None:
+    """The storage; None for a tensor without one."""
+    try:
+        storage: torch.UntypedStorage = _BASE.untyped_storage(t)
+    except Exception:
+        return None
+    return storage
 
 
 def storage_key(t: torch.Tensor) -> int | None:

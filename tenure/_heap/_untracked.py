@@ -1,14 +1,15 @@
 """Holders that the collector does not track: NumPy arrays, and the named results of torch.
 
-Both are found from what holds them. Without NumPy in the process there are no arrays to look for,
-and it is never imported here.
+All are found from what holds them, the dictionaries and tuples too that the collector has let go
+because nothing that it tracks is in them. Without NumPy in the process there are no arrays to look
+for, and it is never imported here.
 """
 
 import gc
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
-from itertools import compress
+from itertools import compress, filterfalse
 from types import FrameType
 from typing import Any
 
@@ -18,6 +19,8 @@ from ._static import class_attributes
 from ._steps import Step
 from ._tensors import storage_key
 
+# by identity, as for all types here
+_CONTAINERS = frozenset(map(id, (dict, tuple)))
 SHARES = Step("", "numpy", anchor="numpy array", link=" ", shares=True)
 
 
@@ -26,12 +29,13 @@ class Untracked:
 
     Attributes:
         arrays: the arrays whose memory belongs to a tensor, held strongly while this object lives.
-        tuples: tuples that C code made with named fields, such as ``x.max(0)``; held as well.
+        holders: tuples that C code made with named fields, such as ``x.max(0)``; and dictionaries
+            and tuples around those or around arrays. They are held as well.
     """
 
     def __init__(self) -> None:
         self.arrays: list[Any] = []
-        self.tuples: list[tuple[object, ...]] = []
+        self.holders: list[object] = []
         self._by_storage: defaultdict[int, list[int]] = defaultdict(list)
         numpy = sys.modules.get("numpy")
         array = None if numpy is None else numpy.ndarray
@@ -41,8 +45,8 @@ class Untracked:
             if type(found) is array:
                 self._add_array(found)
             elif not gc.is_tracked(found):
-                self.tuples.append(found)
-        self._ids = frozenset(map(id, (*self.arrays, *self.tuples)))
+                self.holders.append(found)
+        self._ids = frozenset(map(id, (*self.arrays, *self.holders)))
 
     def __contains__(self, candidate: object) -> bool:
         return id(candidate) in self._ids
@@ -71,10 +75,29 @@ def _held(kinds: set[int]) -> Iterable[Any]:
     for frame in sys._current_frames().values():
         # walking on with the same variable: if it kept our own frame, that would be a cycle
         while frame is not None:
-            found |= {id(v): v for _, v in read_locals(frame) if id(type(v)) in kinds}
+            values = [value for _, value in read_locals(frame)]
+            _add_kinds(found, values, kinds)
+            _add_let_go(found, values, kinds)
             frame = frame.f_back
     # one call for all objects, and no Python in the loop over what they refer to
     held = gc.get_referents(*tracked_objects())
+    _add_kinds(found, held, kinds)
+    _add_let_go(found, held, kinds)
+    return found.values()
+
+
+def _add_kinds(found: dict[int, Any], held: list[Any], kinds: set[int]) -> None:
     for value in compress(held, map(kinds.__contains__, map(id, map(type, held)))):
         found[id(value)] = value
-    return found.values()
+
+
+def _add_let_go(found: dict[int, Any], held: list[Any], kinds: set[int]) -> None:
+    """Add containers that the collector has let go and that have one of these kinds in them."""
+    is_container = map(_CONTAINERS.__contains__, map(id, map(type, held)))
+    for container in list(filterfalse(gc.is_tracked, compress(held, is_container))):
+        inside = gc.get_referents(container)
+        before = len(found)
+        _add_kinds(found, inside, kinds)
+        _add_let_go(found, inside, kinds)
+        if len(found) > before or not found.keys().isdisjoint(map(id, inside)):
+            found[id(container)] = container

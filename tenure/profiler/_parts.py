@@ -5,14 +5,15 @@ No question asked here raises, whatever the tensor: what can't be told has no pa
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage, nn
 
 from tenure._describe import shape_of
-from tenure._heap import is_kind, storage_key
+from tenure._heap import is_kind, storage_of
 from tenure._storages import inner_tensors
 
 _SPARSE: dict[Any, tuple[str, ...]] = {
@@ -22,6 +23,7 @@ _SPARSE: dict[Any, tuple[str, ...]] = {
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
+_PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 _PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
 
 
@@ -58,9 +60,29 @@ def parts_of(t: Tensor) -> list[Part]:
     return found
 
 
-def shape_or_empty(t: Tensor) -> tuple[int, ...]:
-    """The shape; empty where the code of a subclass does not tell it."""
-    return _safely(shape_of, t) or ()
+def identity_of(t: Tensor) -> weakref.ref[UntypedStorage] | None:
+    """A weak reference to the storage: the same object as long as it is the same storage."""
+    storage = storage_of(t)
+    return None if storage is None else weakref.ref(storage)
+
+
+def tensor_bytes(t: Tensor) -> int:
+    """Bytes of the elements that a tensor shows; 0 where it does not tell."""
+    return _safely(lambda t: t.numel() * t.element_size(), t) or 0
+
+
+def shape_or_empty(t: Tensor) -> tuple[int | str, ...]:
+    """The shape, symbolic sizes as text; empty where the code of a subclass does not tell it."""
+    sizes = _safely(lambda t: [size if type(size) is int else str(size) for size in shape_of(t)], t)
+    return tuple(sizes or ())
+
+
+def is_hollow(storage: UntypedStorage) -> bool:
+    """Whether a storage has a size but no memory: that of meta and fake tensors, of wrappers."""
+    try:
+        return storage.device.type == "meta" or storage.data_ptr() == 0
+    except RuntimeError:
+        return True
 
 
 def _safely(question: Callable[[Tensor], Any], t: Tensor) -> Any:
@@ -97,18 +119,13 @@ def _flattened(t: Any) -> list[tuple[str, object]]:
 
 
 def _part(t: Tensor) -> Part | None:
-    key = storage_key(t)
-    if key is None:
+    storage = storage_of(t)
+    if storage is None:
         return _opaque(t)
-    storage = torch._C.TensorBase.untyped_storage(t)
     n_bytes = storage.nbytes()
-    if storage.device.type == "meta" or (n_bytes and _has_no_memory(t, storage)):
+    if not n_bytes or (type(t) not in _PLAIN and is_hollow(storage)) or t.device.type == "meta":
         return None
-    return Part("", t, key, n_bytes)
-
-
-def _has_no_memory(t: Tensor, storage: torch.UntypedStorage) -> bool:
-    return type(t) is not Tensor and storage.data_ptr() == 0
+    return Part("", t, storage._cdata, n_bytes)
 
 
 def _opaque(t: Tensor) -> Part | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from tenure._sited import created_at
 from tenure._units import format_bytes
 
 from ._graph_holdings import GraphHoldings, Kept
-from ._parts import Part, parts_of, shape_or_empty
+from ._parts import Part, identity_of, parts_of, shape_or_empty
 from ._tables import Column, html_table, rich_table, text_table
 from ._torch_quiet import quietly
 
@@ -48,7 +49,7 @@ class SavedRecord:
             of ``save_on_cpu``; the record is of what the hook was given.
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[int | str, ...]
     dtype: torch.dtype
     device: torch.device
     n_bytes: int
@@ -171,20 +172,34 @@ def saved_for_backward(*roots: Tensor | Iterable[Tensor] | Mapping[str, Tensor])
         (1024, [('SinBackward0.self', 'ExpBackward0.result'), ('AccumulateGrad.variable',)])
     """
     with quietly():
-        nodes = [read(t, "grad_fn") for t in _tensors_of(roots)]
-        return saved_below(nodes)
+        found, n_nodes = saved_storages([read(t, "grad_fn") for t in _tensors_of(roots)])
+    return SavedReport(tuple(saved.record for saved in found.values()), n_nodes)
 
 
-def saved_below(nodes: Iterable[object]) -> SavedReport:
-    """As `saved_for_backward`, for nodes."""
+class SavedStorage(NamedTuple):
+    """A record, and its storage by a weak reference; None for memory that a library hides."""
+
+    record: SavedRecord
+    identity: weakref.ref[torch.UntypedStorage] | None
+
+
+def saved_storages(nodes: Iterable[object]) -> tuple[dict[int, SavedStorage], int]:
+    """Every storage that the graphs below some nodes keep, and how many nodes they have.
+
+    Returns:
+        The storages by their address, which is unique while the graphs live.
+    """
     holdings = GraphHoldings(nodes)
     by_storage: dict[int, list[tuple[Kept, Part]]] = {}
     for entry in holdings.tensors:
         for part in parts_of(entry.found):
             by_storage.setdefault(part.key, []).append((entry, part))
     leaves = _leaf_storages(by_storage)
-    records = [_record(entries, key in leaves) for key, entries in by_storage.items()]
-    return SavedReport(tuple(records), holdings.n_nodes)
+    found = {
+        key: SavedStorage(_record(entries, key in leaves), identity_of(entries[0][1].tensor))
+        for key, entries in by_storage.items()
+    }
+    return found, holdings.n_nodes
 
 
 def _record(entries: list[tuple[Kept, Part]], is_leaf: bool) -> SavedRecord:

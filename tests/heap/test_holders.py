@@ -618,6 +618,22 @@ def test_every_way_to_an_array_is_found(make):
     assert held(weakref.ref(t))[1:] == [("numpy", f"numpy array {HERE}.CACHE[0]")]
 
 
+ARRAYS = {}
+
+
+@pytest.mark.parametrize("wrap", [lambda a: a, lambda a: (a, 1), lambda a: {"k": (a,)}])
+def test_array_in_a_dictionary_that_the_collector_has_let_go(wrap):
+    t = torch.ones(3)
+    ARRAYS["result"] = wrap(t.numpy())
+    gc.collect()
+    name = f"numpy array {HERE}.ARRAYS['result']"
+    (_, (kind, chain)) = held(weakref.ref(t))
+    ARRAYS.clear()
+    assert kind == "numpy"
+    assert chain.startswith(name)
+    assert "nothing with a name" not in chain
+
+
 def test_array_over_a_loss_does_not_hold_its_graph():
     x = torch.ones(3, requires_grad=True) * 2
     ref, loss = weakref.ref(x), x.sin().sum()
