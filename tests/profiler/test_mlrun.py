@@ -16,14 +16,16 @@ WORK = "import torch\ndef work(n):\n    x = torch.ones(n)\n    return (x * 2).su
 
 
 @pytest.fixture
-def shell():
+def shell(monkeypatch):
     """A shell with the extension loaded and a function `work` defined."""
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # a shell is its own
     config = Config()
     config.HistoryManager.enabled = False
     shell = InteractiveShell.instance(config=config)
     ran(shell, "%load_ext tenure")
     ran(shell, WORK)
     yield shell
+    shell.restore_sys_module_state()
     InteractiveShell.clear_instance()
 
 
@@ -58,9 +60,13 @@ def test_the_room_imports_no_ipython():
 
 
 def test_the_extension_of_the_room_is_the_same():
-    shell = InteractiveShell()
-    ran(shell, "%load_ext tenure.profiler")
-    assert shell.find_line_magic("mlrun")
+    code = (
+        "from IPython.core.interactiveshell import InteractiveShell\n"
+        "shell = InteractiveShell()\n"
+        "shell.run_cell('%load_ext tenure.profiler')\n"
+        "assert shell.find_line_magic('mlrun')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_statement_is_profiled_and_shown_as_a_whole(shell):

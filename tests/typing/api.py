@@ -43,6 +43,14 @@ from tenure.adaptive import (
     oom_info,
     register_oom,
 )
+from tenure.profiler import (
+    AwayTensorError,
+    Courtesy,
+    CourtesyError,
+    CourtesyReport,
+    CourtesyWarning,
+    Stay,
+)
 
 
 class Pair(NamedTuple):
@@ -191,6 +199,32 @@ def limiting(x: Tensor) -> None:
     assert_type(limited(x, scale=2.0), Tensor)
     errors: list[type[TenureError]] = [AdaptiveUsageError, tenure.ByteSizeError]
     assert errors
+
+
+def lending(x: Tensor) -> None:
+    with Courtesy() as courtesy:
+        assert_type(courtesy, Courtesy)
+        assert_type(courtesy.device, torch.device | None)
+        assert_type(courtesy.away_bytes, int)
+    assert_type(Courtesy(torch.device("cuda", 1)).yield_memory(), CourtesyReport)
+    Courtesy("cuda").restore()
+    report = courtesy.report
+    assert_type(report, CourtesyReport | None)
+    if report is not None:
+        assert_type(report.moved_bytes, int)
+        assert_type(report.stays_bytes, int)
+        for stay in report.stays:
+            assert_type(stay, Stay)
+            assert_type(stay.reason, str)
+    try:
+        x.sum()
+    except AwayTensorError as error:
+        assert_type(error.courtesy, Courtesy | None)
+    except CourtesyError as error:
+        assert_type(error.courtesy, Courtesy | None)
+    warnings: list[type[TenureWarning]] = [CourtesyWarning]
+    assert warnings
+    tenure.load_ipython_extension(object())
 
 
 def failing(x: Tensor) -> str:
