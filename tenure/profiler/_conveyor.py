@@ -41,7 +41,7 @@ def host_bytes(n_bytes: int) -> Tensor:
     Raises:
         RuntimeError: there is none.
     """
-    with quietly():
+    with quietly(), torch.inference_mode(False):
         return torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
 
 

@@ -25,6 +25,7 @@ from ._courtesy_report import CourtesyReport, Stay
 from ._departure import depart
 from ._inventory import Holding, take_inventory
 from ._moved import Moved
+from ._torch_quiet import quietly
 
 # one at a time: two that move the same storage would each think that the other's bytes are its own
 _turn = RLock()
@@ -93,13 +94,15 @@ class Courtesy:
         Warns:
             CourtesyWarning: some of it can't be moved.
         """
-        with _turn:
-            self.report = report = self._leave()
+        with _turn, quietly():
+            going, report = self._leave()
+        self.report = report
         if report.stays:
             try:
                 warnings.warn(_warning(report), CourtesyWarning, stacklevel=_user_level())
             except CourtesyWarning:  # an error to this program: leave nothing half done
-                self.restore()
+                with _turn, quietly():
+                    self._return(going)
                 raise
         return report
 
@@ -110,7 +113,7 @@ class Courtesy:
             CourtesyError: a device has no memory for all of it. The rest stays in host memory, and
                 another call brings it back once there is room.
         """
-        with _turn:
+        with _turn, quietly():
             failure = self._return(list(self._moved.values()))
         if failure is not None:
             raise CourtesyError(self._still_away(), self) from failure
@@ -157,7 +160,7 @@ class Courtesy:
 
     # --- leaving
 
-    def _leave(self) -> CourtesyReport:
+    def _leave(self) -> tuple[list[Moved], CourtesyReport]:
         holdings = [held for held in take_inventory() if self._concerns(held.storage.device)]
         devices = list(dict.fromkeys(held.storage.device for held in holdings))
         departures = [
@@ -169,7 +172,7 @@ class Courtesy:
         going = [moved for _, moved in ready]
         self._let_leave(ready)
         del holdings, departures, ready  # so that what is counted now is what the program has
-        return self._reported(going, stays, devices)
+        return going, self._reported(going, stays, devices)
 
     def _concerns(self, device: torch.device) -> bool:
         mine = self.device
@@ -191,7 +194,8 @@ class Courtesy:
             raise
         for device in {moved.device for moved in begun}:
             module: Any = torch.get_device_module(device)
-            module.empty_cache()
+            if hasattr(module, "empty_cache"):
+                module.empty_cache()
 
     def _reported(
         self, going: list[Moved], stays: list[Stay], devices: list[torch.device]

@@ -17,14 +17,18 @@ class Stay:
         text: the tensor, as ``float32[4, 4] on cuda:0, 64 B``; without one, the storage.
         n_bytes: bytes of the storage.
         reason: why it can't be moved.
+        held_by: who holds the tensor, as ``main.<locals>.x``; empty where that has no name, and
+            beyond the first few.
     """
 
     text: str
     n_bytes: int
     reason: str
+    held_by: str = ""
 
     def __str__(self) -> str:
-        return f"{self.text}: {self.reason}"
+        holder = f", held by {self.held_by}" if self.held_by else ""
+        return f"{self.text}{holder}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tenure._describe import describe_tensor
 from tenure._errors import CourtesyError
+from tenure._heap import find_holders
 from tenure._units import format_bytes
 
 from . import _conveyor
@@ -18,6 +19,11 @@ from ._immovable import Judge
 from ._inventory import Holding
 from ._moved import Moved
 from ._segments import Segments
+
+# the largest are named, by the first of their tensors that has a name
+_NAMED = 8
+_TRIED = 4
+_NAMELESS = frozenset({"unknown", "cycle"})
 
 if TYPE_CHECKING:
     from ._courtesy import Courtesy
@@ -38,14 +44,9 @@ def depart(courtesy: Courtesy, device: torch.device, holdings: list[Holding]) ->
     """
     segments = Segments(device)
     judge = Judge(device, segments)
-    going: list[Holding] = []
-    stays: list[Stay] = []
-    for held in holdings:
-        reason = judge.reason(held)
-        if reason:
-            stays.append(Stay(_text_of(held), held.storage.nbytes(), reason))
-        else:
-            going.append(held)
+    reasons = [judge.reason(held) for held in holdings]
+    going = [held for held, reason in zip(holdings, reasons, strict=True) if not reason]
+    staying = [(held, reason) for held, reason in zip(holdings, reasons, strict=True) if reason]
     loads = list(zip((held.storage for held in going), _host_memory(going, device), strict=True))
     if loads:
         _conveyor.to_host(loads, device)
@@ -53,7 +54,7 @@ def depart(courtesy: Courtesy, device: torch.device, holdings: list[Holding]) ->
         (held, Moved(courtesy, held, host, segments.at(held.storage.data_ptr())))
         for held, (_, host) in zip(going, loads, strict=True)
     ]
-    return Departure(ready, stays)
+    return Departure(ready, _stays(staying))
 
 
 def _host_memory(going: list[Holding], device: torch.device) -> list[Tensor]:
@@ -72,6 +73,30 @@ def _no_room(needed_bytes: int, device: torch.device, why: str) -> str:
         f"{format_bytes(needed_bytes)} on {device} don't fit in the memory of the host: {why}. "
         "Nothing was moved. Let go of tensors first, or name one device of several."
     )
+
+
+def _stays(staying: list[tuple[Holding, str]]) -> list[Stay]:
+    staying.sort(key=lambda pair: pair[0].storage.nbytes(), reverse=True)
+    names = _names([held for held, _ in staying[:_NAMED]])
+    names += [""] * (len(staying) - len(names))
+    return [
+        Stay(_text_of(held), held.storage.nbytes(), reason, name)
+        for (held, reason), name in zip(staying, names, strict=True)
+    ]
+
+
+def _names(holdings: list[Holding]) -> list[str]:
+    """Who holds one tensor of each, in the words of leak reports."""
+    handles = [held.handles[:_TRIED] for held in holdings]
+    flat = [handle for some in handles for handle in some]
+    if not flat:
+        return [""] * len(holdings)
+    ours = [*handles, *(held.tensors for held in holdings), *(held.wrappers for held in holdings)]
+    chains = iter(find_holders(flat, ignore=ours))
+    found = [[holder for _ in some for holder in next(chains)] for some in handles]
+    return [
+        next((h.chain for h in some if h.named and h.kind not in _NAMELESS), "") for some in found
+    ]
 
 
 def _text_of(held: Holding) -> str:

@@ -167,8 +167,11 @@ def _is_twofold_view(t: Tensor, base: Tensor) -> bool:
 
     Source: ``shared_view_info_`` of ``torch/csrc/autograd/variable.h``.
     """
-    is_lazy = torch.is_conj(t) != torch.is_conj(base) or torch.is_neg(t) != torch.is_neg(base)
-    return is_lazy or torch.is_complex(t) != torch.is_complex(base)
+    try:
+        is_lazy = torch.is_conj(t) != torch.is_conj(base) or torch.is_neg(t) != torch.is_neg(base)
+        return is_lazy or torch.is_complex(t) != torch.is_complex(base)
+    except Exception:  # functorch's wrappers raise errors of many types here
+        return False
 
 
 def _kinds_of(heap: list[Any]) -> list[object]:
