@@ -57,9 +57,9 @@ def function_of(handed: Any) -> Function:
     """
     found = _plain(handed)
     if not isinstance(found, FunctionType):
-        kind = "class" if isinstance(handed, type) else f"{type(handed).__name__}"
+        kind = "a class" if isinstance(handed, type) else f"of type {type(handed).__name__}"
         raise ProfilerUsageError(
-            f"{_named(handed)} has no lines to profile: it is a {kind}, and no Python function "
+            f"{_named(handed)} has no lines to profile: it is {kind}, and no Python function "
             "runs when it is called. Pass a function or a method, a partial or a wrapper of one, "
             "or a module."
         )

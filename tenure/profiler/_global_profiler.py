@@ -23,6 +23,9 @@ from ._line_profiler import LineProfiler
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
+_to_print: list[tuple[Any, Sequence[str] | None]] = []
+
+
 @functools.cache
 def _profiler() -> LineProfiler:
     return LineProfiler()
@@ -48,7 +51,9 @@ def profile(func: Any = None, columns: Sequence[str] | None = None) -> Any:
         return functools.partial(profile, columns=columns)
     profiler = _profiler()
     profiler.add_function(func)
-    atexit.register(profiler.print_stats, func, columns)
+    if not _to_print:
+        atexit.register(_print_at_exit)
+    _to_print.append((func, columns))
     profiler.enable()
     return func
 
@@ -135,6 +140,11 @@ def clear_global_line_profiler() -> None:
     Source: ``clear_global_line_profiler`` of pytorch_memlab.
     """
     _profiler().clear()
+
+
+def _print_at_exit() -> None:
+    for func, columns in _to_print:
+        _profiler().print_stats(func, columns)
 
 
 def _around(func: Any, call: Callable[[], Any]) -> Any:

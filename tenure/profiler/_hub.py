@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import CodeType
 from typing import Protocol
 
@@ -25,6 +25,9 @@ from ._torch_profilers import announce
 
 _TICKS_PER_TURN = 256
 
+Codes = Mapping[int, CodeType]
+"""Code objects by identity."""
+
 
 class Engine(Protocol):
     """What reports the lines of some code objects, as they run, to a hub."""
@@ -32,26 +35,24 @@ class Engine(Protocol):
     def start(self) -> None:
         """Begin to report."""
 
-    def watch(self, codes: frozenset[CodeType]) -> None:
+    def watch(self, codes: Codes) -> None:
         """Report these codes and no others; unwatched ones only tick."""
 
     def stop(self) -> None:
-        """Report nothing more."""
+        """Report nothing more, but tick on threads in a session until they know that it is over."""
 
 
 class Watch:
     """What one profiler looks at: some codes, one device, and a book for each thread.
 
     Attributes:
-        codes: the codes whose lines are booked.
+        codes: the codes whose lines are booked, by identity.
         device: the device that is measured.
-        n_entries: how often a watched frame was seen to begin or go on.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.codes: frozenset[CodeType] = frozenset()
+        self.codes: dict[int, CodeType] = {}
         self.device = device
-        self.n_entries = 0
         self._lanes: list[Lane] = []
         self._bases: dict[torch.device, int] = {}
 
@@ -79,14 +80,18 @@ class Watch:
     def clear(self) -> None:
         """Begin new books."""
         for lane in self._lanes:
-            lane.book = {}
-        self.n_entries = 0
+            lane.clear()
 
 
 class Hub:
-    """The one place that engines report to, and that profilers are opened in."""
+    """The one place that engines report to, and that profilers are opened in.
+
+    Attributes:
+        n_sessions: on how many threads a session is open.
+    """
 
     def __init__(self, engine: Callable[[Hub], Engine]) -> None:
+        self.n_sessions = 0
         self._engine = engine(self)
         self._lock = threading.RLock()
         self._watches: tuple[Watch, ...] = ()
@@ -129,8 +134,7 @@ class Hub:
     def refresh(self) -> None:
         """Let the engine know of changed codes."""
         with self._lock:
-            codes = frozenset[CodeType]().union(*(watch.codes for watch in self._watches))
-            self._engine.watch(codes)
+            self._engine.watch({i: c for watch in self._watches for i, c in watch.codes.items()})
 
     def look(self) -> None:
         """Book what this thread did up to now."""
@@ -146,21 +150,19 @@ class Hub:
     def enter(self, identity: int, code: CodeType, line: int) -> None:
         """A frame of a watched code begins, or goes on."""
         self._account()
-        if not self._threads.in_session and not allocations.is_profiling():
-            self._begin_session()
+        self._begin_session()
+        key: Key = id(code), line
         for watch in self._watches:
-            if code in watch.codes:
-                watch.n_entries += 1
-                self._threads.lane_of(watch).enter(identity, (code, line))
+            if key[0] in watch.codes:
+                self._threads.lane_of(watch).enter(identity, key)
 
     def line(self, identity: int, code: CodeType, line: int) -> None:
         """A watched frame is about to run a line."""
         self._account()
-        if not self._threads.in_session and not allocations.is_profiling():
-            self._begin_session()
-        key: Key = code, line
+        self._begin_session()
+        key: Key = id(code), line
         for watch in self._watches:
-            if code in watch.codes:
+            if key[0] in watch.codes:
                 self._threads.lane_of(watch).line(identity, key)
 
     def leave(self, identity: int, code: CodeType, torn_down: bool) -> bool:
@@ -172,28 +174,30 @@ class Hub:
         """
         self._account()
         for watch in self._watches:
-            if code in watch.codes:
+            if id(code) in watch.codes:
                 self._threads.lane_of(watch).leave(identity, torn_down)
         self._end_if_idle()
-        return torn_down and self._threads.in_session
+        return torn_down and self._is_active()
 
     def torn_down_now(self) -> None:
         """The frame that was left is gone, with its variables."""
         self._account()
         self._end_if_idle()
 
-    def tick(self) -> None:
-        """Something unwatched was called, or went once more around a loop."""
-        threads = self._threads
-        if threads.in_session:
-            threads.n_ticks += 1
-            if threads.n_ticks >= _TICKS_PER_TURN:
-                self._account()
+    def tick(self) -> bool:
+        """Something unwatched was called, or went once more around a loop.
 
-    @property
-    def in_session(self) -> bool:
-        """Whether ticks are wanted on this thread."""
-        return self._threads.in_session
+        Returns:
+            Whether ticks are wanted on this thread now.
+        """
+        threads = self._threads
+        if not threads.in_session:
+            return False
+        threads.n_ticks += 1
+        if threads.n_ticks >= _TICKS_PER_TURN or not self._watches:
+            self._account()
+            self._end_if_idle()  # as when the last profiler was closed by another thread
+        return threads.in_session
 
     # --- sessions
 
@@ -203,35 +207,46 @@ class Hub:
         changes = None
         if threads.in_session:
             changes = allocations.turn()
-            threads.in_session = changes is not None
+            if changes is None:
+                self._count_session(-1)
         for lane in threads.lanes_of(self._watches):
             lane.account(changes)
 
     def _begin_session(self) -> None:
-        """What was done since the last look is nobody's, or has been booked as unseen."""
+        """Open one, unless it is open or the thread is another profiler's."""
+        threads = self._threads
+        if threads.in_session or allocations.is_profiling():
+            return
         allocations.begin()
-        self._threads.in_session = True
+        self._count_session(+1)
         for watch in self._watches:
-            self._threads.lane_of(watch).start()
+            threads.lane_of(watch).start()
 
     def _end_if_idle(self) -> None:
-        threads = self._threads
-        if threads.in_session and not any(lane.active for lane in threads.lanes_of(self._watches)):
-            threads.in_session = False
+        if self._threads.in_session and not self._is_active():
+            self._count_session(-1)
             allocations.end()
+
+    def _count_session(self, change: int) -> None:
+        with self._lock:
+            self._threads.in_session = change > 0
+            self.n_sessions += change
+
+    def _is_active(self) -> bool:
+        return any(lane.active for lane in self._threads.lanes_of(self._watches))
 
     def _make_way(self) -> None:
         """A profiler of the program is about to begin on this thread."""
         if self._threads.in_session:
             self._account()
-            self._threads.in_session = False
+            self._count_session(-1)
             allocations.end()
 
     # --- the first and the last
 
     def _begin(self) -> None:
-        enter_existing()
         allocator.keep_sizes(True)
+        enter_existing()
         self._stop_announcing = announce(self._make_way)
         atexit.register(self.close_all)
 

@@ -8,15 +8,14 @@ the peak of a line covers what it called.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import CodeType
 
 import torch
 
 from ._meters import Interval, Meter
 from ._torch_allocations import Changes
 
-Key = tuple[CodeType, int]
-"""A line: the code and the number."""
+Key = tuple[int, int]
+"""A line: the identity of its code, whose hash takes long, and its number."""
 
 
 @dataclass(slots=True)
@@ -57,15 +56,19 @@ class Figures:
             self.statistics[name] = max(value, self.statistics.get(name, value))
 
 
-Book = dict[tuple[CodeType, int, torch.device], Figures]
+Book = dict[tuple[int, int, torch.device], Figures]
 
 
 @dataclass(slots=True)
 class _Frame:
-    """A watched frame that runs: which one, where it is, and the most that was live since."""
+    """A watched frame that runs: which one, where it is, and the most that was live since.
+
+    The figures are those of its line, once there are any.
+    """
 
     identity: int
     key: Key
+    figures: Figures | None = None
     peak: tuple[int, bool] | None = None
 
 
@@ -81,7 +84,7 @@ class Lane:
         self._meter = meter
         self._base_bytes = base_bytes
         self._frames: list[_Frame] = []
-        self._leaving: Key | None = None  # the line whose frame is being torn down
+        self._leaving: _Frame | None = None  # the one that is being torn down
 
     @property
     def device(self) -> torch.device:
@@ -96,6 +99,8 @@ class Lane:
     def aim(self, meter: Meter, base_bytes: int) -> None:
         """Measure another device from here on."""
         self._meter, self._base_bytes = meter, base_bytes
+        for frame in self._frames:
+            frame.figures = None
 
     def start(self) -> None:
         """Begin here: what happened before is nobody's."""
@@ -107,12 +112,13 @@ class Lane:
             self._meter.start()
             return
         interval = self._meter.read(changes)
-        key = self._leaving or self._frames[-1].key
+        frame = self._leaving or self._frames[-1]
         peak = interval.peak_bytes - self._base_bytes, interval.peak_exact
-        if interval.allocated_bytes or interval.freed_bytes or (*key, self.device) in self.book:
-            figures = self._figures(key)
-            figures.add(interval)
-            figures.reach(*peak)
+        if frame.figures is None and (interval.allocated_bytes or interval.freed_bytes):
+            frame.figures = self._figures(frame.key)
+        if frame.figures is not None:
+            frame.figures.add(interval)
+            frame.figures.reach(*peak)
         self._rise(peak)
         self._leaving = None
 
@@ -124,22 +130,33 @@ class Lane:
         """A watched frame begins with a line."""
         if not self._unwind_to(identity):  # it ran before anyone watched
             self.enter(identity, key)
-        self._frames[-1].key = key
-        self._figures(key).hits += 1
+        frame = self._frames[-1]
+        frame.key, frame.figures = key, self._figures(key)
+        frame.figures.hits += 1
 
     def leave(self, identity: int, torn_down: bool) -> None:
         """A watched frame ends; with ``torn_down`` what its variables held is freed next."""
         if self._unwind_to(identity):
             frame = self._pop()
-            self._leaving = frame.key if torn_down else None
+            self._leaving = frame if torn_down else None
 
     def forget(self) -> None:
         """Leave all frames."""
         self._frames.clear()
         self._leaving = None
 
+    def clear(self) -> None:
+        """Begin a new book."""
+        self.book = {}
+        for frame in self._frames:
+            frame.figures = None
+
     def _figures(self, key: Key) -> Figures:
-        return self.book.setdefault((*key, self.device), Figures())
+        place = (*key, self._meter.device)
+        figures = self.book.get(place)
+        if figures is None:
+            figures = self.book[place] = Figures()
+        return figures
 
     def _rise(self, peak: tuple[int, bool]) -> None:
         if self._frames:
@@ -156,6 +173,8 @@ class Lane:
 
     def _unwind_to(self, identity: int) -> bool:
         """Whether the frame is known; inner ones whose end nobody told are dropped."""
+        if self._frames and self._frames[-1].identity == identity:
+            return True
         if all(frame.identity != identity for frame in self._frames):
             return False
         while self._frames[-1].identity != identity:

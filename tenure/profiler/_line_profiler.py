@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from types import CodeType, TracebackType
+from types import TracebackType
 from typing import Any, Self, TextIO
 
 import torch
@@ -20,11 +20,9 @@ from ._devices import checked_device, default_device, device_of_gpu
 from ._display import RecordsDisplay, Section, section_of, title_of
 from ._functions import Function, function_of
 from ._hub import Watch
-from ._lanes import Figures
+from ._lanes import Book, Figures
 from ._records import LineRecord
 from ._the_hub import the_hub
-
-_Lines = dict[tuple[CodeType, int, torch.device], Figures]
 
 
 class LineProfiler:
@@ -53,13 +51,13 @@ class LineProfiler:
         >>> from tenure.profiler import LineProfiler
         >>> def work():
         ...     x = torch.ones(256)
-        ...     return (x * 2).sum()
+        ...     return torch.cat([x, x]).sum()
         >>> with LineProfiler(work, device="cpu") as profiler:
         ...     total = work()
         >>> for r in profiler.records:
         ...     print(r.line, r.hits, r.allocated_bytes, r.freed_bytes, r.net_bytes, r.peak_bytes)
         2 1 1024 0 1024 1024
-        3 1 1028 2048 -1020 2052
+        3 1 2052 3072 -1020 3076
 
     Source: ``LineProfiler`` of pytorch_memlab.
     """
@@ -72,7 +70,7 @@ class LineProfiler:
     ) -> None:
         if target_gpu is not None and device is not None:
             raise ProfilerUsageError("target_gpu and device name the same thing. Give one of them.")
-        self._functions: dict[CodeType, Function] = {}
+        self._functions: dict[int, Function] = {}
         self._watch = Watch(_chosen_device(target_gpu, device))
         self._was_enabled: list[bool] = []
         self._ever_enabled = False
@@ -104,8 +102,8 @@ class LineProfiler:
             ProfilerUsageError: no Python function runs when it is called.
         """
         found = function_of(function)
-        self._functions.setdefault(found.code, found)
-        self._watch.codes = frozenset(self._functions)
+        self._functions.setdefault(id(found.code), found)
+        self._watch.codes = {i: function.code for i, function in self._functions.items()}
         if self.enabled:
             the_hub.refresh()
 
@@ -218,10 +216,10 @@ class LineProfiler:
         n = len(self._functions)
         return f"<LineProfiler of {n} function{'' if n == 1 else 's'} on {self.device}, {state}>"
 
-    def _lines(self) -> _Lines:
+    def _lines(self) -> Book:
         if self.enabled:
             the_hub.look()
-        merged: _Lines = {}
+        merged: Book = {}
         for book in self._watch.books():
             for key, figures in list(book.items()):
                 merged.setdefault(key, Figures()).merge(figures)
@@ -239,8 +237,8 @@ class LineProfiler:
             known = self._functions.values()
             found = [f for f in known if asked in {f.name, f"{f.module}.{f.name}"}]
         else:
-            code = function_of(asked).code
-            found = [self._functions[code]] if code in self._functions else []
+            known_as = id(function_of(asked).code)
+            found = [self._functions[known_as]] if known_as in self._functions else []
         if not found:
             name = asked if isinstance(asked, str) else function_of(asked).name
             profiled = ", ".join(self.functions) or "none"
@@ -275,12 +273,12 @@ def _chosen_device(
     return default_device() if target_gpu is None else device_of_gpu(target_gpu)
 
 
-def _records_by_device(function: Function, lines: _Lines) -> dict[torch.device, list[LineRecord]]:
+def _records_by_device(function: Function, lines: Book) -> dict[torch.device, list[LineRecord]]:
     source = dict(enumerate(function.source(), function.first_line))
     found: dict[torch.device, list[LineRecord]] = {}
-    mine = [(line, device) for code, line, device in lines if code is function.code]
+    mine = [(line, device) for code, line, device in lines if code == id(function.code)]
     for line, device in sorted(mine, key=lambda key: key[0]):
-        figures = lines[function.code, line, device]
+        figures = lines[id(function.code), line, device]
         record = _record(function, line, device, figures, source.get(line, ""))
         found.setdefault(device, []).append(record)
     return found

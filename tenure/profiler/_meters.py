@@ -7,9 +7,9 @@ interval whose inside could not be seen says so, and its numbers are then lower 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,8 +24,7 @@ _FREED = "allocated_bytes.all.freed"
 Statistics = Mapping[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
+class Interval(NamedTuple):
     """What happened between two looks.
 
     Attributes:
@@ -43,7 +42,7 @@ class Interval:
     peak_bytes: int
     exact: bool
     peak_exact: bool
-    statistics: Statistics = field(default_factory=dict)
+    statistics: Statistics = MappingProxyType({})
 
 
 class CpuMeter:
@@ -52,10 +51,11 @@ class CpuMeter:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.level_bytes = allocator.live_bytes()
+        self._known = allocator.is_known()
 
     def start(self) -> None:
         """Begin an interval here."""
-        if allocator.is_known():
+        if self._known:
             self.level_bytes = allocator.live_bytes()
 
     def read(self, changes: Changes | None) -> Interval:
@@ -65,12 +65,12 @@ class CpuMeter:
             self.start()
             net = self.level_bytes - was
             return _unseen(net, max(was, self.level_bytes))
-        net, highest = _summed(changes.cpu)
+        net, highest = _summed(changes.cpu) if changes.cpu else (0, 0)
         # The end is what other threads left it at; where it can't be told, this thread's own sum.
-        self.level_bytes = allocator.live_bytes() if allocator.is_known() else was + net
+        self.level_bytes = allocator.live_bytes() if self._known else was + net
         allocated = sum(n_bytes for n_bytes in changes.cpu if n_bytes > 0)
         peak = self.level_bytes - net + highest
-        return Interval(allocated, allocated - net, peak, True, allocator.is_known())
+        return Interval(allocated, allocated - net, peak, True, self._known)
 
 
 class DeviceMeter:

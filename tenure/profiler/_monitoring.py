@@ -7,10 +7,11 @@ have to be, or to keep a session short. Other tools, and ``sys.settrace``, go on
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from types import CodeType
 from typing import Any
 
-from ._hub import Hub
+from ._hub import Codes, Hub
 
 monitoring: Any = getattr(sys, "monitoring", None)
 """The module; None before Python 3.12."""
@@ -32,7 +33,7 @@ class Monitor:
     def __init__(self, hub: Hub, tool: int) -> None:
         self._hub = hub
         self._tool = tool
-        self._codes: frozenset[CodeType] = frozenset()
+        self._codes: Codes = {}
         self._on = False
         events = monitoring.events
         self._lines = (
@@ -52,7 +53,8 @@ class Monitor:
 
     def start(self) -> None:
         """Take the tool's number and report."""
-        monitoring.use_tool_id(self._tool, _NAME)
+        if monitoring.get_tool(self._tool) != _NAME:
+            monitoring.use_tool_id(self._tool, _NAME)
         for event, callback in self._callbacks.items():
             monitoring.register_callback(self._tool, event, callback)
         events = monitoring.events
@@ -60,44 +62,51 @@ class Monitor:
             self._tool, events.PY_UNWIND | events.PY_THROW | events.PY_START | events.JUMP
         )
         self._on = True
-        self._set(self._codes, self._lines)
+        self._set(self._codes.values(), self._lines)
 
     def stop(self) -> None:
-        """Give the number back."""
-        self._set(self._codes, monitoring.events.NO_EVENTS)
+        """Give the number back, if need be when the sessions of other threads have ended."""
+        self._set(self._codes.values(), monitoring.events.NO_EVENTS)
         self._on = False
+        self._codes = {}
+        self._free_if_idle()
+
+    def _free_if_idle(self) -> None:
+        if self._on or self._hub.n_sessions or monitoring.get_tool(self._tool) != _NAME:
+            return
         monitoring.set_events(self._tool, monitoring.events.NO_EVENTS)
         for event in self._callbacks:
             monitoring.register_callback(self._tool, event, None)
         monitoring.free_tool_id(self._tool)
 
-    def watch(self, codes: frozenset[CodeType]) -> None:
+    def watch(self, codes: Codes) -> None:
         """Report these codes."""
-        gone, came = self._codes - codes, codes - self._codes
-        self._codes = codes
+        before, self._codes = self._codes, codes
         if self._on:
+            gone = (code for i, code in before.items() if i not in codes)
+            came = (code for i, code in codes.items() if i not in before)
             self._set(gone, monitoring.events.NO_EVENTS)
             self._set(came, self._lines)
 
-    def _set(self, codes: frozenset[CodeType], events: int) -> None:
+    def _set(self, codes: Iterable[CodeType], events: int) -> None:
         for code in codes:
             monitoring.set_local_events(self._tool, code, events)
 
     # --- callbacks: a frame's own stands just outside them
 
     def _start(self, code: CodeType, _: int) -> None:
-        if code in self._codes:
+        if id(code) in self._codes:
             frame = sys._getframe(1)
             self._hub.enter(id(frame), code, frame.f_lineno)
         else:
-            self._hub.tick()
+            self._tick()
 
     def _resume(self, code: CodeType, _: int) -> None:
         frame = sys._getframe(1)
         self._hub.enter(id(frame), code, frame.f_lineno)
 
     def _throw(self, code: CodeType, _: int, __: BaseException) -> None:
-        if code in self._codes:
+        if id(code) in self._codes:
             self._resume(code, 0)
 
     def _line(self, code: CodeType, line: int) -> None:
@@ -107,7 +116,7 @@ class Monitor:
         self._hub.leave(id(sys._getframe(1)), code, torn_down=False)
 
     def _unwind(self, code: CodeType, _: int, __: BaseException) -> None:
-        if code in self._codes:
+        if id(code) in self._codes:
             self._hub.leave(id(sys._getframe(1)), code, torn_down=False)
 
     def _return(self, code: CodeType, _: int, __: object) -> None:
@@ -129,4 +138,9 @@ class Monitor:
         self._hub.torn_down_now()
 
     def _jump(self, _: CodeType, __: int, ___: int) -> None:
+        self._tick()
+
+    def _tick(self) -> None:
         self._hub.tick()
+        if not self._on:
+            self._free_if_idle()

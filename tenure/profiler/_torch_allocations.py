@@ -56,6 +56,7 @@ def turn() -> Changes | None:
     try:
         lists = _end()
     except RuntimeError:  # "Can't disable profiler when it's not running"
+        _record_functions(True)
         return None
     _begin(_CONFIG)
     return _changes(lists)

@@ -6,7 +6,6 @@ looks them up; what they do is unchanged, and the wrapper's only act is to call 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -22,32 +21,35 @@ _BEGINNINGS: tuple[tuple[ModuleType, str], ...] = (
 
 def announce(make_way: Callable[[], None]) -> Callable[[], None]:
     """Call ``make_way`` on its thread before a profiler begins; returns what puts an end to it."""
-    wrapped = [(module, name, *_wrap(module, name, make_way)) for module, name in _BEGINNINGS]
+    wrappers = [_Announcing(module, name, make_way) for module, name in _BEGINNINGS]
 
     def stop() -> None:
-        for module, name, original, wrapper in wrapped:
-            wrapper.make_way = _nothing  # someone may have wrapped the wrapper
-            if getattr(module, name) is wrapper:
-                setattr(module, name, original)
+        for wrapper in wrappers:
+            wrapper.stop()
 
     return stop
 
 
-def _wrap(module: ModuleType, name: str, make_way: Callable[[], None]) -> tuple[Any, Any]:
-    original = getattr(module, name)
+class _Announcing:
+    """A function of a module, and what to call before it."""
 
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        wrapper.make_way()  # type: ignore[attr-defined]
-        return original(*args, **kwargs)
+    def __init__(self, module: ModuleType, name: str, make_way: Callable[[], None]) -> None:
+        self._place = module, name
+        self._original: Any = getattr(module, name)
+        self._make_way: Callable[[], None] | None = make_way
+        setattr(module, name, self)
 
-    wrapper.make_way = make_way  # type: ignore[attr-defined]
-    setattr(module, name, wrapper)
-    return original, wrapper
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._make_way is not None:
+            self._make_way()
+        return self._original(*args, **kwargs)
 
-
-def _nothing() -> None:
-    pass
+    def stop(self) -> None:
+        """Put the function back; if someone has wrapped this meanwhile, just call it."""
+        self._make_way = None
+        module, name = self._place
+        if getattr(module, name) is self:
+            setattr(module, name, self._original)
 
 
 def works() -> bool:

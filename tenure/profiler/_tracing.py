@@ -13,7 +13,7 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
 
-from ._hub import Hub
+from ._hub import Codes, Hub
 from ._loops import has_loop
 
 Trace = Any  # as sys.gettrace gives it: a function of frame, event and argument
@@ -25,7 +25,7 @@ class Tracer:
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self._codes: frozenset[CodeType] = frozenset()
+        self._codes: Codes = {}
         self._on = False
         self._below = _Below()
         self._thread_below: Trace | None = None
@@ -40,16 +40,19 @@ class Tracer:
         self._join_running()
 
     def stop(self) -> None:
-        """Give way to who traced before, unless someone has come on top meanwhile."""
+        """Give way to who traced before, unless someone has come on top meanwhile.
+
+        Other threads find out at their next event.
+        """
         self._on = False
         if _is(sys.gettrace(), self._trace):
             sys.settrace(self._below.trace)
         if _is(threading.gettrace(), self._first):
             threading.settrace(self._thread_below)
 
-    def watch(self, codes: frozenset[CodeType]) -> None:
+    def watch(self, codes: Codes) -> None:
         """Report these codes."""
-        came = codes - self._codes
+        came = codes.keys() - self._codes.keys()
         self._codes = codes
         if self._on and came:
             self._join_running()
@@ -57,7 +60,7 @@ class Tracer:
     def _join_running(self) -> None:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            if frame.f_code in self._codes and not isinstance(frame.f_trace, _Local):
+            if id(frame.f_code) in self._codes and not isinstance(frame.f_trace, _Local):
                 frame.f_trace = _Local(self, frame.f_trace)
             frame = frame.f_back
 
@@ -72,18 +75,19 @@ class Tracer:
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
         """A call of whatever function."""
+        if not self._on and _is(sys.gettrace(), self._trace):  # it stopped on another thread
+            sys.settrace(self._below.trace)
         below = self._trace_below(frame, event, arg)
         if not self._on:
+            self._hub.tick()
             return below
         code = frame.f_code
-        if code in self._codes:
+        if id(code) in self._codes:
             self._hub.enter(id(frame), code, frame.f_lineno)
             # of a generator that goes on the frame has its local function still
             return below if isinstance(below, _Local) else _Local(self, below)
-        if self._hub.in_session:
-            self._hub.tick()
-            if has_loop(code):
-                return _Ticking(self._hub, below)
+        if self._hub.tick() and has_loop(code):
+            return _Ticking(self._hub, below)
         return below
 
     def _trace_below(self, frame: FrameType, event: str, arg: Any) -> Any:
@@ -99,7 +103,8 @@ class Tracer:
 
     def report(self, frame: FrameType, event: str) -> None:
         """An event of a watched frame."""
-        if not self._on or frame.f_code not in self._codes:
+        if not self._on or id(frame.f_code) not in self._codes:
+            self._hub.tick()
             return
         if event == "line":
             self._hub.line(id(frame), frame.f_code, frame.f_lineno)

@@ -1,9 +1,10 @@
 """Never run: uses of the public API that mypy and pyright must accept, with the types they give."""
 
 import re
+import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, assert_type
+from typing import Any, NamedTuple, assert_type
 
 import torch
 from torch import Tensor
@@ -49,7 +50,17 @@ from tenure.profiler import (
     CourtesyError,
     CourtesyReport,
     CourtesyWarning,
+    LineProfiler,
+    LineRecord,
+    ProfilerUsageError,
+    ProfilerUsageWarning,
+    RecordsDisplay,
     Stay,
+    clear_global_line_profiler,
+    profile,
+    profile_every,
+    set_target_device,
+    set_target_gpu,
 )
 
 
@@ -199,6 +210,58 @@ def limiting(x: Tensor) -> None:
     assert_type(limited(x, scale=2.0), Tensor)
     errors: list[type[TenureError]] = [AdaptiveUsageError, tenure.ByteSizeError]
     assert errors
+
+
+@profile
+def profiled(x: Tensor, *, scale: float = 1.0) -> Tensor:
+    return x * scale
+
+
+@profile_every(10, columns=("hits", "peak"))
+def profiled_often(x: Tensor) -> Tensor:
+    return x
+
+
+@profile(columns=["net"])
+def profiled_net(x: Tensor) -> int:
+    return len(x)
+
+
+def profiling(x: Tensor) -> None:
+    assert_type(profiled(x, scale=2.0), Tensor)
+    assert_type(profiled_often(x), Tensor)
+    assert_type(profiled_net(x), int)
+    with LineProfiler(profiled, torch.nn.Linear(1, 1), device="cpu") as profiler:
+        assert_type(profiler, LineProfiler)
+    LineProfiler(target_gpu=torch.device("cuda", 1)).add_function(profiled)
+    profiler.enable()
+    profiler.disable()
+    profiler.clear()
+    profiler.device = torch.device("cpu")
+    assert_type(profiler.device, torch.device)
+    assert_type(profiler.enabled, bool)
+    assert_type(profiler.functions, tuple[str, ...])
+    display = profiler.display(["profiled", profiled], columns=("alloc", "active_bytes.all.peak"))
+    assert_type(display, RecordsDisplay)
+    profiler.print_stats(profiled, ("hits",), sys.stderr)
+    assert_type(profiler.to_dict(), dict[str, Any])
+    for record in profiler.records:
+        assert_type(record, LineRecord)
+        assert_type(record.function, str)
+        assert_type(record.line, int)
+        assert_type(record.hits, int)
+        assert_type(record.allocated_bytes, int)
+        assert_type(record.freed_bytes, int)
+        assert_type(record.net_bytes, int)
+        assert_type(record.peak_bytes, int)
+        assert_type(record.exact, bool)
+    set_target_gpu(0)
+    set_target_device("cpu")
+    clear_global_line_profiler()
+    wrong: list[type[tenure.TenureError]] = [ProfilerUsageError]
+    odd: list[type[tenure.TenureWarning]] = [ProfilerUsageWarning]
+    assert wrong
+    assert odd
 
 
 def lending(x: Tensor) -> None:
