@@ -35,10 +35,10 @@ def tracked_objects() -> list[Any]:
 
 def instances(objects: list[Any], judge: Callable[[type], bool]) -> list[Any]:
     """Those whose class passes; each class is judged once, and no object is asked."""
-    classes = list(map(type, objects))
     # by identity, as a metaclass may define __hash__ and __eq__
-    keys = list(map(id, classes))
-    kinds = {key for key, cls in dict(zip(keys, classes, strict=True)).items() if judge(cls)}
+    keys = list(map(id, map(type, objects)))
+    examples = dict(zip(keys, objects, strict=True))
+    kinds = {key for key, example in examples.items() if judge(type(example))}
     return list(compress(objects, map(kinds.__contains__, keys)))
 
 

@@ -11,6 +11,7 @@ from ._courtesy import Courtesy as Courtesy
 from ._courtesy_report import CourtesyReport as CourtesyReport
 from ._courtesy_report import Stay as Stay
 from ._display import RecordsDisplay as RecordsDisplay
+from ._findings import Finding as Finding
 from ._global_profiler import clear_global_line_profiler as clear_global_line_profiler
 from ._global_profiler import profile as profile
 from ._global_profiler import profile_every as profile_every
@@ -28,3 +29,6 @@ from ._reporter import MemReporter as MemReporter
 from ._saved import SavedRecord as SavedRecord
 from ._saved import SavedReport as SavedReport
 from ._saved import saved_for_backward as saved_for_backward
+from ._snapshot import Snapshot as Snapshot
+from ._snapshot import SnapshotDiff as SnapshotDiff
+from ._snapshot import snapshot as snapshot

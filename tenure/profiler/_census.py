@@ -38,7 +38,7 @@ from ._torch_quiet import quietly
 GRADIENTS = "gradients"
 SAVED = "saved for backward"
 OTHERS = "other tensors"
-CATEGORIES = (PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER_STATE, SAVED, OTHERS)
+CATEGORIES: tuple[str, ...] = (PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER_STATE, SAVED, OTHERS)
 """What a storage counts as, the first of them that is true of one of its tensors."""
 
 _MAX_SEARCHED = 1000
@@ -85,12 +85,14 @@ class StorageEntry:
             memory that a library hides.
         shown_bytes: bytes of the largest tensor over it; less than all if only views are left.
         kind: what holds the owner, as in `HolderList.kinds`; empty where its name says it.
+        has_graph: a graph of autograd hangs on one of the tensors.
     """
 
     rows: tuple[TensorRow, ...]
     identity: weakref.ref[UntypedStorage] | None
     shown_bytes: int
     kind: str = ""
+    has_graph: bool = False
 
     @property
     def owner(self) -> TensorRow:
@@ -113,6 +115,7 @@ class _Member(NamedTuple):
     row: TensorRow
     tensor_bytes: int
     held: _Held
+    has_graph: bool = False
 
     @property
     def rank(self) -> tuple[int, int, int, str]:
@@ -140,16 +143,34 @@ def take_census(
         The storages, and rows of tensors without memory.
     """
     with quietly():
-        saved = saved_storages(_nodes())[0]
-        return _Census(models, optimizers, saved).result()
+        survey = _Survey()
+        saved = saved_storages(survey.nodes)[0]
+        names = Names(list(models), survey.modules, [*optimizers, *survey.optimizers])
+        return _Census(names, survey.storages, saved).result()
 
 
-def _nodes() -> list[object]:
-    """The nodes of every graph that a tensor or a variable leads to."""
-    heap = tracked_objects()
-    tensors = instances(heap, lambda cls: is_kind(cls, Tensor))
-    found = [*(read(t, "grad_fn") for t in tensors), *instances(heap, is_node_class)]
-    return list({id(node): node for node in found if node is not None}.values())
+class _Survey:
+    """What is not a tensor and tells something of tensors, from one pass over the heap.
+
+    Attributes:
+        nodes: the nodes of every graph that a tensor or a variable leads to.
+        modules: all modules.
+        optimizers: all optimizers.
+        storages: the handles of storages.
+    """
+
+    def __init__(self) -> None:
+        found = instances(tracked_objects(), _is_surveyed)
+        tensors = instances(found, lambda cls: is_kind(cls, Tensor))
+        nodes = [*(read(t, "grad_fn") for t in tensors), *instances(found, is_node_class)]
+        self.nodes = list({id(node): node for node in nodes if node is not None}.values())
+        self.modules = instances(found, lambda cls: is_kind(cls, nn.Module))
+        self.optimizers = instances(found, lambda cls: is_kind(cls, Optimizer))
+        self.storages = instances(found, lambda cls: is_kind(cls, UntypedStorage))
+
+
+def _is_surveyed(cls: type) -> bool:
+    return is_kind(cls, Tensor, nn.Module, Optimizer, UntypedStorage) or is_node_class(cls)
 
 
 class _Census:
@@ -160,17 +181,15 @@ class _Census:
     """
 
     def __init__(
-        self,
-        models: Iterable[nn.Module],
-        optimizers: Iterable[Optimizer],
-        saved: dict[int, SavedStorage],
+        self, names: Names, storages: list[UntypedStorage], saved: dict[int, SavedStorage]
     ) -> None:
+        self._names = names
+        self._bare = storages
         self._saved = saved
         self._handles = live_tensors()
         self._in_python = {
             id(t) for t in self._handles if sys.getrefcount(t) - _OWN_REFERENCES > cpp_references(t)
         }
-        self._names = Names(models, optimizers)
         self._gradients = {id(g) for t in self._handles if (g := _gradient(t)) is not None}
         self._inner = {id(inner) for t in self._handles for inner in _inner_of(t)}
         self._held = self._search()
@@ -232,11 +251,14 @@ class _Census:
 
     def _add(self, t: Tensor, held: _Held, category: str) -> None:
         site = created_at(t)
+        has_graph = read(t, "grad_fn") is not None
         parts = parts_of(t)
         for part in parts:
             row = _row(held.name + part.label, category, part.tensor, site)
             self._identities.setdefault(part.key, identity_of(part.tensor))
-            member = _Member(replace(row, n_bytes=part.n_bytes), tensor_bytes(part.tensor), held)
+            member = _Member(
+                replace(row, n_bytes=part.n_bytes), tensor_bytes(part.tensor), held, has_graph
+            )
             self._members.setdefault(part.key, []).append(member)
         if not parts and _is_hollow(t):
             self._hollow.append(replace(_row(held.name, category, t, site), device="meta"))
@@ -261,8 +283,8 @@ class _Census:
         for t in self._handles:
             if any(part.key not in self._members for part in parts_of(t)):
                 self._add(t, self._named(t, ""), OTHERS)
-        for storage in _bare_storages():
-            if storage._cdata not in self._members:
+        for storage in self._bare:
+            if storage._cdata not in self._members and storage.nbytes() and not is_hollow(storage):
                 # numbered like tensors without a name
                 name = f"UntypedStorage{self._n_unnamed}"
                 self._n_unnamed += 1
@@ -276,8 +298,13 @@ class _Census:
         owner = members[0].row
         rest = (replace(m.row, n_bytes=0, owner=owner.name) for m in members[1:])
         shown_bytes = max(member.tensor_bytes for member in members)
-        identity = self._identities[key]
-        return StorageEntry((owner, *rest), identity, shown_bytes, members[0].held.kind)
+        return StorageEntry(
+            (owner, *rest),
+            self._identities[key],
+            shown_bytes,
+            members[0].held.kind,
+            any(member.has_graph for member in members),
+        )
 
 
 def _best(found: Sequence[Holder]) -> _Held | None:
@@ -315,8 +342,3 @@ def _inner_of(t: Tensor) -> list[Tensor]:
 def _is_hollow(t: Tensor) -> bool:
     """Whether a tensor shows sizes without memory behind them, and is not just empty."""
     return storage_bytes(t) != 0
-
-
-def _bare_storages() -> list[UntypedStorage]:
-    found = instances(tracked_objects(), lambda cls: is_kind(cls, UntypedStorage))
-    return [storage for storage in found if storage.nbytes() and not is_hollow(storage)]

@@ -151,7 +151,7 @@ def build_report(
 
 
 def _device_report(name: str, rows: Sequence[TensorRow]) -> DeviceReport:
-    categories = dict.fromkeys(CATEGORIES, 0)
+    categories: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     for row in rows:
         categories[row.category] += row.n_bytes
     counted = allocator_bytes(torch.device(name))

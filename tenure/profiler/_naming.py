@@ -7,13 +7,13 @@ report.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tenure._heap import instance_attributes, instances, is_kind, tracked_objects, type_name
+from tenure._heap import instance_attributes, is_kind, type_name
 
 PARAMETERS = "parameters"
 BUFFERS = "buffers"
@@ -36,19 +36,19 @@ class Names:
     """The names of the tensors of all modules and optimizers that are alive, by identity.
 
     Args:
-        models: modules whose tensors are called by their dotted names alone; those of other modules
-            come after the name of their class.
-        optimizers: optimizers that are read even if the collector does not show them.
+        models: modules whose tensors are called by their dotted names alone.
+        found: all modules; the names of others begin with the name of their class.
+        optimizers: all optimizers.
     """
 
-    def __init__(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        found: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+    ) -> None:
         self._names: dict[int, dict[str, str]] = {}
         self._order: dict[int, int] = {}
-        models = list(models)
-        heap = tracked_objects()
-        found = instances(heap, lambda cls: is_kind(cls, nn.Module))
-        steppers = instances(heap, lambda cls: is_kind(cls, Optimizer))
-        del heap
         for model in models:
             self._add_module(model, "")
         known = {id(module) for model in models for _, module in _modules(model)}
@@ -56,9 +56,8 @@ class Names:
         for module in _outermost(found):
             if id(module) not in known and any(True for _ in _named_tensors(module)):
                 self._add_module(module, labels.of(module), unless=frozenset(self._names))
-        steppers = list({id(o): o for o in (*optimizers, *steppers)}.values())
         labels = _Labels()
-        for optimizer in steppers:
+        for optimizer in {id(optimizer): optimizer for optimizer in optimizers}.values():
             self._add_optimizer(optimizer, labels.of(optimizer))
 
     def get(self, t: Tensor) -> Named | None:
@@ -137,7 +136,7 @@ def _modules(module: nn.Module, *, unique: bool = True) -> Iterator[tuple[str, n
                 waiting.append((_dotted(name, key), child, above | {id(inner)}))
 
 
-def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
+def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
     below = {
         id(child)
         for module in modules

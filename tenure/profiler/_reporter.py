@@ -41,16 +41,13 @@ class MemReporter:
         >>> import torch
         >>> from tenure.profiler import MemReporter
         >>> model = torch.nn.Linear(4, 2, bias=False)
-        >>> report = MemReporter(model).report(device="meta")
-        Element type                                           Size  Used MEM Category
-        ------------------------------------------------------------------------------
-        Storage on meta
-        ------------------------------------------------------------------------------
-        Total Tensors: 0        Used Memory: 0 B
-        unexplained                                                       0 B
-        total                                                             0 B
-        The total is that of the storages found: meta counts no live bytes.
-        ------------------------------------------------------------------------------
+        >>> report = MemReporter(model).report()
+        Element type                                           Size  Used MEM Category...
+        Storage on cpu
+        weight                                               (2, 4)      32 B parameters
+        ...
+        >>> report.total_bytes == sum(report.categories.values()) + report.unexplained_bytes
+        True
 
     Source: ``MemReporter`` of pytorch_memlab, https://github.com/Stonesjtu/pytorch_memlab.
     """

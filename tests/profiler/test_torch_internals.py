@@ -1,13 +1,22 @@
-"""The private names of torch that the line profiler stands on still do what it takes them for."""
+"""The private names of torch that the profiler stands on still do what it takes them for."""
 
 import pytest
 import torch
 from torch.autograd import profiler_legacy
 
-from tenure.profiler import _torch_allocations, _torch_cpu_allocator, _torch_profilers
+from tenure.profiler import (
+    _torch_allocations,
+    _torch_cpu_allocator,
+    _torch_owners,
+    _torch_profilers,
+    _torch_quiet,
+)
 
 
-@pytest.mark.parametrize("module", [_torch_allocations, _torch_cpu_allocator, _torch_profilers])
+@pytest.mark.parametrize(
+    "module",
+    [_torch_allocations, _torch_cpu_allocator, _torch_owners, _torch_profilers, _torch_quiet],
+)
 def test_the_self_test_passes(module):
     assert module.works()
 

@@ -50,17 +50,31 @@ from tenure.profiler import (
     CourtesyError,
     CourtesyReport,
     CourtesyWarning,
+    DeviceReport,
+    Finding,
+    GroupReport,
+    HolderList,
     LineProfiler,
     LineRecord,
+    MemReport,
+    MemReporter,
     ProfilerUsageError,
     ProfilerUsageWarning,
     RecordsDisplay,
+    SavedRecord,
+    SavedReport,
+    Snapshot,
+    SnapshotDiff,
     Stay,
+    TensorRow,
     clear_global_line_profiler,
+    holders,
     profile,
     profile_every,
+    saved_for_backward,
     set_target_device,
     set_target_gpu,
+    snapshot,
 )
 
 
@@ -210,6 +224,40 @@ def limiting(x: Tensor) -> None:
     assert_type(limited(x, scale=2.0), Tensor)
     errors: list[type[TenureError]] = [AdaptiveUsageError, tenure.ByteSizeError]
     assert errors
+
+
+def reporting(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    reporter = MemReporter(model, pre_collect=True)
+    reporter.add_optimizer(optimizer)
+    reporter.collect_tensor()
+    reporter.print_stats(verbose=True, target_device=0)
+    assert_type(reporter.get_stats(), MemReport)
+    report = reporter.report(verbose=True, device="cpu")
+    assert_type(report, MemReport)
+    assert_type(report.categories, dict[str, int])
+    assert_type(report.unexplained_bytes, int)
+    assert_type(report.total_bytes, int)
+    assert_type(report.devices, tuple[DeviceReport, ...])
+    assert_type(report.rows, tuple[TensorRow, ...])
+    assert_type(report.to_dict(), dict[str, object])
+    assert_type(MemReporter().report_group(), GroupReport)
+
+
+def holding(loss: Tensor) -> None:
+    saved = saved_for_backward(loss, [loss], {"loss": loss})
+    assert_type(saved, SavedReport)
+    assert_type(saved.total_bytes, int)
+    assert_type(saved.records, tuple[SavedRecord, ...])
+    assert_type(holders(loss), HolderList)
+    names: list[str] = holders(loss)
+    before = snapshot()
+    assert_type(before, Snapshot)
+    change = snapshot().diff(before)
+    assert_type(change, SnapshotDiff)
+    assert_type(change.total_bytes, int)
+    assert_type(change.findings, tuple[Finding, ...])
+    error: type[TenureError] = ProfilerUsageError
+    assert names, error
 
 
 @profile
