@@ -82,7 +82,8 @@ class AwayTensor(Tensor):
     def _is_param(self) -> bool:  # type: ignore[override]  # torch declares it as an attribute
         """What ``isinstance(t, torch.nn.Parameter)`` asks."""
         guard = _guard_of(self)
-        return guard is not None and issubclass(guard.cls, Parameter)
+        is_class = guard is not None and issubclass(guard.cls, Parameter)
+        return is_class or bool(_attributes(self).get("_is_param"))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped
         return repr(self) if heal(self) else f"<AwayTensor {_text_of(self)}>"

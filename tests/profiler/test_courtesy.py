@@ -261,6 +261,52 @@ def test_a_step_of_training_afterwards_is_the_same(sim):
     assert all(map(torch.equal, train(lambda: None), train(lend)))
 
 
+def test_flattened_weights_stay_flattened(sim):
+    lstm, x = nn.LSTM(4, 8, 2).to(sim.device), torch.ones(3, 2, 4, device=sim.device)
+    plain = lstm(x)[0].sum()
+    plain.backward()
+    expected = [p.grad.cpu() for p in lstm.parameters()]
+    lstm.zero_grad()
+    lent = lstm(x)[0].sum()
+    with Courtesy():
+        assert sim.allocated_bytes == 0
+    lent.backward()
+    assert all(map(torch.equal, expected, [p.grad.cpu() for p in lstm.parameters()]))
+
+
+def test_compiled_code_runs_on_without_compiling_again(sim):
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU()).to(sim.device)
+    compiled, x = torch.compile(model, backend="eager"), torch.ones(2, 4, device=sim.device)
+    plain = compiled(x).tolist()
+    with Courtesy():
+        assert sim.allocated_bytes == 0
+    assert compiled(x).tolist() == plain
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.filterwarnings("ignore::tenure.profiler.CourtesyWarning")
+def test_a_backward_pass_that_is_running_goes_on(sim):
+    def gradient(hook):
+        w = torch.arange(4.0, device=sim.device).requires_grad_()
+        k = (w * 2).exp().sin()
+        k.register_hook(hook)
+        (k * k).sum().backward()
+        return w.grad.cpu()
+
+    def lend(grad):
+        with Courtesy() as courtesy:
+            stays_bytes.append(courtesy.report.stays_bytes)
+            assert sim.allocated_bytes == stays_bytes[-1]
+
+    stays_bytes = []
+    assert torch.equal(gradient(lambda grad: None), gradient(lend))
+    assert stays_bytes[0] >= 16  # the gradient that is on its way
+
+
 # --- meanwhile
 
 
@@ -316,6 +362,21 @@ def test_what_a_tensor_is_can_be_asked_meanwhile(sim):
         assert "shape" in dir(t)
         assert type(t.grad).__name__ == "AwayTensor"
     assert type(t) is nn.Parameter
+
+
+def test_a_parameter_of_another_class_is_one_meanwhile_too(sim):
+    class Plain(torch.Tensor):
+        __torch_function__ = torch._C._disabled_torch_function_impl
+
+        def detach(self):
+            return self
+
+    p = nn.Parameter(torch.Tensor._make_subclass(Plain, torch.ones(3, device=sim.device)))
+    assert (type(p), isinstance(p, nn.Parameter)) == (Plain, True)
+    with Courtesy():
+        assert isinstance(p, nn.Parameter)
+        assert not isinstance(torch.ones(1, device=sim.device), nn.Parameter)
+    assert (type(p), isinstance(p, nn.Parameter)) == (Plain, True)
 
 
 def test_a_backward_pass_meanwhile_is_refused_before_it_reads(sim):
