@@ -149,33 +149,26 @@ def _print_at_exit() -> None:
 
 def _around(func: Any, call: Callable[[], Any]) -> Any:
     """``func``, with each call, up to the end of what it returns, in a block of ``call``."""
+
+    async def stream(*args: Any, **kwargs: Any) -> Any:
+        with call():
+            async for item in func(*args, **kwargs):
+                yield item
+
+    async def coroutine(*args: Any, **kwargs: Any) -> Any:
+        with call():
+            return await func(*args, **kwargs)
+
+    def generator(*args: Any, **kwargs: Any) -> Any:
+        with call():
+            return (yield from func(*args, **kwargs))
+
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        with call():
+            return func(*args, **kwargs)
+
     if inspect.isasyncgenfunction(func):
-
-        @functools.wraps(func)
-        async def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with call():
-                async for item in func(*args, **kwargs):
-                    yield item
-
-    elif inspect.iscoroutinefunction(func):
-
-        @functools.wraps(func)
-        async def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with call():
-                return await func(*args, **kwargs)
-
-    elif inspect.isgeneratorfunction(func):
-
-        @functools.wraps(func)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with call():
-                return (yield from func(*args, **kwargs))
-
-    else:
-
-        @functools.wraps(func)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with call():
-                return func(*args, **kwargs)
-
-    return wrapper
+        return functools.wraps(func)(stream)
+    if inspect.iscoroutinefunction(func):
+        return functools.wraps(func)(coroutine)
+    return functools.wraps(func)(generator if inspect.isgeneratorfunction(func) else plain)

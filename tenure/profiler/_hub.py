@@ -10,23 +10,18 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from types import CodeType
 from typing import Protocol
-
-import torch
 
 from . import _torch_allocations as allocations
 from . import _torch_cpu_allocator as allocator
 from ._existing import enter_existing
-from ._lanes import Book, Key, Lane
-from ._meters import meter_for
+from ._lanes import Key
 from ._torch_profilers import announce
+from ._watches import Codes, ThreadState, Watch
 
 _TICKS_PER_TURN = 256
-
-Codes = Mapping[int, CodeType]
-"""Code objects by identity."""
 
 
 class Engine(Protocol):
@@ -42,47 +37,6 @@ class Engine(Protocol):
         """Report nothing more, but tick on threads in a session until they know that it is over."""
 
 
-class Watch:
-    """What one profiler looks at: some codes, one device, and a book for each thread.
-
-    Attributes:
-        codes: the codes whose lines are booked, by identity.
-        device: the device that is measured.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.codes: dict[int, CodeType] = {}
-        self.device = device
-        self._lanes: list[Lane] = []
-        self._bases: dict[torch.device, int] = {}
-
-    def begin(self) -> None:
-        """Count peaks from what is live now."""
-        self._bases.clear()
-        self.base_bytes(self.device)
-
-    def new_lane(self) -> Lane:
-        """The lane of a thread that has none."""
-        lane = Lane(meter_for(self.device), self.base_bytes(self.device))
-        self._lanes.append(lane)
-        return lane
-
-    def base_bytes(self, device: torch.device) -> int:
-        """What was live on a device when it was first looked at, which peaks leave out."""
-        if device not in self._bases:
-            self._bases[device] = meter_for(device).level_bytes
-        return self._bases[device]
-
-    def books(self) -> list[Book]:
-        """The book of each thread."""
-        return [lane.book for lane in self._lanes]
-
-    def clear(self) -> None:
-        """Begin new books."""
-        for lane in self._lanes:
-            lane.clear()
-
-
 class Hub:
     """The one place that engines report to, and that profilers are opened in.
 
@@ -95,7 +49,7 @@ class Hub:
         self._engine = engine(self)
         self._lock = threading.RLock()
         self._watches: tuple[Watch, ...] = ()
-        self._threads = _Threads()
+        self._this_thread = _ThisThread()
         self._stop_announcing: Callable[[], None] | None = None
 
     # --- what profilers call
@@ -110,10 +64,7 @@ class Hub:
             first = not self._watches
             if first:
                 self._begin()
-            self._threads.lanes_of((watch,))
             watch.begin()
-            for lane in self._threads.lanes_of((watch,)):
-                lane.aim(meter_for(watch.device), watch.base_bytes(watch.device))
             self._watches = (*self._watches, watch)
             self.refresh()
             if first:
@@ -124,9 +75,7 @@ class Hub:
         with self._lock:
             self._account()
             self._watches = tuple(other for other in self._watches if other is not watch)
-            for lane in self._threads.lanes_of((watch,)):
-                lane.forget()
-            self._end_if_idle()
+            self._end_if_idle(self._this_thread.state)
             self.refresh()
             if not self._watches:
                 self._end()
@@ -149,21 +98,21 @@ class Hub:
 
     def enter(self, identity: int, code: CodeType, line: int) -> None:
         """A frame of a watched code begins, or goes on."""
-        self._account()
-        self._begin_session()
+        thread = self._account()
+        self._begin_session(thread)
         key: Key = id(code), line
         for watch in self._watches:
             if key[0] in watch.codes:
-                self._threads.lane_of(watch).enter(identity, key)
+                thread.lane_of(watch).enter(identity, key)
 
     def line(self, identity: int, code: CodeType, line: int) -> None:
         """A watched frame is about to run a line."""
-        self._account()
-        self._begin_session()
+        thread = self._account()
+        self._begin_session(thread)
         key: Key = id(code), line
         for watch in self._watches:
             if key[0] in watch.codes:
-                self._threads.lane_of(watch).line(identity, key)
+                thread.lane_of(watch).line(identity, key)
 
     def leave(self, identity: int, code: CodeType, torn_down: bool) -> bool:
         """A watched frame ends or is suspended.
@@ -172,17 +121,16 @@ class Hub:
             Whether ``torn_down_now`` is wanted: the frame's variables are freed before the frame
             below goes on, and nothing else is.
         """
-        self._account()
+        thread = self._account()
         for watch in self._watches:
             if id(code) in watch.codes:
-                self._threads.lane_of(watch).leave(identity, torn_down)
-        self._end_if_idle()
-        return torn_down and self._is_active()
+                thread.lane_of(watch).leave(identity, torn_down)
+        self._end_if_idle(thread)
+        return torn_down and thread.is_active(self._watches)
 
     def torn_down_now(self) -> None:
         """The frame that was left is gone, with its variables."""
-        self._account()
-        self._end_if_idle()
+        self._end_if_idle(self._account())
 
     def tick(self) -> bool:
         """Something unwatched was called, or went once more around a loop.
@@ -190,56 +138,53 @@ class Hub:
         Returns:
             Whether ticks are wanted on this thread now.
         """
-        threads = self._threads
-        if not threads.in_session:
+        thread = self._this_thread.state
+        if not thread.in_session:
             return False
-        threads.n_ticks += 1
-        if threads.n_ticks >= _TICKS_PER_TURN or not self._watches:
+        thread.n_ticks += 1
+        if thread.n_ticks >= _TICKS_PER_TURN or not self._watches:
             self._account()
-            self._end_if_idle()  # as when the last profiler was closed by another thread
-        return threads.in_session
+            self._end_if_idle(thread)  # as when the last profiler was closed by another thread
+        return thread.in_session
 
     # --- sessions
 
-    def _account(self) -> None:
-        threads = self._threads
-        threads.n_ticks = 0
+    def _account(self) -> ThreadState:
+        """Book what this thread did since the last look."""
+        thread = self._this_thread.state
+        thread.n_ticks = 0
         changes = None
-        if threads.in_session:
+        if thread.in_session:
             changes = allocations.turn()
             if changes is None:
-                self._count_session(-1)
-        for lane in threads.lanes_of(self._watches):
+                self._count_session(thread, -1)
+        for lane in thread.lanes_of(self._watches):
             lane.account(changes)
+        return thread
 
-    def _begin_session(self) -> None:
+    def _begin_session(self, thread: ThreadState) -> None:
         """Open one, unless it is open or the thread is another profiler's."""
-        threads = self._threads
-        if threads.in_session or allocations.is_profiling():
+        if thread.in_session or allocations.is_profiling():
             return
         allocations.begin()
-        self._count_session(+1)
+        self._count_session(thread, +1)
         for watch in self._watches:
-            threads.lane_of(watch).start()
+            thread.lane_of(watch).start()
 
-    def _end_if_idle(self) -> None:
-        if self._threads.in_session and not self._is_active():
-            self._count_session(-1)
+    def _end_if_idle(self, thread: ThreadState) -> None:
+        if thread.in_session and not thread.is_active(self._watches):
+            self._count_session(thread, -1)
             allocations.end()
 
-    def _count_session(self, change: int) -> None:
+    def _count_session(self, thread: ThreadState, change: int) -> None:
         with self._lock:
-            self._threads.in_session = change > 0
+            thread.in_session = change > 0
             self.n_sessions += change
-
-    def _is_active(self) -> bool:
-        return any(lane.active for lane in self._threads.lanes_of(self._watches))
 
     def _make_way(self) -> None:
         """A profiler of the program is about to begin on this thread."""
-        if self._threads.in_session:
-            self._account()
-            self._count_session(-1)
+        if self._this_thread.state.in_session:
+            self._count_session(self._account(), -1)
             allocations.end()
 
     # --- the first and the last
@@ -258,23 +203,8 @@ class Hub:
         allocator.keep_sizes(False)
 
 
-class _Threads(threading.local):
-    """What the hub knows of each thread."""
+class _ThisThread(threading.local):
+    """The state of the thread that asks."""
 
     def __init__(self) -> None:
-        self.in_session = False
-        self.n_ticks = 0
-        self._lanes: dict[Watch, Lane] = {}
-
-    def lane_of(self, watch: Watch) -> Lane:
-        """The lane of this thread for a profiler, measuring what the profiler now wants."""
-        lane = self._lanes.get(watch)
-        if lane is None:
-            lane = self._lanes[watch] = watch.new_lane()
-        elif lane.device != watch.device:
-            lane.aim(meter_for(watch.device), watch.base_bytes(watch.device))
-        return lane
-
-    def lanes_of(self, watches: Iterable[Watch]) -> list[Lane]:
-        """The lanes that this thread has for some profilers."""
-        return [self._lanes[watch] for watch in watches if watch in self._lanes]
+        self.state = ThreadState()

@@ -77,10 +77,12 @@ class Lane:
 
     Attributes:
         book: the figures of each line that did something.
+        n_begun: as in Watch, when its frames were last known.
     """
 
-    def __init__(self, meter: Meter, base_bytes: int) -> None:
+    def __init__(self, meter: Meter, base_bytes: int, n_begun: int) -> None:
         self.book: Book = {}
+        self.n_begun = n_begun
         self._meter = meter
         self._base_bytes = base_bytes
         self._frames: list[_Frame] = []
@@ -140,10 +142,11 @@ class Lane:
             frame = self._pop()
             self._leaving = frame if torn_down else None
 
-    def forget(self) -> None:
-        """Leave all frames."""
+    def forget(self, n_begun: int) -> None:
+        """Know of no frame: what is said of one was said before the profiler was enabled anew."""
         self._frames.clear()
         self._leaving = None
+        self.n_begun = n_begun
 
     def clear(self) -> None:
         """Begin a new book."""

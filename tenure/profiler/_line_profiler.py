@@ -19,10 +19,10 @@ from ._columns import columns_named
 from ._devices import checked_device, default_device, device_of_gpu
 from ._display import RecordsDisplay, Section, section_of, title_of
 from ._functions import Function, function_of
-from ._hub import Watch
 from ._lanes import Book, Figures
 from ._records import LineRecord
 from ._the_hub import the_hub
+from ._watches import Watch
 
 
 class LineProfiler:

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from types import CodeType
 from typing import Any
 
-from ._hub import Codes, Hub
+from ._hub import Hub
+from ._watches import Codes
 
 monitoring: Any = getattr(sys, "monitoring", None)
 """The module; None before Python 3.12."""

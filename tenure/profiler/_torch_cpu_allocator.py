@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 _C: Any = torch._C
+_lazy_clone: Any = torch._lazy_clone  # pyright: ignore[reportPrivateImportUsage]
 _LIBRARY = "libc10.dylib" if sys.platform == "darwin" else "libc10.so"
 _FLAG = "FLAGS_caffe2_report_cpu_memory_usage"
 _REPORTER = "_ZN3c1025profiledCPUMemoryReporterEv"
@@ -103,7 +104,7 @@ def works() -> bool:
         before = live_bytes()
         del old
         counted = is_known() and live_bytes() == before - 96
-        return counted and is_lazily_copied(torch._lazy_clone(torch.ones(1)))
+        return counted and is_lazily_copied(_lazy_clone(torch.ones(1)))
     finally:
         keep_sizes(False)
 

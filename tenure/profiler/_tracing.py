@@ -13,8 +13,9 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
 
-from ._hub import Codes, Hub
+from ._hub import Hub
 from ._loops import has_loop
+from ._watches import Codes
 
 Trace = Any  # as sys.gettrace gives it: a function of frame, event and argument
 _RETURN = dis.opmap["RETURN_VALUE"]
@@ -127,7 +128,8 @@ class _Local:
         self._below = below
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> _Local:
-        self._below = _forward(self._below, frame, event, arg)
+        if self._below is not None:
+            self._below = _forward(self._below, frame, event, arg)
         self._tracer.report(frame, event)
         return self
 
@@ -142,7 +144,8 @@ class _Ticking:
         self._below = below
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> _Ticking:
-        self._below = _forward(self._below, frame, event, arg)
+        if self._below is not None:
+            self._below = _forward(self._below, frame, event, arg)
         self._hub.tick()
         return self
 
@@ -174,9 +177,9 @@ class _Below(threading.local):
     trace: Trace | None = None
 
 
-def _forward(below: Trace | None, frame: FrameType, event: str, arg: Any) -> Trace | None:
+def _forward(below: Trace, frame: FrameType, event: str, arg: Any) -> Trace:
     """Hand an event on; as in the interpreter, None leaves the local function in place."""
-    return (below(frame, event, arg) or below) if below is not None else None
+    return below(frame, event, arg) or below
 
 
 def _is(trace: Any, ours: Any) -> bool:

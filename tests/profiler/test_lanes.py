@@ -38,7 +38,7 @@ class Program(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.lane = Lane(FakeMeter(), 0)
+        self.lane = Lane(FakeMeter(), 0, 1)
         self.frames = []
         self.n_frames = self.n_lines = self.allocated = self.freed = self.level = self.peak = 0
 
@@ -99,7 +99,7 @@ TestProgram = Program.TestCase
 
 
 def test_a_caller_was_at_the_peak_of_what_it_called():
-    lane = Lane(FakeMeter(), 0)
+    lane = Lane(FakeMeter(), 0, 1)
     caller, callee = (CODES[0], 1), (CODES[1], 1)
     lane.enter(1, caller)
     lane.line(1, caller)

@@ -454,3 +454,23 @@ def test_a_thread_whose_profiler_is_disabled_by_another_ends_its_session():
         inside.set()
         work()
     assert len(profiler.records) == 5
+
+
+def test_a_profiler_that_was_disabled_inside_a_function_begins_anew():
+    profiler = LineProfiler(device="cpu")
+
+    def work():
+        profiler.disable()
+        return torch.ones(10)
+
+    profiler.add_function(work)
+    profiler.enable()
+    work()
+    torch.ones(1000)
+    with profiler:
+        torch.ones(1000)
+        work()
+    lines = lines_of(profiler, work)
+    assert lines == {1: (2, 0, 0, 0)}
+    assert profiler.records[0].exact
+    assert not torch._C._autograd._profiler_enabled()

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from tenure.profiler import LineProfiler, _hub
+from tenure.profiler import LineProfiler, _hub, _watches
 from tenure.profiler._loops import has_loop
 from tenure.profiler._tracing import Tracer
 
@@ -179,7 +179,7 @@ def test_code_with_loops_is_told_from_code_without():
 def test_the_tracer_is_right_on_every_python(functions):
     """Python 3.12 and newer use another engine; this one is the last resort there."""
     hub = _hub.Hub(Tracer)
-    watch = _hub.Watch(torch.device("cpu"))
+    watch = _watches.Watch(torch.device("cpu"))
     watch.codes = {id(function.__code__): function.__code__ for function in functions}
     hub.open(watch)
     try:
