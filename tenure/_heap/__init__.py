@@ -11,6 +11,7 @@ from ._holders import weigh_holders as weigh_holders
 from ._nodes import is_node as is_node
 from ._nodes import is_node_class as is_node_class
 from ._nodes import is_saved_tensor as is_saved_tensor
+from ._nodes import slot_names as slot_names
 from ._nodes import slots_of_node as slots_of_node
 from ._nodes import walk_nodes as walk_nodes
 from ._static import instance_attributes as instance_attributes

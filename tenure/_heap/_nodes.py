@@ -73,16 +73,25 @@ def inner_nodes(node: Any) -> list[Any]:
     return [inner for inner, _ in node.next_functions if inner is not None]
 
 
-def slots_of_node(node: Any) -> Iterator[Slot]:
-    """What a node has saved, a list of tensors item by item."""
-    for cls in mro_of(type(node)):
-        for name in class_attributes(cls):
-            if name.startswith(_RAW) or name == _VARIABLE:
-                try:
-                    saved = getattr(node, name)
-                except RuntimeError:  # freed by backward()
-                    continue
-                yield from _slots_in(name.removeprefix(_RAW), saved, _MAX_DEPTH)
+def slot_names(cls: type) -> list[str]:
+    """The attributes under which a class of nodes shows what it has saved."""
+    names = (name for base in mro_of(cls) for name in class_attributes(base))
+    return [name for name in names if name.startswith(_RAW) or name == _VARIABLE]
+
+
+def slots_of_node(node: Any, names: list[str] | None = None) -> Iterator[Slot]:
+    """What a node has saved, a list of tensors item by item.
+
+    Args:
+        node: the node.
+        names: the slot names of its class, if they are known.
+    """
+    for name in slot_names(type(node)) if names is None else names:
+        try:
+            saved = getattr(node, name)
+        except RuntimeError:  # freed by backward()
+            continue
+        yield from _slots_in(name.removeprefix(_RAW), saved, _MAX_DEPTH)
 
 
 def saved_tensors(node: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -8,7 +8,7 @@ for, and it is never imported here.
 import gc
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import compress, filterfalse
 from types import FrameType
 from typing import Any
@@ -21,6 +21,8 @@ from ._tensors import storage_key
 
 # by identity, as for all types here
 _CONTAINERS = frozenset(map(id, (dict, tuple)))
+# containers whose references are looked at together
+_CHUNK = 512
 SHARES = Step("", "numpy", anchor="numpy array", link=" ", shares=True)
 
 
@@ -80,24 +82,38 @@ def _held(kinds: set[int]) -> Iterable[Any]:
             _add_let_go(found, values, kinds)
             frame = frame.f_back
     # one call for all objects, and no Python in the loop over what they refer to
-    held = gc.get_referents(*tracked_objects())
+    held = _of_types(gc.get_referents(*tracked_objects()), kinds | _CONTAINERS)
     _add_kinds(found, held, kinds)
     _add_let_go(found, held, kinds)
     return found.values()
 
 
 def _add_kinds(found: dict[int, Any], held: list[Any], kinds: set[int]) -> None:
-    for value in compress(held, map(kinds.__contains__, map(id, map(type, held)))):
-        found[id(value)] = value
+    found.update((id(value), value) for value in _of_types(held, kinds))
+
+
+def _of_types(held: list[Any], kinds: Collection[int]) -> list[Any]:
+    return list(compress(held, map(kinds.__contains__, map(id, map(type, held)))))
 
 
 def _add_let_go(found: dict[int, Any], held: list[Any], kinds: set[int]) -> None:
     """Add containers that the collector has let go and that have one of these kinds in them."""
-    is_container = map(_CONTAINERS.__contains__, map(id, map(type, held)))
-    for container in list(filterfalse(gc.is_tracked, compress(held, is_container))):
-        inside = gc.get_referents(container)
-        before = len(found)
-        _add_kinds(found, inside, kinds)
-        _add_let_go(found, inside, kinds)
-        if len(found) > before or not found.keys().isdisjoint(map(id, inside)):
-            found[id(container)] = container
+    levels = []
+    while level := _let_go(held):
+        levels.append(level)
+        held = gc.get_referents(*level)
+        _add_kinds(found, held, kinds)
+    for level in reversed(levels):
+        for start in range(0, len(level), _CHUNK):
+            chunk = level[start : start + _CHUNK]
+            if _refer(found, *chunk):
+                found.update((id(holder), holder) for holder in chunk if _refer(found, holder))
+
+
+def _let_go(held: list[Any]) -> list[Any]:
+    containers = filterfalse(gc.is_tracked, _of_types(held, _CONTAINERS))
+    return list({id(container): container for container in containers}.values())
+
+
+def _refer(wanted: dict[int, Any], *holders: Any) -> bool:
+    return not wanted.keys().isdisjoint(map(id, gc.get_referents(*holders)))

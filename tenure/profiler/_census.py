@@ -22,7 +22,6 @@ from tenure._heap import (
     instances,
     is_kind,
     is_node_class,
-    live_tensors,
     read,
     storage_bytes,
     tracked_objects,
@@ -31,7 +30,16 @@ from tenure._heap import (
 from tenure._sited import created_at
 
 from ._naming import BUFFERS, OPTIMIZER_STATE, PARAMETERS, Names
-from ._parts import identity_of, is_hollow, parts_of, shape_or_empty, tensor_bytes
+from ._parts import (
+    device_of,
+    dtype_of,
+    identity_of,
+    is_hollow,
+    is_plain,
+    parts_of,
+    shape_or_empty,
+    tensor_bytes,
+)
 from ._saved import SavedRecord, SavedStorage, saved_storages
 from ._torch_quiet import quietly
 
@@ -41,7 +49,7 @@ OTHERS = "other tensors"
 CATEGORIES: tuple[str, ...] = (PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER_STATE, SAVED, OTHERS)
 """What a storage counts as, the first of them that is true of one of its tensors."""
 
-_MAX_SEARCHED = 1000
+_MAX_SEARCHED = 5000
 _BORROWING = frozenset({"view", "autograd", "numpy"})
 # references to a handle from the list of all, from a variable, and from getrefcount's argument
 _OWN_REFERENCES = 3
@@ -118,10 +126,11 @@ class _Member(NamedTuple):
     has_graph: bool = False
 
     @property
-    def rank(self) -> tuple[int, int, int, str]:
+    def rank(self) -> tuple[int, int, int, int, str]:
         """Named parameters, buffers and so on in their order; the rest by size."""
         row = self.row
-        return CATEGORIES.index(row.category), self.held.order, -row.n_bytes, row.name
+        category = CATEGORIES.index(row.category)
+        return category, self.held.order, -row.n_bytes, -self.tensor_bytes, row.name
 
 
 def describe_row(row: TensorRow) -> str:
@@ -146,13 +155,14 @@ def take_census(
         survey = _Survey()
         saved = saved_storages(survey.nodes)[0]
         names = Names(list(models), survey.modules, [*optimizers, *survey.optimizers])
-        return _Census(names, survey.storages, saved).result()
+        return _Census(names, survey, saved).result()
 
 
 class _Survey:
-    """What is not a tensor and tells something of tensors, from one pass over the heap.
+    """Tensors and what tells something of them, from one pass over the heap.
 
     Attributes:
+        tensors: all tensors; weakly, as references of ours would hide that others hold them.
         nodes: the nodes of every graph that a tensor or a variable leads to.
         modules: all modules.
         optimizers: all optimizers.
@@ -162,6 +172,7 @@ class _Survey:
     def __init__(self) -> None:
         found = instances(tracked_objects(), _is_surveyed)
         tensors = instances(found, lambda cls: is_kind(cls, Tensor))
+        self.tensors = list(map(weakref.ref, tensors))
         nodes = [*(read(t, "grad_fn") for t in tensors), *instances(found, is_node_class)]
         self.nodes = list({id(node): node for node in nodes if node is not None}.values())
         self.modules = instances(found, lambda cls: is_kind(cls, nn.Module))
@@ -180,13 +191,11 @@ class _Census:
     from more than one list.
     """
 
-    def __init__(
-        self, names: Names, storages: list[UntypedStorage], saved: dict[int, SavedStorage]
-    ) -> None:
+    def __init__(self, names: Names, survey: _Survey, saved: dict[int, SavedStorage]) -> None:
         self._names = names
-        self._bare = storages
+        self._bare = survey.storages
         self._saved = saved
-        self._handles = live_tensors()
+        self._handles = [t for reference in survey.tensors if (t := reference()) is not None]
         self._in_python = {
             id(t) for t in self._handles if sys.getrefcount(t) - _OWN_REFERENCES > cpp_references(t)
         }
@@ -315,8 +324,8 @@ def _best(found: Sequence[Holder]) -> _Held | None:
 
 
 def _row(name: str, category: str, t: Tensor, site: str | None) -> TensorRow:
-    dtype = str(t.dtype).removeprefix("torch.")
-    return TensorRow(name, category, shape_or_empty(t), dtype, str(t.device), 0, None, site)
+    dtype = str(dtype_of(t)).removeprefix("torch.")
+    return TensorRow(name, category, shape_or_empty(t), dtype, str(device_of(t)), 0, None, site)
 
 
 def _member_of(record: SavedRecord) -> _Member:
@@ -336,9 +345,11 @@ def _gradient(t: Tensor) -> Tensor | None:
 
 
 def _inner_of(t: Tensor) -> list[Tensor]:
+    if is_plain(t):
+        return []
     return [part.tensor for part in parts_of(t) if part.tensor is not t]
 
 
 def _is_hollow(t: Tensor) -> bool:
     """Whether a tensor shows sizes without memory behind them, and is not just empty."""
-    return storage_bytes(t) != 0
+    return bool(storage_bytes(t))

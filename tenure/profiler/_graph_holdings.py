@@ -21,6 +21,7 @@ from tenure._heap import (
     is_kind,
     is_node,
     is_saved_tensor,
+    slot_names,
     slots_of_node,
     type_name,
     walk_nodes,
@@ -70,6 +71,7 @@ class GraphHoldings:
 
     def __init__(self, roots: Iterable[Any]) -> None:
         self._seen: dict[int, Any] = {}
+        self._classes: dict[int, tuple[str, list[str]]] = {}
         self._kept: dict[int, Kept] = {}
         self._entered: set[int] = set()
         self._waiting: dict[int, Kept] = {}
@@ -85,11 +87,18 @@ class GraphHoldings:
 
     def _add_nodes(self, nodes: list[Any]) -> None:
         for node in walk_nodes(nodes, self._seen):
-            name = type_name(type(node))
-            for label, data, unpack_hook in slots_of_node(node):
+            name, slots = self._described(type(node))
+            for label, data, unpack_hook in slots_of_node(node, slots):
                 self._add_data(f"{name}.{label}", data, unpack_hook)
             for held in gc.get_referents(node):
                 self._meet(held, name)
+
+    def _described(self, cls: type) -> tuple[str, list[str]]:
+        """The name and the slots of a class of nodes, worked out once."""
+        found = self._classes.get(id(cls))
+        if found is None:
+            found = self._classes[id(cls)] = type_name(cls), slot_names(cls)
+        return found
 
     def _add_data(self, place: str, data: Any, unpack_hook: Any) -> None:
         if unpack_hook is not None:

@@ -137,12 +137,19 @@ def _modules(module: nn.Module, *, unique: bool = True) -> Iterator[tuple[str, n
 
 
 def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules that no other has; of a ring of modules, one."""
     below = {
         id(child)
         for module in modules
         for _, child in _items(instance_attributes(module).get("_modules"))
     }
-    return [module for module in modules if id(module) not in below]
+    found = [module for module in modules if id(module) not in below]
+    reached = {id(inner) for module in found for _, inner in _modules(module)}
+    for module in modules:
+        if id(module) not in reached:
+            found.append(module)
+            reached.update(id(inner) for _, inner in _modules(module))
+    return found
 
 
 def _parameters_of(groups: object) -> Iterator[Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from tenure._describe import shape_of
-from tenure._heap import is_kind, storage_of
+from tenure._heap import is_kind, read, storage_of
 from tenure._storages import inner_tensors
 
 _SPARSE: dict[Any, tuple[str, ...]] = {
@@ -23,7 +23,6 @@ _SPARSE: dict[Any, tuple[str, ...]] = {
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
-_PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 _PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
 
 
@@ -45,6 +44,9 @@ class Part(NamedTuple):
 
 def parts_of(t: Tensor) -> list[Part]:
     """Every part of a tensor that takes memory; none of meta, fake and other hollow tensors."""
+    if is_plain(t):
+        part = _safely(_part, t)
+        return [] if part is None else [part]
     found: list[Part] = []
     seen: set[int] = set()
     waiting = [("", t)]
@@ -60,6 +62,13 @@ def parts_of(t: Tensor) -> list[Part]:
     return found
 
 
+def is_plain(t: Tensor) -> bool:
+    """Whether a tensor is made of nothing but its own storage."""
+    if type(t) is not Tensor and type(t) is not nn.Parameter:
+        return False
+    return t.layout is torch.strided and not t.is_quantized
+
+
 def identity_of(t: Tensor) -> weakref.ref[UntypedStorage] | None:
     """A weak reference to the storage: the same object as long as it is the same storage."""
     storage = storage_of(t)
@@ -69,6 +78,18 @@ def identity_of(t: Tensor) -> weakref.ref[UntypedStorage] | None:
 def tensor_bytes(t: Tensor) -> int:
     """Bytes of the elements that a tensor shows; 0 where it does not tell."""
     return _safely(lambda t: t.numel() * t.element_size(), t) or 0
+
+
+def dtype_of(t: Tensor) -> torch.dtype:
+    """The dtype, past any override of a subclass."""
+    dtype: torch.dtype = read(t, "dtype")
+    return dtype
+
+
+def device_of(t: Tensor) -> torch.device:
+    """The device, past any override; the meta device where the code of a subclass hides it."""
+    device: torch.device | None = read(t, "device")
+    return torch.device("meta") if device is None else device
 
 
 def shape_or_empty(t: Tensor) -> tuple[int | str, ...]:
@@ -123,7 +144,7 @@ def _part(t: Tensor) -> Part | None:
     if storage is None:
         return _opaque(t)
     n_bytes = storage.nbytes()
-    if not n_bytes or (type(t) not in _PLAIN and is_hollow(storage)) or t.device.type == "meta":
+    if not n_bytes or (not is_plain(t) and is_hollow(storage)) or t.device.type == "meta":
         return None
     return Part("", t, storage._cdata, n_bytes)
 

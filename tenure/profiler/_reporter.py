@@ -163,14 +163,17 @@ class MemReporter:
 
 
 def _device_of(device: torch.device | str | int) -> torch.device:
+    """The device with the index that tensors on it show."""
     try:
         found = torch.device(device)
+        if found.type in {"cpu", "meta"}:
+            return torch.device(found.type)
+        if found.index is None:
+            index = torch.get_device_module(found).current_device()
+            return torch.device(found.type, index)
     except (RuntimeError, TypeError, AssertionError) as error:
         raise ProfilerUsageError(
             f"{device!r} is no device that this torch knows. Pass a torch.device, a name such as "
             '"cuda:0" or "cpu", or the index of an accelerator.'
         ) from error
-    if found.index is None and found.type not in {"cpu", "meta"}:
-        module = torch.get_device_module(found)
-        return torch.device(found.type, module.current_device())
-    return torch.device(found.type) if found.type in {"cpu", "meta"} else found
+    return found

@@ -18,7 +18,7 @@ from tenure._sited import created_at
 from tenure._units import format_bytes
 
 from ._graph_holdings import GraphHoldings, Kept
-from ._parts import Part, identity_of, parts_of, shape_or_empty
+from ._parts import Part, device_of, dtype_of, identity_of, parts_of, shape_or_empty
 from ._tables import Column, html_table, rich_table, text_table
 from ._torch_quiet import quietly
 
@@ -208,8 +208,8 @@ def _record(entries: list[tuple[Kept, Part]], is_leaf: bool) -> SavedRecord:
     sites = (created_at(t) for entry, part in entries for t in (entry.found, part.tensor))
     return SavedRecord(
         shape_or_empty(part.tensor),
-        part.tensor.dtype,
-        part.tensor.device,
+        dtype_of(part.tensor),
+        device_of(part.tensor),
         part.n_bytes,
         tuple(places),
         next(filter(None, sites), None),

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tenure import NewDisposeScope
 from tenure.profiler import DeviceReport, MemReport, MemReporter, ProfilerUsageError, TensorRow
+from tests.simdevice._machine import machine
 
 
 def report_on(model=None, *, optimizer=None, **arguments):
@@ -85,13 +86,12 @@ def test_categories_are_the_total_of_the_allocator(sim, build, shape, round_to_b
 
 def test_what_no_tensor_accounts_for_is_unexplained(sim):
     kept = torch.ones(256, device=sim.device)
-    address = sim.module.caching_allocator_alloc(1000) if hasattr(
-        sim.module, "caching_allocator_alloc"
-    ) else None  # fmt: skip
+    # as a library takes its workspace
+    machine.pool.allocate(1000, 0.0)
     report = report_on(device=sim.device)
-    expected = 0 if address is None else 1000
-    assert report.unexplained_bytes == expected
-    assert report.total_bytes == kept.nbytes + expected
+    machine.pool.free(1000)
+    assert report.unexplained_bytes == 1000
+    assert report.total_bytes == kept.nbytes + 1000
 
 
 def test_unexplained_bytes_close_the_gap_to_the_total():
@@ -159,6 +159,18 @@ def test_a_model_that_was_not_given_is_named_after_its_class():
     expected = {f"{prefix}{n}.{kind}" for n in ("", "#2") for kind in ("weight", "bias")}
     assert found == expected
     assert first is not second
+
+
+def test_a_module_that_contains_itself_is_named():
+    class Ring(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+            self.me = self
+
+    ring = Ring()
+    assert row_of(report_on(ring), "w").n_bytes == 12
+    assert row_of(report_on(), f"{Ring.__qualname__}.w").category == "parameters"
 
 
 def test_optimizer_state_is_named_after_its_parameter():
@@ -249,12 +261,9 @@ def test_shared_storages_count_once_and_an_arrow_names_the_owner():
     prefix = "test_shared_storages_count_once_and_an_arrow_names_the_owner.<locals>"
     report = report_on(verbose=True)
     rows = {row.name: row for row in report.rows if row.name.startswith(prefix)}
-    assert sorted(row.n_bytes for row in rows.values()) == [0, 4096]
-    view = rows[f"{prefix}.part"]
-    owner = rows[f"{prefix}.base"]
-    assert (view.owner, owner.owner) in ((owner.name, None), (None, view.name))
-    shared, whole = (view, owner) if view.owner else (owner, view)
-    assert f"{shared.name}(->{whole.name})" in str(report)
+    assert [row.n_bytes for row in rows.values()] == [4096, 0]
+    assert rows[f"{prefix}.part"].owner == f"{prefix}.base"
+    assert f"{prefix}.part(->{prefix}.base)" in str(report)
     assert "(->" not in str(report_on())
     assert part.data_ptr() == base.data_ptr()
 
@@ -421,6 +430,12 @@ class Wrapper(torch.Tensor):
         raise AssertionError(func)
 
 
+class Unspeakable(torch.Tensor):
+    """Every property raises."""
+
+    dtype = device = layout = shape = grad = grad_fn = is_leaf = property(lambda self: 1 / 0)
+
+
 class BrokenModule(nn.Module):
     """A module whose attributes raise."""
 
@@ -452,6 +467,7 @@ def odd_objects():
     yield nn.UninitializedParameter()
     yield torch.ones(3).as_subclass(Secretive)
     yield Wrapper(torch.ones(3))
+    yield torch.ones(3).as_subclass(Unspeakable)
     box = Raising.__new__(Raising)
     yield box
     yield Deprecated()
@@ -470,8 +486,35 @@ def test_odd_and_broken_objects_abort_no_report_and_cause_no_warning():
     # of each layout its parts, the wrapper's inner tensor, and what has no memory
     assert {"[0].indices", "[0].values", "[1].crow_indices", "[2].ccol_indices"} <= found
     assert {"[5]", "[6]._values", "[6]._offsets", "[7]", "[8].scales", "[9]", "[10]"} <= found
-    assert {"[11]", "[14].inner"} <= found
-    assert len(kept) == 19
+    assert {"[11]", "[13]", "[14].inner", "[15]"} <= found
+    assert len(kept) == 20
+
+
+def test_an_empty_tensor_of_any_layout_has_no_row():
+    nothing = torch.zeros(3, 3).to_sparse()
+    empty = [torch.empty(0), nothing, torch.empty(0, device="meta")]
+    prefix = "test_an_empty_tensor_of_any_layout_has_no_row.<locals>"
+    assert not [name for name in names_of(report_on()) if name.startswith(prefix)]
+    assert len(empty) == 3
+
+
+def test_a_distributed_tensor_counts_for_its_local_part(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    store = tmp_path / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    try:
+        whole = distribute_tensor(torch.ones(64, 2), DeviceMesh("cpu", [0]), [Shard(0)])
+        report = report_on()
+        name = "test_a_distributed_tensor_counts_for_its_local_part.<locals>.whole._local_tensor"
+        assert row_of(report, name).n_bytes == 512
+        assert whole.shape == (64, 2)
+    finally:
+        for _ in range(2):  # once for each thread of the group
+            dist.barrier()
+        dist.destroy_process_group()
 
 
 def test_meta_and_fake_tensors_take_no_bytes():
@@ -678,6 +721,7 @@ def test_a_report_survives_a_pickle_and_a_copy():
         (lambda: MemReporter(3), r"wants the nn\.Module whose names to use, and got int"),
         (lambda: MemReporter().add_optimizer(3), r"wants a torch\.optim\.Optimizer, and got int"),
         (lambda: MemReporter().report(device="gpu"), r"'gpu' is no device that this torch knows"),
+        (lambda: MemReporter().report(device=[]), r"\[\] is no device that this torch knows"),
         (lambda: MemReporter().report_group(), r"needs a process group, and none has been set up"),
     ],
 )
