@@ -76,12 +76,23 @@ def nothing(runs: int) -> None:
     """A function that is profiled and does not run."""
 
 
+def leaf() -> None:
+    """A function that does nothing, on one line."""
+
+
+def calls(runs: int) -> None:
+    """Calls of a function that is profiled."""
+    for _ in range(runs):
+        leaf()
+
+
 def operation_rows() -> list[Row]:
-    """What a small operation costs more, in three places."""
-    cases = [
-        ("far from any profiled function", helper, nothing),
-        ("called from one profiled line", on_one_line, on_one_line),
-        ("each on a profiled line, beside the loop's own", on_many_lines, on_many_lines),
+    """What a small operation costs more, in three places, and what a call does."""
+    cases: list[tuple[str, Loop, Callable[..., None]]] = [
+        ("a + b, far from any profiled function", helper, nothing),
+        ("a + b, called from one profiled line", on_one_line, on_one_line),
+        ("a + b, each on a profiled line, beside the loop's own", on_many_lines, on_many_lines),
+        ("an empty function, called and profiled", calls, leaf),
     ]
     rows = []
     for what, call, profiled in cases:
@@ -92,7 +103,7 @@ def operation_rows() -> list[Row]:
 
         pair = time_pair(call, within(enabled, call), rounds=40, runs=1000, clock=time.process_time)
         added_us = (pair.ours_s - pair.base_s) * 1e6
-        rows.append(_row(f"profiled / plain: a + b, {what}", pair, f"+{added_us:.2f} us; "))
+        rows.append(_row(f"profiled / plain: {what}", pair, f"+{added_us:.2f} us; "))
     return rows
 
 

@@ -42,11 +42,7 @@ class Section:
 
 
 class RecordsDisplay:
-    """Records with the source around them; it shows itself wherever it is printed.
-
-    Attributes:
-        records: the records that are shown.
-    """
+    """Records with the source around them; it shows itself wherever it is printed."""
 
     def __init__(self, sections: Sequence[Section], columns: Sequence[Column]) -> None:
         self.sections = tuple(sections)
@@ -54,7 +50,7 @@ class RecordsDisplay:
 
     @property
     def records(self) -> tuple[LineRecord, ...]:
-        """The records, in the order of the lines."""
+        """The records that are shown, in the order of the lines."""
         rows = (row for section in self.sections for row in section.rows)
         return tuple(record for _, _, record in rows if record is not None)
 

@@ -18,6 +18,8 @@ from . import _torch_allocations as allocations
 from . import _torch_cpu_allocator as allocator
 from ._existing import enter_existing
 from ._lanes import Key
+from ._marks import set_mark, settle
+from ._torch_allocations import Changes
 from ._torch_profilers import announce
 from ._watches import Codes, ThreadState, Watch
 
@@ -132,6 +134,10 @@ class Hub:
         """The frame that was left is gone, with its variables."""
         self._end_if_idle(self._account())
 
+    def backward(self, change: int) -> None:
+        """A backward pass begins (1) or has ended (-1) on this thread."""
+        self._this_thread.state.n_backwards += change
+
     def tick(self) -> bool:
         """Something unwatched was called, or went once more around a loop.
 
@@ -142,7 +148,7 @@ class Hub:
         if not thread.in_session:
             return False
         thread.n_ticks += 1
-        if thread.n_ticks >= _TICKS_PER_TURN or not self._watches:
+        if (thread.n_ticks >= _TICKS_PER_TURN or not self._watches) and not thread.session_is_lent:
             self._account()
             self._end_if_idle(thread)  # as when the last profiler was closed by another thread
         return thread.in_session
@@ -153,20 +159,29 @@ class Hub:
         """Book what this thread did since the last look."""
         thread = self._this_thread.state
         thread.n_ticks = 0
+        if thread.session_is_lent:
+            set_mark(thread.marks, thread.lanes_of(self._watches))
+            return thread
         changes = None
         if thread.in_session:
             changes = allocations.turn()
             if changes is None:
                 self._count_session(thread, -1)
+        self._book(thread, changes)
+        return thread
+
+    def _book(self, thread: ThreadState, changes: Changes | None) -> None:
+        if thread.marks:
+            changes = settle(thread.marks, changes)
         for lane in thread.lanes_of(self._watches):
             lane.account(changes)
-        return thread
 
     def _begin_session(self, thread: ThreadState) -> None:
         """Open one, unless it is open or the thread is another profiler's."""
         if thread.in_session or allocations.is_profiling():
             return
         allocations.begin()
+        thread.n_backwards_outside = thread.n_backwards
         self._count_session(thread, +1)
         for watch in self._watches:
             thread.lane_of(watch).start()
@@ -174,7 +189,9 @@ class Hub:
     def _end_if_idle(self, thread: ThreadState) -> None:
         if thread.in_session and not thread.is_active(self._watches):
             self._count_session(thread, -1)
-            allocations.end()
+            changes = allocations.end()
+            if thread.marks:
+                settle(thread.marks, changes)
 
     def _count_session(self, thread: ThreadState, change: int) -> None:
         with self._lock:
@@ -183,9 +200,10 @@ class Hub:
 
     def _make_way(self) -> None:
         """A profiler of the program is about to begin on this thread."""
-        if self._this_thread.state.in_session:
-            self._count_session(self._account(), -1)
-            allocations.end()
+        thread = self._this_thread.state
+        if thread.in_session:
+            self._count_session(thread, -1)
+            self._book(thread, allocations.end())
 
     # --- the first and the last
 

@@ -8,11 +8,14 @@ the peak of a line covers what it called.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from ._meters import Interval, Meter
 from ._torch_allocations import Changes
+
+CPU = torch.device("cpu")
 
 Key = tuple[int, int]
 """A line: the identity of its code, whose hash takes long, and its number."""
@@ -54,6 +57,14 @@ class Figures:
             self.reach(other.peak_bytes, other.peak_exact)
         for name, value in other.statistics.items():
             self.statistics[name] = max(value, self.statistics.get(name, value))
+
+
+class Booking(NamedTuple):
+    """Whose an interval is that can be told only later: a line, and the lines that called it."""
+
+    key: Key
+    callers: tuple[Key, ...]
+    base_bytes: int
 
 
 Book = dict[tuple[int, int, torch.device], Figures]
@@ -123,6 +134,27 @@ class Lane:
             frame.figures.reach(*peak)
         self._rise(peak)
         self._leaving = None
+
+    def defer(self) -> Booking | None:
+        """Whose the time since the last look is; None where it is nobody's, or has been booked."""
+        if not self.active or self._meter.device.type != "cpu":
+            self.account(None)
+            return None
+        leaving, self._leaving = self._leaving, None
+        keys = [frame.key for frame in self._frames]
+        key = leaving.key if leaving is not None else keys.pop()
+        return Booking(key, tuple(keys), self._base_bytes)
+
+    def settle(self, booking: Booking, interval: Interval) -> None:
+        """Book what happened in such a time."""
+        peak = interval.peak_bytes - booking.base_bytes, interval.peak_exact
+        if interval.allocated_bytes or interval.freed_bytes or (*booking.key, CPU) in self.book:
+            figures = self.book.setdefault((*booking.key, CPU), Figures())
+            figures.add(interval)
+            figures.reach(*peak)
+        for caller in booking.callers:
+            if (*caller, CPU) in self.book:
+                self.book[*caller, CPU].reach(*peak)
 
     def enter(self, identity: int, key: Key) -> None:
         """A watched frame begins, or goes on after a ``yield`` or an ``await``."""

@@ -65,12 +65,19 @@ class CpuMeter:
             self.start()
             net = self.level_bytes - was
             return _unseen(net, max(was, self.level_bytes))
-        net, highest = _summed(changes.cpu) if changes.cpu else (0, 0)
         # The end is what other threads left it at; where it can't be told, this thread's own sum.
-        self.level_bytes = allocator.live_bytes() if self._known else was + net
-        allocated = sum(n_bytes for n_bytes in changes.cpu if n_bytes > 0)
-        peak = self.level_bytes - net + highest
-        return Interval(allocated, allocated - net, peak, True, self._known)
+        self.level_bytes = allocator.live_bytes() if self._known else was + sum(changes.cpu)
+        return self.interval(changes.cpu, self.level_bytes)
+
+    @staticmethod
+    def interval(changes: list[int] | None, level_bytes: int) -> Interval:
+        """The interval of some changes, or of unknown ones, that ends at a level."""
+        if changes is None:
+            return _unseen(0, level_bytes)
+        net, highest = _summed(changes) if changes else (0, 0)
+        allocated = sum(n_bytes for n_bytes in changes if n_bytes > 0)
+        peak = level_bytes - net + highest
+        return Interval(allocated, allocated - net, peak, True, allocator.is_known())
 
 
 class DeviceMeter:

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from types import CodeType
 from typing import Any
 
+from tenure._torch_backward import ENGINE_CODE
+
 from ._hub import Hub
 from ._watches import Codes
 
@@ -63,11 +65,12 @@ class Monitor:
             self._tool, events.PY_UNWIND | events.PY_THROW | events.PY_START | events.JUMP
         )
         self._on = True
+        self._set((ENGINE_CODE,), events.PY_RETURN)
         self._set(self._codes.values(), self._lines)
 
     def stop(self) -> None:
         """Give the number back, if need be when the sessions of other threads have ended."""
-        self._set(self._codes.values(), monitoring.events.NO_EVENTS)
+        self._set((ENGINE_CODE, *self._codes.values()), monitoring.events.NO_EVENTS)
         self._on = False
         self._codes = {}
         self._free_if_idle()
@@ -99,6 +102,8 @@ class Monitor:
         if id(code) in self._codes:
             frame = sys._getframe(1)
             self._hub.enter(id(frame), code, frame.f_lineno)
+        elif code is ENGINE_CODE:
+            self._hub.backward(+1)
         else:
             self._tick()
 
@@ -119,12 +124,19 @@ class Monitor:
     def _unwind(self, code: CodeType, _: int, __: BaseException) -> None:
         if id(code) in self._codes:
             self._hub.leave(id(sys._getframe(1)), code, torn_down=False)
+        elif code is ENGINE_CODE:
+            self._hub.backward(-1)
 
     def _return(self, code: CodeType, _: int, __: object) -> None:
-        frame = sys._getframe(1)
-        if not self._hub.leave(id(frame), code, torn_down=True):
+        if code is ENGINE_CODE:
+            self._hub.backward(-1)
             return
+        frame = sys._getframe(1)
         caller = frame.f_back
+        # after a call by the engine the next instruction comes when all of it has run
+        torn_down = caller is None or caller.f_code is not ENGINE_CODE
+        if not self._hub.leave(id(frame), code, torn_down):
+            return
         if caller is None:
             self._hub.torn_down_now()
         else:

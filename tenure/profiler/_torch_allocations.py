@@ -71,6 +71,11 @@ def end() -> Changes | None:
         return None
 
 
+def allocate_and_free(n_bytes: int) -> None:
+    """Leave two events that cancel each other, to be recognised by their size."""
+    torch.UntypedStorage(n_bytes, device="cpu")
+
+
 def _changes(lists: list[list[Any]]) -> Changes:
     """There is a list for each thread that worked for this one, as a CUDA backward has."""
     events: Iterable[Any] = lists[0] if len(lists) == 1 else _merged(lists)
@@ -94,7 +99,7 @@ def works() -> bool:
         return True  # nothing can be tried now; turns that fail say so
     begin()
     kept = torch.empty(64, dtype=torch.uint8, device="cpu")
-    torch.empty(32, dtype=torch.uint8, device="cpu")
+    allocate_and_free(32)
     first = turn()
     del kept
     second = end()

@@ -13,6 +13,8 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
 
+from tenure._torch_backward import ENGINE_CODE
+
 from ._hub import Hub
 from ._loops import has_loop
 from ._watches import Codes
@@ -76,30 +78,35 @@ class Tracer:
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
         """A call of whatever function."""
-        if not self._on and _is(sys.gettrace(), self._trace):  # it stopped on another thread
-            sys.settrace(self._below.trace)
-        below = self._trace_below(frame, event, arg)
+        below = self._below.trace
         if not self._on:
-            self._hub.tick()
-            return below
+            return self._trace_no_more(frame, event, arg)
+        if below is not None:
+            below = self._trace_below(below, frame, event, arg)
         code = frame.f_code
         if id(code) in self._codes:
             self._hub.enter(id(frame), code, frame.f_lineno)
-            # of a generator that goes on the frame has its local function still
-            return below if isinstance(below, _Local) else _Local(self, below)
+            return _Local(self, below)
+        if code is ENGINE_CODE:
+            self._hub.backward(+1)
+            return _Backward(self._hub, below)
         if self._hub.tick() and has_loop(code):
             return _Ticking(self._hub, below)
         return below
 
-    def _trace_below(self, frame: FrameType, event: str, arg: Any) -> Any:
-        trace = self._below.trace
-        if trace is None:
-            return None
+    def _trace_no_more(self, frame: FrameType, event: str, arg: Any) -> Any:
+        """A call on a thread that has not heard of the end, or that another tracer hands on."""
+        self._hub.tick()
+        below = self._below.trace
+        if _is(sys.gettrace(), self._trace):
+            sys.settrace(below)
+        return None if below is None else below(frame, event, arg)
+
+    def _trace_below(self, trace: Trace, frame: FrameType, event: str, arg: Any) -> Any:
         local = trace(frame, event, arg)
         if not _is(sys.gettrace(), self._trace):  # some put themselves in place when called
             self._below.trace = sys.gettrace()
-            if self._on:
-                sys.settrace(self._trace)
+            sys.settrace(self._trace)
         return local
 
     def report(self, frame: FrameType, event: str) -> None:
@@ -110,10 +117,12 @@ class Tracer:
         if event == "line":
             self._hub.line(id(frame), frame.f_code, frame.f_lineno)
         elif event == "return":
-            torn_down = _opcode(frame) == _RETURN
+            caller = frame.f_back
+            # after a call by the engine the next instruction comes when all of it has run
+            torn_down = _opcode(frame) == _RETURN and not _is_engine(caller)
             wanted = self._hub.leave(id(frame), frame.f_code, torn_down)
-            if wanted and frame.f_back is not None:
-                _AfterCall(self._hub, frame.f_back)
+            if wanted and caller is not None:
+                _AfterCall(self._hub, caller)
             elif wanted:
                 self._hub.torn_down_now()
 
@@ -147,6 +156,23 @@ class _Ticking:
         if self._below is not None:
             self._below = _forward(self._below, frame, event, arg)
         self._hub.tick()
+        return self
+
+
+class _Backward:
+    """The local trace function of the frame that autograd's engine runs in."""
+
+    __slots__ = ("_below", "_hub")
+
+    def __init__(self, hub: Hub, below: Trace | None) -> None:
+        self._hub = hub
+        self._below = below
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> _Backward:
+        if self._below is not None:
+            self._below = _forward(self._below, frame, event, arg)
+        if event == "return":
+            self._hub.backward(-1)
         return self
 
 
@@ -184,6 +210,10 @@ def _forward(below: Trace, frame: FrameType, event: str, arg: Any) -> Trace:
 
 def _is(trace: Any, ours: Any) -> bool:
     return bool(trace == ours)  # bound methods are made anew each time
+
+
+def _is_engine(frame: FrameType | None) -> bool:
+    return frame is not None and frame.f_code is ENGINE_CODE
 
 
 def _opcode(frame: FrameType) -> int:

@@ -12,6 +12,7 @@ from types import CodeType
 import torch
 
 from ._lanes import Book, Lane
+from ._marks import Mark
 from ._meters import meter_for
 
 Codes = Mapping[int, CodeType]
@@ -72,15 +73,28 @@ class ThreadState:
     Attributes:
         in_session: whether a session of the allocator's events is open on it.
         n_ticks: how often it ticked since the session was read.
+        n_backwards: how many backward passes run on it, one inside the other.
+        n_backwards_outside: how many of them ran when the session was opened.
+        marks: the looks that are still to be taken.
     """
 
-    __slots__ = ("_enabled", "_lanes", "in_session", "n_ticks")
+    __slots__ = (
+        "_enabled", "_lanes", "in_session", "marks", "n_backwards", "n_backwards_outside",
+        "n_ticks",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.in_session = False
         self.n_ticks = 0
+        self.n_backwards = self.n_backwards_outside = 0
+        self.marks: list[Mark] = []
         self._enabled: tuple[Watch, ...] = ()
         self._lanes: dict[Watch, Lane] = {}
+
+    @property
+    def session_is_lent(self) -> bool:
+        """Whether the engine has the session, and only marks can be set in it."""
+        return self.in_session and self.n_backwards > self.n_backwards_outside
 
     def lane_of(self, watch: Watch) -> Lane:
         """The lane for a profiler that is enabled, measuring what the profiler now wants."""

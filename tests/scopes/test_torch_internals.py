@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from tenure import _torch_backward
 from tenure.scopes import (
     _newness,
-    _torch_backward,
     _torch_dynamo,
     _torch_modes,
     _torch_pytree,
