@@ -26,6 +26,7 @@ def shell(monkeypatch):
     ran(shell, WORK)
     yield shell
     shell.restore_sys_module_state()
+    shell.user_ns.clear()  # the shell itself outlives the test
     InteractiveShell.clear_instance()
 
 
