@@ -63,5 +63,12 @@ def __getattr__(name: str) -> object:
     return value
 
 
+def load_ipython_extension(shell: object) -> None:
+    """Add the magics of ``tenure.profiler``; IPython calls this for ``%load_ext tenure``."""
+    from .profiler import load_ipython_extension
+
+    load_ipython_extension(shell)
+
+
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})

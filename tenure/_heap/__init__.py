@@ -18,6 +18,7 @@ from ._static import instance_attributes as instance_attributes
 from ._static import is_kind as is_kind
 from ._static import type_name as type_name
 from ._tensors import cpp_references as cpp_references
+from ._tensors import cpp_uses as cpp_uses
 from ._tensors import live_tensors as live_tensors
 from ._tensors import read as read
 from ._tensors import storage_bytes as storage_bytes

@@ -1,9 +1,15 @@
-"""Seeing where memory went and who holds it."""
+"""Seeing where memory went and who holds it, and lending the device to others meanwhile."""
 
+from tenure._errors import AwayTensorError as AwayTensorError
+from tenure._errors import CourtesyError as CourtesyError
+from tenure._errors import CourtesyWarning as CourtesyWarning
 from tenure._errors import ProfilerUsageError as ProfilerUsageError
 from tenure._errors import ProfilerUsageWarning as ProfilerUsageWarning
 
 from ._census import TensorRow as TensorRow
+from ._courtesy import Courtesy as Courtesy
+from ._courtesy_report import CourtesyReport as CourtesyReport
+from ._courtesy_report import Stay as Stay
 from ._display import RecordsDisplay as RecordsDisplay
 from ._findings import Finding as Finding
 from ._global_profiler import clear_global_line_profiler as clear_global_line_profiler
@@ -17,6 +23,7 @@ from ._holders import holders as holders
 from ._line_profiler import LineProfiler as LineProfiler
 from ._mem_report import DeviceReport as DeviceReport
 from ._mem_report import MemReport as MemReport
+from ._notebook import load_ipython_extension as load_ipython_extension
 from ._records import LineRecord as LineRecord
 from ._reporter import MemReporter as MemReporter
 from ._saved import SavedRecord as SavedRecord

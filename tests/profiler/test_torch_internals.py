@@ -7,13 +7,15 @@ from torch.autograd import profiler_legacy
 from tenure.profiler import (
     _torch_allocations,
     _torch_cpu_allocator,
+    _torch_owners,
     _torch_profilers,
     _torch_quiet,
 )
 
 
 @pytest.mark.parametrize(
-    "module", [_torch_allocations, _torch_cpu_allocator, _torch_profilers, _torch_quiet]
+    "module",
+    [_torch_allocations, _torch_cpu_allocator, _torch_owners, _torch_profilers, _torch_quiet],
 )
 def test_the_self_test_passes(module):
     assert module.works()

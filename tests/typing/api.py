@@ -60,6 +60,11 @@ from tenure.adaptive import (
     step,
 )
 from tenure.profiler import (
+    AwayTensorError,
+    Courtesy,
+    CourtesyError,
+    CourtesyReport,
+    CourtesyWarning,
     DeviceReport,
     Finding,
     GroupReport,
@@ -75,6 +80,7 @@ from tenure.profiler import (
     SavedReport,
     Snapshot,
     SnapshotDiff,
+    Stay,
     TensorRow,
     clear_global_line_profiler,
     holders,
@@ -466,6 +472,32 @@ def stepping(x: Tensor, model: nn.Module) -> None:
         assert_type(difference, SplitDifference)
         assert_type(difference.relative_error, float)
         assert_type(difference.name, str)
+
+
+def lending(x: Tensor) -> None:
+    with Courtesy() as courtesy:
+        assert_type(courtesy, Courtesy)
+        assert_type(courtesy.device, torch.device | None)
+        assert_type(courtesy.away_bytes, int)
+    assert_type(Courtesy(torch.device("cuda", 1)).yield_memory(), CourtesyReport)
+    Courtesy("cuda").restore()
+    report = courtesy.report
+    assert_type(report, CourtesyReport | None)
+    if report is not None:
+        assert_type(report.moved_bytes, int)
+        assert_type(report.stays_bytes, int)
+        for stay in report.stays:
+            assert_type(stay, Stay)
+            assert_type(stay.reason, str)
+    try:
+        x.sum()
+    except AwayTensorError as error:
+        assert_type(error.courtesy, Courtesy | None)
+    except CourtesyError as error:
+        assert_type(error.courtesy, Courtesy | None)
+    warnings: list[type[TenureWarning]] = [CourtesyWarning]
+    assert warnings
+    tenure.load_ipython_extension(object())
 
 
 def failing(x: Tensor) -> str:
