@@ -71,17 +71,33 @@ class Engine:
         """Allocate memory for units that are to stay."""
         return {unit: self._allocate(unit.n_bytes) for unit in units}
 
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory between files and the device."""
+        return self._link.staging_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that holds the weights."""
+        return self._store.host_bytes
+
     def settle_in(self, reserved: dict[Unit, Tensor]) -> None:
-        """Fill the memory of units that stay."""
+        """Fill the memory of units that stay.
+
+        Raises:
+            PagingError: a file that holds them can't be read.
+        """
         for unit, memory in reserved.items():
             now = self._link.mark(self._link.current())
             self._page_in(Page(unit, memory, 0, is_resident=True), [now])
+        for page in self._pages.values():
+            self._link.check(page.ready)
 
     def acquire(self, unit: Unit) -> Page:
         """Have a unit on the device, for the current stream to read, until it is released.
 
         Raises:
-            PagingError: what is in use leaves no room for it.
+            PagingError: what is in use leaves no room for it, or a file that holds it can't be read.
         """
         self.order.note(unit)
         page = self._pages.get(unit)
@@ -90,8 +106,12 @@ class Engine:
             page = self._fetch(unit, self._make_room(unit))
         elif page.is_stale():
             self._refresh(page)
+        try:
+            self._let_compute(page)
+        except BaseException:
+            page.forget_copied()
+            raise
         page.users += 1
-        self._let_compute(page)
         return page
 
     def page_in_use(self, unit: Unit | None) -> Page | None:
@@ -158,6 +178,7 @@ class Engine:
     def close(self) -> None:
         """Stop the host until nothing is under way; then let go of the device's memory."""
         self._link.finish()
+        self._link.close()
         self._unread.clear()
         self._pages.clear()
         self._arena = torch.empty(0)

@@ -19,14 +19,24 @@ from tenure._errors import PagingError
 from tenure._units import format_bytes
 
 from ._binding import Binding
-from ._checks import check_host, check_inference, checked_device, checked_prefetch
+from ._checks import (
+    check_host,
+    check_inference,
+    checked_device,
+    checked_model,
+    checked_prefetch,
+)
+from ._disk_link import DiskLink
 from ._engine import Engine
+from ._file_store import FileStore, SpillStore
 from ._hooks import ModuleHooks
-from ._host_buffers import HostBuffers
+from ._host_buffers import HostBuffers, HostStore
+from ._host_link import HostLink
 from ._link import Link
 from ._pager import Pager
-from ._plan import PagingPlan, Planned, make_plan
+from ._plan import PagingPlan, Planned, make_plan, speed_of
 from ._report import PagingReport, make_report
+from ._spill import checked_folder
 from ._table import HostTensor
 from ._units import Unit, hookable
 from ._whole import WholeTensors
@@ -123,19 +133,19 @@ class Resources:
 
     Args:
         engine: the pages.
-        store: the host buffers.
+        store: the host bytes.
         whole: the tensors that are not paged.
 
     Attributes:
         closed: whether it is given back.
     """
 
-    def __init__(self, engine: Engine, store: HostBuffers, whole: WholeTensors) -> None:
+    def __init__(self, engine: Engine, store: HostStore, whole: WholeTensors) -> None:
         self.engine, self.store, self.whole = engine, store, whole
         self.closed = False
 
     def close(self) -> None:
-        """Let go of the device, and unpin the host."""
+        """Let go of the device, and of what the host needed."""
         if not self.closed:
             self.closed = True
             self.engine.close()
@@ -161,13 +171,15 @@ def page(
 
     Args:
         model: a model in host memory.
-        device: the accelerator.
+        device: the accelerator; ``"cpu"`` where the host is a folder.
         max_layer_size: a module with fewer parameters (an int) or with at most so many bytes (such
             as ``"64MiB"``) is moved in one piece; -1 leaves the choice to the planner.
         budget: the bytes of the device that weights may take: an int, text such as ``"6GiB"``, or
             ``"80%"`` of what is free now. Activations come on top. None takes what keeps
             the link busy, and no more.
-        host: ``"pinned"`` or ``"pageable"`` host memory.
+        host: ``"pinned"`` or ``"pageable"`` host memory; or the ``Path`` of a folder on a disk, made
+            if it is missing, where the weights are moved to. They take no host memory then, and
+            the disk's goes with the model's last use.
         keep: names of modules whose weights stay on the device.
         prefetch: how many parts are fetched ahead at most; ``"auto"`` for as many as fit.
         training: must be False.
@@ -188,39 +200,51 @@ def page(
         ... except PagingError as error:
         ...     print(error)
         A model in host memory can't be paged to 'cpu': there is nothing to gain. Name an
-        accelerator, such as 'cuda'.
+        accelerator, such as 'cuda', or a folder: host=Path(...).
 
     Source: ``page`` of pytorch-optimem, where each layer is moved in and out synchronously.
     """
     check_inference(training)
     check_host(host)
     max_ahead = checked_prefetch(prefetch)
-    chosen = checked_device(device)
-    planned = make_plan(model, chosen, max_layer_size, budget, keep)
-    return carry_out(model, planned, chosen, max_ahead, pin=host == "pinned")
+    chosen = checked_device(device, from_disk=isinstance(host, Path))
+    checked_model(model)
+    planned = make_plan(model, chosen, max_layer_size, budget, keep, speed_of(host))
+    if isinstance(host, Path):
+        store = SpillStore(checked_folder(host), type(model).__name__)
+        return carry_out(model, planned, file_link(planned, chosen, store), store, max_ahead)
+    link = Link(chosen)
+    buffers = HostBuffers(link.module, pin=host == "pinned")
+    return carry_out(model, planned, link, buffers, max_ahead)
+
+
+def file_link(planned: Planned, device: torch.device, store: FileStore) -> Link:
+    """The link from a store's files to a device, or to where the CPU computes."""
+    if device.type == "cpu":
+        return HostLink(store.reader)
+    largest_bytes = max((unit.n_bytes for unit in planned.cut.units), default=1)
+    return DiskLink(device, store.reader, largest_bytes)
 
 
 def carry_out(
-    model: nn.Module, planned: Planned, device: torch.device, max_ahead: int | None, *, pin: bool
+    model: nn.Module, planned: Planned, link: Link, store: HostStore, max_ahead: int | None
 ) -> PagedModel:
     """Page a model by a plan: the device first, for it may fail; then the host; then the model."""
-    link = Link(device)
-    store = HostBuffers(link.module, pin=pin)
     engine = Engine(link, store, planned.division.ring_bytes, max_ahead)
     resident = [unit for unit in planned.cut.units if unit in planned.division.resident]
     reserved = engine.reserve(resident)
-    resources = Resources(engine, store, WholeTensors(planned.table.whole, device))
+    resources = Resources(engine, store, WholeTensors(planned.table.whole, link.device))
     try:
         store.adopt(planned.cut.units)
+        engine.settle_in(reserved)
     except BaseException:
         resources.close()
         raise
-    engine.settle_in(reserved)
     has_gradients = any(p.requires_grad for p in model.parameters())
     pager = Pager(engine, resources.whole, has_gradients=has_gradients)
     weakref.finalize(pager, resources.close).atexit = False
     handle = PagedModel(model, planned.plan, pager, resources)
-    handle.bind(planned, device)
+    handle.bind(planned, link.device)
     return handle
 
 

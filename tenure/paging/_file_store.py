@@ -1,0 +1,188 @@
+"""Host bytes that lie in files, and come from there each time that they are needed.
+
+Invariant: a read gives the values that the model's tensors have now: what the file holds, and over
+it what was written to them since. The host's memory holds what was written, and no more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tenure._describe import describe_tensor
+from tenure._errors import PagingError
+
+from ._mapped_file import MappedFile
+from ._reader import Reader
+from ._spill import spill
+from ._table import HostTensor
+from ._units import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Bytes of a unit that lie in one piece.
+
+    Attributes:
+        start: where they begin in the unit.
+        n_bytes: how many.
+        address: where they are mapped, or lie, in host memory.
+        file: what they are mapped from; None for memory.
+        owner: keeps that memory.
+    """
+
+    start: int
+    n_bytes: int
+    address: int
+    file: MappedFile | None
+    owner: object
+
+    def read_into(self, address: int) -> None:
+        offset = None if self.file is None else self.file.offset_of(self.address)
+        if self.file is None or offset is None:
+            ctypes.memmove(address, self.address, self.n_bytes)
+        else:
+            self.file.read_into(address, offset, self.n_bytes)
+
+    def within(self, low: int, high: int) -> Iterator[_Part]:
+        """What of it lies between two bytes of the unit, counted from the first of them."""
+        begin, end = max(low, self.start), min(high, self.start + self.n_bytes)
+        if begin < end:
+            address = self.address + begin - self.start
+            yield replace(self, start=begin - low, n_bytes=end - begin, address=address)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitBytes:
+    """The bytes of a unit, or a slice of them, yet to be read.
+
+    Attributes:
+        n_bytes: how many.
+        parts: where they are; gaps between them hold nothing.
+    """
+
+    n_bytes: int
+    parts: tuple[_Part, ...]
+
+    def __getitem__(self, where: slice) -> UnitBytes:
+        low, high, _ = where.indices(self.n_bytes)
+        return UnitBytes(high - low, tuple(p for part in self.parts for p in part.within(low, high)))
+
+    def read_into(self, target: Tensor) -> None:
+        """Read them into host memory.
+
+        Args:
+            target: uint8[n_bytes], in one piece.
+
+        Raises:
+            PagingError: a file has changed, or can't be read.
+        """
+        for part in self.parts:
+            part.read_into(target.data_ptr() + part.start)
+
+
+class FileStore:
+    """Units whose bytes lie in mapped files.
+
+    Args:
+        files: the files.
+
+    Attributes:
+        reader: the thread to read them on.
+    """
+
+    def __init__(self, files: Iterable[MappedFile] = ()) -> None:
+        self.reader = Reader()
+        self._files = list(files)
+        self._homes: dict[HostTensor, _Home] = {}
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that holds weights: none, but for what was written to them."""
+        return 0
+
+    def adopt(self, units: Iterable[Unit]) -> None:
+        """Take units as they lie: over the files, or in memory."""
+        for unit in units:
+            for extent, start in unit.starts():
+                for host in extent.tensors:
+                    self._homes[host] = _Home.of(host)
+
+    def bytes_of(self, unit: Unit) -> UnitBytes:
+        """Where the bytes of a unit are now."""
+        parts = [
+            self._part(start, extent.n_bytes, extent.storage.data_ptr() + extent.low_byte, extent)
+            for extent, start in unit.starts()
+        ]
+        return UnitBytes(unit.n_bytes, (*parts, *self._moved(unit)))
+
+    def close(self) -> None:
+        """Close the files and end the thread; the tensors of the model stay over the files."""
+        self.reader.close()
+        for file in self._files:
+            file.close()
+
+    def _part(self, start: int, n_bytes: int, address: int, owner: object) -> _Part:
+        files = (file for file in self._files if file.offset_of(address) is not None)
+        return _Part(start, n_bytes, address, next(files, None), owner)
+
+    def _moved(self, unit: Unit) -> Iterator[_Part]:
+        """Tensors that were given other memory since, as by ``parameter.data = other``."""
+        for host in unit.tensors:
+            now, home = _Home.of(host), self._homes[host]
+            if now.address != home.address:
+                _check_fits(host, now, home)
+                yield self._part(host.at_bytes, host.tensor.nbytes, now.address, host.tensor.data)
+
+
+class SpillStore(FileStore):
+    """Units that are moved from memory to a file of our own.
+
+    Args:
+        folder: where the file is made.
+        model: whose units they are, for messages.
+    """
+
+    def __init__(self, folder: Path, model: str) -> None:
+        super().__init__()
+        self._folder, self._model = folder, model
+
+    def adopt(self, units: Iterable[Unit]) -> None:
+        """Write units to a file, then point their tensors there and let the memory go.
+
+        Raises:
+            PagingError: the file can't be written; the tensors are where they were.
+        """
+        units = list(units)
+        self._files.append(spill(units, self._folder, self._model))
+        super().adopt(units)
+
+
+@dataclass(frozen=True, slots=True)
+class _Home:
+    """Where a tensor lies, and how."""
+
+    address: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, host: HostTensor) -> _Home:
+        tensor = host.tensor
+        return cls(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+def _check_fits(host: HostTensor, now: _Home, home: _Home) -> None:
+    tensor = host.tensor
+    alike = replace(now, address=home.address) == home
+    if tensor.device.type != "cpu" or not alike or not tensor.is_contiguous():
+        raise PagingError(
+            f"{host.name!r} was given other data while it is paged ({describe_tensor(tensor)}), "
+            "which is not laid out as its own. Write values with copy_(), or unpage() first."
+        )
