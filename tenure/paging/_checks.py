@@ -60,7 +60,9 @@ def checked_device(device: object, *, from_disk: bool = False) -> torch.device:
         )
     module = getattr(torch, chosen.type, None)
     if module is None or not module.is_available():
-        raise PagingError(f"There is no {chosen.type!r} device here that a model could be paged to.")
+        raise PagingError(
+            f"There is no {chosen.type!r} device here that a model could be paged to."
+        )
     index = module.current_device() if chosen.index is None else chosen.index
     if not 0 <= index < module.device_count():
         raise PagingError(f"There is no device {str(chosen)!r}: there are {module.device_count()}.")
@@ -163,7 +165,9 @@ def check_inference(training: object) -> None:
 
 def _check_unpaged(name: str, module: nn.Module) -> None:
     if any(isinstance(vars(module)[each], PagedDict) for each in ("_parameters", "_buffers")):
-        raise PagingError(f"{name!r} is paged already. Unpage it with unpage() of its handle first.")
+        raise PagingError(
+            f"{name!r} is paged already. Unpage it with unpage() of its handle first."
+        )
     for attribute, library in _FOREIGN_HOOKS.items():
         if hasattr(module, attribute):
             raise PagingError(

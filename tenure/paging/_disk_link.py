@@ -49,7 +49,7 @@ class DiskLink(Link):
         self._free = [self._slot() for _ in range(_N_SLOTS)]
         self._busy: deque[tuple[Tensor, Any]] = deque()
         self._waiting: deque[_Piece] = deque()
-        self._reading: deque[_Piece] = deque()
+        self._reading: deque[_Reading] = deque()
 
     @property
     def staging_bytes(self) -> int:
@@ -103,7 +103,8 @@ class DiskLink(Link):
     def finish(self) -> None:
         """Stop the host until nothing is read or copied."""
         while self._reading or self._waiting:
-            self.launch((self._reading or self._waiting)[-1].transfer)
+            last = self._waiting[-1] if self._waiting else self._reading[-1].piece
+            self.launch(last.transfer)
         super().finish()
 
     def close(self) -> None:
@@ -130,11 +131,10 @@ class DiskLink(Link):
 
     def _read_on(self) -> None:
         while self._waiting and self._free:
-            piece = self._waiting.popleft()
-            piece.slot = self._free.pop()
-            target = piece.slot[: piece.to.nbytes]
-            piece.read = self._reader.submit(partial(piece.source.read_into, target))
-            self._reading.append(piece)
+            piece, slot = self._waiting.popleft(), self._free.pop()
+            target = slot[: piece.to.nbytes]
+            read = self._reader.submit(partial(piece.source.read_into, target))
+            self._reading.append(_Reading(piece, slot, read))
 
     def _take_back_slot(self) -> None:
         memory, event = self._busy.popleft()
@@ -142,17 +142,17 @@ class DiskLink(Link):
         self._free.append(memory)
 
     def _launch_first(self) -> None:
-        piece = self._reading.popleft()
-        done, transfer = piece.read.result(), piece.transfer
-        transfer.note(done)
+        first = self._reading.popleft()
+        to, transfer = first.piece.to, first.piece.transfer
+        transfer.note(first.read.result())
         if transfer.begin is None:
             for event in transfer.after:
                 self._in.wait_event(event)
             transfer.begin = self.mark(self._in)
         with aside(), self.module.stream(self._in):
-            piece.to.copy_(piece.slot[: piece.to.nbytes], non_blocking=True)
+            to.copy_(first.slot[: to.nbytes], non_blocking=True)
         transfer.end = self.mark(self._in)
-        self._busy.append((piece.slot, transfer.end))
+        self._busy.append((first.slot, transfer.end))
 
 
 class _Transfer:
@@ -176,13 +176,22 @@ class _Transfer:
         self.error = self.error or done.error
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Piece:
+    """Bytes that are to be read, and where on the device they are to go."""
+
     to: Tensor
     source: Any
     transfer: _Transfer
-    slot: Tensor = torch.empty(0)
-    read: Future[Done] = None  # type: ignore[assignment]  # until it is read
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """A piece that is being read into staging memory."""
+
+    piece: _Piece
+    slot: Tensor
+    read: Future[Done]
 
 
 class TransferEvent:

@@ -97,7 +97,7 @@ class Engine:
         """Have a unit on the device, for the current stream to read, until it is released.
 
         Raises:
-            PagingError: what is in use leaves no room for it, or a file that holds it can't be read.
+            PagingError: what is in use leaves no room for it, or its file can't be read.
         """
         self.order.note(unit)
         page = self._pages.get(unit)

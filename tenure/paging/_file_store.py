@@ -71,7 +71,9 @@ class UnitBytes:
 
     def __getitem__(self, where: slice) -> UnitBytes:
         low, high, _ = where.indices(self.n_bytes)
-        return UnitBytes(high - low, tuple(p for part in self.parts for p in part.within(low, high)))
+        return UnitBytes(
+            high - low, tuple(p for part in self.parts for p in part.within(low, high))
+        )
 
     def read_into(self, target: Tensor) -> None:
         """Read them into host memory.
@@ -109,7 +111,7 @@ class FileStore:
     def adopt(self, units: Iterable[Unit]) -> None:
         """Take units as they lie: over the files, or in memory."""
         for unit in units:
-            for extent, start in unit.starts():
+            for extent in unit.extents:
                 for host in extent.tensors:
                     self._homes[host] = _Home.of(host)
 

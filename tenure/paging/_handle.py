@@ -177,9 +177,9 @@ def page(
         budget: the bytes of the device that weights may take: an int, text such as ``"6GiB"``, or
             ``"80%"`` of what is free now. Activations come on top. None takes what keeps
             the link busy, and no more.
-        host: ``"pinned"`` or ``"pageable"`` host memory; or the ``Path`` of a folder on a disk, made
-            if it is missing, where the weights are moved to. They take no host memory then, and
-            the disk's goes with the model's last use.
+        host: ``"pinned"`` or ``"pageable"`` host memory; or the ``Path`` of a folder on a disk,
+            made if it is missing, where the weights are moved to. They take no host memory then,
+            and their file goes with the model.
         keep: names of modules whose weights stay on the device.
         prefetch: how many parts are fetched ahead at most; ``"auto"`` for as many as fit.
         training: must be False.

@@ -1,4 +1,4 @@
-"""Files of our own for models that were in memory: written once, nameless, gone with their last use.
+"""Files of our own for models that were in memory: written once, nameless, and gone with them.
 
 Invariant: no process can meet another's file, and none is left behind, however a process ends: the
 file has no name from before its first byte, and the system takes it back with its last use.
@@ -42,13 +42,13 @@ def checked_folder(folder: Path) -> Path:
         _nameless(folder).close()
     except OSError as error:
         raise PagingError(
-            f"No file can be made in host={str(folder)!r}: {error.strerror}. The model is as before. "
-            "Name a folder that this process may write to."
+            f"No file can be made in host={str(folder)!r}: {error.strerror}. The model is as "
+            "before. Name a folder that this process may write to."
         ) from error
     if _is_in_memory(folder):
         warnings.warn(
-            f"host={str(folder)!r} is a folder in memory: what is moved there takes as much of it as "
-            "before. Name a folder on a disk.",
+            f"host={str(folder)!r} is a folder in memory: what is moved there takes as much of "
+            "it as before. Name a folder on a disk.",
             PagingWarning,
             stacklevel=4,
         )
@@ -82,7 +82,7 @@ def spill(units: list[Unit], folder: Path, model: str) -> MappedFile:
 
 
 def _nameless(folder: Path) -> BinaryIO:
-    return cast(BinaryIO, tempfile.TemporaryFile(dir=folder, prefix="tenure-"))  # noqa: SIM115
+    return cast(BinaryIO, tempfile.TemporaryFile(dir=folder, prefix="tenure-"))
 
 
 def _reserve(file: BinaryIO, n_bytes: int) -> None:
