@@ -152,28 +152,24 @@ def _add(checkpoint: Checkpoint, path: Path, expected: set[str] | None) -> None:
 def _validate(path: Path) -> None:
     """Have the format's own library check a file: its header, its length, that no bytes are lost.
 
-    Asked as for NumPy, it maps the file without reserving memory for it, and NumPy is not used.
+    Asked as for torch it would reserve memory for the whole file, which Linux refuses where there
+    is less; asked as for NumPy it does not.
     """
-    library = _library()
     try:
+        library: Any = importlib.import_module("safetensors")
         with library.safe_open(path, "numpy"):
             pass
+    except ImportError as error:
+        raise PagingError(
+            f"Reading {path.name} takes safetensors and numpy ({error}): pip install "
+            "'tenure[paging]'."
+        ) from error
     except OSError as error:
         _refuse(path, error)
     except library.SafetensorError as error:
         raise PagingError(
             f"{path.name} is no whole safetensors file ({error}). It may be cut short or damaged: "
             "fetch or save it again."
-        ) from error
-
-
-def _library() -> Any:
-    try:
-        return importlib.import_module("safetensors")
-    except ImportError as error:
-        raise PagingError(
-            "Reading safetensors files takes the package of that name: pip install "
-            "'tenure[paging]'."
         ) from error
 
 

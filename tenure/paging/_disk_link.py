@@ -102,7 +102,7 @@ class DiskLink(Link):
 
     def finish(self) -> None:
         """Stop the host until nothing is read or copied."""
-        while self._reading or self._waiting:
+        while (self._reading or self._waiting) and not self._reader.is_current:
             last = self._waiting[-1] if self._waiting else self._reading[-1].piece
             self.launch(last.transfer)
         super().finish()

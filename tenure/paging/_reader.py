@@ -7,6 +7,7 @@ the result, and nothing is raised on the thread.
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -34,6 +35,7 @@ class Reader:
 
     def __init__(self) -> None:
         self._threads: ThreadPoolExecutor | None = None
+        self._thread: int | None = None
         self._last: Future[Done] | None = None
         _readers.add(self)
 
@@ -41,33 +43,38 @@ class Reader:
         """Have something read after all that was asked for before."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="tenure-reader")
-        self._last = self._threads.submit(_timed, read)
+        self._last = self._threads.submit(self._timed, read)
         return self._last
 
+    @property
+    def is_current(self) -> bool:
+        """Whether this is its thread; a garbage collection there may close anything."""
+        return threading.get_ident() == self._thread
+
     def drain(self) -> None:
-        """Wait until all that was asked for is read."""
-        if self._last is not None:
+        """Wait until all that was asked for is read; its own thread can't."""
+        if self._last is not None and not self.is_current:
             self._last.result()
 
     def close(self) -> None:
         """End the thread, after what it was asked for; the next read starts another."""
         threads, self._threads = self._threads, None
         if threads is not None:
-            threads.shutdown()
+            threads.shutdown(wait=not self.is_current)
 
     def forget_thread(self) -> None:
         """In a forked process: the thread is the parent's."""
         self._threads = None
 
-
-def _timed(read: Callable[[], object]) -> Done:
-    began_s = time.perf_counter()
-    error: BaseException | None = None
-    try:
-        read()
-    except BaseException as raised:
-        error = raised.with_traceback(None)  # it would hold what was being read
-    return Done(began_s, time.perf_counter(), error)
+    def _timed(self, read: Callable[[], object]) -> Done:
+        self._thread = threading.get_ident()
+        began_s = time.perf_counter()
+        error: BaseException | None = None
+        try:
+            read()
+        except BaseException as raised:
+            error = raised.with_traceback(None)  # it would hold what was being read
+        return Done(began_s, time.perf_counter(), error)
 
 
 _readers: weakref.WeakSet[Reader] = weakref.WeakSet()
