@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -131,11 +132,7 @@ def _by_file(path: Path, text: bytes) -> dict[Path, set[str]]:
 
 def _add(checkpoint: Checkpoint, path: Path, expected: set[str] | None) -> None:
     """Take up one file."""
-    _validate(path)
-    try:
-        file = MappedFile(path.open("rb"), path.name)
-    except OSError as error:
-        _refuse(path, error)
+    file = _opened(path)
     checkpoint.files.append(file)
     stored = dict(_stored(file))
     missing = sorted((expected or set()) - stored.keys())
@@ -147,6 +144,18 @@ def _add(checkpoint: Checkpoint, path: Path, expected: set[str] | None) -> None:
     checkpoint.tensors.update(
         {name: each for name, each in stored.items() if expected is None or name in expected}
     )
+
+
+def _opened(path: Path) -> MappedFile:
+    with ExitStack() as closing:
+        try:
+            file = closing.enter_context(path.open("rb"))
+            _validate(path)
+            mapped = MappedFile(file, path.name)
+        except OSError as error:
+            _refuse(path, error)
+        closing.pop_all()
+    return mapped
 
 
 def _validate(path: Path) -> None:
@@ -164,8 +173,6 @@ def _validate(path: Path) -> None:
             f"Reading {path.name} takes safetensors and numpy ({error}): pip install "
             "'tenure[paging]'."
         ) from error
-    except OSError as error:
-        _refuse(path, error)
     except library.SafetensorError as error:
         raise PagingError(
             f"{path.name} is no whole safetensors file ({error}). It may be cut short or damaged: "

@@ -64,16 +64,17 @@ class UnitBytes:
     Attributes:
         n_bytes: how many.
         parts: where they are; gaps between them hold nothing.
+        trouble: why they can't be read, if that is known.
     """
 
     n_bytes: int
     parts: tuple[_Part, ...]
+    trouble: PagingError | None = None
 
     def __getitem__(self, where: slice) -> UnitBytes:
         low, high, _ = where.indices(self.n_bytes)
-        return UnitBytes(
-            high - low, tuple(p for part in self.parts for p in part.within(low, high))
-        )
+        parts = (inside for part in self.parts for inside in part.within(low, high))
+        return UnitBytes(high - low, tuple(parts), self.trouble)
 
     def read_into(self, target: Tensor) -> None:
         """Read them into host memory.
@@ -84,6 +85,8 @@ class UnitBytes:
         Raises:
             PagingError: a file has changed, or can't be read.
         """
+        if self.trouble is not None:
+            raise self.trouble
         for part in self.parts:
             part.read_into(target.data_ptr() + part.start)
 
@@ -121,7 +124,10 @@ class FileStore:
             self._part(start, extent.n_bytes, extent.storage.data_ptr() + extent.low_byte, extent)
             for extent, start in unit.starts()
         ]
-        return UnitBytes(unit.n_bytes, (*parts, *self._moved(unit)))
+        try:
+            return UnitBytes(unit.n_bytes, (*parts, *self._moved(unit)))
+        except PagingError as error:  # for who uses the unit; it may only be fetched ahead now
+            return UnitBytes(unit.n_bytes, (), error)
 
     def close(self) -> None:
         """Close the files and end the thread; the tensors of the model stay over the files."""

@@ -34,6 +34,7 @@ class MappedFile:
     Args:
         file: the open file; closed with this.
         name: what messages call it.
+        is_ours: whether nobody else can reach it; then it is never found changed.
 
     Attributes:
         name: what messages call it.
@@ -41,8 +42,9 @@ class MappedFile:
         address: where it is mapped.
     """
 
-    def __init__(self, file: BinaryIO, name: str) -> None:
+    def __init__(self, file: BinaryIO, name: str, *, is_ours: bool = False) -> None:
         self.name = name
+        self._is_ours = is_ours
         self._file = file
         self._seen = self._look()
         self.n_bytes = self._seen[0]
@@ -94,7 +96,7 @@ class MappedFile:
         Raises:
             PagingError: it was.
         """
-        now = self._look()
+        now = self._seen if self._is_ours else self._look()
         if now != self._seen:
             was, is_now = format_bytes(self._seen[0]), format_bytes(now[0])
             raise PagingError(

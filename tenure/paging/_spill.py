@@ -50,7 +50,7 @@ def checked_folder(folder: Path) -> Path:
             f"host={str(folder)!r} is a folder in memory: what is moved there takes as much of "
             "it as before. Name a folder on a disk.",
             PagingWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
     return folder
 
@@ -66,7 +66,7 @@ def spill(units: list[Unit], folder: Path, model: str) -> MappedFile:
     try:
         _reserve(file, n_bytes)
         _write(file, units)
-        mapped = MappedFile(file, f"The file of {model} in {str(folder)!r}")
+        mapped = MappedFile(file, f"The file of {model} in {str(folder)!r}", is_ours=True)
     except OSError as error:
         with contextlib.suppress(OSError):  # what could not be written before can't be now
             file.close()
