@@ -101,16 +101,13 @@ class Engine:
         """
         self.order.note(unit)
         page = self._pages.get(unit)
+        was_fetched = page is not None
         if page is None:
             self.meter.faults += 1
             page = self._fetch(unit, self._make_room(unit))
         elif page.is_stale():
             self._refresh(page)
-        try:
-            self._let_compute(page)
-        except BaseException:
-            page.forget_copied()
-            raise
+        self._let_compute(page, may_retry=was_fetched)
         page.users += 1
         return page
 
@@ -232,10 +229,17 @@ class Engine:
         page.last_use = [event]
         page.host_versions = [host.version for host in page.unit.tensors]
 
-    def _let_compute(self, page: Page) -> None:
+    def _let_compute(self, page: Page, *, may_retry: bool = False) -> None:
         stream = self._link.current()
         if stream.stream_id not in page.waited:
-            self.meter.let_compute(stream, page.ready)
+            try:
+                self.meter.let_compute(stream, page.ready)
+            except PagingError:  # its file could not be read; ahead of use that need not be the end
+                page.forget_copied()
+                if not may_retry:
+                    raise
+                self._refresh(page)
+                return self._let_compute(page)
             page.waited.add(stream.stream_id)
         page.streams[stream.stream_id] = stream
 

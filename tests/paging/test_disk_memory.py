@@ -1,0 +1,167 @@
+"""A model larger than the memory it may take runs from a disk: measured on the process itself."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from tenure.adaptive import memory_budget
+from tenure.paging import _mapped_file as mapped_file
+from tenure.paging import load_paged, page
+
+from .models import WIDTH, mlp
+from .test_disk_zoo import saved
+from .test_zoo import assert_equal
+
+MIB = 2**20
+X = torch.ones(4, WIDTH)
+
+_SCRIPT = """
+import os, threading, torch
+from torch import nn
+from tenure.paging import load_paged, page
+torch.set_num_threads(1)
+
+def resident_bytes(what="VmRSS"):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(what))
+
+def model(device):
+    with torch.device(device):
+        return nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(32)]).eval()
+
+def measured(paged, passes=3):
+    x = torch.ones(2, 1024)
+    with torch.no_grad():
+        nn.Linear(1024, 1024)(x)  # what torch's own first product takes
+        open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+        before = resident_bytes()
+        handle = paged()
+        outputs = [handle.model(x) for _ in range(passes)]
+    assert all(output.equal(outputs[0]) for output in outputs)
+    return handle, outputs[0], resident_bytes("VmHWM") - before
+"""
+
+
+def run(code, **environment):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _SCRIPT + textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
+def test_a_model_of_128_mib_takes_its_budget_of_24_and_little_more(tmp_path):
+    """Never all weights in memory, neither while loading nor while computing."""
+    path = tmp_path / "m.safetensors"
+    state = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(32)]).state_dict()
+    from safetensors.torch import save_file
+
+    save_file(state, path)
+    del state
+    handle_bytes, peak_bytes = map(
+        int,
+        run(
+            """
+            paged = lambda: load_paged(model("meta"), os.environ["WEIGHTS"], "cpu", budget="24MiB")
+            handle, _, peak_bytes = measured(paged)
+            print(handle.plan.device_bytes, peak_bytes)
+            """,
+            WEIGHTS=str(path),
+        ),
+    )
+    assert 20 * MIB <= handle_bytes <= 24 * MIB
+    assert peak_bytes <= handle_bytes + 8 * MIB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_a_model_that_was_in_memory_gives_it_back(tmp_path):
+    before_bytes, after_bytes = map(
+        int,
+        run(
+            """
+            from pathlib import Path
+            ours = model("cpu")
+            before = resident_bytes()
+            x = torch.ones(2, 1024)
+            with torch.no_grad():
+                expected = ours(x)
+                handle = page(ours, "cpu", budget="24MiB", host=Path(os.environ["FOLDER"]))
+                assert ours(x).equal(expected) and ours(x).equal(expected)
+            print(before, resident_bytes())
+            handle.unpage()
+            assert ours(x).equal(expected)
+            """,
+            FOLDER=str(tmp_path),
+        ),
+    )
+    assert before_bytes - after_bytes >= (128 - 24 - 8) * MIB
+
+
+@torch.no_grad()
+def test_within_a_memory_budget_below_the_weights_a_model_loads_and_runs(tmp_path):
+    model, x = mlp(), X
+    expected, path = model(x), saved(mlp(), tmp_path / "other.safetensors")
+    path = saved(model, path)
+    with torch.device("meta"):
+        ours = mlp()
+    with memory_budget("16KiB") as budget, load_paged(ours, path, "cpu", budget="12KiB") as handle:
+        assert handle.plan.weight_bytes > budget.limit_bytes
+        for _ in range(3):
+            assert_equal(ours(x), expected)
+    with pytest.raises(torch.OutOfMemoryError), memory_budget("16KiB"):
+        mlp().load_state_dict(torch.load(path) if path.suffix == ".pt" else model.state_dict())
+
+
+class Waits(nn.Module):
+    """A layer whose computation takes until something else is done."""
+
+    def __init__(self, until):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.until = until
+
+    def forward(self, x):
+        self.until(self)
+        return self.layer(x)
+
+
+@torch.no_grad()
+def test_the_next_unit_is_read_while_this_one_computes(tmp_path, monkeypatch):
+    """A pass that does not end before the unit after each layer is read from the disk ends."""
+    whole, n_reads, more = mapped_file.MappedFile.read_into, [0], threading.Condition()
+
+    def counted(*args):
+        whole(*args)
+        with more:
+            n_reads[0] += 1
+            more.notify_all()
+
+    def until_read(layer):
+        if handle is not None and handle._pager.engine.meter.passes == 2:
+            with more:
+                wanted = n_reads[0] + 1 if layer is model[0] else n_reads[0]
+                assert more.wait_for(lambda: n_reads[0] >= wanted, timeout=10)
+
+    handle = None
+    model = nn.Sequential(*[Waits(until_read) for _ in range(6)])
+    handle = page(model, "cpu", 1, budget="14KiB", host=tmp_path)
+    assert not any(unit.resident for unit in handle.plan.units)
+    model(X)
+    model(X)
+    handle._pager.engine._link.finish()
+    monkeypatch.setattr(mapped_file.MappedFile, "read_into", counted)
+    model(X)
+    assert n_reads[0] >= 6
+    handle.unpage()
