@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from tenure._describe import describe_tensor
 from tenure._errors import PagingError
@@ -33,14 +33,14 @@ class _Part:
         n_bytes: how many.
         address: where they are mapped, or lie, in host memory.
         file: what they are mapped from; None for memory.
-        owner: keeps that memory.
+        storage: keeps that memory.
     """
 
     start: int
     n_bytes: int
     address: int
     file: MappedFile | None
-    owner: object
+    storage: UntypedStorage
 
     def read_into(self, address: int) -> None:
         offset = None if self.file is None else self.file.offset_of(self.address)
@@ -104,6 +104,7 @@ class FileStore:
     def __init__(self, files: Iterable[MappedFile] = ()) -> None:
         self.reader = Reader()
         self._files = list(files)
+        self._parts: dict[Unit, list[_Part]] = {}
         self._homes: dict[HostTensor, _Home] = {}
 
     @property
@@ -114,18 +115,16 @@ class FileStore:
     def adopt(self, units: Iterable[Unit]) -> None:
         """Take units as they lie: over the files, or in memory."""
         for unit in units:
-            for extent in unit.extents:
-                for host in extent.tensors:
-                    self._homes[host] = _Home.of(host)
+            self._parts[unit] = [
+                self._part(start, extent.n_bytes, extent.low_byte, extent.storage)
+                for extent, start in unit.starts()
+            ]
+            self._homes.update({host: _Home.of(host) for host in unit.tensors})
 
     def bytes_of(self, unit: Unit) -> UnitBytes:
         """Where the bytes of a unit are now."""
-        parts = [
-            self._part(start, extent.n_bytes, extent.storage.data_ptr() + extent.low_byte, extent)
-            for extent, start in unit.starts()
-        ]
         try:
-            return UnitBytes(unit.n_bytes, (*parts, *self._moved(unit)))
+            return UnitBytes(unit.n_bytes, (*self._parts[unit], *self._moved(unit)))
         except PagingError as error:  # for who uses the unit; it may only be fetched ahead now
             return UnitBytes(unit.n_bytes, (), error)
 
@@ -135,9 +134,10 @@ class FileStore:
         for file in self._files:
             file.close()
 
-    def _part(self, start: int, n_bytes: int, address: int, owner: object) -> _Part:
+    def _part(self, start: int, n_bytes: int, low_byte: int, storage: UntypedStorage) -> _Part:
+        address = storage.data_ptr() + low_byte
         files = (file for file in self._files if file.offset_of(address) is not None)
-        return _Part(start, n_bytes, address, next(files, None), owner)
+        return _Part(start, n_bytes, address, next(files, None), storage)
 
     def _moved(self, unit: Unit) -> Iterator[_Part]:
         """Tensors that were given other memory since, as by ``parameter.data = other``."""
@@ -145,7 +145,9 @@ class FileStore:
             now, home = _Home.of(host), self._homes[host]
             if now.address != home.address:
                 _check_fits(host, now, home)
-                yield self._part(host.at_bytes, host.tensor.nbytes, now.address, host.tensor.data)
+                tensor, storage = host.tensor, host.tensor.untyped_storage()
+                low_byte = now.address - storage.data_ptr()
+                yield self._part(host.at_bytes, tensor.nbytes, low_byte, storage)
 
 
 class SpillStore(FileStore):

@@ -147,10 +147,10 @@ def point_at(extent: Extent, raw: Tensor, start: int) -> None:
         raw: uint8[extent.n_bytes], with a storage of its own.
         start: where the extent begins in its unit.
     """
-    extent.storage, extent.low_byte = raw.untyped_storage(), 0
+    storage, extent.low_byte = raw.untyped_storage(), 0
     for host in extent.tensors:
         tensor = host.tensor
         offset = (host.at_bytes - start) // tensor.element_size()
         moved = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        moved.set_(extent.storage, offset, tensor.size(), tensor.stride())
+        moved.set_(storage, offset, tensor.size(), tensor.stride())
         tensor.data = moved

@@ -53,16 +53,19 @@ class Extent:
     """The bytes of one storage that tensors of the model use, from the first to the last.
 
     Attributes:
-        storage: the storage they lie in.
         low_byte: where they begin in it.
         n_bytes: how many there are.
         tensors: the tensors over them.
     """
 
-    storage: torch.UntypedStorage
     low_byte: int
     n_bytes: int
     tensors: list[HostTensor] = field(default_factory=list)
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """The storage they lie in, which a plan that is not carried out must not keep alive."""
+        return self.tensors[0].tensor.untyped_storage()
 
 
 class TensorTable:
@@ -141,7 +144,7 @@ def _extent(hosts: list[HostTensor]) -> Extent:
     high = max(end for _, end in ranges)
     for host, (start, _) in zip(hosts, ranges, strict=True):
         host.at_bytes = start - low
-    return Extent(hosts[0].tensor.untyped_storage(), low, high - low, hosts)
+    return Extent(low, high - low, hosts)
 
 
 def _byte_range(tensor: Tensor) -> tuple[int, int]:
