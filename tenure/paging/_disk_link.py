@@ -1,6 +1,6 @@
 """The link from files to a device: read on a thread into staging memory, copied on from there.
 
-Invariant: only the caller's thread speaks to the device. Pieces are read and copied in the order of
+Invariant: the reading thread never speaks to the device. Pieces are read and copied in the order of
 asking; a piece of staging memory is read into again only after the copy from it.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from threading import RLock
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class DiskLink(Link):
     ) -> None:
         super().__init__(device)
         self._reader = reader
+        self._lock = RLock()  # a thread outside of the model may wait for a copy, too
         self._slot_bytes = max(1, min(slot_bytes, largest_bytes))
         self._pinning = Pinning(self.module)
         self._free = [self._slot() for _ in range(_N_SLOTS)]
@@ -63,8 +65,9 @@ class DiskLink(Link):
         transfer = _Transfer(list(after))
         pieces = [piece for to, source in pairs for piece in self._pieces(to, source, transfer)]
         transfer.n_left = len(pieces)
-        self._waiting += pieces
-        self._move_on()
+        with self._lock:
+            self._waiting += pieces
+            self._move_on()
         return TransferEvent(self, transfer, is_begin=True), TransferEvent(self, transfer)
 
     def page_out(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Iterable[Any]) -> Any:
@@ -89,16 +92,18 @@ class DiskLink(Link):
         """
         event.check()
         stream.wait_event(event.inner)
-        self._move_on()
+        with self._lock:
+            self._move_on()
 
     def launch(self, transfer: _Transfer) -> None:
         """Stop the host until a transfer is read, and its copies are launched."""
-        while transfer.n_left:
-            self._read_on()
-            if self._reading:
-                self._launch_first()
-            else:
-                self._take_back_slot()
+        with self._lock:
+            while transfer.n_left:
+                self._read_on()
+                if self._reading:
+                    self._launch_first()
+                else:
+                    self._take_back_slot()
 
     def finish(self) -> None:
         """Stop the host until nothing is read or copied."""

@@ -103,9 +103,7 @@ class Page:
         """
         written = []
         for host, tensor in self._shown.items():
-            if (
-                with_buffers and host.is_buffer
-            ) or tensor._version != self._shown_versions[host]:
+            if (with_buffers and host.is_buffer) or tensor._version != self._shown_versions[host]:
                 self._shown_versions[host] = tensor._version
                 written.append(host)
         return written

@@ -117,6 +117,9 @@ def _places(units: list[Unit]) -> Iterator[tuple[Extent, int, int]]:
 def _is_in_memory(folder: Path) -> bool:
     """Whether the innermost file system that holds a folder is one of memory."""
     parents = {str(each) for each in (folder.resolve(), *folder.resolve().parents)}
-    mounts = [each for each in psutil.disk_partitions(all=True) if each.mountpoint in parents]
+    try:
+        mounts = [each for each in psutil.disk_partitions(all=True) if each.mountpoint in parents]
+    except OSError:  # some sandboxes do not tell
+        return False
     innermost = max(mounts, key=lambda mount: len(mount.mountpoint), default=None)
     return innermost is not None and innermost.fstype in _IN_MEMORY

@@ -101,7 +101,9 @@ def test_an_empty_folder_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["missing.safetensors", "missing.json"])
 def test_a_missing_file_is_refused(tmp_path, name):
-    message = rf"The weights '.*{name}' can't be read: No such file or directory. Name a safetensors"
+    message = (
+        rf"The weights '.*{name}' can't be read: No such file or directory. Name a safetensors"
+    )
     with pytest.raises(PagingError, match=message) as caught:
         open_checkpoint(tmp_path / name)
     assert isinstance(caught.value.__cause__, OSError)
@@ -162,8 +164,8 @@ def test_a_shard_that_lacks_what_the_index_promises_is_refused(tmp_path):
     index = sharded(tmp_path, TENSORS)
     save_file({"other": torch.ones(1)}, tmp_path / "model-1-of-2.safetensors")
     message = (
-        r"model.safetensors.index.json says that model-1-of-2.safetensors holds 'flag', and it does "
-        "not: index and files are not of one save"
+        r"model.safetensors.index.json says that model-1-of-2.safetensors holds 'flag', and it "
+        "does not: index and files are not of one save"
     )
     with pytest.raises(PagingError, match=message):
         open_checkpoint(index)

@@ -32,7 +32,8 @@ def refused(path, message, **options):
     with pytest.raises(PagingError, match=message) as caught:
         load_paged(model, path, "cpu", **options)
     assert {each.device.type for each in model.parameters()} == {"meta"}
-    assert not model._forward_hooks and not model._forward_pre_hooks
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
     return caught.value
 
 
@@ -56,7 +57,9 @@ def test_a_cut_file_is_refused_before_the_first_forward(path):
 
 def test_a_file_of_another_model_is_refused_before_the_first_forward(path):
     saved(mlp().half(), path)
-    refused(path, r"'0.weight' is float16\[32, 32\] in the file, and float32\[32, 32\] in the model")
+    refused(
+        path, r"'0.weight' is float16\[32, 32\] in the file, and float32\[32, 32\] in the model"
+    )
 
 
 def test_a_budget_that_is_too_small_is_refused_and_the_model_stays_on_meta(path):
@@ -80,7 +83,9 @@ def test_a_model_that_is_paged_already_is_refused(path):
 def test_a_disk_that_fails_while_residents_are_read_leaves_the_model_as_it_was(path, monkeypatch):
     saved(mlp(), path)
     failing_reads(monkeypatch)
-    message = "m.safetensors can't be read at byte .*: Input/output error. No weights of it were used"
+    message = (
+        "m.safetensors can't be read at byte .*: Input/output error. No weights of it were used"
+    )
     refused(path, message, keep=("0",))
 
 
@@ -122,7 +127,9 @@ def test_a_file_that_is_cut_while_paged_is_told_and_does_not_end_the_process(pat
     model = on_meta()
     load_paged(model, saved(mlp(), path), "cpu", budget="8KiB", prefetch=0)
     os.truncate(path, 200)
-    with pytest.raises(PagingError, match=r"m.safetensors was changed while a model is paged from it"):
+    with pytest.raises(
+        PagingError, match=r"m.safetensors was changed while a model is paged from it"
+    ):
         model(X)
 
 

@@ -65,9 +65,7 @@ def test_copies_arrive_whichever_is_waited_for_first(sim, link):
     sources = [Content(100 * number, 10 + 50 * number) for number in range(8)]
     places = [on_device(sim, source.n_bytes) for source in sources]
     after = [link.mark(link.current())]
-    ready = [
-        link.page_in([pair], after)[1] for pair in zip(places, sources, strict=True)
-    ]
+    ready = [link.page_in([pair], after)[1] for pair in zip(places, sources, strict=True)]
     for number in (5, 0, 7, 1):
         link.let_compute(link.current(), ready[number])
         assert_equal(places[number].cpu(), sources[number].values())
@@ -122,7 +120,9 @@ def test_a_model_passes_through_staging_memory_smaller_than_its_units(sim, tmp_p
     expected = home(model.to(sim.device)(x.to(sim.device)))
     model = model.cpu()
     sim()
-    with load_paged(model, saved(model, tmp_path / "m.safetensors"), sim.device, budget="10KiB") as h:
+    with load_paged(
+        model, saved(model, tmp_path / "m.safetensors"), sim.device, budget="10KiB"
+    ) as h:
         for _ in range(3):
             assert_equal(home(model(x)), expected)
         report = h.report()

@@ -1,4 +1,4 @@
-"""What is written to a model whose weights lie in a file is used, is kept, and never in the file."""
+"""What is written to a model over a file is used and kept, and never reaches the file."""
 
 import copy
 

@@ -4,12 +4,11 @@ import copy
 
 import pytest
 import torch
-from torch.utils._pytree import tree_map
 
 from tenure.paging import load_paged, page, plan_paging
 
 from .models import ZOO, build
-from .test_zoo import assert_equal, home, on_whole_device, percent_of_weights, run_paged
+from .test_zoo import assert_equal, home, on_whole_device
 
 save_file = pytest.importorskip("safetensors.torch").save_file
 

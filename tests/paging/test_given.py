@@ -67,7 +67,6 @@ def test_a_model_gets_the_values_and_its_parameters_stay_the_same_objects(save, 
 def test_a_block_that_raises_leaves_the_model_as_it_was(save):
     model, source = on_meta(Net), Net()
     with pytest.raises(KeyError), given(model, save(source.state_dict())):
-        assert model.a.weight.device.type == "cpu"
         raise KeyError
     assert {each.device.type for each in (*model.parameters(), *model.buffers())} == {"meta"}
     plain = Net()
@@ -132,7 +131,9 @@ def test_a_wrong_shape_is_told_with_both(save):
 
 def test_a_wrong_dtype_is_told_with_both(save):
     state = {name: each.half() for name, each in Net().state_dict().items()}
-    message = r"'a.weight' is float16\[3, 2\] in the file, and float32\[3, 2\] in the model; 'a.bias'"
+    message = (
+        r"'a.weight' is float16\[3, 2\] in the file, and float32\[3, 2\] in the model; 'a.bias'"
+    )
     refused(on_meta(Net), save(state), message)
 
 
@@ -149,8 +150,8 @@ def test_a_buffer_that_no_file_holds_needs_its_values(save):
 
     model, checkpoint = on_meta(make), save(Net().state_dict())
     message = (
-        r"'rope' is a buffer that no file holds \(persistent=False\), and it is on meta: give it its "
-        "values first"
+        r"'rope' is a buffer that no file holds \(persistent=False\), and it is on meta: give it "
+        "its values first"
     )
     refused(model, checkpoint, message)
     model.rope = torch.ones(2)

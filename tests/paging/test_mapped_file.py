@@ -115,16 +115,16 @@ def test_a_read_that_the_disk_refuses_says_where(path, monkeypatch):
 
     monkeypatch.setattr(module.os, "preadv", refuse)
     monkeypatch.setattr(module, "written_runs", lambda address, n_bytes: [])
-    with pytest.raises(PagingError, match=r"weights.bin can't be read at byte 3: Input/output error"):
+    with pytest.raises(
+        PagingError, match=r"weights.bin can't be read at byte 3: Input/output error"
+    ):
         read(file, 3, 10)
     file.close()
 
 
 def test_a_read_that_comes_in_parts_is_whole(path, monkeypatch):
     whole = os.preadv
-    monkeypatch.setattr(
-        module.os, "preadv", lambda fd, views, at: whole(fd, [views[0][:1000]], at)
-    )
+    monkeypatch.setattr(module.os, "preadv", lambda fd, views, at: whole(fd, [views[0][:1000]], at))
     monkeypatch.setattr(module, "written_runs", lambda address, n_bytes: [])
     file = MappedFile(path.open("rb"), path.name)
     assert read(file, 1, 9000) == CONTENT[1:9001]

@@ -118,7 +118,8 @@ def test_a_forked_process_computes_too_and_its_end_is_not_the_parents(tmp_path):
         torch.set_num_threads(1)
         model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
         x = torch.ones(2, 64)
-        with torch.no_grad(), page(model, "cpu", budget="64KiB", host=pathlib.Path(os.environ["FOLDER"])):
+        folder = pathlib.Path(os.environ["FOLDER"])
+        with torch.no_grad(), page(model, "cpu", budget="64KiB", host=folder):
             expected = model(x)
             model(x)
             child = os.fork()
@@ -213,5 +214,7 @@ def test_the_host_must_be_a_path_or_one_of_two_words():
 
 
 def test_the_cpu_needs_a_folder():
-    with pytest.raises(PagingError, match=r"Name an accelerator, such as 'cuda', or a folder: host="):
+    with pytest.raises(
+        PagingError, match=r"Name an accelerator, such as 'cuda', or a folder: host="
+    ):
         page(mlp(), "cpu")
