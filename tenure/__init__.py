@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from . import adaptive as adaptive
+    from . import paging as paging
     from . import scopes as scopes
     from ._errors import ByteSizeError as ByteSizeError
     from ._errors import DisposedTensorError as DisposedTensorError
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ROOMS = ("adaptive", "scopes")
+_ROOMS = ("adaptive", "paging", "scopes")
 _NAMES = {
     "tenure._errors": (
         "ByteSizeError", "DisposedTensorError", "ScopeLeakError", "ScopeUsageError",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tenure.adaptive._oom import OomInfo
     from tenure.scopes._leaks import LeakReport
 
 
@@ -61,6 +62,40 @@ class PagingError(TenureError):
         return type(self), (self.args[0], self.minimum_bytes)
 
 
+class OutOfRetriesError(TenureError):
+    """Work ran out of memory at every size that was allowed; its cause is the last of the errors.
+
+    Attributes:
+        sizes: the sizes that were tried, in order.
+        info: what the last out-of-memory error tells.
+    """
+
+    def __init__(
+        self, message: str, sizes: tuple[int, ...] = (), info: OomInfo | None = None
+    ) -> None:
+        super().__init__(message)
+        self.sizes = sizes
+        self.info = info
+
+    def __reduce__(self) -> tuple[type[OutOfRetriesError], tuple[object, ...]]:
+        return type(self), (self.args[0], self.sizes, self.info)
+
+
+class BatchCoupledError(TenureError):
+    """A batch had to be split, and something in the work mixes its samples.
+
+    Attributes:
+        names: what mixes them, such as the names of modules.
+    """
+
+    def __init__(self, message: str, names: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.names = names
+
+    def __reduce__(self) -> tuple[type[BatchCoupledError], tuple[object, ...]]:
+        return type(self), (self.args[0], self.names)
+
+
 class ByteSizeError(TenureError, ValueError):
     """A number of bytes was written in a way that can't be read."""
 
@@ -77,10 +112,11 @@ class PagingWarning(TenureWarning):
     """A model is paged, but slower than it could be."""
 
 
-_ROOMS = {
-    "AdaptiveUsageError": "tenure.adaptive",
-    "PagingError": "tenure.paging",
-    "PagingWarning": "tenure.paging",
+_ROOMS: dict[str, str] = {
+    **dict.fromkeys(
+        ("AdaptiveUsageError", "BatchCoupledError", "OutOfRetriesError"), "tenure.adaptive"
+    ),
+    **dict.fromkeys(("PagingError", "PagingWarning"), "tenure.paging"),
 }
 
 

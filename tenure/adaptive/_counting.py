@@ -31,7 +31,7 @@ class CountingMode(TorchDispatchMode):
     """Counts the storages that operations make on a device, and refuses those past a limit.
 
     Attributes:
-        peak_bytes: the most that was alive after an operation.
+        recent_peak_bytes: the most that was alive after an operation since `restart_peak`.
     """
 
     supports_higher_order_operators = True
@@ -43,13 +43,29 @@ class CountingMode(TorchDispatchMode):
         self._account = LiveStorages(device)
         self._process = _CLOSED
         self._stacked: list[CountingMode] = []
-        self.peak_bytes = 0
+        self._earlier_peak_bytes = 0
+        self.recent_peak_bytes = 0
 
     @property
     def live_bytes(self) -> int:
         """The bytes alive now, or when the mode was closed."""
         self._account.measure_again()
         return self._account.live_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was alive after an operation."""
+        return max(self._earlier_peak_bytes, self.recent_peak_bytes)
+
+    @property
+    def free_bytes(self) -> int:
+        """What may still be made."""
+        return max(0, self._limit_bytes - self.live_bytes)
+
+    def restart_peak(self) -> None:
+        """Let the recent peak begin with what is alive now."""
+        self._earlier_peak_bytes = self.peak_bytes
+        self.recent_peak_bytes = self.live_bytes
 
     @property
     def closed(self) -> bool:
@@ -96,7 +112,7 @@ class CountingMode(TorchDispatchMode):
                 restore(places)
                 places = []
                 self._refuse(func, made_bytes)
-        self.peak_bytes = max(self.peak_bytes, self._account.live_bytes)
+        self.recent_peak_bytes = max(self.recent_peak_bytes, self._account.live_bytes)
         return result
 
     def _before(
@@ -131,8 +147,7 @@ class CountingMode(TorchDispatchMode):
         return self._account.live_bytes > self._limit_bytes
 
     def _refuse(self, func: Any, requested_bytes: int) -> NoReturn:
-        live_bytes = self.live_bytes
-        free_bytes = max(0, self._limit_bytes - live_bytes)
+        live_bytes, free_bytes = self.live_bytes, self.free_bytes
         raise torch.OutOfMemoryError(
             f"{self._device} out of memory. Tried to allocate {_exactly(requested_bytes)} in "
             f"{func}. memory_budget has a limit of {_exactly(self._limit_bytes)} on "
@@ -150,6 +165,15 @@ class _Stacks(threading.local):
 
 
 _this_thread = _Stacks()
+
+
+def counting_on(device: str) -> list[CountingMode]:
+    """The modes that count on this thread, on ``device``; without an index on all of its type."""
+    return [
+        mode
+        for mode in _this_thread.stacked
+        if not mode.closed and device in (str(mode._device), mode._device.type)
+    ]
 
 
 def _pop_closed(stacked: list[CountingMode]) -> None:

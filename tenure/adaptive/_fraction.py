@@ -95,3 +95,19 @@ def keeps_fractions(device: torch.device) -> bool:
     """Whether the allocator of ``device`` has a fraction that can be read, set and restored."""
     module = torch.get_device_module(device)
     return all(hasattr(module, name) for name in _NEEDED)
+
+
+def allowed_bytes(device: torch.device) -> int | None:
+    """What the allocator may hold in all; None where it has no fraction."""
+    if not keeps_fractions(device):
+        return None
+    module: Any = torch.get_device_module(device)
+    total_bytes = int(module.get_device_properties(device).total_memory)
+    return int(module.get_per_process_memory_fraction(device) * total_bytes)
+
+
+def note_peaks(device: torch.device) -> None:
+    """Let the open limits note the peak, which is about to be reset."""
+    with _lock:
+        for limit in _open_limits.get(device, ()):
+            limit._note_peak()

@@ -31,6 +31,13 @@ class Link:
             link = link.above
 
 
+def all_below(exc: BaseException) -> list[BaseException]:
+    """The members of a group, the cause, and the context, also where it is suppressed."""
+    below = list(_MEMBERS.__get__(exc)) if issubclass(type(exc), BaseExceptionGroup) else []
+    below += [_CAUSE.__get__(exc), _CONTEXT.__get__(exc)]
+    return [other for other in below if other is not None]
+
+
 def links_below(link: Link) -> list[Link]:
     """The members of a group, the cause, and the context unless it is suppressed, in this order."""
     exc = link.exception

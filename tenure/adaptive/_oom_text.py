@@ -32,7 +32,7 @@ _REQUESTS = tuple(
 _DECIMAL_UNIT = re.compile(r"([KMGTPE])B")
 
 _PLACE = re.compile(r"\b(CUDA|HIP|XPU|NPU|MUSA|MLU|HPU|MPS)(?: backend)? out of memory\b")
-_NAMED_PLACE = re.compile(r"\b([A-Za-z]\w{0,40}:[0-9]{1,4}) out of memory\b")
+_NAMED_PLACE = re.compile(r"\b([A-Za-z]\w{0,40}:[0-9]{1,4}|cpu) out of memory\b")
 _INDEX = re.compile(r"\b(?:GPU|NPU|XPU|MUSA|MLU|HPU|device)  ?([0-9]{1,4})\b")
 
 

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from tenure._errors import TenureError
+from tenure._errors import OutOfRetriesError, TenureError
 
 from ._oom_registry import registered_oom
 from ._oom_rules import NEVER_TEXT, Oom, builtin_oom
@@ -53,6 +53,8 @@ def _by_type(exc: BaseException, text: str) -> Oom | None:
 
 
 def _never(kind: type[BaseException], text: str) -> _Never | None:
+    if issubclass(kind, OutOfRetriesError):
+        return None  # its cause tells
     if issubclass(kind, (TenureError, AssertionError)) or NEVER_TEXT.search(text):
         return NEVER
     return None

@@ -3,6 +3,7 @@
 from tenure._errors import PagingError as PagingError
 from tenure._errors import PagingWarning as PagingWarning
 
+from ._chunk import chunk as chunk
 from ._handle import PagedModel as PagedModel
 from ._handle import page as page
 from ._load import load_paged as load_paged

@@ -76,22 +76,23 @@ class DiskLink(Link):
         event.synchronize()
         return event
 
-    def check(self, event: TransferEvent) -> None:
-        """Have a transfer launched.
+    def check(self, event: Any) -> None:
+        """Have a transfer launched; an event of the device itself is fine.
 
         Raises:
             PagingError: its file could not be read.
         """
-        event.check()
+        if isinstance(event, TransferEvent):
+            event.check()
 
-    def let_compute(self, stream: Any, event: TransferEvent) -> None:
-        """Have it launched, and let a stream wait for it.
+    def let_compute(self, stream: Any, event: Any) -> None:
+        """Have a transfer launched, and let a stream wait for it.
 
         Raises:
             PagingError: its file could not be read.
         """
-        event.check()
-        stream.wait_event(event.inner)
+        self.check(event)
+        stream.wait_event(event.inner if isinstance(event, TransferEvent) else event)
         with self._lock:
             self._move_on()
 

@@ -63,6 +63,16 @@ class Engine:
         return [unit for unit, page in self._pages.items() if page.is_resident]
 
     @property
+    def resident_bytes(self) -> int:
+        """What they take."""
+        return sum(unit.n_bytes for unit in self.resident)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pages are."""
+        return self._link.device
+
+    @property
     def ring_bytes(self) -> int:
         """The memory that passing units share."""
         return self._ring.capacity_bytes
@@ -143,8 +153,9 @@ class Engine:
 
     def let_host_read(self) -> None:
         """Stop the host until what was written back is there; at once where nothing was."""
-        while self._unread:
-            self._link.let_host(self._unread.pop())
+        for event in self._unread:
+            self._link.let_host(event)
+        self._unread.clear()
         self._written.clear()
 
     def let_host_write(self, host: HostTensor) -> None:
@@ -227,6 +238,8 @@ class Engine:
         self._written[page.unit] = event
         self._unread.append(event)
         page.last_use = [event]
+        page.ready = event  # what is written there next must not overtake the copy
+        page.waited.clear()
         page.host_versions = [host.version for host in page.unit.tensors]
 
     def _let_compute(self, page: Page, *, may_retry: bool = False) -> None:
@@ -247,18 +260,22 @@ class Engine:
         """Events after all that was launched so far on the streams that have used a page."""
         return [self._link.mark(stream) for stream in page.streams.values()]
 
-    def _wanted(self) -> set[Unit] | dict[Unit, None]:
+    def _wanted(self) -> dict[Unit, None]:
         """The units that come next, as many as the ring can hold beside those in use."""
-        wanted: dict[Unit, None] = {}
         idle = {page.unit for page in self._idle()}
         in_use = [page for page in self._passing() if page.unit not in idle]
         room_bytes = self._ring.capacity_bytes - _n_bytes(in_use)
+        current = self.order.current
+        wanted: dict[Unit, None] = {}
+        if current is not None and current in idle:
+            wanted[current] = None
+            room_bytes -= current.n_bytes
+        most = None if self._max_ahead is None else self._max_ahead + len(wanted)
         for unit in self.order.upcoming():
-            page = self._pages.get(unit)
-            if unit in wanted or (page is not None and unit not in idle):
+            if unit in wanted or (unit in self._pages and unit not in idle):
                 continue
             room_bytes -= unit.n_bytes
-            if room_bytes < 0 or len(wanted) == self._max_ahead:
+            if room_bytes < 0 or len(wanted) == most:
                 break
             wanted[unit] = None
         return wanted

@@ -7,7 +7,7 @@ way the block ended, puts everything back.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from tenure._errors import PagingError
+from tenure._shrinking import register_shrinkable, unregister_shrinkable
 from tenure._units import format_bytes
 
 from ._binding import Binding
@@ -37,9 +38,11 @@ from ._pager import Pager
 from ._plan import PagingPlan, Planned, make_plan, speed_of
 from ._report import PagingReport, make_report
 from ._spill import checked_folder
-from ._table import HostTensor
+from ._table import HostTensor, TensorTable
 from ._units import Unit, hookable
 from ._whole import WholeTensors
+
+Hook = Callable[[nn.Module, list[Unit], TensorTable, Pager], ModuleHooks]
 
 
 class PagedModel:
@@ -57,6 +60,7 @@ class PagedModel:
         self.plan = plan
         self._pager = pager
         self._resources = resources
+        weakref.finalize(pager, resources.close).atexit = False
         self._hooks: list[ModuleHooks] = []
         self._bindings: list[Binding] = []
 
@@ -69,13 +73,19 @@ class PagedModel:
         """Call the model."""
         return self.model(*args, **kwargs)
 
-    def bind(self, planned: Planned, device: torch.device) -> None:
-        """Let the model's modules show what the pager shows."""
+    def bind(self, planned: Planned, modules: Iterable[nn.Module], hook: Hook) -> None:
+        """Let the model's modules show what the pager shows.
+
+        Args:
+            planned: the plan.
+            modules: those that may be given hooks.
+            hook: gives a module its hooks.
+        """
         table, needs = planned.table, planned.cut.needs
-        for module in hookable(self.model):
+        for module in modules:
             units = needs.get(module) or _bracketed(table.direct[module])
             if units or table.direct[module] or module is self.model:
-                self._hooks.append(ModuleHooks(module, units, table, self._pager, device))
+                self._hooks.append(hook(module, units, table, self._pager))
         for module, hosts in table.direct.items():
             if hosts:
                 self._bindings.append(Binding(module, table, self._pager))
@@ -85,6 +95,7 @@ class PagedModel:
 
         Stops the host until the device has nothing left to do.
         """
+        unregister_shrinkable(self._pager)
         self._pager.abandon()
         while self._hooks:
             self._hooks.pop().remove()
@@ -229,23 +240,42 @@ def file_link(planned: Planned, device: torch.device, store: FileStore) -> Link:
 def carry_out(
     model: nn.Module, planned: Planned, link: Link, store: HostStore, max_ahead: int | None
 ) -> PagedModel:
-    """Page a model by a plan: the device first, for it may fail; then the host; then the model."""
+    """Page a model by a plan."""
+    resources = acquire(planned, link, store, planned.cut.units, max_ahead)
+    pager = Pager(resources.engine, resources.whole, has_gradients=asks_for_gradients(model))
+    handle = PagedModel(model, planned.plan, pager, resources)
+    handle.bind(planned, hookable(model), ModuleHooks)
+    register_shrinkable(pager)
+    return handle
+
+
+def acquire(
+    planned: Planned, link: Link, store: HostStore, units: list[Unit], max_ahead: int | None
+) -> Resources:
+    """Take the memory that a plan needs: the device's first, for that may fail, then the host's.
+
+    Args:
+        planned: the plan.
+        link: to where the model computes.
+        store: where the host's bytes are to be.
+        units: those that the store adopts.
+        max_ahead: how many are fetched ahead at most.
+    """
     engine = Engine(link, store, planned.division.ring_bytes, max_ahead)
-    resident = [unit for unit in planned.cut.units if unit in planned.division.resident]
-    reserved = engine.reserve(resident)
+    reserved = engine.reserve([u for u in planned.cut.units if u in planned.division.resident])
     resources = Resources(engine, store, WholeTensors(planned.table.whole, link.device))
     try:
-        store.adopt(planned.cut.units)
+        store.adopt(units)
         engine.settle_in(reserved)
     except BaseException:
         resources.close()
         raise
-    has_gradients = any(p.requires_grad for p in model.parameters())
-    pager = Pager(engine, resources.whole, has_gradients=has_gradients)
-    weakref.finalize(pager, resources.close).atexit = False
-    handle = PagedModel(model, planned.plan, pager, resources)
-    handle.bind(planned, link.device)
-    return handle
+    return resources
+
+
+def asks_for_gradients(model: nn.Module) -> bool:
+    """Whether a parameter does."""
+    return any(parameter.requires_grad for parameter in model.parameters())
 
 
 def _bracketed(hosts: list[HostTensor]) -> list[Unit]:

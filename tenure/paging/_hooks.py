@@ -28,18 +28,13 @@ class ModuleHooks:
         units: what its forward needs.
         table: the tensors of its model.
         pager: whom to tell.
-        device: where inputs go.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        units: list[Unit],
-        table: TensorTable,
-        pager: Pager,
-        device: torch.device,
+        self, module: nn.Module, units: list[Unit], table: TensorTable, pager: Pager
     ) -> None:
-        self._pager, self._units, self._device = pager, units, device
+        self._pager, self._units = pager, units
+        self._token = object()  # not the hooks themselves: the pager must not hold who holds it
         self._attributes = _Attributes(module, table, pager)
         self._handles = (
             module.register_forward_pre_hook(_Hook(self.begin), prepend=True, with_kwargs=True),
@@ -50,15 +45,16 @@ class ModuleHooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
         """Before the forward: the outermost one gets its inputs on the device."""
-        self._pager.enter(self, self._units, module)
+        self._pager.enter(self._token, self._units, module)
         self._attributes.show(module)
         if not self._pager.is_outermost:
             return None
-        return on_device(args, self._device), on_device(kwargs, self._device)
+        device = self._pager.engine.device
+        return moved((args, kwargs), "cpu", device)  # type: ignore[no-any-return]
 
-    def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """After the forward, also one that raised."""
-        self._pager.leave(self)
+        self._pager.leave(self._token)
 
     def remove(self) -> None:
         """Take both away."""
@@ -139,21 +135,22 @@ def _held_by(value: Any) -> Iterator[object]:
         yield value
 
 
-def on_device(tree: Any, device: torch.device) -> Any:
-    """A tree of arguments with the host's tensors on the device; other objects stay as they are.
+def moved(tree: Any, source: str, device: torch.device) -> Any:
+    """A tree of arguments with its tensors on a device; other objects stay as they are.
 
     Args:
         tree: tensors in lists, tuples, named tuples and dictionaries, of exactly these types.
+        source: the type of device to take them from.
         device: where to.
     """
     if isinstance(tree, Tensor):
-        return tree.to(device) if tree.device.type == "cpu" else tree
+        return tree.to(device) if tree.device.type == source else tree
     if isinstance(tree, PackedSequence):
-        return tree.to(device)
+        return tree.to(device) if tree.data.device.type == source else tree
     if type(tree) in (list, tuple):
-        return type(tree)(on_device(each, device) for each in tree)
+        return type(tree)(moved(each, source, device) for each in tree)
     if type(tree) is dict:
-        return {key: on_device(each, device) for key, each in tree.items()}
+        return {key: moved(each, source, device) for key, each in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return tree._make(on_device(each, device) for each in tree)
+        return tree._make(moved(each, source, device) for each in tree)
     return tree

@@ -49,11 +49,12 @@ class AccessOrder:
             self._learned[self._kind] = self._trace
         self._predicted, self._position, self._trace = [], 0, []
 
-    def upcoming(self) -> Iterator[Unit]:
-        """The units to come, in order: the rest of this pass, then the pass that follows it.
+    @property
+    def current(self) -> Unit | None:
+        """What the pass used last; several modules may share it."""
+        return self._trace[-1] if self._trace else None
 
-        The one that was used last comes first: several modules may share it.
-        """
-        yield from self._trace[-1:]
+    def upcoming(self) -> Iterator[Unit]:
+        """The units to come, in order: the rest of this pass, then the pass that follows it."""
         yield from self._predicted[self._position :]
         yield from self._learned.get(self._next_kind.get(self._kind), [])

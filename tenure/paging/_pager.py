@@ -128,6 +128,16 @@ class Pager:
             while self._frames:
                 self._pop(is_end=False)
 
+    def shrink(self, device: str | None, n_bytes: int | None) -> int:
+        """Give device memory back: units that stayed pass from now on. See `Shrinkable`."""
+        ours = self.engine.device
+        if device not in (None, ours.type, str(ours)) or not self._door.acquire(blocking=False):
+            return 0
+        try:
+            return self.engine.give_back(self.engine.resident_bytes // 2 if n_bytes is None else n_bytes)
+        finally:
+            self._door.release()
+
     def _begin(self, module: nn.Module, kind: Hashable) -> None:
         self._thread = get_ident()
         engine = self.engine

@@ -79,6 +79,7 @@ class PagingPlan:
         link_bytes_per_s: the assumed speed of copies.
         limit_s: the least time of a pass: ``max((W-R)/BW, C)``.
         predicted_s: the time of a pass in the steady state by this plan.
+        computes_on_host: whether what does not stay is computed on the host, by ``chunk``.
     """
 
     model: str
@@ -93,6 +94,7 @@ class PagingPlan:
     link_bytes_per_s: float
     limit_s: float
     predicted_s: float
+    computes_on_host: bool = False
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -101,22 +103,29 @@ class PagingPlan:
         passing = [unit for unit in self.units if not unit.resident]
         n_resident = len(self.units) - len(passing)
         passing_bytes = sum(unit.n_bytes for unit in passing)
-        width = max((len(unit.name) for unit in self.units), default=0)
+        weights = _in_units(self.weight_bytes, len(self.units))
         return [
-            f"{self.model} on {self.device}: {_in_units(self.weight_bytes, len(self.units))}, "
-            f"within {format_bytes(self.budget_bytes)} (at least {format_bytes(self.minimum_bytes)})",
+            f"{self.model} on {self.device}: {weights}, within {format_bytes(self.budget_bytes)} "
+            f"(at least {format_bytes(self.minimum_bytes)})",
             f"  stays   {_in_units(self.resident_bytes, n_resident)}",
-            f"  passes  {_in_units(passing_bytes, len(passing))}, "
-            f"through a ring of {format_bytes(self.ring_bytes)}",
+            *self._rest(_in_units(passing_bytes, len(passing))),
+            *map(self._line, self.units),
+        ]
+
+    def _rest(self, passing: str) -> list[str]:
+        if self.computes_on_host:
+            return [f"  host    {passing}, computed there"]
+        return [
+            f"  passes  {passing}, through a ring of {format_bytes(self.ring_bytes)}",
             f"  a pass  takes {self.limit_s * 1e3:.3f} ms at the least, and "
             f"{self.predicted_s * 1e3:.3f} ms by this plan, at "
             f"{self.link_bytes_per_s / 1e9:.1f} GB/s",
-            *(
-                f"    {unit.name:{width}}  {format_bytes(unit.n_bytes):>10}  "
-                f"{'stays' if unit.resident else 'passes'}"
-                for unit in self.units
-            ),
         ]
+
+    def _line(self, unit: PlannedUnit) -> str:
+        width = max(len(each.name) for each in self.units)
+        place = "stays" if unit.resident else "host" if self.computes_on_host else "passes"
+        return f"    {unit.name:{width}}  {format_bytes(unit.n_bytes):>10}  {place}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +194,7 @@ def make_plan(
     max_layer_size: int | str,
     budget: int | str | None,
     keep: Iterable[str],
-    link: LinkSpeed,
+    link: LinkSpeed = PCIE_4,
     compute_s: float | None = None,
 ) -> Planned:
     """As ``plan_paging``, of a model that is checked, with what carrying it out needs."""

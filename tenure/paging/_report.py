@@ -94,7 +94,7 @@ def make_report(plan: PagingPlan, engine: Engine) -> PagingReport:
     copy_s = sum(map(_seconds, record.copies))
     link_bytes_per_s = record.copied_bytes / copy_s if copy_s else 0.0
     limit_s = max(copy_s, compute_s)
-    moved = plan.weight_bytes - _resident_bytes(engine)
+    moved = plan.weight_bytes - engine.resident_bytes
     return PagingReport(
         passes=engine.meter.passes,
         pass_s=whole_s,
@@ -107,7 +107,7 @@ def make_report(plan: PagingPlan, engine: Engine) -> PagingReport:
         share_of_limit=min(1.0, limit_s / whole_s) if whole_s else 1.0,
         bound="link" if copy_s > compute_s else "compute",
         helpful_budget_bytes=_helpful_bytes(plan, moved, compute_s * link_bytes_per_s),
-        resident_bytes=_resident_bytes(engine),
+        resident_bytes=engine.resident_bytes,
         ring_bytes=engine.ring_bytes,
         staging_bytes=engine.staging_bytes,
         host_bytes=engine.host_bytes,
@@ -119,10 +119,6 @@ def _helpful_bytes(plan: PagingPlan, passing_bytes: int, hidden_bytes: float) ->
     if passing_bytes <= hidden_bytes or not passing_bytes:
         return None
     return int(plan.device_bytes + passing_bytes - hidden_bytes)
-
-
-def _resident_bytes(engine: Engine) -> int:
-    return sum(unit.n_bytes for unit in engine.resident)
 
 
 def _seconds(span: tuple[Any, Any]) -> float:

@@ -14,6 +14,8 @@ from typing import Any, Literal, NoReturn, Self, get_args
 
 from torch.compiler import is_dynamo_compiling
 
+from tenure._torch_dynamo import never_compiled
+
 from ._checks import (
     check_choice,
     check_name,
@@ -29,7 +31,6 @@ from ._ledger import Ledger, n_alive, take_all
 from ._manager import Manager, current
 from ._sites import CONTEXTLIB, Capture, Site, user_frame
 from ._thread import ThreadScopes, World, this_thread
-from ._torch_dynamo import never_compiled
 from ._torch_modes import remove
 
 Policy = Literal["dispose", "report", "raise"]

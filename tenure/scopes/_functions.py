@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from tenure._errors import ScopeUsageError
+from tenure._torch_dynamo import never_compiled
 
 from ._checks import check_not_foreign, check_target, refuse_stuck
 from ._closing import dispose_all
@@ -20,7 +21,6 @@ from ._ledger import take
 from ._scope import DisposeScope, current_scope, scope_or_none
 from ._sites import user_site
 from ._thread import ThreadScopes, this_thread
-from ._torch_dynamo import never_compiled
 from ._trees import Tree, given_back, required_tensors
 
 

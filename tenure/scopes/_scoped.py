@@ -15,12 +15,12 @@ from typing import Any, TypeVar, overload
 from torch.compiler import is_dynamo_compiling
 
 from tenure._errors import ScopeUsageError
+from tenure._torch_dynamo import never_compiled
 
 from ._block import OnError, Policy
 from ._checks import check_thread
 from ._scope import DisposeScope
 from ._sites import Capture, user_frame
-from ._torch_dynamo import never_compiled
 from ._trees import tensors_in
 
 Function = TypeVar("Function", bound=Callable[..., Any])

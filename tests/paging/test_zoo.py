@@ -7,7 +7,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from tenure.paging import PagingError, page, plan_paging
-from tenure.paging._hooks import on_device
+from tenure.paging._hooks import moved
 
 from .models import ZOO, build
 
@@ -21,7 +21,7 @@ def on_whole_device(sim, model, args, kwargs):
     whole = copy.deepcopy(model).to(sim.device)
     sim.reset_peak()
     before_bytes = sim.allocated_bytes
-    args, kwargs = on_device((args, kwargs), sim.device)
+    args, kwargs = moved((args, kwargs), "cpu", sim.device)
     with torch.no_grad():
         output = whole(*args, **kwargs)
     return home(output), sim.peak_bytes - before_bytes

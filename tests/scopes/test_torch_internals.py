@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from tenure import _torch_dynamo, _torch_versions
 from tenure.scopes import (
     _newness,
     _torch_backward,
-    _torch_dynamo,
     _torch_modes,
     _torch_pytree,
     _torch_swap,
@@ -14,7 +14,15 @@ from tenure.scopes import (
 
 
 @pytest.mark.parametrize(
-    "module", [_torch_backward, _torch_dynamo, _torch_modes, _torch_pytree, _torch_swap]
+    "module",
+    [
+        _torch_backward,
+        _torch_dynamo,
+        _torch_modes,
+        _torch_pytree,
+        _torch_swap,
+        _torch_versions,
+    ],
 )
 def test_the_self_test_passes(module):
     assert module.works()

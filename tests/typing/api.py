@@ -35,14 +35,23 @@ from tenure import (
     statistics,
 )
 from tenure.adaptive import (
+    AdaptiveEvent,
     AdaptiveUsageError,
+    GlobalBatchsizeCache,
+    NoBatchsizeCache,
     OomInfo,
     OomKind,
     OomRegistration,
+    batch,
+    chunked,
+    execute,
+    explicit,
     is_oom,
     memory_budget,
     oom_info,
     register_oom,
+    set_cpu_memory_limit,
+    simple,
 )
 from tenure.paging import PagedModel, PagingPlan, load_paged, page, plan_paging
 
@@ -201,6 +210,120 @@ def paging_from_disk(model: torch.nn.Module) -> None:
         assert_type(handle, PagedModel)
     assert_type(page(model, "cpu", host=Path("folder"), prefetch=2), PagedModel)
     assert_type(plan_paging(model, "cpu", host=Path("folder"), link_bytes_per_s=5e9), PagingPlan)
+
+
+@batch(initial_batchsize=64, minimum=4, align=4, context=("a", 1), restore_rng=True)
+def sized(batch_size: int, x: Tensor, *, scale: float = 1.0) -> list[Tensor]:
+    return [x[:batch_size] * scale]
+
+
+@batch
+def bare(batch_size: int, name: str) -> str:
+    return name * batch_size
+
+
+@tenure.adaptive.range(initial_step=64)
+def walked(start: int, end: int, x: Tensor) -> int:
+    return end - start
+
+
+@tenure.adaptive.range(collect="list", progress=True)
+def listed(start: int, end: int) -> str:
+    return f"{start}-{end}"
+
+
+@chunked(initial_step=64, dimension=1, collect="cat", cache_type=NoBatchsizeCache)
+def joined(chunk: Tensor, start: int, end: int, scale: float) -> Tensor:
+    return chunk * scale
+
+
+def total(counts: list[int]) -> float:
+    return float(sum(counts))
+
+
+@chunked(collect=total)
+def counted(chunk: Tensor, start: int, end: int) -> int:
+    return end - start
+
+
+class Embedder:
+    @batch(initial_batchsize=64, on_retry=print)
+    def embed(self, batch_size: int, texts: list[str]) -> Tensor:
+        return torch.ones(len(texts), batch_size)
+
+    @tenure.adaptive.range(collect="list")
+    def parts(self, start: int, end: int) -> bytes:
+        return b""
+
+    @chunked(collect="list")
+    def rows(self, chunk: Tensor, start: int, end: int, *, scale: int = 1) -> Tensor:
+        return chunk
+
+
+def reduced(size: int, info: OomInfo) -> int:
+    return size - (info.requested_bytes or 1)
+
+
+def told(event: AdaptiveEvent) -> None:
+    assert_type(event.next_size, int | None)
+
+
+def adapting(x: Tensor, embedder: Embedder) -> None:
+    assert_type(sized(x, scale=2.0), list[Tensor])
+    assert_type(sized(x, toma_initial_batchsize=8, toma_context="b"), list[Tensor])
+    assert_type(sized(x, toma_cache_type=GlobalBatchsizeCache), list[Tensor])
+    assert_type(bare("a"), str)
+    assert_type(walked(0, 8, x), None)
+    assert_type(walked(0, 8, x, toma_initial_step=4), None)
+    assert_type(listed(0, 8), list[str])
+    assert_type(joined(x, 2.0), Tensor)
+    assert_type(joined(x, 2.0, toma_dimension=0), Tensor)
+    assert_type(counted(x), float)
+    assert_type(embedder.embed(["a"]), Tensor)
+    assert_type(embedder.parts(0, 4), list[bytes])
+    assert_type(embedder.rows(x, scale=2), list[Tensor])
+    batch(initial_batchsize=8, reduce=reduced, on_retry=told, maximum=64, cpu_fallback=True)
+    sized("text")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue,reportArgumentType]
+    bare()  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
+
+    @execute.batch(64)
+    def found(batch_size: int) -> str:
+        return str(batch_size)
+
+    @execute.range(0, 8, 4, collect="list")
+    def pieces(start: int, end: int) -> int:
+        return end
+
+    @execute.chunked(x, 4, dimension=1)
+    def nothing(chunk: Tensor, start: int, end: int) -> int:
+        return end
+
+    assert_type(found, str)
+    assert_type(pieces, list[int])
+    assert_type(nothing, None)
+
+
+def calling(x: Tensor) -> None:
+    def sizes(batch_size: int, more: str) -> str:
+        return more * batch_size
+
+    def ends(start: int, end: int) -> None:
+        pass
+
+    def rows(chunk: Tensor, start: int, end: int) -> None:
+        pass
+
+    assert_type(simple.batch(sizes, 64, "more"), str)
+    assert_type(explicit.batch(sizes, 64, "more", toma_context="a"), str)
+    simple.range(ends, 0, 8, 4)
+    explicit.range(ends, 0, 8, 4, toma_cache_type=NoBatchsizeCache)
+    simple.chunked(rows, x, 4, 1)
+    explicit.chunked(rows, x, 4, toma_dimension=1)
+    tenure.adaptive.DEFAULT_CACHE_TYPE = GlobalBatchsizeCache
+    tenure.adaptive.reset()
+    tenure.adaptive.save("sizes.json")
+    tenure.adaptive.load("sizes.json")
+    set_cpu_memory_limit(0.5)
 
 
 def failing(x: Tensor) -> str:

@@ -1,0 +1,66 @@
+"""What else decides how much memory a size needs: the modes of torch, and the arguments.
+
+Invariant: equal signatures in two processes mean equal circumstances; the size of the dimension
+that is split is no part of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+_SEPARATOR = " | "
+
+
+def signature_of(
+    args: Iterable[object],
+    kwargs: Mapping[str, object],
+    chunked: Tensor | None = None,
+    dimension: int = 0,
+) -> str:
+    """Spell the circumstances of a call.
+
+    Args:
+        args: what is passed on by position; tensors count with dtype, device and shape without the
+            first dimension, modules with their mode of training, other things not at all.
+        kwargs: what is passed on by name.
+        chunked: the tensor of any shape that is split.
+        dimension: the dimension of ``chunked`` that is split.
+
+    Example:
+        >>> signature_of((torch.ones(8, 3), "other"), {})
+        'grad | float32[*, 3] on cpu'
+    """
+    parts = [_spelled(chunked, dimension)] if chunked is not None else []
+    parts += [spelled for value in args if (spelled := _spelled(value))]
+    parts += [f"{key}={spelled}" for key, value in kwargs.items() if (spelled := _spelled(value))]
+    return _SEPARATOR.join([_modes(), *parts])
+
+
+def modes_in(signature: str) -> str:
+    """The part of a signature that does not depend on the arguments."""
+    return signature.partition(_SEPARATOR)[0]
+
+
+def _modes() -> str:
+    grad = "inference" if torch.is_inference_mode_enabled() else "no grad"
+    modes = ["grad" if torch.is_grad_enabled() else grad]
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    for kind in kinds:
+        if torch.is_autocast_enabled(kind):
+            dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+            modes.append(f"autocast {kind} {dtype}")
+    return ", ".join(modes)
+
+
+def _spelled(value: object, dimension: int = 0) -> str:
+    if isinstance(value, nn.Module):
+        return f"{type(value).__name__} in {'training' if value.training else 'evaluation'}"
+    if not isinstance(value, Tensor):
+        return ""
+    with torch._C.DisableTorchFunction():
+        sizes = ["*" if i == dimension else str(n) for i, n in enumerate(value.shape)]
+        return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(sizes)}] on {value.device}"

@@ -1,0 +1,61 @@
+"""What becomes of the results of the pieces of a range or of a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tenure._errors import AdaptiveUsageError
+
+Collect = Literal["list", "cat"] | Callable[[list[Any]], Any]
+Collector = Callable[[list[Any], int], Any]
+"""Takes the results in their order, and the dimension that was split."""
+
+
+def collector_for(collect: Collect | None) -> Collector | None:
+    """How results are put together; None where they are let go, one by one.
+
+    Raises:
+        AdaptiveUsageError: ``collect`` is none of its values.
+    """
+    if collect is None:
+        return None
+    if collect == "list":
+        return lambda results, dimension: results
+    if collect == "cat":
+        return _concatenated
+    if callable(collect):
+        return lambda results, dimension: collect(results)
+    raise AdaptiveUsageError(
+        f'collect={collect!r} is none of "list", "cat", a function of the list of results, or None.'
+    )
+
+
+def _concatenated(results: list[Any], dimension: int) -> Any:
+    if not results:
+        raise AdaptiveUsageError(
+            'collect="cat" has nothing to concatenate: there was no piece to work on. Use '
+            'collect="list" where that may be.'
+        )
+    return _joined(results, dimension)
+
+
+def _joined(results: list[Any], dimension: int) -> Any:
+    """Tensors along the dimension; tuples, lists and dicts of them entry by entry."""
+    first = results[0]
+    if all(isinstance(result, Tensor) for result in results):
+        return torch.cat(results, dimension)
+    if isinstance(first, dict):
+        return {key: _joined([each[key] for each in results], dimension) for key in first}
+    if isinstance(first, tuple | list):
+        entries = [_joined(list(entry), dimension) for entry in zip(*results, strict=True)]
+        named = hasattr(first, "_fields")
+        return type(first)(*entries) if named else type(first)(entries)
+    raise AdaptiveUsageError(
+        f'collect="cat" can\'t concatenate a result of type {type(first).__name__}. Return tensors '
+        "with at least one dimension, or tuples, lists or dicts of them; or give a function of the "
+        "list of results."
+    )

@@ -1,0 +1,133 @@
+"""How much memory an attempt may use, and how much the last one needed, where that can be told.
+
+Three sources: the allocator of a device, the budgets that count on this thread, and the host. A
+meter is made after an out-of-memory error only; nothing here runs on the way without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ._counting import CountingMode, counting_on
+from ._fraction import allowed_bytes, note_peaks
+from ._host_memory import available_host_bytes
+
+
+class _Source(Protocol):
+    def available_bytes(self) -> int:
+        """What may still be allocated."""
+        ...
+
+    def restart(self) -> None:
+        """Begin to note the most that is used."""
+
+    def needed_bytes(self) -> int | None:
+        """The most that was used beyond the use at the restart; None where that is not told."""
+
+
+class MemoryMeter:
+    """The memory of one device, as this thread may use it."""
+
+    __slots__ = ("_sources",)
+
+    def __init__(self, sources: Sequence[_Source]) -> None:
+        self._sources = sources
+
+    def available_bytes(self) -> int:
+        """What may still be allocated."""
+        return min(source.available_bytes() for source in self._sources)
+
+    def restart(self) -> None:
+        """Begin to note the most that is used."""
+        for source in self._sources:
+            source.restart()
+
+    def needed_bytes(self) -> int | None:
+        """The most that was used beyond the use at the restart; None where that is not told."""
+        told = (source.needed_bytes() for source in self._sources)
+        return max((n_bytes for n_bytes in told if n_bytes is not None), default=None)
+
+    @property
+    def measures(self) -> bool:
+        """Whether it can tell what work needs."""
+        return self.needed_bytes() is not None
+
+
+def meter_for(device: str | None) -> MemoryMeter | None:
+    """The meter of the memory that ran out, as an OomInfo names it; None where nothing is known."""
+    if device is None:
+        return None
+    sources: list[_Source] = [_Budget(mode) for mode in counting_on(device)]
+    sources += [_Host()] if device == "cpu" else _allocator_of(device)
+    return MemoryMeter(sources) if sources else None
+
+
+class _Allocator:
+    """The caching allocator of a device; what it holds and no tensor uses is available."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module: Any = torch.get_device_module(device)
+        self._device = device
+        self._base_bytes = 0
+
+    def available_bytes(self) -> int:
+        used_bytes = int(self._module.memory_allocated(self._device))
+        cached_bytes = int(self._module.memory_reserved(self._device)) - used_bytes
+        free_bytes = int(self._module.mem_get_info(self._device)[0]) + cached_bytes
+        allowed = allowed_bytes(self._device)
+        return free_bytes if allowed is None else min(free_bytes, allowed - used_bytes)
+
+    def restart(self) -> None:
+        note_peaks(self._device)
+        self._module.reset_peak_memory_stats(self._device)
+        self._base_bytes = int(self._module.memory_allocated(self._device))
+
+    def needed_bytes(self) -> int:
+        return int(self._module.max_memory_allocated(self._device)) - self._base_bytes
+
+
+class _Budget:
+    """A memory budget that counts; the peak that its user reads stays the peak of all its block."""
+
+    def __init__(self, mode: CountingMode) -> None:
+        self._mode = mode
+        self._base_bytes = 0
+
+    def available_bytes(self) -> int:
+        return self._mode.free_bytes
+
+    def restart(self) -> None:
+        self._mode.restart_peak()
+        self._base_bytes = self._mode.live_bytes
+
+    def needed_bytes(self) -> int:
+        return self._mode.recent_peak_bytes - self._base_bytes
+
+
+class _Host:
+    """The memory of the machine; what work needed of it can't be told."""
+
+    def available_bytes(self) -> int:
+        return available_host_bytes()
+
+    def restart(self) -> None:
+        pass
+
+    def needed_bytes(self) -> None:
+        return None
+
+
+def _allocator_of(device: str) -> list[_Source]:
+    try:
+        found = torch.device(device)
+        module: Any = torch.get_device_module(found)
+        index = module.current_device() if found.index is None else found.index
+        allocator = _Allocator(torch.device(found.type, index))
+        allocator.available_bytes()
+        allocator.needed_bytes()
+    except Exception:  # no such device on this machine, or one that keeps no statistics
+        return []
+    return [allocator]

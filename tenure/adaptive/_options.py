@@ -1,0 +1,134 @@
+"""The arguments that all entry points share, checked once, where a function is decorated."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+from tenure._errors import AdaptiveUsageError
+
+from ._attempts import OnRetry
+from ._caches import BatchsizeCache, checked_cache_type
+from ._call_memory import check_context
+from ._size_limits import NO_LIMITS, SizeLimits, checked_limits
+from ._size_search import Reduce
+
+_SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_KINDS = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How the calls of one function are run: AdaptiveOptions, checked."""
+
+    cache_type: type[BatchsizeCache] | None = None
+    context: Any = None
+    limits: SizeLimits = field(default=NO_LIMITS)
+    reduce: Reduce | None = None
+    restore_rng: bool = False
+    on_retry: OnRetry | None = None
+    cpu_fallback: bool = False
+
+
+class AdaptiveOptions(TypedDict, total=False):
+    """The arguments that all decorators share.
+
+    Attributes:
+        cache_type: what sizes are remembered for; None: what ``DEFAULT_CACHE_TYPE`` says then.
+        context: what shares a memory of sizes; None: the function and the call.
+        minimum: no smaller size is tried.
+        maximum: how far the size may grow; None: not beyond the initial one.
+        align: sizes are multiples of it.
+        reduce: a function of the failed size and its OomInfo that gives the next size.
+        restore_rng: whether a failed attempt leaves random generators as they were.
+        on_retry: called with each AdaptiveEvent.
+        cpu_fallback: whether what fits at no size runs with its tensors on the CPU.
+    """
+
+    cache_type: type[BatchsizeCache] | None
+    context: Any
+    minimum: int
+    maximum: int | None
+    align: int
+    reduce: Reduce | None
+    restore_rng: bool
+    on_retry: OnRetry | None
+    cpu_fallback: bool
+
+
+PLAIN = Options()
+"""The options of a call that names none."""
+
+
+def checked_options(
+    *,
+    cache_type: type[BatchsizeCache] | None = None,
+    context: Any = None,
+    minimum: int = 1,
+    maximum: int | None = None,
+    align: int = 1,
+    reduce: Reduce | None = None,
+    restore_rng: bool = False,
+    on_retry: OnRetry | None = None,
+    cpu_fallback: bool = False,
+) -> Options:
+    """Options as a user gave them.
+
+    Raises:
+        AdaptiveUsageError: one can't be used.
+    """
+    if cache_type is not None:
+        checked_cache_type(cache_type)
+    if context is not None:
+        check_context(context)
+    check_callable("reduce", reduce)
+    check_callable("on_retry", on_retry)
+    limits = checked_limits(minimum, maximum, align)
+    return Options(cache_type, context, limits, reduce, restore_rng, on_retry, cpu_fallback)
+
+
+def check_callable(name: str, value: object) -> None:
+    """Make sure that an optional function can be called.
+
+    Raises:
+        AdaptiveUsageError: it can't.
+    """
+    if value is not None and not callable(value):
+        raise AdaptiveUsageError(f"{name}={value!r} can't be called. Give a function, or None.")
+
+
+def check_function(entry: str, function: object) -> None:
+    """Make sure that what is tried again runs from its call to its return.
+
+    Raises:
+        AdaptiveUsageError: it is no function, or one that can be suspended.
+    """
+    code = getattr(function, "__code__", None)
+    if code is not None and not code.co_flags & _SUSPENDABLE:  # by far the most
+        return
+    if not callable(function):
+        raise AdaptiveUsageError(f"{entry} wants a function, and got {function!r}.")
+    if code is None and not _is_suspendable(function):
+        return
+    raise AdaptiveUsageError(
+        f"{entry} got {name_of(function)}(), which can be suspended: it would run out of memory "
+        "after the call, where nothing tries again. Use it inside a plain function that runs it "
+        "to its end."
+    )
+
+
+def name_of(function: Any) -> str:
+    """What errors and events call a function."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__qualname__", None) or type(function).__qualname__)
+
+
+def _is_suspendable(function: Callable[..., object]) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    called = (function, type(function).__call__)
+    return any(is_kind(one) for is_kind in _KINDS for one in called)

@@ -1,0 +1,92 @@
+"""The random state that a failed attempt has used up, and that the next one starts from."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+_Restore = Callable[[], object]
+
+
+class RngState:
+    """torch's default generators, Python's, numpy's where it is loaded, and the user's own.
+
+    Of torch's: that of the CPU, and those of the devices named and of the current accelerator,
+    unless it has not been used yet.
+
+    Args:
+        devices: devices whose work uses random numbers.
+        generators: generators that the work gets as arguments.
+    """
+
+    __slots__ = ("_devices", "_generators", "_restores")
+
+    def __init__(
+        self,
+        devices: Iterable[torch.device] = (),
+        generators: Iterable[torch.Generator] = (),
+    ) -> None:
+        self._devices = tuple(dict.fromkeys(devices))
+        self._generators = tuple(generators)
+        self._restores: list[_Restore] = []
+
+    def begin(self) -> None:
+        """Note all states."""
+        restores = [_cpu(), _python(), *map(_generator, self._generators)]
+        restores += [_accelerator(device) for device in self._devices_in_use()]
+        if (numpy_random := sys.modules.get("numpy.random")) is not None:
+            restores.append(_numpy(numpy_random))
+        self._restores = restores
+
+    def finish(self) -> None:
+        """What was drawn stays drawn."""
+
+    def undo(self) -> None:
+        """Put all states back."""
+        for restore in self._restores:
+            restore()
+
+    def _devices_in_use(self) -> list[torch.device]:
+        devices = dict.fromkeys(device for device in self._devices if device.type != "cpu")
+        current = torch.accelerator.current_accelerator(check_available=True)
+        if current is not None and _is_initialized(current):
+            index = torch.accelerator.current_device_index()
+            devices[torch.device(current.type, index)] = None
+        return [device for device in devices if device.type != "meta"]
+
+
+def _cpu() -> _Restore:
+    state = torch.get_rng_state()
+    return lambda: torch.set_rng_state(state)
+
+
+def _python() -> _Restore:
+    state = random.getstate()
+    return lambda: random.setstate(state)
+
+
+def _numpy(numpy_random: Any) -> _Restore:
+    state = numpy_random.get_state()
+    return lambda: numpy_random.set_state(state)
+
+
+def _generator(generator: torch.Generator) -> _Restore:
+    state = generator.get_state()
+    return lambda: generator.set_state(state)
+
+
+def _accelerator(device: torch.device) -> _Restore:
+    module: Any = torch.get_device_module(device)
+    which = () if device.type == "mps" else (device,)  # Metal has one device and asks for none
+    state = module.get_rng_state(*which)
+    return lambda: module.set_rng_state(state, *which)
+
+
+def _is_initialized(device: torch.device) -> bool:
+    """Whether its generator exists; asking one of an unused CUDA would start CUDA."""
+    module: Any = torch.get_device_module(device)
+    return bool(getattr(module, "is_initialized", lambda: True)())

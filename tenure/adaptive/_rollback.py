@@ -1,0 +1,66 @@
+"""What an attempt may change besides making tensors, and how a failed one is undone.
+
+Invariant: between ``begin`` and the end of an attempt, ``undo`` brings back what was there at
+``begin``, however far the attempt came, and allocates no device memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+
+class Rollback(Protocol):
+    """One kind of state."""
+
+    def begin(self) -> None:
+        """Note the state, right before an attempt."""
+
+    def finish(self) -> None:
+        """Make the change of an attempt that returned last; it may fail, and is then undone.
+
+        What allocates comes before what can't be undone.
+        """
+
+    def undo(self) -> None:
+        """Bring the state back."""
+
+
+class Together:
+    """Several kinds of state as one; the last noted is the first undone."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: Iterable[Rollback]) -> None:
+        self._parts: Sequence[Rollback] = tuple(parts)
+
+    def begin(self) -> None:
+        """Note each state; if one fails, those noted before it are brought back."""
+        begun: list[Rollback] = []
+        try:
+            for part in self._parts:
+                part.begin()
+                begun.append(part)
+        except BaseException:
+            _undo(begun)
+            raise
+
+    def finish(self) -> None:
+        """Let each make its change last."""
+        for part in self._parts:
+            part.finish()
+
+    def undo(self) -> None:
+        """Bring each state back, whatever becomes of another; the first error goes on."""
+        _undo(self._parts)
+
+
+def _undo(parts: Sequence[Rollback]) -> None:
+    failure: BaseException | None = None
+    for part in reversed(parts):
+        try:
+            part.undo()
+        except BaseException as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure

@@ -1,0 +1,233 @@
+"""toma's decorators that run their function at once: the name becomes its result.
+
+Sizes are remembered for the place in the program, because the function is new each time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, Unpack, overload
+
+from torch import Tensor
+
+from ._call_memory import memory_for
+from ._chunked_function import checked_dimension
+from ._collect import Collect, collector_for
+from ._options import AdaptiveOptions, check_function, checked_options, name_of
+from ._range_function import check_range
+from ._run import Chunk, Piece, run_batch, run_pieces
+from ._size_limits import checked_initial, checked_size
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def batch(
+    initial_batchsize: int, **options: Unpack[AdaptiveOptions]
+) -> Callable[[Callable[[int], T]], T]:
+    """Run the decorated function at once with a batch size, and smaller ones until it fits.
+
+    Args:
+        initial_batchsize: the batch size to begin with.
+        **options: as of `tenure.adaptive.batch`.
+
+    Returns:
+        A decorator that gives what the function returned.
+
+    Raises:
+        OutOfRetriesError: it ran out of memory at every size that is allowed.
+        AdaptiveUsageError: an argument can't be used.
+
+    Example:
+        >>> import torch
+        >>> from tenure.adaptive import execute
+        >>> @execute.batch(64)
+        ... def found(batch_size: int) -> int:
+        ...     if batch_size > 20:
+        ...         raise torch.OutOfMemoryError("CUDA out of memory.")
+        ...     return batch_size
+        >>> found
+        16
+
+    Source: ``toma.execute.batch``, https://github.com/BlackHC/toma.
+    """
+    checked = checked_options(**options)
+    initial = checked_size("initial_batchsize", initial_batchsize)
+    checked_initial("initial_batchsize", initial, checked.limits)
+
+    def execute(func: Callable[[int], T]) -> T:
+        check_function("@execute.batch", func)
+        frame = sys._getframe(1)
+        memory = memory_for(None, frame, checked.context, checked.cache_type, (), {})
+        result: T = run_batch(name_of(func), func, initial, (), {}, checked, memory)
+        return result
+
+    return execute
+
+
+@overload
+def range(
+    start: int,
+    end: int,
+    initial_step: int | None = None,
+    *,
+    collect: None = None,
+    progress: bool = False,
+    **options: Unpack[AdaptiveOptions],
+) -> Callable[[Callable[[int, int], object]], None]: ...
+@overload
+def range(
+    start: int,
+    end: int,
+    initial_step: int | None = None,
+    *,
+    collect: Literal["list"],
+    progress: bool = False,
+    **options: Unpack[AdaptiveOptions],
+) -> Callable[[Callable[[int, int], T]], list[T]]: ...
+@overload
+def range(
+    start: int,
+    end: int,
+    initial_step: int | None = None,
+    *,
+    collect: Literal["cat"],
+    progress: bool = False,
+    **options: Unpack[AdaptiveOptions],
+) -> Callable[[Callable[[int, int], T]], T]: ...
+@overload
+def range(
+    start: int,
+    end: int,
+    initial_step: int | None = None,
+    *,
+    collect: Callable[[list[T]], R],
+    progress: bool = False,
+    **options: Unpack[AdaptiveOptions],
+) -> Callable[[Callable[[int, int], T]], R]: ...
+def range(
+    start: int,
+    end: int,
+    initial_step: int | None = None,
+    *,
+    collect: Collect | None = None,
+    progress: bool = False,
+    **options: Any,
+) -> Any:
+    """Run the decorated function at once, with one piece of a range after the other.
+
+    Args:
+        start: the first number.
+        end: the number after the last.
+        initial_step: the size of the first piece; None: ``maximum``, or the whole range.
+        collect: as of `tenure.adaptive.range`.
+        progress: whether to show a progress bar.
+        **options: as of `tenure.adaptive.range`.
+
+    Returns:
+        A decorator that gives what ``collect`` makes of the results; None without it.
+
+    Raises:
+        OutOfRetriesError: a piece ran out of memory at every step that is allowed.
+        AdaptiveUsageError: an argument can't be used.
+
+    Source: ``toma.execute.range``, https://github.com/BlackHC/toma.
+    """
+    checked = checked_options(**options)
+    check_range("execute.range", start, end)
+    initial = checked_initial("initial_step", initial_step, checked.limits)
+    collector = collector_for(collect)
+
+    def execute(func: Callable[[int, int], Any]) -> Any:
+        check_function("@execute.range", func)
+        frame = sys._getframe(1)
+        memory = memory_for(None, frame, checked.context, checked.cache_type, (), {})
+        piece = Piece(func, start, (), {})
+        return run_pieces(name_of(func), piece, end, initial, checked, memory, collector, progress)
+
+    return execute
+
+
+@overload
+def chunked(
+    tensor: Tensor,
+    initial_step: int | None = None,
+    dimension: int | None = None,
+    *,
+    collect: None = None,
+    progress: bool = False,
+    **options: Unpack[AdaptiveOptions],
+) -> Callable[[Callable[[Tensor, int, int], object]], None]: ...
+@overload
+def chunked(
+    tensor: Tensor,
+    initial_step: int | None = None,
+    dimension: int | None = None,
+    *,
+    collect: Literal["list"],
+    progress: bool = False,
+    **options: Unpack[AdaptiveOptions],
+) -> Callable[[Callable[[Tensor, int, int], T]], list[T]]: ...
+@overload
+def chunked(
+    tensor: Tensor,
+    initial_step: int | None = None,
+    dimension: int | None = None,
+    *,
+    collect: Literal["cat"],
+    progress: bool = False,
+    **options: Unpack[AdaptiveOptions],
+) -> Callable[[Callable[[Tensor, int, int], T]], T]: ...
+@overload
+def chunked(
+    tensor: Tensor,
+    initial_step: int | None = None,
+    dimension: int | None = None,
+    *,
+    collect: Callable[[list[T]], R],
+    progress: bool = False,
+    **options: Unpack[AdaptiveOptions],
+) -> Callable[[Callable[[Tensor, int, int], T]], R]: ...
+def chunked(
+    tensor: Tensor,
+    initial_step: int | None = None,
+    dimension: int | None = None,
+    *,
+    collect: Collect | None = None,
+    progress: bool = False,
+    **options: Any,
+) -> Any:
+    """Run the decorated function at once, with one chunk of a tensor after the other.
+
+    Args:
+        tensor: of any dtype and device, with at least one dimension.
+        initial_step: the size of the first chunk; None: ``maximum``, or the whole tensor.
+        dimension: the dimension to split; None: the first.
+        collect: as of `tenure.adaptive.chunked`.
+        progress: whether to show a progress bar.
+        **options: as of `tenure.adaptive.chunked`.
+
+    Returns:
+        A decorator that gives what ``collect`` makes of the results; None without it.
+
+    Raises:
+        OutOfRetriesError: a chunk ran out of memory at every step that is allowed.
+        AdaptiveUsageError: an argument can't be used.
+
+    Source: ``toma.execute.chunked``, https://github.com/BlackHC/toma.
+    """
+    checked = checked_options(**options)
+    split = checked_dimension("execute.chunked", tensor, 0 if dimension is None else dimension)
+    initial = checked_initial("initial_step", initial_step, checked.limits)
+    collector = collector_for(collect)
+
+    def execute(func: Callable[[Tensor, int, int], Any]) -> Any:
+        check_function("@execute.chunked", func)
+        frame = sys._getframe(1)
+        memory = memory_for(None, frame, checked.context, checked.cache_type, (), {}, tensor, split)
+        chunk = Chunk(func, tensor, split, (), {})
+        end = tensor.shape[split]
+        return run_pieces(name_of(func), chunk, end, initial, checked, memory, collector, progress)
+
+    return execute

@@ -1,0 +1,106 @@
+"""toma's simplest calls, which remember nothing: each begins with its initial size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
+
+from torch import Tensor
+
+from ._call_memory import NO_MEMORY
+from ._chunked_function import checked_dimension
+from ._options import PLAIN, check_function, name_of
+from ._range_function import check_range
+from ._run import Chunk, Piece, run_batch, run_pieces
+from ._size_limits import checked_size
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def batch(
+    func: Callable[Concatenate[int, P], T],
+    initial_batchsize: int,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> T:
+    """Return ``func(batch_size, *args, **kwargs)``, tried with smaller sizes until it fits.
+
+    Args:
+        func: a function of a batch size and more.
+        initial_batchsize: the batch size to begin with.
+        *args: what ``func`` gets after the batch size.
+        **kwargs: what ``func`` gets by name.
+
+    Raises:
+        OutOfRetriesError: it ran out of memory at every size.
+        AdaptiveUsageError: an argument can't be used.
+
+    Source: ``toma.simple.batch``, https://github.com/BlackHC/toma.
+    """
+    check_function("simple.batch", func)
+    initial = checked_size("initial_batchsize", initial_batchsize)
+    result: T = run_batch(name_of(func), func, initial, args, kwargs, PLAIN, NO_MEMORY)
+    return result
+
+
+def range(
+    func: Callable[Concatenate[int, int, P], object],
+    start: int,
+    end: int,
+    initial_step: int,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> None:
+    """Call ``func(start, end, *args, **kwargs)`` with one piece of a range after the other.
+
+    Args:
+        func: a function of the start and the end of a piece, and more.
+        start: the first number.
+        end: the number after the last.
+        initial_step: the size of the first piece.
+        *args: what ``func`` gets after the start and the end.
+        **kwargs: what ``func`` gets by name.
+
+    Raises:
+        OutOfRetriesError: a piece ran out of memory at every step.
+        AdaptiveUsageError: an argument can't be used.
+
+    Source: ``toma.simple.range``, https://github.com/BlackHC/toma.
+    """
+    check_function("simple.range", func)
+    check_range("simple.range", start, end)
+    initial = checked_size("initial_step", initial_step)
+    piece = Piece(func, start, args, kwargs)
+    run_pieces(name_of(func), piece, end, initial, PLAIN, NO_MEMORY)
+
+
+def chunked(
+    func: Callable[Concatenate[Tensor, int, int, P], object],
+    tensor: Tensor,
+    initial_step: int,
+    dimension: int = 0,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> None:
+    """Call ``func(chunk, start, end, *args, **kwargs)`` with one chunk after the other.
+
+    Args:
+        func: a function of a chunk, its start and its end, and more.
+        tensor: of any dtype and device, with at least one dimension.
+        initial_step: the size of the first chunk.
+        dimension: the dimension to split.
+        *args: what ``func`` gets after the chunk, its start and its end.
+        **kwargs: what ``func`` gets by name.
+
+    Raises:
+        OutOfRetriesError: a chunk ran out of memory at every step.
+        AdaptiveUsageError: an argument can't be used.
+
+    Source: ``toma.simple.chunked``, https://github.com/BlackHC/toma.
+    """
+    check_function("simple.chunked", func)
+    dimension = checked_dimension("simple.chunked", tensor, dimension)
+    initial = checked_size("initial_step", initial_step)
+    chunk = Chunk(func, tensor, dimension, args, kwargs)
+    run_pieces(name_of(func), chunk, tensor.shape[dimension], initial, PLAIN, NO_MEMORY)

@@ -1,0 +1,169 @@
+"""The other way to run a model that is too large: some layers on the device, the rest on the host.
+
+Invariant: a layer is computed where its weights are. Between layers, activations are on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tenure._errors import PagingError
+from tenure._units import parse_bytes
+
+from ._checks import checked_device, checked_model
+from ._handle import PagedModel, acquire, asks_for_gradients
+from ._hooks import ModuleHooks, moved
+from ._host_buffers import HostBuffers
+from ._link import Link
+from ._page import aside, in_place_of
+from ._pager import Pager
+from ._plan import PCIE_4, PagingPlan, PlannedUnit, Planned
+from ._residency import Residency, n_bytes
+from ._table import HostTensor, TensorTable, n_bytes_of_whole
+from ._units import Cut, Unit, cut
+
+_HOST = torch.device("cpu")
+
+
+def chunk(
+    model: nn.Module,
+    device: str | torch.device = "cuda",
+    max_capacity: int | str = 10**9,
+) -> PagedModel:
+    """Compute the first layers of a model on a device and the rest on the host; no weight moves.
+
+    For a model that is called so seldom, or with so few samples, that moving its weights would
+    take longer than to compute on the host. Inputs may be on the host; outputs are on the device.
+
+    Args:
+        model: a model in host memory.
+        device: the accelerator.
+        max_capacity: how many parameters the device may hold, or how many bytes of them such as
+            ``"6GiB"``. Layers are taken in the order of their registration, as long as they fit.
+
+    Returns:
+        The handle, as of ``page``.
+
+    Raises:
+        PagingError: the model can't be moved; it is as before.
+        ByteSizeError: the capacity is no number of bytes.
+        torch.OutOfMemoryError: the device has less free than that; the model is as before.
+
+    Source: ``chunk`` of pytorch-optimem.
+    """
+    checked_model(model)
+    chosen = checked_device(device)
+    planned = _planned(model, chosen, max_capacity)
+    resident = planned.division.resident
+    link = Link(chosen)
+    store = HostBuffers(link.module, pin=True)
+    resources = acquire(planned, link, store, [u for u in planned.cut.units if u in resident], 0)
+    pager = ChunkPager(resources.engine, resources.whole, has_gradients=asks_for_gradients(model))
+    handle = PagedModel(model, planned.plan, pager, resources)
+    handle.bind(planned, model.modules(), ChunkHooks)
+    return handle
+
+
+class ChunkPager(Pager):
+    """Shows the device's weights, but to a module that is computed on the host.
+
+    Attributes:
+        on_host: how many modules that run now are computed on the host, one inside the other.
+    """
+
+    on_host = 0
+
+    def show(self, host: HostTensor) -> Tensor:
+        """As of a pager; a weight that only another module could use is copied for this use."""
+        if self.is_inside and self.on_host:
+            return host.tensor
+        if not self.is_inside or host.unit is None or self.stays(host.unit):
+            return super().show(host)
+        with aside():
+            return in_place_of(host.tensor, host.tensor.detach().to(self.engine.device))
+
+    def stays(self, unit: Unit) -> bool:
+        """Whether a unit is on the device."""
+        return unit in self.engine.resident
+
+    def leave_host(self) -> None:
+        """A module that was computed on the host has ended."""
+        self.on_host -= 1
+
+
+class ChunkHooks(ModuleHooks):
+    """Hooks that take a module's arguments to where its weights are, and its output back."""
+
+    def __init__(
+        self, module: nn.Module, units: list[Unit], table: TensorTable, pager: ChunkPager
+    ) -> None:
+        self._chunk = pager
+        there = [unit for unit in units if pager.stays(unit)]
+        self._runs_on_host = len(there) < len(units)
+        super().__init__(module, there, table, pager)
+
+    def begin(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
+        """Before the forward."""
+        if not self._runs_on_host:
+            return super().begin(module, args, kwargs)
+        pager = self._chunk
+        pager.enter(self._token, self._units, module)
+        pager.on_host += 1
+        pager.on_leave(pager.leave_host)
+        return moved((args, kwargs), pager.engine.device.type, _HOST)  # type: ignore[no-any-return]
+
+    def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """After the forward."""
+        super().end(module, args, output)
+        if self._runs_on_host and not self._chunk.on_host:
+            return moved(output, "cpu", self._chunk.engine.device)
+        return None
+
+
+def _planned(model: nn.Module, device: torch.device, max_capacity: int | str) -> Planned:
+    table = TensorTable(model)
+    pieces = cut(model, table, lambda module: False)
+    whole_bytes = sum(n_bytes_of_whole(host.tensor) for host in table.whole)
+    resident = frozenset(_first(pieces, max_capacity))
+    resident_bytes = whole_bytes + n_bytes(resident)
+    plan = PagingPlan(
+        model=type(model).__name__,
+        device=str(device),
+        units=tuple(PlannedUnit(u.name, u.n_bytes, u in resident) for u in pieces.units),
+        weight_bytes=whole_bytes + n_bytes(pieces.units),
+        resident_bytes=resident_bytes,
+        ring_bytes=0,
+        device_bytes=resident_bytes,
+        budget_bytes=resident_bytes,
+        minimum_bytes=whole_bytes,
+        link_bytes_per_s=PCIE_4.bytes_per_s,
+        limit_s=0.0,
+        predicted_s=0.0,
+        computes_on_host=True,
+    )
+    return Planned(plan, table, pieces, Residency(resident, 0))
+
+
+def _first(pieces: Cut, max_capacity: int | str) -> Iterable[Unit]:
+    """The units from the first on, as long as they fit."""
+    left = parse_bytes(max_capacity) if isinstance(max_capacity, str) else max_capacity
+    if not isinstance(left, int) or isinstance(left, bool) or left < 0:
+        raise PagingError(
+            f"max_capacity={max_capacity!r}: write a number of parameters, or of bytes such as "
+            '"6GiB".'
+        )
+    for unit in pieces.units:
+        left -= unit.n_bytes if isinstance(max_capacity, str) else _n_parameters(unit)
+        if left < 0:
+            return
+        yield unit
+
+
+def _n_parameters(unit: Unit) -> int:
+    return sum(host.tensor.numel() for host in unit.tensors if not host.is_buffer)

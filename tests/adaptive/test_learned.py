@@ -1,0 +1,389 @@
+"""What is remembered, for what, and for how long."""
+
+import gc
+import json
+import subprocess
+import sys
+import textwrap
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from tenure import adaptive
+from tenure.adaptive import AdaptiveUsageError, GlobalBatchsizeCache, _learned
+from tenure.adaptive._call_memory import memory_for, stands_for
+from tenure.adaptive._call_signature import signature_of
+from tenure.adaptive._size_record import SizeRecord
+
+
+@pytest.fixture(autouse=True)
+def forgetful():
+    adaptive.reset()
+    yield
+    adaptive.reset()
+
+
+class Limited:
+    """A function with a size limit, which notes what is tried."""
+
+    def __init__(self, largest=16):
+        self.largest = largest
+        self.sizes = []
+
+    def __call__(self, batchsize, *args, **kwargs):
+        self.sizes.append(batchsize)
+        if batchsize > self.largest:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return batchsize
+
+    def tried(self):
+        tried, self.sizes = self.sizes, []
+        return tried
+
+
+LEARNING = [64, 32, 16]
+
+
+def decorated(limited, **options):
+    return adaptive.batch(initial_batchsize=64, cache_type=GlobalBatchsizeCache, **options)(limited)
+
+
+# --- circumstances
+
+
+def test_a_signature_tells_modes_and_arguments_without_the_first_dimension():
+    x = torch.ones(8, 3, dtype=torch.float16)
+    model = nn.Linear(2, 2)
+    assert signature_of((x, 5, model), {"y": x[0], "n": 1}, torch.ones(4, 9), 1) == (
+        "grad | float32[4, *] on cpu | float16[*, 3] on cpu | Linear in training | "
+        "y=float16[*] on cpu"
+    )
+    with torch.no_grad():
+        assert signature_of((model.eval(),), {}) == "no grad | Linear in evaluation"
+    with torch.inference_mode():
+        assert signature_of((), {}) == "inference"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert signature_of((), {}) == "grad, autocast cpu bfloat16"
+
+
+def test_evaluation_does_not_make_training_smaller():
+    limited = Limited()
+    f = decorated(limited)
+    model = nn.Linear(2, 2)
+    f(model)
+    limited.largest = 8
+    with torch.no_grad():
+        f(model.eval())
+    assert limited.tried() == [*LEARNING, 64, 32, 16, 8]
+    limited.largest = 16
+    f(model.train())
+    assert limited.tried() == [16]
+
+
+def test_another_shape_under_the_same_modes_begins_with_the_size_of_the_last():
+    limited = Limited()
+    f = decorated(limited)
+    f(torch.ones(9, 4))
+    f(torch.ones(5, 4))
+    f(torch.ones(9, 5))
+    assert limited.tried() == [*LEARNING, 16, 16]
+    limited.largest = 4
+    f(torch.ones(9, 5))
+    limited.largest = 16
+    f(torch.ones(9, 4))
+    assert limited.tried() == [16, 8, 4, 16]
+
+
+# --- for what
+
+
+def test_functions_that_share_their_code_share_their_size_and_other_callables_do_not():
+    def made(largest):
+        def f(batchsize):
+            return batchsize, largest
+
+        return f
+
+    assert stands_for(made(1)) is stands_for(made(2))
+    assert stands_for(made) is not stands_for(made(1))
+    assert stands_for(Limited) is Limited
+    limited = Limited()
+    assert stands_for(limited) is limited
+    assert stands_for(limited.tried) is Limited.tried.__code__
+    assert stands_for((1).__add__) is type((1).__add__)
+
+
+def test_two_decorated_functions_share_nothing():
+    limited = Limited()
+    decorated(limited)()
+    decorated(limited)()
+    assert limited.tried() == LEARNING * 2
+
+
+class Key:
+    """An object of a user, as a context."""
+
+
+@pytest.mark.parametrize("context", ["name", 3, ("a", 1, None), Key, Key()])
+def test_what_shares_a_context_shares_its_size(context):
+    limited = Limited()
+    decorated(limited, context=context)()
+    decorated(limited)(toma_context=context)
+    assert limited.tried() == [*LEARNING, 16]
+
+
+def test_contexts_of_different_types_are_different():
+    limited = Limited()
+    decorated(limited, context=1)()
+    decorated(limited, context=1.0)()
+    decorated(limited, context=True)()
+    assert limited.tried() == LEARNING * 3
+
+
+def test_a_context_is_not_kept_alive():
+    context = Key()
+    decorated(Limited(), context=context)()
+    dead = weakref.ref(context)
+    del context
+    assert dead() is None
+
+
+def test_an_identity_that_is_used_again_is_no_acquaintance():
+    class Mortal:
+        pass
+
+    mortal = Mortal()
+    key = ("key",)
+    _learned.add(key, "", [mortal]).new("grad").ok = 7
+    assert _learned.find(key) is not None
+    del mortal
+    gc.collect()
+    assert _learned.find(key) is None
+    assert _learned.add(key, "", []).records == {}
+
+
+def test_the_oldest_sites_and_signatures_are_forgotten_first(monkeypatch):
+    monkeypatch.setattr(_learned, "_MOST_SITES", 3)
+    monkeypatch.setattr(_learned, "_MOST_SIGNATURES", 2)
+    for name in "abc":
+        _learned.add((name,), name, [])
+    assert _learned.find(("a",)) is not None
+    site = _learned.add(("d",), "d", [])
+    assert [name for name in "abcd" if _learned.find((name,))] == ["a", "c", "d"]
+    for signature in "xyz":
+        site.new(signature)
+    assert list(site.records) == ["y", "z"]
+
+
+def test_nothing_is_noted_where_everything_fits():
+    for _ in range(3):
+        decorated(Limited(largest=100))()
+        adaptive.explicit.batch(Limited(largest=100), 64)
+    assert _learned.entries() == {}
+    assert not _learned.sites
+
+
+def test_reset_forgets():
+    limited = Limited()
+    f = decorated(limited)
+    f()
+    adaptive.reset()
+    f()
+    assert limited.tried() == LEARNING * 2
+
+
+def test_threads_share_what_was_learned():
+    limited = Limited()
+    f = decorated(limited)
+    for _ in range(2):
+        thread = threading.Thread(target=f)
+        thread.start()
+        thread.join()
+    assert limited.tried() == [*LEARNING, 16]
+
+
+# --- files
+
+
+def save_of(path, f):
+    f()
+    adaptive.save(path)
+    adaptive.reset()
+    return json.loads(path.read_text())
+
+
+def test_what_was_learned_is_written_and_read(tmp_path):
+    limited = Limited()
+    f = decorated(limited, context="step")
+    path = tmp_path / "sizes.json"
+    assert save_of(path, f) == {
+        "format": "tenure.adaptive sizes",
+        "version": 1,
+        "sizes": [
+            {
+                "site": "GlobalBatchsizeCache | context 'step'",
+                "signature": "grad",
+                "ok": 16,
+                "bad": 32,
+                "device": "cuda",
+            }
+        ],
+    }
+    adaptive.load(path)
+    f()
+    assert limited.tried() == [*LEARNING, 16]
+
+
+def test_a_file_counts_for_sites_that_are_known_already(tmp_path):
+    limited = Limited()
+    f = decorated(limited, context="step")
+    path = tmp_path / "sizes.json"
+    f()
+    adaptive.save(path)
+    limited.largest = 4
+    f()
+    adaptive.load(path)
+    limited.largest = 16
+    limited.tried()
+    f()
+    assert limited.tried() == [16]
+
+
+def test_what_was_loaded_and_not_used_is_saved_again(tmp_path):
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    save_of(first, decorated(Limited(), context="step"))
+    adaptive.load(first)
+    adaptive.save(second)
+    assert first.read_text() == second.read_text()
+
+
+def test_of_two_sites_with_one_name_the_smaller_size_is_saved(tmp_path):
+    def made(largest):
+        @adaptive.batch(initial_batchsize=64, cache_type=GlobalBatchsizeCache)
+        def f(batchsize):
+            if batchsize > largest:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        return f
+
+    functions = [made(16), made(4), made(8)]
+    for f in functions:
+        f()
+    path = tmp_path / "sizes.json"
+    adaptive.save(path)
+    assert [size["ok"] for size in json.loads(path.read_text())["sizes"]] == [4]
+
+
+def test_contexts_without_a_stable_name_are_not_saved(tmp_path):
+    context = Key()
+    content = save_of(tmp_path / "sizes.json", decorated(Limited(), context=context))
+    assert content["sizes"] == []
+
+
+PROGRAM = """
+    import sys
+    import torch
+    from tenure import adaptive
+    {shift}
+    tried = []
+
+    def f(batchsize):
+        tried.append(batchsize)
+        if batchsize > 16:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    @adaptive.batch(initial_batchsize=64)
+    def g(batchsize):
+        f(batchsize)
+
+    def main():
+        adaptive.explicit.batch(f, 64)
+        g()
+        adaptive.execute.batch(64)(f)
+
+    if len(sys.argv) > 2:
+        adaptive.load(sys.argv[1])
+    main()
+    adaptive.save(sys.argv[1])
+    print(tried)
+"""
+
+
+def test_sites_are_the_same_in_another_process_and_after_changes_elsewhere(tmp_path):
+    program, path = tmp_path / "train.py", tmp_path / "sizes.json"
+
+    def run(shift, *arguments):
+        program.write_text(textwrap.dedent(PROGRAM).format(shift=shift))
+        done = subprocess.run(
+            [sys.executable, str(program), str(path), *arguments],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        return json.loads(done.stdout)
+
+    assert run("") == [64, 32, 16] * 3
+    assert [size["site"] for size in json.loads(path.read_text())["sizes"]] == [
+        "StacktraceMemoryBatchsizeCache | __main__:g | train:main+2:4",
+        "StacktraceMemoryBatchsizeCache | train:f | train:main+1:4",
+        "StacktraceMemoryBatchsizeCache | train:main+3:4",
+    ]
+    assert run("# another line\nimport os", "load") == [16] * 3
+
+
+GOOD = {"site": "a", "signature": "grad", "ok": 1, "bad": 2, "device": None}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, r"No such file"),
+        ("", r"Expecting value"),
+        ("[]", r"it does not say that it holds 'tenure\.adaptive sizes'"),
+        ({"version": 2}, r"its version is 2, and not 1"),
+        ({"sizes": 3}, r"it has no list of sizes"),
+        ({"sizes": [GOOD, {"site": "b"}]}, r"one of its sizes is \{'site': 'b'\}"),
+        ({"sizes": [GOOD | {"ok": -1}]}, r"one of its sizes is "),
+        ({"sizes": [GOOD | {"bad": 1}]}, r"one of its sizes is "),
+        ({"sizes": [GOOD | {"ok": "1"}]}, r"one of its sizes is "),
+    ],
+)
+def test_a_file_that_can_not_be_used_changes_nothing(tmp_path, content, reason):
+    path = tmp_path / "sizes.json"
+    if isinstance(content, dict):
+        whole = {"format": "tenure.adaptive sizes", "version": 1, "sizes": []}
+        content = json.dumps(whole | content)
+    if content is not None:
+        path.write_text(content)
+    message = rf"^load\(\) can't use '.*sizes\.json': .*{reason}.*\. Nothing was changed\. Give it"
+    with pytest.raises(AdaptiveUsageError, match=message):
+        adaptive.load(path)
+    assert _learned.entries() == {}
+
+
+def test_a_file_that_can_not_be_written_is_an_error_and_leaves_nothing(tmp_path):
+    with pytest.raises(AdaptiveUsageError, match=r"^save\(\) can't write '.*': .*No such file"):
+        adaptive.save(tmp_path / "missing" / "sizes.json")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(AdaptiveUsageError, match=r"^save\(\) can't write "):
+        adaptive.save(folder)
+    assert [each.name for each in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_size_that_was_loaded_without_a_known_failure_is_kept():
+    _learned.take({("a", "grad"): SizeRecord(ok=5)})
+    assert _learned.has_files()
+    site = _learned.add(("key",), "a", [])
+    assert site.known("grad").ok == 5
+
+
+def test_a_cache_of_nothing_looks_nowhere():
+    frame = sys._getframe()
+    memory = memory_for(None, frame, None, adaptive.NoBatchsizeCache, (), {})
+    assert not memory.remembers
+    assert memory.known() is None
+    assert memory.new() is not memory.new()

@@ -1,0 +1,138 @@
+"""The state that a failed attempt changes, brought back."""
+
+import random
+
+import numpy.random
+import pytest
+import torch
+from torch import nn
+
+from tenure import NewDisposeScope, owner_of
+from tenure.adaptive._buffer_state import BufferState
+from tenure.adaptive._rng_state import RngState
+from tenure.adaptive._rollback import Together
+
+
+def draw(generator):
+    return (
+        torch.rand(3).tolist(),
+        random.random(),
+        numpy.random.rand(),
+        torch.rand(2, generator=generator).tolist(),
+    )
+
+
+def test_all_generators_draw_the_same_numbers_after_undo():
+    generator = torch.Generator().manual_seed(5)
+    state = RngState(generators=[generator])
+    state.begin()
+    first, second = draw(generator), draw(generator)
+    state.undo()
+    assert draw(generator) == first
+    state.begin()
+    state.finish()
+    assert draw(generator) == second
+
+
+def test_the_generator_of_the_device_is_restored(sim):
+    state = RngState()
+    state.begin()
+    first = torch.rand(4, device="sim").cpu().tolist()
+    state.undo()
+    assert torch.rand(4, device="sim").cpu().tolist() == first
+
+
+def test_buffers_get_their_values_and_their_tensors_back():
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Module())
+    model[1].register_buffer("table", torch.ones(3))
+    model[1].register_buffer("nothing", None)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tensors = dict(model.named_buffers())
+    state = BufferState([model, model[0]])
+    state.begin()
+    model[0](torch.randn(4, 2))
+    model[1].table = torch.zeros(3)
+    model[1].nothing = torch.zeros(1)
+    state.undo()
+    assert dict(model.named_buffers()) == tensors
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_a_graph_of_before_the_attempt_can_still_go_backward():
+    model = nn.Module()
+    model.register_buffer("scale", torch.tensor([2.0, 3.0]))
+    weight = torch.ones(2, requires_grad=True)
+    loss = (weight * model.scale).sum()
+    state = BufferState([model])
+    state.begin()
+    model.scale.zero_()
+    state.undo()
+    loss.backward()
+    assert weight.grad.tolist() == [2.0, 3.0]
+
+
+def test_buffers_made_in_inference_mode_are_restored():
+    model = nn.Module()
+    with torch.inference_mode():
+        model.register_buffer("count", torch.zeros(2))
+    state = BufferState([model])
+    state.begin()
+    with torch.inference_mode():
+        model.count.add_(1)
+    state.undo()
+    assert model.count.tolist() == [0, 0]
+
+
+def test_the_copies_of_buffers_belong_to_no_scope_and_go_after_success():
+    state = BufferState([nn.BatchNorm1d(2)])
+    with NewDisposeScope() as scope:
+        state.begin()
+        assert len(scope) == 0
+        assert owner_of(state._buffers[0].copy) is None
+    state.finish()
+    assert state._buffers == []
+
+
+class Part:
+    def __init__(self, log, name, fails_in=()):
+        self.log, self.name, self.fails_in = log, name, fails_in
+
+    def _do(self, verb):
+        self.log.append(f"{verb} {self.name}")
+        if verb in self.fails_in:
+            raise RuntimeError(f"{verb} {self.name}")
+
+    def begin(self):
+        self._do("begin")
+
+    def finish(self):
+        self._do("finish")
+
+    def undo(self):
+        self._do("undo")
+
+
+def test_parts_begin_in_order_and_are_undone_backwards():
+    log = []
+    both = Together([Part(log, "a"), Part(log, "b")])
+    both.begin()
+    both.finish()
+    both.undo()
+    assert log == ["begin a", "begin b", "finish a", "finish b", "undo b", "undo a"]
+
+
+def test_parts_that_began_are_undone_when_the_next_can_not_begin():
+    log = []
+    both = Together([Part(log, "a"), Part(log, "b", ["begin"]), Part(log, "c")])
+    with pytest.raises(RuntimeError, match="begin b"):
+        both.begin()
+    assert log == ["begin a", "begin b", "undo a"]
+
+
+def test_every_part_is_undone_although_one_fails():
+    log = []
+    both = Together([Part(log, "a"), Part(log, "b", ["undo"])])
+    with pytest.raises(RuntimeError, match="undo b"):
+        both.undo()
+    assert log == ["undo b", "undo a"]

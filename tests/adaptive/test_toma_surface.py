@@ -1,0 +1,839 @@
+"""toma's names and what its own tests say of them, with the defects that they did not find gone."""
+
+import copy
+import functools
+import gc
+import inspect
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+
+from tenure import DisposedTensorError, adaptive
+from tenure.adaptive import (
+    AdaptiveUsageError,
+    GlobalBatchsizeCache,
+    NoBatchsizeCache,
+    OutOfRetriesError,
+    StacktraceMemoryBatchsizeCache,
+    execute,
+    explicit,
+    simple,
+)
+
+
+def oom():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@pytest.fixture(autouse=True)
+def forgetful():
+    adaptive.reset()
+    yield
+    adaptive.reset()
+
+
+@pytest.fixture
+def sizes():
+    return []
+
+
+@pytest.fixture
+def only_16(sizes):
+    """Fits at 16 and nowhere else."""
+
+    def f(batchsize):
+        sizes.append(batchsize)
+        if batchsize != 16:
+            oom()
+        return batchsize
+
+    return f
+
+
+@pytest.fixture
+def tight_end(sizes):
+    """A piece over 16 fits only while as much again is left."""
+
+    def f(start, end):
+        sizes.append(end - start)
+        if end - start > 16 and end - start > 128 - end:
+            oom()
+
+    return f
+
+
+SHRINKING = [64, 64, 32, 32, 16, 16]
+
+
+# --- toma's tests of simple and explicit
+
+
+@pytest.mark.parametrize("call", [explicit.batch, simple.batch])
+def test_a_batch_that_never_fits_fails(call):
+    with pytest.raises(
+        OutOfRetriesError, match=r"^7 attempts of 'always' ran out of cuda memory"
+    ) as caught:
+        call(always, 64)
+    assert caught.value.sizes == (64, 32, 16, 8, 4, 2, 1)
+    assert isinstance(caught.value, RuntimeError)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+
+
+def always(*args):
+    oom()
+
+
+@pytest.mark.parametrize("call", [explicit.range, simple.range])
+def test_a_range_that_never_fits_fails(call):
+    with pytest.raises(OutOfRetriesError, match=r"step 64, 32, 16, 8, 4, 2, 1; needed 2\.0 GiB"):
+        call(always, 0, 64, 64)
+
+
+def test_a_size_is_not_remembered_without_a_cache(only_16, sizes):
+    for _ in range(2):
+        explicit.batch(only_16, 64, toma_cache_type=NoBatchsizeCache)
+    assert sizes == [64, 32, 16, 64, 32, 16]
+
+
+def test_a_size_is_remembered_for_the_function_wherever_it_is_called(only_16, sizes):
+    for _ in range(3):
+        explicit.batch(only_16, 64, toma_cache_type=GlobalBatchsizeCache)
+    explicit.batch(only_16, 64, toma_cache_type=GlobalBatchsizeCache)
+    assert sizes == [64, 32, 16, 16, 16, 16]
+
+
+def test_a_size_is_remembered_for_the_call_by_default(only_16, sizes):
+    for _ in range(3):
+        explicit.batch(only_16, 64)
+    explicit.batch(only_16, 64)
+    assert sizes == [64, 32, 16, 16, 16, 64, 32, 16]
+
+
+def test_two_calls_on_one_line_are_two_calls(only_16, sizes):
+    both = explicit.batch(only_16, 64), explicit.batch(only_16, 64)
+    assert both == (16, 16)
+    assert sizes == [64, 32, 16, 64, 32, 16]
+
+
+def test_cache_types_are_independent_of_each_other(only_16, sizes):
+    for _ in range(3):
+        explicit.batch(only_16, 64, toma_cache_type=GlobalBatchsizeCache)
+    for _ in range(2):
+        explicit.batch(only_16, 64, toma_cache_type=StacktraceMemoryBatchsizeCache)
+    assert sizes == [64, 32, 16, 16, 16, 64, 32, 16, 16]
+
+
+def test_progress_is_kept_when_the_step_shrinks(tight_end, sizes):
+    for _ in range(2):
+        explicit.range(tight_end, 0, 128, 64, toma_cache_type=NoBatchsizeCache)
+    assert sizes == SHRINKING * 2
+
+
+def test_a_step_is_remembered_for_the_function(tight_end, sizes):
+    for _ in range(2):
+        explicit.range(tight_end, 0, 128, 64, toma_cache_type=GlobalBatchsizeCache)
+    explicit.range(tight_end, 0, 128, 64, toma_cache_type=GlobalBatchsizeCache)
+    assert sizes == SHRINKING + [16] * 8 * 2
+
+
+def test_a_step_is_remembered_for_the_call(tight_end, sizes):
+    for _ in range(2):
+        explicit.range(tight_end, 0, 128, 64)
+    explicit.range(tight_end, 0, 128, 64)
+    assert sizes == SHRINKING + [16] * 8 + SHRINKING
+
+
+@pytest.mark.parametrize("call", [explicit.chunked, simple.chunked])
+def test_every_element_is_written(call):
+    tensor = torch.zeros(130, 4, 4)
+
+    def fill(chunk, start, end):
+        assert chunk.shape == (end - start, 4, 4)
+        chunk += 1
+
+    call(fill, tensor, 32)
+    assert torch.equal(tensor, torch.ones(130, 4, 4))
+
+
+def test_simple_calls_never_go_below_what_fits(sizes, only_16, tight_end):
+    assert simple.batch(only_16, 64) == 16
+    simple.range(tight_end, 0, 128, 64)
+    assert sizes == [64, 32, 16, *SHRINKING]
+
+
+def test_simple_range_and_chunked_pass_on_more_arguments():
+    seen = []
+    simple.range(lambda start, end, a, b: seen.append((start, end, a, b)), 0, 3, 2, "a", b="b")
+    simple.chunked(
+        lambda chunk, start, end, a, b: seen.append((chunk.shape, start, end, a, b)),
+        torch.ones(2, 3), 2, 1, "a", b="b",
+    )  # fmt: skip
+    assert seen == [
+        (0, 2, "a", "b"),
+        (2, 3, "a", "b"),
+        ((2, 2), 0, 2, "a", "b"),
+        ((2, 1), 2, 3, "a", "b"),
+    ]
+
+
+# --- toma's tests of the decorators
+
+
+@pytest.mark.parametrize(
+    ("cache_type", "expected"),
+    [
+        (NoBatchsizeCache, [64, 32, 16, 64, 32, 16]),
+        (GlobalBatchsizeCache, [64, 32, 16, 16]),
+        (None, [64, 32, 16, 16]),
+    ],
+)
+def test_a_decorated_batch(only_16, sizes, cache_type, expected):
+    f = adaptive.batch(initial_batchsize=64, cache_type=cache_type)(only_16)
+    assert [f() for _ in range(2)] == [16, 16]
+    assert sizes == expected
+
+
+@pytest.mark.parametrize(
+    ("cache_type", "again"), [(NoBatchsizeCache, SHRINKING), (GlobalBatchsizeCache, [16] * 8)]
+)
+def test_a_decorated_range(tight_end, sizes, cache_type, again):
+    f = adaptive.range(initial_step=64, cache_type=cache_type)(tight_end)
+    assert [f(0, 128) for _ in range(2)] == [None, None]
+    assert sizes == SHRINKING + again
+
+
+@pytest.mark.parametrize("cache_type", [GlobalBatchsizeCache, StacktraceMemoryBatchsizeCache])
+def test_a_block_that_is_executed_shares_its_size_with_itself(sizes, cache_type):
+    for _ in range(2):
+
+        @execute.batch(initial_batchsize=64, cache_type=cache_type)
+        def found(batchsize):
+            sizes.append(batchsize)
+            if batchsize != 16:
+                oom()
+            return batchsize
+
+        assert found == 16
+    assert sizes == [64, 32, 16, 16]
+
+
+def test_two_blocks_that_are_executed_share_nothing(only_16, sizes):
+    execute.batch(64, cache_type=GlobalBatchsizeCache)(only_16)
+    execute.batch(64, cache_type=GlobalBatchsizeCache)(only_16)
+    assert sizes == [64, 32, 16, 64, 32, 16]
+
+
+@pytest.mark.parametrize(
+    ("cache_type", "again"), [(NoBatchsizeCache, SHRINKING), (GlobalBatchsizeCache, [16] * 8)]
+)
+def test_a_range_that_is_executed(tight_end, sizes, cache_type, again):
+    for _ in range(2):
+        result = execute.range(0, 128, initial_step=64, cache_type=cache_type)(tight_end)
+        assert result is None
+    assert sizes == SHRINKING + again
+
+
+def test_chunks_that_are_executed():
+    tensor = torch.zeros(5, 6)
+
+    @execute.chunked(tensor, initial_step=4, dimension=1, collect="list")
+    def places(chunk, start, end):
+        chunk[:] = 1
+        return start, end
+
+    assert places == [(0, 4), (4, 6)]
+    assert torch.equal(tensor, torch.ones(5, 6))
+
+
+def test_a_decorated_chunked_writes_every_element():
+    @adaptive.chunked(initial_step=32)
+    def fill(chunk, start, end):
+        chunk[:] = 1.0
+
+    tensor = torch.zeros(128, 4, 4)
+    assert fill(tensor) is None
+    assert torch.equal(tensor, torch.ones(128, 4, 4))
+
+
+def test_decorators_work_without_arguments(only_16, sizes):
+    f = adaptive.batch(only_16)
+    assert f(toma_initial_batchsize=64) == 16
+
+    @adaptive.chunked
+    def whole(chunk, start, end):
+        sizes.append(len(chunk))
+
+    @adaptive.range
+    def all_of(start, end):
+        sizes.append(end - start)
+
+    whole(torch.ones(7))
+    all_of(3, 12)
+    assert sizes == [64, 32, 16, 7, 9]
+
+
+# --- arguments
+
+
+def test_what_each_call_says_comes_before_what_the_decorator_says(sizes):
+    @adaptive.chunked(initial_step=2, dimension=0)
+    def f(chunk, start, end, *args, **kwargs):
+        sizes.append((chunk.shape, args, kwargs))
+
+    f(torch.ones(4, 3), 1, key=2)
+    f(torch.ones(4, 3), toma_initial_step=3)
+    f(torch.ones(4, 3), toma_dimension=-1)
+    assert sizes == [
+        ((2, 3), (1,), {"key": 2}),
+        ((2, 3), (1,), {"key": 2}),
+        ((3, 3), (), {}),
+        ((1, 3), (), {}),
+        ((4, 2), (), {}),
+        ((4, 1), (), {}),
+    ]
+
+
+def test_a_context_given_in_the_call_or_the_decorator_is_shared(only_16, sizes):
+    one = adaptive.batch(initial_batchsize=64, context="shared")(only_16)
+    other = adaptive.batch(initial_batchsize=64)(only_16)
+    one()
+    other(toma_context="shared")
+    explicit.batch(only_16, 64, toma_context="shared")
+    assert sizes == [64, 32, 16, 16, 16]
+
+
+def test_a_cache_type_given_in_the_call(only_16, sizes):
+    f = adaptive.batch(initial_batchsize=64, cache_type=NoBatchsizeCache)(only_16)
+    f()
+    f(toma_cache_type=GlobalBatchsizeCache)
+    f(toma_cache_type=GlobalBatchsizeCache)
+    assert sizes == [64, 32, 16, 64, 32, 16, 16]
+
+
+def test_limits_of_sizes_are_kept(sizes):
+    @adaptive.range(initial_step=100, minimum=8, align=8)
+    def f(start, end):
+        sizes.append(end - start)
+        if end - start > 30:
+            oom()
+
+    f(0, 64)
+    assert sizes == [64, 32, 16, 16, 16, 16]
+
+
+def test_a_size_below_the_minimum_is_never_tried(sizes):
+    @adaptive.batch(initial_batchsize=64, minimum=20)
+    def f(batchsize):
+        sizes.append(batchsize)
+        oom()
+
+    with pytest.raises(OutOfRetriesError, match=r"Allow less than 20 with minimum="):
+        f()
+    assert sizes == [64, 32, 20]
+
+
+def test_a_maximum_is_where_the_search_begins_without_an_initial_size(only_16, sizes):
+    assert adaptive.batch(maximum=64)(only_16)() == 16
+    assert sizes == [64, 32, 16]
+
+
+def test_a_reducer_gets_the_failed_size_and_the_error(sizes):
+    def reduce(size, info):
+        sizes.append((size, info.device, info.requested_bytes))
+        return int(size * 0.9)
+
+    @adaptive.batch(initial_batchsize=20, reduce=reduce)
+    def f(batchsize):
+        if batchsize > 17:
+            oom()
+        return batchsize
+
+    assert f() == 16
+    assert sizes == [(20, "cuda", 2 << 30), (18, "cuda", 2 << 30)]
+
+
+def test_each_retry_is_told(sizes):
+    @adaptive.batch(initial_batchsize=64, on_retry=lambda event: sizes.append(str(event)))
+    def fit(batchsize):
+        if batchsize > 40:
+            oom()
+
+    fit()
+    assert sizes == [
+        "'test_each_retry_is_told.<locals>.fit' ran out of cuda memory at batch size 64 "
+        "(needed 2.0 GiB more); goes on with 32."
+    ]
+
+
+def test_random_numbers_of_a_failed_attempt_are_drawn_again_only_on_request():
+    def draws(restore_rng):
+        seen = []
+
+        @adaptive.batch(initial_batchsize=4, restore_rng=restore_rng)
+        def f(batchsize):
+            seen.append(torch.rand(1).item())
+            if batchsize > 2:
+                oom()
+
+        f()
+        return seen
+
+    first, second = draws(restore_rng=True)
+    assert first == second
+    first, second = draws(restore_rng=False)
+    assert first != second
+
+
+# --- results
+
+
+def test_results_are_collected_in_their_order():
+    @adaptive.range(initial_step=3, collect="list")
+    def pieces(start, end):
+        if end - start > 2:
+            oom()
+        return start, end
+
+    assert pieces(1, 6) == [(1, 2), (2, 3), (3, 4), (4, 5), (5, 6)]
+    assert pieces(1, 1) == []
+
+
+def test_results_are_concatenated_along_the_dimension_that_was_split():
+    @adaptive.chunked(initial_step=2, dimension=1, collect="cat")
+    def parts(chunk, start, end):
+        return {"doubled": 2 * chunk, "both": (chunk, [chunk + 1])}
+
+    x = torch.arange(15.0).reshape(3, 5)
+    result = parts(x)
+    assert torch.equal(result["doubled"], 2 * x)
+    assert torch.equal(result["both"][0], x)
+    assert torch.equal(result["both"][1][0], x + 1)
+
+
+def test_results_are_given_to_a_function():
+    @adaptive.chunked(initial_step=2, collect=sum)
+    def total(chunk, start, end):
+        return chunk.sum().item()
+
+    assert total(torch.ones(7)) == 7.0
+
+
+def test_results_live_on_and_temporaries_do_not():
+    kept = []
+
+    @adaptive.chunked(initial_step=4, collect="list")
+    def f(chunk, start, end):
+        kept.append(torch.ones(3))
+        if len(chunk) > 2:
+            oom()
+        return chunk + 1
+
+    results = f(torch.zeros(4))
+    assert [result.sum().item() for result in results] == [2.0, 2.0]
+    with pytest.raises(DisposedTensorError, match=r"while <DisposeScope 'attempt of "):
+        kept[0].sum()
+    assert kept[1].sum() == 3
+
+
+def test_nothing_to_concatenate_is_an_error_that_says_what_to_do():
+    f = adaptive.chunked(initial_step=2, collect="cat")(lambda chunk, start, end: chunk)
+    with pytest.raises(AdaptiveUsageError, match=r'^collect="cat" has nothing to concatenate'):
+        f(torch.ones(0))
+
+
+def test_results_that_can_not_be_concatenated_are_named():
+    f = adaptive.chunked(initial_step=2, collect="cat")(lambda chunk, start, end: "text")
+    with pytest.raises(AdaptiveUsageError, match=r"can't concatenate a result of type str\."):
+        f(torch.ones(4))
+
+
+def test_progress_is_shown_on_request(capsys):
+    @adaptive.range(initial_step=2, progress=True)
+    def walked(start, end):
+        pass
+
+    walked(0, 6)
+    shown = capsys.readouterr().out
+    assert "walked" in shown
+    assert "100%" in shown
+    adaptive.range(initial_step=2)(lambda start, end: None)(0, 6)
+    assert capsys.readouterr().out == ""
+
+
+# --- defects of toma
+
+
+def test_the_context_of_a_decorator_with_arguments_counts(only_16, sizes):
+    for _ in range(2):
+        adaptive.batch(initial_batchsize=64, context="one", cache_type=GlobalBatchsizeCache)(
+            only_16
+        )()
+    assert sizes == [64, 32, 16, 16]
+
+
+def test_the_context_of_a_chunked_with_arguments_counts(sizes):
+    def f(chunk, start, end):
+        sizes.append(len(chunk))
+        if len(chunk) > 2:
+            oom()
+
+    for _ in range(2):
+        adaptive.chunked(initial_step=4, context="one")(f)(torch.ones(4))
+    assert sizes == [4, 2, 2, 2, 2]
+
+
+def test_the_dimension_of_the_decorator_counts(sizes):
+    adaptive.chunked(initial_step=2, dimension=1)(
+        lambda chunk, start, end: sizes.append(chunk.shape)
+    )(torch.ones(5, 4))
+    assert sizes == [(5, 2), (5, 2)]
+
+
+def test_explicit_chunked_takes_more_positional_arguments(sizes):
+    explicit.chunked(
+        lambda chunk, start, end, a, b: sizes.append((start, end, a, b)),
+        torch.ones(4), 2, "a", b="b",
+    )  # fmt: skip
+    assert sizes == [(0, 2, "a", "b"), (2, 4, "a", "b")]
+
+
+@pytest.mark.parametrize("cache_type", [NoBatchsizeCache, GlobalBatchsizeCache, None])
+def test_nothing_that_a_function_captured_is_kept(cache_type):
+    def called():
+        captured = torch.ones(3)
+
+        def f(batchsize):
+            if batchsize > 16:
+                oom()
+            return captured.sum()
+
+        explicit.batch(f, 64, toma_cache_type=cache_type)
+        decorated = adaptive.batch(initial_batchsize=64, cache_type=cache_type)(f)
+        decorated()
+        return [weakref.ref(captured), weakref.ref(f), weakref.ref(decorated)]
+
+    gc.disable()
+    try:
+        assert [reference() for reference in called()] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_arguments_are_not_kept():
+    tensor = torch.ones(4)
+
+    @adaptive.chunked(initial_step=4)
+    def f(chunk, start, end, other):
+        if len(chunk) > 2:
+            oom()
+
+    other = torch.ones(4)
+    f(tensor, other)
+    dead = weakref.ref(tensor), weakref.ref(other)
+    del tensor, other
+    assert [reference() for reference in dead] == [None, None]
+
+
+def test_a_new_closure_of_the_same_code_knows_the_size(sizes):
+    for extra in range(3):
+
+        def f(batchsize, extra=extra):
+            sizes.append((batchsize, extra))
+            if batchsize > 16:
+                oom()
+
+        explicit.batch(f, 64)
+    assert sizes == [(64, 0), (32, 0), (16, 0), (16, 1), (16, 2)]
+
+
+def test_the_default_cache_type_can_be_set(only_16, sizes, monkeypatch):
+    f = adaptive.batch(initial_batchsize=64)(only_16)
+    monkeypatch.setattr(adaptive, "DEFAULT_CACHE_TYPE", GlobalBatchsizeCache)
+    f()
+    f()
+    monkeypatch.setattr(adaptive, "DEFAULT_CACHE_TYPE", NoBatchsizeCache)
+    f()
+    assert sizes == [64, 32, 16, 16, 64, 32, 16]
+    monkeypatch.setattr(adaptive, "DEFAULT_CACHE_TYPE", "none")
+    with pytest.raises(
+        AdaptiveUsageError, match=r"^tenure\.adaptive\.DEFAULT_CACHE_TYPE is 'none', which is no"
+    ):
+        f()
+
+
+@pytest.mark.parametrize("initial", [0, -4, 2.5, "64"])
+@pytest.mark.parametrize("call", [simple.range, explicit.range])
+def test_a_step_that_would_never_end_is_refused(call, initial):
+    with pytest.raises(AdaptiveUsageError, match=r"^initial_step=.* is not a size"):
+        call(lambda start, end: None, 0, 10, initial)
+
+
+def test_a_batch_without_any_size_is_refused_and_not_called_with_none(sizes):
+    f = adaptive.batch(sizes.append)
+    with pytest.raises(AdaptiveUsageError, match=r"append\(\) has no batch size to begin with\. "):
+        f()
+    assert sizes == []
+
+
+def test_a_nested_call_of_the_same_context_does_not_repeat_or_skip_anything():
+    seen = []
+    inner_failed = []
+
+    @adaptive.range(initial_step=8, cache_type=GlobalBatchsizeCache)
+    def walk(start, end, depth):
+        if depth:
+            if end - start > 2 and not inner_failed:
+                inner_failed.append(start)
+                oom()
+            return
+        walk(0, 8, depth=1)
+        seen.extend(range(start, end))
+
+    walk(0, 32, depth=0)
+    assert inner_failed
+    assert seen == list(range(32))
+
+
+def test_threads_that_share_a_size_work_on_everything_once():
+    lock = threading.Lock()
+    seen = {name: [] for name in range(4)}
+    n_failures = [0]
+    turn = threading.Barrier(4)
+
+    @adaptive.range(initial_step=64, cache_type=GlobalBatchsizeCache)
+    def walk(start, end, name):
+        with lock:
+            if end - start > 8 and n_failures[0] < 40 and (start + name) % 3 == 0:
+                n_failures[0] += 1
+                oom()
+        seen[name].extend(range(start, end))
+
+    def run(name):
+        turn.wait()
+        for _ in range(10):
+            walk(0, 256, name)
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in seen]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert n_failures[0] > 4
+    assert all(numbers == list(range(256)) * 10 for numbers in seen.values())
+
+
+def test_nothing_is_collected_or_emptied_while_everything_fits(monkeypatch):
+    def never(*args):
+        raise AssertionError("collected")
+
+    monkeypatch.setattr(gc, "collect", never)
+    monkeypatch.setattr(torch.cuda, "empty_cache", never)
+    monkeypatch.setattr(inspect, "stack", never)
+    adaptive.chunked(initial_step=2)(lambda chunk, start, end: None)(torch.ones(8))
+    explicit.batch(lambda batchsize: None, 8)
+
+
+# --- accelerate's tests
+
+
+def test_the_size_stays_usable_after_nothing_fitted(sizes):
+    free = []
+
+    @adaptive.batch(initial_batchsize=4, cache_type=GlobalBatchsizeCache)
+    def f(batchsize):
+        sizes.append(batchsize)
+        if not free:
+            oom()
+
+    for _ in range(2):
+        with pytest.raises(OutOfRetriesError, match=r"Not even 1 fits: free memory"):
+            f()
+        assert sizes[-1] == 1
+    free.append(True)
+    sizes.clear()
+    for _ in range(4):
+        f()
+    assert sizes == [1, 2, 4, 4]
+
+
+def test_any_other_error_passes_unchanged(sizes):
+    error = ValueError("batch 64 is broken")
+
+    def f(batchsize):
+        sizes.append(batchsize)
+        raise error
+
+    for call in (simple.batch, explicit.batch):
+        with pytest.raises(ValueError, match=r"^batch 64 is broken$") as caught:
+            call(f, 64)
+        assert caught.value is error
+    assert sizes == [64, 64]
+
+
+def test_text_that_only_sounds_like_it_is_no_failure_of_memory(sizes):
+    def f(batchsize):
+        sizes.append(batchsize)
+        raise RuntimeError("The queue ran out of memory. Sort of.")
+
+    with pytest.raises(RuntimeError, match=r"^The queue ran out of memory\. Sort of\.$"):
+        explicit.batch(f, 4)
+    assert sizes == [4]
+
+
+def test_functions_of_any_arguments_and_partials_work(sizes):
+    def f(*args, **kwargs):
+        sizes.append((args, kwargs))
+
+    adaptive.batch(initial_batchsize=4)(f)(1, two=2)
+    adaptive.batch(initial_batchsize=4)(functools.partial(f, key="v"))(1)
+    explicit.batch(functools.partial(f, key="v"), 4)
+    assert sizes == [((4, 1), {"two": 2}), ((4, 1), {"key": "v"}), ((4,), {"key": "v"})]
+
+
+# --- being a function
+
+
+class Model:
+    """A class whose methods adapt."""
+
+    def __init__(self, name):
+        self.name = name
+        self.sizes = []
+
+    @adaptive.batch(initial_batchsize=64, cache_type=GlobalBatchsizeCache)
+    def run(self, batchsize, extra=None):
+        """Run it."""
+        self.sizes.append(batchsize)
+        if batchsize > 16:
+            oom()
+        return self.name, batchsize, extra
+
+    @adaptive.range(initial_step=4, collect="list")
+    def pieces(self, start, end):
+        return self.name, start, end
+
+    @adaptive.chunked(initial_step=4, collect="list")
+    def chunks(self, chunk, start, end):
+        return self.name, len(chunk)
+
+    @adaptive.batch(initial_batchsize=2)
+    @classmethod
+    def of_the_class(cls, batchsize):
+        return cls.__name__, batchsize
+
+    @adaptive.batch(initial_batchsize=2)
+    @staticmethod
+    def of_nothing(batchsize):
+        return batchsize
+
+
+@adaptive.batch(initial_batchsize=8)
+def at_the_top(batchsize):
+    return batchsize
+
+
+def test_methods_get_their_instance_first():
+    model = Model("a")
+    assert model.run("x") == ("a", 16, "x")
+    assert model.pieces(0, 6) == [("a", 0, 4), ("a", 4, 6)]
+    assert model.chunks(torch.ones(5)) == [("a", 4), ("a", 1)]
+    assert Model.of_the_class() == model.of_the_class() == ("Model", 2)
+    assert Model.of_nothing() == model.of_nothing() == 2
+
+
+def test_instances_share_the_size_of_their_method():
+    one, other = Model("one"), Model("other")
+    one.run()
+    other.run()
+    assert (one.sizes, other.sizes) == ([64, 32, 16], [16])
+
+
+def test_a_decorated_function_looks_like_the_one_it_wraps():
+    assert Model.run.__name__ == "run"
+    assert Model.run.__qualname__ == "Model.run"
+    assert Model.run.__doc__ == "Run it."
+    assert Model.run.__module__ == __name__
+    assert Model("a").run.__wrapped__.__func__ is Model.run.__wrapped__
+    assert repr(at_the_top) == "<tenure.adaptive.batch of at_the_top>"
+
+
+def test_decorated_functions_and_methods_are_pickled_and_copied_by_reference():
+    assert pickle.loads(pickle.dumps(at_the_top)) is at_the_top
+    assert copy.deepcopy(at_the_top) is at_the_top
+    bound = pickle.loads(pickle.dumps(Model("a").run))
+    assert bound() == ("a", 16, None)
+
+
+async def coroutine(batchsize):
+    pass
+
+
+def generator(batchsize):
+    yield
+
+
+async def async_generator(batchsize):
+    yield
+
+
+class Suspendable:
+    def __call__(self, batchsize):
+        yield
+
+
+@pytest.mark.parametrize("function", [coroutine, generator, async_generator, Suspendable()])
+def test_functions_that_can_be_suspended_are_refused(function):
+    message = r"can be suspended: it would run out of memory after the call"
+    for decorate in (adaptive.batch, adaptive.range, adaptive.chunked):
+        with pytest.raises(AdaptiveUsageError, match=message):
+            decorate(function)
+    for call in (
+        lambda: explicit.batch(function, 4),
+        lambda: simple.batch(function, 4),
+        lambda: execute.batch(4)(function),
+    ):
+        with pytest.raises(AdaptiveUsageError, match=message):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: adaptive.batch(5), r"^@tenure\.adaptive\.batch wants a function, and got 5\.$"),
+        (
+            lambda: adaptive.batch(cache_type=int),
+            r"^cache_type is <class 'int'>, which is no cache",
+        ),
+        (lambda: adaptive.batch(on_retry=3), r"^on_retry=3 can't be called\."),
+        (lambda: adaptive.batch(reduce="half"), r"^reduce='half' can't be called\."),
+        (lambda: adaptive.batch(minimum=0), r"^minimum=0 is not a size\."),
+        (
+            lambda: adaptive.batch(context=[1]),
+            r"^context=\[1\] can't stand for a memory of sizes\.",
+        ),
+        (
+            lambda: adaptive.range(collect="sum")(print),
+            r"^collect='sum' is none of \"list\", \"cat\"",
+        ),
+        (lambda: adaptive.range(print)(0.0, 4), r"^print\(\) got the range 0\.0 to 4\. Its first"),
+        (lambda: adaptive.chunked(print)([1, 2]), r"^print\(\) got a list to split\. Its first"),
+        (
+            lambda: adaptive.chunked(print, dimension=2)(torch.ones(3)),
+            r"^print\(\) can't split dimension 2 of a tensor that has 1\. Choose another",
+        ),
+        (
+            lambda: adaptive.chunked(print)(torch.ones(())),
+            r"^print\(\) can't split dimension 0 of a tensor that has 0\.",
+        ),
+        (
+            lambda: adaptive.batch(print, initial_batchsize=8)(toma_initial_batchsize=0),
+            r"^toma_initial_batchsize=0 is not a size\.",
+        ),
+    ],
+)
+def test_what_can_not_be_used_is_refused(call, message):
+    with pytest.raises(AdaptiveUsageError, match=message):
+        call()

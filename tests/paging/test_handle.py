@@ -1,0 +1,149 @@
+"""The handle: its report, its block, giving memory back, and the README that it was modelled on."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tenure._shrinking import Shrinkable, ask_to_shrink
+from tenure.paging import PagingError, PagingWarning, chunk, page
+from tests.simdevice import Rates
+
+from .models import mlp, resnet
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(8)]).eval()
+
+
+SLOW = Rates(h2d_bytes_per_s=1e9, copy_latency_s=0.0, host_copy_s=0.0)
+
+
+def test_a_report_sets_a_pass_against_the_limit(sim, model):
+    sim(link=SLOW)
+    x = torch.zeros(1, 256, device=sim.device)
+    with page(model, sim.device, "256KiB", budget="1MiB") as handle:
+        for _ in range(3):
+            model(x)
+        sim.module.synchronize()
+        report = handle.report()
+        assert str(report) == (
+            "pass 3: 1.357 ms, 96.6% of the limit, bound by the link\n"
+            "  moved      1.2 MiB at 1.0 GB/s, 0 faults (5 in all passes)\n"
+            "  computed   0.064 ms, waited 1.293 ms\n"
+            "  device     768.0 KiB stay, 256.0 KiB to pass through\n"
+            "  host       2.0 MiB\n"
+            "  a budget of 2.2 MiB would hide the copies"
+        )
+    assert report.staging_bytes == 0
+
+
+def test_a_pass_that_computes_for_long_is_bound_by_computation(sim, model):
+    sim(link=Rates(flops_per_s=1e9))
+    with page(model, sim.device, "256KiB", budget="1MiB") as handle:
+        for _ in range(3):
+            model(torch.zeros(4, 256, device=sim.device))
+        report = handle.report()
+    assert report.bound == "compute"
+    assert report.share_of_limit > 0.99
+    assert report.helpful_budget_bytes is None
+
+
+def test_there_is_no_report_before_the_first_pass_nor_after_the_last(sim, model):
+    handle = page(model, sim.device)
+    with pytest.raises(PagingError, match="^There is nothing to report yet: call the model first"):
+        handle.report()
+    handle.unpage()
+    with pytest.raises(PagingError, match="^<PagedModel Sequential on sim:0, unpaged> has nothing"):
+        handle.report()
+    with pytest.raises(PagingError, match="was entered, but it is unpaged"), handle:
+        pass
+
+
+def test_a_model_can_be_paged_again_and_again(sim, model):
+    x = torch.randn(2, 256)
+    expected = copy.deepcopy(model).to(sim.device)(x.to(sim.device)).cpu()
+    for budget in ("512KiB", "4MiB", None):
+        with page(model, sim.device, budget=budget):
+            assert torch.equal(model(x).cpu(), expected)
+
+
+def test_memory_is_given_back_when_it_is_short_elsewhere(sim, model):
+    x = torch.randn(2, 256)
+    with page(model, sim.device, "256KiB", budget="1536KiB") as handle:
+        assert isinstance(handle._pager, Shrinkable)
+        expected = model(x).cpu()
+        before_bytes = sim.allocated_bytes
+        assert ask_to_shrink("cuda", 1000) == 0
+        assert ask_to_shrink("sim", 1000) == 256 * 1024
+        assert sim.allocated_bytes == before_bytes - 256 * 1024
+        assert ask_to_shrink(None, None) > 0
+        while ask_to_shrink("sim:0", 1 << 20):
+            pass
+        assert sim.allocated_bytes == handle.report().ring_bytes
+        assert torch.equal(model(x).cpu(), expected)
+    assert ask_to_shrink("sim:0", 1) == 0
+
+
+def test_memory_that_can_not_be_pinned_is_used_as_it_is_with_one_warning(sim, model, monkeypatch):
+    monkeypatch.delattr(sim.module, "cudart")
+    x = torch.randn(2, 256)
+    expected = copy.deepcopy(model).to(sim.device)(x.to(sim.device)).cpu()
+    with pytest.warns(PagingWarning, match="could not be pinned .this device can't pin") as caught:
+        handle = page(model, sim.device, budget="1MiB")
+    assert len(caught) == 1
+    with handle:
+        assert torch.equal(model(x).cpu(), expected)
+
+
+def test_pageable_memory_is_asked_for_without_a_warning(sim, model):
+    with page(model, sim.device, budget="1MiB", host="pageable"):
+        model(torch.randn(2, 256))
+    with page(model, sim.device, budget="1MiB"):
+        assert not model[0].weight.untyped_storage().nbytes() % 512
+
+
+def test_fetching_ahead_can_be_limited(sim, model):
+    with page(model, sim.device, "256KiB", budget="1MiB", prefetch=0) as handle:
+        for _ in range(3):
+            model(torch.randn(2, 256))
+        assert handle.report().faults == sum(not unit.resident for unit in handle.plan.units)
+
+
+def test_another_order_than_the_last_one_costs_faults_and_no_more(sim):
+    from .models import Conditional
+
+    torch.manual_seed(0)
+    model, x = Conditional().eval(), torch.randn(2, 32)
+    plain = copy.deepcopy(model).to(sim.device)
+    with page(model, sim.device, 1, budget="10KiB", keep=()):
+        for chosen in ((0, 1, 2, 3), (3, 2, 1, 0), (5, 5, 5), (), (4, 0, 4, 0), (0, 1, 2, 3)):
+            found = model(x, chosen)
+            assert torch.equal(found.cpu(), plain(x.to(sim.device), chosen).cpu())
+
+
+def test_the_readme_of_optimem_runs_with_its_device_changed(sim):
+    torch.manual_seed(0)
+    image = torch.randn(2, 3, 6, 6)
+    for run in (page, chunk):
+        net = resnet().eval()
+        expected = copy.deepcopy(net).to(sim.device)(image.to(sim.device)).cpu()
+        paged_resnet = run(net, torch.device("sim"))
+        torch.testing.assert_close(net(image.to(sim.device)).cpu(), expected)
+        torch.testing.assert_close(paged_resnet(image).cpu(), expected)
+        paged_resnet.unpage()
+
+
+def test_a_model_of_one_layer_and_one_without_weights_can_be_paged(sim):
+    for model in (nn.Linear(32, 32), nn.ReLU(), nn.Sequential(), mlp()[0]):
+        with page(model.eval(), sim.device):
+            assert model(torch.ones(1, 32)).device == sim.device or not list(model.children())

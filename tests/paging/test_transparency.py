@@ -1,0 +1,418 @@
+"""While it is paged a model is what it was: for whoever reads, writes, saves, copies or hooks it."""
+
+import copy
+import gc
+import io
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from tenure import NewDisposeScope
+from tenure.paging import PagingError, page, plan_paging
+from tests.simdevice import for_each_allocation
+
+from .models import Recurrent, TiedLanguageModel, build, mlp
+
+WIDTH = 32
+
+
+@pytest.fixture
+def x():
+    torch.manual_seed(1)
+    return torch.randn(4, WIDTH)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return mlp().eval()
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+def paged(sim, model, percent=40, **options):
+    budget_bytes = plan_paging(model, sim.device).weight_bytes * percent // 100
+    return page(model, sim.device, budget=budget_bytes, **options)
+
+
+def on_device_whole(sim, model, *args):
+    return copy.deepcopy(model).to(sim.device)(*(arg.to(sim.device) for arg in args)).cpu()
+
+
+def test_the_model_its_modules_and_its_parameters_stay_the_same_objects(sim, model, x):
+    before = [model, *model.modules(), *model.parameters()]
+    names = [name for name, _ in model.named_parameters()]
+    with paged(sim, model) as handle:
+        assert handle.model is model
+        model(x)
+        while_paged = [model, *model.modules(), *model.parameters()]
+        assert all(a is b for a, b in zip(before, while_paged, strict=True))
+        assert [name for name, _ in model.named_parameters()] == names
+        assert type(model[0]) is nn.Linear
+    after = [model, *model.modules(), *model.parameters()]
+    assert all(a is b for a, b in zip(before, after, strict=True))
+
+
+def test_unpaging_gives_back_the_very_dictionaries_and_no_hook_stays(sim, model, x):
+    dictionaries = [vars(layer)["_parameters"] for layer in model]
+    handle = paged(sim, model)
+    model(x)
+    handle.unpage()
+    handle.unpage()
+    assert all(
+        vars(layer)["_parameters"] is each for layer, each in zip(model, dictionaries, strict=True)
+    )
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert sim.allocated_bytes == 0
+    assert repr(handle) == "<PagedModel Sequential on sim:0, unpaged>"
+
+
+def test_inside_the_forward_weights_are_on_the_device_and_outside_on_the_host(sim, model, x):
+    seen = []
+    model[2].register_forward_hook(
+        lambda module, args, output: seen.append(
+            (module.weight.device, next(module.parameters()).device, type(module.weight))
+        )
+    )
+    with paged(sim, model):
+        model(x)
+        assert {p.device.type for p in model.parameters()} == {"cpu"}
+        assert model[2].weight.device.type == "cpu"
+    assert seen == [(sim.device, sim.device, nn.Parameter)]
+
+
+def test_dtypes_strides_and_attributes_are_those_of_the_host(sim, x):
+    model, args, _ = build("strided")
+    model[0].weight.quantizer = "none"
+    strides = [p.stride() for p in model.parameters()]
+    seen = []
+    model[0].register_forward_hook(
+        lambda module, *_: seen.append((module.weight.stride(), module.weight.quantizer))
+    )
+    with paged(sim, model):
+        model(*args)
+        assert [p.stride() for p in model.parameters()] == strides
+    assert seen == [((1, WIDTH), "none")]
+    assert [p.stride() for p in model.parameters()] == strides
+
+
+def test_ties_stay_tied_and_are_on_the_device_once(sim):
+    torch.manual_seed(0)
+    model, tokens = TiedLanguageModel().eval(), torch.randint(50, (2, 9))
+    expected = on_device_whole(sim, model, tokens)
+    plan = plan_paging(model, sim.device)
+    assert plan.weight_bytes < sum(p.nbytes for p in model.parameters()) + 512 * len(plan.units)
+    with paged(sim, model, percent=60):
+        assert torch.equal(model(tokens).cpu(), expected)
+        assert model.head.weight is model.embed.weight
+        model.embed.weight.data.zero_()
+        assert model(tokens).eq(0).all()
+    assert model.head.weight is model.embed.weight
+
+
+def test_hooks_run_in_their_order_and_see_what_they_saw_before(sim, model, x):
+    calls = []
+    model.register_forward_pre_hook(lambda *_: calls.append("pre"))
+    removable = model[0].register_forward_hook(lambda *_: calls.append("inner"))
+    model.register_forward_hook(lambda module, args, output: output * 0)
+    with paged(sim, model):
+        assert model(x).eq(0).all()
+        assert calls == ["pre", "inner"]
+        removable.remove()
+        model(x)
+        assert calls == ["pre", "inner", "pre"]
+
+
+def test_a_state_dict_has_the_values_and_saves_each_tensor_alone(sim, model, x):
+    expected = copy.deepcopy(model.state_dict())
+    with paged(sim, model):
+        model(x)
+        state = model.state_dict()
+        assert list(state) == list(expected)
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
+        file = io.BytesIO()
+        torch.save(model[0].bias, file)
+        assert len(file.getvalue()) < 3000
+
+
+def test_a_loaded_state_dict_is_what_the_next_pass_uses(sim, model, x):
+    torch.manual_seed(5)
+    other = mlp().eval()
+    expected = on_device_whole(sim, other, x)
+    with paged(sim, model):
+        model(x)
+        model.load_state_dict(other.state_dict())
+        assert torch.equal(model(x).cpu(), expected)
+
+
+@pytest.mark.parametrize("percent", [40, 100])
+def test_an_adapter_can_be_merged_and_taken_out_again(sim, model, x, percent):
+    """As LoRA libraries do: through `.data`, which leaves the version of the weight alone."""
+    expected = on_device_whole(sim, model, x)
+    delta = torch.ones(WIDTH, WIDTH)
+    with paged(sim, model, percent):
+        model(x)
+        version = model[2].weight._version
+        model[2].weight.data += delta
+        assert model[2].weight._version == version
+        merged = on_device_whole(sim, model, x)
+        assert torch.equal(model(x).cpu(), merged)
+        assert not torch.equal(merged, expected)
+        model[2].weight.data -= delta
+        torch.testing.assert_close(model(x).cpu(), expected)
+
+
+@pytest.mark.parametrize("percent", [40, 100])
+def test_a_write_through_a_reference_from_before_is_seen_by_its_version(sim, model, x, percent):
+    weight = model[4].weight
+    with paged(sim, model, percent):
+        model(x)
+        sim.module.synchronize()  # as for any pinned memory that the device may be reading
+        weight.mul_(2)
+        expected = on_device_whole(sim, model, x)
+        torch.testing.assert_close(model(x).cpu(), expected)
+
+
+def test_batch_norm_in_training_mode_updates_the_buffers_on_the_host(sim):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.BatchNorm1d(WIDTH) for _ in range(5)], nn.Linear(WIDTH, WIDTH))
+    plain, batch = copy.deepcopy(model), torch.randn(16, WIDTH)
+    with paged(sim, model, 60):
+        for _ in range(3):
+            model(batch)
+            plain(batch)
+            for name, buffer in plain.named_buffers():
+                torch.testing.assert_close(model.get_buffer(name), buffer)
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(3))
+        self.register_buffer("seen", torch.zeros(0))
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        self.seen = torch.cat([self.seen, x[:, 0]])
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_buffers_that_the_forward_assigns_are_kept(sim, x):
+    model = Counting().eval()
+    with paged(sim, model, 60):
+        model(x)
+        model(x)
+        assert model.calls.tolist() == [2, 2, 2]
+        assert model.calls.device.type == "cpu"
+    assert model.seen.tolist() == [*x[:, 0].tolist(), *x[:, 0].tolist()]
+    assert model.seen.device.type == "cpu"
+
+
+def test_recurrent_layers_keep_their_lists_of_weights(sim):
+    torch.manual_seed(0)
+    model, x = Recurrent(nn.LSTM).eval(), torch.randn(2, 3, WIDTH)
+    expected = on_device_whole(sim, model, x)
+    weights = list(model.rnn._flat_weights)
+    with paged(sim, model, 100):
+        assert torch.equal(model(x).cpu(), expected)
+        assert all(a is b for a, b in zip(model.rnn._flat_weights, weights, strict=True))
+        assert all(w.device.type == "cpu" for w in model.rnn._flat_weights)
+
+
+def test_a_deep_copy_is_a_plain_model_of_its_own(sim, model, x):
+    expected = model(x)
+    with paged(sim, model):
+        model(x)
+        twin = copy.deepcopy(model)
+        assert torch.equal(twin(x), expected)
+        assert type(vars(twin[0])["_parameters"]) is dict
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in twin.modules())
+        twin[0].weight.zero_()
+        assert not model[0].weight.eq(0).any()
+
+
+def test_a_pickle_is_a_plain_model(sim, model, x):
+    expected = model(x)
+    with paged(sim, model):
+        model(x)
+        twin = pickle.loads(pickle.dumps(model))
+    assert torch.equal(twin(x), expected)
+    assert type(vars(twin[0])["_parameters"]) is dict
+
+
+def test_functional_call_uses_what_it_is_given(sim, model, x):
+    zeros = {name: torch.zeros_like(p, device=sim.device) for name, p in model.named_parameters()}
+    expected = on_device_whole(sim, model, x)
+    with paged(sim, model):
+        assert torch.func.functional_call(model, zeros, (x,)).eq(0).all()
+        assert torch.equal(model(x).cpu(), expected)
+
+
+def test_a_submodule_can_be_called_alone(sim, model, x):
+    expected = on_device_whole(sim, model[2], x)
+    with paged(sim, model):
+        assert torch.equal(model[2](x).cpu(), expected)
+        assert model[2].weight.device.type == "cpu"
+
+
+class Failing(nn.Module):
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def forward(self, x):
+        if self.error is not None:
+            raise self.error
+        return x
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()])
+def test_after_an_exception_the_model_is_on_the_host_and_works_again(sim, model, x, error):
+    expected = on_device_whole(sim, model, x)
+    model.insert(5, Failing(None))
+    with paged(sim, model):
+        model(x)
+        model[5].error = error
+        with pytest.raises(type(error)):
+            model(x)
+        model[5].error = None
+        assert torch.equal(model(x).cpu(), expected)
+        assert model[0].weight.device.type == "cpu"
+        model[5].error = error
+        with pytest.raises(type(error)):
+            model(x)
+    assert model[0].weight.device.type == "cpu"
+    error.__traceback__ = None  # its frames hold activations
+    assert sim.allocated_bytes == 0
+
+
+def test_leaving_the_block_by_an_exception_unpages_and_masks_nothing(sim, model):
+    with pytest.raises(ValueError, match="^mine$"), paged(sim, model) as handle:
+        raise ValueError("mine")
+    assert handle.closed
+    assert sim.allocated_bytes == 0
+
+
+def test_a_failing_allocation_at_every_index_leaves_the_model_usable(sim, model, x):
+    expected = on_device_whole(sim, model, x)
+    weights = list(model.parameters())
+
+    def run():
+        with paged(sim, model):
+            return [model(x).cpu() for _ in range(2)]
+
+    def check(failure):
+        del failure
+        gc.collect()
+        assert sim.allocated_bytes == 0
+        assert all(a is b for a, b in zip(model.parameters(), weights, strict=True))
+        assert not any(m._forward_hooks for m in model.modules())
+
+    assert for_each_allocation(sim, run, check) > 10
+    assert all(torch.equal(output, expected) for output in run())
+
+
+def test_a_failing_allocation_in_a_pass_leaves_the_paging_usable(sim, model, x):
+    expected = on_device_whole(sim, model, x)
+    with paged(sim, model):
+        assert for_each_allocation(sim, lambda: model(x).cpu()) > 5
+        assert torch.equal(model(x).cpu(), expected)
+
+
+def test_the_scopes_of_the_user_never_dispose_a_page(sim, model, x):
+    expected = on_device_whole(sim, model, x)
+    with NewDisposeScope():
+        handle = paged(sim, model)
+    for _ in range(3):
+        with NewDisposeScope():
+            found = model(x).cpu()
+            assert torch.equal(found, expected)
+            del found
+    handle.unpage()
+
+
+def test_in_the_steady_state_nothing_is_fetched_late_nor_allocated_and_the_host_never_waits(sim):
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(6)]).eval()
+    x = torch.randn(1, 1024, device=sim.device)
+    with paged(sim, model) as handle:
+        model(x)
+        model(x)
+        resting_bytes, waits, allocations = sim.allocated_bytes, sim.host_waits, sim.allocation_count
+        model(x)
+        assert sim.host_waits == waits
+        assert sim.allocated_bytes == resting_bytes
+        assert sim.allocation_count - allocations == len(model)  # the activations
+        report = handle.report()
+    assert report.faults == 0
+    passing = [unit.n_bytes for unit in handle.plan.units if not unit.resident]
+    assert report.bytes_per_pass == sum(passing)
+
+
+def test_when_model_and_handle_are_gone_the_device_is_empty(sim, x):
+    model = mlp().eval()
+    handle = paged(sim, model)
+    model(x)
+    gc.disable()  # nothing waits for a collection
+    try:
+        del model, handle
+        assert sim.allocated_bytes == 0
+    finally:
+        gc.enable()
+
+
+def test_a_second_thread_waits_for_the_first(sim, model, x):
+    expected = on_device_whole(sim, model, x)
+    with paged(sim, model):
+        found, errors = [], []
+
+        def work():
+            try:
+                with torch.no_grad():
+                    for _ in range(5):
+                        found.append(model(x).cpu())
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert errors == []
+    assert all(torch.equal(each, expected) for each in found)
+
+
+def test_training_mode_with_gradients_is_refused_before_anything_runs(sim, model, x):
+    model.train()
+    with paged(sim, model), torch.enable_grad():
+        with pytest.raises(PagingError, match="^Sequential was called in training mode with"):
+            model(x)
+        model.eval()
+        assert not model(x).requires_grad
+
+
+def test_a_graph_that_holds_weights_is_an_error_and_never_a_wrong_gradient(sim, model, x):
+    with paged(sim, model), torch.enable_grad():
+        asking = x.clone().requires_grad_()
+        with pytest.raises(PagingError, match="has no room on sim:0: .* Something holds weights"):
+            model(asking)
+
+
+def test_gradients_of_inputs_are_right_where_all_weights_stay(sim, model, x):
+    asking = x.clone().requires_grad_()
+    with torch.enable_grad():
+        model(asking).sum().backward()
+        expected, asking.grad = asking.grad, None
+        with paged(sim, model, 100):
+            model(asking).sum().backward()
+    torch.testing.assert_close(asking.grad, expected)

@@ -1,0 +1,193 @@
+"""Each wait of the engine is needed: without any one of them, some program is caught."""
+
+import ast
+import copy
+import inspect
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from tenure.paging import _engine, _link, page
+from tenure.paging._handle import carry_out
+from tenure.paging._host_buffers import HostBuffers
+from tenure.paging._plan import make_plan
+from tenure.paging._residency import Residency
+from tests.simdevice import RaceError, Rates
+
+WIDTH = 32
+WAITING = {"wait_event", "synchronize", "let_compute", "let_host", "finish"}
+EVENTS_OF_THE_PAST = {
+    "self._fences.take(start, start + unit.n_bytes)": "(self._fences.take(start, start + unit.n_bytes), [])[1]",
+    "self._copy_in(page.unit, pairs, self._marks(page))": "self._copy_in(page.unit, pairs, [])",
+    "after = [*after, self._written.pop(unit)]": "self._written.pop(unit)",
+    "self._link.page_out(pairs, self._marks(page))": "self._link.page_out(pairs, [])",
+    "self._fences.add(0, ring_bytes, link.mark(link.current()))": "pass",
+    "is_resident=True), [now])": "is_resident=True), [])",
+    "page.last_use = [event]": "page.last_use = []",
+    "page.last_use = self._marks(page)": "page.last_use = []",
+    "page.waited.clear()\n\n": "pass\n\n",
+    "page.waited.clear()\n        page.host": "page.host",
+}
+
+def count_call(module, args, output):
+    module.seen.add_(1)
+
+
+class Written(nn.Module):
+    """Writes a buffer and comes back to it, after others took its place."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = nn.Linear(WIDTH, WIDTH)
+        self.count.register_buffer("seen", torch.zeros(WIDTH, WIDTH))
+        self.count.register_forward_hook(count_call)
+        self.others = nn.ModuleList([nn.Linear(WIDTH, 2 * WIDTH) for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.others:
+            x = self.count(layer(self.count(x))[:, :WIDTH])
+        return x
+
+
+def linears():
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)]).eval()
+
+
+def streams_through_a_small_ring(sim):
+    model, x = linears(), torch.randn(4, WIDTH)
+    expected = copy.deepcopy(model).to(sim.device)(x.to(sim.device)).cpu()
+    weight_bytes = sum(p.nbytes for p in model.parameters())
+    x = x.to(sim.device)
+    with page(model, sim.device, budget=weight_bytes // 2):
+        for _ in range(3):
+            assert torch.equal(model(x).cpu(), expected)
+
+
+def is_unpaged_while_it_computes(sim):
+    model, x = linears(), torch.randn(4, WIDTH, device=sim.device)
+    with page(model, sim.device, budget="15KiB"):
+        model(x)
+
+
+def takes_memory_after_what_used_it(sim):
+    sim(link=Rates(memory_bytes_per_s=1e9))
+    model = linears()
+    for ring_bytes, stays in ((9 << 10, False), (0, True)):
+        torch.zeros(1 << 16, device=sim.device).add_(1)  # its memory may be what the pager gets
+        busy_until_s = sim.module.current_stream().ready_s
+        with through_ring(sim, model, ring_bytes, stays) as handle:
+            engine = handle._pager.engine
+            engine.acquire(model[5]._parameters._hosts["weight"].unit)
+            assert all(each.ready.at_s > busy_until_s for each in engine._pages.values())
+
+
+def writes_buffers_and_reads_them_again(sim):
+    torch.manual_seed(0)
+    model, x = Written().eval(), torch.randn(4, WIDTH, device=sim.device)
+    for ring_bytes, stays in ((9 << 10, False), (27 << 10, False), (0, True)):
+        model.count.seen.zero_()
+        with through_ring(sim, model, ring_bytes, stays), torch.no_grad():
+            for n_passes in (1, 2):
+                model(x)
+                assert model.count.seen.eq(6 * n_passes).all()
+
+
+def through_ring(sim, model, ring_bytes, stays):
+    planned = make_plan(model, sim.device, 1, "1MiB", ())
+    resident = planned.division.resident if stays else frozenset()
+    planned = replace(planned, division=Residency(resident, ring_bytes))
+    link = _link.Link(sim.device)
+    return carry_out(model, planned, link, HostBuffers(link.module, pin=True), 0)
+
+
+def changes_weights_between_passes(sim):
+    model, x = linears(), torch.randn(4, WIDTH)
+    for budget in ("15KiB", "1MiB"):
+        expected = []
+        for _ in range(3):
+            expected.append(copy.deepcopy(model)(x))
+            for layer in model:
+                layer.weight.data += 0.1
+        for layer in model:
+            layer.weight.data -= 0.3
+        x_there = x.to(sim.device)
+        with page(model, sim.device, budget=budget):
+            found = []
+            for _ in range(3):
+                found.append(model(x_there))
+                for layer in model:
+                    layer.weight.data += 0.1
+            torch.testing.assert_close([y.cpu() for y in found], expected)
+
+
+def gives_memory_back(sim):
+    model, x = linears(), torch.randn(4, WIDTH, device=sim.device)
+    for n_passes in (0, 1):
+        with page(model, sim.device, budget="20KiB") as handle:
+            outputs = [model(x) for _ in range(n_passes)]
+            assert handle._pager.engine.give_back(1) > 0
+            assert all(torch.equal(model(x), output) for output in outputs)
+
+
+PROGRAMS = (
+    streams_through_a_small_ring,
+    is_unpaged_while_it_computes,
+    takes_memory_after_what_used_it,
+    writes_buffers_and_reads_them_again,
+    changes_weights_between_passes,
+    gives_memory_back,
+)
+
+
+def run_all(sim):
+    for program in PROGRAMS:
+        sim()
+        with torch.no_grad():
+            program(sim)
+        sim.finish()
+
+
+def mutants():
+    """Every source of the engine without one of its waits, with what is missing."""
+    for module in (_engine, _link):
+        source = inspect.getsource(module)
+        for line in sorted(_lines_that_wait(source)):
+            lines = source.splitlines()
+            text = lines[line - 1]
+            lines[line - 1] = text[: len(text) - len(text.lstrip())] + "pass"
+            yield pytest.param(module, "\n".join(lines), id=f"{module.__name__}:{text.strip()}")
+    source = inspect.getsource(_engine)
+    for text, without in EVENTS_OF_THE_PAST.items():
+        assert source.count(text) == 1, text
+        yield pytest.param(_engine, source.replace(text, without), id=text)
+
+
+def _lines_that_wait(source):
+    return {
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Attribute)
+        and node.value.func.attr in WAITING
+    }
+
+
+def test_the_programs_as_written_are_clean(sim):
+    run_all(sim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("module", "source"), list(mutants()))
+def test_without_one_wait_a_program_is_caught(sim, monkeypatch, module, source):
+    mutant = dict(vars(module))
+    exec(compile(source, module.__file__, "exec"), mutant)
+    original = _engine.Engine if module is _engine else _link.Link
+    for name, function in vars(mutant[original.__name__]).items():
+        if inspect.isfunction(function):
+            monkeypatch.setattr(original, name, function)
+    with pytest.raises((RaceError, AssertionError)):
+        run_all(sim)
+    sim.take_faults()
