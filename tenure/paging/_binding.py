@@ -42,7 +42,7 @@ class PagedDict(_Entries):
 
     def get(self, name: str, default: Any = None) -> Any:
         """As of a dictionary."""
-        return self[name] if name in self else default
+        return self[name] if name in self else default  # noqa: SIM401  # this is that method
 
     def items(self) -> ItemsView[str, Tensor | None]:  # type: ignore[override]
         """As of a dictionary, of what is shown."""
@@ -80,7 +80,9 @@ class PagedDict(_Entries):
         return self._pager.show(host)
 
     def _shown_if_inside(self, name: str) -> Tensor | None:
-        return self[name] if name in self._hosts and name in self and self._pager.is_inside else None
+        return (
+            self[name] if name in self._hosts and name in self and self._pager.is_inside else None
+        )
 
 
 class Binding:

@@ -1,4 +1,4 @@
-"""What can't be paged, and what can't be asked for: each refused by name before anything changes."""
+"""What can't be paged or asked for: each is refused by name before anything changes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from tenure._describe import describe_tensor
 from tenure._errors import ByteSizeError, PagingError
@@ -40,14 +40,14 @@ def checked_model(model: object, *, has_values: bool = True) -> nn.Module:
     return model
 
 
-def checked_device(device: object, *, from_disk: bool = False) -> torch.device:
+def checked_device(device: str | torch.device, *, from_disk: bool = False) -> torch.device:
     """An accelerator that is there, with its index; the CPU where weights come from a disk.
 
     Raises:
         PagingError: it is none.
     """
     try:
-        chosen = torch.device(device)  # type: ignore[arg-type]
+        chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise PagingError(f"{device!r} is not a device.") from error
     if chosen.type == "cpu" and from_disk:
@@ -171,13 +171,13 @@ def _check_unpaged(name: str, module: nn.Module) -> None:
     for attribute, library in _FOREIGN_HOOKS.items():
         if hasattr(module, attribute):
             raise PagingError(
-                f"{name!r} is offloaded by {library} ({attribute}), which moves its weights itself. "
+                f"{name!r} is offloaded by {library} ({attribute}), which moves its weights. "
                 "Remove its hooks first."
             )
 
 
 def _check_tensor(name: str, tensor: Tensor) -> None:
-    if isinstance(tensor, UninitializedTensorMixin):
+    if is_lazy(tensor):
         raise PagingError(f"{name!r} is not initialized yet. Run the model once, then page it.")
     if tensor.device.type == "meta":
         raise PagingError(

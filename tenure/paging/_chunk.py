@@ -21,7 +21,7 @@ from ._host_buffers import HostBuffers
 from ._link import Link
 from ._page import aside, in_place_of
 from ._pager import Pager
-from ._plan import PCIE_4, PagingPlan, PlannedUnit, Planned
+from ._plan import PCIE_4, PagingPlan, Planned, PlannedUnit
 from ._residency import Residency, n_bytes
 from ._table import HostTensor, TensorTable, n_bytes_of_whole
 from ._units import Cut, Unit, cut
@@ -64,7 +64,11 @@ def chunk(
     resources = acquire(planned, link, store, [u for u in planned.cut.units if u in resident], 0)
     pager = ChunkPager(resources.engine, resources.whole, has_gradients=asks_for_gradients(model))
     handle = PagedModel(model, planned.plan, pager, resources)
-    handle.bind(planned, model.modules(), ChunkHooks)
+    handle.bind(
+        planned,
+        model.modules(),
+        lambda module, units, table, _: ChunkHooks(module, units, table, pager),
+    )
     return handle
 
 

@@ -1,8 +1,8 @@
 """Brings units to the device before they are used, and takes their place back after.
 
-Invariant: a unit's bytes are read on a stream only after a wait for their copy, and overwritten only
-after a wait for their last use; a unit that is missing, whatever was predicted, is fetched when it
-is used. All device memory is allocated at the start, and the host never waits while nothing changes.
+Invariant: a unit's bytes are read on a stream only after a wait for their copy, and overwritten
+only after a wait for their last use; a unit that is missing, whatever was predicted, is fetched when
+it is used. All device memory is allocated at the start, and the host waits only for what changed.
 """
 
 from __future__ import annotations
@@ -109,9 +109,10 @@ class Engine:
         Raises:
             PagingError: what is in use leaves no room for it, or its file can't be read.
         """
-        self.order.note(unit)
         page = self._pages.get(unit)
         was_fetched = page is not None
+        if page is None or not page.users:
+            self.order.note(unit)
         if page is None:
             self.meter.faults += 1
             page = self._fetch(unit, self._make_room(unit))
@@ -213,7 +214,7 @@ class Engine:
         changed = [host for host, known in versions if host.touched or host.version != known]
         page.note_copied()
         source = self._store.bytes_of(page.unit)
-        spans = {start: n_bytes for start, n_bytes in map(page.unit.span_of, changed)}
+        spans = dict(map(page.unit.span_of, changed))
         pairs = [
             (page.bytes_of(start, n_bytes), source[start : start + n_bytes])
             for start, n_bytes in spans.items()
@@ -265,17 +266,12 @@ class Engine:
         idle = {page.unit for page in self._idle()}
         in_use = [page for page in self._passing() if page.unit not in idle]
         room_bytes = self._ring.capacity_bytes - _n_bytes(in_use)
-        current = self.order.current
         wanted: dict[Unit, None] = {}
-        if current is not None and current in idle:
-            wanted[current] = None
-            room_bytes -= current.n_bytes
-        most = None if self._max_ahead is None else self._max_ahead + len(wanted)
         for unit in self.order.upcoming():
             if unit in wanted or (unit in self._pages and unit not in idle):
                 continue
             room_bytes -= unit.n_bytes
-            if room_bytes < 0 or len(wanted) == most:
+            if room_bytes < 0 or len(wanted) == self._max_ahead:
                 break
             wanted[unit] = None
         return wanted

@@ -201,7 +201,7 @@ def page(
     Raises:
         PagingError: the model can't be paged, or not within the budget; it is as before.
         ByteSizeError: the budget is no number of bytes.
-        torch.OutOfMemoryError: the device has less free than the plan needs; the model is as before.
+        torch.OutOfMemoryError: the device has less free than the plan needs; it is as before.
 
     Example:
         >>> from torch import nn

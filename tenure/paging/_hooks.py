@@ -68,7 +68,7 @@ class _Hook:
     def __init__(self, function: Any) -> None:
         self._function = function
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any) -> Any:
         return self._function(*args)
 
@@ -146,11 +146,11 @@ def moved(tree: Any, source: str, device: torch.device) -> Any:
     if isinstance(tree, Tensor):
         return tree.to(device) if tree.device.type == source else tree
     if isinstance(tree, PackedSequence):
-        return tree.to(device) if tree.data.device.type == source else tree
+        return tree.to(device=device) if tree.data.device.type == source else tree
     if type(tree) in (list, tuple):
         return type(tree)(moved(each, source, device) for each in tree)
     if type(tree) is dict:
         return {key: moved(each, source, device) for key, each in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+    if isinstance(tree, tuple) and hasattr(tree, "_make"):  # a named tuple
         return tree._make(moved(each, source, device) for each in tree)
     return tree

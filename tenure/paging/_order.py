@@ -33,26 +33,21 @@ class AccessOrder:
         self._position, self._trace = 0, []
 
     def note(self, unit: Unit) -> None:
-        """The pass uses a unit; in the same place as before, or the prediction is put right."""
-        if self._trace and self._trace[-1] is unit:
-            return
+        """The pass begins to use a unit; where that was not expected, the prediction follows."""
         self._trace.append(unit)
-        ahead, behind = self._predicted[self._position :], self._predicted[: self._position]
-        if unit in ahead:
-            self._position += ahead.index(unit) + 1
-        elif unit in behind:
-            self._position = behind.index(unit) + 1
+        position, predicted = self._position, self._predicted
+        if position < len(predicted) and predicted[position] is unit:
+            self._position += 1
+        elif unit in predicted[position:]:
+            self._position = predicted.index(unit, position) + 1
+        elif unit in predicted:
+            self._position = predicted.index(unit) + 1
 
     def end(self, *, completed: bool) -> None:
         """The pass is over; only one that ran to its end is learned from."""
         if completed:
             self._learned[self._kind] = self._trace
-        self._predicted, self._position, self._trace = [], 0, []
-
-    @property
-    def current(self) -> Unit | None:
-        """What the pass used last; several modules may share it."""
-        return self._trace[-1] if self._trace else None
+        self._predicted, self._position = [], 0
 
     def upcoming(self) -> Iterator[Unit]:
         """The units to come, in order: the rest of this pass, then the pass that follows it."""

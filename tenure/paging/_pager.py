@@ -134,7 +134,9 @@ class Pager:
         if device not in (None, ours.type, str(ours)) or not self._door.acquire(blocking=False):
             return 0
         try:
-            return self.engine.give_back(self.engine.resident_bytes // 2 if n_bytes is None else n_bytes)
+            return self.engine.give_back(
+                self.engine.resident_bytes // 2 if n_bytes is None else n_bytes
+            )
         finally:
             self._door.release()
 

@@ -283,7 +283,7 @@ def _unit_sizes(model: nn.Module, budget_bytes: int | None) -> list[int | str]:
     if budget_bytes is None:
         weight_bytes = sum(tensor.nbytes for tensor in model.parameters())
         return [f"{min(64 * _MIB, weight_bytes // 16)}B"]
-    return [f"{budget_bytes // parts}B" for parts in _PARTS] + ["0B"]
+    return [*(f"{budget_bytes // parts}B" for parts in _PARTS), "0B"]
 
 
 def _fits(table: TensorTable, size: int | str) -> Fits:

@@ -118,7 +118,7 @@ def _helpful_bytes(plan: PagingPlan, passing_bytes: int, hidden_bytes: float) ->
     """What has to stay for the rest to be copied while the device computes."""
     if passing_bytes <= hidden_bytes or not passing_bytes:
         return None
-    return int(plan.device_bytes + passing_bytes - hidden_bytes)
+    return min(plan.weight_bytes, int(plan.device_bytes + passing_bytes - hidden_bytes))
 
 
 def _seconds(span: tuple[Any, Any]) -> float:

@@ -81,9 +81,7 @@ def smallest(cut: Cut, kept: frozenset[Unit], n_neighbours: int) -> Residency:
     return Residency(resident, _ring_bytes(cut, resident, n_neighbours))
 
 
-def predicted_pass_s(
-    cut: Cut, division: Residency, link: LinkSpeed, compute_s: float
-) -> float:
+def predicted_pass_s(cut: Cut, division: Residency, link: LinkSpeed, compute_s: float) -> float:
     """Seconds of a pass in the steady state, its computation spread by bytes."""
     total_bytes = n_bytes(cut.units) or 1
     steps = [
@@ -96,9 +94,7 @@ def predicted_pass_s(
     return pass_s(steps, division.ring_bytes, link.bytes_per_s, link.latency_s)
 
 
-def expected_s(
-    cut: Cut, division: Residency, link: LinkSpeed, compute_s: float | None
-) -> float:
+def expected_s(cut: Cut, division: Residency, link: LinkSpeed, compute_s: float | None) -> float:
     """What a division is judged by; without a known computation, two passes that differ in it."""
     if compute_s is not None:
         return predicted_pass_s(cut, division, link, compute_s)

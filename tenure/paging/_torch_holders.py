@@ -1,4 +1,4 @@
-"""Does anything besides one dictionary hold a tensor: a variable, a view, or a graph of autograd?"""
+"""Whether anything but one dictionary holds a tensor: a variable, a view, a graph of autograd."""
 
 from __future__ import annotations
 

@@ -1,13 +1,17 @@
 """A zoo of small models, each with a way of using its weights that pagers stumble over."""
 
-from collections import namedtuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 WIDTH = 32
-Split = namedtuple("Split", "mean extra")
+
+
+class Split(NamedTuple):
+    mean: Any
+    extra: Any
 
 
 def mlp():
@@ -210,7 +214,10 @@ ZOO = {
     "mlp": (mlp, _x(4, WIDTH)),
     "resnet": (resnet, _x(2, 3, 6, 6)),
     "encoder": (encoder, _x(2, 5, WIDTH)),
-    "decoder": (Decoder, lambda: ((torch.randn(2, 5, WIDTH),), {"memory": torch.randn(2, 3, WIDTH)})),
+    "decoder": (
+        Decoder,
+        lambda: ((torch.randn(2, 5, WIDTH),), {"memory": torch.randn(2, 3, WIDTH)}),
+    ),
     "attention": (Attention, _x(2, 5, WIDTH)),
     "tied": (TiedLanguageModel, lambda: ((torch.randint(50, (2, 9)),), {})),
     "functional": (Functional, _x(4, WIDTH)),

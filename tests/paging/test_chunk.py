@@ -46,7 +46,9 @@ def test_layers_are_computed_where_their_weights_are(sim):
     model, places = mlp().eval(), []
     for layer in model[::2]:
         layer.register_forward_hook(
-            lambda module, args, output: places.append((args[0].device.type, module.weight.device.type))
+            lambda module, args, output: places.append(
+                (args[0].device.type, module.weight.device.type)
+            )
         )
     with chunk(model, sim.device, 3 * (32 * 32 + 32)) as handle:
         assert model(torch.randn(2, 32)).device == sim.device
@@ -81,7 +83,7 @@ def test_an_exception_leaves_the_model_usable(sim):
 
 @pytest.mark.parametrize("capacity", [-1, True, 1.5])
 def test_what_is_no_capacity_is_refused(sim, capacity):
-    with pytest.raises(PagingError, match="^max_capacity=.*: write a number of parameters"):
+    with pytest.raises(PagingError, match=r"^max_capacity=.*: write a number of parameters"):
         chunk(mlp(), sim.device, capacity)
 
 

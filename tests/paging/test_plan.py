@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -19,12 +21,12 @@ def test_a_plan_is_printable_before_anything_runs(sim, model):
     assert sim.allocation_count == 0
     assert str(plan) == (
         "Sequential on sim:0: 1.5 MiB in 6 units, within 1.0 MiB (at least 256.0 KiB)\n"
-        "  stays   512.0 KiB in 2 units\n"
-        "  passes  1.0 MiB in 4 units, through a ring of 512.0 KiB\n"
+        "  stays   768.0 KiB in 3 units\n"
+        "  passes  768.0 KiB in 3 units, through a ring of 256.0 KiB\n"
         "  a pass  takes 1.000 ms at the least, and 1.000 ms by this plan, at 24.0 GB/s\n"
-        "    0   256.0 KiB  passes\n"
-        "    1   256.0 KiB  stays\n"
-        "    2   256.0 KiB  passes\n"
+        "    0   256.0 KiB  stays\n"
+        "    1   256.0 KiB  passes\n"
+        "    2   256.0 KiB  stays\n"
         "    3   256.0 KiB  passes\n"
         "    4   256.0 KiB  stays\n"
         "    5   256.0 KiB  passes"
@@ -35,7 +37,7 @@ def test_what_stays_is_evenly_spread(sim):
     layers = [nn.Linear(512, 512, bias=False) for _ in range(16)]
     plan = plan_paging(nn.Sequential(*layers), sim.device, "1MiB", budget="10MiB")
     stays = [number for number, unit in enumerate(plan.units) if unit.resident]
-    gaps = {b - a for a, b in zip(stays, stays[1:], strict=False)}
+    gaps = {b - a for a, b in pairwise(stays)}
     assert len(stays) == 8
     assert gaps <= {1, 2, 3}
 
@@ -43,8 +45,8 @@ def test_what_stays_is_evenly_spread(sim):
 def test_an_impossible_budget_is_refused_and_the_named_minimum_does(sim, model):
     with pytest.raises(
         PagingError,
-        match=r"^Sequential can't be paged within 255.0 KiB: the least is 256.0 KiB \(262144 bytes\)"
-        r", because 256.0 KiB of its weights are needed at once. Allow a larger budget.$",
+        match=r"^Sequential can't be paged within 255.0 KiB: the least is 256.0 KiB "
+        r"\(262144 bytes\), because 256.0 KiB of its weights are needed at once. Allow a larger budget.$",
     ) as caught:
         page(model, sim.device, budget="255KiB")
     assert caught.value.minimum_bytes == 256 * 1024
@@ -108,7 +110,7 @@ def test_max_layer_size_is_in_parameters_or_in_bytes(sim):
         ({"max_layer_size": "big"}, "^max_layer_size='big' is no number of bytes"),
         ({"budget": "0%"}, "^budget='0%': a share goes from above 0% to 100%.$"),
         ({"budget": "x%"}, "^budget='x%': a share goes"),
-        ({"host": "disk"}, '^host=\'disk\': write host="pinned" or host="pageable".$'),
+        ({"host": "disk"}, r"^host='disk': write .*, or a folder: host=Path\(...\).$"),
         ({"prefetch": -1}, '^prefetch=-1: write prefetch="auto", or how many'),
         ({"training": True}, "^training=True: a paged model can't be trained yet"),
         ({"device": "cpu"}, "^A model in host memory can't be paged to 'cpu'"),
@@ -163,8 +165,8 @@ def test_a_model_on_the_device_is_refused(sim):
 
 def test_a_model_is_paged_once(sim, model):
     with page(model, sim.device):
-        with pytest.raises(PagingError, match="^'0' is paged already. Unpage it with unpage"):
+        with pytest.raises(PagingError, match=r"^'0' is paged already. Unpage it with unpage"):
             page(model, sim.device)
-        with pytest.raises(PagingError, match="^'0' is paged already"):
+        with pytest.raises(PagingError, match=r"^'0.0' is paged already"):
             page(nn.Sequential(model), sim.device)
     page(model, sim.device).unpage()

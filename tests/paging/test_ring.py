@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,7 +46,7 @@ def test_ranges_never_overlap_nor_leave_the_ring(capacity, moves):
             taken[start] = start + n_bytes
         ranges = sorted(taken.items())
         assert all(0 <= start < end <= capacity for start, end in ranges)
-        assert all(a[1] <= b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+        assert all(a[1] <= b[0] for a, b in pairwise(ranges))
         assert ring.used_bytes == sum(end - start for start, end in ranges)
 
 

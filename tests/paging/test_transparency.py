@@ -1,4 +1,4 @@
-"""While it is paged a model is what it was: for whoever reads, writes, saves, copies or hooks it."""
+"""While it is paged a model is what it was: who reads, writes, saves, copies or hooks it."""
 
 import copy
 import gc
@@ -297,7 +297,7 @@ def test_after_an_exception_the_model_is_on_the_host_and_works_again(sim, model,
 
 
 def test_leaving_the_block_by_an_exception_unpages_and_masks_nothing(sim, model):
-    with pytest.raises(ValueError, match="^mine$"), paged(sim, model) as handle:
+    with pytest.raises(ValueError, match=r"^mine$"), paged(sim, model) as handle:
         raise ValueError("mine")
     assert handle.closed
     assert sim.allocated_bytes == 0
@@ -347,7 +347,11 @@ def test_in_the_steady_state_nothing_is_fetched_late_nor_allocated_and_the_host_
     with paged(sim, model) as handle:
         model(x)
         model(x)
-        resting_bytes, waits, allocations = sim.allocated_bytes, sim.host_waits, sim.allocation_count
+        resting_bytes, waits, allocations = (
+            sim.allocated_bytes,
+            sim.host_waits,
+            sim.allocation_count,
+        )
         model(x)
         assert sim.host_waits == waits
         assert sim.allocated_bytes == resting_bytes
@@ -378,8 +382,7 @@ def test_a_second_thread_waits_for_the_first(sim, model, x):
         def work():
             try:
                 with torch.no_grad():
-                    for _ in range(5):
-                        found.append(model(x).cpu())
+                    found.extend(model(x).cpu() for _ in range(5))
             except BaseException as error:
                 errors.append(error)
 
@@ -395,7 +398,7 @@ def test_a_second_thread_waits_for_the_first(sim, model, x):
 def test_training_mode_with_gradients_is_refused_before_anything_runs(sim, model, x):
     model.train()
     with paged(sim, model), torch.enable_grad():
-        with pytest.raises(PagingError, match="^Sequential was called in training mode with"):
+        with pytest.raises(PagingError, match=r"^Sequential was called in training mode with"):
             model(x)
         model.eval()
         assert not model(x).requires_grad
@@ -404,7 +407,7 @@ def test_training_mode_with_gradients_is_refused_before_anything_runs(sim, model
 def test_a_graph_that_holds_weights_is_an_error_and_never_a_wrong_gradient(sim, model, x):
     with paged(sim, model), torch.enable_grad():
         asking = x.clone().requires_grad_()
-        with pytest.raises(PagingError, match="has no room on sim:0: .* Something holds weights"):
+        with pytest.raises(PagingError, match=r"has no room on sim:0: .* Something holds weights"):
             model(asking)
 
 

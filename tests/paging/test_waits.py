@@ -19,7 +19,7 @@ from tests.simdevice import RaceError, Rates
 WIDTH = 32
 WAITING = {"wait_event", "synchronize", "let_compute", "let_host", "finish"}
 EVENTS_OF_THE_PAST = {
-    "self._fences.take(start, start + unit.n_bytes)": "(self._fences.take(start, start + unit.n_bytes), [])[1]",
+    "self._fences.take(start, start + unit.n_bytes)": "[]",
     "self._copy_in(page.unit, pairs, self._marks(page))": "self._copy_in(page.unit, pairs, [])",
     "after = [*after, self._written.pop(unit)]": "self._written.pop(unit)",
     "self._link.page_out(pairs, self._marks(page))": "self._link.page_out(pairs, [])",
@@ -30,6 +30,7 @@ EVENTS_OF_THE_PAST = {
     "page.waited.clear()\n\n": "pass\n\n",
     "page.waited.clear()\n        page.host": "page.host",
 }
+
 
 def count_call(module, args, output):
     module.seen.add_(1)

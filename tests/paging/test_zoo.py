@@ -34,7 +34,6 @@ def percent_of_weights(model, device, percent):
     try:
         plan_paging(model, device, budget=wanted_bytes)
     except PagingError as error:
-        assert error.minimum_bytes > wanted_bytes
         return error.minimum_bytes
     return wanted_bytes
 

@@ -53,7 +53,18 @@ from tenure.adaptive import (
     set_cpu_memory_limit,
     simple,
 )
-from tenure.paging import PagedModel, PagingPlan, load_paged, page, plan_paging
+from tenure.paging import (
+    PagedModel,
+    PagingError,
+    PagingPlan,
+    PagingReport,
+    PagingWarning,
+    PlannedUnit,
+    chunk,
+    load_paged,
+    page,
+    plan_paging,
+)
 
 
 class Pair(NamedTuple):
@@ -337,3 +348,26 @@ def failing(x: Tensor) -> str:
         pass
     warnings: list[type[TenureWarning]] = [ScopeUsageWarning, tenure.TenureWarning]
     return f"{tenure.scopes.__name__} {tenure.__version__} {warnings}"
+
+
+def paging(model: torch.nn.Module, x: Tensor) -> None:
+    plan = plan_paging(model, "cuda", "64MiB", budget="6GiB", keep=["head"], compute_s=0.1)
+    assert_type(plan, PagingPlan)
+    assert_type(plan.units, tuple[PlannedUnit, ...])
+    assert_type(plan.minimum_bytes, int)
+    with page(model, torch.device("cuda"), budget="80%", host="pageable", prefetch=2) as handle:
+        assert_type(handle, PagedModel)
+        assert_type(handle.model, torch.nn.Module)
+        assert_type(handle.plan, PagingPlan)
+        handle(x)
+        report = handle.report()
+        assert_type(report, PagingReport)
+        assert_type(report.share_of_limit, float)
+        assert_type(report.helpful_budget_bytes, int | None)
+        assert_type(handle.closed, bool)
+    assert_type(chunk(model, "cuda", 10**8), PagedModel)
+    try:
+        page(model).unpage()
+    except PagingError as error:
+        assert_type(error.minimum_bytes, int | None)
+    assert issubclass(PagingWarning, TenureWarning)

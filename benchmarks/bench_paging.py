@@ -1,0 +1,162 @@
+"""How near to the limit of the link paging runs, on the simulated device's virtual clock.
+
+The limit of a pass is ``max((W-R)/BW, C)``: what has to be copied by the speed of the link, or what
+has to be computed. Every time here is virtual, so the same numbers come out on every machine.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import cycle, islice
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from benchmarks._record import Row, publish
+from tenure.paging import PagedModel, page
+
+# by name, so that type checkers, which the tests are not written for, don't follow
+_device: Any = import_module("tests.simdevice")
+_blocks: Any = import_module("tests.simdevice._blocks")
+_streams: Any = import_module("tests.simdevice._streams")
+_machine: Any = import_module("tests.simdevice._machine")
+_setup: Any = import_module("tests.simdevice._setup")
+
+_MB = 10**6
+_PARTS = 6
+_PASSES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Blocks in a row, and a budget.
+
+    Attributes:
+        what: in words.
+        block_bytes: the size of each block.
+        budget_bytes: what weights may take of the device.
+        bar: the share of the limit to reach.
+        ratios: computation by copy time, of each block.
+    """
+
+    what: str
+    block_bytes: list[int]
+    budget_bytes: int
+    bar: float
+    ratios: tuple[float, ...]
+
+
+class _Part(nn.Module):
+    """A layer whose kernel takes a given virtual time."""
+
+    def __init__(self, n_bytes: int, compute_s: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(n_bytes, dtype=torch.uint8), requires_grad=False)
+        self.compute_s = compute_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        stream, machine = _streams.current_stream(), _machine.machine
+        machine.launch("kernel", stream, [_blocks.span_of(self.weight)], [])
+        machine.clock.host_s += machine.clock.rates.host_launch_s
+        machine.clock._occupy(stream, "compute", self.compute_s)
+        return x
+
+
+def workloads() -> list[Workload]:
+    """The four of the table; a budget is given in mean blocks."""
+    uneven = list(islice(cycle([56 * _MB, 8 * _MB]), 12))
+    return [
+        Workload("24 blocks of 32 MB", [32 * _MB] * 24, 71 * _MB, 0.97, (0.1, 0.5, 0.95, 1.5)),
+        Workload("12 blocks of 8 MB", [8 * _MB] * 12, 26 * _MB, 0.94, (0.3, 0.95)),
+        Workload("12 blocks of 56 and 8 MB", uneven, 137 * _MB, 0.92, (0.3, 0.95)),
+        Workload(
+            "24 blocks of 32 MB, half of them stay", [32 * _MB] * 24, 456 * _MB, 0.95,
+            (0.1, 0.5, 0.95, 1.5),
+        ),
+    ]  # fmt: skip
+
+
+def blocks(workload: Workload, ratio: float, rates: Any) -> nn.Sequential:
+    """The model of a workload."""
+    made = []
+    for n_bytes in workload.block_bytes:
+        compute_s = ratio * n_bytes / rates.h2d_bytes_per_s / _PARTS
+        made.append(nn.Sequential(*[_Part(n_bytes // _PARTS, compute_s) for _ in range(_PARTS)]))
+    return nn.Sequential(*made).eval()
+
+
+def share(sim: Any, workload: Workload, ratio: float, unit: str) -> tuple[float, float]:
+    """The share of the limit, and by what the peak exceeds the budget, as a ratio to it."""
+    sim(detect_races=False)
+    model = blocks(workload, ratio, sim.rates)
+    size: int | str = f"{max(workload.block_bytes)}B" if unit == "block" else -1
+    with page(model, sim.device, size, budget=workload.budget_bytes) as handle:
+        elapsed_s = _pass_s(sim, model)
+        limit_s = max(
+            _passing_bytes(handle) / sim.rates.h2d_bytes_per_s,
+            sum(part.compute_s for part in model.modules() if isinstance(part, _Part)),
+        )
+    return float(limit_s / elapsed_s), float(sim.peak_bytes / workload.budget_bytes)
+
+
+def _pass_s(sim: Any, model: nn.Module) -> float:
+    x = torch.zeros(0, device=sim.device)
+    for _ in range(2):
+        model(x)
+    sim.module.synchronize()
+    begin_s = sim.elapsed_s
+    for _ in range(_PASSES):
+        model(x)
+    return float(sim.elapsed_s - begin_s) / _PASSES
+
+
+def _passing_bytes(handle: PagedModel) -> int:
+    return sum(unit.n_bytes for unit in handle.plan.units if not unit.resident)
+
+
+def host_ratio(sim: Any) -> float:
+    """Host memory of a paged model, by its weights."""
+    sim(detect_races=False)
+    process = psutil.Process(os.getpid())
+    model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(24)]).eval()
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    before_bytes = process.memory_info().rss
+    with page(model, sim.device, budget="64MiB"):
+        grown_bytes = process.memory_info().rss - before_bytes - sim.allocated_bytes
+    return float(1 + max(0, grown_bytes) / weight_bytes)
+
+
+def main() -> None:
+    """Measure every row and publish the table."""
+    _setup.install()
+    sim = _device.Simulator()
+    rows: list[Row] = []
+    peaks: list[float] = []
+    for workload in workloads():
+        for unit in ("block", "auto"):
+            found = [share(sim, workload, ratio, unit) for ratio in workload.ratios]
+            shares = ", ".join(
+                f"{ratio}: {each:.3f}"
+                for ratio, (each, _) in zip(workload.ratios, found, strict=True)
+            )
+            least = min(each for each, _ in found)
+            peaks += [peak for _, peak in found]
+            units = "a unit a block" if unit == "block" else "units of the planner's choice"
+            bar = f">= {workload.bar}" if unit == "block" else ""
+            reached = least >= workload.bar
+            rows.append(
+                Row(f"share of the limit: {workload.what}; {units}", f"{least:.3f}", bar, reached,
+                    f"computation / copy {shares}")
+            )  # fmt: skip
+    rows.append(Row("peak / budget", f"{max(peaks):.4f}", "<= 1", max(peaks) <= 1))
+    ratio = host_ratio(sim)
+    rows.append(Row("host memory / weights", f"{ratio:.3f}", "<= 1.05", ratio <= 1.05))
+    publish("paging", rows)
+
+
+if __name__ == "__main__":
+    main()
