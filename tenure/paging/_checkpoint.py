@@ -166,13 +166,15 @@ def _validate(path: Path) -> None:
     """
     try:
         library: Any = importlib.import_module("safetensors")
-        with library.safe_open(path, "numpy"):
-            pass
+        importlib.import_module("numpy")
     except ImportError as error:
         raise PagingError(
             f"Reading {path.name} takes safetensors and numpy ({error}): pip install "
             "'tenure[paging]'."
         ) from error
+    try:
+        with library.safe_open(path, "numpy"):
+            pass
     except library.SafetensorError as error:
         raise PagingError(
             f"{path.name} is no whole safetensors file ({error}). It may be cut short or damaged: "
@@ -187,7 +189,7 @@ def _stored(file: MappedFile) -> Iterator[tuple[str, StoredTensor]]:
     for name, entry in header.items():
         if name != "__metadata__":
             offset = _LENGTH_BYTES + length + entry["data_offsets"][0]
-            dtype = _DTYPES.get(entry["dtype"], entry["dtype"])
+            dtype: torch.dtype | str = _DTYPES.get(entry["dtype"]) or str(entry["dtype"])
             yield name, StoredTensor(file, offset, dtype, tuple(entry["shape"]))
 
 

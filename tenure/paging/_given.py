@@ -167,7 +167,7 @@ def _twin(tensor: Tensor, view: Tensor) -> Tensor:
         twin = nn.Parameter(view, requires_grad=tensor.requires_grad)
     elif isinstance(tensor, nn.Buffer):
         twin = nn.Buffer(view, persistent=tensor.persistent)
-    twin.__dict__.update(tensor.__dict__)
+    vars(twin).update(vars(tensor))
     return twin
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -261,15 +262,17 @@ def acquire(
         units: those that the store adopts.
         max_ahead: how many are fetched ahead at most.
     """
-    engine = Engine(link, store, planned.division.ring_bytes, max_ahead)
-    reserved = engine.reserve([u for u in planned.cut.units if u in planned.division.resident])
-    resources = Resources(engine, store, WholeTensors(planned.table.whole, link.device))
-    try:
+    with ExitStack() as undoing:
+        undoing.callback(store.close)
+        undoing.callback(link.close)
+        engine = Engine(link, store, planned.division.ring_bytes, max_ahead)
+        reserved = engine.reserve([u for u in planned.cut.units if u in planned.division.resident])
+        whole = WholeTensors(planned.table.whole, link.device)
+        resources = Resources(engine, store, whole)
+        undoing.callback(resources.close)
         store.adopt(units)
         engine.settle_in(reserved)
-    except BaseException:
-        resources.close()
-        raise
+        undoing.pop_all()
     return resources
 
 

@@ -1,5 +1,7 @@
 """From files to the simulated device, through staging memory that is used over and over."""
 
+import inspect
+import os
 import threading
 from functools import partial
 
@@ -7,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from tenure.paging import PagingError, load_paged, page
+from tenure.paging import PagingError, _disk_link, load_paged, page
 from tenure.paging._disk_link import DiskLink
 from tenure.paging._reader import Reader
+from tests.simdevice import RaceError
+from tests.simdevice._pinned import pinned_memory
 
 from .models import WIDTH, mlp
 from .test_disk_zoo import home, saved
@@ -140,3 +144,61 @@ def test_statistics_that_a_pass_changes_are_home_before_the_file_is_read_again(s
         for _ in range(3):
             assert_equal(home(model(x)), home(plain(x.to(sim.device))))
     assert_equal(model.state_dict(), home(plain.state_dict()))
+
+
+def uses_each_slot_again(sim):
+    reader = Reader()
+    link = DiskLink(sim.device, reader, N_BYTES, slot_bytes=64)
+    to = on_device(sim).zero_()
+    for first in (9, 10):
+        source = Content(first)
+        _, ready = link.page_in([(to, source)], [link.mark(link.current())])
+        link.let_compute(link.current(), ready)
+        read = to.clone()
+        ready.synchronize()
+        assert_equal(read.cpu(), source.values())
+    to.add_(1)
+    host = torch.zeros(N_BYTES, dtype=torch.uint8).pin_memory()
+    link.page_out([(host, to)], [link.mark(link.current())])
+    assert bytes(host.numpy()) == bytes((Content(10).values() + 1).numpy())
+    link.finish()
+    sim.finish()
+    link.close()
+    reader.close()
+
+
+def test_a_link_that_waits_is_clean(sim):
+    uses_each_slot_again(sim)
+
+
+@pytest.mark.parametrize(
+    ("wait", "without"),
+    [
+        ("self._in.wait_event(event)", "pass"),
+        ("event.synchronize()\n        self._free", "self._free"),
+        ("event.synchronize()\n        return event", "return event"),
+        ("stream.wait_event(event.inner if isinstance(event, TransferEvent) else event)", "pass"),
+    ],
+)
+def test_without_one_wait_it_is_caught(sim, monkeypatch, wait, without):
+    source = inspect.getsource(_disk_link)
+    assert source.count(wait) == 1
+    mutant = dict(vars(_disk_link))
+    exec(compile(source.replace(wait, without), _disk_link.__file__, "exec"), mutant)
+    monkeypatch.setitem(globals(), "DiskLink", mutant["DiskLink"])
+    with pytest.raises((RaceError, AssertionError)):
+        uses_each_slot_again(sim)
+    sim.take_faults()
+
+
+def test_a_device_without_room_leaves_nothing_pinned_nor_open(sim, tmp_path):
+    model = mlp()
+    path = saved(model, tmp_path / "m.safetensors")
+    sim(budget="4KiB")
+    before = len(os.listdir("/proc/self/fd")), len(pinned_memory._ranges)
+    with pytest.raises(torch.OutOfMemoryError):
+        load_paged(model, path, sim.device, budget="12KiB")
+    with pytest.raises(torch.OutOfMemoryError):
+        page(model, sim.device, budget="12KiB", host=tmp_path)
+    assert (len(os.listdir("/proc/self/fd")), len(pinned_memory._ranges)) == before
+    assert_equal(model(torch.ones(1, WIDTH)), model(torch.ones(1, WIDTH)))

@@ -203,7 +203,7 @@ def test_a_folder_in_memory_is_warned_about():
 def test_memory_is_let_go_of_while_paged(tmp_path):
     model = mlp()
     storages = [each.untyped_storage()._weak_ref() for each in model.parameters()]
-    with page(model, "cpu", host=tmp_path):
+    with page(model, "cpu", budget="8KiB", host=tmp_path):
         assert all(torch.UntypedStorage._expired(each) for each in storages)
 
 
