@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -147,15 +146,12 @@ def _add(checkpoint: Checkpoint, path: Path, expected: set[str] | None) -> None:
 
 
 def _opened(path: Path) -> MappedFile:
-    with ExitStack() as closing:
-        try:
-            file = closing.enter_context(path.open("rb"))
+    try:
+        with path.open("rb") as file:
             _validate(path)
-            mapped = MappedFile(file, path.name)
-        except OSError as error:
-            _refuse(path, error)
-        closing.pop_all()
-    return mapped
+            return MappedFile(file, path.name)
+    except OSError as error:
+        _refuse(path, error)
 
 
 def _validate(path: Path) -> None:

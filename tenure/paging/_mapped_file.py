@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import BinaryIO
 
@@ -29,10 +30,10 @@ _Seen = tuple[int, int]
 
 
 class MappedFile:
-    """A file, open for reading.
+    """A file, open for reading until this is closed or gone.
 
     Args:
-        file: the open file; closed with this.
+        file: the open file; it may be closed then.
         name: what messages call it.
         is_ours: whether nobody else can reach it; then it is never found changed.
 
@@ -45,10 +46,12 @@ class MappedFile:
     def __init__(self, file: BinaryIO, name: str, *, is_ours: bool = False) -> None:
         self.name = name
         self._is_ours = is_ours
-        self._file = file
+        self._descriptor = os.dup(file.fileno())
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        self._close.atexit = False
         self._seen = self._look()
         self.n_bytes = self._seen[0]
-        self._memory = _mapped(file.fileno(), self.n_bytes)
+        self._memory = _mapped(self._descriptor, self.n_bytes)
         self.address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int], offset: int) -> Tensor:
@@ -107,17 +110,17 @@ class MappedFile:
 
     def close(self) -> None:
         """Close the file; tensors over it stay as they are."""
-        self._file.close()
+        self._close()
 
     def _look(self) -> _Seen:
-        status = os.fstat(self._file.fileno())
+        status = os.fstat(self._descriptor)
         return status.st_size, status.st_mtime_ns
 
     def _read(self, address: int, offset: int, n_bytes: int) -> None:
         target = memoryview((ctypes.c_ubyte * n_bytes).from_address(address)).cast("B")
         while target:
             try:
-                n_read = os.preadv(self._file.fileno(), [target], offset)
+                n_read = os.preadv(self._descriptor, [target], offset)
             except OSError as error:
                 raise PagingError(
                     f"{self.name} can't be read at byte {offset}: {error.strerror}. No weights of "

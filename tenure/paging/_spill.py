@@ -6,7 +6,6 @@ file has no name from before its first byte, and the system takes it back with i
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import os
@@ -62,14 +61,12 @@ def spill(units: list[Unit], folder: Path, model: str) -> MappedFile:
         PagingError: the file can't be written; the tensors are where they were.
     """
     n_bytes = sum(unit.n_bytes for unit in units)
-    file = _nameless(folder)
     try:
-        _reserve(file, n_bytes)
-        _write(file, units)
-        mapped = MappedFile(file, f"The file of {model} in {str(folder)!r}", is_ours=True)
+        with _nameless(folder) as file:
+            _reserve(file, n_bytes)
+            _write(file, units)
+            mapped = MappedFile(file, f"The file of {model} in {str(folder)!r}", is_ours=True)
     except OSError as error:
-        with contextlib.suppress(OSError):  # what could not be written before can't be now
-            file.close()
         free_bytes = shutil.disk_usage(folder).free
         raise PagingError(
             f"{format_bytes(n_bytes)} of {model} could not be written to host={str(folder)!r}: "

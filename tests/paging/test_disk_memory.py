@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tenure._shrinking import ask_to_shrink
 from tenure.adaptive import memory_budget
 from tenure.paging import _mapped_file as mapped_file
 from tenure.paging import load_paged, page
@@ -121,6 +122,20 @@ def test_within_a_memory_budget_below_the_weights_a_model_loads_and_runs(tmp_pat
             assert_equal(ours(x), expected)
     with pytest.raises(torch.OutOfMemoryError), memory_budget("16KiB"):
         mlp().load_state_dict(torch.load(path) if path.suffix == ".pt" else model.state_dict())
+
+
+@torch.no_grad()
+def test_where_the_hosts_memory_runs_short_units_that_stayed_pass(tmp_path):
+    model = mlp()
+    expected = model(X)
+    with page(model, "cpu", budget="14KiB", host=tmp_path) as handle:
+        handle(X)
+        stayed_bytes = handle.report().resident_bytes
+        assert ask_to_shrink("cuda:0", 1) == 0
+        given_bytes = ask_to_shrink("cpu", 1)
+        assert 0 < given_bytes <= stayed_bytes
+        for _ in range(2):
+            assert_equal(model(X), expected)
 
 
 class Waits(nn.Module):

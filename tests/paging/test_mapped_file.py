@@ -22,9 +22,14 @@ def file(request, path, monkeypatch):
     """A mapped file where the kernel tells which pages were written, and where it does not."""
     if request.param == "untold":
         monkeypatch.setattr(module, "written_runs", lambda address, n_bytes: None)
-    file = MappedFile(path.open("rb"), path.name)
+    file = opened(path)
     yield file
     file.close()
+
+
+def opened(path, **options):
+    with path.open("rb") as file:
+        return MappedFile(file, path.name, **options)
 
 
 def read(file, offset, n_bytes):
@@ -94,7 +99,7 @@ def test_a_file_that_was_cut_is_refused(file, path):
 
 
 def test_a_file_that_nobody_else_can_reach_is_not_asked_again(path):
-    file = MappedFile(path.open("rb"), path.name, is_ours=True)
+    file = opened(path, is_ours=True)
     os.utime(path, ns=(0, 1))
     assert read(file, 0, 10) == CONTENT[:10]
     file.close()
@@ -108,7 +113,7 @@ def test_a_file_that_another_took_the_name_of_is_still_read(file, path):
 
 
 def test_a_read_that_the_disk_refuses_says_where(path, monkeypatch):
-    file = MappedFile(path.open("rb"), path.name)
+    file = opened(path)
 
     def refuse(*_):
         raise OSError(5, "Input/output error")
@@ -126,6 +131,6 @@ def test_a_read_that_comes_in_parts_is_whole(path, monkeypatch):
     whole = os.preadv
     monkeypatch.setattr(module.os, "preadv", lambda fd, views, at: whole(fd, [views[0][:1000]], at))
     monkeypatch.setattr(module, "written_runs", lambda address, n_bytes: [])
-    file = MappedFile(path.open("rb"), path.name)
+    file = opened(path)
     assert read(file, 1, 9000) == CONTENT[1:9001]
     file.close()

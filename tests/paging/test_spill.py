@@ -66,6 +66,12 @@ def test_the_file_goes_with_the_model(tmp_path):
     assert open_files(tmp_path) == 0
 
 
+def test_a_model_that_is_let_go_of_while_paged_leaves_nothing_open(tmp_path):
+    page(mlp(), "cpu", host=tmp_path)
+    gc.collect()
+    assert open_files(tmp_path) == 0
+
+
 def test_a_block_that_raises_leaves_nothing_and_the_model_whole(tmp_path):
     model = mlp()
     expected = computed(model)
