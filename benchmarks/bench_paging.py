@@ -105,13 +105,13 @@ def share(sim: Any, workload: Workload, ratio: float, unit: str) -> tuple[float,
 
 def _pass_s(sim: Any, model: nn.Module) -> float:
     x = torch.zeros(0, device=sim.device)
-    for _ in range(2):
+    for _ in range(3):
         model(x)
-    sim.module.synchronize()
-    begin_s = sim.elapsed_s
+    stream = _streams.current_stream()
+    begin_s = stream.ready_s  # without a stop: passes follow each other, as tokens do
     for _ in range(_PASSES):
         model(x)
-    return float(sim.elapsed_s - begin_s) / _PASSES
+    return float(stream.ready_s - begin_s) / _PASSES
 
 
 def _passing_bytes(handle: PagedModel) -> int:
@@ -134,6 +134,7 @@ def main() -> None:
     """Measure every row and publish the table."""
     _setup.install()
     sim = _device.Simulator()
+    ratio = host_ratio(sim)  # first: what is freed later stays with the C library
     rows: list[Row] = []
     peaks: list[float] = []
     for workload in workloads():
@@ -153,7 +154,6 @@ def main() -> None:
                     f"computation / copy {shares}")
             )  # fmt: skip
     rows.append(Row("peak / budget", f"{max(peaks):.4f}", "<= 1", max(peaks) <= 1))
-    ratio = host_ratio(sim)
     rows.append(Row("host memory / weights", f"{ratio:.3f}", "<= 1.05", ratio <= 1.05))
     publish("paging", rows)
 

@@ -1,8 +1,8 @@
 """Brings units to the device before they are used, and takes their place back after.
 
 Invariant: a unit's bytes are read on a stream only after a wait for their copy, and overwritten
-only after a wait for their last use; a unit that is missing, whatever was predicted, is fetched when
-it is used. All device memory is allocated at the start, and the host waits only for what changed.
+only after a wait for their last use; a unit that is missing, whatever was predicted, is fetched
+when it is used. Device memory is allocated at the start, and the host waits only for what changed.
 """
 
 from __future__ import annotations

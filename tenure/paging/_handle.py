@@ -147,13 +147,16 @@ class Resources:
         engine: the pages.
         store: the host bytes.
         whole: the tensors that are not paged.
+        units: all units of the plan; what else refers to them does so weakly.
 
     Attributes:
         closed: whether it is given back.
     """
 
-    def __init__(self, engine: Engine, store: HostStore, whole: WholeTensors) -> None:
-        self.engine, self.store, self.whole = engine, store, whole
+    def __init__(
+        self, engine: Engine, store: HostStore, whole: WholeTensors, units: list[Unit]
+    ) -> None:
+        self.engine, self.store, self.whole, self.units = engine, store, whole, units
         self.closed = False
 
     def close(self) -> None:
@@ -268,7 +271,7 @@ def acquire(
         engine = Engine(link, store, planned.division.ring_bytes, max_ahead)
         reserved = engine.reserve([u for u in planned.cut.units if u in planned.division.resident])
         whole = WholeTensors(planned.table.whole, link.device)
-        resources = Resources(engine, store, whole)
+        resources = Resources(engine, store, whole, planned.cut.units)
         undoing.callback(resources.close)
         store.adopt(units)
         engine.settle_in(reserved)

@@ -146,7 +146,8 @@ def moved(tree: Any, source: str, device: torch.device) -> Any:
     if isinstance(tree, Tensor):
         return tree.to(device) if tree.device.type == source else tree
     if isinstance(tree, PackedSequence):
-        return tree.to(device=device) if tree.data.device.type == source else tree
+        packed: Any = tree  # its method takes what a tensor's takes
+        return packed.to(device) if tree.data.device.type == source else tree
     if type(tree) in (list, tuple):
         return type(tree)(moved(each, source, device) for each in tree)
     if type(tree) is dict:

@@ -32,6 +32,7 @@ from ._residency import (
     minimum_ring_bytes,
     n_bytes,
     predicted_pass_s,
+    preferred,
     smallest,
 )
 from ._table import TensorTable, n_bytes_of_whole
@@ -203,14 +204,17 @@ def make_plan(
     kept = checked_kept(model, keep)
     sizes = [size] if size != -1 else _unit_sizes(model, budget_bytes)
     drafts = [_Draft.of(model, each, kept) for each in sizes]
-    divided = [(draft, draft.divide(budget_bytes, link, compute_s)) for draft in drafts]
-    possible = [(draft, found) for draft, found in divided if found is not None]
     minimum_bytes = min(draft.minimum_bytes for draft in drafts)
-    if not possible:
+    divided = [draft.divide(budget_bytes, link, compute_s) for draft in drafts]
+    possible = [
+        (expected_s(draft.cut, division, link, compute_s), _Choice(draft, division))
+        for draft, division in zip(drafts, divided, strict=True)
+        if division is not None
+    ]
+    choice = preferred(possible)
+    if choice is None:
         raise _too_small(model, min(drafts, key=lambda draft: draft.minimum_bytes), budget_bytes)
-    draft, division = min(
-        possible, key=lambda pair: expected_s(pair[0].cut, pair[1], link, compute_s)
-    )
+    draft, division = choice.draft, choice.division
     passing_bytes = n_bytes(unit for unit in draft.cut.units if unit not in division.resident)
     resident_bytes = draft.whole_bytes + n_bytes(division.resident)
     device_bytes = resident_bytes + division.ring_bytes
@@ -276,6 +280,16 @@ class _Draft:
         if budget_bytes is None:
             return smallest(self.cut, self.kept, _NEIGHBOURS)
         return divide(self.cut, self.kept, budget_bytes - self.whole_bytes, link, compute_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    draft: _Draft
+    division: Residency
+
+    @property
+    def ring_bytes(self) -> int:
+        return self.division.ring_bytes
 
 
 def _unit_sizes(model: nn.Module, budget_bytes: int | None) -> list[int | str]:

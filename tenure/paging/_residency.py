@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from ._schedule import Step, pass_s
 from ._units import Cut, Unit
@@ -15,6 +16,18 @@ from ._units import Cut, Unit
 _MOST_NEIGHBOURS = 6
 _SMALL_SHARE = 1 / 64
 """A unit below this share of the largest one stays if it can: its copy is mostly latency."""
+
+_RATIOS = (0.0, 0.25, 0.5, 0.95)
+"""Computation by copy time of all weights, where the computation is not known."""
+_ABOUT_AS_FAST = 1.02
+
+
+class _HasRing(Protocol):
+    @property
+    def ring_bytes(self) -> int: ...
+
+
+_Division = TypeVar("_Division", bound=_HasRing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +81,20 @@ def divide(
         for n_neighbours in range(_MOST_NEIGHBOURS + 1)
         if (found := _candidate(cut, kept, budget_bytes, n_neighbours)) is not None
     ]
-    return min(
-        candidates,
-        key=lambda each: (expected_s(cut, each, link, compute_s), each.ring_bytes),
-        default=None,
-    )
+    return preferred([(expected_s(cut, each, link, compute_s), each) for each in candidates])
+
+
+def preferred(candidates: Sequence[tuple[float, _Division]]) -> _Division | None:
+    """Of what is about as fast as the fastest, what has the largest ring: it bears more surprises.
+
+    Args:
+        candidates: divisions, or what has one, each with its expected seconds.
+    """
+    if not candidates:
+        return None
+    best_s = min(expected for expected, _ in candidates)
+    near = [each for expected, each in candidates if expected <= best_s * _ABOUT_AS_FAST]
+    return max(near, key=lambda each: each.ring_bytes)
 
 
 def smallest(cut: Cut, kept: frozenset[Unit], n_neighbours: int) -> Residency:
@@ -95,13 +117,11 @@ def predicted_pass_s(cut: Cut, division: Residency, link: LinkSpeed, compute_s: 
 
 
 def expected_s(cut: Cut, division: Residency, link: LinkSpeed, compute_s: float | None) -> float:
-    """What a division is judged by; without a known computation, two passes that differ in it."""
+    """What a division is judged by; without a known computation, passes that differ in it."""
     if compute_s is not None:
         return predicted_pass_s(cut, division, link, compute_s)
-    balanced_s = 0.95 * n_bytes(cut.units) / link.bytes_per_s
-    return predicted_pass_s(cut, division, link, balanced_s) + predicted_pass_s(
-        cut, division, link, 0.0
-    )
+    copy_s = n_bytes(cut.units) / link.bytes_per_s
+    return sum(predicted_pass_s(cut, division, link, ratio * copy_s) for ratio in _RATIOS)
 
 
 def _candidate(

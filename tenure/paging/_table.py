@@ -6,6 +6,7 @@ parameters, shared modules and views of one storage lie in one extent.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -31,7 +32,6 @@ class HostTensor:
         name: its first qualified name.
         is_buffer: whether it is registered as a buffer.
         at_bytes: where it begins in its extent; from when it is in a unit, in that unit.
-        unit: what it is paged with; None for a tensor that is kept on the device whole.
         touched: whether code outside of the model's forward may have written to it.
     """
 
@@ -39,8 +39,18 @@ class HostTensor:
     name: str
     is_buffer: bool
     at_bytes: int = 0
-    unit: Unit | None = None
     touched: bool = False
+    _unit: weakref.ref[Unit] | None = None
+
+    @property
+    def unit(self) -> Unit | None:
+        """What it is paged with; None for a tensor that is kept on the device whole."""
+        return None if self._unit is None else self._unit()
+
+    def join(self, unit: Unit, start: int) -> None:
+        """Become part of a unit, in which its extent begins at byte ``start``."""
+        self._unit = weakref.ref(unit)  # weakly: dropped plans must go, and what they refer to
+        self.at_bytes += start
 
     @property
     def version(self) -> int:
@@ -53,7 +63,7 @@ class Extent:
     """The bytes of one storage that tensors of the model use, from the first to the last.
 
     Attributes:
-        low_byte: where they begin in it.
+        low_byte: where they begin in the storage.
         n_bytes: how many there are.
         tensors: the tensors over them.
     """
@@ -132,10 +142,12 @@ def n_bytes_of_whole(tensor: Tensor) -> int:
 
 def _registered(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor, bool]]:
     dot = f"{prefix}." if prefix else ""
-    for is_buffer, tensors in enumerate((module._parameters, module._buffers)):
-        for name, tensor in tensors.items():
-            if tensor is not None:
-                yield dot + name, tensor, bool(is_buffer)
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield dot + name, parameter, False
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            yield dot + name, buffer, True
 
 
 def _extent(hosts: list[HostTensor]) -> Extent:
@@ -151,5 +163,5 @@ def _byte_range(tensor: Tensor) -> tuple[int, int]:
     """From its first byte in the storage to the end of its last."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     n_elements = 1 + sum((n - 1) * step for n, step in steps)
-    start = tensor.storage_offset() * tensor.element_size()
-    return start, start + n_elements * tensor.element_size()
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return start, start + int(n_elements) * tensor.element_size()

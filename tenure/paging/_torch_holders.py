@@ -16,7 +16,10 @@ def is_held(holder: Mapping[Any, Tensor], key: Any) -> bool:
 
     A tensor made of it by ``detach()`` or ``.data`` is not seen.
     """
-    return _n_holders(holder, key) > _alone() or holder[key]._use_count() > _ALONE_IN_C
+    tensor: Any = holder[key]
+    n_in_c = tensor._use_count()
+    del tensor
+    return n_in_c > _ALONE_IN_C or _n_holders(holder, key) > _alone()
 
 
 _ALONE_IN_C = 1

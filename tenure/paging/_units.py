@@ -28,7 +28,7 @@ Fits = Callable[[nn.Module], bool]
 """Whether a module is small enough to be a unit."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Unit:
     """Tensors that are paged together.
 
@@ -49,7 +49,7 @@ class Unit:
     def __post_init__(self) -> None:
         for extent in self.extents:
             for host in extent.tensors:
-                host.unit, host.at_bytes = self, self.n_bytes + host.at_bytes
+                host.join(self, self.n_bytes)
                 self.tensors.append(host)
             self.n_bytes = _aligned(self.n_bytes + extent.n_bytes, EXTENT_ALIGNMENT_BYTES)
         self.n_bytes = _aligned(self.n_bytes, UNIT_ALIGNMENT_BYTES)

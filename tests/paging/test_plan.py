@@ -46,7 +46,8 @@ def test_an_impossible_budget_is_refused_and_the_named_minimum_does(sim, model):
     with pytest.raises(
         PagingError,
         match=r"^Sequential can't be paged within 255.0 KiB: the least is 256.0 KiB "
-        r"\(262144 bytes\), because 256.0 KiB of its weights are needed at once. Allow a larger budget.$",
+        r"\(262144 bytes\), because 256.0 KiB of its weights are needed at once. Allow a larger "
+        r"budget.$",
     ) as caught:
         page(model, sim.device, budget="255KiB")
     assert caught.value.minimum_bytes == 256 * 1024
@@ -147,7 +148,7 @@ def foreign():
         (lambda: mlp().to("meta"), r"^'0.weight' has no values \(float32\[32, 32\] on meta"),
         (lambda: nn.Sequential(nn.LazyLinear(4)), "^'0.weight' is not initialized yet. Run"),
         (shared, "^'0.weight' is in memory shared with other processes"),
-        (foreign, r"^'0' is offloaded by accelerate \(_hf_hook\), which moves its weights itself"),
+        (foreign, r"^'0' is offloaded by accelerate \(_hf_hook\), which moves its weights. Remove"),
         (lambda: mlp, "^A model is paged, a torch.nn.Module; this is a function.$"),
     ],
 )

@@ -87,20 +87,21 @@ def takes_memory_after_what_used_it(sim):
 def writes_buffers_and_reads_them_again(sim):
     torch.manual_seed(0)
     model, x = Written().eval(), torch.randn(4, WIDTH, device=sim.device)
-    for ring_bytes, stays in ((9 << 10, False), (27 << 10, False), (0, True)):
+    for ring_bytes, stays, n_ahead in ((9 << 10, False, 0), (27 << 10, False, 1), (0, True, 0)):
         model.count.seen.zero_()
-        with through_ring(sim, model, ring_bytes, stays), torch.no_grad():
+        with through_ring(sim, model, ring_bytes, stays, n_ahead), torch.no_grad():
             for n_passes in (1, 2):
                 model(x)
                 assert model.count.seen.eq(6 * n_passes).all()
 
 
-def through_ring(sim, model, ring_bytes, stays):
+def through_ring(sim, model, ring_bytes, stays, n_ahead=0):
     planned = make_plan(model, sim.device, 1, "1MiB", ())
     resident = planned.division.resident if stays else frozenset()
     planned = replace(planned, division=Residency(resident, ring_bytes))
     link = _link.Link(sim.device)
-    return carry_out(model, planned, link, HostBuffers(link.module, pin=True), 0)
+    store = HostBuffers(link.module, pin=True)
+    return carry_out(model, planned, link, store, n_ahead)
 
 
 def changes_weights_between_passes(sim):
