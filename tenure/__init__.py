@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from . import adaptive as adaptive
     from . import paging as paging
+    from . import profiler as profiler
     from . import scopes as scopes
     from ._errors import ByteSizeError as ByteSizeError
     from ._errors import DisposedTensorError as DisposedTensorError
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ROOMS = ("adaptive", "paging", "scopes")
+_ROOMS = ("adaptive", "paging", "profiler", "scopes")
 _NAMES = {
     "tenure._errors": (
         "ByteSizeError", "DisposedTensorError", "ScopeLeakError", "ScopeUsageError",
@@ -61,6 +62,13 @@ def __getattr__(name: str) -> object:
     value = getattr(_import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
+
+
+def load_ipython_extension(shell: object) -> None:
+    """Add the magics of ``tenure.profiler``; IPython calls this for ``%load_ext tenure``."""
+    from .profiler import load_ipython_extension
+
+    load_ipython_extension(shell)
 
 
 def __dir__() -> list[str]:

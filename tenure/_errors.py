@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tenure.adaptive._oom import OomInfo
+    from tenure.profiler import Courtesy
     from tenure.scopes._leaks import LeakReport
 
 
@@ -45,6 +46,29 @@ class ScopeLeakError(TenureError):
 
 class AdaptiveUsageError(TenureError):
     """A function of ``tenure.adaptive`` got what it can't use, and nothing was changed."""
+
+
+class CourtesyError(TenureError):
+    """Memory could not be moved to the host, or not be brought back; no bytes were lost.
+
+    Attributes:
+        courtesy: whose ``restore()`` brings back what is still away.
+    """
+
+    def __init__(self, message: str, courtesy: Courtesy | None = None) -> None:
+        super().__init__(message)
+        self.courtesy = courtesy
+
+    def __reduce__(self) -> tuple[type[CourtesyError], tuple[str]]:
+        return type(self), (self.args[0],)  # what is away is away in this process only
+
+
+class AwayTensorError(CourtesyError):
+    """A tensor was used while its bytes were in host memory."""
+
+
+class ProfilerUsageError(TenureError):
+    """A function of ``tenure.profiler`` got what it can't use, and nothing was changed."""
 
 
 class PagingError(TenureError):
@@ -112,11 +136,25 @@ class PagingWarning(TenureWarning):
     """A model is paged, but slower than it could be."""
 
 
+class CourtesyWarning(TenureWarning):
+    """Memory of a device was to be moved to the host, and some of it can't be."""
+
+
+class ProfilerUsageWarning(TenureWarning):
+    """A profiler is used in a way that works, but not quite as it was asked for."""
+
+
 _ROOMS: dict[str, str] = {
-    **dict.fromkeys(
-        ("AdaptiveUsageError", "BatchCoupledError", "OutOfRetriesError"), "tenure.adaptive"
-    ),
-    **dict.fromkeys(("PagingError", "PagingWarning"), "tenure.paging"),
+    "AdaptiveUsageError": "tenure.adaptive",
+    "BatchCoupledError": "tenure.adaptive",
+    "OutOfRetriesError": "tenure.adaptive",
+    "AwayTensorError": "tenure.profiler",
+    "CourtesyError": "tenure.profiler",
+    "CourtesyWarning": "tenure.profiler",
+    "ProfilerUsageError": "tenure.profiler",
+    "ProfilerUsageWarning": "tenure.profiler",
+    "PagingError": "tenure.paging",
+    "PagingWarning": "tenure.paging",
 }
 
 

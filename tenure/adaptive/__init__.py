@@ -14,6 +14,7 @@ from ._caches import BatchsizeCache as BatchsizeCache
 from ._caches import GlobalBatchsizeCache as GlobalBatchsizeCache
 from ._caches import NoBatchsizeCache as NoBatchsizeCache
 from ._caches import StacktraceMemoryBatchsizeCache as StacktraceMemoryBatchsizeCache
+from ._check_split import check_split as check_split
 from ._chunked_function import ChunkedFunction as ChunkedFunction
 from ._chunked_function import chunked as chunked
 from ._events import AdaptiveEvent as AdaptiveEvent
@@ -33,6 +34,10 @@ from ._range_function import range as range
 from ._size_file import load as load
 from ._size_file import reset as reset
 from ._size_file import save as save
+from ._split_report import SplitDifference as SplitDifference
+from ._split_report import SplitReport as SplitReport
+from ._step import StepResult as StepResult
+from ._step import step as step
 
 DEFAULT_CACHE_TYPE: type[BatchsizeCache] = StacktraceMemoryBatchsizeCache
 """What sizes are remembered for, where a call names no ``cache_type``; set it to change that."""

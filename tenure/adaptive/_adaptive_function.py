@@ -51,7 +51,9 @@ class AdaptiveFunction:
         if bind is None:
             return self
         function = bind(self._function, instance, owner)
-        return self if function is self._function else self._with(function)
+        if function is not self._function:
+            return self._with(function)
+        return self if owner is None else _OfClass(self, owner)
 
     def __repr__(self) -> str:
         return f"<{self._entry} of {self._name}>"
@@ -96,6 +98,28 @@ class AdaptiveFunction:
             chunked,
             dimension,
         )
+
+
+class _OfClass:
+    """A method that was looked up in its class: it is called with an instance first."""
+
+    def __init__(self, adaptive: AdaptiveFunction, owner: type) -> None:
+        wrapper: Any = self
+        functools.update_wrapper(wrapper, adaptive._function, updated=())
+        self._adaptive = adaptive
+        self._class = owner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], self._class):
+            return self._adaptive._bound(args[0], self._class)(*args[1:], **kwargs)
+        plain: Any = self._adaptive  # a function that has the class as its namespace
+        return plain(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return repr(self._adaptive)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._class, vars(self)["__name__"])
 
 
 def required(initial: int | None, name: str, arguments: str) -> int:

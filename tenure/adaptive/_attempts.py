@@ -21,7 +21,7 @@ from ._events import AdaptiveEvent, EventKind, memory_of, statistics, tell
 from ._oom import OomInfo, oom_info
 from ._release import forget_traceback, release
 from ._relief import Relief, Scene, free_bytes_of, scene_of
-from ._rollback import Rollback, Together
+from ._rollback import Rollback
 
 T = TypeVar("T")
 OnRetry = Callable[[AdaptiveEvent], object]
@@ -64,7 +64,7 @@ class Attempts:
         on_retry: called with each AdaptiveEvent.
     """
 
-    __slots__ = ("_name", "_on_retry", "_scope", "_state", "_unit")
+    __slots__ = ("_name", "_on_retry", "_scope", "_state", "_statistics", "_unit")
 
     def __init__(
         self,
@@ -78,7 +78,8 @@ class Attempts:
         self._name = name
         self._scope = scope
         self._unit = unit
-        self._state = state or _NO_STATE
+        self._state = state
+        self._statistics = statistics()
         self._on_retry = on_retry
 
     @never_compiled
@@ -119,16 +120,19 @@ class Attempts:
 
     def _attempt(self, work: Callable[[int], T], size: int) -> T | _Failure:
         """Run the work once; its result, or what is to know of its failure."""
-        statistics().attempts += 1
+        self._statistics.attempts += 1
         state = self._state
-        state.begin()
+        if state is not None:
+            state.begin()
         try:
             result = work(size)
-            state.finish()
+            if state is not None:
+                state.finish()
         except BaseException as error:
             info = oom_info(error)
             if info is None or not info.retry_safe:
-                state.undo()
+                if state is not None:
+                    state.undo()
                 self._hand_on()
                 raise
             return _Failure(error, info, scene_of(info))
@@ -142,13 +146,14 @@ class Attempts:
 
     def _let_go(self, failure: _Failure, size: int) -> None:
         """Free what the attempt made, whoever keeps its exception or its tensors."""
-        statistics().ooms += 1
+        self._statistics.ooms += 1
         release(failure.error, sys.exception())
         scope = self._scope
         name, scope.name = scope.name, f"attempt of {self._name} at {self._unit} {size}"
         scope.dispose_everything()
         scope.name = name
-        self._state.undo()
+        if self._state is not None:
+            self._state.undo()
 
     def _has_next(self, failure: _Failure, search: SizeSearch, relief: Relief) -> bool:
         """Whether there is something to try: the same size with more room, or a smaller one."""
@@ -201,6 +206,3 @@ def _advice(size: int) -> str:
 
 def _ignoring_the_size(fallback: Callable[[], T]) -> Callable[[int], T]:
     return lambda size: fallback()
-
-
-_NO_STATE = Together(())

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, Unpack, overload
 
+from tenure._torch_dynamo import never_compiled
+
 from ._adaptive_function import AdaptiveFunction, required
 from ._caches import BatchsizeCache
 from ._options import AdaptiveOptions, Options, checked_options
@@ -59,7 +61,8 @@ class BatchFunction(AdaptiveFunction, Generic[P, T_co]):
     def __call__(  # pyright: ignore[reportOverlappingOverload]  # it thinks of toma_context=**
         self, *args: Any, toma_cache_type: _CacheType | None, **kwargs: Any
     ) -> T_co: ...
-    def __call__(  # type: ignore[misc]  # mypy does not see P in *args and **kwargs
+    @never_compiled  # type: ignore[misc]  # mypy does not see P in *args and **kwargs
+    def __call__(
         self,
         *args: Any,
         toma_initial_batchsize: int | None = None,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from tenure._torch_versions import version_of, write_back
 from tenure.scopes import persist
@@ -38,11 +39,14 @@ class BufferState:
 
     def begin(self) -> None:
         """Copy the buffers."""
+        self._buffers = []  # the copies of the attempt before go first
         with persist(), torch.no_grad():
             self._buffers = [
                 _noted(module, name, tensor)
                 for module in self._modules
                 for name, tensor in module._buffers.items()
+                if tensor is None
+                or not is_lazy(tensor)  # a first call that fails may leave it with a shape
             ]
 
     def finish(self) -> None:

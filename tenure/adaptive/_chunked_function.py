@@ -21,6 +21,7 @@ from typing import (
 from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
+from tenure._torch_dynamo import never_compiled
 
 from ._caches import BatchsizeCache
 from ._collect import Collect
@@ -102,7 +103,8 @@ class ChunkedFunction(PiecesFunction, Generic[P, R_co]):
     def __call__(  # pyright: ignore[reportOverlappingOverload]  # it thinks of toma_context=**
         self, tensor: Tensor, *args: Any, toma_cache_type: _CacheType | None, **kwargs: Any
     ) -> R_co: ...
-    def __call__(  # type: ignore[misc]  # pyright: ignore[reportInconsistentOverload]  # P has them
+    @never_compiled  # type: ignore[misc]  # mypy does not see P in *args and **kwargs
+    def __call__(  # pyright: ignore[reportInconsistentOverload]  # P has them
         self,
         tensor: Tensor,
         *args: Any,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,7 +66,7 @@ class Site:
 
 
 _lock = threading.RLock()
-sites: dict[SiteKey, Site] = {}
+sites: OrderedDict[SiteKey, Site] = OrderedDict()
 from_files: dict[str, dict[str, SizeRecord]] = {}
 
 
@@ -74,9 +75,9 @@ def find(key: SiteKey) -> Site | None:
     site = sites.get(key)
     if site is None or not site.is_alive:
         return None
-    with _lock:  # the latest stands last
-        sites.pop(key, None)
-        sites[key] = site
+    with _lock:
+        if key in sites:  # another thread may forget
+            sites.move_to_end(key)  # in one step: a thread that looks meanwhile finds it
     return site
 
 

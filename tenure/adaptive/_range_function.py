@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
 from tenure._errors import AdaptiveUsageError
+from tenure._torch_dynamo import never_compiled
 
 from ._caches import BatchsizeCache
 from ._collect import Collect
@@ -67,7 +68,8 @@ class RangeFunction(PiecesFunction, Generic[P, R_co]):
     def __call__(  # pyright: ignore[reportOverlappingOverload]  # it thinks of toma_context=**
         self, start: int, end: int, *args: Any, toma_cache_type: _CacheType | None, **kwargs: Any
     ) -> R_co: ...
-    def __call__(  # type: ignore[misc]  # pyright: ignore[reportInconsistentOverload]  # P has them
+    @never_compiled  # type: ignore[misc]  # mypy does not see P in *args and **kwargs
+    def __call__(  # pyright: ignore[reportInconsistentOverload]  # P has them
         self,
         start: int,
         end: int,

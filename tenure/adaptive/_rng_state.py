@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from tenure.scopes import persist
+
 _Restore = Callable[[], object]
 
 
@@ -37,7 +39,8 @@ class RngState:
     def begin(self) -> None:
         """Note all states."""
         restores = [_cpu(), _python(), *map(_generator, self._generators)]
-        restores += [_accelerator(device) for device in self._devices_in_use()]
+        with persist():  # a device may keep its state in tensors, and no scope may let go of them
+            restores += [_accelerator(device) for device in self._devices_in_use()]
         if (numpy_random := sys.modules.get("numpy.random")) is not None:
             restores.append(_numpy(numpy_random))
         self._restores = restores
@@ -47,8 +50,9 @@ class RngState:
 
     def undo(self) -> None:
         """Put all states back."""
-        for restore in self._restores:
-            restore()
+        with persist():
+            for restore in self._restores:
+                restore()
 
     def _devices_in_use(self) -> list[torch.device]:
         devices = dict.fromkeys(device for device in self._devices if device.type != "cpu")

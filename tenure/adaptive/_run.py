@@ -37,7 +37,9 @@ def run_batch(
     memory: Memory,
 ) -> Any:
     """Return ``function(size, *args, **kwargs)``, tried until it fits."""
-    search = AdaptiveSearch(name, "batch size", initial, options.limits, memory, options.reduce)
+    search = AdaptiveSearch(
+        name, "batch size", initial, options.limits, memory, options.reduce, options.on_retry
+    )
 
     def work(size: int) -> Any:
         return function(size, *args, **kwargs)
@@ -143,7 +145,9 @@ def run_pieces(
     """
     if initial is None:
         initial = max(end - piece.start, options.limits.floor)
-    search = AdaptiveSearch(name, "step", initial, options.limits, memory, options.reduce, True)
+    search = AdaptiveSearch(
+        name, "step", initial, options.limits, memory, options.reduce, options.on_retry, True
+    )
     results: list[Any] | None = None if collector is None else []
     if progress:
         with Bar(name, end - piece.start) as bar:

@@ -12,6 +12,7 @@ from typing import ClassVar, Protocol
 
 from tenure._errors import AdaptiveUsageError
 
+from ._attempts import OnRetry
 from ._events import AdaptiveEvent, tell
 from ._memory_meter import MemoryMeter, meter_for
 from ._oom import OomInfo
@@ -63,6 +64,7 @@ class AdaptiveSearch:
         limits: the sizes that are allowed.
         memory: where this call finds and leaves what is known of its site.
         reduce: the user's way to make a failed size smaller.
+        on_retry: called with each growth.
         in_pieces: whether a call has many pieces, of which each may have its size.
 
     Attributes:
@@ -71,7 +73,7 @@ class AdaptiveSearch:
 
     __slots__ = (
         "_base", "_ceiling", "_elsewhere", "_in_pieces", "_initial", "_limits", "_memory", "_meter",
-        "_n_failures", "_n_pieces", "_name", "_record", "_reduce", "_unit", "size",
+        "_n_failures", "_n_pieces", "_name", "_on_retry", "_record", "_reduce", "_unit", "size",
     )  # fmt: skip
 
     def __init__(
@@ -82,6 +84,7 @@ class AdaptiveSearch:
         limits: SizeLimits,
         memory: Memory,
         reduce: Reduce | None = None,
+        on_retry: OnRetry | None = None,
         in_pieces: bool = False,
     ) -> None:
         self._name = name
@@ -90,6 +93,7 @@ class AdaptiveSearch:
         self._limits = limits
         self._memory = memory
         self._reduce = reduce
+        self._on_retry = on_retry
         self._in_pieces = in_pieces
         self._meter: MemoryMeter | None = None
         self._n_failures = self._n_pieces = 0
@@ -126,7 +130,8 @@ class AdaptiveSearch:
         size, meter = self.size, self._meter
         needed_bytes = meter.needed_bytes() if meter is not None else None
         if record.note_ok(size, needed_bytes):
-            tell(AdaptiveEvent("grow", self._name, self._unit, self._base, size))
+            event = AdaptiveEvent("grow", self._name, self._unit, self._base, size)
+            tell(event, self._on_retry)
             self._base = size
         self._n_pieces += 1
         if meter is not None and needed_bytes:
@@ -223,10 +228,10 @@ class AdaptiveSearch:
     def _wanted(self, record: SizeRecord, info: OomInfo, meter: MemoryMeter | None) -> int:
         """The size to try after a failure, before it is made one that is allowed."""
         size = self.size
-        if self._reduce is not None:
-            return checked_reduced(self._reduce(size, info))
         if record.ok:  # something smaller is known to work
             return record.ok
+        if self._reduce is not None:
+            return checked_reduced(self._reduce(size, info))
         wanted = size // 2
         if meter is None:
             return wanted

@@ -11,6 +11,8 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 
 from torch import Tensor
 
+from tenure._torch_dynamo import never_compiled
+
 from ._call_memory import memory_for
 from ._chunked_function import checked_dimension
 from ._collect import Collect, collector_for
@@ -56,6 +58,7 @@ def batch(
     initial = checked_size("initial_batchsize", initial_batchsize)
     checked_initial("initial_batchsize", initial, checked.limits)
 
+    @never_compiled
     def execute(func: Callable[[int], T]) -> T:
         check_function("@execute.batch", func)
         frame = sys._getframe(1)
@@ -139,6 +142,7 @@ def range(
     initial = checked_initial("initial_step", initial_step, checked.limits)
     collector = collector_for(collect)
 
+    @never_compiled
     def execute(func: Callable[[int, int], Any]) -> Any:
         check_function("@execute.range", func)
         frame = sys._getframe(1)
@@ -222,6 +226,7 @@ def chunked(
     initial = checked_initial("initial_step", initial_step, checked.limits)
     collector = collector_for(collect)
 
+    @never_compiled
     def execute(func: Callable[[Tensor, int, int], Any]) -> Any:
         check_function("@execute.chunked", func)
         frame = sys._getframe(1)

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from tenure._torch_dynamo import never_compiled
+
 from ._caches import BatchsizeCache
 from ._call_memory import memory_for, stands_for
 from ._chunked_function import checked_dimension
@@ -22,6 +24,7 @@ from ._size_limits import checked_size
 T = TypeVar("T")
 
 
+@never_compiled
 def batch(
     func: Callable[..., T],
     initial_batchsize: int,
@@ -55,6 +58,7 @@ def batch(
     return result
 
 
+@never_compiled
 def range(
     func: Callable[..., object],
     start: int,
@@ -93,6 +97,7 @@ def range(
     run_pieces(name_of(func), piece, end, initial, PLAIN, memory)
 
 
+@never_compiled
 def chunked(
     func: Callable[..., object],
     tensor: Tensor,

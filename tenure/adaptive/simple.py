@@ -7,6 +7,8 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor
 
+from tenure._torch_dynamo import never_compiled
+
 from ._call_memory import NO_MEMORY
 from ._chunked_function import checked_dimension
 from ._options import PLAIN, check_function, name_of
@@ -18,6 +20,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+@never_compiled
 def batch(
     func: Callable[Concatenate[int, P], T],
     initial_batchsize: int,
@@ -44,6 +47,7 @@ def batch(
     return result
 
 
+@never_compiled
 def range(
     func: Callable[Concatenate[int, int, P], object],
     start: int,
@@ -75,6 +79,7 @@ def range(
     run_pieces(name_of(func), piece, end, initial, PLAIN, NO_MEMORY)
 
 
+@never_compiled
 def chunked(
     func: Callable[Concatenate[Tensor, int, int, P], object],
     tensor: Tensor,

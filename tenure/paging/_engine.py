@@ -8,7 +8,7 @@ when it is used. Device memory is allocated at the start, and the host waits onl
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -162,9 +162,8 @@ class Engine:
     def let_host_write(self, host: HostTensor) -> None:
         """Stop the host until no copy reads a tensor; it counts as changed from now on."""
         host.touched = True
-        copied = self._copied.pop(host.unit, None) if host.unit is not None else None
-        if copied is not None:
-            self._link.let_host(copied)
+        if host.unit is not None:
+            self._settle(host.unit)
 
     def give_back(self, n_bytes: int) -> int:
         """Let go of idle resident units, until so many bytes are free; they pass from now on.
@@ -202,18 +201,33 @@ class Engine:
 
     def _page_in(self, page: Page, after: list[object]) -> Page:
         unit = page.unit
+        pair = page.bytes_of(0, unit.n_bytes), self._host_bytes(unit)
         page.note_copied()
-        pair = page.bytes_of(0, unit.n_bytes), self._store.bytes_of(unit)
         page.ready = self._copy_in(unit, [pair], after)
         self._pages[unit] = page
         return page
 
+    def _host_bytes(self, unit: Unit) -> Any:
+        if any(host.has_left for host in unit.tensors):
+            self._settle(unit)  # before it is brought back to where copies read
+        return self._store.bytes_of(unit)
+
+    def _settle(self, unit: Unit) -> None:
+        """Stop the host until no copy reads a unit's host bytes."""
+        copied = self._copied.pop(unit, None)
+        if copied is not None:
+            self._link.let_host(copied)
+
     def _refresh(self, page: Page) -> None:
         """Copy anew what may have changed on the host."""
         versions = zip(page.unit.tensors, page.host_versions, strict=True)
-        changed = [host for host, known in versions if host.touched or host.version != known]
+        changed = [
+            host
+            for host, known in versions
+            if host.touched or host.version != known or host.has_left
+        ]
+        source = self._host_bytes(page.unit)
         page.note_copied()
-        source = self._store.bytes_of(page.unit)
         spans = dict(map(page.unit.span_of, changed))
         pairs = [
             (page.bytes_of(start, n_bytes), source[start : start + n_bytes])

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from torch import Tensor, UntypedStorage
 
 from tenure._describe import describe_tensor
@@ -105,7 +104,6 @@ class FileStore:
         self.reader = Reader()
         self._files = list(files)
         self._parts: dict[Unit, list[_Part]] = {}
-        self._homes: dict[HostTensor, _Home] = {}
 
     @property
     def host_bytes(self) -> int:
@@ -119,7 +117,12 @@ class FileStore:
                 self._part(start, extent.n_bytes, extent.low_byte, extent.storage)
                 for extent, start in unit.starts()
             ]
-            self._homes.update({host: _Home.of(host) for host in unit.tensors})
+            for host in unit.tensors:
+                host.home, host.was, host.strides = (
+                    host.tensor.data_ptr(),
+                    host.form,
+                    host.tensor.stride(),
+                )
 
     def bytes_of(self, unit: Unit) -> UnitBytes:
         """Where the bytes of a unit are now."""
@@ -142,11 +145,9 @@ class FileStore:
     def _moved(self, unit: Unit) -> Iterator[_Part]:
         """Tensors that were given other memory since, as by ``parameter.data = other``."""
         for host in unit.tensors:
-            now, home = _Home.of(host), self._homes[host]
-            if now.address != home.address:
-                _check_fits(host, now, home)
-                tensor, storage = host.tensor, host.tensor.untyped_storage()
-                low_byte = now.address - storage.data_ptr()
+            if host.has_left:
+                tensor, storage = _checked(host), host.tensor.untyped_storage()
+                low_byte = tensor.data_ptr() - storage.data_ptr()
                 yield self._part(host.at_bytes, tensor.nbytes, low_byte, storage)
 
 
@@ -173,26 +174,13 @@ class SpillStore(FileStore):
         super().adopt(units)
 
 
-@dataclass(frozen=True, slots=True)
-class _Home:
-    """Where a tensor lies, and how."""
-
-    address: int
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    @classmethod
-    def of(cls, host: HostTensor) -> _Home:
-        tensor = host.tensor
-        return cls(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-
-
-def _check_fits(host: HostTensor, now: _Home, home: _Home) -> None:
+def _checked(host: HostTensor) -> Tensor:
     tensor = host.tensor
-    alike = replace(now, address=home.address) == home
-    if tensor.device.type != "cpu" or not alike or not tensor.is_contiguous():
+    alike = host.form == host.was and tensor.stride() == host.strides
+    if not alike or not tensor.is_contiguous():
         raise PagingError(
-            f"{host.name!r} was given other data while it is paged ({describe_tensor(tensor)}), "
-            "which is not laid out as its own. Write values with copy_(), or unpage() first."
+            f"{host.name!r} was given other memory while it is paged, and is now "
+            f"{describe_tensor(tensor)}, not laid out as its own. Write values with copy_(), or "
+            "unpage() first."
         )
+    return tensor

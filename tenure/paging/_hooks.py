@@ -36,9 +36,11 @@ class ModuleHooks:
         self._pager, self._units = pager, units
         self._token = object()  # not the hooks themselves: the pager must not hold who holds it
         self._attributes = _Attributes(module, table, pager)
+        begin: Any = _Hook(self.begin)
+        end: Any = _Hook(self.end)
         self._handles = (
-            module.register_forward_pre_hook(_Hook(self.begin), prepend=True, with_kwargs=True),
-            module.register_forward_hook(_Hook(self.end), always_call=True),
+            module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
+            module.register_forward_hook(end, always_call=True),
         )
 
     def begin(
@@ -152,6 +154,7 @@ def moved(tree: Any, source: str, device: torch.device) -> Any:
         return type(tree)(moved(each, source, device) for each in tree)
     if type(tree) is dict:
         return {key: moved(each, source, device) for key, each in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_make"):  # a named tuple
-        return tree._make(moved(each, source, device) for each in tree)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        named: Any = tree
+        return named._make(moved(each, source, device) for each in tree)
     return tree

@@ -15,10 +15,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tenure._errors import PagingWarning
+from tenure._describe import describe_tensor
+from tenure._errors import PagingError, PagingWarning
 from tenure._units import format_bytes
 
-from ._table import Extent
+from ._table import Extent, HostTensor
 from ._units import Unit
 
 _Memory = Any  # what offers Python's buffer protocol; collections.abc.Buffer is Python 3.12's
@@ -59,6 +60,7 @@ class HostBuffers:
 
     def __init__(self, module: Any, *, pin: bool) -> None:
         self._bytes: dict[Unit, Tensor] = {}
+        self._memory: dict[Unit, _Memory] = {}
         self._pinning = Pinning(module) if pin else None
 
     @property
@@ -69,7 +71,7 @@ class HostBuffers:
     def adopt(self, units: Iterable[Unit]) -> None:
         """Move the tensors of units into buffers; values, strides and identity stay."""
         for unit in units:
-            memory = private_memory(unit.n_bytes)
+            memory = self._memory[unit] = private_memory(unit.n_bytes)
             self._bytes[unit] = torch.frombuffer(memory, dtype=torch.uint8, count=unit.n_bytes)
             if self._pinning is not None:
                 self._pinning.pin(self._bytes[unit])
@@ -77,7 +79,18 @@ class HostBuffers:
                 _move(extent, memory, start)
 
     def bytes_of(self, unit: Unit) -> Tensor:
-        """The buffer of a unit."""
+        """The buffer of a unit, with what was given other memory meanwhile back in it.
+
+        Raises:
+            PagingError: a tensor has another type, shape or device than when it was paged.
+        """
+        for extent, start in unit.starts():
+            for host in extent.tensors:
+                if host.has_left:
+                    _check_form(host, extent)
+                    part = _part(self._memory[unit], start, extent.n_bytes)
+                    with torch.no_grad():
+                        _point(host, part, start, keep_values=True)
         return self._bytes[unit]
 
     def close(self) -> None:
@@ -85,6 +98,7 @@ class HostBuffers:
         if self._pinning is not None:
             self._pinning.undo()
         self._bytes.clear()
+        self._memory.clear()
 
 
 class Pinning:
@@ -133,24 +147,47 @@ def private_memory(n_bytes: int) -> _Memory:
 
 def _move(extent: Extent, memory: _Memory, start: int) -> None:
     """Copy an extent to its place in a buffer, and point its tensors there."""
-    raw = torch.frombuffer(memory, dtype=torch.uint8, count=extent.n_bytes, offset=start)
+    new = _part(memory, start, extent.n_bytes)
     old = torch.empty(0, dtype=torch.uint8, device="cpu")
-    raw.copy_(old.set_(extent.storage, extent.low_byte, (extent.n_bytes,), (1,)))
-    point_at(extent, raw, start)
+    new.copy_(old.set_(extent.storage, extent.low_byte, (extent.n_bytes,), (1,)))
+    point_at(extent, new, start)
 
 
-def point_at(extent: Extent, raw: Tensor, start: int) -> None:
+def point_at(extent: Extent, part: Tensor, start: int) -> None:
     """Let the tensors of an extent lie in other memory that holds the same bytes.
 
     Args:
         extent: the extent.
-        raw: uint8[extent.n_bytes], with a storage of its own.
+        part: uint8[extent.n_bytes], with a storage of its own.
         start: where the extent begins in its unit.
     """
-    storage, extent.low_byte = raw.untyped_storage(), 0
+    extent.low_byte = 0
     for host in extent.tensors:
-        tensor = host.tensor
-        offset = (host.at_bytes - start) // tensor.element_size()
-        moved = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        moved.set_(storage, offset, tensor.size(), tensor.stride())
-        tensor.data = moved
+        _point(host, part, start)
+
+
+def _part(memory: _Memory, start: int, n_bytes: int) -> Tensor:
+    """Bytes of a buffer, as a storage of their own."""
+    return torch.frombuffer(memory, dtype=torch.uint8, count=n_bytes, offset=start)
+
+
+def _point(host: HostTensor, part: Tensor, start: int, *, keep_values: bool = False) -> None:
+    """Let a tensor lie in a part of a buffer that begins at byte ``start`` of its unit."""
+    tensor = host.tensor
+    there = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    offset = (host.at_bytes - start) // tensor.element_size()
+    strides = tensor.stride() if not host.home else host.strides
+    there.set_(part.untyped_storage(), offset, tensor.size(), strides)
+    if keep_values:
+        there.copy_(tensor.detach())
+    tensor.data = there
+    host.home, host.was, host.strides = tensor.data_ptr(), host.form, strides
+
+
+def _check_form(host: HostTensor, extent: Extent) -> None:
+    if host.form != host.was or len(extent.tensors) > 1:
+        raise PagingError(
+            f"{host.name!r} was given other memory while it is paged, through .data or a method "
+            f"such as half(), and is now {describe_tensor(host.tensor)}: that can't be paged in "
+            "its place. Call unpage(), change the model, and page it again."
+        )

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tenure._torch_dynamo import never_compiled
+
 from ._table import HostTensor
 from ._torch_holders import is_held
 from ._units import Unit
@@ -60,6 +62,7 @@ class Page:
         """Part of the page, from ``start``, as uint8."""
         return self.memory[self.start + start : self.start + start + n_bytes]
 
+    @never_compiled
     def shown(self, host: HostTensor) -> Tensor:
         """The tensor on the device that stands for a host tensor; the same one each time."""
         found = self._shown.get(host)
@@ -69,8 +72,11 @@ class Page:
             self._shown[host] = found
             self._shown_versions[host] = found._version
         # Some kernels choose their way by this flag, also where no graph is recorded. Where one is,
-        # the weights must not be part of it: it would hold their bytes.
-        asks = host.tensor.requires_grad and not torch.is_grad_enabled()
+        # the weights must not be part of it: it would hold their bytes. Autocast keeps a copy of
+        # each weight that asks for gradients: it would fill the device.
+        asks = host.tensor.requires_grad and not (
+            torch.is_grad_enabled() or torch.is_autocast_enabled(found.device.type)
+        )
         if found.requires_grad is not asks:
             found.requires_grad_(asks)
         return found
@@ -82,7 +88,9 @@ class Page:
     def is_stale(self) -> bool:
         """Whether a tensor on the host may have changed since it was copied."""
         versions = zip(self.unit.tensors, self.host_versions, strict=True)
-        return any(host.touched or host.version != version for host, version in versions)
+        return any(
+            host.touched or host.version != version or host.has_left for host, version in versions
+        )
 
     def note_copied(self) -> None:
         """Remember that what is on the host now is what the page will hold."""
@@ -108,6 +116,7 @@ class Page:
                 written.append(host)
         return written
 
+    @never_compiled
     def _show(self, host: HostTensor) -> Tensor:
         original = host.tensor
         view = torch.empty(0, dtype=original.dtype, device=self.memory.device)
@@ -117,9 +126,10 @@ class Page:
         return in_place_of(original, view)
 
 
+@never_compiled
 def in_place_of(original: Tensor, copy: Tensor) -> Tensor:
     """Make a copy pass for the original: its class, and what was set on it as attributes."""
     if isinstance(original, nn.Parameter) and not isinstance(copy, nn.Parameter):
         copy = nn.Parameter(copy, requires_grad=False)
-    copy.__dict__.update(original.__dict__)
+    vars(copy).update(vars(original))
     return copy

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tenure._errors import PagingError
+from tenure._torch_dynamo import never_compiled
 
 from ._engine import Engine
 from ._page import Page
@@ -107,6 +108,7 @@ class Pager:
         while self._pop(is_end=self._frames[-1].token is token) is not token:
             pass
 
+    @never_compiled
     def show(self, host: HostTensor) -> Tensor:
         """What stands for a host tensor where the caller is: on the device inside, else itself."""
         if not self.is_inside:

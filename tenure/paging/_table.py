@@ -33,6 +33,9 @@ class HostTensor:
         is_buffer: whether it is registered as a buffer.
         at_bytes: where it begins in its extent; from when it is in a unit, in that unit.
         touched: whether code outside of the model's forward may have written to it.
+        home: the address of its bytes in the pager's memory; 0 while they are the model's own.
+        was: its form when it was moved there.
+        strides: its strides there.
     """
 
     tensor: Tensor
@@ -40,6 +43,9 @@ class HostTensor:
     is_buffer: bool
     at_bytes: int = 0
     touched: bool = False
+    home: int = 0
+    was: tuple[object, ...] = ()
+    strides: tuple[int, ...] = ()
     _unit: weakref.ref[Unit] | None = None
 
     @property
@@ -51,6 +57,17 @@ class HostTensor:
         """Become part of a unit, in which its extent begins at byte ``start``."""
         self._unit = weakref.ref(unit)  # weakly: dropped plans must go, and what they refer to
         self.at_bytes += start
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it was given other memory: ``parameter.data = other`` does that."""
+        return self.home != 0 and self.tensor.data_ptr() != self.home
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What must not change while it is paged."""
+        tensor = self.tensor
+        return tensor.dtype, tensor.device, tensor.size()
 
     @property
     def version(self) -> int:

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from tenure._describe import describe, n_bytes_of, shape_of
+from tenure._heap import Holder, find_holders, storage_key
 from tenure._units import format_bytes
 
-from ._heap import storage_key
-from ._holders import Holder, find_holders
 from ._leak_groups import SavedTensors, grouped
 
 if TYPE_CHECKING:

@@ -7,24 +7,10 @@ at its address, so a million temporaries leave a handful of entries instead of a
 from __future__ import annotations
 
 import weakref
-from typing import Self
 
 from torch import Tensor
 
 from ._sites import Site, SiteStack
-
-
-class SitedRef(weakref.ref[Tensor]):
-    """A weak reference that also knows where its tensor was made."""
-
-    __slots__ = ("site",)
-    site: Site | SiteStack
-
-    def __new__(cls, tensor: Tensor, site: Site | SiteStack) -> Self:
-        reference = super().__new__(cls, tensor)
-        reference.site = site
-        return reference
-
 
 Reference = weakref.ref[Tensor]
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
+from tenure._sited import SitedRef
 from tenure._torch_dynamo import never_compiled
 
-from ._ledger import SitedRef
 from ._library import copies_library_object, is_library_code
 from ._newness import DEEPCOPY, SOLE, flat_tensors, is_new, is_parameter, new_among
 from ._sites import capture_site, module_of

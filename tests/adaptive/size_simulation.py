@@ -102,7 +102,7 @@ class Site:
     def call(self, n_pieces=1):
         """The size of the last piece that worked; None where nothing fits."""
         search = AdaptiveSearch(
-            "f", "size", self.initial, self.limits, self.memory, None, self.in_pieces
+            "f", "size", self.initial, self.limits, self.memory, in_pieces=self.in_pieces
         )
         done = None
         for _ in range(n_pieces):

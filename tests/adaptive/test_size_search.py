@@ -258,6 +258,20 @@ def test_with_measured_memory_95_percent_are_found_with_three_failures_in_few_pi
     assert site.memory.record is None or site.memory.record.ok >= 0.95 * device.largest
 
 
+@settings(deadline=None, max_examples=100)
+@given(loads())
+def test_with_measured_memory_95_percent_are_found_with_three_failures_in_few_calls(load):
+    device, initial = load
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "tenure.adaptive._size_search.meter_for", lambda name: device if name else None
+        )
+        site = Site(device, initial)
+        found = [site.call() for _ in range(120)]
+    assert device.n_ooms <= 3
+    assert found[-1] >= 0.95 * min(initial, device.largest)
+
+
 def test_measured_memory_is_used_for_the_very_next_piece(devices):
     devices["fake:0"] = device = Device(free_bytes=10_000, piece_bytes=10)
     site = Site(device, 1024, in_pieces=True)
@@ -308,11 +322,18 @@ def test_a_long_loop_counts_its_pieces_like_calls():
 
 def test_a_short_last_piece_teaches_nothing_about_larger_ones():
     site = Site(Wall(1000), 64, SizeLimits(maximum=500), in_pieces=True)
-    search_ = AdaptiveSearch("f", "size", 64, site.limits, site.memory, None, True)
+    search_ = AdaptiveSearch("f", "size", 64, site.limits, site.memory, in_pieces=True)
     search_.succeeded()
     search_.at_most(3)
     search_.succeeded()
     assert site.memory.record.ok == 64
+
+
+def test_a_size_that_is_known_to_work_comes_before_a_reducer():
+    sizes = search(64, SizeRecord(ok=16, bad=64, climbing=True), reduce=lambda size, info: 1)
+    assert sizes.size == 17
+    assert sizes.failed(oom())
+    assert sizes.size == 16
 
 
 def test_each_growth_is_told_once():

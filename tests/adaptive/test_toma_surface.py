@@ -368,6 +368,34 @@ def test_each_retry_is_told(sizes):
     ]
 
 
+def test_each_growth_is_told_to_the_same_function(sizes):
+    @adaptive.batch(initial_batchsize=2, maximum=8, on_retry=lambda event: sizes.append(str(event)))
+    def fit(batchsize):
+        pass
+
+    for _ in range(20):
+        fit()
+    name = "'test_each_growth_is_told_to_the_same_function.<locals>.fit'"
+    assert sizes == [
+        f"{name} goes on with batch size 4, after 2.",
+        f"{name} goes on with batch size 8, after 4.",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
+def test_a_compiled_caller_and_a_compiled_callee_work(sizes):
+    @adaptive.chunked(initial_step=4, collect="cat")
+    def outer(chunk, start, end):
+        if len(chunk) > 2:
+            oom()
+        return chunk + 1
+
+    assert torch.compile(outer, backend="eager")(torch.zeros(5)).tolist() == [1.0] * 5
+    inner = torch.compile(lambda chunk, start, end: chunk * 2, backend="eager")
+    doubled = adaptive.chunked(initial_step=2, collect="cat")(inner)
+    assert doubled(torch.ones(5)).tolist() == [2.0] * 5
+
+
 def test_random_numbers_of_a_failed_attempt_are_drawn_again_only_on_request():
     def draws(restore_rng):
         seen = []
@@ -597,6 +625,20 @@ def test_a_nested_call_of_the_same_context_does_not_repeat_or_skip_anything():
     assert seen == list(range(32))
 
 
+def test_work_that_fits_at_no_size_inside_makes_the_work_around_it_smaller():
+    @adaptive.batch(initial_batchsize=2)
+    def inner(batchsize, n_rows):
+        if batchsize * n_rows > 16:
+            oom()
+        return batchsize, n_rows
+
+    @adaptive.batch(initial_batchsize=64)
+    def outer(n_rows):
+        return inner(n_rows)
+
+    assert outer() == (1, 16)
+
+
 def test_threads_that_share_a_size_work_on_everything_once():
     lock = threading.Lock()
     seen = {name: [] for name in range(4)}
@@ -637,6 +679,30 @@ def test_nothing_is_collected_or_emptied_while_everything_fits(monkeypatch):
 
 
 # --- accelerate's tests
+
+
+def test_accelerates_own_back_off_is_a_reducer(sizes):
+    @adaptive.batch(initial_batchsize=128, reduce=lambda size, info: size * 9 // 10)
+    def train(batchsize, first, *, second):
+        sizes.append(batchsize)
+        if batchsize != 8:
+            oom()
+        return batchsize, first, second
+
+    assert train("hello", second="world") == (8, "hello", "world")
+    assert sizes == [
+        128, 115, 103, 92, 82, 73, 65, 58, 52, 46, 41, 36,
+        32, 28, 25, 22, 19, 17, 15, 13, 11, 9, 8,
+    ]  # fmt: skip
+
+
+def test_a_batch_size_that_is_passed_all_the_same_is_an_error_of_the_function():
+    @adaptive.batch(initial_batchsize=128)
+    def train(batchsize, first):
+        pass
+
+    with pytest.raises(TypeError, match=r"train\(\) takes 2 positional arguments but 3 were given"):
+        train(128, "hello")
 
 
 def test_the_size_stays_usable_after_nothing_fitted(sizes):
@@ -720,6 +786,10 @@ class Model:
         return self.name, len(chunk)
 
     @adaptive.batch(initial_batchsize=2)
+    def without_instance(batchsize, extra):
+        return batchsize, extra
+
+    @adaptive.batch(initial_batchsize=2)
     @classmethod
     def of_the_class(cls, batchsize):
         return cls.__name__, batchsize
@@ -744,6 +814,23 @@ def test_methods_get_their_instance_first():
     assert Model.of_nothing() == model.of_nothing() == 2
 
 
+def test_methods_can_be_called_through_their_class():
+    model = Model("a")
+    assert Model.run(model, "x") == ("a", 16, "x")
+    assert Model.pieces(model, 0, 6) == [("a", 0, 4), ("a", 4, 6)]
+    assert Model.chunks(model, torch.ones(5)) == [("a", 4), ("a", 1)]
+    assert Model.without_instance("x") == (2, "x")
+    assert pickle.loads(pickle.dumps(Model.run))(model) == ("a", 16, None)
+
+
+def test_overridden_methods_call_the_one_above():
+    class Special(Model):
+        def run(self, extra=None):
+            return "special", super().run(extra)
+
+    assert Special("b").run(3) == ("special", ("b", 16, 3))
+
+
 def test_instances_share_the_size_of_their_method():
     one, other = Model("one"), Model("other")
     one.run()
@@ -757,6 +844,7 @@ def test_a_decorated_function_looks_like_the_one_it_wraps():
     assert Model.run.__doc__ == "Run it."
     assert Model.run.__module__ == __name__
     assert Model("a").run.__wrapped__.__func__ is Model.run.__wrapped__
+    assert repr(Model.run) == repr(Model("a").run) == "<tenure.adaptive.batch of Model.run>"
     assert repr(at_the_top) == "<tenure.adaptive.batch of at_the_top>"
 
 

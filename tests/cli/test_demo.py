@@ -85,7 +85,7 @@ def test_reading_a_loss_that_was_let_go_is_refused(done):
 
 
 def test_the_report_names_the_list_that_holds_the_leak_and_sums_up_its_graph(done):
-    _, summary, loss, holder, saved, _ = _chapter(done, 3).splitlines()
+    _, summary, loss, holder, saved, _ = _chapter(done, 3).strip().splitlines()
     assert summary.startswith("<DisposeScope 'step 4'>: ")
     assert loss.startswith("  float32[] on cpu, 4 B, created at ")
     assert holder == "    held by train.<locals>.history[3]"
@@ -93,6 +93,27 @@ def test_the_report_names_the_list_that_holds_the_leak_and_sums_up_its_graph(don
         r"  and \d+ tensors that autograd saved, [\d.]+ [KM]iB, in the graph of (.+); the largest "
     )
     assert re.match(pattern, saved)[1] == "train.<locals>.history[3]"
+
+
+def test_plain_training_fails_in_too_little_memory_and_so_does_its_retry(done):
+    failures = re.findall(r"step 1 fails\. cpu out of memory\.", _chapter(done, 4))
+    assert len(failures) == 2
+
+
+def test_the_sizes_that_were_tried_are_printed(done):
+    told = r"^  'loss' ran out of cpu memory at micro-batch \d+ \(.+ more\); goes on with \d+\.$"
+    assert re.search(told, _chapter(done, 4), flags=re.MULTILINE)
+
+
+def test_split_training_has_the_loss_curve_of_the_unsplit_run_within_the_budget(done):
+    chapter = _chapter(done, 4)
+    rows = [[float(cell) for cell in cells[1:]] for cells in _rows(chapter)]
+    assert len(rows) == QUICK.compared_steps
+    assert all(abs(whole - split) < 2e-4 for whole, split in rows)
+    budget, used = re.search(
+        r"there are ([\d.]+ \wiB)\..* finishes within ([\d.]+ \wiB)", chapter, flags=re.DOTALL
+    ).groups()
+    assert _bytes(used) <= _bytes(budget)
 
 
 def test_the_same_seed_prints_the_same_text(done):

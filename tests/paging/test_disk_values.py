@@ -163,8 +163,8 @@ def test_a_weight_that_is_given_data_of_another_shape_is_refused(paged):
     model(X)
     model[0].weight.data = torch.zeros(WIDTH, 2 * WIDTH)[:, ::2]
     message = (
-        r"'0.weight' was given other data while it is paged \(float32\[32, 32\] on cpu, 8.0 KiB\), "
-        r"which is not laid out as its own. Write values with copy_\(\), or unpage\(\) first"
+        r"'0.weight' was given other memory while it is paged, and is now float32\[32, 32\] on "
+        r"cpu, 8.0 KiB, not laid out as its own. Write values with copy_\(\), or unpage\(\) first"
     )
     with pytest.raises(PagingError, match=message):
         model(X)

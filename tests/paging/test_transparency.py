@@ -180,6 +180,29 @@ def test_a_write_through_a_reference_from_before_is_seen_by_its_version(sim, mod
         torch.testing.assert_close(model(x).cpu(), expected)
 
 
+@pytest.mark.parametrize("percent", [40, 100])
+def test_data_that_is_replaced_is_what_the_next_pass_uses(sim, model, x, percent):
+    held = model[0].weight
+    with paged(sim, model, percent):
+        model(x)
+        model[2].weight.data = model[2].weight.data.t() + 1
+        held.data = held.data * 2
+        expected = on_device_whole(sim, model, x)
+        assert torch.equal(model(x).cpu(), expected)
+        assert model[2].weight.is_pinned()
+    assert torch.equal(on_device_whole(sim, model, x), expected)
+
+
+def test_a_model_that_changed_its_type_is_refused_until_it_is_unpaged(sim, model, x):
+    handle = paged(sim, model)
+    model(x)
+    model.half()
+    with pytest.raises(PagingError, match=r"^'0.weight' was given other memory while it is paged"):
+        model(x)
+    handle.unpage()
+    assert model(x.half()).dtype is torch.float16
+
+
 def test_batch_norm_in_training_mode_updates_the_buffers_on_the_host(sim):
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.BatchNorm1d(WIDTH) for _ in range(5)], nn.Linear(WIDTH, WIDTH))
@@ -190,6 +213,30 @@ def test_batch_norm_in_training_mode_updates_the_buffers_on_the_host(sim):
             plain(batch)
             for name, buffer in plain.named_buffers():
                 torch.testing.assert_close(model.get_buffer(name), buffer)
+
+
+def test_inference_mode_works_with_buffers_that_change(sim):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.BatchNorm1d(WIDTH) for _ in range(5)], nn.Linear(WIDTH, WIDTH))
+    plain, batch = copy.deepcopy(model), torch.randn(16, WIDTH)
+    expected = plain(batch)
+    with paged(sim, model, 60), torch.inference_mode():
+        torch.testing.assert_close(model(batch).cpu(), expected)
+    with paged(sim, model, 60):
+        model(batch)
+    plain(batch)
+    torch.testing.assert_close(model[0].running_mean, plain[0].running_mean)
+
+
+def test_autocast_keeps_no_copies_of_weights(sim, model, x):
+    there = x.to(sim.device)
+    with torch.autocast("sim", dtype=torch.bfloat16):
+        expected = copy.deepcopy(model).to(sim.device)(there).cpu()
+    with paged(sim, model), torch.autocast("sim", dtype=torch.bfloat16):
+        resting_bytes = sim.allocated_bytes
+        for _ in range(2):
+            assert torch.equal(model(there).cpu(), expected)
+        assert sim.allocated_bytes == resting_bytes
 
 
 class Counting(nn.Module):

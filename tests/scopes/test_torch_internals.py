@@ -3,12 +3,10 @@
 import pytest
 import torch
 
-from tenure import _torch_dynamo, _torch_versions
+from tenure import _torch_backward, _torch_dynamo, _torch_pytree, _torch_versions
 from tenure.scopes import (
     _newness,
-    _torch_backward,
     _torch_modes,
-    _torch_pytree,
     _torch_swap,
 )
 

@@ -30,9 +30,11 @@ class Block:
     home_stream: Any
     history: History
     detector: RaceDetector
+    is_empty: bool = False
 
 
 _blocks: dict[int, Block] = {}
+_POISON = 0xFF
 
 
 def is_on_device(value: object) -> bool:
@@ -44,6 +46,47 @@ def block_of(tensor: torch.Tensor) -> Block:
     """The block that a device tensor lies in."""
     found = _blocks.get(tensor_key(tensor))
     return _lent_block(tensor.untyped_storage()) if found is None else found
+
+
+def has_block(storage: torch.UntypedStorage) -> bool:
+    """Whether this storage owns memory of the device."""
+    return storage_key(storage) in _blocks
+
+
+def n_bytes_of(storage: torch.UntypedStorage) -> int | None:
+    """What `storage.nbytes()` must answer where C++ does not know it: 0 for an emptied block."""
+    block = _blocks.get(storage_key(storage))
+    return 0 if block is not None and block.is_empty else None
+
+
+def live_blocks() -> list[Block]:
+    """The blocks whose bytes are allocated on the machine as it was last started."""
+    blocks = list(_blocks.values())
+    return [b for b in blocks if b.n_bytes and not b.is_empty and b.pool is machine.pool]
+
+
+def empty_block(storage: torch.UntypedStorage) -> None:
+    """Let go of the bytes of a storage that lives on; using them raises until `refill_block`."""
+    block = _blocks[storage_key(storage)]
+    if not block.is_empty:
+        _free(block)
+        block.is_empty = True
+        torch.empty(0, dtype=torch.uint8, device="cpu").set_(block.buffer).fill_(_POISON)
+
+
+def refill_block(storage: torch.UntypedStorage) -> None:
+    """Allocate the bytes of an emptied storage again, on the current stream; they are undefined.
+
+    Raises:
+        torch.OutOfMemoryError: they do not fit, and the storage stays empty.
+    """
+    block = _blocks[storage_key(storage)]
+    if block.is_empty:
+        reserve([block.n_bytes])
+        block.pool, block.detector = machine.pool, machine.detector
+        block.home_stream = current_stream()
+        block.history = History(block.home_stream.stream_id)
+        block.is_empty = False
 
 
 def reserve(sizes: Iterable[int]) -> None:
@@ -88,7 +131,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A host tensor over the bytes of a device tensor: the same memory, size and stride."""
     alias = torch.empty(0, dtype=tensor.dtype, device="cpu")
     geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
-    alias.set_(block_of(tensor).buffer, *geometry)
+    alias.set_(_filled_block_of(tensor).buffer, *geometry)
     if tensor.is_conj():
         alias = alias.conj()
     return alias._neg_view() if tensor.is_neg() else alias
@@ -102,13 +145,23 @@ def on_device(alias: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tenso
 
 def span_of(tensor: torch.Tensor) -> Span:
     """The bytes of its block that a device tensor touches, from its first to its last."""
-    block = block_of(tensor)
+    block = _filled_block_of(tensor)
     if block.detector is not machine.detector:
         # From before the machine was started afresh: the streams in its history are gone.
         block.home_stream, block.detector = current_stream(), machine.detector
         block.history = History(block.home_stream.stream_id)
     low = tensor.storage_offset() * tensor.element_size()
     return Span(block.history, low, low + extent_bytes(tensor))
+
+
+def _filled_block_of(tensor: torch.Tensor) -> Block:
+    block = block_of(tensor)
+    if block.is_empty and tensor.numel():
+        raise RuntimeError(
+            f"{DEVICE_TYPE}:0: illegal memory access: the storage of a {list(tensor.shape)} tensor"
+            " was resized to 0 bytes."
+        )
+    return block
 
 
 def _host_buffer(n_bytes: int) -> torch.UntypedStorage | None:
@@ -133,6 +186,11 @@ def _lent_block(storage: torch.UntypedStorage) -> Block:
 
 def _release(key: int) -> None:
     block = _blocks.pop(key)
+    if not block.is_empty:
+        _free(block)
+
+
+def _free(block: Block) -> None:
     if block.detector is not machine.detector:
         block.pool.free(block.n_bytes)
         return

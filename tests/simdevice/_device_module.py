@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ._blocks import live_blocks
 from ._dispatch import require_first_device, require_own_device
 from ._machine import machine
 from ._pinned import pinned_memory
@@ -130,6 +131,26 @@ def memory_stats(index: Any = None) -> OrderedDict[str, int]:
 def _reserved() -> list[tuple[str, Any]]:
     counters = machine.pool.counters
     return [("reserved_bytes", counters["active_bytes"]), ("segment", counters["active"])]
+
+
+def memory_snapshot() -> list[dict[str, Any]]:
+    """Live memory as `torch.cuda.memory_snapshot` tells of it: each block is a segment."""
+    return [
+        {
+            "device": 0,
+            "address": block.buffer.data_ptr(),
+            "total_size": block.n_bytes,
+            "stream": block.home_stream.stream_id,
+            "segment_pool_id": (0, 0),
+        }
+        for block in live_blocks()
+    ]
+
+
+def ExternalStream(stream_ptr: int, device: Any = None) -> Stream:
+    """The stream with a number as from `memory_snapshot`."""
+    _check(device)
+    return machine.streams[stream_ptr]
 
 
 def mem_get_info(index: Any = None) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 `copy.deepcopy`, `torch.load` and pickle come through here. Python has no allocator to give to torch
 (`torch.UntypedStorage(n, device="sim")` ends the process), so what makes a storage is led to the
-device's own; a storage cannot be resized in place.
+device's own; in place a storage can only be emptied and, later, filled again.
 """
 
 from typing import Any
@@ -10,17 +10,20 @@ from typing import Any
 import torch
 from torch.storage import _StorageBase
 
-from ._blocks import allocate_bytes
+from ._blocks import allocate_bytes, empty_block, has_block, n_bytes_of, refill_block
 from ._dispatch import require_first_device
 from ._torch_backend import DEVICE_TYPE
 
 
 def install() -> None:
-    """Replace the constructor, `new`, `clone` and `resize_` of storages."""
+    """Replace the constructor, `new`, `clone`, `resize_` and what tells of sizes."""
     torch.UntypedStorage.__new__ = _constructor()  # type: ignore[method-assign]
     torch.UntypedStorage.new = _renewer()  # type: ignore[method-assign]
     _StorageBase.clone = _cloner()  # type: ignore[method-assign]
     torch.UntypedStorage.resize_ = _resizer()  # type: ignore[method-assign]
+    torch.UntypedStorage.resizable = _resizability()  # type: ignore[method-assign]
+    for name in ("nbytes", "size"):
+        setattr(torch.UntypedStorage, name, _sizer(name))
 
 
 def _constructor() -> Any:
@@ -60,15 +63,42 @@ def _cloner() -> Any:
     return clone
 
 
+def _sizer(name: str) -> Any:
+    plain = getattr(torch.UntypedStorage, name)
+
+    def size(storage: torch.UntypedStorage) -> int:
+        n_bytes = n_bytes_of(storage)
+        return plain(storage) if n_bytes is None else n_bytes
+
+    return size
+
+
+def _resizability() -> Any:
+    plain = torch.UntypedStorage.resizable
+
+    def resizable(storage: torch.UntypedStorage) -> bool:
+        return has_block(storage) or plain(storage)
+
+    return resizable
+
+
 def _resizer() -> Any:
     plain = torch.UntypedStorage.resize_
+    full_size = torch.UntypedStorage.nbytes
 
     def resize_(storage: torch.UntypedStorage, n_bytes: int) -> torch.UntypedStorage:
         if storage.device.type != DEVICE_TYPE:
             return plain(storage, n_bytes)
-        raise NotImplementedError(
-            f"a storage on {storage.device} cannot be resized in place (torch gives a Python device"
-            " no hook for it); Tensor.resize_ works, with a new storage where it grows."
-        )
+        if n_bytes == 0:
+            empty_block(storage)
+        elif n_bytes == full_size(storage):
+            refill_block(storage)
+        else:
+            raise NotImplementedError(
+                f"a storage on {storage.device} cannot be resized in place but to 0 bytes and back"
+                " (torch gives a Python device no hook for it); Tensor.resize_ works, with a new"
+                " storage where it grows."
+            )
+        return storage
 
     return resize_

@@ -1,13 +1,14 @@
 """Never run: uses of the public API that mypy and pyright must accept, with the types they give."""
 
 import re
-from collections.abc import AsyncIterator, Iterator
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, assert_type
+from typing import Any, NamedTuple, assert_type
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import tenure
 from tenure import (
@@ -37,12 +38,17 @@ from tenure import (
 from tenure.adaptive import (
     AdaptiveEvent,
     AdaptiveUsageError,
+    BatchCoupledError,
     GlobalBatchsizeCache,
     NoBatchsizeCache,
     OomInfo,
     OomKind,
     OomRegistration,
+    SplitDifference,
+    SplitReport,
+    StepResult,
     batch,
+    check_split,
     chunked,
     execute,
     explicit,
@@ -52,6 +58,7 @@ from tenure.adaptive import (
     register_oom,
     set_cpu_memory_limit,
     simple,
+    step,
 )
 from tenure.paging import (
     PagedModel,
@@ -64,6 +71,38 @@ from tenure.paging import (
     load_paged,
     page,
     plan_paging,
+)
+from tenure.profiler import (
+    AwayTensorError,
+    Courtesy,
+    CourtesyError,
+    CourtesyReport,
+    CourtesyWarning,
+    DeviceReport,
+    Finding,
+    GroupReport,
+    HolderList,
+    LineProfiler,
+    LineRecord,
+    MemReport,
+    MemReporter,
+    ProfilerUsageError,
+    ProfilerUsageWarning,
+    RecordsDisplay,
+    SavedRecord,
+    SavedReport,
+    Snapshot,
+    SnapshotDiff,
+    Stay,
+    TensorRow,
+    clear_global_line_profiler,
+    holders,
+    profile,
+    profile_every,
+    saved_for_backward,
+    set_target_device,
+    set_target_gpu,
+    snapshot,
 )
 
 
@@ -223,6 +262,92 @@ def paging_from_disk(model: torch.nn.Module) -> None:
     assert_type(plan_paging(model, "cpu", host=Path("folder"), link_bytes_per_s=5e9), PagingPlan)
 
 
+def reporting(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    reporter = MemReporter(model, pre_collect=True)
+    reporter.add_optimizer(optimizer)
+    reporter.collect_tensor()
+    reporter.print_stats(verbose=True, target_device=0)
+    assert_type(reporter.get_stats(), MemReport)
+    report = reporter.report(verbose=True, device="cpu")
+    assert_type(report, MemReport)
+    assert_type(report.categories, dict[str, int])
+    assert_type(report.unexplained_bytes, int)
+    assert_type(report.total_bytes, int)
+    assert_type(report.devices, tuple[DeviceReport, ...])
+    assert_type(report.rows, tuple[TensorRow, ...])
+    assert_type(report.to_dict(), dict[str, object])
+    assert_type(MemReporter().report_group(), GroupReport)
+
+
+def holding(loss: Tensor) -> None:
+    saved = saved_for_backward(loss, [loss], {"loss": loss})
+    assert_type(saved, SavedReport)
+    assert_type(saved.total_bytes, int)
+    assert_type(saved.records, tuple[SavedRecord, ...])
+    assert_type(holders(loss), HolderList)
+    names: list[str] = holders(loss)
+    before = snapshot()
+    assert_type(before, Snapshot)
+    change = snapshot().diff(before)
+    assert_type(change, SnapshotDiff)
+    assert_type(change.total_bytes, int)
+    assert_type(change.findings, tuple[Finding, ...])
+    error: type[TenureError] = ProfilerUsageError
+    assert names, error
+
+
+@profile
+def profiled(x: Tensor, *, scale: float = 1.0) -> Tensor:
+    return x * scale
+
+
+@profile_every(10, columns=("hits", "peak"))
+def profiled_often(x: Tensor) -> Tensor:
+    return x
+
+
+@profile(columns=["net"])
+def profiled_net(x: Tensor) -> int:
+    return len(x)
+
+
+def profiling(x: Tensor) -> None:
+    assert_type(profiled(x, scale=2.0), Tensor)
+    assert_type(profiled_often(x), Tensor)
+    assert_type(profiled_net(x), int)
+    with LineProfiler(profiled, torch.nn.Linear(1, 1), device="cpu") as profiler:
+        assert_type(profiler, LineProfiler)
+    LineProfiler(target_gpu=torch.device("cuda", 1)).add_function(profiled)
+    profiler.enable()
+    profiler.disable()
+    profiler.clear()
+    profiler.device = torch.device("cpu")
+    assert_type(profiler.device, torch.device)
+    assert_type(profiler.enabled, bool)
+    assert_type(profiler.functions, tuple[str, ...])
+    display = profiler.display(["profiled", profiled], columns=("alloc", "active_bytes.all.peak"))
+    assert_type(display, RecordsDisplay)
+    profiler.print_stats(profiled, ("hits",), sys.stderr)
+    assert_type(profiler.to_dict(), dict[str, Any])
+    for record in profiler.records:
+        assert_type(record, LineRecord)
+        assert_type(record.function, str)
+        assert_type(record.line, int)
+        assert_type(record.hits, int)
+        assert_type(record.allocated_bytes, int)
+        assert_type(record.freed_bytes, int)
+        assert_type(record.net_bytes, int)
+        assert_type(record.peak_bytes, int)
+        assert_type(record.exact, bool)
+    set_target_gpu(0)
+    set_target_device("cpu")
+    clear_global_line_profiler()
+    wrong: list[type[tenure.TenureError]] = [ProfilerUsageError]
+    odd: list[type[tenure.TenureWarning]] = [ProfilerUsageWarning]
+    assert wrong
+    assert odd
+
+
 @batch(initial_batchsize=64, minimum=4, align=4, context=("a", 1), restore_rng=True)
 def sized(batch_size: int, x: Tensor, *, scale: float = 1.0) -> list[Tensor]:
     return [x[:batch_size] * scale]
@@ -335,6 +460,65 @@ def calling(x: Tensor) -> None:
     tenure.adaptive.save("sizes.json")
     tenure.adaptive.load("sizes.json")
     set_cpu_memory_limit(0.5)
+
+
+def stepping(x: Tensor, model: nn.Module) -> None:
+    def loss_of(batch: dict[str, Tensor]) -> Tensor:
+        return batch["x"].mean()
+
+    def counted(batch: Batch) -> tuple[Tensor, int]:
+        return batch.x.sum(), len(batch.x)
+
+    def named(batch: Tensor) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
+        return {"mean": batch.mean(), "other": (batch.sum(), batch.sum())}
+
+    try:
+        result = step(loss_of, {"x": x}, weight=lambda batch: len(batch["x"]), model=model)
+        assert_type(result, StepResult)
+        assert_type(result.loss, Tensor)
+        assert_type(result.terms, Mapping[str, Tensor])
+        assert_type(result.micro_batch, int)
+        assert_type(result.sizes, tuple[int, ...])
+        assert_type(result.attempts, int)
+    except BatchCoupledError as error:
+        assert_type(error.names, tuple[str, ...])
+    step(counted, Batch(x, x), scaler=torch.amp.GradScaler("cpu"), minimum=2, maximum=8)
+    step(named, x, then=lambda terms: terms["mean"].log(), once=lambda: x.sum())
+    step(model, x, loss=torch.sum, batchnorm="per_chunk", in_dims=1, out_dims=(0, None))
+    step(model, x, loss="sum", in_dims={"x": None}, cache_type=NoBatchsizeCache, context="step")
+    report = check_split(loss_of, {"x": x}, samples=4, rtol=1e-6)
+    assert_type(report, SplitReport)
+    assert_type(report.ok, bool)
+    for difference in report.differences:
+        assert_type(difference, SplitDifference)
+        assert_type(difference.relative_error, float)
+        assert_type(difference.name, str)
+
+
+def lending(x: Tensor) -> None:
+    with Courtesy() as courtesy:
+        assert_type(courtesy, Courtesy)
+        assert_type(courtesy.device, torch.device | None)
+        assert_type(courtesy.away_bytes, int)
+    assert_type(Courtesy(torch.device("cuda", 1)).yield_memory(), CourtesyReport)
+    Courtesy("cuda").restore()
+    report = courtesy.report
+    assert_type(report, CourtesyReport | None)
+    if report is not None:
+        assert_type(report.moved_bytes, int)
+        assert_type(report.stays_bytes, int)
+        for stay in report.stays:
+            assert_type(stay, Stay)
+            assert_type(stay.reason, str)
+    try:
+        x.sum()
+    except AwayTensorError as error:
+        assert_type(error.courtesy, Courtesy | None)
+    except CourtesyError as error:
+        assert_type(error.courtesy, Courtesy | None)
+    warnings: list[type[TenureWarning]] = [CourtesyWarning]
+    assert warnings
+    tenure.load_ipython_extension(object())
 
 
 def failing(x: Tensor) -> str:

@@ -9,9 +9,10 @@ from ._leak import name_the_leak
 from ._learning import learn
 from ._screen import Screen
 from ._settings import Settings
+from ._shortage import train_within_a_budget
 from ._text import read_corpus
 
-_CHAPTERS = (learn, compare_live_bytes, name_the_leak)
+_CHAPTERS = (learn, compare_live_bytes, name_the_leak, train_within_a_budget)
 
 
 def tell(settings: Settings) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from tenure import DisposeScope, NewDisposeScope
 
+from ._log import silent
 from ._screen import Screen
 from ._settings import Settings
 from ._text import Corpus
@@ -25,22 +22,8 @@ def name_the_leak(screen: Screen, corpus: Corpus, settings: Settings) -> None:
         scopes.append(NewDisposeScope(f"step {len(scopes) + 1}", policy="report"))
         return scopes[-1]
 
-    with _quiet_log():
+    with silent("tenure.scopes"):  # what it logs is printed below
         train(corpus, settings, n_steps=_STEPS, open_scope=open_scope, on_step=lambda step: None)
     if leaks := scopes[-1].leaks:
         screen.say(str(leaks))
     screen.say("The cure: history.append(validate().item())")
-
-
-@contextmanager
-def _quiet_log() -> Iterator[None]:
-    """Reports are logged too; here they are printed instead."""
-    logger = logging.getLogger("tenure.scopes")
-    silent = logging.NullHandler()
-    propagate, logger.propagate = logger.propagate, False
-    logger.addHandler(silent)
-    try:
-        yield
-    finally:
-        logger.removeHandler(silent)
-        logger.propagate = propagate

@@ -10,9 +10,10 @@ from tenure._cli._verb import whole_number
 class Demo:
     """Train a small transformer in scopes, with a leak planted in its loop.
 
-    The text is the source of Python's own standard library, character by character. Three chapters:
-    the loss going down; the live bytes of the same steps without scopes and with them; and the
-    report that names the list which holds what leaked. Needs no network and no accelerator.
+    The text is the source of Python's own standard library, character by character. Four chapters:
+    the loss going down; the live bytes of the same steps without scopes and with them; the report
+    that names the list which holds what leaked; and training in too little memory for its batch.
+    Needs no network and no accelerator.
     """
 
     @staticmethod

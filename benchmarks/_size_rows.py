@@ -1,0 +1,141 @@
+"""How near the size that a retry settles on comes to the largest that fits, and at what price."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks._record import Row
+from tenure import adaptive
+
+_N_SITES = 40
+_FEWEST, _MOST = 32, 4096
+_SAMPLE = 1024
+"""Bytes that a sample needs, where memory is real."""
+Work = Callable[[int], None]
+
+
+@dataclass(slots=True)
+class Site:
+    """A place in a program whose work fits up to a size.
+
+    Attributes:
+        largest: the largest size that fits.
+        initial: the size that the program asks for.
+        last: the last size that worked.
+        n_ooms: how often the work ran out of memory.
+    """
+
+    largest: int
+    initial: int
+    last: int = 0
+    n_ooms: int = 0
+
+    def work(self, size: int) -> None:
+        """Run out of memory as CUDA does, in words that every peer knows."""
+        if size > self.largest:
+            self.n_ooms += 1
+            raise RuntimeError("CUDA out of memory.")
+        self.last = size
+
+    def real_work(self, size: int) -> None:
+        """Allocate, within a budget."""
+        try:
+            torch.empty(size * _SAMPLE, dtype=torch.uint8)
+        except torch.OutOfMemoryError:
+            self.n_ooms += 1
+            raise
+        self.last = size
+
+    @property
+    def share(self) -> float:
+        """The size found, of the largest that fits."""
+        return self.last / self.largest
+
+
+def sites() -> list[Site]:
+    """The same sites each time: up to four times more is asked for than fits."""
+    draw = random.Random(0)
+    largest = [round(2 ** draw.uniform(5, 12)) for _ in range(_N_SITES)]
+    return [Site(size, round(size * draw.uniform(1, 4))) for size in largest]
+
+
+def size_rows() -> list[Row]:
+    """Sizes found by each, where errors tell nothing; then ours where memory is measured."""
+    logging.getLogger("tenure.adaptive").setLevel(logging.ERROR)
+    rows = [_judged("errors that tell nothing, 500 calls", ours_blind)]
+    rows += [_judged("a memory_budget, 20 calls", ours_measured)]
+    for name, peer in peers().items():
+        value, note = _told([peer(site) for site in sites()])
+        rows.append(Row(f"size found / largest: {name}", value, note=note))
+    return rows
+
+
+def ours_blind(site: Site) -> Site:
+    """Call a decorated function again and again."""
+    batch = adaptive.batch(initial_batchsize=site.initial)(site.work)
+    for _ in range(500):
+        batch()
+    return site
+
+
+def ours_measured(site: Site) -> Site:
+    """The same, in a budget that the site's largest size just fits."""
+    batch = adaptive.batch(initial_batchsize=site.initial)(site.real_work)
+    with adaptive.memory_budget(site.largest * _SAMPLE):
+        for _ in range(20):
+            batch()
+    return site
+
+
+def peers() -> dict[str, Callable[[Site], Site]]:
+    """Those that can be imported here."""
+    found: dict[str, Callable[[Site], Site]] = {}
+    for name, run in (("toma", _toma), ("accelerate", _accelerate)):
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            continue
+        found[f"{name}, 3 calls"] = partial(run, module)
+    return found
+
+
+def _toma(toma: Any, site: Site) -> Site:
+    cache = toma.batchsize_cache.GlobalBatchsizeCache
+    batch = toma.toma.batch(initial_batchsize=site.initial, cache_type=cache)(site.work)
+    for _ in range(3):
+        batch()
+    return site
+
+
+def _accelerate(accelerate: Any, site: Site) -> Site:
+    find = accelerate.utils.find_executable_batch_size
+
+    def work(batch_size: int) -> None:
+        site.work(batch_size)
+
+    batch = find(work, starting_batch_size=site.initial)
+    for _ in range(3):
+        batch()
+    return site
+
+
+def _judged(what: str, run: Callable[[Site], Site]) -> Row:
+    found = [run(site) for site in sites()]
+    value, note = _told(found)
+    reached = min(s.share for s in found) >= 0.95 and max(s.n_ooms for s in found) <= 3
+    return Row(f"size found / largest: tenure, {what}", value, ">= 0.95, <= 3 OOMs", reached, note)
+
+
+def _told(found: list[Site]) -> tuple[str, str]:
+    shares, n_ooms = [site.share for site in found], [site.n_ooms for site in found]
+    value = f"{statistics.median(shares):.2f} (least {min(shares):.2f})"
+    return value, f"{statistics.mean(n_ooms):.1f} OOMs on average, {max(n_ooms)} at the most"

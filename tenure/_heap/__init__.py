@@ -1,0 +1,27 @@
+"""Reading the heap: what refers to what, and how to say it; no code of the objects read runs.
+
+Every room's answer to "who holds this tensor" comes from here.
+"""
+
+from ._collector import instances as instances
+from ._collector import tracked_objects as tracked_objects
+from ._holders import Holder as Holder
+from ._holders import find_holders as find_holders
+from ._holders import weigh_holders as weigh_holders
+from ._nodes import is_node as is_node
+from ._nodes import is_node_class as is_node_class
+from ._nodes import is_saved_tensor as is_saved_tensor
+from ._nodes import slot_names as slot_names
+from ._nodes import slots_of_node as slots_of_node
+from ._nodes import walk_nodes as walk_nodes
+from ._static import instance_attributes as instance_attributes
+from ._static import is_kind as is_kind
+from ._static import type_name as type_name
+from ._tensors import cpp_references as cpp_references
+from ._tensors import cpp_uses as cpp_uses
+from ._tensors import live_tensors as live_tensors
+from ._tensors import read as read
+from ._tensors import storage_bytes as storage_bytes
+from ._tensors import storage_key as storage_key
+from ._tensors import storage_of as storage_of
+from ._tensors import storage_uses as storage_uses

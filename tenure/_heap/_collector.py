@@ -1,0 +1,76 @@
+"""What the garbage collector tracks, also behind its back: `gc.freeze` hides objects from it.
+
+Frozen objects are looked for from everything that is alive by itself, and stay frozen. What they
+alone hold is found as well. A frozen reference cycle that nothing else refers to is not, nor is a
+frozen tensor that only a NumPy array holds.
+"""
+
+import gc
+import sys
+from collections.abc import Callable
+from itertools import compress
+from types import FrameType
+from typing import Any
+
+from ._frames import is_tenure, read_locals
+
+# objects whose referents are asked for together
+_CHUNK = 4096
+
+
+def has_frozen() -> bool:
+    """Whether the functions of `gc` leave objects out."""
+    return gc.get_freeze_count() > 0
+
+
+def tracked_objects() -> list[Any]:
+    """Every object that the collector tracks, in its order; then the frozen ones."""
+    # before the list is made: what it holds can't be read without leaving a trace
+    roots = _roots() if has_frozen() else []
+    found = gc.get_objects()
+    if roots:
+        found.extend(_frozen(found, roots))
+    return found
+
+
+def instances(objects: list[Any], judge: Callable[[type], bool]) -> list[Any]:
+    """Those whose class passes; each class is judged once, and no object is asked."""
+    # by identity, as a metaclass may define __hash__ and __eq__
+    keys = list(map(id, map(type, objects)))
+    examples = dict(zip(keys, objects, strict=True))
+    kinds = {key for key, example in examples.items() if judge(type(example))}
+    return list(compress(objects, map(kinds.__contains__, keys)))
+
+
+def _frozen(unfrozen: list[Any], roots: list[Any]) -> list[Any]:
+    found: list[Any] = []
+    fresh: list[Any] = []
+    seen = {*map(id, (unfrozen, roots, found, fresh)), *map(id, unfrozen)}
+    fresh += {id(root): root for root in roots if id(root) not in seen}.values()
+    fresh += _new_referents(unfrozen, seen.union(map(id, fresh)))
+    while fresh:
+        seen.update(map(id, fresh))
+        found += fresh
+        fresh = _new_referents(fresh, seen)
+    return found
+
+
+def _new_referents(holders: list[Any], seen: set[int]) -> list[Any]:
+    found: dict[int, Any] = {}
+    for start in range(0, len(holders), _CHUNK):
+        for held in gc.get_referents(*holders[start : start + _CHUNK]):
+            if id(held) not in seen and gc.is_tracked(held):
+                found[id(held)] = held
+    return list(found.values())
+
+
+def _roots() -> list[Any]:
+    found: list[Any] = [sys.modules, *sys.modules.values()]
+    frame: FrameType | None
+    for frame in sys._current_frames().values():
+        # walking on with the same variable: if it kept our own frame, that would be a cycle
+        while frame is not None:
+            if not is_tenure(frame):
+                found += (value for _, value in read_locals(frame))
+            frame = frame.f_back
+    return [root for root in found if gc.is_tracked(root)]

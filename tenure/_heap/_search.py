@@ -1,0 +1,271 @@
+"""A search from tensors outwards to what keeps them alive, one level of holders at a time.
+
+Every object that was met is held by one list, which the search leaves out of its answers; all else
+it keeps is numbers and text. A level costs one or two passes over the heap, whatever its width.
+"""
+
+import gc
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from ._collector import has_frozen, tracked_objects
+from ._frames import RunningFrames
+from ._graph import TensorGraph
+from ._nodes import is_node
+from ._referents import slots_of
+from ._roots import Roots
+from ._static import is_kind
+from ._steps import Root, Step
+from ._suspended import frame_of
+from ._tensors import cpp_references, cpp_uses, storage_key, storage_uses
+from ._untracked import SHARES, Untracked
+
+_MAX_LEVELS = 24
+_MAX_OBJECTS = 50_000
+# gc.get_referrers compares each reference in the heap with each object it is asked about, so a few
+# are asked for first: what holds them often explains the references to all the others
+_SAMPLE = 8
+# from here on one pass in Python with a set is faster
+_MAX_ASKED = 48
+# objects whose references are looked at together in that pass
+_CHUNK = 512
+# the list of the search, a variable, and the argument of getrefcount
+_OWN_REFERENCES = 3
+
+
+class Edge(NamedTuple):
+    """A step together with the number of the object that it leaves."""
+
+    holder: int
+    step: Step
+
+
+class Balance(NamedTuple):
+    """The references to one object, and those that nothing found accounts for."""
+
+    references: int
+    unexplained: int
+
+
+class Search:
+    """What was found about the holders of some tensors, by number; the tensors come first.
+
+    Attributes:
+        targets: the numbers of the given tensors, in their order.
+        alive: the objects by number.
+        parents: by number, the edges from each known holder.
+        roots: by number, the roots that an object is.
+        complete: no limit cut the search short.
+    """
+
+    def __init__(
+        self, tensors: Iterable[torch.Tensor], ignore: Iterable[object], frames: RunningFrames
+    ) -> None:
+        self.alive: list[object] = []
+        self.parents: list[list[Edge]] = []
+        self.roots: list[list[Root]] = []
+        self.complete = False
+        self._children: list[list[int]] = []
+        self._number: dict[int, int] = {}
+        # objects that a root holds which will last; that are a variable; that a variable lends on
+        self._resolved: set[int] = set()
+        self._in_variable: set[int] = set()
+        self._lending: set[int] = set()
+        self._explained: defaultdict[int, int] = defaultdict(int)
+        # of these, references from what the caller said to ignore
+        self._ours: defaultdict[int, int] = defaultdict(int)
+        self._owned_in_cpp: set[int] = set()
+        self._frames = frames
+        self._roots = Roots(frames)
+        self._graph: TensorGraph | None = None
+        self._untracked: Untracked | None = None
+        self._ignored = {id(self.alive)}
+        self.targets = [self._add(t) for t in tensors]
+        self._target_numbers = frozenset(self.targets)
+        self._ignore(ignore)
+        self._run(list(dict.fromkeys(self.targets)))
+
+    def unexplained(self, n: int) -> int:
+        """References that no object, no local variable and no owner found in C++ accounts for."""
+        in_cpp = n in self._owned_in_cpp
+        return max(0, self._references(n) - in_cpp - self._explained[n])
+
+    def balance(self, n: int) -> Balance:
+        """The references to an object from anywhere but tenure, and how many have no name."""
+        plain = self._frames.count(id(self.alive[n])) - self._frames.count_silent(id(self.alive[n]))
+        in_cpp = min(n in self._owned_in_cpp, cpp_references(self.alive[n]))
+        named = plain + in_cpp + self._explained[n] - self._ours[n]
+        return Balance(named + self.unexplained(n), self.unexplained(n))
+
+    def is_silent(self, n: int) -> bool:
+        """Whether an object is a root of tenure's own and of nobody else."""
+        return bool(self.roots[n]) and all(root.silent for root in self.roots[n])
+
+    def _is_target(self, n: int) -> bool:
+        """Whether the memory of a tensor matters, and not only its handle, as of one that owns."""
+        return n in self._target_numbers
+
+    def _references(self, n: int) -> int:
+        """References from elsewhere than this search and the frames that are running."""
+        found = self.alive[n]
+        own = _OWN_REFERENCES + self._frames.count(id(found))
+        own += self._graph is not None and found in self._graph
+        own += self._untracked is not None and found in self._untracked
+        return sys.getrefcount(found) - own
+
+    def _run(self, level: list[int]) -> None:
+        for _ in range(_MAX_LEVELS):
+            if not level or len(self.alive) > _MAX_OBJECTS:
+                break
+            level = self._expand(level)
+        self.complete = not level
+
+    def _expand(self, level: list[int]) -> list[int]:
+        """Find the holders of one level; those that no lasting root is known to hold are next."""
+        before = len(self.alive)
+        wanted = {id(self.alive[n]): n for n in level}
+        met: set[int] = set()
+        for n in level:
+            self._add_cpp_holders(n)
+        missing = [n for n in level if self._misses_holders(n)]
+        for asked in (missing[:_SAMPLE], missing[_SAMPLE:]):
+            if left := [n for n in asked if self._misses_holders(n)]:
+                self._ask(left, wanted, met)
+        self._add_untracked(level, wanted, met)
+        return [n for n in range(before, len(self.alive)) if self._is_open(n)]
+
+    def _is_open(self, n: int) -> bool:
+        """Whether further holders of an object could change what is said of the tensors."""
+        if n in self._resolved:
+            return False
+        return n not in self._in_variable or n in self._lending
+
+    def _misses_holders(self, n: int) -> bool:
+        """Whether an object has references that something other than C++ must hold."""
+        return self._references(n) - self._explained[n] > cpp_references(self.alive[n])
+
+    def _ask(self, level: list[int], wanted: dict[int, int], met: set[int]) -> None:
+        asked = [self.alive[n] for n in level]
+        for holder in _referrers(asked):
+            if holder is not asked and id(holder) not in met and not self._is_own(holder):
+                met.add(id(holder))
+                self._add_holder(holder, wanted)
+
+    def _add_holder(self, holder: object, wanted: dict[int, int]) -> None:
+        number = self._add(holder)
+        for identity, step in slots_of(holder, wanted):
+            self._explained[wanted[identity]] += 1
+            self._link(number, wanted[identity], step)
+
+    def _is_own(self, holder: object) -> bool:
+        frame = frame_of(holder) or holder
+        return id(holder) in self._ignored or id(frame) in self._frames.ids
+
+    def _ignore(self, ignore: Iterable[object]) -> None:
+        for container in ignore:
+            self._ignored.add(id(container))
+            for held in gc.get_referents(container):
+                if id(held) in self._number:
+                    self._explained[self._number[id(held)]] += 1
+                    self._ours[self._number[id(held)]] += 1
+
+    def _add(self, found: object) -> int:
+        if id(found) in self._number:
+            return self._number[id(found)]
+        number = self._number[id(found)] = len(self.alive)
+        self.alive.append(found)
+        self.parents.append([])
+        self._children.append([])
+        self.roots.append(self._roots.of(found))
+        for root in self.roots[number]:
+            if root.running and not root.silent:
+                self._in_variable.add(number)
+            elif not root.silent:
+                self._resolve(number)
+        return number
+
+    def _link(self, holder: int, held: int, step: Step) -> None:
+        self.parents[held].append(Edge(holder, step))
+        if step.borrows:
+            self._lending.add(holder)
+        if step.shares:
+            return
+        self._children[holder].append(held)
+        if holder in self._resolved or (holder in self._in_variable and not step.borrows):
+            self._resolve(held)
+
+    def _resolve(self, number: int) -> None:
+        stack = [number]
+        while stack:
+            n = stack.pop()
+            if n not in self._resolved:
+                self._resolved.add(n)
+                stack.extend(self._children[n])
+
+    def _add_cpp_holders(self, n: int) -> None:
+        held = self.alive[n]
+        if is_node(held):
+            self._add_owners(n, held)
+        elif is_kind(type(held), torch.Tensor):
+            self._add_tensor_holders(n, held)  # type: ignore[arg-type]
+
+    def _add_tensor_holders(self, n: int, t: torch.Tensor) -> None:
+        if cpp_uses(t) > 1:
+            self._add_owners(n, t)
+        if self._is_target(n) and storage_uses(t) > 1:
+            for owner, step in self._the_graph().sharers_of(t):
+                self._link(self._add(owner), n, step)
+
+    def _add_owners(self, n: int, held: object) -> None:
+        for owner, step in self._the_graph().owners_of(held):
+            self._owned_in_cpp.add(n)
+            self._link(self._add(owner), n, step)
+
+    def _the_graph(self) -> TensorGraph:
+        if self._graph is None:
+            self._graph = TensorGraph()
+            self._ignored.add(id(self._graph.live))
+        return self._graph
+
+    def _add_untracked(self, level: list[int], wanted: dict[int, int], met: set[int]) -> None:
+        tensors = [n for n in level if is_kind(type(self.alive[n]), torch.Tensor)]
+        if any(map(self._misses_holders, tensors)) or any(map(self._is_untracked, level)):
+            for holder in self._the_untracked().holders:
+                held = map(id, gc.get_referents(holder))
+                if id(holder) not in met and not wanted.keys().isdisjoint(held):
+                    self._add_holder(holder, wanted)
+        for n in filter(self._is_target, tensors):
+            t: torch.Tensor = self.alive[n]  # type: ignore[assignment]
+            if storage_uses(t) > 1 and self._the_graph().may_be_an_array(t):
+                for array in self._the_untracked().arrays_of(storage_key(t)):
+                    self._link(self._add(array), n, SHARES)
+
+    def _is_untracked(self, n: int) -> bool:
+        return self._untracked is not None and self.alive[n] in self._untracked
+
+    def _the_untracked(self) -> Untracked:
+        if self._untracked is None:
+            self._untracked = Untracked()
+            self._ignored |= {id(self._untracked.arrays), id(self._untracked.holders)}
+        return self._untracked
+
+
+def _referrers(asked: list[object]) -> list[object]:
+    if len(asked) <= _MAX_ASKED and not has_frozen():
+        return gc.get_referrers(*asked)
+    wanted = frozenset(map(id, asked))
+    found: list[object] = []
+    heap = tracked_objects()
+    for start in range(0, len(heap), _CHUNK):
+        chunk = heap[start : start + _CHUNK]
+        if _refer(wanted, *chunk):
+            found.extend(holder for holder in chunk if _refer(wanted, holder))
+    return found
+
+
+def _refer(wanted: frozenset[int], *holders: object) -> bool:
+    return not wanted.isdisjoint(map(id, gc.get_referents(*holders)))

@@ -1,0 +1,91 @@
+"""Questions to a tensor of any kind; none runs an operation or code of a subclass, none raises."""
+
+import sys
+from typing import Any
+
+import torch
+
+from ._collector import instances, tracked_objects
+from ._static import is_kind
+
+_BASE: Any = torch._C.TensorBase
+
+
+def _count_cpp_reference() -> int:
+    """References to the handle of a tensor that C++ holds too: none on some versions of torch."""
+    leaf = torch.ones(1, requires_grad=True)
+    leaf.grad = torch.zeros(1)
+    return sys.getrefcount(leaf.grad) - sys.getrefcount(torch.zeros(1))
+
+
+_CPP_REFERENCE = _count_cpp_reference()
+
+
+def cpp_references(found: object) -> int:
+    """References to an object's handle that only C++ knows of: 0 for what is no tensor."""
+    is_in_cpp = is_kind(type(found), torch.Tensor) and cpp_uses(found) > 1  # type: ignore[arg-type]
+    return _CPP_REFERENCE if is_in_cpp else 0
+
+
+def live_tensors() -> list[torch.Tensor]:
+    """Every tensor with a handle in Python, in the order of the collector."""
+    return instances(tracked_objects(), lambda cls: is_kind(cls, torch.Tensor))
+
+
+def read(t: torch.Tensor, name: str) -> Any:
+    """An attribute as the base class has it; None where this kind of tensor has none."""
+    # undefined, sparse, nested, fake and functorch tensors raise errors of many types here
+    try:
+        return getattr(_BASE, name).__get__(t)
+    except Exception:
+        return None
+
+
+def storage_of(t: torch.Tensor) -> torch.UntypedStorage | None:
+    """The storage; None for a tensor without one."""
+    try:
+        storage: torch.UntypedStorage = _BASE.untyped_storage(t)
+    except Exception:
+        return None
+    return storage
+
+
+def storage_key(t: torch.Tensor) -> int | None:
+    """The identity of the storage; None for a tensor without one."""
+    try:
+        return int(_BASE.untyped_storage(t)._cdata)
+    except Exception:
+        return None
+
+
+def storage_bytes(t: torch.Tensor) -> int | None:
+    """Bytes of the whole storage, whatever part of it the tensor shows."""
+    try:
+        return int(_BASE.untyped_storage(t).nbytes())
+    except Exception:
+        return None
+
+
+def storage_uses(t: torch.Tensor) -> int:
+    """How many tensors and other owners share the storage, this tensor among them."""
+    try:
+        storage = _BASE.untyped_storage(t)
+        return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+    except Exception:
+        return 1
+
+
+def cpp_uses(t: torch.Tensor) -> int:
+    """How many owners the tensor has in C++, its Python handle among them."""
+    try:
+        return int(_BASE._use_count(t))
+    except Exception:
+        return 1
+
+
+def spans_storage(t: torch.Tensor) -> bool:
+    """Whether the elements of a tensor are as many bytes as its storage."""
+    try:
+        return int(_BASE.numel(t)) * int(_BASE.element_size(t)) == storage_bytes(t)
+    except Exception:
+        return False

@@ -1,0 +1,130 @@
+"""Tensors of a batch that require grad, cut off their graph while the batch is split.
+
+Invariant: whatever the split and however often it is tried, the graph that a tensor of the batch
+came of is run backward once, with the whole gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._graph_leaves import leaves_of
+from ._sample_tree import Leaf, SampleTree
+
+
+class CutInputs:
+    """The chunks of a batch, and the gradients that come back to it.
+
+    Args:
+        tree: the batch.
+        whole: the batch as the user passed it.
+    """
+
+    def __init__(self, tree: SampleTree, whole: Any) -> None:
+        self._tree = tree
+        self._whole = whole
+        self._cuts = [
+            _Cut(leaf)
+            for leaf in tree.leaves
+            if isinstance(leaf.value, Tensor) and leaf.value.requires_grad
+        ]
+        self._by_path = {cut.leaf.path: cut for cut in self._cuts}
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """The tensors that get gradients when these are delivered."""
+        return [leaf for cut in self._cuts for leaf in leaves_of(cut.leaf.value)]
+
+    def begin(self) -> None:
+        """Forget the gradients of an attempt before."""
+        for cut in self._cuts:
+            cut.clear()
+
+    def whole(self) -> Any:
+        """The batch itself; a container like it, if something in it requires grad."""
+        if not self._cuts:
+            return self._whole
+        return self._tree.with_leaves([self._piece(leaf, None) for leaf in self._tree.leaves])
+
+    def chunk(self, start: int, length: int) -> Any:
+        """A container like the batch, of views of some of its samples."""
+        where = (start, length)
+        return self._tree.with_leaves([self._piece(leaf, where) for leaf in self._tree.leaves])
+
+    def collect(self) -> None:
+        """Take the gradients that the chunks got since; called after each backward pass."""
+        for cut in self._cuts:
+            cut.collect()
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply the gradients.
+
+        Args:
+            factor: of no dimension.
+        """
+        for cut in self._cuts:
+            if cut.gradient is not None:
+                with torch.no_grad():
+                    cut.gradient.mul_(factor.to(cut.gradient.device))
+
+    def deliver(self) -> None:
+        """Run what the batch came of backward; it can't be run a second time."""
+        ready = [(cut.leaf.value, cut.gradient) for cut in self._cuts if cut.gradient is not None]
+        if ready:
+            tensors, gradients = zip(*ready, strict=True)
+            torch.autograd.backward(tensors, gradients)
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether something in the batch is the result of a computation that autograd recorded."""
+        return any(cut.leaf.value.grad_fn is not None for cut in self._cuts)
+
+    def _piece(self, leaf: Leaf, where: tuple[int, int] | None) -> Any:
+        cut = self._by_path.get(leaf.path)
+        if cut is not None:
+            return cut.piece(where)
+        return leaf.value if where is None else leaf.part(*where)
+
+
+class _Cut:
+    """One tensor of the batch: pieces of it that are leaves, and the gradient they add up to."""
+
+    def __init__(self, leaf: Leaf) -> None:
+        self.leaf = leaf
+        self.clear()
+
+    def clear(self) -> None:
+        self.gradient: Tensor | None = None
+        self._pieces: list[tuple[Tensor, tuple[int, int] | None]] = []
+
+    def piece(self, where: tuple[int, int] | None) -> Tensor:
+        value: Tensor = self.leaf.value.detach()
+        if where is not None and isinstance(self.leaf.dim, int):
+            value = value.narrow(self.leaf.dim, *where)
+        else:
+            where = None
+        piece = value.requires_grad_()
+        self._pieces.append((piece, where))
+        return piece
+
+    def collect(self) -> None:
+        for piece, where in self._pieces:
+            if piece.grad is not None:
+                self._add(piece.grad, where)
+        self._pieces = []
+
+    def _add(self, gradient: Tensor, where: tuple[int, int] | None) -> None:
+        if where is None and self.gradient is None:
+            self.gradient = gradient
+            return
+        if self.gradient is None:
+            self.gradient = torch.zeros_like(self.leaf.value)
+        with torch.no_grad():
+            if where is None:
+                self.gradient.add_(gradient)
+            else:
+                assert isinstance(self.leaf.dim, int)
+                self.gradient.narrow(self.leaf.dim, *where).add_(gradient)

@@ -1,0 +1,170 @@
+"""The modules and tensors that a function can reach: captured, bound, or named in its code.
+
+Invariant: only what the code names counts, so that a model which happens to stand beside the one
+that is trained isn't taken for a part of the step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from tenure._errors import AdaptiveUsageError
+
+from ._code_names import names_in
+
+_MAX_DEPTH = 8
+_MAX_ITEMS = 256
+_LIBRARIES = ("torch", "numpy", "builtins")
+
+
+class Reachable:
+    """What some functions use.
+
+    Attributes:
+        modules: the modules found, by the name under which the code has them.
+        tensors: the tensors found that require grad, by name.
+    """
+
+    def __init__(self, *functions: Callable[..., Any] | None) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        self.tensors: dict[str, Tensor] = {}
+        self._seen: dict[tuple[int, frozenset[str]], Any] = {}  # keeps what its ids belong to
+        for function in functions:
+            if function is not None:
+                self._visit(_name_of(function), function, frozenset(), 0)
+
+    def captured(self) -> list[Tensor]:
+        """The leaves that are no parameters of a module."""
+        return [tensor for tensor in self.tensors.values() if tensor.is_leaf]
+
+    def computed(self) -> list[str]:
+        """The names of the tensors that come of a computation of before."""
+        return [name for name, tensor in self.tensors.items() if not tensor.is_leaf]
+
+    def _visit(self, name: str, value: Any, attributes: frozenset[str], depth: int) -> None:
+        key = (id(value), attributes)
+        if isinstance(value, _PLAIN) or key in self._seen or depth > _MAX_DEPTH:
+            return
+        self._seen[key] = value
+        if isinstance(value, nn.Module):
+            if all(value is not known for known in self.modules.values()):
+                self.modules[name] = value
+        elif isinstance(value, Tensor):
+            if value.requires_grad:
+                self.tensors[name] = value
+        else:
+            for below, child, names in _below(name, value, attributes):
+                self._visit(below, child, names, depth + 1)
+
+
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), type)
+_Found = tuple[str, Any, frozenset[str]]
+
+
+def modules_given(model: nn.Module | Iterable[nn.Module]) -> dict[str, nn.Module]:
+    """The modules of the argument ``model``, by name.
+
+    Raises:
+        AdaptiveUsageError: it is something else.
+    """
+    if isinstance(model, nn.Module):
+        return {"model": model}
+    several = {f"model[{i}]": each for i, each in enumerate(_listed(model))}
+    if not several or any(not isinstance(each, nn.Module) for each in several.values()):
+        raise AdaptiveUsageError(
+            f"step() got a {type(model).__name__} as model=. Pass the nn.Module that the function "
+            "runs, or a list of them."
+        )
+    return several
+
+
+def _listed(model: Any) -> list[Any]:
+    return list(model) if isinstance(model, Iterable) else []
+
+
+def _below(name: str, value: Any, attributes: frozenset[str]) -> Iterator[_Found]:
+    if isinstance(value, functools.partial):
+        for i, child in enumerate((value.func, *value.args)):
+            yield f"{name} argument {i}" if i else _name_of(value.func), child, attributes
+        yield from ((key, child, attributes) for key, child in value.keywords.items())
+    elif isinstance(value, MethodType):
+        yield from _of_method(value)
+    elif isinstance(value, FunctionType):
+        yield from _of_function(value)
+    elif isinstance(value, Mapping):
+        items = list(value.items())[:_MAX_ITEMS]
+        yield from ((f"{name}[{key!r}]", child, attributes) for key, child in items)
+    elif isinstance(value, list | tuple | set | frozenset):
+        items = list(value)[:_MAX_ITEMS]
+        yield from ((f"{name}[{i}]", child, attributes) for i, child in enumerate(items))
+    else:
+        yield from _of_object(name, value, attributes)
+
+
+def _of_function(function: FunctionType) -> Iterator[_Found]:
+    if _is_of_a_library(function.__module__):
+        return
+    code = function.__code__
+    names = names_in(code)
+    yield from _captured(function, names.attributes)
+    for key in names.globals & function.__globals__.keys():
+        yield key, function.__globals__[key], names.attributes
+    defaults = function.__defaults__ or ()
+    first = code.co_argcount - len(defaults)
+    for key, child in zip(code.co_varnames[first : code.co_argcount], defaults, strict=True):
+        yield key, child, names.attributes
+    for key, child in (function.__kwdefaults__ or {}).items():
+        yield key, child, names.attributes
+    wrapped = getattr(function, "__wrapped__", None)
+    if wrapped is not None:
+        yield _name_of(wrapped), wrapped, names.attributes
+
+
+def _captured(function: FunctionType, attributes: frozenset[str]) -> Iterator[_Found]:
+    cells = function.__closure__ or ()
+    for key, cell in zip(function.__code__.co_freevars, cells, strict=True):
+        try:
+            yield key, cell.cell_contents, attributes
+        except ValueError:  # the variable has no value yet
+            continue
+
+
+def _of_method(method: MethodType) -> Iterator[_Found]:
+    function: Any = method.__func__
+    yield _name_of(function), function, frozenset()
+    if isinstance(function, FunctionType):
+        yield "self", method.__self__, names_in(function.__code__).attributes
+
+
+def _of_object(name: str, value: Any, attributes: frozenset[str]) -> Iterator[_Found]:
+    """The attributes of an object that the code names, and its ``__call__``."""
+    if isinstance(value, ModuleType):
+        if _is_of_a_library(value.__name__):
+            return
+    elif isinstance(getattr(type(value), "__call__", None), FunctionType):  # noqa: B004  # not a test
+        yield name, value.__call__, attributes
+    space = getattr(value, "__dict__", {})
+    for key in sorted(attributes & space.keys()):
+        yield f"{name}.{key}", space[key], attributes
+    if not isinstance(value, ModuleType):
+        yield from _methods(name, value, attributes)
+
+
+def _methods(name: str, value: Any, attributes: frozenset[str]) -> Iterator[_Found]:
+    for key in sorted(attributes):
+        method = getattr(type(value), key, None)
+        if isinstance(method, FunctionType):
+            yield f"{name}.{key}", MethodType(method, value), attributes
+
+
+def _is_of_a_library(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _LIBRARIES
+
+
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "__name__", None) or type(function).__name__)

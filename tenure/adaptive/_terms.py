@@ -1,0 +1,279 @@
+"""What a step's function returned: the terms of a loss, and how those of chunks make the whole.
+
+Invariant: the loss of the whole batch is one formula, used both for its value and, by autograd, for
+the weight that the gradient of each chunk gets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tenure._describe import describe_tensor
+from tenure._errors import AdaptiveUsageError
+
+Reduction = Literal["mean", "sum"]
+Count = Tensor | float
+ONLY = "loss"
+"""The name of a term that has none of its own."""
+
+_WANTED = (
+    "Return a scalar loss, a pair (sum, count), or a dict of either; or return outputs, and pass "
+    "the loss of all of them as loss=."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A part of a loss over some samples.
+
+    Attributes:
+        value: of no dimension; a mean or a sum, or with a count the sum that it divides.
+        count: what the sum over the whole batch is divided by the sum of; None for a plain value.
+    """
+
+    value: Tensor
+    count: Count | None
+
+
+class Terms(NamedTuple):
+    """What the function returned for some samples, in one form.
+
+    Attributes:
+        by_name: the terms.
+        named: whether the function named them, and so gets them named in ``then``.
+    """
+
+    by_name: dict[str, Term]
+    named: bool
+
+    def detached(self) -> Terms:
+        """The same, without their graphs."""
+        return Terms(
+            {name: Term(term.value.detach(), term.count) for name, term in self.by_name.items()},
+            self.named,
+        )
+
+
+def terms_of(returned: object, reduction: Reduction) -> Terms:
+    """Bring what the function returned into one form.
+
+    Raises:
+        AdaptiveUsageError: it is no loss.
+    """
+    if isinstance(returned, Mapping):
+        if not returned:
+            raise AdaptiveUsageError(f"The function of step() returned no terms. {_WANTED}")
+        terms = {
+            str(name): _term(each, f"[{name!r}]", reduction) for name, each in returned.items()
+        }
+        return Terms(terms, named=True)
+    return Terms({ONLY: _term(returned, "", reduction)}, named=False)
+
+
+def check_weight_is_used(terms: Terms, weight: object) -> None:
+    """Make sure that a weight is not given for terms that all bring their own.
+
+    Raises:
+        AdaptiveUsageError: it is.
+    """
+    if weight is not None and all(term.count is not None for term in terms.by_name.values()):
+        raise AdaptiveUsageError(
+            "The function of step() returned sums with their counts, and weight= was given too. "
+            "Leave weight= out, or return means."
+        )
+
+
+def whole_loss(terms: Terms, then: Callable[..., Any] | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a batch that was not split, and its terms, as the function itself would."""
+    values = {
+        name: term.value if term.count is None else term.value / term.count
+        for name, term in terms.by_name.items()
+    }
+    return finished_loss(values, terms.named, then), values
+
+
+def finished_loss(
+    totals: dict[str, Tensor], named: bool, then: Callable[..., Any] | None
+) -> Tensor:
+    """The loss of terms over the whole batch.
+
+    Raises:
+        AdaptiveUsageError: ``then`` returned no scalar.
+    """
+    if then is not None:
+        return scalar(then(totals if named else totals[ONLY]), "then() of step()")
+    first, *others = totals.values()
+    return _sum([first, *others])
+
+
+class Shares:
+    """How much each chunk weighs in a mean over the whole batch.
+
+    Args:
+        lengths: the number of samples of each chunk.
+        weights: what ``weight`` returned for each chunk; None weighs by samples.
+
+    Raises:
+        AdaptiveUsageError: a weight is not a number, or less than zero, or not finite.
+    """
+
+    def __init__(self, lengths: Sequence[int], weights: Sequence[object] | None) -> None:
+        self._by_samples = _normalized([float(length) for length in lengths])
+        self._by_name: dict[str | None, list[float]] = {}
+        if weights is not None:
+            by_name = [w if isinstance(w, Mapping) else {None: w} for w in weights]
+            for name in by_name[0]:
+                column = _numbers([_weight_of(each, name) for each in by_name], len(lengths))
+                self._by_name[name] = _normalized(column) or self._by_samples
+        self._weighted = weights is not None
+
+    def of(self, name: str) -> list[float]:
+        """The shares of the chunks in a term; they sum up to 1.
+
+        Raises:
+            AdaptiveUsageError: ``weight`` gave no number for this term.
+        """
+        if not self._weighted:
+            return self._by_samples
+        shares = self._by_name.get(name, self._by_name.get(None))
+        if shares is None:
+            raise AdaptiveUsageError(
+                f"The function of step() returned a term {name!r}, and weight() has "
+                f"{', '.join(map(repr, self._by_name))}. Give a weight for each term by its name."
+            )
+        return shares
+
+
+def combined(
+    chunks: Sequence[dict[str, Term]], shares: Shares, reduction: Reduction
+) -> dict[str, Tensor]:
+    """The terms of the whole batch, of those of its chunks.
+
+    Raises:
+        AdaptiveUsageError: the chunks have other terms than the first.
+    """
+    names = chunks[0].keys()
+    for chunk in chunks:
+        check_same_terms(names, chunk.keys())
+    return {
+        name: _combined([chunk[name] for chunk in chunks], name, shares, reduction)
+        for name in names
+    }
+
+
+def check_same_terms(first: Any, other: Any) -> None:
+    """Make sure that two chunks have the same terms.
+
+    Raises:
+        AdaptiveUsageError: they don't.
+    """
+    if set(first) != set(other):
+        raise AdaptiveUsageError(
+            f"The function of step() returned the terms {', '.join(map(repr, first))} for one "
+            f"micro-batch and {', '.join(map(repr, other))} for another. Return the same ones for "
+            "each, with a count of zero where there is nothing to count."
+        )
+
+
+def scalar(value: object, what: str) -> Tensor:
+    """A tensor of one number, as one of no dimension.
+
+    Raises:
+        AdaptiveUsageError: it is something else.
+    """
+    if not isinstance(value, Tensor):
+        raise AdaptiveUsageError(f"{what} returned {_brief(value)}. {_WANTED}")
+    if value.numel() != 1 or not value.is_floating_point():
+        raise AdaptiveUsageError(f"{what} returned {describe_tensor(value)}. {_WANTED}")
+    return value if value.dim() == 0 else value.reshape(())
+
+
+def widened(value: Tensor) -> Tensor:
+    """A scalar in the precision that sums of several are made in."""
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def _term(value: object, place: str, reduction: Reduction) -> Term:
+    what = f"The function of step(){place and ', at ' + place},"
+    if not isinstance(value, tuple | list):
+        return Term(scalar(value, what), None)
+    if len(value) != 2:
+        raise AdaptiveUsageError(f"{what} returned {_brief(value)}. {_WANTED}")
+    if reduction == "sum":
+        raise AdaptiveUsageError(
+            f'{what} returned a pair (sum, count), which makes a mean, and loss="sum" was asked '
+            'for. Leave loss="mean", or return the sum alone.'
+        )
+    return Term(scalar(value[0], what), _count(value[1], what))
+
+
+def _count(count: object, what: str) -> Count:
+    if isinstance(count, Tensor) and count.numel() == 1 and not count.requires_grad:
+        return count.detach().reshape(())
+    if isinstance(count, int | float) and not isinstance(count, bool):
+        return count
+    shown = describe_tensor(count) if isinstance(count, Tensor) else _brief(count)
+    needs = " that requires grad" if isinstance(count, Tensor) and count.requires_grad else ""
+    raise AdaptiveUsageError(
+        f"{what} returned a count of {shown}{needs}. Return a number that is no function of what "
+        "is trained, such as how many elements the sum has."
+    )
+
+
+def _combined(column: list[Term], name: str, shares: Shares, reduction: Reduction) -> Tensor:
+    values = [widened(term.value) for term in column]
+    counts = [term.count for term in column if term.count is not None]
+    if counts:
+        return _sum(values) / sum(counts)
+    if reduction == "sum":
+        return _sum(values)
+    # a chunk without a share is left out, and not multiplied by zero: its mean is nan
+    weighted = zip(values, shares.of(name), strict=True)
+    return _sum([value * share for value, share in weighted if share])
+
+
+def _sum(values: list[Tensor]) -> Tensor:
+    return sum(values[1:], values[0])
+
+
+def _normalized(weights: list[float]) -> list[float]:
+    """Shares of 1; none if all weights are zero, for then the mean has no value."""
+    total = math.fsum(weights)
+    return [weight / total for weight in weights] if total else []
+
+
+def _weight_of(weights: Mapping[Any, object], name: object) -> object:
+    if name in weights:
+        return weights[name]
+    raise AdaptiveUsageError(
+        f"weight() returned {', '.join(map(repr, weights))} for one micro-batch, without {name!r}, "
+        "which it had for the first. Return the same names for each."
+    )
+
+
+def _numbers(values: list[object], n: int) -> list[float]:
+    """The weights of a term as numbers; tensors of one device are read together."""
+    tensors = [v for v in values if isinstance(v, Tensor) and v.numel() == 1]
+    if len(tensors) == n:
+        values = list(torch.stack([t.detach().reshape(()).double() for t in tensors]).tolist())
+    for value in values:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value < math.inf:  # type: ignore[operator]
+            shown = describe_tensor(value) if isinstance(value, Tensor) else repr(value)
+            raise AdaptiveUsageError(
+                f"weight() returned {shown} for a micro-batch. Return what the mean divides by: a "
+                "number that is finite and not negative, or a dict of one for each term."
+            )
+    return [float(value) for value in values]  # type: ignore[arg-type]
+
+
+def _brief(value: object) -> str:
+    shown = repr(value)
+    kind = f"a {type(value).__name__}"
+    return f"{kind}, {shown}" if len(shown) <= 40 else kind

@@ -1,0 +1,80 @@
+"""The columns of a line profile: ``hits``, ``alloc``, ``freed``, ``net``, ``peak``, statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from tenure._errors import ProfilerUsageError
+from tenure._units import format_bytes
+
+from ._records import LineRecord
+
+DEFAULT_COLUMNS = ("hits", "alloc", "freed", "net", "peak")
+_N_PARTS = 3  # of a field of memory_stats, as in active_bytes.all.peak
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column.
+
+    Attributes:
+        name: its heading.
+        value: the number that a record has in it, or None.
+        is_exact: whether that number is not just a lower bound.
+        in_bytes: whether it is a number of bytes.
+    """
+
+    name: str
+    value: Callable[[LineRecord], int | None]
+    is_exact: Callable[[LineRecord], bool]
+    in_bytes: bool = True
+
+    def cell(self, record: LineRecord) -> str:
+        """The number as people read it."""
+        value = self.value(record)
+        if value is None:
+            return ""
+        text = format_bytes(value) if self.in_bytes else str(value)
+        return text if self.is_exact(record) else f">= {text}"
+
+
+_COLUMNS = {
+    column.name: column
+    for column in (
+        Column("hits", lambda r: r.hits, lambda _: True, in_bytes=False),
+        Column("alloc", lambda r: r.allocated_bytes, lambda r: r.exact),
+        Column("freed", lambda r: r.freed_bytes, lambda r: r.exact),
+        Column("net", lambda r: r.net_bytes, lambda _: True),
+        Column("peak", lambda r: r.peak_bytes, lambda r: r.peak_exact),
+    )
+}
+
+
+def columns_named(names: Sequence[str] | None, records: Iterable[LineRecord]) -> list[Column]:
+    """The columns of these names, of which fields of ``memory_stats()`` are some.
+
+    Raises:
+        ProfilerUsageError: there is no such column, for the devices that were measured.
+    """
+    if names is None:
+        names = DEFAULT_COLUMNS
+    if isinstance(names, str):
+        names = (names,)
+    fields: set[str] = set().union(*(record.statistics for record in records))
+    return [_COLUMNS.get(name) or _statistic(name, fields) for name in names]
+
+
+def _statistic(name: str, fields: set[str]) -> Column:
+    if name not in fields if fields else len(name.split(".")) != _N_PARTS:
+        theirs = ", ".join(sorted(fields)) or "any field of the device's memory_stats()"
+        raise ProfilerUsageError(
+            f"There is no column {name!r}. There are {', '.join(_COLUMNS)}, and {theirs}."
+        )
+    is_peak = name.endswith(".peak")
+    return Column(
+        name,
+        lambda record: record.statistics.get(name),
+        lambda record: record.peak_exact or not is_peak,
+        "bytes" in name.partition(".")[0],
+    )

@@ -1,0 +1,81 @@
+"""What a Courtesy moved, and what it could not move and why; holds no tensor."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tenure._units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """Memory that stayed on its device.
+
+    Attributes:
+        text: the tensor, as ``float32[4, 4] on cuda:0, 64 B``; without one, the storage.
+        n_bytes: bytes of the storage.
+        reason: why it can't be moved.
+        held_by: who holds the tensor, as ``main.<locals>.x``; empty where that has no name, and
+            beyond the first few.
+    """
+
+    text: str
+    n_bytes: int
+    reason: str
+    held_by: str = ""
+
+    def __str__(self) -> str:
+        holder = f", held by {self.held_by}" if self.held_by else ""
+        return f"{self.text}{holder}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class CourtesyReport:
+    """What became of the memory of accelerators; ``print`` shows it.
+
+    Attributes:
+        moved_bytes: bytes that are in host memory now.
+        n_storages: storages that they are the bytes of.
+        n_tensors: tensors that share these storages, those that only a graph holds among them.
+        stays: what stayed on its device although a tensor of the program has it.
+        left_bytes: by device, what its allocator still counts as allocated; without statistics
+            the device is missing.
+        note: why there was nothing to move; else empty.
+    """
+
+    moved_bytes: int
+    n_storages: int
+    n_tensors: int
+    stays: tuple[Stay, ...] = ()
+    left_bytes: Mapping[str, int] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def stays_bytes(self) -> int:
+        """Bytes of all that stayed."""
+        return sum(stay.n_bytes for stay in self.stays)
+
+    def __str__(self) -> str:
+        if self.note:
+            return f"Courtesy moved nothing: {self.note}"
+        lines = [
+            f"Courtesy moved {format_bytes(self.moved_bytes)} to host memory "
+            f"({_counted(self.n_storages, 'storage')}, {_counted(self.n_tensors, 'tensor')})."
+        ]
+        if self.stays:
+            lines.append(f"{format_bytes(self.stays_bytes)} stay where they are:")
+            lines += [f"  {stay}" for stay in self.stays]
+        lines += [
+            f"{device} has {format_bytes(n_bytes)} allocated now."
+            for device, n_bytes in self.left_bytes.items()
+        ]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

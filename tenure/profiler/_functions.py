@@ -1,0 +1,96 @@
+"""The Python functions behind what a user hands over: methods, partials, wrappers, modules.
+
+Lines are watched by code object, so all closures made by one ``def`` are one function here.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+
+from tenure._errors import ProfilerUsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function whose lines are watched.
+
+    Attributes:
+        name: its qualified name.
+        module: the name of its module.
+        code: its code, which is what it is known by.
+    """
+
+    name: str
+    module: str
+    code: CodeType
+
+    @property
+    def file(self) -> str:
+        """The path of its source."""
+        return self.code.co_filename
+
+    @property
+    def first_line(self) -> int:
+        """The number of its first line, a decorator's included."""
+        return self.code.co_firstlineno
+
+    def source(self) -> tuple[str, ...]:
+        """Its lines; none where there is no source, as of what ``exec`` made."""
+        try:
+            return tuple(line.rstrip() for line in inspect.getsourcelines(self.code)[0])
+        except OSError:
+            return ()
+
+
+def function_of(handed: Any) -> Function:
+    """The function whose body runs when ``handed`` is called.
+
+    Raises:
+        ProfilerUsageError: no Python function does.
+    """
+    found = _plain(handed)
+    if not isinstance(found, FunctionType):
+        kind = "a class" if isinstance(handed, type) else f"of type {type(handed).__name__}"
+        raise ProfilerUsageError(
+            f"{_named(handed)} has no lines to profile: it is {kind}, and no Python function "
+            "runs when it is called. Pass a function or a method, a partial or a wrapper of one, "
+            "or a module."
+        )
+    return Function(found.__qualname__, found.__module__ or "", found.__code__)
+
+
+def _plain(handed: Any) -> Any:
+    """Take off what is around a function; what is no function stays as it is."""
+    while not isinstance(handed, FunctionType) or hasattr(handed, "__wrapped__"):
+        inside = _inside(handed)
+        if inside is None:
+            break
+        handed = inside
+    return handed
+
+
+def _inside(handed: Any) -> Callable[..., Any] | None:
+    if isinstance(handed, type):
+        return None
+    if isinstance(handed, functools.partial):
+        return handed.func
+    if isinstance(handed, property):
+        return handed.fget
+    if isinstance(handed, nn.Module):
+        return handed.forward
+    for name in ("__func__", "__wrapped__"):
+        if callable(inside := getattr(handed, name, None)):
+            return inside  # type: ignore[no-any-return]
+    call = getattr(type(handed), "__call__", None)  # noqa: B004  # it is asked for, not whether
+    return call if isinstance(call, FunctionType) else None
+
+
+def _named(handed: Any) -> str:
+    return getattr(handed, "__qualname__", None) or repr(handed)

@@ -1,0 +1,149 @@
+"""Every tensor that a graph of autograd keeps, through C++ and through Python alike.
+
+No unpack hook runs. What a node keeps in Python (attributes of a custom Function's context, hooks,
+what a pack hook returned, the arguments of a checkpoint) is followed as long as the graph alone
+holds it: an object is entered only when every reference to it was met on the way.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from tenure._heap import (
+    cpp_references,
+    is_kind,
+    is_node,
+    is_saved_tensor,
+    slot_names,
+    slots_of_node,
+    type_name,
+    walk_nodes,
+)
+
+# references to an object from its entry, from a variable, and from the argument of getrefcount
+_OWN_REFERENCES = 3
+
+
+@dataclass(slots=True)
+class Kept:
+    """One object that the graph refers to.
+
+    Attributes:
+        found: the object.
+        places: where, as ``AddmmBackward0.mat1``.
+        references: how many references from Python were met.
+        is_packed: an unpack hook stands between it and the backward pass.
+        hidden: references that only C++ can have, and shows to nobody.
+        is_held: something other than the graph holds it too; known once all was followed.
+    """
+
+    found: Any
+    places: list[str] = field(default_factory=list)
+    references: int = 0
+    is_packed: bool = False
+    hidden: int = 0
+    is_held: bool = False
+
+    def has_unknown_references(self) -> bool:
+        """Whether there are references that were not met on the way."""
+        found = self.found
+        known = self.references + self.hidden + cpp_references(found) + _OWN_REFERENCES
+        return sys.getrefcount(found) > known
+
+
+class GraphHoldings:
+    """What the graphs below some nodes keep; the tensors are held while this object lives.
+
+    Args:
+        roots: the nodes to begin with.
+
+    Attributes:
+        tensors: the entries of the tensors, in the order in which they were met.
+        n_nodes: how many nodes there are.
+    """
+
+    def __init__(self, roots: Iterable[Any]) -> None:
+        self._seen: dict[int, Any] = {}
+        self._classes: dict[int, tuple[str, list[str]]] = {}
+        self._kept: dict[int, Kept] = {}
+        self._entered: set[int] = set()
+        self._waiting: dict[int, Kept] = {}
+        nodes = [node for node in roots if node is not None]
+        while nodes:
+            self._add_nodes(nodes)
+            nodes = self._enter_owned()
+        self.n_nodes = len(self._seen)
+        entries = self._kept.values()
+        self.tensors = [entry for entry in entries if is_kind(type(entry.found), Tensor)]
+        for entry in self.tensors:
+            entry.is_held = entry.has_unknown_references()
+
+    def _add_nodes(self, nodes: list[Any]) -> None:
+        for node in walk_nodes(nodes, self._seen):
+            name, slots = self._described(type(node))
+            for label, data, unpack_hook in slots_of_node(node, slots):
+                self._add_data(f"{name}.{label}", data, unpack_hook)
+            for held in gc.get_referents(node):
+                self._meet(held, name)
+
+    def _described(self, cls: type) -> tuple[str, list[str]]:
+        """The name and the slots of a class of nodes, worked out once."""
+        found = self._classes.get(id(cls))
+        if found is None:
+            found = self._classes[id(cls)] = type_name(cls), slot_names(cls)
+        return found
+
+    def _add_data(self, place: str, data: Any, unpack_hook: Any) -> None:
+        if unpack_hook is not None:
+            self._meet(unpack_hook, place, is_packed=True)
+            self._meet(data, place, is_packed=True)
+        elif is_kind(type(data), Tensor):
+            self._enter(data, place)
+
+    def _enter(self, found: Any, place: str) -> Kept:
+        entry = self._kept.get(id(found))
+        if entry is None:
+            entry = self._kept[id(found)] = self._waiting[id(found)] = Kept(found)
+        if place not in entry.places:
+            entry.places.append(place)
+        return entry
+
+    def _meet(self, found: Any, place: str, *, is_packed: bool = False) -> None:
+        """Note one reference from Python."""
+        if is_kind(type(found), type) or found is None:
+            return
+        entry = self._enter(found, place)
+        entry.references += 1
+        entry.is_packed |= is_packed
+        if id(found) not in self._entered:
+            self._waiting[id(found)] = entry
+
+    def _enter_owned(self) -> list[Any]:
+        """Follow what only the graph holds; the nodes that this leads to are given back."""
+        nodes: list[Any] = []
+        while self._waiting:
+            _, entry = self._waiting.popitem()
+            if is_saved_tensor(entry.found):
+                self._add_data(entry.places[0], entry.found.data, entry.found.unpack_hook)
+            elif is_node(entry.found):
+                if id(entry.found) not in self._seen:
+                    nodes.append(entry.found)
+            elif not entry.has_unknown_references():
+                self._entered.add(id(entry.found))
+                self._meet_referents(entry)
+        return nodes
+
+    def _meet_referents(self, entry: Kept) -> None:
+        # a function of its own, so that its variables count for no reference later
+        for held in gc.get_referents(entry.found):
+            self._meet(held, entry.places[0], is_packed=entry.is_packed)
+            if entry.is_packed and type(held) is types.CellType:
+                # beside an unpack hook, C++ keeps the pack hook, which shares its variables
+                self._kept[id(held)].hidden = 1

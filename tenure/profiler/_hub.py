@@ -1,0 +1,228 @@
+"""Where the events of a trace meet those of the allocator, for all profilers of a process.
+
+Invariant: a session is open on a thread while, and only while, a watched frame is on its stack and
+no other profiler has the thread; what the allocator did between two events of the trace is booked
+before the second is acted upon. A session is read at each watched line and every few hundred calls
+or turns of a loop in between, so it never holds many events.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable
+from types import CodeType
+from typing import Protocol
+
+from . import _torch_allocations as allocations
+from . import _torch_cpu_allocator as allocator
+from ._existing import enter_existing
+from ._lanes import Key
+from ._marks import set_mark, settle
+from ._torch_allocations import Changes
+from ._torch_profilers import announce
+from ._watches import Codes, ThreadState, Watch
+
+_TICKS_PER_TURN = 256
+
+
+class Engine(Protocol):
+    """What reports the lines of some code objects, as they run, to a hub."""
+
+    def start(self) -> None:
+        """Begin to report."""
+
+    def watch(self, codes: Codes) -> None:
+        """Report these codes and no others; unwatched ones only tick."""
+
+    def stop(self) -> None:
+        """Report nothing more, but tick on threads in a session until they know that it is over."""
+
+
+class Hub:
+    """The one place that engines report to, and that profilers are opened in.
+
+    Attributes:
+        n_sessions: on how many threads a session is open.
+    """
+
+    def __init__(self, engine: Callable[[Hub], Engine]) -> None:
+        self.n_sessions = 0
+        self._engine = engine(self)
+        self._lock = threading.RLock()
+        self._watches: tuple[Watch, ...] = ()
+        self._this_thread = _ThisThread()
+        self._stop_announcing: Callable[[], None] | None = None
+
+    # --- what profilers call
+
+    def is_open(self, watch: Watch) -> bool:
+        """Whether a profiler is enabled."""
+        return watch in self._watches
+
+    def open(self, watch: Watch) -> None:
+        """Begin to report to a profiler; on some engines only on threads that start from now on."""
+        with self._lock:
+            first = not self._watches
+            if first:
+                self._begin()
+            watch.begin()
+            self._watches = (*self._watches, watch)
+            self.refresh()
+            if first:
+                self._engine.start()
+
+    def close(self, watch: Watch) -> None:
+        """Report no more to a profiler; what happened up to now is booked."""
+        with self._lock:
+            self._account()
+            self._watches = tuple(other for other in self._watches if other is not watch)
+            self._end_if_idle(self._this_thread.state)
+            self.refresh()
+            if not self._watches:
+                self._end()
+
+    def refresh(self) -> None:
+        """Let the engine know of changed codes."""
+        with self._lock:
+            self._engine.watch({i: c for watch in self._watches for i, c in watch.codes.items()})
+
+    def look(self) -> None:
+        """Book what this thread did up to now."""
+        self._account()
+
+    def close_all(self) -> None:
+        """Close every profiler, so that the interpreter ends without a session."""
+        for watch in self._watches:
+            self.close(watch)
+
+    # --- what the engine calls
+
+    def enter(self, identity: int, code: CodeType, line: int) -> None:
+        """A frame of a watched code begins, or goes on."""
+        thread = self._account()
+        self._begin_session(thread)
+        key: Key = id(code), line
+        for watch in self._watches:
+            if key[0] in watch.codes:
+                thread.lane_of(watch).enter(identity, key)
+
+    def line(self, identity: int, code: CodeType, line: int) -> None:
+        """A watched frame is about to run a line."""
+        thread = self._account()
+        self._begin_session(thread)
+        key: Key = id(code), line
+        for watch in self._watches:
+            if key[0] in watch.codes:
+                thread.lane_of(watch).line(identity, key)
+
+    def leave(self, identity: int, code: CodeType, torn_down: bool) -> bool:
+        """A watched frame ends or is suspended.
+
+        Returns:
+            Whether ``torn_down_now`` is wanted: the frame's variables are freed before the frame
+            below goes on, and nothing else is.
+        """
+        thread = self._account()
+        for watch in self._watches:
+            if id(code) in watch.codes:
+                thread.lane_of(watch).leave(identity, torn_down)
+        self._end_if_idle(thread)
+        return torn_down and thread.is_active(self._watches)
+
+    def torn_down_now(self) -> None:
+        """The frame that was left is gone, with its variables."""
+        self._end_if_idle(self._account())
+
+    def backward(self, change: int) -> None:
+        """A backward pass begins (1) or has ended (-1) on this thread."""
+        self._this_thread.state.n_backwards += change
+
+    def tick(self) -> bool:
+        """Something unwatched was called, or went once more around a loop.
+
+        Returns:
+            Whether ticks are wanted on this thread now.
+        """
+        thread = self._this_thread.state
+        if not thread.in_session:
+            return False
+        thread.n_ticks += 1
+        if (thread.n_ticks >= _TICKS_PER_TURN or not self._watches) and not thread.session_is_lent:
+            self._account()
+            self._end_if_idle(thread)  # as when the last profiler was closed by another thread
+        return thread.in_session
+
+    # --- sessions
+
+    def _account(self) -> ThreadState:
+        """Book what this thread did since the last look."""
+        thread = self._this_thread.state
+        thread.n_ticks = 0
+        if thread.session_is_lent:
+            set_mark(thread.marks, thread.lanes_of(self._watches))
+            return thread
+        changes = None
+        if thread.in_session:
+            changes = allocations.turn()
+            if changes is None:
+                self._count_session(thread, -1)
+        self._book(thread, changes)
+        return thread
+
+    def _book(self, thread: ThreadState, changes: Changes | None) -> None:
+        if thread.marks:
+            changes = settle(thread.marks, changes)
+        for lane in thread.lanes_of(self._watches):
+            lane.account(changes)
+
+    def _begin_session(self, thread: ThreadState) -> None:
+        """Open one, unless it is open or the thread is another profiler's."""
+        if thread.in_session or allocations.is_profiling():
+            return
+        allocations.begin()
+        thread.n_backwards_outside = thread.n_backwards
+        self._count_session(thread, +1)
+        for watch in self._watches:
+            thread.lane_of(watch).start()
+
+    def _end_if_idle(self, thread: ThreadState) -> None:
+        if thread.in_session and not thread.is_active(self._watches):
+            self._count_session(thread, -1)
+            changes = allocations.end()
+            if thread.marks:
+                settle(thread.marks, changes)
+
+    def _count_session(self, thread: ThreadState, change: int) -> None:
+        with self._lock:
+            thread.in_session = change > 0
+            self.n_sessions += change
+
+    def _make_way(self) -> None:
+        """A profiler of the program is about to begin on this thread."""
+        thread = self._this_thread.state
+        if thread.in_session:
+            self._count_session(thread, -1)
+            self._book(thread, allocations.end())
+
+    # --- the first and the last
+
+    def _begin(self) -> None:
+        allocator.keep_sizes(True)
+        enter_existing()
+        self._stop_announcing = announce(self._make_way)
+        atexit.register(self.close_all)
+
+    def _end(self) -> None:
+        atexit.unregister(self.close_all)
+        self._engine.stop()
+        if self._stop_announcing is not None:
+            self._stop_announcing()
+        allocator.keep_sizes(False)
+
+
+class _ThisThread(threading.local):
+    """The state of the thread that asks."""
+
+    def __init__(self) -> None:
+        self.state = ThreadState()

@@ -1,0 +1,67 @@
+"""Why memory has to stay on its device: because bytes at another address would not be the same.
+
+Whatever is in doubt stays; a reason is a sentence about one storage or about its whole device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tenure._heap import is_kind, tracked_objects
+
+from ._away import can_guard
+from ._inventory import Holding
+from ._segments import Segments
+from ._torch_owners import shared_keys
+
+_GRAPHS = ("CUDAGraph", "XPUGraph")
+
+
+class Judge:
+    """Says of each holding of a device why it can't be moved, if so.
+
+    Args:
+        device: the device, with its index.
+        segments: where its memory lies.
+    """
+
+    def __init__(self, device: torch.device, segments: Segments) -> None:
+        self._segments = segments
+        self._shared = shared_keys()
+        self._of_device = _reason_of_device(device)
+
+    def reason(self, holding: Holding) -> str:
+        """A reason to stay; empty for what can be moved."""
+        return self._of_device or self._of_memory(holding) or _of_owners(holding)
+
+    def _of_memory(self, holding: Holding) -> str:
+        storage = holding.storage
+        if not storage.resizable():
+            return "its memory belongs to somebody else than torch"
+        if storage._cdata in self._shared:
+            return "it is shared with another process"
+        if self._segments.at(storage.data_ptr()).is_private:
+            return "it lies in a memory pool of its own, whose addresses may be in use"
+        return ""
+
+
+def _of_owners(holding: Holding) -> str:
+    if holding.n_unseen:
+        return (
+            "something in C++ that can't be seen uses it too, such as another library by DLPack, "
+            "an operation that is running, or the graph of a change to a view"
+        )
+    blunt = [type(handle).__name__ for handle in holding.handles if not can_guard(handle)]
+    if blunt:
+        return f"a {blunt[0]} has slots, so its use meanwhile could not be refused"
+    return ""
+
+
+def _reason_of_device(device: torch.device) -> str:
+    module: Any = torch.get_device_module(device)
+    classes = [getattr(module, name) for name in _GRAPHS if hasattr(module, name)]
+    if classes and any(is_kind(type(found), *classes) for found in tracked_objects()):
+        return f"a live {classes[0].__name__} replays on the addresses it was captured with"
+    return ""

@@ -1,0 +1,248 @@
+"""Running a statement or a cell of a notebook under a line profiler.
+
+A cell runs statement by statement, and before each the functions to profile are looked up again, so
+what the cell defines is profiled like what was there before. What was collected is shown in any
+case; an error of the statement then goes on.
+"""
+
+from __future__ import annotations
+
+import ast
+import getopt
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from IPython.core.error import UsageError
+from IPython.display import display
+
+from tenure._errors import ProfilerUsageError
+
+from ._columns import DEFAULT_COLUMNS, columns_named
+from ._display import RecordsDisplay
+from ._line_profiler import LineProfiler
+
+_SHORT = "f:c:Drg:d:qT:"
+_LONG = {
+    "function=": "f", "column=": "c", "no_default_columns": "D", "no-default-columns": "D",
+    "return-profiler": "r", "gpu=": "g", "device=": "d", "quiet": "q", "dump-profile=": "T",
+}  # fmt: skip
+# words end at spaces outside of quotes
+_WORD = re.compile(r"""\s*((?:"[^"]*"|'[^']*'|[^\s"'])+)""")
+_OPTION = re.compile(r"""\s*(-(?:"[^"]*"|'[^']*'|[^\s"'])+)""")
+_ONCE = {"g": "--gpu", "d": "--device", "T": "--dump-profile"}
+
+
+def mlrun(shell: Any, line: str, cell: str | None = None) -> LineProfiler | None:
+    """Profile the memory of functions, line by line, while a statement or a cell runs.
+
+    Usage::
+
+        %mlrun -f FUNCTION [options] statement
+
+        %%mlrun -f FUNCTION [options]
+        code of the cell
+
+    -f FUNCTION, --function FUNCTION
+        What to profile: an expression whose value is a function, such as ``Model.forward``. More of
+        them with more ``-f``. The statement or cell may define it.
+    -c COLUMN, --column COLUMN
+        One more column: a field of the device's ``memory_stats()``, or one of ``hits``, ``alloc``,
+        ``freed``, ``net``, ``peak``. More of them with more ``-c``.
+    -D, --no_default_columns
+        Only the columns of ``-c``.
+    -g INDEX, --gpu INDEX
+        The accelerator to measure, by index.
+    -d DEVICE, --device DEVICE
+        The device to measure, as torch spells it: ``cpu``, ``cuda:1``.
+    -r, --return-profiler
+        Give back the LineProfiler.
+    -q, --quiet
+        Show nothing.
+    -T FILE, --dump-profile FILE
+        Write the table to a text file as well.
+
+    Options end where the statement begins. ``await`` at the top level is not supported.
+
+    Source: ``%mlrun`` of pytorch_memlab.
+    """
+    options, statement = _parsed(line)
+    if cell is not None:
+        # what follows the options belongs to the cell, as the first line that runs
+        statement = f"{statement}\n{cell}" if statement else cell
+    targets = [_Target(expression, shell) for expression in options.functions]
+    profiler = _profiler(options)
+    with _reported_at_end(profiler, options), profiler:
+        _run(shell, statement, lambda: _register(targets, profiler))
+    _register(targets, profiler)
+    unknown = [target.expression for target in targets if not target.is_known]
+    if unknown:
+        raise UsageError(
+            f"%mlrun -f {unknown[0]}: there is no such function, neither before the code nor after."
+        )
+    return profiler if options.returns else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    functions: list[str]
+    columns: list[str] | None
+    gpu: int | None
+    device: str | None
+    dump: str | None
+    returns: bool
+    quiet: bool
+
+
+class _Target:
+    """An expression for a function, which may get a value only later."""
+
+    def __init__(self, expression: str, shell: Any) -> None:
+        self.expression = expression
+        self.is_known = False
+        self._shell = shell
+        try:
+            tree = ast.parse(expression, mode="eval")
+        except SyntaxError as error:
+            raise UsageError(f"%mlrun -f {expression}: {error.msg}.") from None
+        self._code = compile(tree, "<mlrun -f>", "eval")
+        # a name may be bound again by the code; what has to be computed is computed once
+        self._is_name = _is_dotted_name(tree.body)
+
+    def value(self) -> Any:
+        """The function, or None as long as the names in the expression are not there."""
+        if self.is_known and not self._is_name:
+            return None
+        try:
+            found = eval(self._code, self._shell.user_global_ns, self._shell.user_ns)
+        except (NameError, AttributeError):
+            return None
+        self.is_known = True
+        return found
+
+
+def _is_dotted_name(node: ast.expr) -> bool:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name)
+
+
+def _parsed(line: str) -> tuple[_Options, str]:
+    pairs, statement = _split(line)
+    found: dict[str, list[str]] = {}
+    for name, value in pairs:
+        found.setdefault(name, []).append(value)
+    twice = next((name for name in _ONCE if len(found.get(name, ())) > 1), None)
+    if twice:
+        raise UsageError(f"%mlrun {_ONCE[twice]} is given twice.")
+    if "f" not in found:
+        raise UsageError("%mlrun: name what to profile, with -f FUNCTION.")
+    columns = [*(() if "D" in found else DEFAULT_COLUMNS), *found.get("c", ())]
+    if not columns:
+        raise UsageError("%mlrun -D: name at least one column, with -c COLUMN.")
+    return (
+        _Options(
+            functions=found["f"],
+            columns=list(dict.fromkeys(columns)),
+            gpu=_index(found["g"][0]) if "g" in found else None,
+            device=found["d"][0] if "d" in found else None,
+            dump=found["T"][0] if "T" in found else None,
+            returns="r" in found,
+            quiet="q" in found,
+        ),
+        statement,
+    )
+
+
+def _split(line: str) -> tuple[list[tuple[str, str]], str]:
+    """The options by their short names, and the rest of the line as it was written."""
+    pairs: list[tuple[str, str]] = []
+    while (match := _OPTION.match(line)) is not None:
+        line = line[match.end() :]
+        if match[1] == "--":
+            break
+        try:
+            found, _ = getopt.getopt([match[1]], _SHORT, [*_LONG])
+        except getopt.GetoptError:  # it may want the next word
+            value = _WORD.match(line)
+            words = [match[1], *([] if value is None else [_unquoted(value[1])])]
+            line = line if value is None else line[value.end() :]
+            found = _strictly(words)
+        pairs += ((_short(name), _unquoted(value)) for name, value in found)
+    return pairs, line.strip()
+
+
+def _strictly(words: list[str]) -> list[tuple[str, str]]:
+    try:
+        found, left = getopt.getopt(words, _SHORT, [*_LONG])
+    except getopt.GetoptError as error:
+        raise UsageError(f"%mlrun: {error.msg}. See %mlrun? for what there is.") from None
+    assert not left
+    return found
+
+
+def _short(name: str) -> str:
+    plain = name.lstrip("-")
+    return plain if len(plain) == 1 else _LONG.get(plain) or _LONG[f"{plain}="]
+
+
+def _unquoted(word: str) -> str:
+    is_quoted = len(word) > 1 and word[0] == word[-1] and word[0] in "'\""
+    return word[1:-1] if is_quoted else word
+
+
+def _index(text: str) -> int:
+    if not text.isdecimal():
+        raise UsageError(f"%mlrun --gpu {text}: not an index. Name a device with -d.")
+    return int(text)
+
+
+def _profiler(options: _Options) -> LineProfiler:
+    profiler = LineProfiler(target_gpu=options.gpu, device=options.device)
+    columns_named(options.columns, ())  # before anything runs
+    return profiler
+
+
+def _register(targets: list[_Target], profiler: LineProfiler) -> None:
+    for target in targets:
+        function = target.value()
+        if function is not None:
+            profiler.add_function(function)
+
+
+def _run(shell: Any, code: str, before_each: Callable[[], None]) -> None:
+    """Run code as a cell of its own, in the variables of the user."""
+    source = shell.transform_cell(code)
+    file = shell.compile.cache(source, shell.execution_count, raw_code=code)
+    tree = shell.transform_ast(shell.compile.ast_parse(source, filename=file))
+    for node in tree.body:
+        before_each()
+        is_shown = node is tree.body[-1] and isinstance(node, ast.Expr)
+        piece = ast.Interactive([node]) if is_shown else ast.Module([node], [])
+        compiled = shell.compile(piece, file, "single" if is_shown else "exec")
+        exec(compiled, shell.user_global_ns, shell.user_ns)
+
+
+@contextmanager
+def _reported_at_end(profiler: LineProfiler, options: _Options) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        try:
+            _report(profiler.display(columns=options.columns), options)
+        except ProfilerUsageError:  # a column that this device has not; the rest is still worth it
+            _report(profiler.display(), options)
+            raise
+
+
+def _report(shown: RecordsDisplay, options: _Options) -> None:
+    if not options.quiet:
+        display(shown)
+    if options.dump is not None:
+        path = Path(options.dump).expanduser()
+        path.write_text(f"{shown}\n", "utf-8")
+        if not options.quiet:
+            print(f"Wrote {path}")

@@ -1,0 +1,183 @@
+"""Names of the tensors of modules and optimizers, read without running any code of theirs.
+
+Every name is given by identity, so it says nothing once the tensor is gone: make them anew for each
+report.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tenure._heap import instance_attributes, is_kind, type_name
+
+PARAMETERS = "parameters"
+BUFFERS = "buffers"
+OPTIMIZER_STATE = "optimizer state"
+
+_REGISTRIES = (("_parameters", PARAMETERS), ("_buffers", BUFFERS))
+_SEQUENCES = (list, tuple, deque)
+_MAX_DEPTH = 4
+
+
+class Named(NamedTuple):
+    """What a module or an optimizer calls a tensor, what it is to it, and its place among all."""
+
+    name: str
+    category: str
+    order: int
+
+
+class Names:
+    """The names of the tensors of all modules and optimizers that are alive, by identity.
+
+    Args:
+        models: modules whose tensors are called by their dotted names alone.
+        found: all modules; the names of others begin with the name of their class.
+        optimizers: all optimizers.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        found: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+    ) -> None:
+        self._names: dict[int, dict[str, str]] = {}
+        self._order: dict[int, int] = {}
+        for model in models:
+            self._add_module(model, "")
+        known = {id(module) for model in models for _, module in _modules(model)}
+        labels = _Labels()
+        for module in _outermost(found):
+            if id(module) not in known and any(True for _ in _named_tensors(module)):
+                self._add_module(module, labels.of(module), unless=frozenset(self._names))
+        labels = _Labels()
+        for optimizer in {id(optimizer): optimizer for optimizer in optimizers}.values():
+            self._add_optimizer(optimizer, labels.of(optimizer))
+
+    def get(self, t: Tensor) -> Named | None:
+        """What a tensor is called; several names of one tensor are joined by ``+``."""
+        found = self._names.get(id(t))
+        if found is None:
+            return None
+        category = next(iter(found.values()))
+        return Named("+".join(found), category, self._order[id(t)])
+
+    def _add(self, t: Tensor, name: str, category: str) -> None:
+        self._order.setdefault(id(t), len(self._order))
+        self._names.setdefault(id(t), {}).setdefault(name, category)
+
+    def _add_module(
+        self, module: nn.Module, label: str, unless: frozenset[int] = frozenset()
+    ) -> None:
+        for name, category, t in _named_tensors(module):
+            if id(t) not in unless:
+                self._add(t, _dotted(label, name), category)
+
+    def _add_optimizer(self, optimizer: Optimizer, label: str) -> None:
+        attributes = instance_attributes(optimizer)
+        # by identity: subclasses of tensors may define __eq__
+        states = {id(key): state for key, state in _pairs(attributes.get("state"))}
+        for index, parameter in enumerate(_parameters_of(attributes.get("param_groups"))):
+            named = self.get(parameter)
+            owner = named.name if named else f"param{index}"
+            self._add_state(f"{label}.{owner}", states.get(id(parameter)))
+        rest = {k: v for k, v in attributes.items() if k not in {"state", "param_groups"}}
+        self._add_state(label, rest)
+
+    def _add_state(self, prefix: str, state: object) -> None:
+        for key, t in _tensors_in(state, _MAX_DEPTH):
+            if id(t) not in self._names:
+                self._add(t, f"{prefix}{key}", OPTIMIZER_STATE)
+
+
+class _Labels:
+    """The name of a class, and for its second instance ``Linear#2``."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def of(self, found: object) -> str:
+        name = type_name(type(found))
+        self._counts[name] = self._counts.get(name, 0) + 1
+        return name if self._counts[name] == 1 else f"{name}#{self._counts[name]}"
+
+
+def _dotted(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    for prefix, inner in _modules(module, unique=False):
+        attributes = instance_attributes(inner)
+        for registry, category in _REGISTRIES:
+            for name, t in _items(attributes.get(registry)):
+                if is_kind(type(t), Tensor):
+                    yield _dotted(prefix, name), category, t
+
+
+def _modules(module: nn.Module, *, unique: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    """A module and all below it; if not unique, once for each name but never inside itself."""
+    waiting: deque[tuple[str, Any, frozenset[int]]] = deque([("", module, frozenset())])
+    seen: set[int] = set()
+    while waiting:
+        name, inner, above = waiting.popleft()
+        if id(inner) in (seen if unique else above):
+            continue
+        seen.add(id(inner))
+        yield name, inner
+        for key, child in _items(instance_attributes(inner).get("_modules")):
+            if is_kind(type(child), nn.Module):
+                waiting.append((_dotted(name, key), child, above | {id(inner)}))
+
+
+def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules that no other has; of a ring of modules, one."""
+    below = {
+        id(child)
+        for module in modules
+        for _, child in _items(instance_attributes(module).get("_modules"))
+    }
+    found = [module for module in modules if id(module) not in below]
+    reached = {id(inner) for module in found for _, inner in _modules(module)}
+    for module in modules:
+        if id(module) not in reached:
+            found.append(module)
+            reached.update(id(inner) for _, inner in _modules(module))
+    return found
+
+
+def _parameters_of(groups: object) -> Iterator[Tensor]:
+    for group in _values(groups):
+        for _, value in _pairs(group):
+            yield from (t for t in _values(value) if is_kind(type(t), Tensor))
+
+
+def _pairs(mapping: Any) -> list[tuple[Any, Any]]:
+    return list(dict.items(mapping)) if is_kind(type(mapping), dict) else []
+
+
+def _items(mapping: object) -> list[tuple[str, Any]]:
+    return [
+        (key if type(key) is str else str(index), v)
+        for index, (key, v) in enumerate(_pairs(mapping))
+    ]
+
+
+def _values(sequence: Any) -> list[Any]:
+    return list(sequence) if type(sequence) in _SEQUENCES else []
+
+
+def _tensors_in(value: Any, depth: int) -> Iterator[tuple[str, Tensor]]:
+    if is_kind(type(value), Tensor):
+        yield "", value
+    elif depth:
+        inside = [(f".{key}", inner) for key, inner in _items(value)]
+        inside += [(f"[{index}]", inner) for index, inner in enumerate(_values(value))]
+        for key, inner in inside:
+            yield from ((key + name, t) for name, t in _tensors_in(inner, depth - 1))

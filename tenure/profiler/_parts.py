@@ -1,0 +1,156 @@
+"""The memory behind a tensor of any kind: the dense parts it is made of, and their storages.
+
+No question asked here raises, whatever the tensor: what can't be told has no part.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+
+from tenure._describe import shape_of
+from tenure._heap import is_kind, read, storage_of
+from tenure._storages import inner_tensors
+
+_SPARSE: dict[Any, tuple[str, ...]] = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+_PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
+
+
+class Part(NamedTuple):
+    """One storage that a tensor needs.
+
+    Attributes:
+        label: what it is to the tensor, such as ``.values``; empty for the tensor itself.
+        tensor: the dense tensor over the storage.
+        key: the identity of the storage while it lives.
+        n_bytes: bytes of the whole storage.
+    """
+
+    label: str
+    tensor: Tensor
+    key: int
+    n_bytes: int
+
+
+def parts_of(t: Tensor) -> list[Part]:
+    """Every part of a tensor that takes memory; none of meta, fake and other hollow tensors."""
+    if is_plain(t):
+        part = _safely(_part, t)
+        return [] if part is None else [part]
+    found: list[Part] = []
+    seen: set[int] = set()
+    waiting = [("", t)]
+    while waiting:
+        label, tensor = waiting.pop()
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            inside = _safely(_inside, tensor) or []
+            waiting += [(label + name, inner) for name, inner in reversed(inside)]
+            part = None if _is_container(tensor) else _safely(_part, tensor)
+            if part is not None:
+                found.append(part._replace(label=label))
+    return found
+
+
+def is_plain(t: Tensor) -> bool:
+    """Whether a tensor is made of nothing but its own storage."""
+    if type(t) is not Tensor and type(t) is not nn.Parameter:
+        return False
+    return t.layout is torch.strided and not t.is_quantized
+
+
+def identity_of(t: Tensor) -> weakref.ref[UntypedStorage] | None:
+    """A weak reference to the storage: the same object as long as it is the same storage."""
+    storage = storage_of(t)
+    return None if storage is None else weakref.ref(storage)
+
+
+def tensor_bytes(t: Tensor) -> int:
+    """Bytes of the elements that a tensor shows; 0 where it does not tell."""
+    return _safely(lambda t: t.numel() * t.element_size(), t) or 0
+
+
+def dtype_of(t: Tensor) -> torch.dtype:
+    """The dtype, past any override of a subclass."""
+    dtype: torch.dtype = read(t, "dtype")
+    return dtype
+
+
+def device_of(t: Tensor) -> torch.device:
+    """The device, past any override; the meta device where the code of a subclass hides it."""
+    device: torch.device | None = read(t, "device")
+    return torch.device("meta") if device is None else device
+
+
+def shape_or_empty(t: Tensor) -> tuple[int | str, ...]:
+    """The shape, symbolic sizes as text; empty where the code of a subclass does not tell it."""
+    sizes = _safely(lambda t: [size if type(size) is int else str(size) for size in shape_of(t)], t)
+    return tuple(sizes or ())
+
+
+def is_hollow(storage: UntypedStorage) -> bool:
+    """Whether a storage has a size but no memory: that of meta and fake tensors, of wrappers."""
+    try:
+        return storage.device.type == "meta" or storage.data_ptr() == 0
+    except RuntimeError:
+        return True
+
+
+def _safely(question: Callable[[Tensor], Any], t: Tensor) -> Any:
+    # a subclass may raise anything from its own overrides, and a report must not
+    try:
+        return question(t)
+    except Exception:
+        return None
+
+
+def _is_container(t: Tensor) -> bool:
+    return _safely(lambda t: t.layout in _SPARSE, t) is True
+
+
+def _inside(t: Tensor) -> list[tuple[str, Tensor]]:
+    if t.layout in _SPARSE:
+        return [(f".{name.lstrip('_')}", getattr(t, name)()) for name in _SPARSE[t.layout]]
+    if t.is_quantized and t.qscheme() in _PER_CHANNEL:
+        scales, zeros = t.q_per_channel_scales(), t.q_per_channel_zero_points()
+        return [(".scales", scales), (".zero_points", zeros)]
+    return [(f".{name}", inner) for name, inner in _inner(t)]
+
+
+def _inner(t: Tensor) -> list[tuple[str, Tensor]]:
+    names = {id(value): name for name, value in _flattened(t)}
+    return [(names.get(id(inner), "inner"), inner) for inner in inner_tensors(t)]
+
+
+def _flattened(t: Any) -> list[tuple[str, object]]:
+    if not hasattr(type(t), "__tensor_flatten__"):
+        return []
+    names, _ = t.__tensor_flatten__()
+    return [(name, getattr(t, name)) for name in names]
+
+
+def _part(t: Tensor) -> Part | None:
+    storage = storage_of(t)
+    if storage is None:
+        return _opaque(t)
+    n_bytes = storage.nbytes()
+    if not n_bytes or (not is_plain(t) and is_hollow(storage)) or t.device.type == "meta":
+        return None
+    return Part("", t, storage._cdata, n_bytes)
+
+
+def _opaque(t: Tensor) -> Part | None:
+    """A tensor whose memory a library keeps: its elements are counted, it shares with nobody."""
+    if is_kind(type(t), Tensor) and str(t.layout) == "torch._mkldnn":
+        return Part("", t, id(t), t.numel() * t.element_size())
+    return None

@@ -1,0 +1,121 @@
+"""What each profiler looks at, and what each thread keeps for the profilers that are enabled.
+
+Invariant: a thread has at most one lane for a profiler, and keeps it while the profiler is enabled;
+the profiler keeps the lanes' books for as long as it lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import CodeType
+
+import torch
+
+from ._lanes import Book, Lane
+from ._marks import Mark
+from ._meters import meter_for
+
+Codes = Mapping[int, CodeType]
+"""Code objects by identity: their hashes take longer than a line's bookkeeping."""
+
+
+class Watch:
+    """What one profiler looks at: some codes, one device, and a book for each thread.
+
+    Attributes:
+        codes: the codes whose lines are booked, by identity.
+        device: the device that is measured.
+        n_begun: how often it was enabled.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.codes: Codes = {}
+        self.device = device
+        self.n_begun = 0
+        self._lanes: list[Lane] = []
+        self._bases: dict[torch.device, int] = {}
+
+    def begin(self) -> None:
+        """Count peaks from what is live now, and no frame as running."""
+        self.n_begun += 1
+        self._bases.clear()
+        self.base_bytes(self.device)
+
+    def new_lane(self) -> Lane:
+        """The lane of a thread that has none."""
+        lane = Lane(meter_for(self.device), self.base_bytes(self.device), self.n_begun)
+        self._lanes.append(lane)
+        return lane
+
+    def aim(self, lane: Lane) -> None:
+        """Let a lane measure what is to be measured now."""
+        lane.aim(meter_for(self.device), self.base_bytes(self.device))
+
+    def base_bytes(self, device: torch.device) -> int:
+        """What was live on a device when it was first looked at, which peaks leave out."""
+        if device not in self._bases:
+            self._bases[device] = meter_for(device).level_bytes
+        return self._bases[device]
+
+    def books(self) -> list[Book]:
+        """The book of each thread."""
+        return [lane.book for lane in self._lanes]
+
+    def clear(self) -> None:
+        """Begin new books."""
+        for lane in self._lanes:
+            lane.clear()
+
+
+class ThreadState:
+    """What the hub knows of one thread.
+
+    Attributes:
+        in_session: whether a session of the allocator's events is open on it.
+        n_ticks: how often it ticked since the session was read.
+        n_backwards: how many backward passes run on it, one inside the other.
+        n_backwards_outside: how many of them ran when the session was opened.
+        marks: the looks that are still to be taken.
+    """
+
+    __slots__ = (
+        "_enabled", "_lanes", "in_session", "marks", "n_backwards", "n_backwards_outside",
+        "n_ticks",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.in_session = False
+        self.n_ticks = 0
+        self.n_backwards = self.n_backwards_outside = 0
+        self.marks: list[Mark] = []
+        self._enabled: tuple[Watch, ...] = ()
+        self._lanes: dict[Watch, Lane] = {}
+
+    @property
+    def session_is_lent(self) -> bool:
+        """Whether the engine has the session, and only marks can be set in it."""
+        return self.in_session and self.n_backwards > self.n_backwards_outside
+
+    def lane_of(self, watch: Watch) -> Lane:
+        """The lane for a profiler that is enabled, measuring what the profiler now wants."""
+        lane = self._lanes.get(watch)
+        if lane is None:
+            lane = self._lanes[watch] = watch.new_lane()
+        elif lane.device != watch.device:
+            watch.aim(lane)
+        return lane
+
+    def lanes_of(self, enabled: tuple[Watch, ...]) -> list[Lane]:
+        """The lanes that there are for the enabled profilers; those of others are let go."""
+        if enabled is not self._enabled:
+            self._enabled = enabled
+            self._lanes = {w: lane for w, lane in self._lanes.items() if w in enabled}
+            for watch, lane in self._lanes.items():
+                if lane.n_begun != watch.n_begun:
+                    lane.forget(watch.n_begun)
+                    watch.aim(lane)
+        return list(self._lanes.values())
+
+    def is_active(self, enabled: tuple[Watch, ...]) -> bool:
+        """Whether a watched frame is on the stack."""
+        return any(lane.active for lane in self.lanes_of(enabled))

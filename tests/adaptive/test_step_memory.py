@@ -1,0 +1,341 @@
+"""Steps that run out of memory, on a device where each allocation can fail and bytes count."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tenure.adaptive import AdaptiveUsageError, NoBatchsizeCache, OutOfRetriesError, step
+from tests.simdevice import for_each_allocation
+
+
+class TwoDropouts(nn.Module):
+    """Two layers of dropout, so that masks of chunks are no parts of the mask of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.outer = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = F.dropout(self.norm(self.inner(x)).tanh(), 0.3)
+        return F.dropout(self.outer(x), 0.5)
+
+
+def _ce(net, b):
+    return F.cross_entropy(net(b[0]), b[1])
+
+
+def _pairs(net, b):
+    out = net(b[0])
+    return {
+        "ce": (F.cross_entropy(out, b[1], reduction="sum"), len(b[1])),
+        "size": (out.square().sum(), out.numel()),
+    }
+
+
+def _spread(out):
+    return out.logsumexp(0).sum()
+
+
+WAYS = {
+    "one pass": (_ce, {}),
+    "late weight": (lambda net, b: (_ce(net, b) * len(b[1]), len(b[1])), {}),
+    "two passes for counts": (_pairs, {}),
+    "two passes for outputs": (lambda net, b: net(b[0]), {"loss": _spread}),
+}
+
+
+class Rig:
+    """A model with gradients of before on the device, that can be put back to the start."""
+
+    def __init__(self, sim, way):
+        torch.manual_seed(0)
+        fn, options = WAYS[way]
+        self.sim = sim
+        self.net = TwoDropouts().to(sim.device)
+        self.batch = torch.randn(6, 6).to(sim.device), torch.randint(3, (6,)).to(sim.device)
+        self.priors = [torch.randn_like(p) for p in self.net.parameters()]
+        self.buffers = {k: v.clone() for k, v in self.net.named_buffers()}
+        for p, prior in zip(self.net.parameters(), self.priors, strict=True):
+            p.grad = prior.clone()
+        self.objects = [id(p.grad) for p in self.net.parameters()]
+        self.n_calls = 0
+
+        def run(maximum=None, minimum=1):
+            return step(
+                lambda b: self._called(fn, b),
+                self.batch,
+                batchnorm="per_chunk",
+                maximum=maximum,
+                minimum=minimum,
+                cache_type=NoBatchsizeCache,
+                **options,
+            )
+
+        self.run = run
+        self.reset()
+        self.resting_bytes = sim.allocated_bytes
+
+    def _called(self, fn, b):
+        self.n_calls += 1
+        return fn(self.net, b)
+
+    def reset(self):
+        with torch.no_grad():
+            for p, prior in zip(self.net.parameters(), self.priors, strict=True):
+                p.grad.copy_(prior)
+            for name, buffer in self.net.named_buffers():
+                buffer.copy_(self.buffers[name])
+        torch.manual_seed(7)
+        self.sim.module.manual_seed(7)
+        self.n_calls = 0
+
+    def state(self):
+        """All that a step may change, as copies on the host."""
+        return {
+            "gradients": [p.grad.cpu() for p in self.net.parameters()],
+            "buffers": [b.cpu() for b in self.net.buffers()],
+            "random": [torch.get_rng_state(), self.sim.module.get_rng_state()],
+        }
+
+    def check_objects(self):
+        assert [id(p.grad) for p in self.net.parameters()] == self.objects
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(
+        torch.equal(x, y) for key in a for x, y in zip(a[key], b[key], strict=True)
+    )
+
+
+@pytest.fixture
+def without_gc():
+    gc.collect()
+    gc.freeze()  # or the collection before a device gives up takes most of the time
+    gc.disable()
+    yield
+    gc.enable()
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize("maximum", [None, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_failure_at_any_allocation_leaves_what_a_run_at_the_final_split_leaves(
+    sim, way, maximum, without_gc
+):
+    rig = Rig(sim, way)
+    untouched = rig.state()
+    wanted = {}
+    for size in (6, 3, 2):
+        rig.reset()
+        result = rig.run(size)
+        wanted[size] = rig.state(), float(result.loss), result.sizes, rig.n_calls
+        del result
+        rig.reset()
+    assert sim.allocated_bytes == rig.resting_bytes
+    used = set()
+
+    def check(failure):
+        rig.check_objects()
+        if failure.error is not None:  # the copies of the buffers did not fit: no attempt began
+            assert failure.number <= 3
+            assert same(rig.state(), untouched)
+            assert sim.allocated_bytes == rig.resting_bytes
+            rig.reset()
+            return
+        result = failure.result
+        state, loss, sizes, n_calls = wanted[result.micro_batch]
+        assert same(rig.state(), state)
+        assert (float(result.loss), result.sizes) == (loss, sizes)
+        assert rig.n_calls >= n_calls
+        assert result.attempts == 2
+        assert sim.allocated_bytes == rig.resting_bytes + sum(
+            t.nbytes for t in {id(t): t for t in (result.loss, *result.terms.values())}.values()
+        )
+        used.add(result.micro_batch)
+        rig.reset()
+
+    n = for_each_allocation(sim, lambda: rig.run(maximum), check)
+    assert n > 20
+    assert used == {3 if maximum is None else 2}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_at_no_size_leaves_everything_as_it_was(sim, way, without_gc):
+    rig = Rig(sim, way)
+    untouched = rig.state()
+    sim.budget_bytes = sim.allocated_bytes + 100
+    with pytest.raises(OutOfRetriesError, match=r"attempts of '<lambda>' ran out of sim:0 memory"):
+        rig.run()
+    sim.budget_bytes = None
+    rig.check_objects()
+    assert same(rig.state(), untouched)
+    assert sim.allocated_bytes == rig.resting_bytes
+
+
+def _mlp(sim, width=64):
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(6)]
+    return nn.Sequential(*layers).to(sim.device)
+
+
+def test_a_budget_too_small_for_the_batch_is_kept_and_gives_the_same_gradients(sim):
+    net = _mlp(sim)
+    x = torch.randn(256, 64).to(sim.device)
+
+    def fn(b):
+        return net(b).square().mean()
+
+    fn(x).backward()
+    wanted = [p.grad.cpu() for p in net.parameters()]
+    net.zero_grad()
+    at_rest = sim.allocated_bytes
+    sim.reset_peak()
+    step(fn, x)
+    whole_bytes = sim.peak_bytes - at_rest
+    net.zero_grad()
+    budget = at_rest + whole_bytes // 3
+    sim.budget_bytes = budget
+    with pytest.raises(torch.OutOfMemoryError):
+        fn(x).backward()
+    net.zero_grad()
+    sim.reset_peak()
+    result = step(fn, x)
+    assert sim.peak_bytes <= budget
+    assert 1 < len(result.sizes) == 256 // result.micro_batch
+    for p, w in zip(net.parameters(), wanted, strict=True):
+        torch.testing.assert_close(p.grad.cpu(), w, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("way", ["mean", "pair", "terms", "outputs", "ignored"])
+def test_the_graph_of_one_chunk_at_a_time_is_alive(sim, way):
+    net = _mlp(sim)
+    x = torch.randn(64, 64).to(sim.device)
+    fn, options = {
+        "mean": (lambda b: net(b).square().mean(), {}),
+        "pair": (lambda b: (net(b).sum(), len(b)), {}),
+        "terms": (lambda b: {"a": (net(b).sum(), len(b)), "b": net(b).square().mean()}, {}),
+        "outputs": (lambda b: net(b).sum(1), {"loss": lambda o: o.std()}),
+        "ignored": (lambda b: net(b).mean(), {"weight": lambda b: float(b[0, 0] != 7)}),
+    }[way]
+    x[32:48, 0] = 7  # chunks without weight are not run backward, and must be let go all the same
+    step(fn, x[:16], maximum=8, **options)
+    peaks = []
+    for n in (16, 64):
+        net.zero_grad()
+        sim.reset_peak()
+        at_rest = sim.allocated_bytes
+        step(fn, x[:n], maximum=8, **options)
+        peaks.append(sim.peak_bytes - at_rest)
+    outputs_bytes = 64 * 4 * 4 if way == "outputs" else 512
+    assert peaks[1] <= peaks[0] + outputs_bytes
+
+
+def test_chunks_are_views(sim):
+    x = torch.randn(8, 4).to(sim.device)
+    w = torch.ones(4, device=sim.device, requires_grad=True)
+    seen = []
+
+    def fn(b):
+        seen.append(b.untyped_storage().data_ptr() == x.untyped_storage().data_ptr())
+        return (b * w).sum()
+
+    step(fn, x, loss="sum", maximum=3)
+    assert seen == [True, True, True]
+
+
+def test_a_failed_graph_of_the_batch_itself_is_reported_and_not_tried_again(sim):
+    encoder = nn.Linear(64, 64).to(sim.device)
+    net = nn.Linear(64, 64).to(sim.device)
+    x = torch.randn(8, 64).to(sim.device)
+    features = encoder(x).exp()
+
+    def fn(b):
+        return net(b).square().mean()
+
+    def fail_in_the_end(gradient):
+        sim.fail_at(1)
+        return gradient
+
+    net.weight.grad = torch.ones_like(net.weight)
+    features.register_hook(fail_in_the_end)
+    with pytest.raises(AdaptiveUsageError, match="in the backward pass of what the batch was"):
+        step(fn, features)
+    assert torch.equal(net.weight.grad.cpu(), torch.ones(64, 64))
+    assert encoder.weight.grad is None
+
+
+def test_running_out_of_memory_in_a_graph_of_before_is_explained(sim):
+    encoder, net = nn.Linear(6, 6).to(sim.device), nn.Linear(6, 3).to(sim.device)
+    x = torch.randn(8, 6).to(sim.device)
+    scale = encoder(x[:1]).exp()
+    sim.fail_at(None)
+
+    def fn(b):
+        return (net(b) * scale.sum()).exp().mean()
+
+    with pytest.raises(AdaptiveUsageError, match="such as 'scale', that was computed before"):
+        step(fn, x, maximum=4)
+    assert net.weight.grad is None
+
+
+OPTIMIZERS = {
+    "SGD": (torch.optim.SGD, {"momentum": 0.9}, 1),
+    "Adam": (torch.optim.Adam, {}, 2),
+    "AdamW": (torch.optim.AdamW, {}, 2),
+    "fused AdamW": (torch.optim.AdamW, {"fused": True}, 2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_that_can_not_make_its_state_is_reported_and_has_moved_nothing(sim, name):
+    kind, options, n_states = OPTIMIZERS[name]
+    net = _mlp(sim, 8)
+    x = torch.randn(8, 8).to(sim.device)
+    optimizer = kind(net.parameters(), 0.1, **options)
+    before = [p.detach().cpu() for p in net.parameters()]
+    n_forwards = []
+
+    def fn(b):
+        n_forwards.append(1)
+        return net(b).square().mean()
+
+    def train():
+        net.zero_grad()
+        optimizer.state.clear()
+        result = step(fn, x)
+        sim.fail_at(None)
+        sim.fail_at(train.fails_at)
+        optimizer.step()
+        return result
+
+    for train.fails_at in range(1, n_states * len(before) + 1):
+        n_forwards.clear()
+        with pytest.raises(torch.OutOfMemoryError, match="planted"):
+            train()
+        assert n_forwards == [1]
+        for p, old in zip(net.parameters(), before, strict=True):
+            assert torch.equal(p.detach().cpu(), old)
+            assert p.grad is not None
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "fused AdamW"])
+def test_an_optimizer_that_fails_in_its_first_step_anywhere_has_moved_nothing(sim, name):
+    kind, options, _ = OPTIMIZERS[name]
+    net = _mlp(sim, 8)
+    step(lambda b: net(b).square().mean(), torch.randn(8, 8).to(sim.device))
+    before = [p.detach().cpu() for p in net.parameters()]
+
+    def first_step():
+        kind(net.parameters(), 0.1, **options).step()
+
+    def check(failure):
+        assert failure.error is not None
+        for p, old in zip(net.parameters(), before, strict=True):
+            assert torch.equal(p.detach().cpu(), old)
+
+    assert for_each_allocation(sim, first_step, check) > 0

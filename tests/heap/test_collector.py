@@ -1,0 +1,69 @@
+"""Objects that `gc.freeze` hides: found again, and left frozen.
+
+Each test runs in a process of its own: freezing cannot be undone for this one alone.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+PRELUDE = """
+import gc, torch, weakref
+from tenure._heap import find_holders
+from tenure._heap._collector import tracked_objects
+from tenure._heap._tensors import live_tensors
+
+class Box:
+    pass
+
+def chains(ref):
+    return [holder.chain for holder in find_holders([ref()])[0]]
+"""
+
+CASES = {
+    "global": (
+        "HISTORY = [torch.ones(3)]; gc.freeze()",
+        "[t for t in live_tensors() if t is HISTORY[0]] and chains(weakref.ref(HISTORY[0]))",
+        "['__main__.HISTORY[0]']",
+    ),
+    "attribute": (
+        "BOX = Box(); BOX.cache = {'k': torch.ones(3)}; gc.freeze()",
+        "chains(weakref.ref(BOX.cache['k']))",
+        "[\"__main__.BOX.cache['k']\"]",
+    ),
+    "held by an object that came later": (
+        "inner = [torch.ones(3)]; gc.freeze(); OUTER = {'inner': inner}; del inner",
+        "chains(weakref.ref(OUTER['inner'][0]))",
+        "[\"__main__.OUTER['inner'][0]\"]",
+    ),
+    "each object once, and none of the answer's own lists": (
+        "BOX = Box(); gc.freeze()",
+        "(lambda found: (len(found) == len(set(map(id, found))), "
+        "any(o is BOX for o in found), any(o is found for o in found)))(tracked_objects())",
+        "(True, True, False)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_frozen_is_found_and_stays_frozen(case):
+    setup, question, answer = CASES[case]
+    code = (
+        f"{PRELUDE}\n{setup}\nbefore = gc.get_freeze_count()\n"
+        f"print({question})\nassert gc.get_freeze_count() > before // 2 > 0"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f"{answer}\n", "")
+
+
+def test_a_local_of_a_running_function_is_found_after_a_freeze():
+    code = f"""{PRELUDE}
+def train():
+    kept = [torch.ones(3)]
+    gc.freeze()
+    return chains(weakref.ref(kept[0]))
+print(train())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("['train.<locals>.kept[0]']\n", "")

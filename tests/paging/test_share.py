@@ -1,0 +1,73 @@
+"""How near to the limit of link and computation passes run, on the virtual clock.
+
+The workloads are those of `benchmarks/bench_paging.py` with bytes and speeds a thousandth, so that
+every time is the same.
+"""
+
+from itertools import cycle, islice
+
+import pytest
+import torch
+from torch import nn
+
+from tenure.paging._handle import carry_out
+from tenure.paging._plan import make_plan
+from tenure.paging._residency import LinkSpeed
+from tests.simdevice import Rates
+from tests.simdevice._blocks import span_of
+from tests.simdevice._machine import machine
+from tests.simdevice._streams import current_stream
+
+LINK_BYTES_PER_S = 24e6
+UNEVEN = list(islice(cycle([56_000, 8_000]), 12))
+
+
+class Timed(nn.Module):
+    """Bytes, and a kernel over them that takes a given virtual time."""
+
+    def __init__(self, n_bytes, compute_s):
+        super().__init__()
+        self.register_buffer("weight", torch.zeros(n_bytes, dtype=torch.uint8))
+        self.compute_s = compute_s
+
+    def forward(self, x):
+        stream = current_stream()
+        machine.launch("kernel", stream, [span_of(self.weight)], [])
+        machine.clock.host_s += machine.clock.rates.host_launch_s
+        machine.clock._occupy(stream, "compute", self.compute_s)
+        return x
+
+
+def share_of_limit(sim, block_bytes, budget_bytes, ratio):
+    sim(link=Rates(h2d_bytes_per_s=LINK_BYTES_PER_S))
+    times = [ratio * n_bytes / LINK_BYTES_PER_S for n_bytes in block_bytes]
+    model = nn.Sequential(*map(Timed, block_bytes, times)).eval()
+    planned = make_plan(model, sim.device, "0B", budget_bytes, (), LinkSpeed(LINK_BYTES_PER_S))
+    x, stream = torch.zeros(1, device=sim.device), current_stream()
+    with carry_out(model, planned, sim.device, None, pin=True) as handle:
+        for _ in range(3):
+            model(x)
+        begin_s = stream.ready_s
+        for _ in range(3):
+            model(x)
+        pass_s = (stream.ready_s - begin_s) / 3
+        report = handle.report()
+    passing_bytes = sum(unit.n_bytes for unit in handle.plan.units if not unit.resident)
+    assert report.bytes_per_pass == passing_bytes
+    assert report.faults == 0
+    assert sim.peak_bytes - x.nbytes <= handle.plan.device_bytes <= budget_bytes
+    return max(passing_bytes / LINK_BYTES_PER_S, sum(times)) / pass_s
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.5, 0.95, 1.5])
+@pytest.mark.parametrize(
+    ("block_bytes", "budget_bytes", "least"),
+    [
+        pytest.param([32_256] * 24, 71_000, 0.97, id="even"),
+        pytest.param([8_192] * 12, 26_000, 0.94, id="small"),
+        pytest.param(UNEVEN, 138_000, 0.92, id="uneven"),
+        pytest.param([32_256] * 24, 14 * 32_256 + 8_000, 0.95, id="half-stays"),
+    ],
+)
+def test_a_pass_takes_hardly_longer_than_the_limit(sim, block_bytes, budget_bytes, least, ratio):
+    assert share_of_limit(sim, block_bytes, budget_bytes, ratio) >= least

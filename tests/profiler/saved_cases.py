@@ -1,0 +1,205 @@
+"""Graphs whose bytes are known from the allocator: run as a program, it prints both as JSON.
+
+A process of its own, because a session of torch's profiler would destroy one that is open.
+"""
+
+import gc
+import json
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._C._profiler import _EventType
+from torch.autograd.profiler import profile
+from torch.utils.checkpoint import checkpoint
+
+from tenure.profiler import saved_for_backward
+
+NAMES = (
+    "transformer",
+    "transformer without dropout",
+    "gpt",
+    "lstm",
+    "gru",
+    "cnn",
+    "the failed example of memlab's README",
+    "custom function",
+    "custom function with a closure",
+    "reentrant checkpoint",
+    "checkpoint",
+    "checkpoint of an input",
+    "save_on_cpu",
+    "packed as another tensor",
+    "packed in an object",
+    "lists of saved tensors",
+    "views of a leaf and of an input",
+    "a root that is saved itself",
+    "aot_eager",
+    "nothing saved",
+    "double backward",
+    "index, gather, where, sort",
+)
+"""Of all cases, so that tests can be told apart before any case is built."""
+
+
+class Block(nn.Module):
+    """A block of a GPT."""
+
+    def __init__(self, d=64):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.first, self.second = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.mlp = nn.Sequential(nn.Linear(d, 4 * d), nn.GELU(), nn.Linear(4 * d, d))
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        b, t, d = x.shape
+        q, k, v = (
+            part.view(b, t, 4, d // 4).transpose(1, 2)
+            for part in self.qkv(self.first(x)).chunk(3, -1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.drop(self.out(y.transpose(1, 2).reshape(b, t, d)))
+        return x + self.mlp(self.second(x))
+
+
+class Stashing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.exp()
+        ctx.save_for_backward(y)
+        ctx.stash, ctx.box = x.clone(), {"k": [x.clone()]}
+        return y * 1
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0]
+
+
+class Closing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.clone()
+        ctx.later = lambda: y
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+class Packed:
+    """What a pack hook of a user may return."""
+
+    def __init__(self, t):
+        self.half = t.half()
+
+
+def cases():
+    """Names, functions that build a graph, and the tensors that were there before."""
+    ids, x = torch.randint(0, 100, (4, 16)), torch.randn(4, 16, 64)
+    leaf = torch.randn(32, 256, requires_grad=True)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    embedding, head = nn.Embedding(100, 64), nn.Linear(64, 100)
+
+    def transformer():
+        hidden = encoder(embedding(ids))
+        return F.cross_entropy(head(hidden).flatten(0, 1), ids.flatten())
+
+    def transformer_without_dropout():
+        encoder.eval()
+        loss = transformer()
+        encoder.train()
+        return loss
+
+    gpt = nn.Sequential(Block(), Block())
+    lstm, sequence = nn.LSTM(32, 64, num_layers=2), torch.randn(10, 4, 32)
+    gru = nn.GRU(32, 64)
+    cnn = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1),
+    )  # fmt: skip
+    images = torch.randn(4, 3, 16, 16)
+    linear, inp = nn.Linear(256, 256), torch.randn(64, 256)
+    compiled = torch.compile(lambda a: (a.sin().exp() * a).sum(), backend="aot_eager")
+
+    def hooked(pack, unpack):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return gpt(x * 1).sum()
+
+    def on_cpu():
+        with torch.autograd.graph.save_on_cpu():
+            return gpt(x * 1).sum()
+
+    def checkpointed(reentrant):
+        hidden = x * 1
+        hidden.requires_grad_()
+        for block in gpt:
+            hidden = checkpoint(block, hidden, use_reentrant=reentrant)
+        return hidden.sum()
+
+    yield "transformer", transformer
+    yield "transformer without dropout", transformer_without_dropout
+    yield "gpt", lambda: gpt(x).sum()
+    yield "lstm", lambda: lstm(sequence)[0].sum()
+    yield "gru", lambda: gru(sequence)[0].sum()
+    yield "cnn", lambda: cnn(images).mean()
+    yield "the failed example of memlab's README", lambda: linear(inp * (inp + 2)).mean()
+    yield "custom function", lambda: Stashing.apply(leaf).sum()
+    yield "custom function with a closure", lambda: Closing.apply(leaf).sum()
+    yield "reentrant checkpoint", lambda: checkpointed(True)
+    yield "checkpoint", lambda: checkpointed(False)
+    yield "checkpoint of an input", lambda: checkpoint(linear, leaf * 1, use_reentrant=False).sum()
+    yield "save_on_cpu", on_cpu
+    yield "packed as another tensor", lambda: hooked(torch.Tensor.half, torch.Tensor.float)
+    yield "packed in an object", lambda: hooked(Packed, lambda packed: packed.half.float())
+    yield (
+        "double backward",
+        lambda: torch.autograd.grad(leaf.pow(3).sum(), leaf, create_graph=True)[0].sum(),
+    )
+    yield (
+        "index, gather, where, sort",
+        lambda: (
+            torch.where(leaf > 0, leaf, leaf.sort(-1)[0])
+            .gather(1, torch.zeros(32, 10, dtype=torch.long))
+            .sum()
+        ),
+    )
+    yield "lists of saved tensors", lambda: torch.stack([leaf.exp(), leaf.sin()]).prod(0).sum()
+    yield "views of a leaf and of an input", lambda: (leaf[:, :64] @ inp[:, :2]).sum()
+    yield "a root that is saved itself", lambda: leaf.exp()
+    yield "aot_eager", lambda: compiled(leaf)
+    yield "nothing saved", lambda: (leaf + 1).sum()
+
+
+def held_after(build):
+    """The result of a function, and the bytes the allocator says that it left allocated."""
+    with profile(use_kineto=True, profile_memory=True) as session:
+        result = build()
+        gc.collect()
+    waiting = list(session.kineto_results.experimental_event_tree())
+    n_bytes = 0
+    while waiting:
+        event = waiting.pop()
+        if event.tag == _EventType.Allocation:
+            n_bytes += event.extra_fields.alloc_size
+        waiting.extend(event.children)
+    return result, n_bytes
+
+
+def measured(build):
+    build()  # what a first run builds lazily is not the graph's
+    gc.collect()
+    root, truth = held_after(build)
+    report = saved_for_backward(root)
+    result = f"{root.grad_fn.name()}.result"
+    saves_root = any(result in record.saved_by for record in report.records)
+    return {"truth": truth - (0 if saves_root else root.nbytes), "found": report.total_bytes}
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    json.dump({name: measured(build) for name, build in cases()}, sys.stdout)

@@ -1,0 +1,223 @@
+"""The decorators: in programs of their own, because they profile until the program ends."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tenure.profiler import ProfilerUsageError, profile, profile_every
+
+HEAD = """
+import asyncio, torch
+from tenure.profiler import *
+from tenure.profiler import profile, profile_every
+set_target_device("cpu")
+"""
+
+
+def program(text, tmp_path):
+    """What a program prints; it must not fail, nor write anything to stderr."""
+    path = tmp_path / "script.py"
+    path.write_text(HEAD + textwrap.dedent(text))
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert done.returncode == 0
+    return done.stdout
+
+
+def test_profile_prints_when_the_program_ends(tmp_path):
+    text = """
+    @profile
+    def work(n):
+        return torch.ones(n)
+
+    work(10)
+    work(20)
+    print("the end")
+    """
+    assert program(text, tmp_path) == (
+        "the end\n"
+        "## work, script.py:7, cpu\n"
+        "line  hits  alloc  freed    net  peak  code\n"
+        "   7                                   @profile\n"
+        "   8                                   def work(n):\n"
+        "   9     2  120 B    0 B  120 B  80 B      return torch.ones(n)\n"
+    )
+
+
+def test_profile_takes_columns_and_returns_the_function_itself(tmp_path):
+    text = """
+    def work(n):
+        return torch.ones(n)
+
+    assert profile(work) is work
+    profile(columns=("hits",))(work)
+    work(10)
+    """
+    printed = program(text, tmp_path).split("##")
+    assert printed[2].splitlines()[1] == "line  hits  code"
+    assert printed[1].splitlines()[1] == "line  hits  alloc  freed   net  peak  code"
+
+
+def test_profile_prints_after_an_interrupt(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(
+        HEAD
+        + "@profile\ndef work(n):\n    x = torch.ones(n)\n    raise KeyboardInterrupt\nwork(10)"
+    )
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False)
+    assert "     1   40 B    0 B  40 B  40 B      x = torch.ones(n)" in done.stdout
+    assert done.stderr.splitlines()[-1] == "KeyboardInterrupt"
+
+
+def test_profile_every_prints_after_every_so_many_calls(tmp_path):
+    text = """
+    @profile_every(3, columns=("hits",))
+    def third(n):
+        return torch.ones(n)
+
+    @profile_every(columns=("hits", "alloc"))
+    def each(n):
+        return torch.ones(n)
+
+    for n in range(4):
+        third(n)
+    each(5)
+    """
+    blocks = program(text, tmp_path).split("## ")[1:]
+    assert [block.splitlines()[0] for block in blocks] == [
+        "third, script.py:7, cpu",
+        "each, script.py:11, cpu",
+    ]
+    assert blocks[0].splitlines()[-1] == "   9     3      return torch.ones(n)"
+    assert blocks[1].splitlines()[-1] == "  13     1   20 B      return torch.ones(n)"
+
+
+def test_profile_every_keeps_what_a_function_is(tmp_path):
+    text = """
+    import inspect
+
+    class Model:
+        @profile_every()
+        @staticmethod
+        def static(n):
+            return n
+
+        @profile_every()
+        @classmethod
+        def of_class(cls, n):
+            return cls, n
+
+    @profile_every()
+    async def later(n):
+        await asyncio.sleep(0)
+        return n
+
+    @profile_every()
+    def several(n):
+        got = yield n
+        return got
+
+    @profile_every()
+    async def stream(n):
+        yield n
+
+    async def drain():
+        return [n async for n in stream(4)]
+
+    def drive():
+        running = several(1)
+        yield next(running)
+        try:
+            running.send(2)
+        except StopIteration as stop:
+            yield stop.value
+
+    assert inspect.iscoroutinefunction(later) and inspect.isgeneratorfunction(several)
+    assert inspect.isasyncgenfunction(stream) and later.__name__ == "later"
+    results = Model.static(1), Model().static(1), Model.of_class(2), asyncio.run(later(3))
+    print("=", *results[:2], results[2][1], results[3], *drive(), *asyncio.run(drain()))
+    """
+    printed = program(text, tmp_path)
+    assert [line for line in printed.splitlines() if line.startswith("=")] == ["= 1 1 2 3 1 2 4"]
+    assert printed.count("## ") == 6
+    assert "No lines" not in printed
+
+
+def test_profile_every_can_be_turned_off():
+    def work():
+        pass
+
+    assert profile_every(3, enable=False)(work) is work
+
+
+@pytest.mark.parametrize("interval", [0, -1, 1.5, True, len])
+def test_an_interval_that_is_none_is_refused(interval):
+    message = (
+        r"^profile_every\(\) wants a number of calls, at least 1, after which to print. Use it"
+    )
+    with pytest.raises(ProfilerUsageError, match=message):
+        profile_every(interval)
+
+
+def test_what_has_no_lines_cannot_be_decorated():
+    with pytest.raises(ProfilerUsageError, match=r"^len has no lines to profile"):
+        profile(len)
+
+
+def test_clearing_forgets_what_was_collected_and_nothing_else(tmp_path):
+    text = """
+    @profile
+    def work(n):
+        return torch.ones(n)
+
+    @profile
+    def other():
+        pass
+
+    work(10)
+    other()
+    clear_global_line_profiler()
+    work(20)
+    """
+    *table, note = program(text, tmp_path).splitlines()
+    assert table[-1].split()[:4] == ["9", "1", "80", "B"]
+    assert note.startswith("No lines: other did not run while the profiler was enabled.")
+
+
+def test_another_profiler_that_ends_leaves_the_decorators_alone(tmp_path):
+    text = """
+    @profile
+    def work(n):
+        return torch.ones(n)
+
+    with LineProfiler(work, device="cpu"):
+        work(1)
+    work(2)
+    """
+    assert program(text, tmp_path).splitlines()[-1].split()[:4] == ["9", "2", "12", "B"]
+
+
+def test_a_gpu_that_no_machine_without_gpus_has_is_the_cpu_with_a_warning(tmp_path):
+    text = """
+    import warnings
+
+    @profile
+    def work(n):
+        x = torch.ones(n)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            set_target_gpu(1)
+        print(caught[0].category.__name__, caught[0].filename == __file__)
+        print(caught[0].message)
+        return x * 2
+
+    if torch.accelerator.is_available():
+        print("ProfilerUsageWarning True\\nThere is no GPU 1 here")
+    else:
+        work(10)
+    """
+    lines = program(text, tmp_path).splitlines()
+    assert lines[0] == "ProfilerUsageWarning True"
+    assert lines[1].startswith("There is no GPU 1 here")

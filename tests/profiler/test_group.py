@@ -1,0 +1,124 @@
+"""A report over the ranks of a process group: every rank has all reports, the first prints them."""
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from rich.console import Console
+
+from tenure.profiler import DeviceReport, GroupReport, MemReport
+
+RANK = """
+import contextlib, datetime, io, json, sys
+import torch
+import torch.distributed as dist
+from tenure.profiler import MemReporter
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group(
+    "gloo", init_method=f"file://{store}", rank=rank, world_size=2,
+    timeout=datetime.timedelta(seconds=60),
+)
+model = torch.nn.Linear(8, 8 * (rank + 1), bias=False)
+model(torch.ones(2, 8)).sum().backward()
+printed = io.StringIO()
+with contextlib.redirect_stdout(printed):
+    found = MemReporter(model).report_group()
+print(json.dumps({
+    "rank": found.rank,
+    "parameters": [report.categories["parameters"] for report in found.reports],
+    "sum": found.categories["parameters"],
+    "adds_up": found.total_bytes
+    == sum(found.categories.values()) + found.unexplained_bytes
+    == sum(report.total_bytes for report in found.reports),
+    "printed": printed.getvalue() == (f"{found}\\n" if rank == 0 else ""),
+}))
+for _ in range(2):  # once for each thread of the group: a busy one may block its end for ever
+    dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_every_rank_gets_the_reports_of_all(tmp_path):
+    store = tmp_path / "store"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", RANK, str(rank), str(store)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    answers = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], answers
+    for rank, (out, _) in enumerate(answers):
+        assert json.loads(out) == {
+            "rank": rank,
+            "parameters": [256, 512],
+            "sum": 768,
+            "adds_up": True,
+            "printed": True,
+        }
+
+
+def report_of(total_bytes, **categories):
+    return MemReport((DeviceReport("cuda:0", (), categories, total_bytes, True, total_bytes),))
+
+
+REPORT = GroupReport((report_of(1536, parameters=1024), report_of(2048, gradients=2048)), 1)
+
+TEXT = """\
+2 ranks, 3.5 KiB; the most on rank 1: 2.0 KiB
+category      rank 0   rank 1      all
+-----------  -------  -------  -------
+parameters   1.0 KiB      0 B  1.0 KiB
+gradients        0 B  2.0 KiB  2.0 KiB
+unexplained    512 B      0 B    512 B
+total        1.5 KiB  2.0 KiB  3.5 KiB"""
+
+
+def test_the_printed_table():
+    assert str(REPORT) == TEXT
+    assert repr(REPORT) == "<GroupReport of 2 ranks, 3.5 KiB; the most on rank 1: 2.0 KiB>"
+    assert not REPORT.is_first
+
+
+def test_rich_and_html_show_the_same_cells():
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(REPORT)
+    shown, page = console.export_text(), REPORT._repr_html_()
+    for text in ("rank 1", "parameters", "unexplained", "3.5 KiB"):
+        assert text in shown
+        assert text in page
+
+
+def test_the_dictionary_is_plain_data_and_adds_up():
+    data = json.loads(json.dumps(REPORT.to_dict()))
+    assert data["total_bytes"] == sum(data["categories"].values()) + data["unexplained_bytes"]
+    assert [rank["total_bytes"] for rank in data["ranks"]] == [1536, 2048]
+
+
+def test_a_single_process_is_a_group_of_one(tmp_path, capsys):
+    from tenure.profiler import MemReporter
+
+    store = tmp_path / "store"
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=0, world_size=1
+    )
+    try:
+        found = MemReporter().report_group(device="cpu")
+    finally:
+        for _ in range(2):
+            torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    assert len(found.reports) == 1
+    assert capsys.readouterr().out == f"{found}\n"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_prints(rank):
+    assert GroupReport(REPORT.reports, rank).is_first is (rank == 0)

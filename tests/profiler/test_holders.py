@@ -1,0 +1,201 @@
+"""Who holds a tensor, in the public words: a list of names, and a balance that adds up."""
+
+import ctypes
+import functools
+import gc
+import io
+import pickle
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from tenure import NewDisposeScope
+from tenure.profiler import HolderList, ProfilerUsageError, holders
+
+CACHE = {}
+HERE = __name__
+
+
+class Box:
+    """Anything with attributes."""
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache():
+    yield
+    CACHE.clear()
+
+
+def test_it_is_a_list_of_strings():
+    t = torch.ones(3)
+    found = holders(t)
+    assert isinstance(found, list)
+    assert found == ["test_it_is_a_list_of_strings.<locals>.t"]
+    assert found.kinds == ("frame-local",)
+
+
+def keep_in_a_global(t):
+    CACHE["k"] = t
+    return f"{HERE}.CACHE['k']"
+
+
+def keep_in_an_attribute(t):
+    CACHE["box"] = Box()
+    CACHE["box"].x = t
+    return f"{HERE}.CACHE['box'].x"
+
+
+def keep_in_a_closure(t):
+    CACHE["f"] = lambda: t
+    return f"closure of keep_in_a_closure.<locals>.<lambda>: t, held by {HERE}.CACHE['f']"
+
+
+def keep_in_a_default(t):
+    CACHE["f"] = lambda x=t: x
+    return f"default of keep_in_a_default.<locals>.<lambda>: x, held by {HERE}.CACHE['f']"
+
+
+def keep_in_a_partial(t):
+    CACHE["f"] = functools.partial(print, t)
+    return f"partial of print: args[0], held by {HERE}.CACHE['f']"
+
+
+def keep_in_a_generator(t):
+    def generate(u):
+        yield u
+
+    CACHE["g"] = generate(t)
+    next(CACHE["g"])
+    name = "keep_in_a_generator.<locals>.generate"
+    return f"generator {name}: local u, held by {HERE}.CACHE['g']"
+
+
+def keep_in_a_traceback(t):
+    def fail(u):
+        raise ValueError
+
+    try:
+        fail(t)
+    except ValueError as error:
+        CACHE["e"] = error.with_traceback(error.__traceback__.tb_next)
+    name = "keep_in_a_traceback.<locals>.fail"
+    return f"traceback of ValueError in {name}(): local u, held by {HERE}.CACHE['e']"
+
+
+def keep_in_a_view(t):
+    CACHE["view"] = t[:1]
+    return f"view {HERE}.CACHE['view']"
+
+
+def keep_in_an_array(t):
+    CACHE["array"] = np.asarray(t)
+    return f"numpy array {HERE}.CACHE['array']"
+
+
+def keep_in_a_graph(t):
+    weight = torch.ones(3, requires_grad=True)
+    CACHE["loss"] = (weight * t).sum()
+    return f"MulBackward0 (saved other) in the graph of {HERE}.CACHE['loss']"
+
+
+KEEPERS = [value for name, value in list(globals().items()) if name.startswith("keep_in")]
+
+
+@pytest.mark.parametrize("keep", KEEPERS, ids=lambda keep: keep.__name__)
+def test_every_kind_of_holder_is_named(keep):
+    t = torch.ones(3)
+    name = keep(t)
+    gc.collect()
+    assert name in holders(t)
+
+
+@pytest.mark.parametrize("keep", KEEPERS, ids=lambda keep: keep.__name__)
+def test_the_balance_is_the_count_of_the_interpreter(keep):
+    t = torch.ones(3)
+    keep(t)
+    gc.collect()
+    found = holders(t)
+    # without the argument of getrefcount
+    assert found.n_references == sys.getrefcount(t) - 1
+    assert found.n_unexplained == 0
+
+
+def test_a_variable_of_another_thread_is_a_reference():
+    t, ready, done = torch.ones(3), threading.Event(), threading.Event()
+
+    def work(u):
+        ready.set()
+        done.wait()
+
+    thread = threading.Thread(target=work, args=(t,), name="worker-7")
+    thread.start()
+    ready.wait()
+    found = holders(t)
+    done.set()
+    thread.join()
+    assert any(name.startswith("thread worker-7: ") for name in found)
+    assert found.n_references >= 2
+
+
+def test_a_reference_of_an_extension_is_counted_as_unexplained():
+    t = torch.ones(3)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(t))
+    try:
+        found = holders(t)
+        assert (found.n_references, found.n_unexplained) == (2, 1)
+        assert found[-1].startswith("1 reference without a name")
+        assert "2 references, 1 explained, 1 unexplained" in str(found)
+    finally:
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(t))
+
+
+def test_asking_twice_gives_the_same_answer():
+    t = torch.ones(3, requires_grad=True)
+    CACHE["loss"] = t.exp().sum()
+    first = holders(t)
+    assert holders(t) == first
+    assert (holders(t).n_references, holders(t).n_unexplained) == (first.n_references, 0)
+
+
+def test_printed_it_begins_with_the_balance():
+    t = torch.ones(3)
+    CACHE["k"] = t
+    name = "test_printed_it_begins_with_the_balance.<locals>.t"
+    assert str(holders(t)) == (
+        "float32[3] on cpu, 12 B: 2 references, 2 explained, 0 unexplained:\n"
+        f"  {name}\n"
+        f"  {HERE}.CACHE['k']"
+    )
+
+
+def test_the_site_of_a_scope_is_told():
+    with NewDisposeScope("step", capture="site"):
+        t = torch.ones(3)
+        assert ", created at " in holders(t).summary()
+
+
+def test_rich_and_html_show_names_and_kinds_escaped():
+    found = HolderList(
+        ["f.<locals>.t[0]"], kinds=("container",), n_references=1, tensor="float32[]"
+    )
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(found)
+    shown = console.export_text()
+    assert "f.<locals>.t[0]" in shown
+    assert "container" in shown
+    assert "<td>f.&lt;locals&gt;.t[0]</td><td>container</td>" in found._repr_html_()
+
+
+def test_it_survives_a_pickle():
+    found = HolderList(["a"], kinds=("global",), n_references=2, n_unexplained=1, tensor="x")
+    again = pickle.loads(pickle.dumps(found))
+    assert (again, str(again), again.kinds) == (found, str(found), found.kinds)
+
+
+def test_what_is_no_tensor_is_refused():
+    with pytest.raises(ProfilerUsageError, match=r"wants a tensor, and got list\. Pass the tensor"):
+        holders([torch.ones(3)])

@@ -1,0 +1,154 @@
+"""The same columns on an accelerator: the simulated one, and CUDA where there is a GPU."""
+
+import pytest
+import torch
+
+from tenure.profiler import LineProfiler, ProfilerUsageError
+
+
+def lines_of(profiler, function):
+    first = function.__code__.co_firstlineno
+    return {
+        r.line - first: (r.hits, r.allocated_bytes, r.freed_bytes, r.peak_bytes, r.peak_exact)
+        for r in profiler.records
+        if r.function == function.__qualname__
+    }
+
+
+def rows_on(device):
+    def work():
+        x = torch.ones(256, device=device)
+        host = torch.ones(10_000)
+        y = torch.cat([x, x])
+        del x
+        return y, host
+
+    return work
+
+
+EXPECTED = {
+    1: (1, 1024, 0, 1024, True),
+    2: (1, 0, 0, 1024, True),
+    3: (1, 2048, 0, 3072, True),
+    4: (1, 0, 1024, 3072, True),
+    5: (1, 0, 0, 2048, True),
+}
+
+
+def test_only_the_device_that_is_measured_counts(sim):
+    before = torch.ones(100, device="sim")
+    work = rows_on("sim")
+    with LineProfiler(work, device="sim") as profiler:
+        work()
+    assert lines_of(profiler, work) == EXPECTED
+    assert {str(r.device) for r in profiler.records} == {"sim:0"}
+    assert {r.net_bytes for r in profiler.records} == {1024, 0, 2048, -1024}
+    del before
+
+
+def test_an_accelerator_is_what_is_measured_without_further_words(sim):
+    assert str(LineProfiler().device) == str(LineProfiler(target_gpu=0).device) == "sim:0"
+    with pytest.raises(
+        ProfilerUsageError, match=r"^sim:1 is not there: this machine has 1 such dev"
+    ):
+        LineProfiler(target_gpu=1)
+
+
+def test_a_training_step_on_the_device_adds_up_and_resets_nothing(sim):
+    model = torch.nn.Linear(16, 16).to(sim.device)
+    x = torch.ones(4, 16, device=sim.device)
+
+    def step():
+        loss = model(x).pow(2).sum()
+        loss.backward()
+        model.zero_grad()
+
+    step()
+    kept = torch.ones(10_000, device=sim.device)
+    del kept
+    before = sim.module.memory_stats()
+    with LineProfiler(step, torch.nn.Linear.forward, device=sim.device) as profiler:
+        step()
+    after = sim.module.memory_stats()
+    field = "allocated_bytes.all.{}".format
+    records = profiler.records
+    allocated = after[field("allocated")] - before[field("allocated")]
+    assert sum(r.allocated_bytes for r in records) == allocated > 0
+    assert sum(r.freed_bytes for r in records) == after[field("freed")] - before[field("freed")]
+    assert after[field("peak")] == before[field("peak")]  # the program's own peak is as it was
+
+
+def test_fields_of_memory_stats_are_columns(sim):
+    work = rows_on("sim")
+    with LineProfiler(work, device="sim") as profiler:
+        work()
+    text = str(profiler.display(columns=("alloc", "active_bytes.all.current", "num_ooms")))
+    lines = text.splitlines()
+    assert lines[1] == "line    alloc  active_bytes.all.current  num_ooms  code"
+    assert lines[5].split()[1:6] == ["2.0", "KiB", "3.0", "KiB", "0"]
+    message = (
+        r"^There is no column 'active_bytes.all.most'. There are hits, .*active_bytes.all.peak"
+    )
+    with pytest.raises(ProfilerUsageError, match=message):
+        profiler.display(columns=["active_bytes.all.most"])
+
+
+def test_the_target_can_change_inside_a_function(sim):
+    profiler = LineProfiler(device="cpu")
+
+    def work():
+        host = torch.ones(100)
+        profiler.device = "sim"
+        device = torch.ones(200, device="sim")
+        profiler.device = "cpu"
+        more = torch.ones(300)
+        return host, device, more
+
+    profiler.add_function(work)
+    with profiler:
+        work()
+    first = work.__code__.co_firstlineno
+    facts = [(r.line - first, str(r.device), r.allocated_bytes) for r in profiler.records]
+    assert {fact for fact in facts if fact[2]} == {
+        (1, "cpu", 400),
+        (3, "sim:0", 800),
+        (5, "cpu", 1200),
+    }
+    titles = [section.title.rpartition(", ")[2] for section in profiler.display().sections]
+    assert sorted(titles) == ["cpu", "sim:0"]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_same_columns_on_cuda():
+    work = rows_on("cuda")
+    torch.ones(1, device="cuda")
+    peak = torch.cuda.max_memory_allocated()
+    reserved = torch.cuda.memory_reserved()
+    with LineProfiler(work, device="cuda") as profiler:
+        work()
+    assert lines_of(profiler, work) == EXPECTED
+    assert torch.cuda.max_memory_allocated() >= peak
+    assert torch.cuda.memory_reserved() >= reserved
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_temporaries_below_an_old_peak_are_seen_on_cuda():
+    torch.ones(1 << 22, device="cuda")  # an old peak, above all that follows
+    x = torch.randn(256, 256, device="cuda", requires_grad=True)
+
+    def work():
+        torch.softmax(x, -1).sum().backward()
+
+    work()
+    x.grad = None
+    before = torch.cuda.memory_stats()
+    with LineProfiler(work, device="cuda") as profiler:
+        work()
+    after = torch.cuda.memory_stats()
+    (record,) = profiler.records
+    name = "allocated_bytes.all.allocated"
+    assert record.allocated_bytes == after[name] - before[name]
+    assert record.peak_exact
+    assert record.peak_bytes > x.nbytes

@@ -1,0 +1,296 @@
+"""The magics, run by a real InteractiveShell."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+from traitlets.config import Config
+
+from tenure.profiler import LineProfiler, ProfilerUsageError
+
+WORK = "import torch\ndef work(n):\n    x = torch.ones(n)\n    return (x * 2).sum()\n"
+
+
+@pytest.fixture
+def shell(monkeypatch):
+    """A shell with the extension loaded and a function `work` defined."""
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # a shell is its own
+    config = Config()
+    config.HistoryManager.enabled = False
+    shell = InteractiveShell.instance(config=config)
+    ran(shell, "%load_ext tenure")
+    ran(shell, WORK)
+    yield shell
+    shell.restore_sys_module_state()
+    shell.user_ns.clear()  # the shell itself outlives the test
+    InteractiveShell.clear_instance()
+
+
+def ran(shell, code):
+    """Run a cell; its outputs, or its error."""
+    with capture_output() as captured:
+        result = shell.run_cell(code, store_history=True)
+    result.raise_error()
+    return captured
+
+
+def table(captured):
+    """The one table that was displayed, as text."""
+    (shown,) = [output.data["text/plain"] for output in captured.outputs]
+    return shown
+
+
+def test_loading_the_extension_adds_both_magics_and_prints_nothing():
+    code = (
+        "from IPython.core.interactiveshell import InteractiveShell\n"
+        "shell = InteractiveShell()\n"
+        "shell.run_cell('%load_ext tenure')\n"
+        "assert shell.find_line_magic('mlrun') and shell.find_cell_magic('mlrun')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_room_imports_no_ipython():
+    code = "import sys, tenure.profiler; assert 'IPython' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_extension_of_the_room_is_the_same():
+    code = (
+        "from IPython.core.interactiveshell import InteractiveShell\n"
+        "shell = InteractiveShell()\n"
+        "shell.run_cell('%load_ext tenure.profiler')\n"
+        "assert shell.find_line_magic('mlrun')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_statement_is_profiled_and_shown_as_a_whole(shell):
+    shown = table(ran(shell, "%mlrun -f work -d cpu work(256)"))
+    lines = shown.splitlines()
+    assert re.fullmatch(r"## work, .*:2, cpu", lines[0])
+    assert lines[1:] == [
+        "line  hits    alloc    freed      net     peak  code",
+        "   2                                            def work(n):",
+        "   3     1  1.0 KiB      0 B  1.0 KiB  1.0 KiB      x = torch.ones(n)",
+        "   4     1  1.0 KiB  2.0 KiB  -1020 B  2.0 KiB      return (x * 2).sum()",
+    ]
+
+
+def test_the_table_shows_itself_in_a_notebook(shell):
+    (output,) = ran(shell, "%mlrun -f work -d cpu work(256)").outputs
+    assert set(output.data) >= {"text/plain", "text/html"}
+    assert "torch.ones" in output.data["text/html"]
+
+
+def test_a_statement_with_spaces_is_run_as_it_was_written(shell):
+    ran(shell, '%mlrun -f work -d cpu x = work(256); y = {"it\'s": [1,  2]}')
+    assert shell.user_ns["x"] == 512
+    assert shell.user_ns["y"] == {"it's": [1, 2]}
+
+
+def test_a_cell_can_define_what_it_profiles(shell):
+    captured = ran(
+        shell,
+        "%%mlrun -f fresh -d cpu\n"
+        "import torch\n"
+        "def fresh():\n"
+        "    return torch.ones(512)\n"
+        "kept = fresh()\n",
+    )
+    assert "return torch.ones(512)" in table(captured)
+    assert "2.0 KiB" in table(captured)
+    assert shell.user_ns["kept"].numel() == 512
+
+
+def test_a_cell_can_define_again_what_it_profiles(shell):
+    captured = ran(
+        shell,
+        "%%mlrun -f work -d cpu\nwork(256)\ndef work(n):\n    return torch.zeros(n)\nwork(1024);\n",
+    )
+    assert "x = torch.ones(n)" in table(captured)
+    assert "return torch.zeros(n)" in table(captured)
+    assert "4.0 KiB" in table(captured)
+
+
+def test_the_last_expression_of_a_cell_shows_its_value(shell):
+    captured = ran(shell, "%%mlrun -q -f work -d cpu\nwork(4)\n40 + 2")
+    assert re.fullmatch(r"Out\[\d+\]: 42\n", captured.stdout)
+
+
+def test_magics_and_shell_syntax_work_inside_a_cell(shell):
+    ran(shell, "%%mlrun -q -f work -d cpu\nfound = %who_ls function\nwork(4)")
+    assert "work" in shell.user_ns["found"]
+
+
+def test_several_functions_methods_and_expressions_are_profiled(shell):
+    ran(shell, "class Net:\n    def forward(self, x):\n        return x + 1\n")
+    ran(shell, "def other(): return torch.ones(8)")
+    shown = table(
+        ran(
+            shell,
+            '%mlrun --function Net.forward -f "(lambda f: f)(work)" -fother -d cpu '
+            "Net().forward(work(4)); other()",
+        )
+    )
+    assert re.findall(r"^## (\S+),", shown, re.MULTILINE) == ["Net.forward", "work", "other"]
+
+
+def test_columns_are_added_and_only_they_are_shown_with_D(shell):
+    heading = table(ran(shell, "%mlrun -f work -c active.all.peak -d cpu work(4)")).splitlines()[1]
+    assert heading.split() == [
+        "line",
+        "hits",
+        "alloc",
+        "freed",
+        "net",
+        "peak",
+        "active.all.peak",
+        "code",
+    ]
+    for flags in (
+        "-D -c net -c hits",
+        "-Dc net --column=hits",
+        "--no_default_columns -cnet -chits",
+    ):
+        heading = table(ran(shell, f"%mlrun -f work {flags} -d cpu work(4)")).splitlines()[1]
+        assert heading.split() == ["line", "net", "hits", "code"]
+
+
+def test_a_field_of_the_statistics_is_shown_on_a_device(sim, shell):
+    captured = ran(
+        shell,
+        "%%mlrun -f there -D -c active_bytes.all.peak -d sim:0\n"
+        "def there():\n    return torch.ones(256, device='sim')\n"
+        "kept = there()",
+    )
+    assert "active_bytes.all.peak" in table(captured)
+    assert "1.0 KiB" in table(captured)
+
+
+def test_a_device_is_chosen_by_index_or_by_name(sim, shell):
+    ran(shell, "def there(): return torch.ones(256, device='sim')")
+    for flags in ("-g 0", "--gpu 0", "--gpu=0", "-d sim", "--device sim:0", "-dsim:0"):
+        shown = table(ran(shell, f"%mlrun -f there {flags} kept = there()"))
+        assert ", sim:0\n" in shown
+        assert "1.0 KiB" in shown
+
+
+def test_quiet_shows_nothing_and_return_gives_the_profiler(shell):
+    captured = ran(shell, "p = %mlrun -q -r -f work -d cpu x = work(256)")
+    assert (captured.stdout, captured.stderr, captured.outputs) == ("", "", [])
+    assert type(shell.user_ns["p"]) is LineProfiler
+    assert [r.net_bytes for r in shell.user_ns["p"].records] == [1024, -1020]
+    assert ran(shell, "q = %mlrun --return-profiler -f work -d cpu work(4)").outputs
+    assert ran(shell, "n = %mlrun -f work -d cpu work(4)").outputs
+    assert shell.user_ns["n"] is None
+
+
+def test_the_table_is_written_to_a_file(shell, tmp_path):
+    file = tmp_path / "a profile.txt"
+    captured = ran(shell, f'%mlrun -f work -d cpu -T "{file}" x = work(256)')
+    assert captured.stdout == f"Wrote {file}\n"
+    assert file.read_text() == f"{table(captured)}\n"
+    file.unlink()
+    captured = ran(shell, f'%mlrun --quiet --dump-profile "{file}" -f work -d cpu x = work(256)')
+    assert captured.stdout == ""
+    assert "torch.ones" in file.read_text()
+
+
+def test_an_error_of_the_cell_goes_on_and_what_was_collected_is_shown(shell):
+    ran(shell, "def breaks():\n    x = torch.ones(256)\n    raise ValueError(x.numel())")
+    with capture_output() as captured:
+        result = shell.run_cell("%mlrun -f breaks -d cpu breaks()")
+    assert type(result.error_in_exec) is ValueError
+    assert "1.0 KiB" in captured.outputs[0].data["text/plain"]
+    assert "ValueError" in captured.stdout + captured.stderr
+
+
+def test_the_profiler_is_off_after_an_error(shell):
+    before = sys.gettrace()
+    with capture_output():
+        shell.run_cell("%mlrun -q -f work -d cpu work('many')")
+    assert sys.gettrace() is before
+
+
+def refused(shell, code):
+    with pytest.raises((UsageError, ProfilerUsageError)) as caught:
+        ran(shell, code)
+    return str(caught.value)
+
+
+def test_bad_options_are_named(shell):
+    assert refused(shell, "%mlrun work(4)") == "%mlrun: name what to profile, with -f FUNCTION."
+    assert refused(shell, "%mlrun -f work -z 3 work(4)") == (
+        "%mlrun: option -z not recognized. See %mlrun? for what there is."
+    )
+    assert refused(shell, "%mlrun -f") == (
+        "%mlrun: option -f requires argument. See %mlrun? for what there is."
+    )
+    assert refused(shell, "%mlrun -f work -D work(4)") == (
+        "%mlrun -D: name at least one column, with -c COLUMN."
+    )
+    assert refused(shell, "%mlrun -f work -g first work(4)") == (
+        "%mlrun --gpu first: not an index. Name a device with -d."
+    )
+    assert refused(shell, "%mlrun -f work -d cpu -d cpu work(4)") == (
+        "%mlrun --device is given twice."
+    )
+    assert refused(shell, "%mlrun -f work -g 0 -d cpu work(4)").startswith("target_gpu and device")
+    assert refused(shell, "%mlrun -f work -c reserved work(4)").startswith(
+        "There is no column 'reserved'."
+    )
+    assert refused(shell, "%mlrun -f work( -d cpu work(4)").startswith("%mlrun -f work(: ")
+
+
+def test_nothing_runs_under_bad_options(shell):
+    refused(shell, "%mlrun -f work -c reserved ran = True")
+    refused(shell, "%mlrun -f print -d cpu ran = True")
+    assert "ran" not in shell.user_ns
+
+
+def test_a_function_that_never_appears_is_named(shell):
+    assert refused(shell, "%mlrun -f nobody -d cpu ran = True") == (
+        "%mlrun -f nobody: there is no such function, neither before the code nor after."
+    )
+    assert shell.user_ns["ran"] is True
+
+
+def test_options_end_where_the_statement_begins(shell):
+    ran(shell, "%mlrun -q -f work -d cpu -- -work(4)")
+    ran(shell, "%mlrun -q -f work -d cpu x = work(4) -1")
+    assert shell.user_ns["x"] == 7
+
+
+def test_a_statement_after_the_options_of_a_cell_runs_first(shell):
+    ran(shell, "%%mlrun -q -f work -d cpu n = 4\nx = work(n)")
+    assert shell.user_ns["x"] == 8
+
+
+def test_the_help_lists_every_flag(shell):
+    captured = ran(shell, "print(get_ipython().find_line_magic('mlrun').__doc__)")
+    for flag in (
+        "-f FUNCTION",
+        "-c COLUMN",
+        "-D,",
+        "-g INDEX",
+        "-d DEVICE",
+        "-r,",
+        "-q,",
+        "-T FILE",
+    ):
+        assert flag in captured.stdout
+
+
+def test_a_profile_of_a_cell_changes_no_result(shell):
+    ran(shell, "torch.manual_seed(0); plain = work(64) + torch.rand(3)")
+    ran(
+        shell,
+        "%%mlrun -q -f work -d cpu\ntorch.manual_seed(0); profiled = work(64) + torch.rand(3)",
+    )
+    assert shell.user_ns["plain"].tolist() == shell.user_ns["profiled"].tolist()

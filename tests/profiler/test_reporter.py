@@ -1,0 +1,730 @@
+"""The reporter: names, sums that add up, and nothing in the process that aborts it."""
+
+import copy
+import gc
+import io
+import json
+import pickle
+import subprocess
+import sys
+import warnings
+import weakref
+from contextlib import redirect_stdout
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tenure import NewDisposeScope
+from tenure.profiler import DeviceReport, MemReport, MemReporter, ProfilerUsageError, TensorRow
+from tests.simdevice._machine import machine
+
+
+def report_on(model=None, *, optimizer=None, **arguments):
+    """A report without its output."""
+    reporter = MemReporter(model)
+    if optimizer is not None:
+        reporter.add_optimizer(optimizer)
+    with redirect_stdout(io.StringIO()):
+        return reporter.report(**arguments)
+
+
+def row_of(report, name):
+    found = [row for row in report.rows if row.name == name]
+    assert len(found) == 1, (name, [row.name for row in report.rows])
+    return found[0]
+
+
+def names_of(report, category=None):
+    return [row.name for row in report.rows if category in (None, row.category)]
+
+
+# sums
+
+
+def train_once(model, x, optimizer):
+    loss = model(x).square().sum()
+    loss.backward()
+    optimizer.step()
+    return model(x).square().sum()
+
+
+def transformer():
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def cnn():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten())
+
+
+@pytest.mark.parametrize("round_to_bytes", [1, 512])
+@pytest.mark.parametrize(
+    ("build", "shape"), [(transformer, (4, 8, 32)), (cnn, (2, 3, 8, 8))], ids=["transformer", "cnn"]
+)
+def test_categories_are_the_total_of_the_allocator(sim, build, shape, round_to_bytes):
+    sim(round_to_bytes=round_to_bytes)
+    model, x = build().to(sim.device), torch.randn(shape).to(sim.device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss = train_once(model, x, optimizer)
+    report = report_on(model, device=sim.device)
+    assert report.total_bytes == sim.allocated_bytes
+    assert report.unexplained_bytes == 0
+    assert sum(report.categories.values()) == report.total_bytes
+    n_parameters = sum(p.nbytes for p in model.parameters())
+    assert report.categories["parameters"] == n_parameters
+    assert report.categories["gradients"] == n_parameters
+    assert report.categories["saved for backward"] > 0
+    assert (report.categories["allocator rounding"] > 0) is (round_to_bytes > 1)
+    del loss
+    after = report_on(model, device=sim.device)
+    assert after.categories["saved for backward"] == 0
+    assert after.total_bytes == sim.allocated_bytes
+
+
+def test_what_no_tensor_accounts_for_is_unexplained(sim):
+    kept = torch.ones(256, device=sim.device)
+    # as a library takes its workspace
+    machine.pool.allocate(1000, 0.0)
+    report = report_on(device=sim.device)
+    machine.pool.free(1000)
+    assert report.unexplained_bytes == 1000
+    assert report.total_bytes == kept.nbytes + 1000
+
+
+def test_unexplained_bytes_close_the_gap_to_the_total():
+    categories = {"parameters": 100, "other tensors": 28}
+    device = DeviceReport("cuda:0", (), categories, 1152, True, 2048, None)
+    assert MemReport((device,)).unexplained_bytes == 1024
+    assert MemReport((device, device)).total_bytes == 2304
+
+
+def test_on_the_cpu_the_total_is_that_of_the_storages():
+    report = report_on(device="cpu")
+    assert report.unexplained_bytes == 0
+    assert report.total_bytes == sum(report.categories.values()) > 0
+    assert not report.devices[0].is_counted
+    assert "cpu counts no live bytes" in str(report)
+
+
+def test_all_categories_are_there_even_at_zero():
+    assert list(report_on(device="meta").categories) == [
+        "parameters", "buffers", "gradients", "optimizer state", "saved for backward",
+        "other tensors", "allocator rounding",
+    ]  # fmt: skip
+
+
+# names
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 3), nn.Linear(3, 2)])
+        self.register_buffer("scale", torch.ones(5))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum() * self.scale.sum()
+
+
+def test_parameters_buffers_and_gradients_have_their_names_in_the_model():
+    model = Net()
+    model(torch.ones(1, 2)).backward()
+    report = report_on(model)
+    weight = row_of(report, "layers.0.weight")
+    assert (weight.category, weight.shape, weight.dtype) == ("parameters", (3, 2), "float32")
+    assert weight.n_bytes == 24
+    assert row_of(report, "scale").category == "buffers"
+    assert row_of(report, "layers.0.weight.grad").category == "gradients"
+
+
+def test_rows_of_a_model_stand_in_its_order():
+    model = Net()
+    names = names_of(report_on(model), "parameters")
+    expected = [name for name, _ in model.named_parameters()]
+    assert [name for name in names if name in expected] == expected
+
+
+def test_a_model_that_was_not_given_is_named_after_its_class():
+    class Lonely(nn.Linear):
+        pass
+
+    first, second = Lonely(2, 2), Lonely(2, 2)
+    found = {name for name in names_of(report_on(), "parameters") if "Lonely" in name}
+    prefix = Lonely.__qualname__
+    expected = {f"{prefix}{n}.{kind}" for n in ("", "#2") for kind in ("weight", "bias")}
+    assert found == expected
+    assert first is not second
+
+
+def test_a_module_that_contains_itself_is_named():
+    class Ring(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+            self.me = self
+
+    ring = Ring()
+    assert row_of(report_on(ring), "w").n_bytes == 12
+    assert row_of(report_on(), f"{Ring.__qualname__}.w").category == "parameters"
+
+
+def test_optimizer_state_is_named_after_its_parameter():
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).backward()
+    optimizer.step()
+    for given in (optimizer, None):
+        row = row_of(report_on(model, optimizer=given), "Adam.layers.1.bias.exp_avg")
+        assert (row.category, row.n_bytes) == ("optimizer state", 8)
+
+
+def test_an_optimizer_that_has_not_stepped_yet_is_named_later():
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    reporter = MemReporter(model)
+    reporter.add_optimizer(optimizer)
+    model(torch.ones(1, 2)).backward()
+    optimizer.step()
+    with redirect_stdout(io.StringIO()):
+        assert "Adam.scale" not in names_of(report := reporter.report())
+    assert "Adam.layers.0.weight.exp_avg_sq" in names_of(report)
+
+
+def test_state_in_lists_and_outside_of_parameters_is_named():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    names = names_of(report_on(model), "optimizer state")
+    assert any(name.startswith("LBFGS.weight.old_dirs[") for name in names)
+
+
+def test_a_local_variable_an_attribute_and_a_list_are_named():
+    x, history = torch.ones(3), [torch.ones(4)]
+    prefix = "test_a_local_variable_an_attribute_and_a_list_are_named.<locals>"
+    report = report_on()
+    assert row_of(report, f"{prefix}.x").category == "other tensors"
+    assert row_of(report, f"{prefix}.history[0]").n_bytes == 16
+    assert x is not history
+
+
+def test_what_only_autograd_has_is_named_after_its_node():
+    linear, x = nn.Linear(8, 8), torch.ones(16, 8)
+    loss = linear(x * (x + 2)).mean()
+    report = report_on(linear)
+    row = next(row for row in report.rows if row.name.startswith("AddmmBackward0.mat1"))
+    assert (row.category, row.n_bytes) == ("saved for backward", 512)
+    loss.backward()
+
+
+def test_a_variable_that_autograd_saved_counts_as_saved():
+    weight = torch.ones(8, requires_grad=True)
+    out = weight.exp()
+    loss = out.sin().sum()
+    name = "test_a_variable_that_autograd_saved_counts_as_saved.<locals>.out"
+    assert row_of(report_on(), name).category == "saved for backward"
+    loss.backward()
+    assert row_of(report_on(), name).category == "other tensors"
+
+
+def test_a_parameter_of_no_module_is_a_parameter():
+    free = nn.Parameter(torch.ones(7))
+    name = "test_a_parameter_of_no_module_is_a_parameter.<locals>.free"
+    assert row_of(report_on(), name).category == "parameters"
+    assert free.grad is None
+
+
+def test_tied_weights_are_one_row_whose_names_are_joined():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    report = report_on(model)
+    row = row_of(report, "0.weight+1.weight")
+    assert row.n_bytes == 64
+    model(torch.ones(1, 4)).sum().backward()
+    assert row_of(report_on(model), "0.weight+1.weight.grad").n_bytes == 64
+
+
+def test_shared_storages_count_once_and_an_arrow_names_the_owner():
+    base = torch.ones(1024)
+    part = base[:4]
+    prefix = "test_shared_storages_count_once_and_an_arrow_names_the_owner.<locals>"
+    report = report_on(verbose=True)
+    rows = {row.name: row for row in report.rows if row.name.startswith(prefix)}
+    assert [row.n_bytes for row in rows.values()] == [4096, 0]
+    assert rows[f"{prefix}.part"].owner == f"{prefix}.base"
+    assert f"{prefix}.part(->{prefix}.base)" in str(report)
+    assert "(->" not in str(report_on())
+    assert part.data_ptr() == base.data_ptr()
+
+
+def test_the_site_of_a_scope_stands_in_its_row():
+    with NewDisposeScope("step", capture="site"):
+        made = torch.ones(3)
+        row = row_of(report_on(), "test_the_site_of_a_scope_stands_in_its_row.<locals>.made")
+        assert made.shape == row.shape
+    assert row.created_at.rpartition(":")[0].endswith("test_reporter.py")
+
+
+# pytorch_memlab's own tests, restated
+
+
+def test_reports_before_and_after_a_backward_pass_with_and_without_a_model():
+    linear = nn.Linear(64, 64)
+    x = torch.ones(32, 64)
+    before = report_on(linear)
+    assert "weight.grad" not in names_of(before)
+    out = linear(x * (x + 2)).mean()
+    out.backward()
+    after = report_on(linear)
+    assert row_of(after, "weight.grad").n_bytes == 64 * 64 * 4
+    bare = report_on()
+    assert any(name.endswith(".weight.grad") for name in names_of(bare))
+
+
+def test_sparse_gradients_show_indices_and_values():
+    embedding = nn.Embedding(16, 4, sparse=True)
+    embedding(torch.arange(8)).sum().backward()
+    doubled = embedding.weight.grad * 2
+    report = report_on(embedding)
+    indices = row_of(report, "weight.grad.indices")
+    values = row_of(report, "weight.grad.values")
+    assert (indices.n_bytes, values.n_bytes) == (64, 128)
+    assert any(name.endswith(".doubled.values") for name in names_of(report))
+    assert doubled.is_sparse
+
+
+def test_the_flattened_storage_of_an_lstm_is_exact():
+    lstm = nn.LSTM(8, 8, num_layers=2)
+    lstm(torch.ones(4, 2, 8))[0].sum().backward()
+    rows = [row for row in report_on(lstm).rows if row.category == "parameters"]
+    named = dict(lstm.named_parameters())
+    assert sum(row.n_bytes for row in rows if row.name in named) == sum(
+        p.nbytes for p in named.values()
+    )
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), "cpu", "cpu:0"])
+def test_the_device_filter_takes_devices_and_names(device):
+    kept = torch.ones(3)
+    report = report_on(device=device)
+    assert [found.device for found in report.devices] == ["cpu"]
+    assert len(report.rows) > 0
+    assert kept.device.type == "cpu"
+
+
+def test_the_device_filter_leaves_other_devices_out(sim):
+    kept = torch.ones(3, device=sim.device), torch.ones(3)
+    report = report_on(device=str(sim.device))
+    assert {row.device for row in report.rows} == {str(sim.device)}
+    assert {"cpu", str(sim.device)} <= {found.device for found in report_on().devices}
+    assert len(kept) == 2
+
+
+# defects of pytorch_memlab, each of them
+
+
+def test_bytes_are_not_multiplied_by_the_element_size():
+    x = torch.ones(1024, dtype=torch.float64)
+    name = "test_bytes_are_not_multiplied_by_the_element_size.<locals>.x"
+    assert row_of(report_on(), name).n_bytes == x.nbytes == 8192
+
+
+def test_bytes_on_the_cpu_are_not_rounded():
+    x = torch.ones(3)
+    assert row_of(report_on(), "test_bytes_on_the_cpu_are_not_rounded.<locals>.x").n_bytes == 12
+    assert x.nbytes == 12
+
+
+def test_gradients_are_listed_once_in_every_report():
+    model = nn.Linear(8, 8)
+    model(torch.ones(2, 8)).sum().backward()
+    reporter = MemReporter(model)
+    for _ in range(3):
+        with redirect_stdout(io.StringIO()):
+            report = reporter.report(verbose=True)
+        assert names_of(report).count("weight.grad") == 1
+        assert row_of(report, "weight.grad").n_bytes == 256
+    kept = model.weight.grad
+    assert row_of(report_on(model), "weight.grad").n_bytes == kept.nbytes
+
+
+def test_a_recycled_identity_inherits_no_name():
+    reporter = MemReporter()
+    seen = []
+    for _ in range(5):
+        model = nn.Linear(3, 3)
+        with redirect_stdout(io.StringIO()):
+            seen += [name for name in names_of(reporter.report()) if name.startswith("weight")]
+        del model
+        kept = torch.ones(3, 3)
+    assert seen == []
+    assert kept.numel() == 9
+
+
+def test_an_optimizer_needs_no_model():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    names = names_of(report_on(optimizer=optimizer), "optimizer state")
+    assert any(name.endswith(".weight.exp_avg") for name in names)
+
+
+class Raising:
+    """Raises at whatever one may ask of it."""
+
+    def __getattribute__(self, name):
+        raise AssertionError(name)
+
+    def __eq__(self, other):
+        raise AssertionError("__eq__")
+
+    def __hash__(self):
+        raise AssertionError("__hash__")
+
+    __class__ = property(lambda self: 1 / 0)
+
+
+class Deprecated:
+    """Warns when it is asked for its class, as `isinstance` asks."""
+
+    @property
+    def __class__(self):
+        warnings.warn("asked for its class", FutureWarning, stacklevel=2)
+        return object
+
+
+class Secretive(torch.Tensor):
+    """Refuses every function of torch."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError(func)
+
+
+class Wrapper(torch.Tensor):
+    """A wrapper whose own code fails."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    def __tensor_flatten__(self):
+        raise ValueError("no")
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError(func)
+
+
+class Unspeakable(torch.Tensor):
+    """Every property raises."""
+
+    dtype = device = layout = shape = grad = grad_fn = is_leaf = property(lambda self: 1 / 0)
+
+
+class BrokenModule(nn.Module):
+    """A module whose attributes raise."""
+
+    def __getattr__(self, name):
+        raise ValueError(name)
+
+    def parameters(self, recurse=True):
+        raise ValueError("parameters")
+
+
+def odd_objects():
+    indices = torch.tensor([[0, 1], [1, 0]])
+    yield torch.sparse_coo_tensor(indices, torch.ones(2), (2, 2), check_invariants=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for layout in (torch.sparse_csr, torch.sparse_csc):
+            yield torch.eye(4).to_sparse(layout=layout)
+        for layout in (torch.sparse_bsr, torch.sparse_bsc):
+            yield torch.eye(4).to_sparse(layout=layout, blocksize=(2, 2))
+        yield torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        yield torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+        yield torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+        scales, zeros = torch.ones(2), torch.zeros(2, dtype=torch.long)
+        yield torch.quantize_per_channel(torch.ones(2, 3), scales, zeros, 0, torch.qint8)
+    yield torch.ones(4, 4).to_mkldnn()
+    yield torch.ones(3, device="meta")
+    with FakeTensorMode():
+        yield torch.ones(3)
+    yield nn.UninitializedParameter()
+    yield torch.ones(3).as_subclass(Secretive)
+    yield Wrapper(torch.ones(3))
+    yield torch.ones(3).as_subclass(Unspeakable)
+    box = Raising.__new__(Raising)
+    yield box
+    yield Deprecated()
+    dead = nn.Linear(1, 1)
+    yield weakref.proxy(dead)
+    yield BrokenModule.__new__(BrokenModule)
+
+
+def test_odd_and_broken_objects_abort_no_report_and_cause_no_warning():
+    kept = list(odd_objects())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = report_on(verbose=True)
+    prefix = "test_odd_and_broken_objects_abort_no_report_and_cause_no_warning.<locals>.kept"
+    found = {row.name.removeprefix(prefix) for row in report.rows if row.name.startswith(prefix)}
+    # of each layout its parts, the wrapper's inner tensor, and what has no memory
+    assert {"[0].indices", "[0].values", "[1].crow_indices", "[2].ccol_indices"} <= found
+    assert {"[5]", "[6]._values", "[6]._offsets", "[7]", "[8].scales", "[9]", "[10]"} <= found
+    assert {"[11]", "[13]", "[14].inner", "[15]"} <= found
+    assert len(kept) == 20
+
+
+def test_an_empty_tensor_of_any_layout_has_no_row():
+    nothing = torch.zeros(3, 3).to_sparse()
+    empty = [torch.empty(0), nothing, torch.empty(0, device="meta")]
+    prefix = "test_an_empty_tensor_of_any_layout_has_no_row.<locals>"
+    assert not [name for name in names_of(report_on()) if name.startswith(prefix)]
+    assert len(empty) == 3
+
+
+def test_a_distributed_tensor_counts_for_its_local_part(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    store = tmp_path / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    try:
+        whole = distribute_tensor(torch.ones(64, 2), DeviceMesh("cpu", [0]), [Shard(0)])
+        report = report_on()
+        name = "test_a_distributed_tensor_counts_for_its_local_part.<locals>.whole._local_tensor"
+        assert row_of(report, name).n_bytes == 512
+        assert whole.shape == (64, 2)
+    finally:
+        for _ in range(2):  # once for each thread of the group
+            dist.barrier()
+        dist.destroy_process_group()
+
+
+def test_meta_and_fake_tensors_take_no_bytes():
+    with FakeTensorMode():
+        fake = torch.ones(1024)
+    meta = torch.ones(1024, device="meta")
+    report = report_on()
+    prefix = "test_meta_and_fake_tensors_take_no_bytes.<locals>"
+    for name in ("fake", "meta"):
+        row = row_of(report, f"{prefix}.{name}")
+        assert (row.n_bytes, row.device) == (0, "meta")
+    assert fake.shape == meta.shape
+
+
+def test_vmap_and_modes_are_passed_by():
+    seen = []
+
+    def inside(x):
+        seen.append(report_on())
+        return x * 2
+
+    torch.func.vmap(inside)(torch.ones(4, 3))
+    with FakeTensorMode():
+        seen.append(report_on())
+    assert all(report.total_bytes > 0 for report in seen)
+
+
+def test_the_reporter_keeps_no_tensor_alive(sim):
+    model = nn.Linear(64, 64).to(sim.device)
+    reporter = MemReporter(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    reporter.add_optimizer(optimizer)
+    loss = train_once(model, torch.ones(2, 64).to(sim.device), optimizer)
+    with redirect_stdout(io.StringIO()):
+        report = reporter.report()
+    reporter.collect_tensor()
+    gone = weakref.ref(model)
+    del model, optimizer, loss
+    assert gone() is None
+    gc.collect()
+    assert sim.allocated_bytes == 0
+    assert report.total_bytes > 0
+
+
+def test_a_report_leaves_no_garbage():
+    sparse = torch.eye(3).to_sparse_csr()
+    report_on()
+    gc.collect()
+    gc.disable()
+    try:
+        report_on()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+    assert sparse.layout is torch.sparse_csr
+
+
+def test_frozen_objects_are_seen():
+    code = """
+import gc, io, contextlib, torch
+from tenure.profiler import MemReporter
+model = torch.nn.Linear(4, 4)
+HISTORY = [torch.ones(256)]
+gc.freeze()
+with contextlib.redirect_stdout(io.StringIO()):
+    report = MemReporter(model).report()
+print(sorted(row.name for row in report.rows if row.n_bytes))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("['__main__.HISTORY[0]', 'bias', 'weight']\n", "")
+
+
+def test_garbage_is_collected_first_when_asked():
+    class Ring:
+        def __init__(self):
+            self.me, self.t = self, torch.ones(12_345)
+
+    def sizes(**arguments):
+        with redirect_stdout(io.StringIO()):
+            return [row.shape for row in MemReporter(**arguments).report().rows]
+
+    gc.collect()
+    gc.disable()
+    try:
+        Ring()
+        assert (12_345,) in sizes()
+        assert (12_345,) not in sizes(pre_collect=True)
+    finally:
+        gc.enable()
+
+
+def test_training_with_reports_is_bit_for_bit_the_same():
+    def train(reports):
+        torch.manual_seed(0)
+        model = transformer()
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(2):
+            loss = model(torch.randn(2, 4, 32)).square().mean()
+            if reports:
+                report_on(model)
+            loss.backward()
+            if reports:
+                report_on(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [loss.detach(), *model.parameters()]
+
+    for plain, reported in zip(train(False), train(True), strict=True):
+        assert torch.equal(plain, reported)
+
+
+# the table
+
+ROWS = (
+    TensorRow("0.weight", "parameters", (1024, 1024), "float32", "cuda:0", 4 << 20),
+    TensorRow("view", "parameters", (4,), "float32", "cuda:0", 0, "0.weight"),
+    TensorRow("train.<locals>.loss", "other tensors", (), "float32", "cuda:0", 4, None, "a.py:7"),
+)
+REPORT = MemReport(
+    (
+        DeviceReport("cpu", (), {"parameters": 0, "other tensors": 0}, 0),
+        DeviceReport(
+            "cuda:0", ROWS, {"parameters": 4 << 20, "other tensors": 4, "allocator rounding": 508},
+            (4 << 20) + 1536, True, 20 << 20, 1 << 30,
+        ),
+    ),
+    verbose=True,
+)  # fmt: skip
+
+TEXT = """\
+Element type                                           Size  Used MEM Category      Created at
+----------------------------------------------------------------------------------------------
+Storage on cpu
+----------------------------------------------------------------------------------------------
+Total Tensors: 0 \tUsed Memory: 0 B
+unexplained                                                       0 B
+total                                                             0 B
+The total is that of the storages found: cpu counts no live bytes.
+----------------------------------------------------------------------------------------------
+Storage on cuda:0
+0.weight                                       (1024, 1024)   4.0 MiB parameters
+view(->0.weight)                                       (4,)       0 B parameters
+train.<locals>.loss                                      ()       4 B other tensors a.py:7
+----------------------------------------------------------------------------------------------
+Total Tensors: 1048581 \tUsed Memory: 4.0 MiB
+parameters                                                    4.0 MiB
+other tensors                                                     4 B
+allocator rounding                                              508 B
+unexplained                                                   1.0 KiB
+total                                                         4.0 MiB
+The allocated memory on cuda:0: 4.0 MiB, of 20.0 MiB that the allocator has reserved.
+In use on cuda:0 by all processes and the driver: 1.0 GiB.
+----------------------------------------------------------------------------------------------"""
+
+
+def test_the_printed_table():
+    assert str(REPORT) == TEXT
+    assert repr(REPORT) == "<MemReport of 3 tensors, 4.0 MiB>"
+
+
+def test_the_table_goes_to_the_standard_output_of_the_moment():
+    first, second = io.StringIO(), io.StringIO()
+    reporter = MemReporter()
+    with redirect_stdout(first):
+        report = reporter.report(device="meta")
+    with redirect_stdout(second):
+        reporter.collect_tensor()
+        reporter.get_stats()
+        reporter.print_stats(target_device="meta")
+    assert first.getvalue() == f"{report}\n"
+    assert second.getvalue().startswith("Element type")
+
+
+def test_rich_and_html_show_the_same_cells_escaped():
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(REPORT)
+    shown, page = console.export_text(), REPORT._repr_html_()
+    for text in ("Storage on cuda:0", "(1024, 1024)", "a.py:7", "unexplained", "1.0 KiB"):
+        assert text in shown
+        assert text in page
+    assert "view(-&gt;0.weight)" in page
+    assert "train.&lt;locals&gt;.loss" in page
+
+
+def test_the_dictionary_is_plain_data_and_adds_up():
+    data = json.loads(json.dumps(REPORT.to_dict()))
+    assert data["total_bytes"] == sum(data["categories"].values()) + data["unexplained_bytes"]
+    (tensor, *_) = data["devices"][1]["tensors"]
+    assert tensor["name"] == "0.weight"
+    assert tensor["shape"] == [1024, 1024]
+
+
+def test_a_report_survives_a_pickle_and_a_copy():
+    assert str(pickle.loads(pickle.dumps(REPORT))) == TEXT
+    assert copy.deepcopy(REPORT) == REPORT
+
+
+# refusals
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda: MemReporter(3), r"wants the nn\.Module whose names to use, and got int"),
+        (lambda: MemReporter().add_optimizer(3), r"wants a torch\.optim\.Optimizer, and got int"),
+        (lambda: MemReporter().report(device="gpu"), r"'gpu' is no device that this torch knows"),
+        (lambda: MemReporter().report(device=[]), r"\[\] is no device that this torch knows"),
+        (lambda: MemReporter().report_group(), r"needs a process group, and none has been set up"),
+    ],
+)
+def test_what_it_cannot_use_is_refused(ask, message):
+    with pytest.raises(ProfilerUsageError, match=message):
+        ask()

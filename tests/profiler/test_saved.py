@@ -1,0 +1,311 @@
+"""What autograd keeps, against the allocator's truth; and that asking disturbs nothing."""
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tenure import NewDisposeScope
+from tenure.profiler import ProfilerUsageError, SavedRecord, SavedReport, saved_for_backward
+
+from . import saved_cases
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """Found and true bytes of every case, from a process that runs torch's profiler."""
+    command = [sys.executable, "-W", "ignore", saved_cases.__file__]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("case", saved_cases.NAMES)
+def test_the_bytes_found_are_those_the_allocator_holds(measured, case):
+    assert measured[case]["found"] == measured[case]["truth"]
+
+
+def test_the_cases_are_all_there_and_no_empty_ones(measured):
+    assert set(measured) == set(saved_cases.NAMES)
+    assert sum(case["truth"] > 10_000 for case in measured.values()) >= 16
+
+
+def transformer():
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
+    return nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
+
+
+def cnn():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2))
+
+
+@pytest.mark.parametrize(
+    ("build", "shape"), [(transformer, (4, 8, 32)), (cnn, (2, 3, 8, 8))], ids=["transformer", "cnn"]
+)
+def test_the_bytes_on_a_device_are_those_of_its_allocator(sim, build, shape):
+    model, x = build().to(sim.device), torch.randn(shape).to(sim.device)
+    before = sim.allocated_bytes
+    loss = model(x).square().sum()
+    assert saved_for_backward(loss).total_bytes == sim.allocated_bytes - before - loss.nbytes
+    loss.backward()
+    assert saved_for_backward(loss).total_bytes == 0
+
+
+# what counts
+
+
+def test_a_result_that_a_variable_holds_too_counts():
+    x = torch.ones(256, requires_grad=True)
+    y = x.exp()
+    assert saved_for_backward(y.sum()).total_bytes == y.nbytes
+
+
+def test_leaves_are_listed_and_do_not_count():
+    x = torch.ones(256, requires_grad=True)
+    report = saved_for_backward((x * x).sum())
+    assert (report.total_bytes, report.leaf_bytes) == (0, 1024)
+    (record,) = report.records
+    assert record == SavedRecord(
+        (256,), torch.float32, x.device, 1024, ("MulBackward0.other", "MulBackward0.self",
+        "AccumulateGrad.variable"), None, is_leaf=True,
+    )  # fmt: skip
+
+
+def test_a_leaf_that_only_the_graph_still_has_counts():
+    loss = (torch.ones(256, requires_grad=True) ** 2).sum()
+    assert saved_for_backward(loss).total_bytes == 1024
+
+
+def times(make, weight):
+    return (make() * weight).sum()
+
+
+def test_an_input_that_is_a_view_or_an_alias_of_a_held_leaf_does_not_count():
+    x, weight = torch.randn(64, 8), torch.ones(8, requires_grad=True)
+    # made in functions: pytest keeps what an assertion makes on the way
+    for taken, n_bytes in ((lambda: x[:32], 0), (x.detach, 0), (x.clone, x.nbytes)):
+        loss = times(taken, weight)
+        assert saved_for_backward(loss).total_bytes == n_bytes
+
+
+def test_a_storage_that_two_roots_need_counts_once():
+    x = torch.ones(256, requires_grad=True)
+    y = x.exp()
+    first, second = y.sin().sum(), y.cos().sum()
+    assert saved_for_backward(first, second).total_bytes == y.nbytes
+    assert saved_for_backward([first, {"second": second}], (first,)).total_bytes == y.nbytes
+
+
+def test_a_root_without_a_graph_keeps_nothing():
+    report = saved_for_backward(torch.ones(3))
+    assert not report
+    assert (report.total_bytes, report.leaf_bytes, report.n_nodes) == (0, 0, 0)
+
+
+def test_sparse_gradients_indices_and_values_count():
+    values = torch.ones(4, requires_grad=True)
+    indices = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3]])
+    sparse = torch.sparse_coo_tensor(indices, values.exp(), (4, 4), check_invariants=False)
+    loss = torch.sparse.mm(sparse, torch.ones(4, 2, requires_grad=True)).sum()
+    places = {place for record in saved_for_backward(loss) for place in record.saved_by}
+    assert any(place.endswith(".values") for place in places)
+    assert any(place.endswith(".indices") for place in places)
+
+
+def test_what_the_hook_of_a_tensor_closes_over_is_the_documented_blind_spot():
+    x = torch.ones(4, requires_grad=True)
+
+    def build():
+        middle, big = x * 2, torch.ones(1024)
+        middle.register_hook(lambda gradient: gradient * big.mean())
+        return middle.sum()
+
+    assert saved_for_backward(build()).total_bytes < 1024
+
+
+def test_what_a_list_outside_of_the_graph_holds_is_not_the_graphs():
+    history = [torch.ones(1024)]
+
+    class Remembering(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.history = history
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    loss = Remembering.apply(torch.ones(2, requires_grad=True)).sum()
+    assert saved_for_backward(loss).total_bytes == 8  # the leaf, which only the graph has
+    del history[:]
+
+
+# asking changes nothing
+
+
+def train(asks):
+    torch.manual_seed(0)
+    model = nn.Sequential(transformer(), nn.Linear(32, 4))
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        hidden = checkpoint(model[0], torch.randn(4, 8, 32), use_reentrant=False)
+        loss = F.cross_entropy(model[1](hidden).flatten(0, 1), torch.randint(0, 4, (32,)))
+        if asks:
+            saved_for_backward(loss)
+        loss.backward()
+        if asks:
+            saved_for_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [loss.detach(), *model.parameters()]
+
+
+def test_training_is_bit_for_bit_the_same():
+    for plain, asked in zip(train(False), train(True), strict=True):
+        assert torch.equal(plain, asked)
+
+
+def test_no_hook_runs_and_no_checkpoint_is_recomputed():
+    calls = []
+
+    def body(x):
+        calls.append("forward")
+        return x.exp()
+
+    def unpack(packed):
+        calls.append("unpack")
+        return packed
+
+    x = torch.ones(3, requires_grad=True) * 2
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        product = (x * x).sum()
+    loss = checkpoint(body, x, use_reentrant=False).sum() + product
+    assert any(record.is_packed for record in saved_for_backward(loss))
+    assert calls == ["forward"]
+    loss.backward()
+
+
+def test_a_saved_tensor_that_was_changed_in_place_is_still_listed():
+    leaf = torch.ones(256, requires_grad=True)
+    x = leaf.exp()
+    loss = x.sin().sum()
+    with torch.no_grad():
+        x.add_(1)
+    assert saved_for_backward(loss).total_bytes == 1024
+
+
+def test_the_report_keeps_nothing_alive(sim):
+    x = torch.ones(256, device=sim.device, requires_grad=True)
+    before = sim.allocated_bytes
+    loss = x.exp().sum()
+    report = saved_for_backward(loss)
+    del loss
+    assert sim.allocated_bytes == before
+    assert report.total_bytes == 1024
+
+
+def test_no_mode_sees_the_questions():
+    class Refuse(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            raise AssertionError(func)
+
+    loss = torch.ones(256, requires_grad=True).exp().sum()
+    with Refuse():
+        assert saved_for_backward(loss).total_bytes > 0
+
+
+# what it says
+
+
+def test_sites_of_a_scope_stand_in_the_report():
+    x = torch.ones(2, 3, requires_grad=True)
+    with NewDisposeScope("step", capture="site"):
+        y = x * 2
+        loss = y.sin().sum()
+        report = saved_for_backward(loss)
+    made = report.records[0].created_at
+    assert made is not None
+    assert made.rpartition(":")[0].endswith("test_saved.py")
+    assert made in str(report)
+
+
+REPORT = SavedReport(
+    (
+        SavedRecord((4,), torch.float32, torch.device("cpu"), 16, ("AccumulateGrad.variable",),
+                    is_leaf=True),
+        SavedRecord((8, 32), torch.float16, torch.device("cuda:0"), 512,
+                    ("AddmmBackward0.mat1", "TBackward0.self"), "train.py:17"),
+        SavedRecord((256,), torch.float32, torch.device("cpu"), 1024, ("A.x", "B.y", "C.z"),
+                    is_packed=True),
+    ),
+    9,
+)  # fmt: skip
+
+TEXT = """\
+9 nodes of autograd: 1.5 KiB saved in 2 storages, and 16 B of leaves
+saved by                              tensor                    created at     bytes
+------------------------------------  ------------------------  -----------  -------
+A.x, B.y and 1 more (packed)          float32[256] on cpu                    1.0 KiB
+AddmmBackward0.mat1, TBackward0.self  float16[8, 32] on cuda:0  train.py:17    512 B
+AccumulateGrad.variable (a leaf)      float32[4] on cpu                         16 B"""
+
+
+def test_the_table_puts_the_largest_first_and_leaves_last():
+    assert str(REPORT) == TEXT
+    assert repr(REPORT) == f"<SavedReport of {TEXT.splitlines()[0]}>"
+
+
+def test_the_table_is_cut_and_says_so():
+    report = SavedReport(REPORT.records * 10, 9)
+    assert str(report).splitlines()[-1].split() == ["and", "10", "more", "160", "B"]
+
+
+def test_a_site_column_stands_only_where_a_site_is_known():
+    assert "created at" not in str(SavedReport(REPORT.records[:1], 1))
+
+
+def test_rich_and_html_show_the_same_cells():
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(REPORT)
+    shown = console.export_text()
+    page = REPORT._repr_html_()
+    for line in TEXT.splitlines()[3:]:
+        for cell in filter(None, line.split("  ")):
+            assert cell.strip() in shown
+            assert cell.strip() in page
+    assert "<caption>9 nodes" in page
+
+
+def test_the_dictionary_is_plain_data():
+    record = json.loads(json.dumps(REPORT.to_dict()))["records"][1]
+    assert record == {
+        "shape": [8, 32],
+        "dtype": "float16",
+        "device": "cuda:0",
+        "n_bytes": 512,
+        "saved_by": ["AddmmBackward0.mat1", "TBackward0.self"],
+        "created_at": "train.py:17",
+        "is_leaf": False,
+        "is_packed": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("roots", "message"),
+    [
+        ((), r"was called without an argument\. Pass the results"),
+        ((3,), r"got int without a tensor in it\. Pass the results that you would call"),
+        (([],), r"got list without a tensor in it"),
+    ],
+)
+def test_what_holds_no_tensor_is_refused(roots, message):
+    with pytest.raises(ProfilerUsageError, match=message):
+        saved_for_backward(*roots)

@@ -1,0 +1,287 @@
+"""Two moments and what lies between them: exact, signed, by name; and what looks like a leak."""
+
+import gc
+import io
+import json
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from torch import nn
+
+from tenure import NewDisposeScope
+from tenure.profiler import Finding, ProfilerUsageError, SnapshotDiff, TensorRow, snapshot
+
+HISTORY = []
+HERE = __name__
+
+
+class Box:
+    """Anything with attributes."""
+
+
+@pytest.fixture(autouse=True)
+def _no_garbage():
+    gc.collect()
+    yield
+    HISTORY.clear()
+
+
+def kinds(change):
+    return [finding.kind for finding in change.findings]
+
+
+def test_nothing_changed_is_nothing():
+    before = snapshot()
+    change = snapshot().diff(before)
+    assert not change
+    assert change.total_bytes == change.unexplained_bytes == 0
+    assert str(change) == "0 B: 0 new and 0 freed storages, 0 B unexplained"
+
+
+def test_growth_is_positive_and_shrinking_negative():
+    before = snapshot()
+    HISTORY.append(torch.ones(256))
+    grown = snapshot()
+    assert grown.diff(before).total_bytes == 1024
+    assert before.diff(grown).total_bytes == -1024
+    HISTORY.clear()
+    assert snapshot().diff(grown).total_bytes == -1024
+    assert snapshot().diff(before).total_bytes == 0
+
+
+def test_what_came_and_went_is_named():
+    HISTORY.append(torch.ones(256))
+    before = snapshot()
+    HISTORY[0] = torch.ones(512)
+    change = snapshot().diff(before)
+    assert [(row.name, row.n_bytes) for row in change.new] == [(f"{HERE}.HISTORY[0]", 2048)]
+    assert [(row.name, row.n_bytes) for row in change.freed] == [(f"{HERE}.HISTORY[0]", 1024)]
+    assert change.total_bytes == 1024
+
+
+def test_a_new_storage_at_an_old_address_is_new():
+    HISTORY.append(torch.ones(64))
+    before = snapshot()
+    address = HISTORY[0].untyped_storage()._cdata
+    HISTORY.clear()
+    others = []
+    while (made := torch.ones(64)).untyped_storage()._cdata != address:
+        others.append(made)
+        assert len(others) < 10_000
+    others.clear()
+    HISTORY.append(made)
+    change = snapshot().diff(before)
+    assert (len(change.new), len(change.freed), change.total_bytes) == (1, 1, 0)
+
+
+def test_a_storage_that_grew_in_place_is_the_same_one():
+    HISTORY.append(torch.ones(64))
+    before = snapshot()
+    HISTORY[0].resize_(256)
+    change = snapshot().diff(before)
+    assert (change.new, change.freed) == ((), ())
+    ((was, row),) = change.resized
+    assert (was.n_bytes, row.n_bytes, change.total_bytes) == (256, 1024, 768)
+
+
+def test_another_view_of_an_old_storage_is_no_news():
+    HISTORY.append(torch.ones(64))
+    before = snapshot()
+    HISTORY.append(HISTORY[0][:3])
+    assert not snapshot().diff(before)
+
+
+def test_gradients_and_optimizer_state_come_by_category():
+    model = nn.Linear(8, 8, bias=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    before = snapshot()
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    change = snapshot().diff(before)
+    assert change.categories == {"gradients": 256, "optimizer state": 2 * 256 + 4}
+    assert change.total_bytes == 772
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.lists(st.integers(min_value=-3, max_value=64), min_size=1, max_size=6))
+def test_the_change_is_the_sum_of_what_was_done(steps):
+    HISTORY.clear()
+    before = snapshot()
+    expected = 0
+    for step in steps:
+        if step > 0:
+            HISTORY.append(torch.ones(step))
+            expected += 4 * step
+        elif HISTORY:
+            expected -= HISTORY.pop().nbytes
+    change = snapshot().diff(before)
+    assert change.total_bytes == expected
+    assert sum(row.n_bytes for row in change.new) == expected
+    assert change.freed == ()
+
+
+def test_on_a_device_the_change_is_that_of_the_allocator(sim):
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2)).to(sim.device)
+    x, start = torch.randn(4, 8).to(sim.device), sim.allocated_bytes
+    before = snapshot()
+    loss = model(x).square().sum()
+    change = snapshot().diff(before)
+    assert change.device_bytes[str(sim.device)] == sim.allocated_bytes - start
+    assert change.unexplained_bytes == 0
+    assert loss.requires_grad
+
+
+def test_a_snapshot_keeps_nothing_alive(sim):
+    t = torch.ones(256, device=sim.device)
+    ref = weakref.ref(t)
+    taken = snapshot()
+    del t
+    assert ref() is None
+    assert sim.allocated_bytes == 0
+    assert any(row.n_bytes == 1024 and row.device == str(sim.device) for row in taken.records)
+
+
+def test_swapping_parameters_is_not_hindered():
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(3))
+    taken = snapshot()
+    torch.utils.swap_tensors(first, second)
+    assert first.sum() == 0
+    assert len(taken) > 0
+
+
+# findings
+
+
+def test_a_list_that_grows_with_every_step_is_found():
+    before = snapshot()
+    HISTORY.extend(torch.ones(256) for _ in range(3))
+    change = snapshot().diff(before)
+    assert change.findings == (
+        Finding(
+            "growth", f"{HERE}.HISTORY[…]", f"{HERE}.HISTORY[…] grew by 3 tensors, 3.0 KiB", 3072
+        ),
+    )
+    assert str(change.findings[0]).endswith("Bound it, or keep numbers instead of tensors.")
+
+
+def test_losses_that_keep_their_graphs_are_found():
+    model, x = nn.Linear(64, 64), torch.randn(32, 64)
+    before = snapshot()
+    HISTORY.extend(model(x).square().sum() for _ in range(2))
+    (graph, growth) = snapshot().diff(before).findings
+    assert (graph.kind, growth.kind) == ("graph", "growth")
+    assert graph.what == f"{HERE}.HISTORY[…]"
+    assert graph.n_bytes == 2 * 32 * 64 * 4
+    assert "with 2 storages, 16.0 KiB. Call backward(), or keep loss.detach()" in str(graph)
+
+
+def test_losses_without_their_graphs_are_no_graph():
+    model, x = nn.Linear(64, 64), torch.randn(32, 64)
+    before = snapshot()
+    HISTORY.extend(model(x).square().sum().detach() for _ in range(2))
+    assert kinds(snapshot().diff(before)) == ["growth"]
+
+
+def test_a_small_view_of_a_large_storage_is_found():
+    before = snapshot()
+    HISTORY.append(torch.ones(4096)[:1])
+    change = snapshot().diff(before)
+    (finding,) = change.findings
+    assert finding.kind == "view"
+    assert finding.text == f"{HERE}.HISTORY[0] shows 4 B and keeps 16.0 KiB alive"
+    assert finding.n_bytes == 16_380
+    assert finding in snapshot().findings
+
+
+def test_a_view_beside_its_base_or_of_little_is_no_finding():
+    base = torch.ones(4096)
+    before = snapshot()
+    HISTORY.extend([base[:1], torch.ones(100)[:1], torch.ones(4096)[:3000]])
+    assert "view" not in kinds(snapshot().diff(before))
+
+
+def test_a_cycle_that_waits_for_the_collector_is_found():
+    gc.disable()
+    try:
+        before = snapshot()
+        box = Box()
+        box.me, box.t = box, torch.ones(2048)
+        del box
+        (finding,) = snapshot().diff(before).findings
+    finally:
+        gc.enable()
+    assert (finding.kind, finding.n_bytes) == ("cycle", 8192)
+    assert finding.what.startswith("Box.t")
+    assert "gc.collect() frees it" in str(finding)
+
+
+# what it says
+
+DIFF = SnapshotDiff(
+    1536,
+    (
+        TensorRow("f.<locals>.x", "other tensors", (256,), "float32", "cpu", 1024, None, "a.py:3"),
+        TensorRow("h[0]", "other tensors", (), "float32", "cpu", 4),
+    ),
+    (TensorRow("old", "gradients", (2, 3), "float16", "cuda:0", 12),),
+    ((TensorRow("r", "other tensors", (1,), "uint8", "cpu", 1),
+      TensorRow("r", "other tensors", (9,), "uint8", "cpu", 9)),),
+    (Finding("growth", "h[…]", "h[…] grew by 2 tensors, 8 B", 8),),
+)  # fmt: skip
+
+TEXT = """\
++1.5 KiB: 2 new and 1 freed storages, +512 B unexplained
+  h[…] grew by 2 tensors, 8 B. Bound it, or keep numbers instead of tensors.
+change   held by       tensor                   created at     bytes
+-------  ------------  -----------------------  ----------  --------
+new      f.<locals>.x  float32[256] on cpu      a.py:3      +1.0 KiB
+freed    old           float16[2, 3] on cuda:0                 -12 B
+resized  r             uint8[9] on cpu                          +8 B
+new      h[0]          float32[] on cpu                         +4 B"""
+
+
+def test_the_printed_difference():
+    assert str(DIFF) == TEXT
+    assert repr(DIFF) == f"<SnapshotDiff of {TEXT.splitlines()[0]}>"
+
+
+def test_the_table_is_cut_and_says_so():
+    change = SnapshotDiff(0, DIFF.new * 15, ())
+    assert str(change).splitlines()[-1].split() == ["and", "10", "more", "+40", "B"]
+
+
+def test_rich_and_html_show_the_same_cells_escaped():
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(DIFF)
+    shown, page = console.export_text(), DIFF._repr_html_()
+    for text in ("h[…] grew by 2 tensors", "float16[2, 3] on cuda:0", "a.py:3", "+1.0 KiB"):
+        assert text in shown
+        assert text in page
+    assert "f.&lt;locals&gt;.x" in page
+
+
+def test_the_dictionary_is_plain_data_and_adds_up():
+    data = json.loads(json.dumps(DIFF.to_dict()))
+    changed = sum(change["n_bytes"] for change in data["changes"])
+    assert data["total_bytes"] == changed + data["unexplained_bytes"] == 1536
+    assert data["findings"][0]["kind"] == "growth"
+
+
+def test_a_snapshot_shows_its_report():
+    with NewDisposeScope("step", capture="site"):
+        made = torch.ones(3)
+        taken = snapshot()
+        made_at = next(row.created_at for row in taken.records if row.name.endswith(".made"))
+        assert made_at in str(taken)
+        assert made.numel() == 3
+    assert repr(taken).startswith("<Snapshot of ")
+    assert taken._repr_html_().startswith("<table>")
+
+
+def test_what_is_no_snapshot_is_refused():
+    with pytest.raises(ProfilerUsageError, match=r"wants the earlier Snapshot, and got int"):
+        snapshot().diff(3)

@@ -1,0 +1,42 @@
+"""What the allocator did, from torch.profiler's own events: what the lines have to add up to."""
+
+from __future__ import annotations
+
+import gc
+from typing import NamedTuple
+
+from torch.profiler import ProfilerActivity, profile
+
+
+class Truth(NamedTuple):
+    allocated_bytes: int
+    freed_bytes: int
+    peak_bytes: int
+
+
+def truth_of(call):
+    """The sums and the peak of a call; it is run once before, so that nothing is made lazily."""
+    call()
+    gc.collect()
+    with profile(profile_memory=True, activities=[ProfilerActivity.CPU]) as profiled:
+        call()
+    events = profiled.profiler.kineto_results.events()
+    memory = sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns())
+    changes = [event.nbytes() for event in memory]
+    live = peak = 0
+    for change in changes:
+        live += change
+        peak = max(peak, live)
+    allocated = sum(change for change in changes if change > 0)
+    return Truth(allocated, allocated - sum(changes), peak)
+
+
+def sums_of(profiler):
+    """The same numbers from the records of a line profiler."""
+    records = profiler.records
+    assert all(record.exact and record.peak_exact for record in records)
+    return Truth(
+        sum(record.allocated_bytes for record in records),
+        sum(record.freed_bytes for record in records),
+        max(record.peak_bytes for record in records),
+    )
