@@ -6,6 +6,7 @@ from tenure._errors import PagingWarning as PagingWarning
 from ._chunk import chunk as chunk
 from ._handle import PagedModel as PagedModel
 from ._handle import page as page
+from ._load import load_paged as load_paged
 from ._plan import PagingPlan as PagingPlan
 from ._plan import PlannedUnit as PlannedUnit
 from ._plan import plan_paging as plan_paging

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -19,8 +20,12 @@ from ._binding import PagedDict
 _FOREIGN_HOOKS = {"_hf_hook": "accelerate", "_diffusers_hook": "diffusers"}
 
 
-def checked_model(model: object) -> nn.Module:
+def checked_model(model: object, *, has_values: bool = True) -> nn.Module:
     """A module whose tensors can be paged.
+
+    Args:
+        model: the module.
+        has_values: whether tensors on ``meta`` are refused.
 
     Raises:
         PagingError: it is none, is paged already, by whomever, or has tensors that can't be moved.
@@ -30,12 +35,13 @@ def checked_model(model: object) -> nn.Module:
     for name, module in model.named_modules():
         _check_unpaged(name or type(model).__name__, module)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        _check_tensor(name, tensor)
+        if has_values or tensor.device.type != "meta":
+            _check_tensor(name, tensor)
     return model
 
 
-def checked_device(device: str | torch.device) -> torch.device:
-    """An accelerator that is there, with its index.
+def checked_device(device: str | torch.device, *, from_disk: bool = False) -> torch.device:
+    """An accelerator that is there, with its index; the CPU where weights come from a disk.
 
     Raises:
         PagingError: it is none.
@@ -44,10 +50,13 @@ def checked_device(device: str | torch.device) -> torch.device:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise PagingError(f"{device!r} is not a device.") from error
+    if chosen.type == "cpu" and from_disk:
+        return torch.device("cpu")
     if chosen.type in ("cpu", "meta"):
         raise PagingError(
             f"A model in host memory can't be paged to {chosen.type!r}: there is nothing to gain. "
-            "Name an accelerator, such as 'cuda'."
+            "Name an accelerator, such as 'cuda'"
+            + (", or a folder: host=Path(...)." if chosen.type == "cpu" else ".")
         )
     module = getattr(torch, chosen.type, None)
     if module is None or not module.is_available():
@@ -70,8 +79,7 @@ def checked_budget(budget: int | str | None, device: torch.device) -> int | None
     if budget is None:
         return None
     if isinstance(budget, str) and budget.strip().endswith("%"):
-        free_bytes, _ = torch.get_device_module(device).mem_get_info(device)
-        return int(free_bytes * _share(budget))
+        return int(_free_bytes(device) * _share(budget))
     return parse_bytes(budget)
 
 
@@ -116,15 +124,15 @@ def checked_layer_size(size: object) -> int | str:
 
 
 def check_host(host: object) -> None:
-    """Refuse a host that is not built.
+    """Refuse what is no place for weights.
 
     Raises:
-        PagingError: it is neither ``"pinned"`` nor ``"pageable"``.
+        PagingError: it is neither ``"pinned"`` nor ``"pageable"`` nor a path.
     """
-    if isinstance(host, Path):
-        raise PagingError(f"host={str(host)!r}: paging from a folder is not supported yet.")
-    if host not in ("pinned", "pageable"):
-        raise PagingError(f'host={host!r}: write host="pinned" or host="pageable".')
+    if not isinstance(host, Path) and host not in ("pinned", "pageable"):
+        raise PagingError(
+            f'host={host!r}: write host="pinned", host="pageable", or a folder: host=Path(...).'
+        )
 
 
 def checked_prefetch(prefetch: object) -> int | None:
@@ -184,6 +192,13 @@ def _check_tensor(name: str, tensor: Tensor) -> None:
             f"{name!r} is in memory shared with other processes ({describe_tensor(tensor)}), which "
             "paging would part from theirs. Page a copy: copy.deepcopy(model)."
         )
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().available)
+    free_bytes, _ = torch.get_device_module(device).mem_get_info(device)
+    return int(free_bytes)
 
 
 def _share(text: str) -> float:

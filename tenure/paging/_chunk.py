@@ -17,6 +17,8 @@ from tenure._units import parse_bytes
 from ._checks import checked_device, checked_model
 from ._handle import PagedModel, acquire, asks_for_gradients
 from ._hooks import ModuleHooks, moved
+from ._host_buffers import HostBuffers
+from ._link import Link
 from ._page import aside, in_place_of
 from ._pager import Pager
 from ._plan import PCIE_4, PagingPlan, Planned, PlannedUnit
@@ -57,9 +59,9 @@ def chunk(
     chosen = checked_device(device)
     planned = _planned(model, chosen, max_capacity)
     resident = planned.division.resident
-    resources = acquire(
-        planned, chosen, [u for u in planned.cut.units if u in resident], 0, pin=True
-    )
+    link = Link(chosen)
+    store = HostBuffers(link.module, pin=True)
+    resources = acquire(planned, link, store, [u for u in planned.cut.units if u in resident], 0)
     pager = ChunkPager(resources.engine, resources.whole, has_gradients=asks_for_gradients(model))
     handle = PagedModel(model, planned.plan, pager, resources)
     handle.bind(

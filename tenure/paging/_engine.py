@@ -8,7 +8,7 @@ when it is used. Device memory is allocated at the start, and the host waits onl
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -81,19 +81,36 @@ class Engine:
         """Allocate memory for units that are to stay."""
         return {unit: self._allocate(unit.n_bytes) for unit in units}
 
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory between files and the device."""
+        return self._link.staging_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that holds the weights."""
+        return self._store.host_bytes
+
     def settle_in(self, reserved: dict[Unit, Tensor]) -> None:
-        """Fill the memory of units that stay."""
+        """Fill the memory of units that stay.
+
+        Raises:
+            PagingError: a file that holds them can't be read.
+        """
         for unit, memory in reserved.items():
             now = self._link.mark(self._link.current())
             self._page_in(Page(unit, memory, 0, is_resident=True), [now])
+        for page in self._pages.values():
+            self._link.check(page.ready)
 
     def acquire(self, unit: Unit) -> Page:
         """Have a unit on the device, for the current stream to read, until it is released.
 
         Raises:
-            PagingError: what is in use leaves no room for it.
+            PagingError: what is in use leaves no room for it, or its file can't be read.
         """
         page = self._pages.get(unit)
+        was_fetched = page is not None
         if page is None or not page.users:
             self.order.note(unit)
         if page is None:
@@ -101,8 +118,8 @@ class Engine:
             page = self._fetch(unit, self._make_room(unit))
         elif page.is_stale():
             self._refresh(page)
+        self._let_compute(page, may_retry=was_fetched)
         page.users += 1
-        self._let_compute(page)
         return page
 
     def page_in_use(self, unit: Unit | None) -> Page | None:
@@ -169,6 +186,7 @@ class Engine:
     def close(self) -> None:
         """Stop the host until nothing is under way; then let go of the device's memory."""
         self._link.finish()
+        self._link.close()
         self._unread.clear()
         self._pages.clear()
         self._arena = torch.empty(0)
@@ -189,7 +207,7 @@ class Engine:
         self._pages[unit] = page
         return page
 
-    def _host_bytes(self, unit: Unit) -> Tensor:
+    def _host_bytes(self, unit: Unit) -> Any:
         if any(host.has_left for host in unit.tensors):
             self._settle(unit)  # before it is brought back to where copies read
         return self._store.bytes_of(unit)
@@ -239,10 +257,17 @@ class Engine:
         page.waited.clear()
         page.host_versions = [host.version for host in page.unit.tensors]
 
-    def _let_compute(self, page: Page) -> None:
+    def _let_compute(self, page: Page, *, may_retry: bool = False) -> None:
         stream = self._link.current()
         if stream.stream_id not in page.waited:
-            self.meter.let_compute(stream, page.ready)
+            try:
+                self.meter.let_compute(stream, page.ready)
+            except PagingError:  # its file could not be read; ahead of use that need not be the end
+                page.forget_copied()
+                if not may_retry:
+                    raise
+                self._refresh(page)
+                return self._let_compute(page)
             page.waited.add(stream.stream_id)
         page.streams[stream.stream_id] = stream
 

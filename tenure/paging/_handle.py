@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,14 +21,24 @@ from tenure._shrinking import register_shrinkable, unregister_shrinkable
 from tenure._units import format_bytes
 
 from ._binding import Binding
-from ._checks import check_host, check_inference, checked_device, checked_prefetch
+from ._checks import (
+    check_host,
+    check_inference,
+    checked_device,
+    checked_model,
+    checked_prefetch,
+)
+from ._disk_link import DiskLink
 from ._engine import Engine
+from ._file_store import FileStore, SpillStore
 from ._hooks import ModuleHooks
-from ._host_buffers import HostBuffers
+from ._host_buffers import HostBuffers, HostStore
+from ._host_link import HostLink
 from ._link import Link
 from ._pager import Pager
-from ._plan import PagingPlan, Planned, make_plan
+from ._plan import PagingPlan, Planned, make_plan, speed_of
 from ._report import PagingReport, make_report
+from ._spill import checked_folder
 from ._table import HostTensor, TensorTable
 from ._units import Unit, hookable
 from ._whole import WholeTensors
@@ -134,7 +145,7 @@ class Resources:
 
     Args:
         engine: the pages.
-        store: the host buffers.
+        store: the host bytes.
         whole: the tensors that are not paged.
         units: all units of the plan; what else refers to them does so weakly.
 
@@ -143,13 +154,13 @@ class Resources:
     """
 
     def __init__(
-        self, engine: Engine, store: HostBuffers, whole: WholeTensors, units: list[Unit]
+        self, engine: Engine, store: HostStore, whole: WholeTensors, units: list[Unit]
     ) -> None:
         self.engine, self.store, self.whole, self.units = engine, store, whole, units
         self.closed = False
 
     def close(self) -> None:
-        """Let go of the device, and unpin the host."""
+        """Let go of the device, and of what the host needed."""
         if not self.closed:
             self.closed = True
             self.engine.close()
@@ -175,13 +186,15 @@ def page(
 
     Args:
         model: a model in host memory.
-        device: the accelerator.
+        device: the accelerator; ``"cpu"`` where the host is a folder.
         max_layer_size: a module with fewer parameters (an int) or with at most so many bytes (such
             as ``"64MiB"``) is moved in one piece; -1 leaves the choice to the planner.
         budget: the bytes of the device that weights may take: an int, text such as ``"6GiB"``, or
             ``"80%"`` of what is free now. Activations come on top. None takes what keeps
             the link busy, and no more.
-        host: ``"pinned"`` or ``"pageable"`` host memory.
+        host: ``"pinned"`` or ``"pageable"`` host memory; or the ``Path`` of a folder on a disk,
+            made if it is missing, where the weights are moved to. They take no host memory then,
+            and their file goes with the model.
         keep: names of modules whose weights stay on the device.
         prefetch: how many parts are fetched ahead at most; ``"auto"`` for as many as fit.
         training: must be False.
@@ -202,23 +215,37 @@ def page(
         ... except PagingError as error:
         ...     print(error)
         A model in host memory can't be paged to 'cpu': there is nothing to gain. Name an
-        accelerator, such as 'cuda'.
+        accelerator, such as 'cuda', or a folder: host=Path(...).
 
     Source: ``page`` of pytorch-optimem, where each layer is moved in and out synchronously.
     """
     check_inference(training)
     check_host(host)
     max_ahead = checked_prefetch(prefetch)
-    chosen = checked_device(device)
-    planned = make_plan(model, chosen, max_layer_size, budget, keep)
-    return carry_out(model, planned, chosen, max_ahead, pin=host == "pinned")
+    chosen = checked_device(device, from_disk=isinstance(host, Path))
+    checked_model(model)
+    planned = make_plan(model, chosen, max_layer_size, budget, keep, speed_of(host))
+    if isinstance(host, Path):
+        store = SpillStore(checked_folder(host), type(model).__name__)
+        return carry_out(model, planned, file_link(planned, chosen, store), store, max_ahead)
+    link = Link(chosen)
+    buffers = HostBuffers(link.module, pin=host == "pinned")
+    return carry_out(model, planned, link, buffers, max_ahead)
+
+
+def file_link(planned: Planned, device: torch.device, store: FileStore) -> Link:
+    """The link from a store's files to a device, or to where the CPU computes."""
+    if device.type == "cpu":
+        return HostLink(store.reader)
+    largest_bytes = max((unit.n_bytes for unit in planned.cut.units), default=1)
+    return DiskLink(device, store.reader, largest_bytes)
 
 
 def carry_out(
-    model: nn.Module, planned: Planned, device: torch.device, max_ahead: int | None, *, pin: bool
+    model: nn.Module, planned: Planned, link: Link, store: HostStore, max_ahead: int | None
 ) -> PagedModel:
     """Page a model by a plan."""
-    resources = acquire(planned, device, planned.cut.units, max_ahead, pin=pin)
+    resources = acquire(planned, link, store, planned.cut.units, max_ahead)
     pager = Pager(resources.engine, resources.whole, has_gradients=asks_for_gradients(model))
     handle = PagedModel(model, planned.plan, pager, resources)
     handle.bind(planned, hookable(model), ModuleHooks)
@@ -227,34 +254,28 @@ def carry_out(
 
 
 def acquire(
-    planned: Planned,
-    device: torch.device,
-    units: list[Unit],
-    max_ahead: int | None,
-    *,
-    pin: bool,
+    planned: Planned, link: Link, store: HostStore, units: list[Unit], max_ahead: int | None
 ) -> Resources:
     """Take the memory that a plan needs: the device's first, for that may fail, then the host's.
 
     Args:
         planned: the plan.
-        device: where to.
-        units: those that get a buffer on the host.
+        link: to where the model computes.
+        store: where the host's bytes are to be.
+        units: those that the store adopts.
         max_ahead: how many are fetched ahead at most.
-        pin: whether to pin the buffers.
     """
-    link = Link(device)
-    store = HostBuffers(link.module, pin=pin)
-    engine = Engine(link, store, planned.division.ring_bytes, max_ahead)
-    reserved = engine.reserve([u for u in planned.cut.units if u in planned.division.resident])
-    whole = WholeTensors(planned.table.whole, device)
-    resources = Resources(engine, store, whole, planned.cut.units)
-    try:
+    with ExitStack() as undoing:
+        undoing.callback(store.close)
+        undoing.callback(link.close)
+        engine = Engine(link, store, planned.division.ring_bytes, max_ahead)
+        reserved = engine.reserve([u for u in planned.cut.units if u in planned.division.resident])
+        whole = WholeTensors(planned.table.whole, link.device)
+        resources = Resources(engine, store, whole, planned.cut.units)
+        undoing.callback(resources.close)
         store.adopt(units)
         engine.settle_in(reserved)
-    except BaseException:
-        resources.close()
-        raise
+        undoing.pop_all()
     return resources
 
 

@@ -26,14 +26,27 @@ _Memory = Any  # what offers Python's buffer protocol; collections.abc.Buffer is
 
 
 class HostStore(Protocol):
-    """Where the host bytes of units come from; the engine asks it for nothing else."""
+    """Where the host bytes of units come from."""
 
-    def bytes_of(self, unit: Unit) -> Tensor:
-        """The bytes of a unit as they are now, uint8[unit.n_bytes], to be copied to the device."""
+    @property
+    def host_bytes(self) -> int:
+        """The host memory that holds weights."""
+        ...
+
+    def adopt(self, units: Iterable[Unit]) -> None:
+        """Take units over, before anything is asked about them; their tensors keep their values."""
+        ...
+
+    def bytes_of(self, unit: Unit) -> Any:
+        """The bytes of a unit as they are now, for the link to copy.
+
+        Returns:
+            A tensor, uint8[unit.n_bytes]; or what is sliced like one, for a link that reads it.
+        """
         ...
 
     def close(self) -> None:
-        """Unpin what was pinned; the tensors of the model stay as they are."""
+        """Give back what paging needed; the tensors of the model stay as they are."""
         ...
 
 
@@ -48,12 +61,17 @@ class HostBuffers:
     def __init__(self, module: Any, *, pin: bool) -> None:
         self._bytes: dict[Unit, Tensor] = {}
         self._memory: dict[Unit, _Memory] = {}
-        self._pinning = _Pinning(module) if pin else None
+        self._pinning = Pinning(module) if pin else None
+
+    @property
+    def host_bytes(self) -> int:
+        """The buffers' bytes."""
+        return sum(memory.nbytes for memory in self._bytes.values())
 
     def adopt(self, units: Iterable[Unit]) -> None:
         """Move the tensors of units into buffers; values, strides and identity stay."""
         for unit in units:
-            memory = self._memory[unit] = _private_memory(unit.n_bytes)
+            memory = self._memory[unit] = private_memory(unit.n_bytes)
             self._bytes[unit] = torch.frombuffer(memory, dtype=torch.uint8, count=unit.n_bytes)
             if self._pinning is not None:
                 self._pinning.pin(self._bytes[unit])
@@ -83,7 +101,7 @@ class HostBuffers:
         self._memory.clear()
 
 
-class _Pinning:
+class Pinning:
     """Pins memory where it is, so that it is never there twice nor rounded up.
 
     Source: cudaHostRegister, https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html
@@ -95,6 +113,7 @@ class _Pinning:
         self._failed = False
 
     def pin(self, memory: Tensor) -> None:
+        """Pin a tensor's memory, or warn once that it can't be."""
         if self._failed:
             return
         code = -1
@@ -114,11 +133,12 @@ class _Pinning:
         )
 
     def undo(self) -> None:
+        """Unpin all of it."""
         while self._addresses:
             self._runtime.cudaHostUnregister(self._addresses.pop())  # type: ignore[union-attr]
 
 
-def _private_memory(n_bytes: int) -> _Memory:
+def private_memory(n_bytes: int) -> _Memory:
     """Zeroed memory of whole pages, which no forked process shares."""
     if hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -129,10 +149,21 @@ def _move(extent: Extent, memory: _Memory, start: int) -> None:
     """Copy an extent to its place in a buffer, and point its tensors there."""
     new = _part(memory, start, extent.n_bytes)
     old = torch.empty(0, dtype=torch.uint8, device="cpu")
-    storage = extent.tensors[0].tensor.untyped_storage()
-    new.copy_(old.set_(storage, extent.low_byte, (extent.n_bytes,), (1,)))
+    new.copy_(old.set_(extent.storage, extent.low_byte, (extent.n_bytes,), (1,)))
+    point_at(extent, new, start)
+
+
+def point_at(extent: Extent, part: Tensor, start: int) -> None:
+    """Let the tensors of an extent lie in other memory that holds the same bytes.
+
+    Args:
+        extent: the extent.
+        part: uint8[extent.n_bytes], with a storage of its own.
+        start: where the extent begins in its unit.
+    """
+    extent.low_byte = 0
     for host in extent.tensors:
-        _point(host, new, start)
+        _point(host, part, start)
 
 
 def _part(memory: _Memory, start: int, n_bytes: int) -> Tensor:

@@ -25,6 +25,11 @@ class Link:
         self._in = self.module.Stream(device=device)
         self._out = self.module.Stream(device=device)
 
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory between files and the device: none, weights are in memory."""
+        return 0
+
     def current(self) -> Any:
         """The stream that computes now."""
         return self.module.current_stream(self.device)
@@ -65,9 +70,15 @@ class Link:
         """Let what a stream is given from now on wait for an event."""
         stream.wait_event(event)
 
+    def check(self, event: Any) -> None:
+        """Raise what kept a copy from its source; of memory, nothing does."""
+
     def let_host(self, event: Any) -> None:
         """Stop the host until an event."""
         event.synchronize()
+
+    def close(self) -> None:
+        """Give back what the link itself took."""
 
     def finish(self) -> None:
         """Stop the host until the device has nothing left to do."""

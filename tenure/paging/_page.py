@@ -98,6 +98,10 @@ class Page:
             host.touched = False
         self.host_versions = [host.version for host in self.unit.tensors]
 
+    def forget_copied(self) -> None:
+        """Take no byte of it for what is on the host: its copy failed."""
+        self.host_versions = [-1] * len(self.unit.tensors)
+
     def written(self, *, with_buffers: bool) -> list[HostTensor]:
         """The tensors that have been written on the device since this was last asked.
 

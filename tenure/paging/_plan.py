@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -16,6 +17,7 @@ from tenure._errors import PagingError
 from tenure._units import format_bytes, parse_bytes
 
 from ._checks import (
+    check_host,
     checked_budget,
     checked_device,
     checked_kept,
@@ -42,6 +44,8 @@ _PARTS = (3, 8, 24)
 """Of a budget: what one unit may take of it. Which is best, a simulated pass of each tells."""
 PCIE_4 = LinkSpeed(bytes_per_s=24e9)
 """What a plan assumes where nothing was measured: PCIe 4.0 with 16 lanes."""
+DISK = LinkSpeed(bytes_per_s=2e9, latency_s=100e-6)
+"""What it assumes of a disk, as most with flash memory reach."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,19 +152,22 @@ def plan_paging(
     max_layer_size: int | str = -1,
     *,
     budget: int | str | None = None,
+    host: str | Path = "pinned",
     keep: Iterable[str] = (),
-    link_bytes_per_s: float = PCIE_4.bytes_per_s,
+    link_bytes_per_s: float | None = None,
     compute_s: float | None = None,
 ) -> PagingPlan:
     """Say how ``page`` would divide the device, without doing it.
 
     Args:
-        model: a model in host memory.
-        device: the accelerator.
+        model: a model in host memory, or on ``meta``.
+        device: the accelerator; ``"cpu"`` where the host is a folder.
         max_layer_size: as of ``page``.
         budget: as of ``page``.
+        host: as of ``page``; for ``load_paged``, the path of the weights. Nothing is read or made.
         keep: as of ``page``.
-        link_bytes_per_s: the speed of copies to the device.
+        link_bytes_per_s: the speed of copies to the device; by default that of PCIe 4.0, or, where
+            the host is a path, 2 GB/s.
         compute_s: seconds that a pass computes, if known.
 
     Raises:
@@ -168,9 +175,18 @@ def plan_paging(
             the least that would do.
         ByteSizeError: the budget is no number of bytes.
     """
-    chosen = checked_device(device)
-    link = LinkSpeed(link_bytes_per_s)
+    check_host(host)
+    checked_model(model, has_values=False)
+    chosen = checked_device(device, from_disk=isinstance(host, Path))
+    link = speed_of(host)
+    if link_bytes_per_s is not None:
+        link = LinkSpeed(link_bytes_per_s)
     return make_plan(model, chosen, max_layer_size, budget, keep, link, compute_s).plan
+
+
+def speed_of(host: str | Path) -> LinkSpeed:
+    """What copies from a host are assumed to take."""
+    return DISK if isinstance(host, Path) else PCIE_4
 
 
 def make_plan(
@@ -182,8 +198,7 @@ def make_plan(
     link: LinkSpeed = PCIE_4,
     compute_s: float | None = None,
 ) -> Planned:
-    """As ``plan_paging``, with what carrying it out needs."""
-    checked_model(model)
+    """As ``plan_paging``, of a model that is checked, with what carrying it out needs."""
     size = checked_layer_size(max_layer_size)
     budget_bytes = checked_budget(budget, device)
     kept = checked_kept(model, keep)

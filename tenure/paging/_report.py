@@ -109,8 +109,8 @@ def make_report(plan: PagingPlan, engine: Engine) -> PagingReport:
         helpful_budget_bytes=_helpful_bytes(plan, moved, compute_s * link_bytes_per_s),
         resident_bytes=engine.resident_bytes,
         ring_bytes=engine.ring_bytes,
-        staging_bytes=0,
-        host_bytes=plan.weight_bytes,
+        staging_bytes=engine.staging_bytes,
+        host_bytes=engine.host_bytes,
     )
 
 

@@ -89,6 +89,11 @@ class Extent:
     n_bytes: int
     tensors: list[HostTensor] = field(default_factory=list)
 
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """The storage they lie in, which a plan that is not carried out must not keep alive."""
+        return self.tensors[0].tensor.untyped_storage()
+
 
 class TensorTable:
     """The parameters and buffers of a model.

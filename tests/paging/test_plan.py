@@ -111,7 +111,7 @@ def test_max_layer_size_is_in_parameters_or_in_bytes(sim):
         ({"max_layer_size": "big"}, "^max_layer_size='big' is no number of bytes"),
         ({"budget": "0%"}, "^budget='0%': a share goes from above 0% to 100%.$"),
         ({"budget": "x%"}, "^budget='x%': a share goes"),
-        ({"host": "disk"}, '^host=\'disk\': write host="pinned" or host="pageable".$'),
+        ({"host": "disk"}, r"^host='disk': write .*, or a folder: host=Path\(...\).$"),
         ({"prefetch": -1}, '^prefetch=-1: write prefetch="auto", or how many'),
         ({"training": True}, "^training=True: a paged model can't be trained yet"),
         ({"device": "cpu"}, "^A model in host memory can't be paged to 'cpu'"),

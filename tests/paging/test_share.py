@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from tenure.paging._handle import carry_out
+from tenure.paging._host_buffers import HostBuffers
+from tenure.paging._link import Link
 from tenure.paging._plan import make_plan
 from tenure.paging._residency import LinkSpeed
 from tests.simdevice import Rates
@@ -46,7 +48,9 @@ def share_of_limit(sim, block_bytes, budget_bytes, ratio):
     link = LinkSpeed(LINK_BYTES_PER_S, sim.rates.copy_latency_s)
     planned = make_plan(model, sim.device, "0B", budget_bytes, (), link, sum(times))
     x, stream = torch.zeros(1, device=sim.device), current_stream()
-    with carry_out(model, planned, sim.device, None, pin=True) as handle:
+    link = Link(sim.device)
+    store = HostBuffers(link.module, pin=True)
+    with carry_out(model, planned, link, store, None) as handle:
         for _ in range(3):
             model(x)
         begin_s, begin_bytes = stream.ready_s, sim.copied_bytes("h2d")

@@ -11,6 +11,7 @@ from torch import nn
 
 from tenure.paging import _engine, _link, page
 from tenure.paging._handle import carry_out
+from tenure.paging._host_buffers import HostBuffers
 from tenure.paging._plan import make_plan
 from tenure.paging._residency import Residency
 from tests.simdevice import RaceError, Rates
@@ -98,7 +99,9 @@ def through_ring(sim, model, ring_bytes, stays, n_ahead=0):
     planned = make_plan(model, sim.device, 1, "1MiB", ())
     resident = planned.division.resident if stays else frozenset()
     planned = replace(planned, division=Residency(resident, ring_bytes))
-    return carry_out(model, planned, sim.device, n_ahead, pin=True)
+    link = _link.Link(sim.device)
+    store = HostBuffers(link.module, pin=True)
+    return carry_out(model, planned, link, store, n_ahead)
 
 
 def changes_weights_between_passes(sim):

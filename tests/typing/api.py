@@ -4,6 +4,7 @@ import re
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, assert_type
 
 import torch
@@ -67,6 +68,7 @@ from tenure.paging import (
     PagingWarning,
     PlannedUnit,
     chunk,
+    load_paged,
     page,
     plan_paging,
 )
@@ -250,6 +252,14 @@ def limiting(x: Tensor) -> None:
     assert_type(limited(x, scale=2.0), Tensor)
     errors: list[type[TenureError]] = [AdaptiveUsageError, tenure.ByteSizeError]
     assert errors
+
+
+def paging_from_disk(model: torch.nn.Module) -> None:
+    assert_type(load_paged(model, "model.safetensors", "cpu", budget="1GiB"), PagedModel)
+    with load_paged(model, Path("folder"), torch.device("cuda"), 10, keep=("head",)) as handle:
+        assert_type(handle, PagedModel)
+    assert_type(page(model, "cpu", host=Path("folder"), prefetch=2), PagedModel)
+    assert_type(plan_paging(model, "cpu", host=Path("folder"), link_bytes_per_s=5e9), PagingPlan)
 
 
 def reporting(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -1,0 +1,78 @@
+"""Paging a model from its user's own safetensors files, never with all weights in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ._checkpoint import open_checkpoint
+from ._checks import checked_device, checked_model, checked_prefetch
+from ._file_store import FileStore
+from ._given import given
+from ._handle import PagedModel, carry_out, file_link
+from ._plan import DISK, make_plan
+
+
+def load_paged(
+    model: nn.Module,
+    weights: str | Path,
+    device: str | torch.device = "cuda",
+    max_layer_size: int | str = -1,
+    *,
+    budget: int | str | None = None,
+    keep: Iterable[str] = (),
+    prefetch: str | int = "auto",
+) -> PagedModel:
+    """Run a model whose weights stay in safetensors files and pass through memory as they are used.
+
+    The files are neither changed nor copied, and must not be changed while the model is paged. The
+    model's parameters become tensors over them: they read the files when they are read, and what is
+    written to them stays in memory.
+
+    Args:
+        model: a model on ``meta`` (built under ``torch.device("meta")``) or in host memory, whose
+            values there are given up. Shapes and dtypes must be those of the files.
+        weights: a safetensors file, the index of several (``model.safetensors.index.json``), or a
+            folder that holds either.
+        device: the accelerator, or ``"cpu"``.
+        max_layer_size: as of ``page``.
+        budget: the bytes that weights may take where the model computes; as of ``page``.
+        keep: as of ``page``.
+        prefetch: as of ``page``.
+
+    Returns:
+        The handle, as of ``page``. After ``unpage()`` the parameters still lie over the files.
+
+    Raises:
+        PagingError: a file can't be read, or does not fit the model, or the budget is too small;
+            the model is as before.
+        ByteSizeError: the budget is no number of bytes.
+
+    Example:
+        >>> import tempfile
+        >>> from safetensors.torch import save_file
+        >>> from tenure.paging import load_paged
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> save_file(torch.nn.Linear(2, 3).state_dict(), f"{folder.name}/model.safetensors")
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Linear(2, 3)
+        >>> with load_paged(model, folder.name, "cpu"), torch.no_grad():
+        ...     print(model(torch.ones(1, 2)).shape)
+        torch.Size([1, 3])
+        >>> folder.cleanup()
+    """
+    max_ahead = checked_prefetch(prefetch)
+    chosen = checked_device(device, from_disk=True)
+    checked_model(model, has_values=False)
+    checkpoint = open_checkpoint(weights)
+    try:
+        with given(model, checkpoint):
+            planned = make_plan(model, chosen, max_layer_size, budget, keep, DISK)
+            store = FileStore(checkpoint.files)
+            return carry_out(model, planned, file_link(planned, chosen, store), store, max_ahead)
+    except BaseException:
+        checkpoint.close()
+        raise

@@ -1,0 +1,92 @@
+"""The thread that reads files while others compute.
+
+Invariant: what is asked for is read one after the other, in the order of asking; an error stands in
+the result, and nothing is raised on the thread.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A read that is over.
+
+    Attributes:
+        began_s: when it began, by ``time.perf_counter``.
+        ended_s: when it ended.
+        error: why it failed, if it did.
+    """
+
+    began_s: float
+    ended_s: float
+    error: BaseException | None = None
+
+
+class Reader:
+    """One thread, started with the first read; a forked process gets one of its own."""
+
+    def __init__(self) -> None:
+        self._threads: ThreadPoolExecutor | None = None
+        self._thread: int | None = None
+        self._last: Future[Done] | None = None
+        _readers.add(self)
+
+    def submit(self, read: Callable[[], object]) -> Future[Done]:
+        """Have something read after all that was asked for before."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(1, thread_name_prefix="tenure-reader")
+        self._last = self._threads.submit(self._timed, read)
+        return self._last
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this is its thread; a garbage collection there may close anything."""
+        return threading.get_ident() == self._thread
+
+    def drain(self) -> None:
+        """Wait until all that was asked for is read; its own thread can't."""
+        if self._last is not None and not self.is_current:
+            self._last.result()
+
+    def close(self) -> None:
+        """End the thread, after what it was asked for; the next read starts another."""
+        threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown(wait=not self.is_current)
+
+    def forget_thread(self) -> None:
+        """In a forked process: the thread is the parent's."""
+        self._threads = None
+
+    def _timed(self, read: Callable[[], object]) -> Done:
+        self._thread = threading.get_ident()
+        began_s = time.perf_counter()
+        error: BaseException | None = None
+        try:
+            read()
+        except BaseException as raised:
+            error = raised.with_traceback(None)  # it would hold what was being read
+        return Done(began_s, time.perf_counter(), error)
+
+
+_readers: weakref.WeakSet[Reader] = weakref.WeakSet()
+
+
+def _each(action: Callable[[Reader], None]) -> Callable[[], None]:
+    def act() -> None:
+        for reader in list(_readers):
+            action(reader)
+
+    return act
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_each(Reader.drain), after_in_child=_each(Reader.forget_thread))
