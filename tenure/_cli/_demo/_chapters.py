@@ -7,12 +7,13 @@ import torch
 from ._comparison import compare_live_bytes
 from ._leak import name_the_leak
 from ._learning import learn
+from ._paged import run_paged
 from ._screen import Screen
 from ._settings import Settings
 from ._shortage import train_within_a_budget
 from ._text import read_corpus
 
-_CHAPTERS = (learn, compare_live_bytes, name_the_leak, train_within_a_budget)
+_CHAPTERS = (learn, compare_live_bytes, name_the_leak, train_within_a_budget, run_paged)
 
 
 def tell(settings: Settings) -> None:

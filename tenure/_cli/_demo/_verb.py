@@ -10,10 +10,10 @@ from tenure._cli._verb import whole_number
 class Demo:
     """Train a small transformer in scopes, with a leak planted in its loop.
 
-    The text is the source of Python's own standard library, character by character. Four chapters:
+    The text is the source of Python's own standard library, character by character. Five chapters:
     the loss going down; the live bytes of the same steps without scopes and with them; the report
-    that names the list which holds what leaked; and training in too little memory for its batch.
-    Needs no network and no accelerator.
+    that names the list which holds what leaked; training in too little memory for its batch; and
+    running the model in too little memory for its weights. Needs no network and no accelerator.
     """
 
     @staticmethod
