@@ -148,7 +148,8 @@ def step(
             return setup.run.run(size)
 
     with DisposeScope("step") as scope:
-        state = Together((setup.state, setup.gradients))
+        # gradients are delivered first: that may fail, and then buffers have to be brought back too
+        state = Together((setup.gradients, setup.state))
         attempts = Attempts(setup.name, scope, unit="micro-batch", state=state, on_retry=on_retry)
         try:
             outcome = attempts.run(search, attempt)

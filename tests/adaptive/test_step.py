@@ -123,6 +123,30 @@ def test_an_error_of_the_function_goes_on_and_leaves_everything_as_it_was():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_hook_that_fails_as_gradients_are_delivered_leaves_buffers_as_they_were():
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+
+    def hook(gradient):
+        raise ZeroDivisionError("by the hook")
+
+    net[0].weight.register_hook(hook)
+    with pytest.raises(ZeroDivisionError, match="by the hook"):
+        step(lambda b: net(b).square().mean(), torch.randn(8, 4), maximum=4, batchnorm="per_chunk")
+    assert net[1].num_batches_tracked == 0
+    assert torch.equal(net[1].running_mean, torch.zeros(8))
+
+
+def test_memory_that_runs_out_as_gradients_are_delivered_counts_no_buffer_twice():
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    checks = [out_of_memory_above(0), out_of_memory_above(1)]
+    net[0].weight.register_hook(lambda gradient: checks.pop(0)(1))
+    result = step(
+        lambda b: net(b).square().mean(), torch.randn(8, 4), maximum=4, batchnorm="per_chunk"
+    )
+    assert result.sizes == (2, 2, 2, 2)
+    assert net[1].num_batches_tracked == 4
+
+
 def test_random_numbers_depend_on_the_seed_and_the_final_split_alone():
     def run(maximum, limit):
         net = _net()
@@ -516,7 +540,7 @@ def test_a_buffer_that_grows_is_a_cache_and_no_statistic():
     assert step(lambda b: net(b).mean(), torch.randn(9, 4), maximum=4).sizes == (4, 4, 1)
 
 
-def test_per_chunk_lets_batchnorm_see_micro_batches_and_never_a_single_sample(monkeypatch):
+def test_per_chunk_lets_batchnorm_see_micro_batches_and_never_a_single_sample():
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     x = torch.randn(9, 4)
     sizes = []
