@@ -338,6 +338,21 @@ def test_hooks_of_parameters_see_the_gradient_of_the_whole_batch_once():
     assert not net[0].weight._backward_hooks
 
 
+def test_a_hook_that_takes_itself_away_runs_once_and_stays_away():
+    weight = torch.ones(4, requires_grad=True)
+    seen = []
+
+    def once(gradient):
+        seen.append(gradient)
+        handle.remove()
+
+    handle = weight.register_hook(once)
+    for _ in range(2):
+        step(lambda x: (x * weight).mean(), torch.ones(9, 4), maximum=4)
+    assert len(seen) == 1
+    assert not weight._backward_hooks
+
+
 def test_float32_is_near_and_bfloat16_gradients_keep_their_type():
     net, batch = made("MLP", 33, 0)
     net.float()
