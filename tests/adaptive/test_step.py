@@ -303,6 +303,21 @@ def test_in_dims_say_where_samples_are():
     assert seen == [(4, (3, 4, 2), 4, True, 2), (2, (3, 2, 2), 2, True, 2)]
 
 
+def test_a_dimension_that_an_array_of_numpy_does_not_have_is_refused():
+    np = pytest.importorskip("numpy")
+    batch = {"x": torch.ones(5), "y": np.ones((5, 2))}
+    with pytest.raises(
+        AdaptiveUsageError, match=r"has 3 for batch\['y'\], .* array of float64\[5, 2"
+    ):
+        step(lambda b: b["x"].sum(), batch, in_dims={"y": 3})
+
+
+def test_a_step_on_meta_tensors_runs_backward():
+    net = nn.Linear(4, 1, device="meta")
+    step(lambda b: net(b).mean(), torch.ones(9, 4, device="meta"), maximum=4)
+    assert net.weight.grad.shape == (1, 4)
+
+
 def test_an_array_of_numpy_is_split_too():
     np = pytest.importorskip("numpy")
     w = torch.ones((), requires_grad=True)
