@@ -539,6 +539,15 @@ def test_a_module_that_writes_a_buffer_in_each_call_is_refused():
     step(lambda b: normed(b).mean(), torch.randn(9, 4), maximum=4)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_scripted_modules_are_split_and_their_batchnorm_refused():
+    net = torch.jit.script(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))
+    with pytest.raises(BatchCoupledError, match=r"net\.1 \(.*num_batches_tracked"):
+        step(lambda b: net(b).mean(), torch.randn(9, 4), maximum=4)
+    assert net.state_dict()["1.num_batches_tracked"] == 0
+    assert step(lambda b: net.eval()(b).mean(), torch.randn(9, 4), maximum=4).sizes == (4, 4, 1)
+
+
 def test_a_buffer_that_grows_is_a_cache_and_no_statistic():
     class Cached(nn.Module):
         def __init__(self):
