@@ -81,7 +81,8 @@ def step(
         fn: gets the batch or a part of it, of the same structure, and returns its loss: a mean or
             a sum (see ``loss``), a pair ``(sum, count)``, or a dict of these, whose values are the
             terms of the loss. With a callable ``loss`` it returns outputs, one for each sample.
-            It may run several times, so it must not call ``backward`` or an optimizer.
+            It may run several times, so it must not call ``backward`` or an optimizer, nor write
+            into the batch.
         batch: a tensor, or a container of tensors with one sample a row, and of plain values.
         loss: ``"mean"`` or ``"sum"``: what ``fn`` returns for its samples. Or a function that gets
             the outputs of the whole batch and returns its loss; a split step then runs ``fn`` a
