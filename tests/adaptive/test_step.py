@@ -478,6 +478,15 @@ def test_a_coroutine_function_is_refused():
         step(fn, _x())
 
 
+def test_an_object_whose_calls_can_be_suspended_is_refused():
+    class Loss:
+        def __call__(self, b):
+            yield b.sum()
+
+    with pytest.raises(AdaptiveUsageError, match="which does not run when it is called"):
+        step(Loss(), _x())
+
+
 # --- what mixes samples
 
 
