@@ -191,8 +191,9 @@ class SampleTree:
 
     def _dim_in_range(self, value: Any, n_dims: int, dims: Any, path: str) -> _Dim:
         dim = _whole_if_scalar(dims, n_dims)
-        if dim is None or (isinstance(dim, int) and -n_dims <= dim < n_dims):
-            return dim
+        is_int = isinstance(dim, int) and not isinstance(dim, bool)
+        if dim is None or (is_int and -n_dims <= dim < n_dims):
+            return cast("int | None", dim)
         described = describe_tensor(value) if isinstance(value, Tensor) else _array_of(value)
         raise AdaptiveUsageError(
             f"{self._argument} has {dims!r} for {path}, which is {described}. "

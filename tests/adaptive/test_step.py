@@ -303,6 +303,11 @@ def test_in_dims_say_where_samples_are():
     assert seen == [(4, (3, 4, 2), 4, True, 2), (2, (3, 2, 2), 2, True, 2)]
 
 
+def test_a_bool_is_no_dimension():
+    with pytest.raises(AdaptiveUsageError, match="in_dims has True for batch"):
+        step(torch.mean, _x(), in_dims=True)
+
+
 def test_a_dimension_that_an_array_of_numpy_does_not_have_is_refused():
     np = pytest.importorskip("numpy")
     batch = {"x": torch.ones(5), "y": np.ones((5, 2))}
@@ -371,6 +376,7 @@ def test_what_can_not_be_split_is_named(batch, dims, message):
         (lambda o: o, {}, r"returned float64\[4, 3\] on cpu, 96 B\. Return a scalar loss, a pair"),
         (lambda o: (o.sum(), 3, 4), {}, "returned a tuple"),
         (lambda o: {}, {}, "returned no terms"),
+        (lambda o: {1: o.sum(), "1": o.mean()}, {}, r"terms of the same name: 1, '1'\."),
         (lambda o: {"a": o}, {}, r"The function of step\(\), at \['a'\], returned float64\[4, 3\]"),
         (lambda o: (o.sum(), o.sum()), {}, "a count of float64.* that requires grad"),
         (lambda o: (o.sum(), "3"), {}, "returned a count of a str, '3'"),
