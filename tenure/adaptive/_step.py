@@ -49,6 +49,15 @@ class StepResult:
     sizes: tuple[int, ...]
     attempts: int
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What copies and pickles are made of: a view of a dict can be neither."""
+        values = self.loss, dict(self.terms), self.micro_batch, self.sizes, self.attempts
+        return _with_terms_to_read, values
+
+
+def _with_terms_to_read(loss: Tensor, terms: dict[str, Tensor], *others: Any) -> StepResult:
+    return StepResult(loss, MappingProxyType(terms), *others)
+
 
 @never_compiled
 def step(
@@ -157,10 +166,5 @@ def step(
         finally:
             setup.state.finish()  # an error holds this frame, and must not hold copies
     search.finished()
-    return StepResult(
-        loss=outcome.loss,
-        terms=MappingProxyType(outcome.terms),
-        micro_batch=min(search.size, setup.n_samples),
-        sizes=outcome.sizes,
-        attempts=n_attempts,
-    )
+    micro_batch = min(search.size, setup.n_samples)
+    return _with_terms_to_read(outcome.loss, outcome.terms, micro_batch, outcome.sizes, n_attempts)

@@ -1,7 +1,9 @@
 """What `step` takes, tells and refuses."""
 
+import copy
 import dataclasses
 import functools
+import pickle
 import types
 from collections import OrderedDict, UserDict
 from typing import NamedTuple
@@ -87,6 +89,19 @@ def test_the_result_tells_the_loss_its_terms_and_the_split():
         result.terms["other"] = out
     with pytest.raises(dataclasses.FrozenInstanceError):
         result.loss = out
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_result_can_be_copied_and_pickled(copied):
+    net = _net()
+    result = step(lambda b: {"size": net(b).square().mean()}, _x(), maximum=4)
+    other = copied(result)
+    assert isinstance(other, StepResult)
+    assert torch.equal(other.loss, result.loss)
+    assert other.terms == result.terms
+    assert (other.micro_batch, other.sizes, other.attempts) == (4, (4, 4, 1), 1)
+    with pytest.raises(TypeError):
+        other.terms["other"] = other.loss
 
 
 def test_minimum_and_maximum_bound_the_micro_batch():
