@@ -383,7 +383,7 @@ def test_each_growth_is_told_to_the_same_function(sizes):
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
-def test_a_compiled_caller_and_a_compiled_callee_work(sizes):
+def test_a_compiled_caller_and_a_compiled_callee_work():
     @adaptive.chunked(initial_step=4, collect="cat")
     def outer(chunk, start, end):
         if len(chunk) > 2:
