@@ -133,7 +133,7 @@ class memory_budget(ContextDecorator):
         """Run each call of ``func`` within a budget of its own.
 
         Raises:
-            AdaptiveUsageError: it is a generator function or a coroutine function.
+            AdaptiveUsageError: it is no function, or gives a generator or a coroutine.
         """
         check_plain_function(func)
         return super().__call__(func)

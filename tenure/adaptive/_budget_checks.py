@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from threading import current_thread, get_ident
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,8 @@ import torch
 
 from tenure._errors import AdaptiveUsageError
 from tenure._units import parse_bytes
+
+from ._options import is_suspendable, name_of
 
 if TYPE_CHECKING:
     from ._budget import memory_budget
@@ -84,12 +85,13 @@ def check_plain_function(function: Callable[..., Any]) -> None:
     """Make sure that a function runs from its call to its return.
 
     Raises:
-        AdaptiveUsageError: it can be suspended, with the budget open.
+        AdaptiveUsageError: it is no function, or can be suspended, with the budget open.
     """
-    kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-    if any(is_kind(function) for is_kind in kinds):
+    if not callable(function):
+        raise AdaptiveUsageError(f"@memory_budget() wants a function, and got {function!r}.")
+    if is_suspendable(function):
         raise AdaptiveUsageError(
-            f"@memory_budget() got {function.__qualname__}(), which can be suspended while what it "
+            f"@memory_budget() got {name_of(function)}(), which can be suspended while what it "
             "makes lives on. Open a budget in the function that runs it."
         )
 

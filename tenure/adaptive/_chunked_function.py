@@ -18,8 +18,10 @@ from typing import (
     overload,
 )
 
+import torch
 from torch import Tensor
 
+from tenure._describe import describe_tensor
 from tenure._errors import AdaptiveUsageError
 from tenure._torch_dynamo import never_compiled
 
@@ -293,12 +295,18 @@ def checked_dimension(name: str, tensor: object, dimension: int) -> int:
     """The dimension of a tensor to split, from 0 up.
 
     Raises:
-        AdaptiveUsageError: it is no tensor, or has no such dimension.
+        AdaptiveUsageError: it is no tensor, or one without views, or has no such dimension.
     """
     if not isinstance(tensor, Tensor):
         raise AdaptiveUsageError(
             f"{name}() got a {type(tensor).__name__} to split. Its first argument is a tensor; for "
             "anything else use range()."
+        )
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested
+    if not (is_strided or tensor.layout is torch.jagged):
+        raise AdaptiveUsageError(
+            f"{name}() got {describe_tensor(tensor)} of layout {tensor.layout}, of which torch "
+            "can't make views of some rows. Use range(), and take the rows in the function."
         )
     n_dimensions = tensor.dim()
     if not isinstance(dimension, int) or not -n_dimensions <= dimension < n_dimensions:

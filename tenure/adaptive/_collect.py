@@ -46,7 +46,12 @@ def _concatenated(results: list[Any], dimension: int) -> Any:
 def _joined(results: list[Any], dimension: int) -> Any:
     """Tensors along the dimension; tuples, lists and dicts of them entry by entry."""
     first = results[0]
-    if all(isinstance(result, Tensor) for result in results):
+    if other := next((_form(each) for each in results if _form(each) != _form(first)), None):
+        raise AdaptiveUsageError(
+            f'collect="cat" can\'t concatenate {_form(first)} and {other}. Return the same '
+            "structure for each piece, or give a function of the list of results."
+        )
+    if isinstance(first, Tensor):
         return torch.cat(results, dimension)
     if isinstance(first, dict):
         return {key: _joined([each[key] for each in results], dimension) for key in first}
@@ -59,3 +64,13 @@ def _joined(results: list[Any], dimension: int) -> Any:
         "with at least one dimension, or tuples, lists or dicts of them; or give a function of the "
         "list of results."
     )
+
+
+def _form(result: Any) -> str:
+    if isinstance(result, Tensor):
+        return "a tensor"
+    if isinstance(result, dict):
+        return f"a dict of {', '.join(sorted(map(repr, result))) or 'nothing'}"
+    if isinstance(result, tuple | list):
+        return f"a tuple or list of {len(result)}"
+    return f"a {type(result).__name__}"

@@ -79,7 +79,7 @@ class WrittenBuffers:
         return [
             Coupled(name, type(module).__name__, f"each call updates its buffer {key!r}")
             for name, module, key, tensor, version in self._before
-            if _was_written(module._buffers.get(key), tensor, version)
+            if _was_written(_buffer(module, key), tensor, version)
         ]
 
 
@@ -125,6 +125,11 @@ def refuse_distributed(roots: Mapping[str, nn.Module], n_samples: int, size: int
             "pass: ranks that split differently wait for each other, or get wrong gradients. "
             "Nothing was changed. Choose one micro-batch for all ranks with maximum=."
         )
+
+
+def _buffer(module: nn.Module, key: str) -> Tensor | None:
+    buffers = module._buffers  # of a scripted module, a mapping without get()
+    return buffers[key] if key in buffers else None  # noqa: SIM401
 
 
 def _why_coupled(module: nn.Module) -> str | None:

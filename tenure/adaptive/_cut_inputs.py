@@ -31,7 +31,7 @@ class CutInputs:
             for leaf in tree.leaves
             if isinstance(leaf.value, Tensor) and leaf.value.requires_grad
         ]
-        self._by_path = {cut.leaf.path: cut for cut in self._cuts}
+        self._by_leaf = {id(cut.leaf): cut for cut in self._cuts}  # keys may look the same
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -83,7 +83,7 @@ class CutInputs:
         return any(cut.leaf.value.grad_fn is not None for cut in self._cuts)
 
     def _piece(self, leaf: Leaf, where: tuple[int, int] | None) -> Any:
-        cut = self._by_path.get(leaf.path)
+        cut = self._by_leaf.get(id(leaf))
         if cut is not None:
             return cut.piece(where)
         return leaf.value if where is None else leaf.part(*where)

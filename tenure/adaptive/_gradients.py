@@ -113,14 +113,15 @@ class IsolatedGradients:
         self._held = {}
 
     def _run_hooks(self) -> None:
-        for leaf, hooks in self._hooks:
+        held = self._hooks
+        self._put_hooks_back()  # a hook that takes itself away has to find itself there
+        for leaf, hooks in held:
             for hook in hooks.values():
                 if leaf.grad is None:
                     break
                 changed = hook(leaf.grad)
                 if changed is not None:
                     leaf.grad = changed
-        self._put_hooks_back()
 
     def _put_hooks_back(self) -> None:
         for leaf, hooks in self._hooks:

@@ -111,7 +111,7 @@ def check_function(entry: str, function: object) -> None:
         return
     if not callable(function):
         raise AdaptiveUsageError(f"{entry} wants a function, and got {function!r}.")
-    if code is None and not _is_suspendable(function):
+    if code is None and not is_suspendable(function):
         return
     raise AdaptiveUsageError(
         f"{entry} got {name_of(function)}(), which can be suspended: it would run out of memory "
@@ -127,7 +127,8 @@ def name_of(function: Any) -> str:
     return str(getattr(function, "__qualname__", None) or type(function).__qualname__)
 
 
-def _is_suspendable(function: Callable[..., object]) -> bool:
+def is_suspendable(function: Callable[..., object]) -> bool:
+    """Whether a call gives a generator or a coroutine, which has not run yet."""
     while isinstance(function, functools.partial):
         function = function.func
     called = (function, type(function).__call__)

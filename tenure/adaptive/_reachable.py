@@ -7,8 +7,9 @@ that is trained isn't taken for a part of the step.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -62,7 +63,7 @@ class Reachable:
                 self._visit(below, child, names, depth + 1)
 
 
-_PLAIN = (int, float, complex, str, bytes, bool, type(None), type)
+_PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _Found = tuple[str, Any, frozenset[str]]
 
 
@@ -92,6 +93,8 @@ def _below(name: str, value: Any, attributes: frozenset[str]) -> Iterator[_Found
         for i, child in enumerate((value.func, *value.args)):
             yield f"{name} argument {i}" if i else _name_of(value.func), child, attributes
         yield from ((key, child, attributes) for key, child in value.keywords.items())
+    elif isinstance(value, weakref.ref):
+        yield name, value(), attributes
     elif isinstance(value, MethodType):
         yield from _of_method(value)
     elif isinstance(value, FunctionType):
@@ -143,27 +146,59 @@ def _of_method(method: MethodType) -> Iterator[_Found]:
 
 def _of_object(name: str, value: Any, attributes: frozenset[str]) -> Iterator[_Found]:
     """The attributes of an object that the code names, and its ``__call__``."""
-    if isinstance(value, ModuleType):
-        if _is_of_a_library(value.__name__):
+    if isinstance(value, ModuleType | type):
+        if _is_of_a_library(value.__name__ if isinstance(value, ModuleType) else value.__module__):
             return
     elif isinstance(getattr(type(value), "__call__", None), FunctionType):  # noqa: B004  # not a test
         yield name, value.__call__, attributes
+    if isinstance(value, type):
+        yield from _of_class(name, None, value, attributes)
+        return
     space = getattr(value, "__dict__", {})
     for key in sorted(attributes & space.keys()):
         yield f"{name}.{key}", space[key], attributes
+    if "__wrapped__" in space:  # functools.cache
+        yield name, space["__wrapped__"], attributes
     if not isinstance(value, ModuleType):
-        yield from _methods(name, value, attributes)
+        yield from _of_class(name, value, type(value), attributes)
 
 
-def _methods(name: str, value: Any, attributes: frozenset[str]) -> Iterator[_Found]:
+def _of_class(
+    name: str, instance: object, owner: type, attributes: frozenset[str]
+) -> Iterator[_Found]:
+    """What a class has for its instances, or for itself: methods, code of properties, values."""
+    spaces = [vars(kind) for kind in owner.__mro__ if not _is_of_a_library(kind.__module__)]
     for key in sorted(attributes):
-        method = getattr(type(value), key, None)
-        if isinstance(method, FunctionType):
-            yield f"{name}.{key}", MethodType(method, value), attributes
+        found = next((space[key] for space in spaces if key in space), None)
+        if found is not None:
+            yield f"{name}.{key}", _bound(found, instance, owner), attributes
+
+
+def _bound(found: Any, instance: object, owner: type) -> Any:
+    """What an attribute of a class is made of; no code of the user's runs."""
+    if isinstance(found, classmethod):
+        return MethodType(found.__func__, owner)
+    if isinstance(found, staticmethod):
+        return found.__func__
+    if isinstance(found, MemberDescriptorType):  # of __slots__
+        return None if instance is None else _slot(found, instance)
+    if isinstance(found, property):
+        found = found.fget
+    elif isinstance(found, functools.cached_property):
+        found = found.func
+    is_method = isinstance(found, FunctionType) and instance is not None
+    return MethodType(found, instance) if is_method else found
+
+
+def _slot(member: MemberDescriptorType, instance: object) -> Any:
+    try:
+        return member.__get__(instance)
+    except AttributeError:  # it has no value yet
+        return None
 
 
 def _is_of_a_library(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in _LIBRARIES
+    return str(module or "").partition(".")[0] in _LIBRARIES
 
 
 def _name_of(function: Any) -> str:

@@ -137,7 +137,7 @@ class SampleTree:
         if dims == "items":
             return self._leaf(value, self._items(value, path), path)
         if hasattr(value, "__array_interface__"):
-            return self._leaf(value, _whole_if_scalar(dims, value.ndim), path)
+            return self._leaf(value, self._dim_in_range(value, value.ndim, dims, path), path)
         if dims is None or isinstance(value, _SIMPLE):
             return self._leaf(value, None, path)
         container = _container_of(value)
@@ -178,14 +178,9 @@ class SampleTree:
         )
 
     def _dim_of_tensor(self, value: Tensor, dims: Any, path: str) -> _Dim:
-        dim = _whole_if_scalar(dims, value.dim())
+        dim = self._dim_in_range(value, value.dim(), dims, path)
         if dim is None:
             return None
-        if not isinstance(dim, int) or not -value.dim() <= dim < value.dim():
-            raise AdaptiveUsageError(
-                f"{self._argument} has {dims!r} for {path}, which is {describe_tensor(value)}. "
-                "Give one of its dimensions, or None if all samples share it."
-            )
         if value.layout is not torch.strided or value.is_nested:
             raise AdaptiveUsageError(
                 f"{path} is {describe_tensor(value)} of layout {value.layout}, which can't be "
@@ -193,6 +188,17 @@ class SampleTree:
                 "that all samples share it."
             )
         return dim
+
+    def _dim_in_range(self, value: Any, n_dims: int, dims: Any, path: str) -> _Dim:
+        dim = _whole_if_scalar(dims, n_dims)
+        is_int = isinstance(dim, int) and not isinstance(dim, bool)
+        if dim is None or (is_int and -n_dims <= dim < n_dims):
+            return cast("int | None", dim)
+        described = describe_tensor(value) if isinstance(value, Tensor) else _array_of(value)
+        raise AdaptiveUsageError(
+            f"{self._argument} has {dims!r} for {path}, which is {described}. "
+            "Give one of its dimensions, or None if all samples share it."
+        )
 
     def _items(self, value: Any, path: str) -> _Dim:
         if isinstance(value, list | tuple):
@@ -276,6 +282,10 @@ def _step(path: str, value: Any, key: Any) -> str:
 
 def _whole_if_scalar(dims: Any, n_dims: int) -> Any:
     return None if n_dims == 0 else dims
+
+
+def _array_of(value: Any) -> str:
+    return f"an array of {value.dtype}{list(value.shape)}"
 
 
 def _counted(leaf: Leaf) -> str:

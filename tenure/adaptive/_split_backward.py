@@ -149,7 +149,8 @@ def _refuse_post_hooks(leaves: Sequence[Tensor]) -> None:
 @contextmanager
 def _without_autocast(device_type: str) -> Iterator[None]:
     """Backward passes use the types of the forward pass, also where step() is inside autocast."""
-    if not torch.is_autocast_enabled(device_type):
+    available = torch.amp.is_autocast_available(device_type)  # not on meta
+    if not (available and torch.is_autocast_enabled(device_type)):
         yield
         return
     with torch.autocast(device_type, enabled=False):

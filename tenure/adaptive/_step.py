@@ -49,6 +49,15 @@ class StepResult:
     sizes: tuple[int, ...]
     attempts: int
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What copies and pickles are made of: a view of a dict can be neither."""
+        values = self.loss, dict(self.terms), self.micro_batch, self.sizes, self.attempts
+        return _with_terms_to_read, values
+
+
+def _with_terms_to_read(loss: Tensor, terms: dict[str, Tensor], *others: Any) -> StepResult:
+    return StepResult(loss, MappingProxyType(terms), *others)
+
 
 @never_compiled
 def step(
@@ -81,7 +90,8 @@ def step(
         fn: gets the batch or a part of it, of the same structure, and returns its loss: a mean or
             a sum (see ``loss``), a pair ``(sum, count)``, or a dict of these, whose values are the
             terms of the loss. With a callable ``loss`` it returns outputs, one for each sample.
-            It may run several times, so it must not call ``backward`` or an optimizer.
+            It may run several times, so it must not call ``backward`` or an optimizer, nor write
+            into the batch.
         batch: a tensor, or a container of tensors with one sample a row, and of plain values.
         loss: ``"mean"`` or ``"sum"``: what ``fn`` returns for its samples. Or a function that gets
             the outputs of the whole batch and returns its loss; a split step then runs ``fn`` a
@@ -148,17 +158,13 @@ def step(
             return setup.run.run(size)
 
     with DisposeScope("step") as scope:
-        state = Together((setup.state, setup.gradients))
+        # gradients are delivered first: that may fail, and then buffers have to be brought back too
+        state = Together((setup.gradients, setup.state))
         attempts = Attempts(setup.name, scope, unit="micro-batch", state=state, on_retry=on_retry)
         try:
             outcome = attempts.run(search, attempt)
         finally:
             setup.state.finish()  # an error holds this frame, and must not hold copies
     search.finished()
-    return StepResult(
-        loss=outcome.loss,
-        terms=MappingProxyType(outcome.terms),
-        micro_batch=min(search.size, setup.n_samples),
-        sizes=outcome.sizes,
-        attempts=n_attempts,
-    )
+    micro_batch = min(search.size, setup.n_samples)
+    return _with_terms_to_read(outcome.loss, outcome.terms, micro_batch, outcome.sizes, n_attempts)

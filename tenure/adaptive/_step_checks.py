@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any, get_args
 
 from tenure._errors import AdaptiveUsageError
 
+from ._options import is_suspendable
 from ._sample_tree import SampleDims
 from ._split_backward import Scaler
 from ._step_spec import BatchNormPolicy, StepSpec
@@ -81,8 +81,7 @@ def _check_function(name: str, function: object) -> None:
         raise AdaptiveUsageError(
             f"step() got a {type(function).__name__} as {name}=, which can't be called."
         )
-    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-    if any(is_kind(function) for is_kind in kinds):
+    if is_suspendable(function):
         raise AdaptiveUsageError(
             f"step() got {name}={function!r}, which does not run when it is called. Pass a plain "
             "function."

@@ -72,6 +72,11 @@ def terms_of(returned: object, reduction: Reduction) -> Terms:
         terms = {
             str(name): _term(each, f"[{name!r}]", reduction) for name, each in returned.items()
         }
+        if len(terms) < len(returned):
+            raise AdaptiveUsageError(
+                f"The function of step() returned terms of the same name: "
+                f"{', '.join(map(repr, returned))}. Call each by another str."
+            )
         return Terms(terms, named=True)
     return Terms({ONLY: _term(returned, "", reduction)}, named=False)
 

@@ -112,9 +112,11 @@ class TermsPass:
             return None
         n_samples, length = self._run.n_samples, self._chunks[0].length
         if isinstance(term.count, Tensor):
-            expected = term.count.float().clamp(min=1) * (n_samples / length)
+            finite = term.count.float().nan_to_num(posinf=1.0)
+            expected = finite.clamp(min=1) * (n_samples / length)
             return torch.exp2(-expected.log2().round())
-        return 2.0 ** -round(math.log2(max(term.count, 1) * n_samples / length))
+        count = term.count if math.isfinite(term.count) else 1
+        return 2.0 ** -round(math.log2(max(count, 1) * n_samples / length))
 
     def _rescaled(self, values: dict[str, Tensor]) -> Tensor:
         """Give the gradients the weight that is known now."""

@@ -1,6 +1,7 @@
 """memory_budget on the CPU: what counts, what is refused, and what is left after a refusal."""
 
 import copy
+import functools
 import gc
 import io
 import os
@@ -589,6 +590,13 @@ def test_a_function_that_can_be_suspended_is_refused():
 
     with pytest.raises(AdaptiveUsageError, match=r"generator\(\), which can be suspended"):
         memory_budget(100)(generator)
+    with pytest.raises(AdaptiveUsageError, match=r"generator\(\), which can be suspended"):
+        memory_budget(100)(functools.partial(generator))
+
+
+def test_what_is_no_function_is_refused_before_it_is_called():
+    with pytest.raises(AdaptiveUsageError, match="wants a function, and got 3"):
+        memory_budget(100)(3)
 
 
 def test_a_budget_cannot_be_copied():

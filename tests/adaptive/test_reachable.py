@@ -2,7 +2,9 @@
 
 import functools
 import types
+import weakref
 
+import pytest
 import torch
 from torch import nn
 
@@ -54,6 +56,77 @@ def test_defaults_wrappers_and_partials_are_looked_through():
 
     found = Reachable(functools.partial(wrapper, extra=third))
     assert set(found.modules.values()) == {first, second, third}
+
+
+class _Slotted:
+    __slots__ = ("net", "unset")
+
+    def __init__(self, net):
+        self.net = net
+
+    def loss(self, b):
+        return self.net(b) + self.unset
+
+
+class _Properties:
+    def __init__(self, net):
+        self._net = net
+
+    @property
+    def net(self):
+        return self.cached
+
+    @functools.cached_property
+    def cached(self):
+        return self._net
+
+    def loss(self, b):
+        return self.net(b)
+
+
+def _of_class(net):
+    class OfClass:
+        model, other = net, nn.Linear(1, 1)
+
+        @classmethod
+        def by_class(cls, b):
+            return cls.model(b)
+
+        @staticmethod
+        def by_name(b):
+            return OfClass.model(b)
+
+        def by_object(self, b):
+            return self.model(b)
+
+    return OfClass
+
+
+def _cached(net):
+    get = functools.cache(lambda: net)
+    return lambda b: get()(b)
+
+
+def _weak(net):
+    reference = weakref.ref(net)
+    return lambda b: reference()(b)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda net: _Slotted(net).loss,
+        lambda net: _Properties(net).loss,
+        lambda net: _of_class(net).by_class,
+        lambda net: _of_class(net).by_name,
+        lambda net: _of_class(net)().by_object,
+        _cached,
+        _weak,
+    ],
+)
+def test_modules_are_reached_through_slots_properties_classes_caches_and_references(make):
+    net = nn.Linear(1, 1)
+    assert list(Reachable(make(net)).modules.values()) == [net]
 
 
 def test_tensors_with_a_graph_are_told_from_leaves():

@@ -1,7 +1,9 @@
 """What `step` takes, tells and refuses."""
 
+import copy
 import dataclasses
 import functools
+import pickle
 import types
 from collections import OrderedDict, UserDict
 from typing import NamedTuple
@@ -89,6 +91,19 @@ def test_the_result_tells_the_loss_its_terms_and_the_split():
         result.loss = out
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_result_can_be_copied_and_pickled(copied):
+    net = _net()
+    result = step(lambda b: {"size": net(b).square().mean()}, _x(), maximum=4)
+    other = copied(result)
+    assert isinstance(other, StepResult)
+    assert torch.equal(other.loss, result.loss)
+    assert other.terms == result.terms
+    assert (other.micro_batch, other.sizes, other.attempts) == (4, (4, 4, 1), 1)
+    with pytest.raises(TypeError):
+        other.terms["other"] = other.loss
+
+
 def test_minimum_and_maximum_bound_the_micro_batch():
     net, x, check = _net(), _x(16), out_of_memory_above(2)
     sizes = []
@@ -121,6 +136,30 @@ def test_an_error_of_the_function_goes_on_and_leaves_everything_as_it_was():
     assert torch.equal(prior, torch.ones_like(prior))
     assert net[0].bias.grad is None
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_hook_that_fails_as_gradients_are_delivered_leaves_buffers_as_they_were():
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+
+    def hook(gradient):
+        raise ZeroDivisionError("by the hook")
+
+    net[0].weight.register_hook(hook)
+    with pytest.raises(ZeroDivisionError, match="by the hook"):
+        step(lambda b: net(b).square().mean(), torch.randn(8, 4), maximum=4, batchnorm="per_chunk")
+    assert net[1].num_batches_tracked == 0
+    assert torch.equal(net[1].running_mean, torch.zeros(8))
+
+
+def test_memory_that_runs_out_as_gradients_are_delivered_counts_no_buffer_twice():
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    checks = [out_of_memory_above(0), out_of_memory_above(1)]
+    net[0].weight.register_hook(lambda gradient: checks.pop(0)(1))
+    result = step(
+        lambda b: net(b).square().mean(), torch.randn(8, 4), maximum=4, batchnorm="per_chunk"
+    )
+    assert result.sizes == (2, 2, 2, 2)
+    assert net[1].num_batches_tracked == 4
 
 
 def test_random_numbers_depend_on_the_seed_and_the_final_split_alone():
@@ -279,6 +318,26 @@ def test_in_dims_say_where_samples_are():
     assert seen == [(4, (3, 4, 2), 4, True, 2), (2, (3, 2, 2), 2, True, 2)]
 
 
+def test_a_bool_is_no_dimension():
+    with pytest.raises(AdaptiveUsageError, match="in_dims has True for batch"):
+        step(torch.mean, _x(), in_dims=True)
+
+
+def test_a_dimension_that_an_array_of_numpy_does_not_have_is_refused():
+    np = pytest.importorskip("numpy")
+    batch = {"x": torch.ones(5), "y": np.ones((5, 2))}
+    with pytest.raises(
+        AdaptiveUsageError, match=r"has 3 for batch\['y'\], .* array of float64\[5, 2"
+    ):
+        step(lambda b: b["x"].sum(), batch, in_dims={"y": 3})
+
+
+def test_a_step_on_meta_tensors_runs_backward():
+    net = nn.Linear(4, 1, device="meta")
+    step(lambda b: net(b).mean(), torch.ones(9, 4, device="meta"), maximum=4)
+    assert net.weight.grad.shape == (1, 4)
+
+
 def test_an_array_of_numpy_is_split_too():
     np = pytest.importorskip("numpy")
     w = torch.ones((), requires_grad=True)
@@ -332,6 +391,7 @@ def test_what_can_not_be_split_is_named(batch, dims, message):
         (lambda o: o, {}, r"returned float64\[4, 3\] on cpu, 96 B\. Return a scalar loss, a pair"),
         (lambda o: (o.sum(), 3, 4), {}, "returned a tuple"),
         (lambda o: {}, {}, "returned no terms"),
+        (lambda o: {1: o.sum(), "1": o.mean()}, {}, r"terms of the same name: 1, '1'\."),
         (lambda o: {"a": o}, {}, r"The function of step\(\), at \['a'\], returned float64\[4, 3\]"),
         (lambda o: (o.sum(), o.sum()), {}, "a count of float64.* that requires grad"),
         (lambda o: (o.sum(), "3"), {}, "returned a count of a str, '3'"),
@@ -439,6 +499,15 @@ def test_a_coroutine_function_is_refused():
         step(fn, _x())
 
 
+def test_an_object_whose_calls_can_be_suspended_is_refused():
+    class Loss:
+        def __call__(self, b):
+            yield b.sum()
+
+    with pytest.raises(AdaptiveUsageError, match="which does not run when it is called"):
+        step(Loss(), _x())
+
+
 # --- what mixes samples
 
 
@@ -500,6 +569,15 @@ def test_a_module_that_writes_a_buffer_in_each_call_is_refused():
     step(lambda b: normed(b).mean(), torch.randn(9, 4), maximum=4)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_scripted_modules_are_split_and_their_batchnorm_refused():
+    net = torch.jit.script(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))
+    with pytest.raises(BatchCoupledError, match=r"net\.1 \(.*num_batches_tracked"):
+        step(lambda b: net(b).mean(), torch.randn(9, 4), maximum=4)
+    assert net.state_dict()["1.num_batches_tracked"] == 0
+    assert step(lambda b: net.eval()(b).mean(), torch.randn(9, 4), maximum=4).sizes == (4, 4, 1)
+
+
 def test_a_buffer_that_grows_is_a_cache_and_no_statistic():
     class Cached(nn.Module):
         def __init__(self):
@@ -516,7 +594,7 @@ def test_a_buffer_that_grows_is_a_cache_and_no_statistic():
     assert step(lambda b: net(b).mean(), torch.randn(9, 4), maximum=4).sizes == (4, 4, 1)
 
 
-def test_per_chunk_lets_batchnorm_see_micro_batches_and_never_a_single_sample(monkeypatch):
+def test_per_chunk_lets_batchnorm_see_micro_batches_and_never_a_single_sample():
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     x = torch.randn(9, 4)
     sizes = []

@@ -1,5 +1,7 @@
 """Split steps give the gradients of the unsplit one: every loss, every model, any split."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -186,6 +188,20 @@ def test_a_count_of_zero_gives_what_the_division_gives():
     assert all(torch.equal(got[k].isnan(), wanted[k].isnan()) for k in wanted)
 
 
+@pytest.mark.parametrize(
+    "count", [math.nan, math.inf, torch.tensor(math.nan), torch.tensor(math.inf)]
+)
+def test_a_count_that_is_not_finite_gives_what_the_division_gives(count):
+    net, batch = made("MLP", 9, 0)
+    (net(batch["x"]).sum() / count).backward()
+    wanted = gradients(net)
+    net.zero_grad()
+    result = step(lambda b: (net(b["x"]).sum(), count), batch, maximum=4)
+    assert result.loss.isnan() if math.isnan(count) else result.loss == 0
+    for name, gradient in gradients(net).items():
+        torch.testing.assert_close(gradient, wanted[name], equal_nan=True)
+
+
 def test_what_then_is_made_of_is_trained_too():
     net, batch = made("MLP", 9, 0)
     log_variance = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
@@ -234,6 +250,18 @@ def test_an_output_that_all_samples_share_gets_its_gradient_once():
     net.zero_grad()
     step(fn, batch, loss=loss, out_dims=(0, 0, None), maximum=3)
     assert worst_error(gradients(net), wanted) <= _EXACT
+
+
+def test_inputs_under_keys_that_look_the_same_get_their_own_gradients():
+    class Key:
+        def __repr__(self):
+            return "key"
+
+    a, b = Key(), Key()
+    batch = {a: torch.ones(5, 2, requires_grad=True), b: torch.ones(5, 2, requires_grad=True)}
+    step(lambda part: (part[a] + 3 * part[b]).sum(), batch, loss="sum", maximum=2)
+    assert torch.equal(batch[a].grad, torch.ones(5, 2))
+    assert torch.equal(batch[b].grad, torch.full((5, 2), 3.0))
 
 
 @pytest.mark.parametrize("maximum", [9, 4])
@@ -336,6 +364,21 @@ def test_hooks_of_parameters_see_the_gradient_of_the_whole_batch_once():
     assert worst_error(gradients(net), wanted) <= _EXACT
     handle.remove()
     assert not net[0].weight._backward_hooks
+
+
+def test_a_hook_that_takes_itself_away_runs_once_and_stays_away():
+    weight = torch.ones(4, requires_grad=True)
+    seen = []
+
+    def once(gradient):
+        seen.append(gradient)
+        handle.remove()
+
+    handle = weight.register_hook(once)
+    for _ in range(2):
+        step(lambda x: (x * weight).mean(), torch.ones(9, 4), maximum=4)
+    assert len(seen) == 1
+    assert not weight._backward_hooks
 
 
 def test_float32_is_near_and_bfloat16_gradients_keep_their_type():

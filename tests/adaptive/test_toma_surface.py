@@ -383,7 +383,7 @@ def test_each_growth_is_told_to_the_same_function(sizes):
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
-def test_a_compiled_caller_and_a_compiled_callee_work(sizes):
+def test_a_compiled_caller_and_a_compiled_callee_work():
     @adaptive.chunked(initial_step=4, collect="cat")
     def outer(chunk, start, end):
         if len(chunk) > 2:
@@ -470,6 +470,39 @@ def test_nothing_to_concatenate_is_an_error_that_says_what_to_do():
     f = adaptive.chunked(initial_step=2, collect="cat")(lambda chunk, start, end: chunk)
     with pytest.raises(AdaptiveUsageError, match=r'^collect="cat" has nothing to concatenate'):
         f(torch.ones(0))
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "shown"),
+    [
+        (
+            {"a": torch.ones(1)},
+            {"a": torch.ones(1), "b": torch.ones(1)},
+            r"a dict of 'a' and a dict of 'a', 'b'\.",
+        ),
+        (
+            (torch.ones(1),) * 2,
+            (torch.ones(1),),
+            r"a tuple or list of 2 and a tuple or list of 1\.",
+        ),
+        (torch.ones(1), None, r"a tensor and a NoneType\."),
+    ],
+)
+def test_results_that_differ_are_not_concatenated_in_part(first, other, shown):
+    f = adaptive.chunked(initial_step=1, collect="cat")(
+        lambda c, start, end: other if start else first
+    )
+    with pytest.raises(AdaptiveUsageError, match=f"can't concatenate {shown}"):
+        f(torch.arange(2))
+
+
+@pytest.mark.parametrize("make", [torch.Tensor.to_sparse, torch.Tensor.to_mkldnn])
+def test_a_tensor_without_views_is_refused_by_its_layout(make):
+    f = adaptive.chunked(initial_step=2)(lambda chunk, start, end: None)
+    with pytest.raises(
+        AdaptiveUsageError, match=r"got float32\[4, 4\] .* of layout torch\._?\w+, of"
+    ):
+        f(make(torch.eye(4)))
 
 
 def test_results_that_can_not_be_concatenated_are_named():
