@@ -16,6 +16,9 @@ from torch import nn
 
 from tenure._errors import ProfilerUsageError
 
+# what wraps itself, or has an answer for every attribute, would never end
+_MAX_LAYERS = 100
+
 
 @dataclass(frozen=True, slots=True)
 class Function:
@@ -68,7 +71,9 @@ def function_of(handed: Any) -> Function:
 
 def _plain(handed: Any) -> Any:
     """Take off what is around a function; what is no function stays as it is."""
-    while not isinstance(handed, FunctionType) or hasattr(handed, "__wrapped__"):
+    for _ in range(_MAX_LAYERS):
+        if isinstance(handed, FunctionType) and not hasattr(handed, "__wrapped__"):
+            break
         inside = _inside(handed)
         if inside is None:
             break

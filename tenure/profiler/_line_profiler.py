@@ -229,7 +229,8 @@ class LineProfiler:
         """The functions asked for; those of a name are all that have it."""
         if func is None:
             return list(self._functions.values())
-        asked = [func] if isinstance(func, str) or callable(func) else list(func)
+        is_one = isinstance(func, str) or callable(func) or not isinstance(func, Iterable)
+        asked = [func] if is_one else list(func)
         return [function for one in asked for function in self._named(one)]
 
     def _named(self, asked: Any) -> list[Function]:
@@ -256,6 +257,8 @@ class LineProfiler:
         if not self._ever_enabled:
             return "No lines: the profiler was never enabled. Call the functions in a `with` block."
         names = ", ".join(function.name for function in self._chosen(func))
+        if not names:
+            return "No lines: none of the functions was asked for. Without func, all are shown."
         return f"No lines: {names} {_NOT_RUN}"
 
 
