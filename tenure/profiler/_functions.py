@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import tokenize
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, FunctionType
@@ -45,10 +46,11 @@ class Function:
         return self.code.co_firstlineno
 
     def source(self) -> tuple[str, ...]:
-        """Its lines; none where there is no source, as of what ``exec`` made."""
+        """Its lines; none where there is no source, as of what ``exec`` made, or no longer."""
         try:
             return tuple(line.rstrip() for line in inspect.getsourcelines(self.code)[0])
-        except OSError:
+        # the latter two of a file that was edited since
+        except (OSError, SyntaxError, tokenize.TokenError):
             return ()
 
 
