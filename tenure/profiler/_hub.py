@@ -32,6 +32,9 @@ class Engine(Protocol):
     def start(self) -> None:
         """Begin to report."""
 
+    def join(self) -> None:
+        """Report from this thread too, once another has started; where that takes something."""
+
     def watch(self, codes: Codes) -> None:
         """Report these codes and no others; unwatched ones only tick."""
 
@@ -71,6 +74,8 @@ class Hub:
             self.refresh()
             if first:
                 self._engine.start()
+            else:
+                self._engine.join()
 
     def close(self, watch: Watch) -> None:
         """Report no more to a profiler; what happened up to now is booked."""

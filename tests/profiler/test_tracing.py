@@ -193,3 +193,32 @@ def test_the_tracer_is_right_on_every_python(functions):
     assert max(figure.peak_bytes for figure in figures) == 3 * 400 + number
     assert not torch._C._autograd._profiler_enabled()
     assert asyncio.run(asyncio.sleep(0)) is None
+
+
+def test_a_thread_that_ran_before_collects_what_it_enables_itself():
+    ready, go = threading.Event(), threading.Event()
+    found = []
+
+    def collect():
+        ready.set()
+        go.wait()
+        with LineProfiler(work, device="cpu") as own:
+            work()
+        found.append(own.records[0].hits)
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    ready.wait()
+    with LineProfiler(work, device="cpu"):
+        go.set()
+        thread.join()
+    assert found == [1]
+
+
+def test_a_profiler_collects_though_a_tracer_of_the_thread_has_gone():
+    with LineProfiler(work, device="cpu"):
+        sys.settrace(None)
+        with LineProfiler(work, device="cpu") as inner:
+            work()
+    assert inner.records[0].hits == 1
+    assert sys.gettrace() is None
