@@ -115,15 +115,13 @@ class LineProfiler:
         return the_hub.is_open(self._watch)
 
     def enable(self) -> None:
-        """Begin to collect, beside what was collected before; does nothing if it is on."""
+        """Begin to collect, beside what was collected before; if it is on, on this thread too."""
         self._ever_enabled = True
-        if not self.enabled:
-            the_hub.open(self._watch)
+        the_hub.open(self._watch)
 
     def disable(self) -> None:
         """Stop collecting; what was collected stays. Does nothing if it is off."""
-        if self.enabled:
-            the_hub.close(self._watch)
+        the_hub.close(self._watch)
 
     def __enter__(self) -> Self:
         """Enable it for a block."""
