@@ -30,7 +30,7 @@ _TELLING = (
 )
 _ENDINGS = {
     "cycle": ", in a reference cycle",
-    "unknown": ", which nothing with a name holds",
+    "unknown": ", which nothing with a name was found to hold",
 }
 # plumbing between an object and what it is made of; a chain does not begin there
 _PLUMBING = (dict, tuple, type((lambda: _TELLING).__closure__))

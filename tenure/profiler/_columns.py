@@ -66,7 +66,8 @@ def columns_named(names: Sequence[str] | None, records: Iterable[LineRecord]) ->
 
 
 def _statistic(name: str, fields: set[str]) -> Column:
-    if name not in fields if fields else len(name.split(".")) != _N_PARTS:
+    is_field = isinstance(name, str) and len(name.split(".")) == _N_PARTS
+    if name not in fields if fields else not is_field:
         theirs = ", ".join(sorted(fields)) or "any field of the device's memory_stats()"
         raise ProfilerUsageError(
             f"There is no column {name!r}. There are {', '.join(_COLUMNS)}, and {theirs}."

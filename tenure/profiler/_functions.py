@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import tokenize
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, FunctionType
@@ -15,6 +16,9 @@ from typing import Any
 from torch import nn
 
 from tenure._errors import ProfilerUsageError
+
+# what wraps itself, or has an answer for every attribute, would never end
+_MAX_LAYERS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +46,11 @@ class Function:
         return self.code.co_firstlineno
 
     def source(self) -> tuple[str, ...]:
-        """Its lines; none where there is no source, as of what ``exec`` made."""
+        """Its lines; none where there is no source, as of what ``exec`` made, or no longer."""
         try:
             return tuple(line.rstrip() for line in inspect.getsourcelines(self.code)[0])
-        except OSError:
+        # the latter two of a file that was edited since
+        except (OSError, SyntaxError, tokenize.TokenError):
             return ()
 
 
@@ -68,7 +73,9 @@ def function_of(handed: Any) -> Function:
 
 def _plain(handed: Any) -> Any:
     """Take off what is around a function; what is no function stays as it is."""
-    while not isinstance(handed, FunctionType) or hasattr(handed, "__wrapped__"):
+    for _ in range(_MAX_LAYERS):
+        if isinstance(handed, FunctionType) and not hasattr(handed, "__wrapped__"):
+            break
         inside = _inside(handed)
         if inside is None:
             break

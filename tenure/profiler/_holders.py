@@ -11,6 +11,7 @@ from tenure._describe import describe_tensor
 from tenure._errors import ProfilerUsageError
 from tenure._heap import is_kind, weigh_holders
 from tenure._sited import created_at
+from tenure.scopes._disposed import DisposedTensor
 
 from ._tables import Column, html_table, rich_table
 
@@ -75,7 +76,7 @@ def holders(t: Tensor) -> HolderList:
     are named. No operation runs, no unpack hook, and no code of the objects that are read.
 
     Args:
-        t: a tensor of any shape, dtype, layout and device.
+        t: a tensor of any shape, dtype, layout and device, also one that a scope let go.
 
     Returns:
         A list of names, such as ``train.<locals>.history[3]``; printed, it begins with the balance
@@ -97,11 +98,17 @@ def holders(t: Tensor) -> HolderList:
             f"holders() wants a tensor, and got {type(t).__name__}. Pass the tensor itself."
         )
     found, balance = weigh_holders(t)
-    site = created_at(t)
     return HolderList(
         (holder.chain for holder in found),
         kinds=tuple(holder.kind for holder in found),
         n_references=balance.references,
         n_unexplained=balance.unexplained,
-        tensor=describe_tensor(t) + (f", created at {site}" if site else ""),
+        tensor=_spelled(t),
     )
+
+
+def _spelled(t: Tensor) -> str:
+    if type(t) is DisposedTensor:
+        return repr(t)  # which refuses all else, and says what it was and where it was made
+    site = created_at(t)
+    return describe_tensor(t) + (f", created at {site}" if site else "")

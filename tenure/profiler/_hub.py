@@ -32,6 +32,9 @@ class Engine(Protocol):
     def start(self) -> None:
         """Begin to report."""
 
+    def join(self) -> None:
+        """Report from this thread too, once another has started; where that takes something."""
+
     def watch(self, codes: Codes) -> None:
         """Report these codes and no others; unwatched ones only tick."""
 
@@ -61,8 +64,14 @@ class Hub:
         return watch in self._watches
 
     def open(self, watch: Watch) -> None:
-        """Begin to report to a profiler; on some engines only on threads that start from now on."""
+        """Begin to report to a profiler; on some engines only on threads that start from now on.
+
+        One that is open gets this thread as well, if another has opened it.
+        """
         with self._lock:
+            if self.is_open(watch):
+                self._engine.join()
+                return
             first = not self._watches
             if first:
                 self._begin()
@@ -71,10 +80,14 @@ class Hub:
             self.refresh()
             if first:
                 self._engine.start()
+            else:
+                self._engine.join()
 
     def close(self, watch: Watch) -> None:
         """Report no more to a profiler; what happened up to now is booked."""
         with self._lock:
+            if not self.is_open(watch):
+                return
             self._account()
             self._watches = tuple(other for other in self._watches if other is not watch)
             self._end_if_idle(self._this_thread.state)

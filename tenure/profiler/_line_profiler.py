@@ -115,15 +115,13 @@ class LineProfiler:
         return the_hub.is_open(self._watch)
 
     def enable(self) -> None:
-        """Begin to collect, beside what was collected before; does nothing if it is on."""
+        """Begin to collect, beside what was collected before; if it is on, on this thread too."""
         self._ever_enabled = True
-        if not self.enabled:
-            the_hub.open(self._watch)
+        the_hub.open(self._watch)
 
     def disable(self) -> None:
         """Stop collecting; what was collected stays. Does nothing if it is off."""
-        if self.enabled:
-            the_hub.close(self._watch)
+        the_hub.close(self._watch)
 
     def __enter__(self) -> Self:
         """Enable it for a block."""
@@ -229,7 +227,8 @@ class LineProfiler:
         """The functions asked for; those of a name are all that have it."""
         if func is None:
             return list(self._functions.values())
-        asked = [func] if isinstance(func, str) or callable(func) else list(func)
+        is_one = isinstance(func, str) or callable(func) or not isinstance(func, Iterable)
+        asked = [func] if is_one else list(func)
         return [function for one in asked for function in self._named(one)]
 
     def _named(self, asked: Any) -> list[Function]:
@@ -256,6 +255,8 @@ class LineProfiler:
         if not self._ever_enabled:
             return "No lines: the profiler was never enabled. Call the functions in a `with` block."
         names = ", ".join(function.name for function in self._chosen(func))
+        if not names:
+            return "No lines: none of the functions was asked for. Without func, all are shown."
         return f"No lines: {names} {_NOT_RUN}"
 
 

@@ -68,6 +68,9 @@ class Monitor:
         self._set((ENGINE_CODE,), events.PY_RETURN)
         self._set(self._codes.values(), self._lines)
 
+    def join(self) -> None:
+        """Do nothing: the events are those of all threads."""
+
     def stop(self) -> None:
         """Give the number back, if need be when the sessions of other threads have ended."""
         self._set((ENGINE_CODE, *self._codes.values()), monitoring.events.NO_EVENTS)

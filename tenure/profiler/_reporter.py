@@ -166,8 +166,10 @@ def _device_of(device: torch.device | str | int) -> torch.device:
         if found.type in {"cpu", "meta"}:
             return torch.device(found.type)
         if found.index is None:
-            index = torch.get_device_module(found).current_device()
-            return torch.device(found.type, index)
+            module = torch.get_device_module(found)
+            # where only one device can be there, as with MPS, none is the current one
+            has_current = hasattr(module, "current_device")
+            return torch.device(found.type, module.current_device() if has_current else 0)
     except (RuntimeError, TypeError, AssertionError) as error:
         raise ProfilerUsageError(
             f"{device!r} is no device that this torch knows. Pass a torch.device, a name such as "

@@ -153,7 +153,7 @@ def saved_for_backward(*roots: Tensor | Iterable[Tensor] | Mapping[str, Tensor])
 
     Args:
         *roots: results that autograd follows, such as losses, of any shape, dtype and device; or
-            lists, tuples and dictionaries of them.
+            lists, tuples, sets, iterators and dictionaries of them.
 
     Returns:
         The report. It keeps no tensor alive. ``total_bytes`` is what the graphs add to the memory
@@ -285,7 +285,7 @@ def _tensors_in(root: object) -> Iterator[Tensor]:
     elif isinstance(root, Mapping):
         for value in root.values():
             yield from _tensors_in(value)
-    elif isinstance(root, list | tuple):
+    elif isinstance(root, list | tuple | set | frozenset | Iterator):
         for value in root:
             yield from _tensors_in(value)
 

@@ -42,6 +42,13 @@ class Tracer:
         sys.settrace(self._trace)
         self._join_running()
 
+    def join(self) -> None:
+        """Trace this thread as well, unless something else does: that may hand on to us already."""
+        if sys.gettrace() is None:
+            self._below.trace = None
+            sys.settrace(self._trace)
+            self._join_running()
+
     def stop(self) -> None:
         """Give way to who traced before, unless someone has come on top meanwhile.
 

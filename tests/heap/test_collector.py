@@ -57,6 +57,24 @@ def test_what_is_frozen_is_found_and_stays_frozen(case):
     assert (done.stdout, done.stderr) == (f"{answer}\n", "")
 
 
+def test_only_the_user_holds_a_local_variable_after_a_freeze():
+    code = f"""{PRELUDE}
+from tenure.profiler import holders
+def train():
+    kept = torch.ones(3)
+    alias = [kept]
+    gc.freeze()
+    return holders(kept)
+print(train())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (
+        "float32[3] on cpu, 12 B: 2 references, 2 explained, 0 unexplained:\n"
+        "  train.<locals>.kept\n  train.<locals>.alias[0]\n",
+        "",
+    )
+
+
 def test_a_local_of_a_running_function_is_found_after_a_freeze():
     code = f"""{PRELUDE}
 def train():

@@ -291,7 +291,15 @@ def test_iterator_of_a_loop():
         refs.append(weakref.ref(t))
         del t
         found = held(refs[0])
-    assert found == [("unknown", "tuple_iterator[0], which nothing with a name holds")]
+    assert found == [("unknown", "tuple_iterator[0], which nothing with a name was found to hold")]
+
+
+def test_a_name_too_many_steps_away_is_not_denied():
+    held_deep = [torch.ones(3)]
+    ref = weakref.ref(held_deep[0])
+    for _ in range(50):
+        held_deep = [held_deep]
+    assert held(ref) == [("unknown", "list[0], which nothing with a name was found to hold")]
 
 
 # objects

@@ -199,3 +199,16 @@ def test_it_survives_a_pickle():
 def test_what_is_no_tensor_is_refused():
     with pytest.raises(ProfilerUsageError, match=r"wants a tensor, and got list\. Pass the tensor"):
         holders([torch.ones(3)])
+
+
+def test_a_disposed_tensor_has_holders():
+    with NewDisposeScope("step"):
+        t = torch.ones(3)
+        CACHE["late"] = t
+    found = holders(t)
+    assert found == [
+        "test_a_disposed_tensor_has_holders.<locals>.t",
+        f"{HERE}.CACHE['late']",
+    ]
+    assert found.summary().startswith("<DisposedTensor float32[3] on cpu, 12 B, disposed when")
+    assert found.summary().endswith(">: 2 references, 2 explained, 0 unexplained")

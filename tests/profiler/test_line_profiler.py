@@ -156,6 +156,35 @@ def test_what_has_no_lines_is_refused(handed, message):
     assert profiler.functions == ("work",)
 
 
+class Answering:
+    """Has an answer for every attribute: itself, or one more of its kind."""
+
+    def __init__(self, answer=None):
+        self._answer = answer
+
+    def __getattr__(self, name):
+        return self if self._answer is None else self._answer()
+
+
+@pytest.mark.parametrize("handed", [Answering(), Answering(lambda: Answering(Answering))])
+def test_what_never_comes_to_a_function_is_refused(handed):
+    with pytest.raises(
+        ProfilerUsageError, match="has no lines to profile: it is of type Answering"
+    ):
+        LineProfiler(handed, device="cpu")
+
+
+def test_a_function_that_wraps_itself_is_profiled():
+    def own():
+        return torch.ones(3)
+
+    own.__wrapped__ = own
+    profiler = LineProfiler(own, device="cpu")
+    with profiler:
+        own()
+    assert [record.hits for record in profiler.records] == [1]
+
+
 def test_code_without_source_has_numbers():
     names = {"torch": torch}
     exec("def made(n):\n    return torch.ones(n)\n", names)
@@ -169,6 +198,19 @@ def test_code_without_source_has_numbers():
             "   2     1   16 B    0 B  16 B  16 B",
         ]
     )
+
+
+@pytest.mark.parametrize("edited", ["", "import torch\n'''\n", "x\ndef f(:\n (((\n", "\n  )\n x\n"])
+def test_a_file_that_was_edited_meanwhile_loses_no_numbers(tmp_path, edited):
+    path = tmp_path / "edited_meanwhile.py"
+    namespace = {"torch": torch}
+    exec(compile("\ndef f():\n    x = torch.ones(3)\n", path, "exec"), namespace)
+    profiler = LineProfiler(namespace["f"], device="cpu")
+    with profiler:
+        namespace["f"]()
+    path.write_text(edited)
+    assert [(record.line, record.hits) for record in profiler.records] == [(3, 1)]
+    assert str(profiler).splitlines()[2].split()[:2] == ["3", "1"]
 
 
 def test_two_functions_of_one_name_are_two():
@@ -358,6 +400,13 @@ def test_functions_are_shown_themselves_or_by_name():
         profiler.display("nothing")
     with pytest.raises(ProfilerUsageError, match=r"^wrapping is not profiled; what is: work"):
         profiler.print_stats(wrapping)
+    with pytest.raises(ProfilerUsageError, match=r"^3 has no lines to profile: it is of type int"):
+        profiler.display(3)
+
+
+def test_no_functions_show_nothing_and_say_so():
+    text = str(ran(work, idle).display([]))
+    assert text == "No lines: none of the functions was asked for. Without func, all are shown."
 
 
 def test_columns_are_chosen_by_name():
@@ -372,10 +421,10 @@ def test_a_field_of_memory_stats_is_an_empty_column_on_the_cpu():
     assert text[3].split(maxsplit=1)[1] == "x = torch.ones(n)"
 
 
-@pytest.mark.parametrize("name", ["allocated", "active_bytes.all"])
+@pytest.mark.parametrize("name", ["allocated", "active_bytes.all", 3])
 def test_an_unknown_column_is_refused(name):
     message = (
-        rf"^There is no column '{name}'. There are hits, alloc, freed, net, peak, and any field of "
+        rf"^There is no column {name!r}. There are hits, alloc, freed, net, peak, and any field of "
         r"the device's memory_stats\(\).$"
     )
     with pytest.raises(ProfilerUsageError, match=message):

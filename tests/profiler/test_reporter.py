@@ -712,6 +712,12 @@ def test_a_report_survives_a_pickle_and_a_copy():
     assert copy.deepcopy(REPORT) == REPORT
 
 
+def test_a_device_whose_module_knows_no_current_one_is_the_first():
+    assert not hasattr(torch.mps, "current_device")
+    report = MemReporter().report(device="mps")
+    assert [device.device for device in report.devices] == ["mps:0"]
+
+
 # refusals
 
 

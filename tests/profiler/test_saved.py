@@ -222,6 +222,13 @@ def test_no_mode_sees_the_questions():
         assert saved_for_backward(loss).total_bytes > 0
 
 
+@pytest.mark.parametrize("gather", [set, frozenset, iter, lambda losses: (x for x in losses)])
+def test_results_may_come_in_any_collection(gather):
+    x = torch.ones(256, requires_grad=True)
+    losses = [x.exp().sum(), x.exp().sum()]
+    assert saved_for_backward(gather(losses)).total_bytes == 2048
+
+
 # what it says
 
 

@@ -193,3 +193,74 @@ def test_the_tracer_is_right_on_every_python(functions):
     assert max(figure.peak_bytes for figure in figures) == 3 * 400 + number
     assert not torch._C._autograd._profiler_enabled()
     assert asyncio.run(asyncio.sleep(0)) is None
+
+
+def test_a_thread_that_ran_before_collects_what_it_enables_itself():
+    ready, go = threading.Event(), threading.Event()
+    found = []
+
+    def collect():
+        ready.set()
+        go.wait()
+        with LineProfiler(work, device="cpu") as own:
+            work()
+        found.append(own.records[0].hits)
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    ready.wait()
+    with LineProfiler(work, device="cpu"):
+        go.set()
+        thread.join()
+    assert found == [1]
+
+
+def test_a_thread_that_ran_before_collects_for_a_profiler_that_is_on():
+    ready, go = threading.Event(), threading.Event()
+    profiler = LineProfiler(work, device="cpu")
+
+    def collect():
+        ready.set()
+        go.wait()
+        with profiler:
+            work()
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    ready.wait()
+    with profiler:
+        go.set()
+        thread.join()
+    assert profiler.records[0].hits == 1
+
+
+def test_threads_that_share_a_profiler_count_each_line_once():
+    n_threads, n_times = 4, 25
+    profiler = LineProfiler(helper, device="cpu")
+    barrier = threading.Barrier(n_threads)
+
+    def collect():
+        for _ in range(n_times):
+            barrier.wait()  # so that all find it off, and enable it
+            with profiler:
+                helper(1)
+                barrier.wait()
+
+    threads = [threading.Thread(target=collect) for _ in range(n_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [record.hits for record in profiler.records] == [
+        n * n_threads * n_times for n in (4, 3, 1)
+    ]
+    assert not profiler.enabled
+
+
+def test_a_profiler_collects_though_a_tracer_of_the_thread_has_gone():
+    with LineProfiler(work, device="cpu"):
+        sys.settrace(None)
+        with LineProfiler(work, device="cpu") as inner:
+            work()
+    assert inner.records[0].hits == 1
+    assert sys.gettrace() is None
