@@ -21,6 +21,10 @@ from ._torch_holders import is_held
 from ._units import Unit
 
 
+RESIDENT = "paged: resident"
+"""What reports of memory call bytes of the device that units keep."""
+
+
 @contextmanager
 def aside() -> Iterator[None]:
     """A block whose tensors no scope owns, no function mode sees and no graph records."""
