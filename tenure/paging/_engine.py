@@ -26,7 +26,6 @@ from ._ring import ByteRing, Fences
 from ._table import HostTensor
 from ._units import Unit
 
-
 RING = "paged: ring"
 """What reports of memory call the bytes that passing units share."""
 
