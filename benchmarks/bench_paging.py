@@ -42,9 +42,8 @@ def workloads() -> list[Workload]:
 
 def blocks(workload: Workload, ratio: float, rates: Any) -> nn.Sequential:
     """The model of a workload."""
-    made = []
-    for n_bytes in workload.block_bytes:
-        made.append(Part.block(n_bytes, ratio * n_bytes / rates.h2d_bytes_per_s))
+    bytes_per_s = rates.h2d_bytes_per_s
+    made = (Part.block(n_bytes, ratio * n_bytes / bytes_per_s) for n_bytes in workload.block_bytes)
     return nn.Sequential(*made).eval()
 
 

@@ -338,7 +338,7 @@ class _Census:
 
 
 def _homes(kept: Iterable[NamedTensor]) -> dict[int, int]:
-    homes = {}
+    homes: dict[int, int] = {}
     for named in kept:
         home = storage_key(named.tensor)
         if home is not None:

@@ -68,8 +68,8 @@ class Names:
             if id(module) not in known and any(True for _ in _named_tensors(module)):
                 roots.append((module, labels.of(module)))
                 self._add_module(*roots[-1], unless=frozenset(self._names))
-        for model, named in kept:
-            label = "" if model is None else _label_of(model, roots)
+        for served, named in kept:
+            label = "" if served is None else _label_of(served, roots)
             self._add(named.tensor, _dotted(label, named.name), named.category)
         labels = _Labels()
         for optimizer in {id(optimizer): optimizer for optimizer in optimizers}.values():

@@ -208,6 +208,30 @@ def test_a_snapshot_says_what_paging_added(sim):
         assert changes["paged: ring"] == handle.report().ring_bytes
 
 
+TEXT = """\
+Element type                                           Size  Used MEM Category
+----------------------------------------------------------------------------------
+Storage on sim:0
+ring                                               (33792,)  33.0 KiB paged: ring
+0                                                  (16896,)  16.5 KiB paged: resident
+----------------------------------------------------------------------------------
+Total Tensors: 50688 \tUsed Memory: 49.5 KiB
+paged: ring                                                  33.0 KiB
+paged: resident                                              16.5 KiB
+unexplained                                                       0 B
+total                                                        49.5 KiB
+The allocated memory on sim:0: 49.5 KiB, of 49.5 KiB that the allocator has reserved.
+----------------------------------------------------------------------------------"""
+
+
+def test_the_table_of_a_paged_model(sim):
+    model = layers(n=4)
+    with page(model, sim.device, "17KiB", budget="50KiB"):
+        shown = str(report_on(model, device=sim.device))
+    print(shown)
+    assert shown == TEXT
+
+
 def test_a_report_keeps_nothing_of_the_pager(sim):
     model = layers()
     handle = page(model, sim.device, "17KiB", budget="60KiB")
