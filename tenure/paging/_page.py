@@ -75,8 +75,11 @@ class Page:
             self._shown[host] = found
             self._shown_versions[host] = found._version
         # Some kernels choose their way by this flag, also where no graph is recorded. Where one is,
-        # the weights must not be part of it: it would hold their bytes.
-        asks = host.tensor.requires_grad and not torch.is_grad_enabled()
+        # the weights must not be part of it: it would hold their bytes. Autocast keeps a copy of
+        # each weight that asks for gradients: it would fill the device.
+        asks = host.tensor.requires_grad and not (
+            torch.is_grad_enabled() or torch.is_autocast_enabled(found.device.type)
+        )
         if found.requires_grad is not asks:
             found.requires_grad_(asks)
         return found

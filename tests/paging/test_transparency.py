@@ -215,6 +215,30 @@ def test_batch_norm_in_training_mode_updates_the_buffers_on_the_host(sim):
                 torch.testing.assert_close(model.get_buffer(name), buffer)
 
 
+def test_inference_mode_works_with_buffers_that_change(sim):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.BatchNorm1d(WIDTH) for _ in range(5)], nn.Linear(WIDTH, WIDTH))
+    plain, batch = copy.deepcopy(model), torch.randn(16, WIDTH)
+    expected = plain(batch)
+    with paged(sim, model, 60), torch.inference_mode():
+        torch.testing.assert_close(model(batch).cpu(), expected)
+    with paged(sim, model, 60):
+        model(batch)
+    plain(batch)
+    torch.testing.assert_close(model[0].running_mean, plain[0].running_mean)
+
+
+def test_autocast_keeps_no_copies_of_weights(sim, model, x):
+    there = x.to(sim.device)
+    with torch.autocast("sim", dtype=torch.bfloat16):
+        expected = copy.deepcopy(model).to(sim.device)(there).cpu()
+    with paged(sim, model), torch.autocast("sim", dtype=torch.bfloat16):
+        resting_bytes = sim.allocated_bytes
+        for _ in range(2):
+            assert torch.equal(model(there).cpu(), expected)
+        assert sim.allocated_bytes == resting_bytes
+
+
 class Counting(nn.Module):
     def __init__(self):
         super().__init__()
