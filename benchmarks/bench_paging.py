@@ -7,63 +7,23 @@ has to be computed. Every time here is virtual, so the same numbers come out on 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from importlib import import_module
 from itertools import cycle, islice
 from typing import Any
 
 import psutil
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from benchmarks._paging_blocks import Part, Workload, pass_s
+from benchmarks._paging_peers import peer_rows
 from benchmarks._record import Row, publish
 from tenure.paging import PagedModel, page
 
 # by name, so that type checkers, which the tests are not written for, don't follow
 _device: Any = import_module("tests.simdevice")
-_blocks: Any = import_module("tests.simdevice._blocks")
-_streams: Any = import_module("tests.simdevice._streams")
-_machine: Any = import_module("tests.simdevice._machine")
 _setup: Any = import_module("tests.simdevice._setup")
 
 _MB = 10**6
-_PARTS = 6
-_PASSES = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """Blocks in a row, and a budget.
-
-    Attributes:
-        what: in words.
-        block_bytes: the size of each block.
-        budget_bytes: what weights may take of the device.
-        bar: the share of the limit to reach.
-        ratios: computation by copy time, of each block.
-    """
-
-    what: str
-    block_bytes: list[int]
-    budget_bytes: int
-    bar: float
-    ratios: tuple[float, ...]
-
-
-class _Part(nn.Module):
-    """A layer whose kernel takes a given virtual time."""
-
-    def __init__(self, n_bytes: int, compute_s: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(n_bytes, dtype=torch.uint8), requires_grad=False)
-        self.compute_s = compute_s
-
-    def forward(self, x: Tensor) -> Tensor:
-        stream, machine = _streams.current_stream(), _machine.machine
-        machine.launch("kernel", stream, [_blocks.span_of(self.weight)], [])
-        machine.clock.host_s += machine.clock.rates.host_launch_s
-        machine.clock._occupy(stream, "compute", self.compute_s)
-        return x
 
 
 def workloads() -> list[Workload]:
@@ -82,10 +42,8 @@ def workloads() -> list[Workload]:
 
 def blocks(workload: Workload, ratio: float, rates: Any) -> nn.Sequential:
     """The model of a workload."""
-    made = []
-    for n_bytes in workload.block_bytes:
-        compute_s = ratio * n_bytes / rates.h2d_bytes_per_s / _PARTS
-        made.append(nn.Sequential(*[_Part(n_bytes // _PARTS, compute_s) for _ in range(_PARTS)]))
+    bytes_per_s = rates.h2d_bytes_per_s
+    made = (Part.block(n_bytes, ratio * n_bytes / bytes_per_s) for n_bytes in workload.block_bytes)
     return nn.Sequential(*made).eval()
 
 
@@ -95,23 +53,12 @@ def share(sim: Any, workload: Workload, ratio: float, unit: str) -> tuple[float,
     model = blocks(workload, ratio, sim.rates)
     size: int | str = f"{max(workload.block_bytes)}B" if unit == "block" else -1
     with page(model, sim.device, size, budget=workload.budget_bytes) as handle:
-        elapsed_s = _pass_s(sim, model)
+        elapsed_s = pass_s(sim, model)
         limit_s = max(
             _passing_bytes(handle) / sim.rates.h2d_bytes_per_s,
-            sum(part.compute_s for part in model.modules() if isinstance(part, _Part)),
+            sum(part.compute_s for part in model.modules() if isinstance(part, Part)),
         )
     return float(limit_s / elapsed_s), float(sim.peak_bytes / workload.budget_bytes)
-
-
-def _pass_s(sim: Any, model: nn.Module) -> float:
-    x = torch.zeros(0, device=sim.device)
-    for _ in range(3):
-        model(x)
-    stream = _streams.current_stream()
-    begin_s = stream.ready_s  # without a stop: passes follow each other, as tokens do
-    for _ in range(_PASSES):
-        model(x)
-    return float(stream.ready_s - begin_s) / _PASSES
 
 
 def _passing_bytes(handle: PagedModel) -> int:
@@ -153,6 +100,7 @@ def main() -> None:
                 Row(f"share of the limit: {workload.what}; {units}", f"{least:.3f}", bar, reached,
                     f"computation / copy {shares}")
             )  # fmt: skip
+    rows += peer_rows(sim, workloads()[:3])  # where all weights pass, as they do there
     rows.append(Row("peak / budget", f"{max(peaks):.4f}", "<= 1", max(peaks) <= 1))
     rows.append(Row("host memory / weights", f"{ratio:.3f}", "<= 1.05", ratio <= 1.05))
     publish("paging", rows)

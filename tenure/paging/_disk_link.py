@@ -7,7 +7,7 @@ asking; a piece of staging memory is read into again only after the copy from it
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -17,11 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tenure._named_tensors import NamedTensor
+
 from ._host_buffers import Pinning, private_memory
 from ._link import Link
 from ._page import aside
 from ._reader import Done, Reader
 
+STAGING = "paged: staging"
+"""What reports of memory call the host memory between files and a device."""
 _N_SLOTS = 4
 _SLOT_BYTES = 16 * 2**20
 
@@ -48,7 +52,8 @@ class DiskLink(Link):
         self._lock = RLock()  # a thread outside of the model may wait for a copy, too
         self._slot_bytes = max(1, min(slot_bytes, largest_bytes))
         self._pinning = Pinning(self.module)
-        self._free = [self._slot() for _ in range(_N_SLOTS)]
+        self._slots = [self._slot() for _ in range(_N_SLOTS)]
+        self._free = list(self._slots)
         self._busy: deque[tuple[Tensor, Any]] = deque()
         self._waiting: deque[_Piece] = deque()
         self._reading: deque[_Reading] = deque()
@@ -57,6 +62,11 @@ class DiskLink(Link):
     def staging_bytes(self) -> int:
         """Host memory between files and the device."""
         return _N_SLOTS * self._slot_bytes
+
+    def named_tensors(self) -> Iterator[NamedTensor]:
+        """The staging memory."""
+        for i, memory in enumerate(self._slots):
+            yield NamedTensor(memory, f"staging[{i}]", STAGING)
 
     def page_in(
         self, pairs: Iterable[tuple[Tensor, Any]], after: Iterable[Any]

@@ -7,23 +7,27 @@ when it is used. Device memory is allocated at the start, and the host waits onl
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from tenure._errors import PagingError
+from tenure._named_tensors import NamedTensor
 from tenure._units import format_bytes
 
 from ._host_buffers import HostStore
 from ._link import Link
 from ._meter import Meter
 from ._order import AccessOrder
-from ._page import Page, aside
+from ._page import RESIDENT, Page, aside
 from ._ring import ByteRing, Fences
 from ._table import HostTensor
 from ._units import Unit
+
+RING = "paged: ring"
+"""What reports of memory call the bytes that passing units share."""
 
 
 class Engine:
@@ -190,6 +194,14 @@ class Engine:
         self._unread.clear()
         self._pages.clear()
         self._arena = torch.empty(0)
+
+    def named_tensors(self) -> Iterator[NamedTensor]:
+        """The ring, each unit that stays, and what the link stages."""
+        yield NamedTensor(self._arena, "ring", RING)
+        for page in list(self._pages.values()):
+            if page.is_resident:
+                yield NamedTensor(page.memory, page.unit.name, RESIDENT)
+        yield from self._link.named_tensors()
 
     def _allocate(self, n_bytes: int) -> Tensor:
         with aside():

@@ -15,6 +15,7 @@ from torch import Tensor, UntypedStorage
 
 from tenure._describe import describe_tensor
 from tenure._errors import PagingError
+from tenure._named_tensors import NamedTensor
 
 from ._mapped_file import MappedFile
 from ._reader import Reader
@@ -130,6 +131,10 @@ class FileStore:
             return UnitBytes(unit.n_bytes, (*self._parts[unit], *self._moved(unit)))
         except PagingError as error:  # for who uses the unit; it may only be fetched ahead now
             return UnitBytes(unit.n_bytes, (), error)
+
+    def named_tensors(self) -> Iterator[NamedTensor]:
+        """None: the model's own tensors lie over the files."""
+        return iter(())
 
     def close(self) -> None:
         """Close the files and end the thread; the tensors of the model stay over the files."""

@@ -7,7 +7,7 @@ way the block ended, puts everything back.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from tenure._errors import PagingError
+from tenure._named_tensors import NamedTensor, register_namer, unregister_namer
 from tenure._shrinking import register_shrinkable, unregister_shrinkable
 from tenure._units import format_bytes
 
@@ -61,6 +62,7 @@ class PagedModel:
         self.plan = plan
         self._pager = pager
         self._resources = resources
+        resources.serve(model)
         weakref.finalize(pager, resources.close).atexit = False
         self._hooks: list[ModuleHooks] = []
         self._bindings: list[Binding] = []
@@ -158,11 +160,27 @@ class Resources:
     ) -> None:
         self.engine, self.store, self.whole, self.units = engine, store, whole, units
         self.closed = False
+        self._model: weakref.ref[nn.Module] | None = None
+
+    def serve(self, model: nn.Module) -> None:
+        """Be named in reports of memory as the model's, from now until it is given back."""
+        self._model = weakref.ref(model)
+        register_namer(self)
+
+    def served_model(self) -> nn.Module | None:
+        """See `TensorNamer`."""
+        return None if self._model is None else self._model()
+
+    def named_tensors(self) -> Iterator[NamedTensor]:
+        """See `TensorNamer`."""
+        for keeper in (self.engine, self.whole, self.store):
+            yield from keeper.named_tensors()
 
     def close(self) -> None:
         """Let go of the device, and of what the host needed."""
         if not self.closed:
             self.closed = True
+            unregister_namer(self)
             self.engine.close()
             self.whole.close()
             self.store.close()

@@ -9,18 +9,23 @@ from __future__ import annotations
 import ctypes
 import mmap
 import warnings
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from tenure._describe import describe_tensor
 from tenure._errors import PagingError, PagingWarning
+from tenure._named_tensors import NamedTensor
 from tenure._units import format_bytes
 
 from ._table import Extent, HostTensor
 from ._units import Unit
+
+HOST = "paged: host"
+"""What reports of memory call the buffers; the model's tensors lie in them."""
 
 _Memory = Any  # what offers Python's buffer protocol; collections.abc.Buffer is Python 3.12's
 
@@ -45,6 +50,10 @@ class HostStore(Protocol):
         """
         ...
 
+    def named_tensors(self) -> Iterator[NamedTensor]:
+        """The host memory that it keeps, for reports of memory."""
+        ...
+
     def close(self) -> None:
         """Give back what paging needed; the tensors of the model stay as they are."""
         ...
@@ -61,6 +70,7 @@ class HostBuffers:
     def __init__(self, module: Any, *, pin: bool) -> None:
         self._bytes: dict[Unit, Tensor] = {}
         self._memory: dict[Unit, _Memory] = {}
+        self._parts: dict[Unit, list[weakref.ref[UntypedStorage]]] = {}
         self._pinning = Pinning(module) if pin else None
 
     @property
@@ -72,11 +82,12 @@ class HostBuffers:
         """Move the tensors of units into buffers; values, strides and identity stay."""
         for unit in units:
             memory = self._memory[unit] = private_memory(unit.n_bytes)
+            self._parts[unit] = []
             self._bytes[unit] = torch.frombuffer(memory, dtype=torch.uint8, count=unit.n_bytes)
             if self._pinning is not None:
                 self._pinning.pin(self._bytes[unit])
             for extent, start in unit.starts():
-                _move(extent, memory, start)
+                _move(extent, self._part(unit, extent, start), start)
 
     def bytes_of(self, unit: Unit) -> Tensor:
         """The buffer of a unit, with what was given other memory meanwhile back in it.
@@ -88,17 +99,33 @@ class HostBuffers:
             for host in extent.tensors:
                 if host.has_left:
                     _check_form(host, extent)
-                    part = _part(self._memory[unit], start, extent.n_bytes)
+                    part = self._part(unit, extent, start)
                     with torch.no_grad():
                         _point(host, part, start, keep_values=True)
         return self._bytes[unit]
+
+    def named_tensors(self) -> Iterator[NamedTensor]:
+        """The buffers, and for each the storages of the model's tensors in it."""
+        for unit, parts in list(self._parts.items()):
+            alive = (part() for part in list(parts))
+            inside = tuple(storage for storage in alive if storage is not None)
+            yield NamedTensor(self._bytes[unit], unit.name, HOST, inside)
 
     def close(self) -> None:
         """Unpin the buffers; the tensors of the model keep them as ordinary memory."""
         if self._pinning is not None:
             self._pinning.undo()
+        self._parts.clear()
         self._bytes.clear()
         self._memory.clear()
+
+    def _part(self, unit: Unit, extent: Extent, start: int) -> Tensor:
+        """The bytes of an extent in the buffer of its unit, as a storage of their own."""
+        memory, n_bytes = self._memory[unit], extent.n_bytes
+        part = torch.frombuffer(memory, dtype=torch.uint8, count=n_bytes, offset=start)
+        known = [each for each in self._parts[unit] if each() is not None]
+        self._parts[unit] = [*known, weakref.ref(part.untyped_storage())]
+        return part
 
 
 class Pinning:
@@ -145,9 +172,8 @@ def private_memory(n_bytes: int) -> _Memory:
     return (ctypes.c_ubyte * n_bytes)()
 
 
-def _move(extent: Extent, memory: _Memory, start: int) -> None:
+def _move(extent: Extent, new: Tensor, start: int) -> None:
     """Copy an extent to its place in a buffer, and point its tensors there."""
-    new = _part(memory, start, extent.n_bytes)
     old = torch.empty(0, dtype=torch.uint8, device="cpu")
     new.copy_(old.set_(extent.storage, extent.low_byte, (extent.n_bytes,), (1,)))
     point_at(extent, new, start)
@@ -164,11 +190,6 @@ def point_at(extent: Extent, part: Tensor, start: int) -> None:
     extent.low_byte = 0
     for host in extent.tensors:
         _point(host, part, start)
-
-
-def _part(memory: _Memory, start: int, n_bytes: int) -> Tensor:
-    """Bytes of a buffer, as a storage of their own."""
-    return torch.frombuffer(memory, dtype=torch.uint8, count=n_bytes, offset=start)
 
 
 def _point(host: HostTensor, part: Tensor, start: int, *, keep_values: bool = False) -> None:

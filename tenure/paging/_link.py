@@ -5,11 +5,13 @@ Written against the device's module, so that it is the same on every accelerator
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tenure._named_tensors import NamedTensor
 
 
 class Link:
@@ -29,6 +31,10 @@ class Link:
     def staging_bytes(self) -> int:
         """Host memory between files and the device: none, weights are in memory."""
         return 0
+
+    def named_tensors(self) -> Iterator[NamedTensor]:
+        """The staging memory, for reports of memory."""
+        return iter(())
 
     def current(self) -> Any:
         """The stream that computes now."""

@@ -20,6 +20,9 @@ from ._table import HostTensor
 from ._torch_holders import is_held
 from ._units import Unit
 
+RESIDENT = "paged: resident"
+"""What reports of memory call bytes of the device that units keep."""
+
 
 @contextmanager
 def aside() -> Iterator[None]:

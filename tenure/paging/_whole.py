@@ -5,10 +5,14 @@ Invariant: a copy is as new as its original; where one may have changed, the oth
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from ._page import aside, in_place_of
+from tenure._named_tensors import NamedTensor
+
+from ._page import RESIDENT, aside, in_place_of
 from ._table import HostTensor, n_bytes_of_whole
 
 
@@ -44,6 +48,11 @@ class WholeTensors:
                 with torch.no_grad():
                     host.tensor.copy_(copy)
                 self._versions[host] = self._versions_of(host)
+
+    def named_tensors(self) -> Iterator[NamedTensor]:
+        """The copies."""
+        for host, copy in list(self._copies.items()):
+            yield NamedTensor(copy, host.name, RESIDENT)
 
     def close(self) -> None:
         """Let go of the copies."""

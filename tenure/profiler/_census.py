@@ -24,12 +24,14 @@ from tenure._heap import (
     is_node_class,
     read,
     storage_bytes,
+    storage_key,
     tracked_objects,
     type_name,
 )
+from tenure._named_tensors import NamedTensor, tensor_namers
 from tenure._sited import created_at
 
-from ._naming import BUFFERS, OPTIMIZER_STATE, PARAMETERS, Names
+from ._naming import BUFFERS, OPTIMIZER_STATE, PARAMETERS, Kept, Names
 from ._parts import (
     device_of,
     dtype_of,
@@ -47,7 +49,10 @@ GRADIENTS = "gradients"
 SAVED = "saved for backward"
 OTHERS = "other tensors"
 CATEGORIES: tuple[str, ...] = (PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER_STATE, SAVED, OTHERS)
-"""What a storage counts as, the first of them that is true of one of its tensors."""
+"""What a storage counts as, the first of them that is true of one of its tensors.
+
+Memory that a pager or the like keeps for a model counts as what that says, before all of these.
+"""
 
 _MAX_SEARCHED = 5000
 _BORROWING = frozenset({"view", "autograd", "numpy"})
@@ -129,7 +134,7 @@ class _Member(NamedTuple):
     def rank(self) -> tuple[int, int, int, int, str]:
         """Named parameters, buffers and so on in their order; the rest by size."""
         row = self.row
-        category = CATEGORIES.index(row.category)
+        category = CATEGORIES.index(row.category) if row.category in CATEGORIES else -1
         return category, self.held.order, -row.n_bytes, -self.tensor_bytes, row.name
 
 
@@ -154,7 +159,7 @@ def take_census(
     with quietly():
         survey = _Survey()
         saved = saved_storages(survey.nodes)[0]
-        names = Names(list(models), survey.modules, [*optimizers, *survey.optimizers])
+        names = Names(list(models), survey.modules, [*optimizers, *survey.optimizers], survey.kept)
         return _Census(names, survey, saved).result()
 
 
@@ -167,9 +172,15 @@ class _Survey:
         modules: all modules.
         optimizers: all optimizers.
         storages: the handles of storages.
+        kept: the tensors that pagers and the like keep, which the pass has therefore seen.
     """
 
     def __init__(self) -> None:
+        self.kept = [
+            Kept(namer.served_model(), named)
+            for namer in tensor_namers()
+            for named in namer.named_tensors()
+        ]
         found = instances(tracked_objects(), _is_surveyed)
         tensors = instances(found, lambda cls: is_kind(cls, Tensor))
         self.tensors = list(map(weakref.ref, tensors))
@@ -195,6 +206,7 @@ class _Census:
         self._names = names
         self._bare = survey.storages
         self._saved = saved
+        self._homes = _homes(kept.named for kept in survey.kept)
         self._handles = [t for reference in survey.tensors if (t := reference()) is not None]
         self._in_python = {
             id(t) for t in self._handles if sys.getrefcount(t) - _OWN_REFERENCES > cpp_references(t)
@@ -264,17 +276,20 @@ class _Census:
         parts = parts_of(t)
         for part in parts:
             row = _row(held.name + part.label, category, part.tensor, site)
-            self._identities.setdefault(part.key, identity_of(part.tensor))
+            key = self._home(part.key)
+            if key == part.key:
+                self._identities.setdefault(key, identity_of(part.tensor))
             member = _Member(
                 replace(row, n_bytes=part.n_bytes), tensor_bytes(part.tensor), held, has_graph
             )
-            self._members.setdefault(part.key, []).append(member)
+            self._members.setdefault(key, []).append(member)
         if not parts and _is_hollow(t):
             self._hollow.append(replace(_row(held.name, category, t, site), device="meta"))
 
     def _add_saved(self) -> None:
         """What only a graph keeps; and what it shares with a variable is the graph's as well."""
-        for key, (record, identity) in self._saved.items():
+        for own_key, (record, identity) in self._saved.items():
+            key = self._home(own_key)
             members = self._members.get(key)
             if members and not record.is_leaf:
                 first = min(members, key=lambda member: member.rank)
@@ -290,10 +305,12 @@ class _Census:
     def _add_rest(self) -> None:
         """Memory that only C++ refers to, and bare storages."""
         for t in self._handles:
-            if any(part.key not in self._members for part in parts_of(t)):
+            if any(self._home(part.key) not in self._members for part in parts_of(t)):
                 self._add(t, self._named(t, ""), OTHERS)
         for storage in self._bare:
-            if storage._cdata not in self._members and storage.nbytes() and not is_hollow(storage):
+            if self._home(storage._cdata) in self._members:
+                continue
+            if storage.nbytes() and not is_hollow(storage):
                 # numbered like tensors without a name
                 name = f"UntypedStorage{self._n_unnamed}"
                 self._n_unnamed += 1
@@ -301,6 +318,10 @@ class _Census:
                 row = TensorRow(name, OTHERS, (n_bytes,), "uint8", device, n_bytes)
                 self._identities[storage._cdata] = weakref.ref(storage)
                 self._members[storage._cdata] = [_Member(row, n_bytes, _Held(name, "unknown"))]
+
+    def _home(self, key: int) -> int:
+        """The storage whose bytes a storage lies in; mostly itself."""
+        return self._homes.get(key, key)
 
     def _entry(self, key: int) -> StorageEntry:
         members = self._members[key]
@@ -314,6 +335,15 @@ class _Census:
             members[0].held.kind,
             any(member.has_graph for member in members),
         )
+
+
+def _homes(kept: Iterable[NamedTensor]) -> dict[int, int]:
+    homes: dict[int, int] = {}
+    for named in kept:
+        home = storage_key(named.tensor)
+        if home is not None:
+            homes.update((storage._cdata, home) for storage in named.inside)
+    return homes
 
 
 def _best(found: Sequence[Holder]) -> _Held | None:

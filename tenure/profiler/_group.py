@@ -48,8 +48,10 @@ class GroupReport:
     @property
     def categories(self) -> dict[str, int]:
         """Bytes by category over all ranks."""
-        names = self.reports[0].categories
-        return {name: sum(report.categories[name] for report in self.reports) for name in names}
+        by_rank = [report.categories for report in self.reports]
+        # some categories are there only where they take something
+        names = dict.fromkeys(name for categories in by_rank for name in categories)
+        return {name: sum(found.get(name, 0) for found in by_rank) for name in names}
 
     def to_dict(self) -> dict[str, object]:
         """The report as numbers and text, fit for JSON."""
@@ -88,7 +90,7 @@ class GroupReport:
 
     def _rows(self) -> list[tuple[str, ...]]:
         rows = [
-            _row(name, [report.categories[name] for report in self.reports])
+            _row(name, [report.categories.get(name, 0) for report in self.reports])
             for name, n_bytes in self.categories.items()
             if n_bytes
         ]

@@ -79,7 +79,7 @@ class MemReport:
         found = dict.fromkeys((*CATEGORIES, ROUNDING), 0)
         for device in self.devices:
             for name, n_bytes in device.categories.items():
-                found[name] += n_bytes
+                found[name] = found.get(name, 0) + n_bytes
         return found
 
     @property
@@ -153,7 +153,7 @@ def build_report(
 def _device_report(name: str, rows: Sequence[TensorRow]) -> DeviceReport:
     categories: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     for row in rows:
-        categories[row.category] += row.n_bytes
+        categories[row.category] = categories.get(row.category, 0) + row.n_bytes
     counted = allocator_bytes(torch.device(name))
     if counted is None:
         return DeviceReport(name, tuple(rows), categories, sum(categories.values()))

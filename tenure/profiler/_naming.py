@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tenure._heap import instance_attributes, is_kind, type_name
+from tenure._named_tensors import NamedTensor
 
 PARAMETERS = "parameters"
 BUFFERS = "buffers"
@@ -32,6 +33,13 @@ class Named(NamedTuple):
     order: int
 
 
+class Kept(NamedTuple):
+    """A tensor that something keeps for a model, and names; None for a model that is gone."""
+
+    model: nn.Module | None
+    named: NamedTensor
+
+
 class Names:
     """The names of the tensors of all modules and optimizers that are alive, by identity.
 
@@ -39,6 +47,7 @@ class Names:
         models: modules whose tensors are called by their dotted names alone.
         found: all modules; the names of others begin with the name of their class.
         optimizers: all optimizers.
+        kept: tensors that stand in no module; their names begin with that of their model.
     """
 
     def __init__(
@@ -46,16 +55,22 @@ class Names:
         models: Sequence[nn.Module],
         found: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
+        kept: Sequence[Kept] = (),
     ) -> None:
         self._names: dict[int, dict[str, str]] = {}
         self._order: dict[int, int] = {}
         for model in models:
             self._add_module(model, "")
+        roots = [(model, "") for model in models]
         known = {id(module) for model in models for _, module in _modules(model)}
         labels = _Labels()
         for module in _outermost(found):
             if id(module) not in known and any(True for _ in _named_tensors(module)):
-                self._add_module(module, labels.of(module), unless=frozenset(self._names))
+                roots.append((module, labels.of(module)))
+                self._add_module(*roots[-1], unless=frozenset(self._names))
+        for served, named in kept:
+            label = "" if served is None else _label_of(served, roots)
+            self._add(named.tensor, _dotted(label, named.name), named.category)
         labels = _Labels()
         for optimizer in {id(optimizer): optimizer for optimizer in optimizers}.values():
             self._add_optimizer(optimizer, labels.of(optimizer))
@@ -106,6 +121,15 @@ class _Labels:
         name = type_name(type(found))
         self._counts[name] = self._counts.get(name, 0) + 1
         return name if self._counts[name] == 1 else f"{name}#{self._counts[name]}"
+
+
+def _label_of(model: nn.Module, roots: Sequence[tuple[nn.Module, str]]) -> str:
+    """What a model is called that may be a part of another one."""
+    for root, label in roots:
+        for name, inner in _modules(root):
+            if inner is model:
+                return _dotted(label, name)
+    return type_name(type(model))
 
 
 def _dotted(prefix: str, name: str) -> str:

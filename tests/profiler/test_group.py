@@ -122,3 +122,12 @@ def test_a_single_process_is_a_group_of_one(tmp_path, capsys):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_first_rank_prints(rank):
     assert GroupReport(REPORT.reports, rank).is_first is (rank == 0)
+
+
+def test_a_category_that_only_one_rank_has_is_summed():
+    paged = report_of(2048, parameters=1024, **{"paged: ring": 1024})
+    group = GroupReport((report_of(512, parameters=512), paged), 0)
+    assert group.categories["paged: ring"] == 1024
+    assert group.categories["parameters"] == 1536
+    assert sum(group.categories.values()) + group.unexplained_bytes == group.total_bytes
+    assert "paged: ring     0 B  1.0 KiB  1.0 KiB" in str(group)

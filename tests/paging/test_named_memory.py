@@ -1,0 +1,256 @@
+"""Reports of memory name what a pager keeps, and count each of its bytes once."""
+
+import gc
+import io
+from contextlib import redirect_stdout
+
+import pytest
+import torch
+from torch import nn
+
+from tenure._shrinking import ask_to_shrink
+from tenure.paging import chunk, page
+from tenure.profiler import MemReporter, snapshot
+from tests.paging.models import build
+
+PAGED = ("paged: resident", "paged: ring", "paged: host")
+
+
+def report_on(model=None, **arguments):
+    """A report without its output."""
+    with redirect_stdout(io.StringIO()):
+        return MemReporter(model).report(**arguments)
+
+
+def paged_of(report):
+    return {name: n for name, n in report.categories.items() if name.startswith("paged")}
+
+
+def budget_of(model, share=0.6):
+    n_bytes = sum(t.nbytes for t in {id(t): t for t in model.parameters()}.values())
+    return int(n_bytes * share) + 4096
+
+
+def layers(width=64, n=8):
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(n)]).eval()
+
+
+def assert_exact(sim, report):
+    (device,) = [each for each in report.devices if each.device == str(sim.device)]
+    assert device.total_bytes == sim.allocated_bytes
+    assert sum(device.categories.values()) + device.unexplained_bytes == sim.allocated_bytes
+    assert device.unexplained_bytes == 0
+    return device
+
+
+@pytest.mark.parametrize(
+    ("name", "round_to_bytes"), [("resnet", 1), ("tied", 512), ("shared", 1), ("strided", 1)]
+)
+def test_the_bytes_of_a_paged_model_are_the_allocators_total(sim, name, round_to_bytes):
+    sim(round_to_bytes=round_to_bytes)
+    model, args, kwargs = build(name)
+    with page(model, sim.device, budget=budget_of(model) * 2) as handle, torch.no_grad():
+        output = model(*args, **kwargs)
+        report = handle.report()
+        device = assert_exact(sim, report_on(model))
+        assert device.categories.get("paged: resident", 0) == report.resident_bytes
+        assert device.categories.get("paged: ring", 0) == report.ring_bytes
+        assert device.categories["parameters"] == device.categories["buffers"] == 0
+    del output
+
+
+def test_two_paged_models_have_rows_of_their_own(sim):
+    first, second = layers(), nn.ModuleDict({"a": layers(32), "b": layers(32, 2)}).eval()
+    one = page(first, sim.device, "17KiB", budget="60KiB")
+    two = page(second["a"], sim.device, "5KiB", budget="20KiB")
+    x = torch.randn(2, 64)
+    first(x), second["a"](x[:, :32])
+    device = assert_exact(sim, report_on(second))
+    rows = {row.name: row for row in device.rows if row.category.startswith("paged") if row.n_bytes}
+    assert rows["Sequential.ring"].n_bytes == one.report().ring_bytes
+    assert rows["a.ring"].n_bytes == two.report().ring_bytes
+    resident = one.report().resident_bytes + two.report().resident_bytes
+    assert device.categories["paged: resident"] == resident > 0
+    kept = {unit.name for unit in one.plan.units if unit.resident}
+    assert {f"Sequential.{name}" for name in kept} <= set(rows)
+    one.unpage()
+    device = assert_exact(sim, report_on(second))
+    assert device.categories["paged: ring"] == two.report().ring_bytes
+    two.unpage()
+    assert not paged_of(report_on(second))
+
+
+def test_on_the_host_a_parameter_lies_in_its_buffer_and_counts_once(sim):
+    gc.collect()
+    others = report_on(device="cpu").categories["parameters"]
+    model = layers()
+    weights = sum(p.nbytes for p in model.parameters())
+    with page(model, sim.device, "17KiB", budget="60KiB") as handle:
+        model(torch.randn(2, 64))
+        report = report_on(model, device="cpu")
+        units = sum(unit.n_bytes for unit in handle.plan.units)
+        assert report.categories["paged: host"] == units >= weights
+        assert report.categories["parameters"] == others
+        rows = {row.name: row for row in report.rows}
+        assert rows["3.weight"].n_bytes == 0
+        assert rows["3.weight"].category == "parameters"
+        assert rows[rows["3.weight"].owner].category == "paged: host"
+        lines = str(report).splitlines()
+        assert sum(line.startswith("paged: host ") for line in lines) == 1
+        assert sum(report.categories.values()) == report.total_bytes
+    report = report_on(model, device="cpu")
+    assert report.categories["parameters"] == others + weights
+    assert report.unexplained_bytes == 0
+
+
+def test_the_categories_are_gone_after_unpage(sim):
+    model = layers()
+    without = set(report_on(model).categories)
+    handle = page(model, sim.device, "17KiB", budget="60KiB")
+    model(torch.randn(2, 64))
+    assert set(paged_of(report_on(model))) == set(PAGED)
+    handle.unpage()
+    gc.collect()
+    report = report_on(model)
+    assert set(report.categories) == without
+    assert sim.allocated_bytes == 0
+    assert report.unexplained_bytes == 0
+
+
+def test_a_model_that_is_dropped_paged_is_named_no_more(sim):
+    model = layers()
+    page(model, sim.device, "17KiB", budget="60KiB")
+    assert paged_of(report_on())
+    del model
+    gc.collect()
+    assert not paged_of(report_on())
+
+
+def test_what_was_given_back_counts_no_more(sim):
+    model = layers()
+    with page(model, sim.device, "17KiB", budget="100KiB"):
+        model(torch.randn(2, 64))
+        before = paged_of(report_on())["paged: resident"]
+        given_bytes = ask_to_shrink(str(sim.device), 1)
+        assert given_bytes > 0
+        device = assert_exact(sim, report_on())
+        assert device.categories["paged: resident"] == before - given_bytes
+
+
+def test_inside_a_forward_the_shown_weights_lie_in_the_ring(sim):
+    model, seen = layers(), []
+    model[4].register_forward_hook(lambda *_: seen.append(report_on(model)))
+    with page(model, sim.device, "17KiB", budget="60KiB") as handle, torch.no_grad():
+        model(torch.randn(2, 64))
+        (device,) = [each for each in seen[0].devices if each.device == str(sim.device)]
+        assert device.unexplained_bytes == 0
+        assert device.categories["paged: ring"] == handle.report().ring_bytes
+        assert device.categories["parameters"] == 0
+
+
+def test_a_parameter_with_new_memory_counts_beside_the_buffer_until_it_is_home(sim):
+    gc.collect()
+    others = report_on(device="cpu").categories["parameters"]
+    model = layers()
+    with page(model, sim.device, "17KiB", budget="60KiB") as handle:
+        units = sum(unit.n_bytes for unit in handle.plan.units)
+        model[3].weight.data = torch.ones(64, 64)
+        report = report_on(model, device="cpu")
+        assert report.categories["paged: host"] == units
+        assert report.categories["parameters"] == others + model[3].weight.nbytes
+        model(torch.randn(2, 64))
+        report = report_on(model, device="cpu")
+        assert report.categories["paged: host"] == units
+        assert report.categories["parameters"] == others
+
+
+class Tagged(torch.Tensor):
+    """A subclass: such tensors are not paged."""
+
+
+def test_tensors_that_stay_whole_count_as_resident(sim):
+    model = layers()
+    model.register_buffer("mask", torch.eye(64).as_subclass(Tagged))
+    with page(model, sim.device, "17KiB", budget="80KiB") as handle:
+        model(torch.randn(2, 64))
+        device = assert_exact(sim, report_on(model))
+        assert device.categories["paged: resident"] == handle.plan.resident_bytes
+        (row,) = [row for row in device.rows if row.name == "mask"]
+        assert (row.category, row.n_bytes) == ("paged: resident", 4 * 64 * 64)
+
+
+def test_chunk_names_what_stays(sim):
+    gc.collect()
+    others = report_on(device="cpu").categories["parameters"]
+    model = layers()
+    with chunk(model, sim.device, "40KiB") as handle:
+        model(torch.randn(2, 64))
+        report = report_on(model)
+        device = assert_exact(sim, report)
+        assert device.categories["paged: resident"] == handle.plan.resident_bytes > 0
+        stays = sum(p.nbytes for layer in model[:2] for p in layer.parameters())
+        n_bytes = sum(p.nbytes for p in model.parameters())
+        cpu = next(each for each in report.devices if each.device == "cpu")
+        assert cpu.categories["parameters"] == others + n_bytes - stays
+    assert not paged_of(report_on(model))
+
+
+def test_a_snapshot_says_what_paging_added(sim):
+    model = layers()
+    before = snapshot()
+    with page(model, sim.device, "17KiB", budget="60KiB") as handle:
+        model(torch.randn(2, 64))
+        changes = snapshot().diff(before).categories
+        weights = sum(p.nbytes for p in model.parameters())
+        assert changes["parameters"] == -weights
+        assert changes["paged: host"] == sum(unit.n_bytes for unit in handle.plan.units)
+        assert changes["paged: resident"] == handle.report().resident_bytes
+        assert changes["paged: ring"] == handle.report().ring_bytes
+
+
+TEXT = """\
+Element type                                           Size  Used MEM Category
+-------------------------------------------------------------------------------------
+Storage on sim:0
+ring                                               (17408,)  17.0 KiB paged: ring
+0                                                  (16896,)  16.5 KiB paged: resident
+2                                                  (16896,)  16.5 KiB paged: resident
+-------------------------------------------------------------------------------------
+Total Tensors: 51200 \tUsed Memory: 50.0 KiB
+paged: ring                                                  17.0 KiB
+paged: resident                                              33.0 KiB
+unexplained                                                       0 B
+total                                                        50.0 KiB
+The allocated memory on sim:0: 50.0 KiB, of 50.0 KiB that the allocator has reserved.
+In use on sim:0 by all processes and the driver: 50.0 KiB.
+-------------------------------------------------------------------------------------"""
+
+
+def test_the_table_of_a_paged_model(sim):
+    model = layers(n=4)
+    with page(model, sim.device, "17KiB", budget="50KiB"):
+        shown = str(report_on(model, device=sim.device))
+    assert shown == TEXT
+
+
+def test_a_report_keeps_nothing_of_the_pager(sim):
+    model = layers()
+    handle = page(model, sim.device, "17KiB", budget="60KiB")
+    report = report_on(model)
+    handle.unpage()
+    del handle, model
+    gc.collect()
+    assert sim.allocated_bytes == 0
+    assert report.categories["paged: ring"] > 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_a_model_in_a_folder_names_its_ring_and_what_is_staged(sim, tmp_path, device):
+    model = layers()
+    with page(model, device, budget=budget_of(model), host=tmp_path) as handle, torch.no_grad():
+        model(torch.ones(2, 64))
+        paged = paged_of(report_on(model))
+        report = handle.report()
+    staged = {"paged: staging": report.staging_bytes} if device == "sim" else {}
+    resident = {"paged: resident": report.resident_bytes}
+    assert paged == {**resident, "paged: ring": report.ring_bytes, **staged}
