@@ -227,8 +227,9 @@ class LineProfiler:
         """The functions asked for; those of a name are all that have it."""
         if func is None:
             return list(self._functions.values())
-        is_one = isinstance(func, str) or callable(func) or not isinstance(func, Iterable)
-        asked = [func] if is_one else list(func)
+        asked: list[Any] = [func]
+        if isinstance(func, Iterable) and not isinstance(func, str) and not callable(func):
+            asked = list(func)
         return [function for one in asked for function in self._named(one)]
 
     def _named(self, asked: Any) -> list[Function]:
