@@ -10,10 +10,11 @@ INPUTS := pyproject.toml constraints.txt
 demo: $(VENV)/.test
 	$(BIN)/python -m tenure demo
 
+# A worker for each core, and so one thread for each torch: the tests are many and small.
 # The simulated accelerator renames torch's PrivateUse1 backend for a whole process, so it gets its own.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not simdevice"
-	$(BIN)/python -m pytest -m simdevice
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "not simdevice"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m simdevice
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .

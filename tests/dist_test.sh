@@ -37,5 +37,6 @@ import tenure
 home = Path(tenure.__file__).resolve()
 assert home.is_relative_to(Path(sys.argv[1]).resolve()), f"tenure was imported from {home}"
 CHECK
-"$python" -m pytest -o pythonpath=. -m "not simdevice and not slow" tests
-"$python" -m pytest -o pythonpath=. -m "simdevice and not slow" tests
+export OMP_NUM_THREADS=1 # a worker for each core
+"$python" -m pytest -n auto --dist loadfile -o pythonpath=. -m "not simdevice and not slow" tests
+"$python" -m pytest -n auto --dist loadfile -o pythonpath=. -m "simdevice and not slow" tests
