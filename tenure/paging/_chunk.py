@@ -117,7 +117,8 @@ class ChunkHooks(ModuleHooks):
         if not self._runs_on_host:
             return super().begin(module, args, kwargs)
         pager = self._chunk
-        pager.enter(self._token, self._units, module)
+        if not pager.enter(self._token, self._units, module):
+            return None
         pager.on_host += 1
         pager.on_leave(pager.leave_host)
         return moved((args, kwargs), pager.engine.device.type, _HOST)  # type: ignore[no-any-return]

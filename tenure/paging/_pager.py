@@ -7,7 +7,8 @@ inside; the others wait at the door.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import RLock, get_ident
 from typing import Any
@@ -61,6 +62,7 @@ class Pager:
         self._thread: int | None = None
         self._frames: list[_Frame] = []
         self._loose: list[Page] = []
+        self._closed = False
 
     @property
     def is_inside(self) -> bool:
@@ -72,7 +74,7 @@ class Pager:
         """Whether the forward that began last is the only one."""
         return len(self._frames) == 1
 
-    def enter(self, token: object, units: list[Unit], module: nn.Module) -> None:
+    def enter(self, token: object, units: list[Unit], module: nn.Module) -> bool:
         """A forward begins: bring its units.
 
         Args:
@@ -80,11 +82,17 @@ class Pager:
             units: what its forward needs.
             module: the module.
 
+        Returns:
+            Whether it did; not where the model was unpaged while this thread waited at the door.
+
         Raises:
             PagingError: it would train, or there is no room for what it needs.
         """
         self._abandon_interrupted(token, module)
         self._door.acquire()
+        if self._closed:
+            self._door.release()
+            return False
         frame = _Frame(token, sys.exception())
         self._frames.append(frame)
         if self.is_outermost:
@@ -96,6 +104,7 @@ class Pager:
             for unit in units:
                 frame.pages.append(self.engine.acquire(unit))
             self.engine.prefetch()
+        return True
 
     def on_leave(self, restore: Callable[[], object]) -> None:
         """Have something put back when the forward that began last ends."""
@@ -124,11 +133,17 @@ class Pager:
             self.engine.prefetch()
         return page.shown(host)
 
-    def abandon(self) -> None:
-        """Leave every forward of this thread, as if each had raised."""
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """A block that no other thread is inside in; when it begins, this thread leaves as well.
+
+        Who waits at the door meanwhile finds the model unpaged, and runs it as it is then.
+        """
         with self._door:
+            self._closed = True
             while self._frames:
                 self._pop(is_end=False)
+            yield
 
     def shrink(self, device: str | None, n_bytes: int | None) -> int:
         """Give device memory back: units that stayed pass from now on. See `Shrinkable`."""
