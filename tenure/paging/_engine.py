@@ -103,6 +103,13 @@ class Engine:
         for page in self._pages.values():
             self._link.check(page.ready)
 
+    def begin(self) -> None:
+        """Nothing is in use: take back what an interruption kept from being released."""
+        for page in self._pages.values():
+            page.users = 0
+        if self._ring.free_but({page.start for page in self._passing()}):
+            self._link.finish()  # nobody noted when the use of those places ends
+
     def acquire(self, unit: Unit) -> Page:
         """Have a unit on the device, for the current stream to read, until it is released.
 
@@ -233,7 +240,11 @@ class Engine:
             (page.bytes_of(start, n_bytes), source[start : start + n_bytes])
             for start, n_bytes in spans.items()
         ]
-        page.ready = self._copy_in(page.unit, pairs, self._marks(page))
+        try:
+            page.ready = self._copy_in(page.unit, pairs, self._marks(page))
+        except BaseException:  # an interruption, too: what was noted was not copied
+            page.forget_copied()
+            raise
         page.waited.clear()
 
     def _copy_in(

@@ -69,8 +69,8 @@ class Page:
         if found is None:
             with aside():
                 found = self._show(host)
-            self._shown[host] = found
             self._shown_versions[host] = found._version
+            self._shown[host] = found
         # Some kernels choose their way by this flag, also where no graph is recorded. Where one is,
         # the weights must not be part of it: it would hold their bytes. Autocast keeps a copy of
         # each weight that asks for gradients: it would fill the device.

@@ -63,6 +63,7 @@ class Pager:
         self._frames: list[_Frame] = []
         self._loose: list[Page] = []
         self._closed = False
+        self._call: int | None = None
 
     @property
     def is_inside(self) -> bool:
@@ -88,6 +89,7 @@ class Pager:
         Raises:
             PagingError: it would train, or there is no room for what it needs.
         """
+        self._leave_interrupted()
         self._abandon_interrupted(token, module)
         self._door.acquire()
         if self._closed:
@@ -120,6 +122,7 @@ class Pager:
     @never_compiled
     def show(self, host: HostTensor) -> Tensor:
         """What stands for a host tensor where the caller is: on the device inside, else itself."""
+        self._leave_interrupted()
         if not self.is_inside:
             self.engine.let_host_write(host)
             return host.tensor
@@ -141,8 +144,7 @@ class Pager:
         """
         with self._door:
             self._closed = True
-            while self._frames:
-                self._pop(is_end=False)
+            self._abandon()
             yield
 
     def shrink(self, device: str | None, n_bytes: int | None) -> int:
@@ -159,7 +161,10 @@ class Pager:
 
     def _begin(self, module: nn.Module, kind: Hashable) -> None:
         self._thread = get_ident()
+        self._call = _call_of(module)
+        self._loose.clear()
         engine = self.engine
+        engine.begin()
         engine.saves_buffers = False
         engine.order.begin(kind)
         engine.meter.begin()
@@ -173,15 +178,19 @@ class Pager:
 
     def _pop(self, *, is_end: bool) -> object:
         frame = self._frames.pop()
-        if frame.restore is not None:
-            frame.restore()
-        for page in frame.pages:
-            self.engine.release(page)
-        if not self._frames:
-            self._end(completed=is_end and sys.exception() is frame.handled)
-        elif frame.pages:
-            self.engine.prefetch()
-        self._door.release()
+        try:
+            if frame.restore is not None:
+                frame.restore()
+            for page in frame.pages:
+                self.engine.release(page)
+            if not self._frames:
+                self._end(completed=is_end and sys.exception() is frame.handled)
+            elif frame.pages:
+                self.engine.prefetch()
+        finally:
+            if not self._frames:
+                self._thread = None  # also where the end was not reached
+            self._door.release()
         return frame.token
 
     def _end(self, *, completed: bool) -> None:
@@ -204,6 +213,16 @@ class Pager:
                 self.engine.release(page)
         self._loose = still_held
 
+    def _abandon(self) -> None:
+        """Leave every forward of this thread, as if each had raised."""
+        while self._frames:
+            self._pop(is_end=False)
+
+    def _leave_interrupted(self) -> None:
+        """Leave all forwards where a KeyboardInterrupt has ended the outermost one."""
+        if self.is_inside and self._call is not None and not _is_running(self._call):
+            self._abandon()
+
     def _abandon_interrupted(self, token: object, module: nn.Module) -> None:
         """Leave forwards that a KeyboardInterrupt has ended: torch tells no hook of those."""
         if not self.is_inside or all(frame.token is not token for frame in self._frames):
@@ -213,6 +232,23 @@ class Pager:
             while self._pop(is_end=False) is not token:
                 pass
             self._abandon_interrupted(token, module)
+
+
+def _call_of(module: nn.Module) -> int | None:
+    """The call of a module that runs now, by its id: a frame that is held holds its tensors."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _CALL and frame.f_locals.get("self") is module:
+            return id(frame)
+        frame = frame.f_back
+    return None  # it is compiled
+
+
+def _is_running(call: int) -> bool:
+    frame: Any = sys._getframe()
+    while frame is not None and not (id(frame) == call and frame.f_code is _CALL):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _n_running(module: nn.Module) -> int:
