@@ -164,6 +164,11 @@ def check_inference(training: object) -> None:
 
 
 def _check_unpaged(name: str, module: nn.Module) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise PagingError(
+            f"{name!r} is a module of TorchScript, which reads its weights where nobody can show "
+            "it others. Page the Python module that it was made of."
+        )
     if any(isinstance(vars(module)[each], PagedDict) for each in ("_parameters", "_buffers")):
         raise PagingError(
             f"{name!r} is paged already. Unpage it with unpage() of its handle first."

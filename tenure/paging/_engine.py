@@ -208,7 +208,8 @@ class Engine:
 
     def _page_in(self, page: Page, after: list[object]) -> Page:
         unit = page.unit
-        pair = page.bytes_of(0, unit.n_bytes), self._host_bytes(unit)
+        with aside():
+            pair = page.bytes_of(0, unit.n_bytes), self._host_bytes(unit)
         page.note_copied()
         page.ready = self._copy_in(unit, [pair], after)
         self._pages[unit] = page
@@ -233,13 +234,15 @@ class Engine:
             for host, known in versions
             if host.touched or host.version != known or host.has_left
         ]
-        source = self._host_bytes(page.unit)
+        with aside():
+            source = self._host_bytes(page.unit)
         page.note_copied()
         spans = dict(map(page.unit.span_of, changed))
-        pairs = [
-            (page.bytes_of(start, n_bytes), source[start : start + n_bytes])
-            for start, n_bytes in spans.items()
-        ]
+        with aside():
+            pairs = [
+                (page.bytes_of(start, n_bytes), source[start : start + n_bytes])
+                for start, n_bytes in spans.items()
+            ]
         try:
             page.ready = self._copy_in(page.unit, pairs, self._marks(page))
         except BaseException:  # an interruption, too: what was noted was not copied

@@ -20,11 +20,19 @@ from ._table import HostTensor
 from ._torch_holders import is_held
 from ._units import Unit
 
+_C: Any = torch._C
+
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """A block whose tensors no scope owns, no function mode sees and no graph records."""
-    with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
+    """A block whose tensors no scope owns, no mode sees and no graph or transform records."""
+    with (
+        torch._C.DisableTorchFunction(),
+        _C._DisableTorchDispatch(),  # as of FakeTensorMode, which would give copies no address
+        _C._DisableFuncTorch(),  # torch.func wraps what is made inside of it
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
         yield
 
 
@@ -78,7 +86,7 @@ class Page:
             torch.is_grad_enabled() or torch.is_autocast_enabled(found.device.type)
         )
         if found.requires_grad is not asks:
-            found.requires_grad_(asks)
+            found.requires_grad = asks  # its method is forbidden within torch.func
         return found
 
     def is_held(self) -> bool:

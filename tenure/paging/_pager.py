@@ -168,6 +168,12 @@ class Pager:
         engine.saves_buffers = False
         engine.order.begin(kind)
         engine.meter.begin()
+        if torch.jit.is_tracing():
+            raise PagingError(
+                f"{type(module).__name__} is traced by torch.jit while it is paged: the trace "
+                "would keep the places that weights pass through, and read others there later. "
+                "Call unpage() first."
+            )
         if self._has_gradients and module.training and torch.is_grad_enabled():
             raise PagingError(
                 f"{type(module).__name__} was called in training mode with gradients on, and its "
