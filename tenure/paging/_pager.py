@@ -168,7 +168,7 @@ class Pager:
         engine.saves_buffers = False
         engine.order.begin(kind)
         engine.meter.begin()
-        if torch.jit.is_tracing():
+        if torch._C._get_tracing_state() is not None:
             raise PagingError(
                 f"{type(module).__name__} is traced by torch.jit while it is paged: the trace "
                 "would keep the places that weights pass through, and read others there later. "
