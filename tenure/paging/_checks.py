@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import psutil
 import torch
@@ -91,6 +92,8 @@ def checked_kept(model: nn.Module, keep: Iterable[str]) -> list[nn.Module]:
     """
     if isinstance(keep, str):
         raise PagingError(f"keep= takes names of modules, such as keep=({keep!r},).")
+    if not isinstance(keep, Iterable):
+        raise PagingError(f"keep={keep!r}: write names of modules, such as keep=('head',).")
     modules = dict(model.named_modules(remove_duplicate=False))
     kept = []
     for name in keep:
@@ -135,6 +138,18 @@ def check_host(host: object) -> None:
         )
 
 
+def check_seconds_and_speed(link_bytes_per_s: object, compute_s: object) -> None:
+    """Refuse what no plan can be made by; None stands for what is not known.
+
+    Raises:
+        PagingError: the speed is not above 0, or the time is below 0, or one is not finite.
+    """
+    if link_bytes_per_s is not None and not (_is_finite(link_bytes_per_s) and link_bytes_per_s > 0):
+        raise PagingError(f"link_bytes_per_s={link_bytes_per_s!r}: write a number above 0.")
+    if compute_s is not None and not (_is_finite(compute_s) and compute_s >= 0):
+        raise PagingError(f"compute_s={compute_s!r}: write a number of seconds, at least 0.")
+
+
 def checked_prefetch(prefetch: object) -> int | None:
     """The most units to fetch ahead; None for as many as fit.
 
@@ -164,6 +179,11 @@ def check_inference(training: object) -> None:
 
 
 def _check_unpaged(name: str, module: nn.Module) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise PagingError(
+            f"{name!r} is a module of TorchScript, which reads its weights where nobody can show "
+            "it others. Page the Python module that it was made of."
+        )
     if any(isinstance(vars(module)[each], PagedDict) for each in ("_parameters", "_buffers")):
         raise PagingError(
             f"{name!r} is paged already. Unpage it with unpage() of its handle first."
@@ -209,6 +229,10 @@ def _share(text: str) -> float:
     if not 0 < share <= 1:
         raise PagingError(f"budget={text!r}: a share goes from above 0% to 100%.")
     return share
+
+
+def _is_finite(number: object) -> TypeGuard[float]:
+    return isinstance(number, int | float) and math.isfinite(number)
 
 
 def _kind(value: Any) -> str:

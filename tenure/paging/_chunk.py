@@ -19,11 +19,12 @@ from ._handle import PagedModel, acquire, asks_for_gradients
 from ._hooks import ModuleHooks, moved
 from ._host_buffers import HostBuffers
 from ._link import Link
-from ._page import aside, in_place_of
+from ._page import in_place_of
 from ._pager import Pager
 from ._plan import PCIE_4, PagingPlan, Planned, PlannedUnit
 from ._residency import Residency, n_bytes
 from ._table import HostTensor, TensorTable, n_bytes_of_whole
+from ._torch_aside import aside
 from ._units import Cut, Unit, cut
 
 _HOST = torch.device("cpu")
@@ -117,7 +118,8 @@ class ChunkHooks(ModuleHooks):
         if not self._runs_on_host:
             return super().begin(module, args, kwargs)
         pager = self._chunk
-        pager.enter(self._token, self._units, module)
+        if not pager.enter(self._token, self._units, module):
+            return None
         pager.on_host += 1
         pager.on_leave(pager.leave_host)
         return moved((args, kwargs), pager.engine.device.type, _HOST)  # type: ignore[no-any-return]

@@ -21,8 +21,8 @@ from tenure._named_tensors import NamedTensor
 
 from ._host_buffers import Pinning, private_memory
 from ._link import Link
-from ._page import aside
 from ._reader import Done, Reader
+from ._torch_aside import aside
 
 STAGING = "paged: staging"
 """What reports of memory call the host memory between files and a device."""

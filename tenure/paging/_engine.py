@@ -21,9 +21,10 @@ from ._host_buffers import HostStore
 from ._link import Link
 from ._meter import Meter
 from ._order import AccessOrder
-from ._page import RESIDENT, Page, aside
+from ._page import RESIDENT, Page
 from ._ring import ByteRing, Fences
 from ._table import HostTensor
+from ._torch_aside import aside
 from ._units import Unit
 
 RING = "paged: ring"
@@ -106,6 +107,13 @@ class Engine:
             self._page_in(Page(unit, memory, 0, is_resident=True), [now])
         for page in self._pages.values():
             self._link.check(page.ready)
+
+    def begin(self) -> None:
+        """Nothing is in use: take back what an interruption kept from being released."""
+        for page in self._pages.values():
+            page.users = 0
+        if self._ring.free_but({page.start for page in self._passing()}):
+            self._link.finish()  # nobody noted when the use of those places ends
 
     def acquire(self, unit: Unit) -> Page:
         """Have a unit on the device, for the current stream to read, until it is released.
@@ -213,7 +221,8 @@ class Engine:
 
     def _page_in(self, page: Page, after: list[object]) -> Page:
         unit = page.unit
-        pair = page.bytes_of(0, unit.n_bytes), self._host_bytes(unit)
+        with aside():
+            pair = page.bytes_of(0, unit.n_bytes), self._host_bytes(unit)
         page.note_copied()
         page.ready = self._copy_in(unit, [pair], after)
         self._pages[unit] = page
@@ -238,14 +247,20 @@ class Engine:
             for host, known in versions
             if host.touched or host.version != known or host.has_left
         ]
-        source = self._host_bytes(page.unit)
+        with aside():
+            source = self._host_bytes(page.unit)
         page.note_copied()
         spans = dict(map(page.unit.span_of, changed))
-        pairs = [
-            (page.bytes_of(start, n_bytes), source[start : start + n_bytes])
-            for start, n_bytes in spans.items()
-        ]
-        page.ready = self._copy_in(page.unit, pairs, self._marks(page))
+        with aside():
+            pairs = [
+                (page.bytes_of(start, n_bytes), source[start : start + n_bytes])
+                for start, n_bytes in spans.items()
+            ]
+        try:
+            page.ready = self._copy_in(page.unit, pairs, self._marks(page))
+        except BaseException:  # an interruption, too: what was noted was not copied
+            page.forget_copied()
+            raise
         page.waited.clear()
 
     def _copy_in(

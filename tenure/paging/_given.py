@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from tenure._errors import PagingError
 
 from ._checkpoint import Checkpoint, StoredTensor
-from ._page import aside
 from ._table import is_plain
+from ._torch_aside import aside
 
 _N_NAMED = 5
 _COMPARED_BYTES = 64 * 2**20

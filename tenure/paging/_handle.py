@@ -99,12 +99,12 @@ class PagedModel:
         Stops the host until the device has nothing left to do.
         """
         unregister_shrinkable(self._pager)
-        self._pager.abandon()
-        while self._hooks:
-            self._hooks.pop().remove()
-        while self._bindings:
-            self._bindings.pop().undo()
-        self._resources.close()
+        with self._pager.closing():
+            while self._hooks:
+                self._hooks.pop().remove()
+            while self._bindings:
+                self._bindings.pop().undo()
+            self._resources.close()
 
     def report(self) -> PagingReport:
         """What the last pass moved, how long it waited, and how near to the limit it ran.

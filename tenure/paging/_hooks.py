@@ -47,7 +47,8 @@ class ModuleHooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
         """Before the forward: the outermost one gets its inputs on the device."""
-        self._pager.enter(self._token, self._units, module)
+        if not self._pager.enter(self._token, self._units, module):
+            return None
         self._attributes.show(module)
         if not self._pager.is_outermost:
             return None

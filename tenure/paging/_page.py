@@ -6,8 +6,6 @@ variable, a view or a graph, the bytes stay the page's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,18 +15,12 @@ from torch import Tensor, nn
 from tenure._torch_dynamo import never_compiled
 
 from ._table import HostTensor
+from ._torch_aside import aside
 from ._torch_holders import is_held
 from ._units import Unit
 
 RESIDENT = "paged: resident"
 """What reports of memory call bytes of the device that units keep."""
-
-
-@contextmanager
-def aside() -> Iterator[None]:
-    """A block whose tensors no scope owns, no function mode sees and no graph records."""
-    with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 @dataclass(eq=False, slots=True)
@@ -72,8 +64,8 @@ class Page:
         if found is None:
             with aside():
                 found = self._show(host)
-            self._shown[host] = found
             self._shown_versions[host] = found._version
+            self._shown[host] = found
         # Some kernels choose their way by this flag, also where no graph is recorded. Where one is,
         # the weights must not be part of it: it would hold their bytes. Autocast keeps a copy of
         # each weight that asks for gradients: it would fill the device.
@@ -81,7 +73,7 @@ class Page:
             torch.is_grad_enabled() or torch.is_autocast_enabled(found.device.type)
         )
         if found.requires_grad is not asks:
-            found.requires_grad_(asks)
+            found.requires_grad = asks  # its method is forbidden within torch.func
         return found
 
     def is_held(self) -> bool:

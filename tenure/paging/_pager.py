@@ -7,7 +7,8 @@ inside; the others wait at the door.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import RLock, get_ident
 from typing import Any
@@ -61,6 +62,8 @@ class Pager:
         self._thread: int | None = None
         self._frames: list[_Frame] = []
         self._loose: list[Page] = []
+        self._closed = False
+        self._call: int | None = None
 
     @property
     def is_inside(self) -> bool:
@@ -72,7 +75,7 @@ class Pager:
         """Whether the forward that began last is the only one."""
         return len(self._frames) == 1
 
-    def enter(self, token: object, units: list[Unit], module: nn.Module) -> None:
+    def enter(self, token: object, units: list[Unit], module: nn.Module) -> bool:
         """A forward begins: bring its units.
 
         Args:
@@ -80,11 +83,18 @@ class Pager:
             units: what its forward needs.
             module: the module.
 
+        Returns:
+            Whether it did; not where the model was unpaged while this thread waited at the door.
+
         Raises:
             PagingError: it would train, or there is no room for what it needs.
         """
+        self._leave_interrupted()
         self._abandon_interrupted(token, module)
         self._door.acquire()
+        if self._closed:
+            self._door.release()
+            return False
         frame = _Frame(token, sys.exception())
         self._frames.append(frame)
         if self.is_outermost:
@@ -96,6 +106,7 @@ class Pager:
             for unit in units:
                 frame.pages.append(self.engine.acquire(unit))
             self.engine.prefetch()
+        return True
 
     def on_leave(self, restore: Callable[[], object]) -> None:
         """Have something put back when the forward that began last ends."""
@@ -111,6 +122,7 @@ class Pager:
     @never_compiled
     def show(self, host: HostTensor) -> Tensor:
         """What stands for a host tensor where the caller is: on the device inside, else itself."""
+        self._leave_interrupted()
         if not self.is_inside:
             self.engine.let_host_write(host)
             return host.tensor
@@ -124,11 +136,16 @@ class Pager:
             self.engine.prefetch()
         return page.shown(host)
 
-    def abandon(self) -> None:
-        """Leave every forward of this thread, as if each had raised."""
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """A block that no other thread is inside in; when it begins, this thread leaves as well.
+
+        Who waits at the door meanwhile finds the model unpaged, and runs it as it is then.
+        """
         with self._door:
-            while self._frames:
-                self._pop(is_end=False)
+            self._closed = True
+            self._abandon()
+            yield
 
     def shrink(self, device: str | None, n_bytes: int | None) -> int:
         """Give device memory back: units that stayed pass from now on. See `Shrinkable`."""
@@ -144,10 +161,19 @@ class Pager:
 
     def _begin(self, module: nn.Module, kind: Hashable) -> None:
         self._thread = get_ident()
+        self._call = _call_of(module)
+        self._loose.clear()
         engine = self.engine
+        engine.begin()
         engine.saves_buffers = False
         engine.order.begin(kind)
         engine.meter.begin()
+        if torch._C._get_tracing_state() is not None:
+            raise PagingError(
+                f"{type(module).__name__} is traced by torch.jit while it is paged: the trace "
+                "would keep the places that weights pass through, and read others there later. "
+                "Call unpage() first."
+            )
         if self._has_gradients and module.training and torch.is_grad_enabled():
             raise PagingError(
                 f"{type(module).__name__} was called in training mode with gradients on, and its "
@@ -158,15 +184,19 @@ class Pager:
 
     def _pop(self, *, is_end: bool) -> object:
         frame = self._frames.pop()
-        if frame.restore is not None:
-            frame.restore()
-        for page in frame.pages:
-            self.engine.release(page)
-        if not self._frames:
-            self._end(completed=is_end and sys.exception() is frame.handled)
-        elif frame.pages:
-            self.engine.prefetch()
-        self._door.release()
+        try:
+            if frame.restore is not None:
+                frame.restore()
+            for page in frame.pages:
+                self.engine.release(page)
+            if not self._frames:
+                self._end(completed=is_end and sys.exception() is frame.handled)
+            elif frame.pages:
+                self.engine.prefetch()
+        finally:
+            if not self._frames:
+                self._thread = None  # also where the end was not reached
+            self._door.release()
         return frame.token
 
     def _end(self, *, completed: bool) -> None:
@@ -189,6 +219,16 @@ class Pager:
                 self.engine.release(page)
         self._loose = still_held
 
+    def _abandon(self) -> None:
+        """Leave every forward of this thread, as if each had raised."""
+        while self._frames:
+            self._pop(is_end=False)
+
+    def _leave_interrupted(self) -> None:
+        """Leave all forwards where a KeyboardInterrupt has ended the outermost one."""
+        if self.is_inside and self._call is not None and not _is_running(self._call):
+            self._abandon()
+
     def _abandon_interrupted(self, token: object, module: nn.Module) -> None:
         """Leave forwards that a KeyboardInterrupt has ended: torch tells no hook of those."""
         if not self.is_inside or all(frame.token is not token for frame in self._frames):
@@ -198,6 +238,23 @@ class Pager:
             while self._pop(is_end=False) is not token:
                 pass
             self._abandon_interrupted(token, module)
+
+
+def _call_of(module: nn.Module) -> int | None:
+    """The call of a module that runs now, by its id: a frame that is held holds its tensors."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _CALL and frame.f_locals.get("self") is module:
+            return id(frame)
+        frame = frame.f_back
+    return None  # it is compiled
+
+
+def _is_running(call: int) -> bool:
+    frame: Any = sys._getframe()
+    while frame is not None and not (id(frame) == call and frame.f_code is _CALL):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _n_running(module: nn.Module) -> int:

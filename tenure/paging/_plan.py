@@ -18,6 +18,7 @@ from tenure._units import format_bytes, parse_bytes
 
 from ._checks import (
     check_host,
+    check_seconds_and_speed,
     checked_budget,
     checked_device,
     checked_kept,
@@ -172,12 +173,13 @@ def plan_paging(
 
     Raises:
         PagingError: the model can't be paged, or not within the budget; ``minimum_bytes`` then is
-            the least that would do.
+            the least that would do. Or a speed or a time is none.
         ByteSizeError: the budget is no number of bytes.
     """
     check_host(host)
     checked_model(model, has_values=False)
     chosen = checked_device(device, from_disk=isinstance(host, Path))
+    check_seconds_and_speed(link_bytes_per_s, compute_s)
     link = speed_of(host)
     if link_bytes_per_s is not None:
         link = LinkSpeed(link_bytes_per_s)

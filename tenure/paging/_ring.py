@@ -6,7 +6,7 @@ Invariant of `ByteRing`: ranges in use never overlap and never leave the buffer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Generic, TypeVar
 
 _Event = TypeVar("_Event")
@@ -46,6 +46,13 @@ class ByteRing:
         del self._ends[start]
         if not self._ends:
             self._head = 0  # so that equal passes use equal places
+
+    def free_but(self, starts: Collection[int]) -> bool:
+        """Give all ranges back but those that begin there; whether there were any."""
+        lost = self._ends.keys() - starts
+        for start in lost:
+            self.free(start)
+        return bool(lost)
 
     def _first_fit(self, n_bytes: int, from_byte: int) -> int | None:
         for low, high in self._gaps():

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from tenure._named_tensors import NamedTensor
 
-from ._page import RESIDENT, aside, in_place_of
+from ._page import RESIDENT, in_place_of
 from ._table import HostTensor, n_bytes_of_whole
+from ._torch_aside import aside
 
 
 class WholeTensors:

@@ -171,3 +171,20 @@ def test_a_model_is_paged_once(sim, model):
         with pytest.raises(PagingError, match=r"^'0.0' is paged already"):
             page(nn.Sequential(model), sim.device)
     page(model, sim.device).unpage()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("link_bytes_per_s", 0),
+        ("link_bytes_per_s", -1.0),
+        ("link_bytes_per_s", float("nan")),
+        ("link_bytes_per_s", "fast"),
+        ("compute_s", -1),
+        ("compute_s", float("inf")),
+        ("keep", None),
+    ],
+)
+def test_what_is_no_speed_no_time_and_no_names_is_refused_by_its_name(tmp_path, option, value):
+    with pytest.raises(PagingError, match=rf"^{option}="):
+        plan_paging(nn.Linear(2, 2), "cpu", host=tmp_path, **{option: value})

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tenure.paging import _engine, _link, page
+from tenure.paging import PagingError, _engine, _link, page
 from tenure.paging._handle import carry_out
 from tenure.paging._host_buffers import HostBuffers
 from tenure.paging._plan import make_plan
@@ -133,6 +133,17 @@ def gives_memory_back(sim):
             assert all(torch.equal(model(x), output) for output in outputs)
 
 
+def is_interrupted_while_it_drops_a_page(sim):
+    model, x = linears(), torch.randn(4, WIDTH, device=sim.device)
+    with through_ring(sim, model, 10 * 1024, stays=False) as handle:
+        engine = handle._pager.engine
+        engine._drop = lambda page: engine._pages.pop(page.unit)  # and no further
+        with pytest.raises(PagingError, match="no room"):
+            model(x)
+        del engine._drop
+        model(x)
+
+
 PROGRAMS = (
     streams_through_a_small_ring,
     is_unpaged_while_it_computes,
@@ -140,6 +151,7 @@ PROGRAMS = (
     writes_buffers_and_reads_them_again,
     changes_weights_between_passes,
     gives_memory_back,
+    is_interrupted_while_it_drops_a_page,
 )
 
 
