@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from tenure._describe import describe_tensor
-from tenure._errors import ProfilerUsageError
+from tenure._errors import DisposedTensorError, ProfilerUsageError
 from tenure._heap import is_kind, weigh_holders
 from tenure._sited import created_at
-from tenure.scopes._disposed import DisposedTensor
 
 from ._tables import Column, html_table, rich_table
 
@@ -108,7 +107,9 @@ def holders(t: Tensor) -> HolderList:
 
 
 def _spelled(t: Tensor) -> str:
-    if type(t) is DisposedTensor:
-        return repr(t)  # which refuses all else, and says what it was and where it was made
+    try:
+        text = describe_tensor(t)
+    except DisposedTensorError:
+        return repr(t)  # which says what it was, and where it was made
     site = created_at(t)
-    return describe_tensor(t) + (f", created at {site}" if site else "")
+    return text + (f", created at {site}" if site else "")
