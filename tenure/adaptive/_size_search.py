@@ -237,7 +237,8 @@ class AdaptiveSearch:
             return wanted
         if meter.measures:
             wanted = size >> self._n_halvings()
-        if info.requested_bytes and info.kind in _KINDS_OF_BYTES:
+        if self._n_failures == 1 and info.requested_bytes and info.kind in _KINDS_OF_BYTES:
+            # once: what a second failure finds free may only be what has not come back yet
             wanted = min(wanted, size * meter.available_bytes() // info.requested_bytes)
         return wanted
 
