@@ -6,7 +6,7 @@ class goes back to what it was when the bytes are back, at the next use at the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from tenure._describe import describe, shape_of
 from tenure._errors import AwayTensorError
+from tenure._refusals import handles_in, operation_of
 
 if TYPE_CHECKING:
     from ._moved import Moved
@@ -73,9 +74,9 @@ class AwayTensor(Tensor):
         if func in _READABLE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        for tensor in _away_in((args, kwargs)):
+        for tensor in handles_in((args, kwargs), AwayTensor):
             if not heal(tensor):
-                refuse(tensor, _operation(func))
+                refuse(tensor, operation_of(func))
         return func(*args, **(kwargs or {}))
 
     @property
@@ -166,29 +167,12 @@ def _attributes(tensor: Tensor) -> dict[str, Any]:
     return attributes
 
 
-def _away_in(values: Iterable[object]) -> Iterator[Tensor]:
-    for value in values:
-        if type(value) is AwayTensor:
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _away_in(value)
-        elif isinstance(value, Mapping):
-            yield from _away_in(value.values())
-
-
 def _text_of(tensor: Tensor) -> str:
     found = _guard_of(tensor)
     n_bytes = sum(part.n_bytes for part in found.parts) if found else 0
     with torch._C.DisableTorchFunction():
         text = describe(tensor.dtype, shape_of(tensor), tensor.device, n_bytes)
     return f"{text}, which a Courtesy moved to host memory"
-
-
-def _operation(func: Callable[..., Any]) -> str:
-    name: str = getattr(func, "__name__", None) or type(func).__name__
-    if name in {"__get__", "__set__", "__delete__"}:
-        return f".{getattr(getattr(func, '__self__', None), '__name__', name)}"
-    return f"{name}()"
 
 
 # the gradient can also be let go: that is what zero_grad() does

@@ -6,7 +6,7 @@ Only looking at it is quiet: ``repr``, ``str``, ``format``, ``dir`` and ``hash``
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tenure._describe import describe
 from tenure._errors import DisposedAttributeError, DisposedTensorError
+from tenure._refusals import handles_in, operation_of
 
 from ._sites import Site, SiteStack
 
@@ -78,7 +79,7 @@ class DisposedTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> NoReturn:
         """Refuse every function and every property of torch."""
-        _refuse(_operation(func), (args, kwargs))
+        _refuse(operation_of(func), (args, kwargs))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it as a function of none
@@ -131,36 +132,11 @@ def refuse(tensor: Tensor, operation: str) -> NoReturn:
 
 
 def _refuse(operation: str, trees: tuple[object, ...]) -> NoReturn:
-    for tensor in _disposed_in(trees):
+    for tensor in handles_in(trees, DisposedTensor):
         refuse(tensor, operation)
     raise DisposedTensorError(f"{operation} got a disposed tensor. {_ADVICE}")
-
-
-def _disposed_in(values: Iterable[object]) -> Iterator[Tensor]:
-    """The disposed tensors of a call, one by one: behind the first may stand half-made objects.
-
-    ``copy.deepcopy`` for one passes its memo along, with all that it has copied so far.
-    """
-    for value in values:
-        if type(value) is DisposedTensor:
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _disposed_in(value)
-        elif isinstance(value, Mapping):
-            yield from _disposed_in(value.values())
 
 
 def _text_of(tensor: Tensor) -> str:
     record = record_of(tensor)
     return "tensor" if record is None else str(record)
-
-
-def _operation(func: Callable[..., Any]) -> str:
-    name: str = getattr(func, "__name__", None) or type(func).__name__
-    if name in {"__get__", "__set__", "__delete__"}:
-        return f".{getattr(getattr(func, '__self__', None), '__name__', name)}"
-    return f"{_unwrapped(name)}()"
-
-
-def _unwrapped(name: str) -> str:
-    return name.removeprefix("__").removesuffix("__") if name.startswith("__") else name

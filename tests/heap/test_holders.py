@@ -15,9 +15,10 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
-from tenure._heap import Holder, _search, find_holders
+from tenure._heap import Holder, find_holders
+from tenure._heap._referrers import Referrers
+from tests.packed_graph import packed_graph
 
 CACHE = []
 HERE = __name__
@@ -749,19 +750,7 @@ def test_context_of_a_custom_function():
 
 def test_search_runs_no_unpack_hook_and_no_checkpoint():
     calls = []
-
-    def body(x):
-        calls.append("forward")
-        return x.exp()
-
-    def unpack(packed):
-        calls.append("unpack")
-        return packed
-
-    x = torch.ones(3, requires_grad=True) * 2
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
-        product = (x * x).sum()
-    loss = checkpoint(body, x, use_reentrant=False).sum() + product
+    x, loss = packed_graph(calls)
     held(weakref.ref(x))
     assert calls == ["forward"]
     loss.backward()
@@ -986,13 +975,13 @@ class PassCounter:
 
     def __init__(self, monkeypatch):
         self.passes = 0
-        real = _search._referrers
+        real = Referrers.of
 
-        def counting(asked):
+        def counting(referrers, asked):
             self.passes += 1
-            return real(asked)
+            return real(referrers, asked)
 
-        monkeypatch.setattr(_search, "_referrers", counting)
+        monkeypatch.setattr(Referrers, "of", counting)
 
 
 def test_ten_thousand_tensors_in_one_list_take_two_passes(monkeypatch):

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tenure import NewDisposeScope
 from tenure.profiler import ProfilerUsageError, SavedRecord, SavedReport, saved_for_backward
+from tests.packed_graph import packed_graph
 
 from . import saved_cases
 
@@ -175,19 +176,7 @@ def test_training_is_bit_for_bit_the_same():
 
 def test_no_hook_runs_and_no_checkpoint_is_recomputed():
     calls = []
-
-    def body(x):
-        calls.append("forward")
-        return x.exp()
-
-    def unpack(packed):
-        calls.append("unpack")
-        return packed
-
-    x = torch.ones(3, requires_grad=True) * 2
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
-        product = (x * x).sum()
-    loss = checkpoint(body, x, use_reentrant=False).sum() + product
+    _, loss = packed_graph(calls)
     assert any(record.is_packed for record in saved_for_backward(loss))
     assert calls == ["forward"]
     loss.backward()
