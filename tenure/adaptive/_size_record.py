@@ -26,6 +26,8 @@ class SizeRecord:
         ok: the largest size that worked since something this small last failed; 0 where none did.
         bad: the smallest size that is known to fail; None where none is.
         ok_bytes: device memory that ``ok`` needs at the most; None where that was not measured.
+        bytes_per_size: what one more than ``ok`` needs at the least; 0 where two sizes were not
+            measured yet.
         free_bytes: the memory that was free when a size failed; None where that is not known.
         device: the memory that ran out, as torch spells it.
         n_clean: calls without a failure since the last one, or since the last growth ended.
@@ -37,6 +39,7 @@ class SizeRecord:
     ok: int = 0
     bad: int | None = None
     ok_bytes: int | None = None
+    bytes_per_size: float = 0
     free_bytes: int | None = None
     device: str | None = None
     n_clean: int = 0
@@ -97,6 +100,7 @@ class SizeRecord:
         with _lock:
             grew = 0 < self.ok < size
             if size >= self.ok:
+                self._note_growth(size, needed_bytes)
                 self.ok_bytes = needed_bytes or self._in_proportion(size)
                 self.ok = size
             if self.bad is not None and size >= self.bad:
@@ -104,6 +108,15 @@ class SizeRecord:
                 self.climbing = True
                 self.settled = False
             return grew
+
+    def _note_growth(self, size: int, needed_bytes: int | None) -> None:
+        """Memory grows along a line or steeper: the next size costs no less than those before."""
+        if size > self.ok and needed_bytes and self.ok_bytes:
+            self.bytes_per_size = (needed_bytes - self.ok_bytes) / (size - self.ok)
+
+    def is_full(self, free_bytes: int) -> bool:
+        """Whether one more than ``ok`` is known not to fit."""
+        return self.ok_bytes is not None and self.ok_bytes + self.bytes_per_size > free_bytes
 
     def _in_proportion(self, size: int) -> int | None:
         """An upper bound of what a larger size needs."""
@@ -114,7 +127,7 @@ class SizeRecord:
         with _lock:
             was_probe = 0 < self.ok < size
             if not was_probe:
-                self.ok, self.ok_bytes = 0, None
+                self.ok, self.ok_bytes, self.bytes_per_size = 0, None, 0
             self.bad, self.device = size, device
             self.settled = False
             if self.climbing:

@@ -29,7 +29,7 @@ _MARGIN = 64
 _WORTH_IT = 100
 """A growth below one part in so many is not worth a new size."""
 _COARSE = 20
-"""Below this size one more counts for over 5 %: the last steps are tried, not measured."""
+"""Below this size one more counts for over 5 %: it is tried, unless it is known not to fit."""
 _RISE_BYTES = 1 << 28
 """Memory that came free has to be so much to count."""
 _KINDS_OF_BYTES = ("device", "host")
@@ -155,9 +155,8 @@ class AdaptiveSearch:
         if smaller is None:
             return False
         self.size = self._base = smaller
-        self._meter = meter
         if meter is not None:
-            meter.restart()
+            self._measure(meter)
         return True
 
     def finished(self) -> None:
@@ -182,19 +181,21 @@ class AdaptiveSearch:
                 record.note_risen(free_bytes)
                 self.size = self._start(record)
         elif larger := self._that_fits(record, record.ok, record.ok_bytes, free_bytes):
-            self.size, self._meter = larger, meter
-            meter.restart()
+            self.size = larger
+        if self.size > record.ok:
+            self._measure(meter)
 
     def _leap(self, record: SizeRecord, meter: MemoryMeter, needed_bytes: int) -> None:
         """Go on with the size that fits, by what the last one needed, or stop measuring."""
         size = self.size
-        larger = self._that_fits(record, size, needed_bytes, meter.available_bytes())
+        free_bytes = meter.available_bytes()
+        larger = self._that_fits(record, size, needed_bytes, free_bytes)
         if larger and self._in_pieces:
             self.size = larger
-            meter.restart()
+            self._measure(meter)
             return
         self._meter = None
-        if not larger and size == record.ok >= _COARSE:
+        if not larger and size == record.ok and (size >= _COARSE or record.is_full(free_bytes)):
             record.note_settled()
 
     def _that_fits(
@@ -218,6 +219,13 @@ class AdaptiveSearch:
             record.note_clean_call(self._base, self._ceiling)
         if self.size == record.ok and record.is_due(self._ceiling):
             self.size = self._start(record)
+            if (meter := meter_for(record.device)) is not None:
+                self._measure(meter)
+
+    def _measure(self, meter: MemoryMeter) -> None:
+        """What is tried next tells how much it needs."""
+        self._meter = meter
+        meter.restart()
 
     def _start(self, record: SizeRecord) -> int:
         limits = self._limits
