@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ._nodes import below, saved_tensors, walk_nodes
+from ._referrers import Referrers
 from ._static import type_name
 from ._steps import Step
 from ._tensors import (
@@ -35,11 +36,14 @@ class Reference(NamedTuple):
 class TensorGraph:
     """Who holds which tensor in C++, for all tensors that are alive now.
 
+    Args:
+        referrers: it may hold one reference to a tensor itself.
+
     Attributes:
         live: the tensors, held strongly while this object lives.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, referrers: Referrers) -> None:
         self.live = live_tensors()
         counts = list(map(sys.getrefcount, self.live))
         self._live_ids = frozenset(map(id, self.live))
@@ -47,7 +51,7 @@ class TensorGraph:
         self._handed_out = frozenset(
             id(t)
             for t, count in zip(self.live, counts, strict=True)
-            if count - _OWN_REFERENCES > cpp_references(t)
+            if count - _OWN_REFERENCES - (t in referrers) > cpp_references(t)
         )
         self._shared: defaultdict[int, set[int]] | None = None
         self._inner: set[int] = set()

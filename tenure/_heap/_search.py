@@ -1,7 +1,7 @@
 """A search from tensors outwards to what keeps them alive, one level of holders at a time.
 
 Every object that was met is held by one list, which the search leaves out of its answers; all else
-it keeps is numbers and text. A level costs one or two passes over the heap, whatever its width.
+it keeps is numbers and text. While it runs, an index may hold the whole heap.
 """
 
 import gc
@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-from ._collector import has_frozen, tracked_objects
 from ._frames import RunningFrames
 from ._graph import TensorGraph
 from ._nodes import is_node
 from ._referents import slots_of
+from ._referrers import Referrers
 from ._roots import Roots
 from ._static import is_kind
 from ._steps import Root, Step
@@ -29,10 +29,6 @@ _MAX_OBJECTS = 50_000
 # gc.get_referrers compares each reference in the heap with each object it is asked about, so a few
 # are asked for first: what holds them often explains the references to all the others
 _SAMPLE = 8
-# from here on one pass in Python with a set is faster
-_MAX_ASKED = 48
-# objects whose references are looked at together in that pass
-_CHUNK = 512
 # the list of the search, a variable, and the argument of getrefcount
 _OWN_REFERENCES = 3
 
@@ -83,11 +79,15 @@ class Search:
         self._roots = Roots(frames)
         self._graph: TensorGraph | None = None
         self._untracked: Untracked | None = None
+        self._referrers = Referrers()
         self._ignored = {id(self.alive)}
         self.targets = [self._add(t) for t in tensors]
         self._target_numbers = frozenset(self.targets)
         self._ignore(ignore)
-        self._run(list(dict.fromkeys(self.targets)))
+        try:
+            self._run(list(dict.fromkeys(self.targets)))
+        finally:
+            self._referrers.close()
 
     def unexplained(self, n: int) -> int:
         """References that no object, no local variable and no owner found in C++ accounts for."""
@@ -115,6 +115,7 @@ class Search:
         own = _OWN_REFERENCES + self._frames.count(id(found))
         own += self._graph is not None and found in self._graph
         own += self._untracked is not None and found in self._untracked
+        own += found in self._referrers
         return sys.getrefcount(found) - own
 
     def _run(self, level: list[int]) -> None:
@@ -134,6 +135,7 @@ class Search:
         missing = [n for n in level if self._misses_holders(n)]
         for asked in (missing[:_SAMPLE], missing[_SAMPLE:]):
             if left := [n for n in asked if self._misses_holders(n)]:
+                self._referrers.get_ready(len(left))
                 self._ask(left, wanted, met)
         self._add_untracked(level, wanted, met)
         return [n for n in range(before, len(self.alive)) if self._is_open(n)]
@@ -149,9 +151,8 @@ class Search:
         return self._references(n) - self._explained[n] > cpp_references(self.alive[n])
 
     def _ask(self, level: list[int], wanted: dict[int, int], met: set[int]) -> None:
-        asked = [self.alive[n] for n in level]
-        for holder in _referrers(asked):
-            if holder is not asked and id(holder) not in met and not self._is_own(holder):
+        for holder in self._referrers.of([self.alive[n] for n in level]):
+            if id(holder) not in met and not self._is_own(holder):
                 met.add(id(holder))
                 self._add_holder(holder, wanted)
 
@@ -227,7 +228,7 @@ class Search:
 
     def _the_graph(self) -> TensorGraph:
         if self._graph is None:
-            self._graph = TensorGraph()
+            self._graph = TensorGraph(self._referrers)
             self._ignored.add(id(self._graph.live))
         return self._graph
 
@@ -252,20 +253,3 @@ class Search:
             self._untracked = Untracked()
             self._ignored |= {id(self._untracked.arrays), id(self._untracked.holders)}
         return self._untracked
-
-
-def _referrers(asked: list[object]) -> list[object]:
-    if len(asked) <= _MAX_ASKED and not has_frozen():
-        return gc.get_referrers(*asked)
-    wanted = frozenset(map(id, asked))
-    found: list[object] = []
-    heap = tracked_objects()
-    for start in range(0, len(heap), _CHUNK):
-        chunk = heap[start : start + _CHUNK]
-        if _refer(wanted, *chunk):
-            found.extend(holder for holder in chunk if _refer(wanted, holder))
-    return found
-
-
-def _refer(wanted: frozenset[int], *holders: object) -> bool:
-    return not wanted.isdisjoint(map(id, gc.get_referents(*holders)))

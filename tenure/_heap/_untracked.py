@@ -82,7 +82,8 @@ def _held(kinds: set[int]) -> Iterable[Any]:
             _add_let_go(found, values, kinds)
             frame = frame.f_back
     # one call for all objects, and no Python in the loop over what they refer to
-    held = _of_types(gc.get_referents(*tracked_objects()), kinds | _CONTAINERS)
+    untracked = filterfalse(gc.is_tracked, gc.get_referents(*tracked_objects()))
+    held = _of_types(list(untracked), kinds | _CONTAINERS)
     _add_kinds(found, held, kinds)
     _add_let_go(found, held, kinds)
     return found.values()

@@ -1,0 +1,126 @@
+"""Who refers to an object, for a search that asks again and again.
+
+The first questions are passes of the collector, which compares each reference in the heap with each
+object asked for. A search that goes on, or asks for many, makes an index of the heap once and is
+answered from it.
+"""
+
+import gc
+from array import array
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator
+
+from ._collector import has_frozen, tracked_objects
+
+# the collector's own pass is faster for a few objects, and an index costs as much as some passes
+_MAX_ASKED = 48
+_MAX_PASSES = 4
+# objects that have one number in the index together
+_CHUNK = 16
+# past a __getattribute__ of a metaclass
+_DICT_OFFSET = vars(type)["__dictoffset__"].__get__
+
+
+class Referrers:
+    """The objects of one moment that refer to others.
+
+    Until it is closed it holds every object that it has in its index: ``in`` says which.
+    """
+
+    def __init__(self) -> None:
+        self._n_passes = 0
+        self._index: _Index | None = None
+
+    def get_ready(self, n_asked: int) -> None:
+        """Make the index, if a question for so many objects is worth it.
+
+        To be called while no list or variable refers to these objects that will not do so later:
+        it would live on in the index.
+        """
+        is_pass_enough = n_asked <= _MAX_ASKED and self._n_passes < _MAX_PASSES
+        if self._index is None and (has_frozen() or not is_pass_enough):
+            self._index = _Index(tracked_objects())
+        self._n_passes += 1
+
+    def of(self, asked: list[object]) -> list[object]:
+        """The objects that refer to any of those asked for, in the collector's order."""
+        if self._index is not None:
+            return self._index.referrers_of(asked)
+        return [found for found in gc.get_referrers(*asked) if found is not asked]
+
+    def close(self) -> None:
+        """Let everything go that was held; this object is among it."""
+        if self._index is not None:
+            self._index.close()
+
+    def __contains__(self, candidate: object) -> bool:
+        return self._index is not None and candidate in self._index
+
+
+class _Index:
+    """Every reference to an object that the collector tracks.
+
+    Args:
+        heap: what may refer to something. Left out are empty dictionaries: among them are those in
+            which a frame shows its variables, and who reads one of these counts its references.
+    """
+
+    def __init__(self, heap: list[object]) -> None:
+        self._heap = [found for found in heap if type(found) is not dict or found]
+        self._identities = array("Q", sorted(map(id, self._heap)))
+        self._first: dict[int, int] = {}
+        self._others: defaultdict[int, list[int]] = defaultdict(list)
+        for chunk, start in enumerate(range(0, len(self._heap), _CHUNK)):
+            held = gc.get_referents(*self._heap[start : start + _CHUNK])
+            for identity in set(map(id, filter(gc.is_tracked, held))):
+                if self._first.setdefault(identity, chunk) != chunk:
+                    self._others[identity].append(chunk)
+
+    def close(self) -> None:
+        self._heap.clear()
+
+    def __contains__(self, candidate: object) -> bool:
+        position = bisect_left(self._identities, id(candidate))
+        is_known = self._identities[position : position + 1] == array("Q", [id(candidate)])
+        return is_known and bool(self._heap)
+
+    def referrers_of(self, asked: list[object]) -> list[object]:
+        """The objects that refer to any of those asked for, in the order of the heap."""
+        wanted = frozenset(map(id, asked))
+        chunks = {self._first[identity] for identity in wanted if identity in self._first}
+        chunks.update(c for identity in wanted for c in self._others.get(identity, ()))
+        if not all(map(gc.is_tracked, asked)):
+            chunks.update(
+                self._chunks_with(frozenset(id(o) for o in asked if not gc.is_tracked(o)))
+            )
+        return [found for chunk in sorted(chunks) for found in self._holders(chunk, wanted)]
+
+    def _holders(self, chunk: int, wanted: frozenset[int]) -> Iterator[object]:
+        start = chunk * _CHUNK
+        for holder in self._heap[start : start + _CHUNK]:
+            if _refer(wanted, holder):
+                yield holder
+            for attributes in self._attributes_made_since(holder):
+                self._first.setdefault(id(attributes), chunk)
+                if _refer(wanted, attributes):
+                    yield attributes
+
+    def _attributes_made_since(self, holder: object) -> list[object]:
+        """The dictionary of an instance, which Python makes when it is first read."""
+        if not _DICT_OFFSET(type(holder)):
+            return []
+        return [o for o in gc.get_referents(holder) if type(o) is dict and o not in self]
+
+    def _chunks_with(self, untracked: frozenset[int]) -> list[int]:
+        """Where one refers to what is not in the index: a pass over all, and seldom."""
+        starts = range(0, len(self._heap), _CHUNK)
+        return [
+            chunk
+            for chunk, start in enumerate(starts)
+            if _refer(untracked, *self._heap[start : start + _CHUNK])
+        ]
+
+
+def _refer(wanted: frozenset[int], *holders: object) -> bool:
+    return not wanted.isdisjoint(map(id, gc.get_referents(*holders)))
