@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 from collections.abc import Callable
@@ -74,12 +75,15 @@ def checked_options(
     restore_rng: bool = False,
     on_retry: OnRetry | None = None,
     cpu_fallback: bool = False,
+    **unknown: object,
 ) -> Options:
     """Options as a user gave them.
 
     Raises:
-        AdaptiveUsageError: one can't be used.
+        AdaptiveUsageError: one can't be used, or is none.
     """
+    for name in unknown:
+        raise AdaptiveUsageError(_no_such_option(name))
     if cache_type is not None:
         checked_cache_type(cache_type)
     if context is not None:
@@ -88,6 +92,13 @@ def checked_options(
     check_callable("on_retry", on_retry)
     limits = checked_limits(minimum, maximum, align)
     return Options(cache_type, context, limits, reduce, restore_rng, on_retry, cpu_fallback)
+
+
+def _no_such_option(name: str) -> str:
+    known = list(AdaptiveOptions.__annotations__)
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"Did you mean {near[0]!r}?" if near else f"The options of all are {', '.join(known)}."
+    return f"{name!r} is no argument of this function. {hint}"
 
 
 def check_callable(name: str, value: object) -> None:
