@@ -45,11 +45,15 @@ class SizeSearch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """What is kept of an attempt that ran out of memory; `error` until it has been let go."""
+    """What is kept of an attempt that ran out of memory; `error` until it has been let go.
+
+    Without ``is_begun`` the memory ran out while the state was noted, and nothing is to be undone.
+    """
 
     error: BaseException
     info: OomInfo
     scene: Scene
+    is_begun: bool
 
 
 class Attempts:
@@ -122,20 +126,22 @@ class Attempts:
         """Run the work once; its result, or what is to know of its failure."""
         self._statistics.attempts += 1
         state = self._state
-        if state is not None:
-            state.begin()
+        is_begun = state is None
         try:
+            if state is not None:
+                state.begin()
+                is_begun = True
             result = work(size)
             if state is not None:
                 state.finish()
         except BaseException as error:
             info = oom_info(error)
             if info is None or not info.retry_safe:
-                if state is not None:
+                if state is not None and is_begun:
                     state.undo()
                 self._hand_on()
                 raise
-            return _Failure(error, info, scene_of(info))
+            return _Failure(error, info, scene_of(info), is_begun)
         self._hand_on()
         return result
 
@@ -152,7 +158,7 @@ class Attempts:
         name, scope.name = scope.name, f"attempt of {self._name} at {self._unit} {size}"
         scope.dispose_everything()
         scope.name = name
-        if self._state is not None:
+        if self._state is not None and failure.is_begun:
             self._state.undo()
 
     def _has_next(self, failure: _Failure, search: SizeSearch, relief: Relief) -> bool:

@@ -294,6 +294,30 @@ def test_a_state_that_runs_out_of_memory_in_finish_is_undone_and_tried_again():
     assert state.calls == ["begin", "finish", "undo", "begin", "finish"]
 
 
+def test_a_state_that_runs_out_of_memory_in_begin_is_noted_again_and_not_undone():
+    class Short(Recorder):
+        def begin(self):
+            super().begin()
+            if len(self.calls) == 1:
+                raise torch.OutOfMemoryError(OOM)
+
+    state = Short()
+    assert run(lambda size: size, state=state) == 2
+    assert state.calls == ["begin", "begin", "finish"]
+
+
+def test_a_state_that_fails_in_begin_is_not_undone():
+    class Broken(Recorder):
+        def begin(self):
+            super().begin()
+            raise KeyError("no such buffer")
+
+    state = Broken()
+    with pytest.raises(KeyError):
+        run(lambda size: size, state=state)
+    assert state.calls == ["begin"]
+
+
 def test_the_fallback_runs_once_when_no_size_is_left():
     calls = []
 
