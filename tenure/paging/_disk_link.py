@@ -21,7 +21,7 @@ from tenure._named_tensors import NamedTensor
 
 from ._host_buffers import Pinning, private_memory
 from ._link import Link
-from ._reader import Done, Reader
+from ._reader import Done, Reader, raise_anew
 from ._torch_aside import aside
 
 STAGING = "paged: staging"
@@ -235,8 +235,7 @@ class TransferEvent:
             PagingError: the read failed.
         """
         self._link.launch(self._transfer)
-        if self._transfer.error is not None:
-            raise self._transfer.error
+        raise_anew(self._transfer.error)
 
     def elapsed_time(self, end: TransferEvent) -> float:
         """Milliseconds of the transfer: of the read, or of the copies where those took longer."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ._link import Link
-from ._reader import Done, Reader
+from ._reader import Done, Reader, raise_anew
 
 
 class HostLink(Link):
@@ -104,9 +104,7 @@ class HostEvent:
         Raises:
             PagingError: the read failed.
         """
-        error = self._read.result().error
-        if error is not None:
-            raise error
+        raise_anew(self._read.result().error)
 
     def elapsed_time(self, end: HostEvent) -> float:
         """Milliseconds from this event to another."""

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass
 
 
@@ -28,6 +29,16 @@ class Done:
     began_s: float
     ended_s: float
     error: BaseException | None = None
+
+
+def raise_anew(error: BaseException | None) -> None:
+    """Raise a copy of the error that a read has left, if it left one, as often as it is asked for.
+
+    The error itself stays in its result, and would hold the frames of all that it was raised to:
+    the paged model among them, which then never went.
+    """
+    if error is not None:
+        raise copy(error) from error.__cause__
 
 
 class Reader:

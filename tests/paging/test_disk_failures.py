@@ -1,7 +1,9 @@
 """A file that can't be read any more: a clear error where it is used, and a model that lives on."""
 
+import gc
 import os
 import re
+import weakref
 
 import pytest
 import torch
@@ -140,6 +142,20 @@ def test_a_file_that_is_written_while_paged_is_told(path):
     os.utime(path, ns=(0, 1))
     with pytest.raises(PagingError, match=re.escape("Load the model anew")):
         model(X)
+
+
+@torch.no_grad()
+def test_a_model_whose_file_could_not_be_read_goes_when_it_is_dropped(path):
+    model = on_meta()
+    load_paged(model, saved(mlp(), path), "cpu", budget="8KiB", prefetch=0)
+    os.utime(path, ns=(0, 1))
+    for _ in range(2):  # it is told each time
+        with pytest.raises(PagingError, match=re.escape("Load the model anew")):
+            model(X)
+    dropped = weakref.ref(model)
+    del model
+    gc.collect()
+    assert dropped() is None
 
 
 @torch.no_grad()
