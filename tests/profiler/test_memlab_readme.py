@@ -18,6 +18,8 @@ from tenure.profiler import (
     set_target_gpu,
 )
 
+pytestmark = pytest.mark.slow  # each looks through the whole heap, some many times
+
 WEIGHT_BYTES = 100 * 100 * 4 + 100 * 4  # of the layers below
 PAGE = 1 << 20
 

@@ -21,6 +21,8 @@ from tenure import NewDisposeScope
 from tenure.profiler import DeviceReport, MemReport, MemReporter, ProfilerUsageError, TensorRow
 from tests.simdevice._machine import machine
 
+pytestmark = pytest.mark.slow  # each looks through the whole heap, some many times
+
 
 def report_on(model=None, *, optimizer=None, **arguments):
     """A report without its output."""
