@@ -29,7 +29,7 @@ from ._generators import SUSPENDABLE, warn_in_generator
 from ._leaks import LeakReport
 from ._ledger import Ledger, n_alive, take_all
 from ._manager import Manager, current
-from ._sites import CONTEXTLIB, Capture, Site, user_frame
+from ._sites import CONTEXTLIB, Capture, Site, opening_site, user_frame
 from ._thread import ThreadScopes, World, this_thread
 from ._torch_modes import remove
 
@@ -235,8 +235,7 @@ class Block:
     @property
     def site(self) -> Site:
         """Where its block was opened."""
-        code, instruction, _ = self._opener
-        return Site(code, instruction)
+        return opening_site(*self._opener)
 
     @property
     def label(self) -> str:

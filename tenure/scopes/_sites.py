@@ -18,6 +18,7 @@ CONTEXTLIB = vars(contextlib)
 """The globals of the frames that run an ExitStack or a decorated context manager."""
 _STACK_DEPTH = 16
 _OWN_PACKAGE = __name__.partition(".")[0]
+_OWN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _COMMAND_LINE = f"{_OWN_PACKAGE}._cli"
 
 
@@ -77,6 +78,23 @@ def user_frame(frame: FrameType) -> FrameType:
     while outer is not None and _is_internal(outer):
         outer = outer.f_back
     return outer or frame
+
+
+def opening_site(code: CodeType, instruction: int, frame_id: int) -> Site:
+    """The place that opened a block; of a block of tenure's own, the user's place that led to it.
+
+    Args:
+        code: what the frame that opened it runs.
+        instruction: how far that frame was.
+        frame_id: the identity of that frame, which is looked for on this thread.
+    """
+    if code.co_filename.startswith(_OWN_FOLDER):
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and (frame.f_code is not code or id(frame) != frame_id):
+            frame = frame.f_back
+        if frame is not None:
+            return site_of(user_frame(frame))
+    return Site(code, instruction)
 
 
 def user_site() -> Site:

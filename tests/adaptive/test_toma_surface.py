@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import inspect
+import os
 import pickle
 import threading
 import weakref
@@ -974,3 +975,20 @@ def test_an_option_that_is_like_none_gets_them_all_listed():
         AdaptiveUsageError, match=r"^'zzz' is no .* The options of all are .*reduce"
     ):
         adaptive.execute.batch(initial_batchsize=8, zzz=1)
+
+
+def test_a_tensor_of_a_failed_attempt_says_where_the_call_was_and_nothing_of_tenures_files():
+    kept = []
+
+    @adaptive.batch(initial_batchsize=2)
+    def work(size):
+        if size == 2:
+            kept.append(torch.ones(1))
+            oom()
+
+    work()
+    with pytest.raises(DisposedTensorError, match=r"attempt of .*work.* at .* 2'") as raised:
+        kept[0].exp()
+    here = f"test_toma_surface.py:{inspect.currentframe().f_lineno - 3}"
+    assert f"(opened at tests{os.sep}adaptive{os.sep}{here})" in str(raised.value)
+    assert "_run.py" not in str(raised.value)
