@@ -132,6 +132,10 @@ class ScopeUsageWarning(TenureWarning):
     """A scope is used in a way that works, but seldom as it was meant."""
 
 
+class AdaptiveUsageWarning(TenureWarning):
+    """A function does what it may not do twice, and was run twice."""
+
+
 class PagingWarning(TenureWarning):
     """A model is paged, but slower than it could be."""
 
@@ -146,6 +150,7 @@ class ProfilerUsageWarning(TenureWarning):
 
 _ROOMS: dict[str, str] = {
     "AdaptiveUsageError": "tenure.adaptive",
+    "AdaptiveUsageWarning": "tenure.adaptive",
     "BatchCoupledError": "tenure.adaptive",
     "OutOfRetriesError": "tenure.adaptive",
     "AwayTensorError": "tenure.profiler",

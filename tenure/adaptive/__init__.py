@@ -1,6 +1,7 @@
 """Fitting work into the memory there is."""
 
 from tenure._errors import AdaptiveUsageError as AdaptiveUsageError
+from tenure._errors import AdaptiveUsageWarning as AdaptiveUsageWarning
 from tenure._errors import BatchCoupledError as BatchCoupledError
 from tenure._errors import OutOfRetriesError as OutOfRetriesError
 

@@ -1,7 +1,8 @@
-"""Tensors of a batch that require grad, cut off their graph while the batch is split.
+"""The tensors of a batch while it is split; those that require grad are cut off their graph.
 
 Invariant: whatever the split and however often it is tried, the graph that a tensor of the batch
-came of is run backward once, with the whole gradient.
+came of is run backward once, with the whole gradient; and nobody gets unwarned, in another attempt
+or pass, what was written into the batch by the one before.
 """
 
 from __future__ import annotations
@@ -10,6 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from tenure._describe import describe_tensor
+from tenure._errors import AdaptiveUsageWarning
+from tenure._torch_versions import version_of
+from tenure._warn import warn_user
 
 from ._graph_leaves import leaves_of
 from ._sample_tree import Leaf, SampleTree
@@ -32,6 +38,8 @@ class CutInputs:
             if isinstance(leaf.value, Tensor) and leaf.value.requires_grad
         ]
         self._by_leaf = {id(cut.leaf): cut for cut in self._cuts}  # keys may look the same
+        tensors = (leaf.value for leaf in tree.leaves if isinstance(leaf.value, Tensor))
+        self._versions = [(t, version_of(t)) for t in tensors]
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -40,8 +48,22 @@ class CutInputs:
 
     def begin(self) -> None:
         """Forget the gradients of an attempt before."""
+        self.run_again()
         for cut in self._cuts:
             cut.clear()
+
+    def run_again(self) -> None:
+        """Warn, once, if the batch is no longer what the function was given the last time."""
+        written = [t for t, version in self._versions if version_of(t) != version]
+        if written:
+            self._versions = []
+            warn_user(
+                "step() runs its function again, which has written into "
+                f"{describe_tensor(written[0])} of the batch. Where writing twice is not the same "
+                "as once, as with x.div_(255), the gradients are wrong: write into a copy, as in "
+                "x = x / 255.",
+                AdaptiveUsageWarning,
+            )
 
     def whole(self) -> Any:
         """The batch itself; a container like it, if something in it requires grad."""

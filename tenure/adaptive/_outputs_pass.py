@@ -50,6 +50,7 @@ class OutputsPass:
     def _differentiate(self, chunks: list[Outputs]) -> list[list[Tensor | None]]:
         run, loss_of = self._run, self._run.spec.loss
         assert callable(loss_of)
+        run.inputs.run_again()
         joined = JoinedOutputs(chunks)
         returned: Any = loss_of(joined.value)
         loss = scalar(returned, "loss() of step()")

@@ -139,6 +139,7 @@ class TermsPass:
     # --- in two passes
 
     def _surveyed(self) -> tuple[Tensor, dict[str, Tensor]]:
+        self._run.inputs.run_again()
         self._run.state.undo()
         two_passes(
             len(self._chunks),
@@ -157,6 +158,7 @@ class TermsPass:
         return terms.detached().by_name, tensors
 
     def _differentiate(self, chunks: list[dict[str, Term]]) -> list[list[Tensor | None]]:
+        self._run.inputs.run_again()
         with torch.enable_grad():
             leaves = [term.value.requires_grad_() for chunk in chunks for term in chunk.values()]
             values = combined(chunks, self._shares, self._reduction)

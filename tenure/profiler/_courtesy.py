@@ -7,8 +7,6 @@ can be called again.
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Iterable
 from threading import RLock
 from types import TracebackType
@@ -19,6 +17,7 @@ from torch import Tensor, UntypedStorage
 
 from tenure._errors import CourtesyError, CourtesyWarning
 from tenure._units import format_bytes
+from tenure._warn import warn_user
 
 from . import _conveyor
 from ._courtesy_report import CourtesyReport, Stay
@@ -99,7 +98,7 @@ class Courtesy:
         self.report = report
         if report.stays:
             try:
-                warnings.warn(_warning(report), CourtesyWarning, stacklevel=_user_level())
+                warn_user(_warning(report), CourtesyWarning)
             except CourtesyWarning:  # an error to this program: leave nothing half done
                 with _turn, quietly():
                     self._return(going)
@@ -264,11 +263,3 @@ def _warning(report: CourtesyReport) -> str:
         f"{format_bytes(report.stays_bytes)} could not be moved to host memory: {shown}"
         f"{f'; and {more} more' if more > 0 else ''}. The report of the Courtesy names all."
     )
-
-
-def _user_level() -> int:
-    """The `stacklevel`, for the caller of this, of the first frame outside of tenure."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("tenure."):
-        level, frame = level + 1, frame.f_back
-    return level

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from tenure.adaptive import (
     AdaptiveUsageError,
+    AdaptiveUsageWarning,
     BatchCoupledError,
     NoBatchsizeCache,
     OutOfRetriesError,
@@ -226,6 +227,36 @@ def test_two_passes_draw_random_numbers_and_update_buffers_once(way):
 
 def _two_terms(out):
     return {"sum": (out.sum(), len(out)), "square": (out.square().sum(), out.numel())}
+
+
+@pytest.mark.parametrize("way", ["retry", "outputs", "terms"])
+def test_a_function_that_runs_again_on_what_it_wrote_into_the_batch_is_warned_of_once(way):
+    net, x = _net(), {"x": _x(8), "n": 8}
+    fits = out_of_memory_above(2)
+
+    def fn(batch):
+        batch["x"].div_(2)
+        if way == "retry":
+            fits(len(batch["x"]))
+        out = net(batch["x"])
+        return _two_terms(out) if way == "terms" else out if way == "outputs" else out.sum()
+
+    options = {
+        "retry": {"loss": "sum"},
+        "outputs": {"loss": lambda o: o.std(), "maximum": 3},
+        "terms": {"maximum": 3},
+    }[way]
+    with pytest.warns(
+        AdaptiveUsageWarning,
+        match=r"has written into float64\[8, 4\] on cpu, 256 B of the batch\.",
+    ) as told:
+        step(fn, x, in_dims={"x": 0, "n": None}, **options)
+    assert [warning.filename for warning in told] == [__file__]
+
+
+def test_a_function_that_writes_and_runs_once_is_not_warned_of():
+    net = _net()
+    step(lambda b: net(b.div_(2)).sum(), _x(8), loss="sum", maximum=2)
 
 
 def test_an_empty_batch_does_what_the_plain_call_does():

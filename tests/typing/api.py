@@ -38,6 +38,7 @@ from tenure import (
 from tenure.adaptive import (
     AdaptiveEvent,
     AdaptiveUsageError,
+    AdaptiveUsageWarning,
     BatchCoupledError,
     GlobalBatchsizeCache,
     NoBatchsizeCache,
@@ -343,7 +344,7 @@ def profiling(x: Tensor) -> None:
     set_target_device("cpu")
     clear_global_line_profiler()
     wrong: list[type[tenure.TenureError]] = [ProfilerUsageError]
-    odd: list[type[tenure.TenureWarning]] = [ProfilerUsageWarning]
+    odd: list[type[tenure.TenureWarning]] = [AdaptiveUsageWarning, ProfilerUsageWarning]
     assert wrong
     assert odd
 

@@ -1,0 +1,16 @@
+"""Warnings that point at the user's line, however deep inside tenure they are raised."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+from tenure._errors import TenureWarning
+
+
+def warn_user(message: str, category: type[TenureWarning]) -> None:
+    """Warn, with the place of the innermost frame outside of tenure."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("tenure."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
