@@ -79,12 +79,15 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open a safetensors file, the index of several, or a folder with either of the usual names.
 
     Raises:
-        PagingError: there is none, or it is damaged, or safetensors is not installed.
+        PagingError: it is no path, or nothing is there, or it is damaged, or safetensors is not
+            installed.
     """
+    if not isinstance(path, str | Path):
+        raise PagingError(f"weights={path!r}: write the path of a safetensors file or of a folder.")
     try:
         chosen = _chosen(Path(path))
         shards = _shards(chosen)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         _refuse(Path(path), error)
     checkpoint = Checkpoint(chosen.name, [], {})
     try:
@@ -150,7 +153,7 @@ def _opened(path: Path) -> MappedFile:
         with path.open("rb") as file:
             _validate(path)
             return MappedFile(file, path.name)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         _refuse(path, error)
 
 
@@ -189,8 +192,10 @@ def _stored(file: MappedFile) -> Iterator[tuple[str, StoredTensor]]:
             yield name, StoredTensor(file, offset, dtype, tuple(entry["shape"]))
 
 
-def _refuse(path: Path, error: OSError) -> NoReturn:
+def _refuse(path: Path, error: OSError | ValueError) -> NoReturn:
+    """Say that a path can't be read; a ValueError is of one that no system takes for a name."""
+    why = getattr(error, "strerror", None) or error
     raise PagingError(
-        f"The weights {str(path)!r} can't be read: {error.strerror or error}. Name a safetensors "
-        "file, or the index of several, that this process may read."
+        f"The weights {str(path)!r} can't be read: {why}. Name a safetensors file, or the index of "
+        "several, that this process may read."
     ) from error

@@ -39,9 +39,10 @@ def checked_folder(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _nameless(folder).close()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a ValueError: what no system takes for a name
+        why = getattr(error, "strerror", None) or error
         raise PagingError(
-            f"No file can be made in host={str(folder)!r}: {error.strerror}. The model is as "
+            f"No file can be made in host={str(folder)!r}: {why}. The model is as "
             "before. Name a folder that this process may write to."
         ) from error
     if _is_in_memory(folder):

@@ -109,6 +109,24 @@ def test_a_missing_file_is_refused(tmp_path, name):
     assert isinstance(caught.value.__cause__, OSError)
 
 
+@pytest.mark.parametrize("name", ["a\0b", "a\0b.json"])
+def test_a_path_that_no_system_takes_is_refused(tmp_path, name):
+    with pytest.raises(PagingError, match=r"^The weights '.*a.x00b.*' can't be read: embedded null"):
+        open_checkpoint(tmp_path / name)
+
+
+def test_an_index_that_names_such_a_path_is_refused(tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"weight": "a\0b"}}))
+    with pytest.raises(PagingError, match=r"^The weights '.*a.x00b' can't be read: embedded null"):
+        open_checkpoint(index)
+
+
+def test_what_is_no_path_is_refused():
+    with pytest.raises(PagingError, match=r"^weights=3: write the path of a safetensors file or"):
+        open_checkpoint(3)
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
 def test_a_file_that_may_not_be_read_is_refused(path):
     path.chmod(0)

@@ -155,6 +155,13 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path):
     page(model, "cpu", host=tmp_path).unpage()
 
 
+def test_a_path_that_no_system_takes_is_refused():
+    model = mlp()
+    message = r"No file can be made in host='a.x00b': embedded null byte. The model is as before"
+    with pytest.raises(PagingError, match=message):
+        page(model, "cpu", host=module.Path("a\0b"))
+
+
 def test_a_full_disk_leaves_the_model_in_memory(tmp_path):
     done = in_another_process(
         """
