@@ -23,7 +23,7 @@ from ._page import in_place_of
 from ._pager import Pager
 from ._plan import PCIE_4, PagingPlan, Planned, PlannedUnit
 from ._residency import Residency, n_bytes
-from ._table import HostTensor, TensorTable, n_bytes_of_whole
+from ._table import HostTensor, TensorTable
 from ._torch_aside import aside
 from ._units import Cut, Unit, cut
 
@@ -135,19 +135,18 @@ class ChunkHooks(ModuleHooks):
 def _planned(model: nn.Module, device: torch.device, max_capacity: int | str) -> Planned:
     table = TensorTable(model)
     pieces = cut(model, table, lambda module: False)
-    whole_bytes = sum(n_bytes_of_whole(host.tensor) for host in table.whole)
     resident = frozenset(_first(pieces, max_capacity))
-    resident_bytes = whole_bytes + n_bytes(resident)
+    resident_bytes = table.whole_bytes + n_bytes(resident)
     plan = PagingPlan(
         model=type(model).__name__,
         device=str(device),
         units=tuple(PlannedUnit(u.name, u.n_bytes, u in resident) for u in pieces.units),
-        weight_bytes=whole_bytes + n_bytes(pieces.units),
+        weight_bytes=table.whole_bytes + n_bytes(pieces.units),
         resident_bytes=resident_bytes,
         ring_bytes=0,
         device_bytes=resident_bytes,
         budget_bytes=resident_bytes,
-        minimum_bytes=whole_bytes,
+        minimum_bytes=table.whole_bytes,
         link_bytes_per_s=PCIE_4.bytes_per_s,
         limit_s=0.0,
         predicted_s=0.0,

@@ -116,7 +116,7 @@ class PagedModel:
         """
         if self.closed:
             raise PagingError(f"{self!r} has nothing to report: it is unpaged.")
-        return make_report(self.plan, self._pager.engine)
+        return make_report(self._resources.engine, self._resources.whole, self.plan.weight_bytes)
 
     def __enter__(self) -> Self:
         """The handle itself.

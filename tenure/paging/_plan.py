@@ -36,7 +36,7 @@ from ._residency import (
     preferred,
     smallest,
 )
-from ._table import TensorTable, n_bytes_of_whole
+from ._table import TensorTable
 from ._units import Cut, Fits, Unit, cut, n_bytes_in
 
 _MIB = 2**20
@@ -72,8 +72,8 @@ class PagingPlan:
         model: the name of its class.
         device: where it is paged to.
         units: its parts, in the order of registration.
-        weight_bytes: all units together.
-        resident_bytes: what stays on the device, with tensors that can't be paged.
+        weight_bytes: all units together, and the tensors that can't be paged.
+        resident_bytes: what stays on the device, those tensors included.
         ring_bytes: the room that the others pass through.
         device_bytes: both: what paging takes of the device, always.
         budget_bytes: what it was allowed to take.
@@ -266,8 +266,7 @@ class _Draft:
         staying = frozenset(
             unit for unit in pieces.units if any(extent in inside for extent in unit.extents)
         )
-        whole_bytes = sum(n_bytes_of_whole(host.tensor) for host in table.whole)
-        return cls(table, pieces, staying, whole_bytes)
+        return cls(table, pieces, staying, table.whole_bytes)
 
     @property
     def minimum_bytes(self) -> int:

@@ -12,7 +12,7 @@ from tenure._errors import PagingError
 from tenure._units import format_bytes
 
 from ._engine import Engine
-from ._plan import PagingPlan
+from ._whole import WholeTensors
 
 Bound = Literal["link", "compute"]
 
@@ -34,7 +34,7 @@ class PagingReport:
         bound: what sets that limit, ``"link"`` or ``"compute"``.
         helpful_budget_bytes: the budget at which computation would take as long as the copies;
             None where it does already.
-        resident_bytes: what stays on the device.
+        resident_bytes: what stays on the device, with tensors that can't be paged.
         ring_bytes: the room that the rest passes through.
         staging_bytes: host memory between files and the device.
         host_bytes: the host memory that holds the weights.
@@ -77,8 +77,13 @@ class PagingReport:
 _NAMES = {"link": "link", "compute": "computation"}
 
 
-def make_report(plan: PagingPlan, engine: Engine) -> PagingReport:
+def make_report(engine: Engine, whole: WholeTensors, weight_bytes: int) -> PagingReport:
     """Read the events of the last pass.
+
+    Args:
+        engine: the pages.
+        whole: the tensors that are not paged.
+        weight_bytes: all that stays or passes.
 
     Raises:
         PagingError: no pass has ended.
@@ -94,7 +99,7 @@ def make_report(plan: PagingPlan, engine: Engine) -> PagingReport:
     copy_s = sum(map(_seconds, record.copies))
     link_bytes_per_s = record.copied_bytes / copy_s if copy_s else 0.0
     limit_s = max(copy_s, compute_s)
-    moved = plan.weight_bytes - engine.resident_bytes
+    resident_bytes = engine.resident_bytes + whole.n_bytes
     return PagingReport(
         passes=engine.meter.passes,
         pass_s=whole_s,
@@ -106,19 +111,23 @@ def make_report(plan: PagingPlan, engine: Engine) -> PagingReport:
         total_faults=engine.meter.total_faults,
         share_of_limit=min(1.0, limit_s / whole_s) if whole_s else 1.0,
         bound="link" if copy_s > compute_s else "compute",
-        helpful_budget_bytes=_helpful_bytes(plan, moved, compute_s * link_bytes_per_s),
-        resident_bytes=engine.resident_bytes,
+        helpful_budget_bytes=_helpful_bytes(
+            weight_bytes, resident_bytes, engine.ring_bytes, compute_s * link_bytes_per_s
+        ),
+        resident_bytes=resident_bytes,
         ring_bytes=engine.ring_bytes,
         staging_bytes=engine.staging_bytes,
         host_bytes=engine.host_bytes,
     )
 
 
-def _helpful_bytes(plan: PagingPlan, passing_bytes: int, hidden_bytes: float) -> int | None:
-    """What has to stay for the rest to be copied while the device computes."""
-    if passing_bytes <= hidden_bytes or not passing_bytes:
+def _helpful_bytes(
+    weight_bytes: int, resident_bytes: int, ring_bytes: int, hidden_bytes: float
+) -> int | None:
+    """A ring, and what has to stay for the rest to be copied while the device computes."""
+    if weight_bytes - resident_bytes <= hidden_bytes:
         return None
-    return min(plan.weight_bytes, int(plan.device_bytes + passing_bytes - hidden_bytes))
+    return min(weight_bytes, int(weight_bytes - hidden_bytes) + ring_bytes)
 
 
 def _seconds(span: tuple[Any, Any]) -> float:

@@ -7,7 +7,7 @@ parameters, shared modules and views of one storage lie in one extent.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -118,7 +118,12 @@ class TensorTable:
             ]
         self._extents = self._lay_out()
 
-    def extents_of(self, modules: Iterator[nn.Module]) -> list[Extent]:
+    @property
+    def whole_bytes(self) -> int:
+        """What copies of the tensors in ``whole`` take on a device."""
+        return sum(n_bytes_of_whole(host.tensor) for host in self.whole)
+
+    def extents_of(self, modules: Iterable[nn.Module]) -> list[Extent]:
         """The extents that the modules themselves use, in the order of their registration."""
         found = {
             id(extent): extent

@@ -112,7 +112,7 @@ def cut(
         apart: modules that share no unit with what is around them, and are never cut.
     """
     groups = _Cutter(table, fits, merge_bytes, apart).groups(model, "")
-    extents = [table.extents_of(iter(group.modules)) for group in groups]
+    extents = [table.extents_of(group.modules) for group in groups]
     uses = Counter(id(extent) for extent in chain.from_iterable(extents))
     shared: dict[int, Unit] = {}
     units: list[Unit] = []
@@ -144,7 +144,7 @@ def hookable(model: nn.Module) -> Iterator[nn.Module]:
 
 def n_bytes_in(table: TensorTable, modules: Iterable[nn.Module]) -> int:
     """The bytes of the extents that modules use."""
-    return sum(extent.n_bytes for extent in table.extents_of(iter(modules)))
+    return sum(extent.n_bytes for extent in table.extents_of(modules))
 
 
 @dataclass(slots=True)

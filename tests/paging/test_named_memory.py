@@ -184,6 +184,7 @@ def test_tensors_that_stay_whole_count_as_resident(sim):
         model(torch.randn(2, 64))
         device = assert_exact(sim, report_on(model))
         assert device.categories["paged: resident"] == handle.plan.resident_bytes
+        assert handle.report().resident_bytes == handle.plan.resident_bytes
         (row,) = [row for row in device.rows if row.name == "mask"]
         assert (row.category, row.n_bytes) == ("paged: resident", 4 * 64 * 64)
 
