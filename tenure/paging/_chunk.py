@@ -15,7 +15,7 @@ from tenure._errors import PagingError
 from tenure._units import parse_bytes
 
 from ._checks import checked_device, checked_model
-from ._handle import PagedModel, acquire, asks_for_gradients
+from ._handle import PagedModel, acquire
 from ._hooks import ModuleHooks, moved
 from ._host_buffers import HostBuffers
 from ._link import Link
@@ -63,7 +63,7 @@ def chunk(
     link = Link(chosen)
     store = HostBuffers(link.module, pin=True)
     resources = acquire(planned, link, store, [u for u in planned.cut.units if u in resident], 0)
-    pager = ChunkPager(resources.engine, resources.whole, has_gradients=asks_for_gradients(model))
+    pager = ChunkPager(resources.engine, resources.whole, planned.table.hosts.values())
     handle = PagedModel(model, planned.plan, pager, resources)
     handle.bind(
         planned,

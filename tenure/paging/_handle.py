@@ -264,7 +264,7 @@ def carry_out(
 ) -> PagedModel:
     """Page a model by a plan."""
     resources = acquire(planned, link, store, planned.cut.units, max_ahead)
-    pager = Pager(resources.engine, resources.whole, has_gradients=asks_for_gradients(model))
+    pager = Pager(resources.engine, resources.whole, planned.table.hosts.values())
     handle = PagedModel(model, planned.plan, pager, resources)
     handle.bind(planned, hookable(model), ModuleHooks)
     register_shrinkable(pager)
@@ -295,11 +295,6 @@ def acquire(
         engine.settle_in(reserved)
         undoing.pop_all()
     return resources
-
-
-def asks_for_gradients(model: nn.Module) -> bool:
-    """Whether a parameter does."""
-    return any(parameter.requires_grad for parameter in model.parameters())
 
 
 def _bracketed(hosts: list[HostTensor]) -> list[Unit]:

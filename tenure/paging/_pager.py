@@ -7,7 +7,7 @@ inside; the others wait at the door.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import RLock, get_ident
@@ -51,13 +51,15 @@ class Pager:
     Args:
         engine: the pages.
         whole: the tensors that are not paged.
-        has_gradients: whether a parameter of the model asks for gradients.
+        hosts: the model's tensors.
     """
 
-    def __init__(self, engine: Engine, whole: WholeTensors, *, has_gradients: bool) -> None:
+    def __init__(
+        self, engine: Engine, whole: WholeTensors, hosts: Collection[HostTensor]
+    ) -> None:
         self.engine = engine
         self._whole = whole
-        self._has_gradients = has_gradients
+        self._hosts = hosts
         self._door = RLock()
         self._thread: int | None = None
         self._frames: list[_Frame] = []
@@ -174,13 +176,16 @@ class Pager:
                 "would keep the places that weights pass through, and read others there later. "
                 "Call unpage() first."
             )
-        if self._has_gradients and module.training and torch.is_grad_enabled():
+        if module.training and torch.is_grad_enabled() and self._asks_for_gradients():
             raise PagingError(
                 f"{type(module).__name__} was called in training mode with gradients on, and its "
                 "parameters are paged for inference: they would get no gradients. Nothing ran. "
                 "Call eval(), or run under torch.no_grad(); to train, unpage() first."
             )
         engine.prefetch()
+
+    def _asks_for_gradients(self) -> bool:
+        return any(host.tensor.requires_grad for host in self._hosts if not host.is_buffer)
 
     def _pop(self, *, is_end: bool) -> object:
         frame = self._frames.pop()

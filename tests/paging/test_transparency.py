@@ -451,6 +451,17 @@ def test_training_mode_with_gradients_is_refused_before_anything_runs(sim, model
         assert not model(x).requires_grad
 
 
+def test_whether_parameters_ask_for_gradients_is_looked_at_when_the_model_is_called(sim, model, x):
+    model.train().requires_grad_(False)
+    with paged(sim, model), torch.enable_grad():
+        assert not model(x).requires_grad
+        model[2].weight.requires_grad_()
+        with pytest.raises(PagingError, match=r"they would get no gradients"):
+            model(x)
+        model.requires_grad_(False)
+        assert not model(x).requires_grad
+
+
 def test_a_graph_that_holds_weights_is_an_error_and_never_a_wrong_gradient(sim, model, x):
     with paged(sim, model), torch.enable_grad():
         asking = x.clone().requires_grad_()
