@@ -192,8 +192,8 @@ def test_without_one_wait_it_is_caught(sim, monkeypatch, wait, without):
 
 
 def test_a_device_without_room_leaves_nothing_pinned_nor_open(sim, tmp_path):
-    model = mlp()
-    path = saved(model, tmp_path / "m.safetensors")
+    model, x = mlp(), torch.ones(1, WIDTH)
+    expected, path = model(x), saved(model, tmp_path / "m.safetensors")
     sim(budget="4KiB")
     before = len(os.listdir("/proc/self/fd")), len(pinned_memory._ranges)
     with pytest.raises(torch.OutOfMemoryError):
@@ -201,4 +201,4 @@ def test_a_device_without_room_leaves_nothing_pinned_nor_open(sim, tmp_path):
     with pytest.raises(torch.OutOfMemoryError):
         page(model, sim.device, budget="12KiB", host=tmp_path)
     assert (len(os.listdir("/proc/self/fd")), len(pinned_memory._ranges)) == before
-    assert_equal(model(torch.ones(1, WIDTH)), model(torch.ones(1, WIDTH)))
+    assert_equal(model(x), expected)

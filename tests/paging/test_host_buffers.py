@@ -4,10 +4,8 @@ import gc
 
 import pytest
 import torch
-from torch import nn
 
-from tenure.paging import page
-from tenure.paging._torch_holders import is_held, works
+from tenure.paging import _host_buffers, page
 
 from .models import build, mlp
 
@@ -55,8 +53,6 @@ def test_parameters_made_in_inference_mode_can_be_paged(sim):
 
 
 def test_host_memory_that_runs_out_leaves_the_model_as_it_was(sim, monkeypatch):
-    from tenure.paging import _host_buffers
-
     plain, made = _host_buffers.private_memory, []
 
     def fail_at_the_third(n_bytes):
@@ -74,17 +70,3 @@ def test_host_memory_that_runs_out_leaves_the_model_as_it_was(sim, monkeypatch):
     assert sim.allocated_bytes == 0
     assert torch.equal(model(x), expected)
     assert not any(p.is_pinned() for p in model.parameters())
-
-
-def test_this_torch_tells_who_holds_a_tensor():
-    assert works()
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_views_hold_a_tensor_in_every_mode(mode):
-    holder = {0: nn.Parameter(torch.ones(2, 2), requires_grad=False)}
-    with mode():
-        view = holder[0].t()[0]
-    assert is_held(holder, 0)
-    del view
-    assert not is_held(holder, 0)
