@@ -86,14 +86,10 @@ class ChunkPager(Pager):
         """As of a pager; a weight that only another module could use is copied for this use."""
         if self.is_inside and self.on_host:
             return host.tensor
-        if not self.is_inside or host.unit is None or self.stays(host.unit):
+        if not self.is_inside or host.unit is None or self.engine.stays(host.unit):
             return super().show(host)
         with aside():
             return in_place_of(host.tensor, host.tensor.detach().to(self.engine.device))
-
-    def stays(self, unit: Unit) -> bool:
-        """Whether a unit is on the device."""
-        return unit in self.engine.resident
 
     def leave_host(self) -> None:
         """A module that was computed on the host has ended."""
@@ -107,7 +103,7 @@ class ChunkHooks(ModuleHooks):
         self, module: nn.Module, units: list[Unit], table: TensorTable, pager: ChunkPager
     ) -> None:
         self._chunk = pager
-        there = [unit for unit in units if pager.stays(unit)]
+        there = [unit for unit in units if pager.engine.stays(unit)]
         self._runs_on_host = len(there) < len(units)
         super().__init__(module, there, table, pager)
 

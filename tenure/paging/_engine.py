@@ -63,14 +63,9 @@ class Engine:
         self._unread: list[object] = []
 
     @property
-    def resident(self) -> list[Unit]:
-        """The units that stay on the device."""
-        return [unit for unit, page in self._pages.items() if page.is_resident]
-
-    @property
     def resident_bytes(self) -> int:
-        """What they take."""
-        return sum(unit.n_bytes for unit in self.resident)
+        """What the units that stay on the device take."""
+        return _n_bytes(self._resident())
 
     @property
     def device(self) -> torch.device:
@@ -82,10 +77,6 @@ class Engine:
         """The memory that passing units share."""
         return self._ring.capacity_bytes
 
-    def reserve(self, units: list[Unit]) -> dict[Unit, Tensor]:
-        """Allocate memory for units that are to stay."""
-        return {unit: self._allocate(unit.n_bytes) for unit in units}
-
     @property
     def staging_bytes(self) -> int:
         """Host memory between files and the device."""
@@ -95,6 +86,10 @@ class Engine:
     def host_bytes(self) -> int:
         """Host memory that holds the weights."""
         return self._store.host_bytes
+
+    def reserve(self, units: list[Unit]) -> dict[Unit, Tensor]:
+        """Allocate memory for units that are to stay."""
+        return {unit: self._allocate(unit.n_bytes) for unit in units}
 
     def settle_in(self, reserved: dict[Unit, Tensor]) -> None:
         """Fill the memory of units that stay.
@@ -126,17 +121,22 @@ class Engine:
         if page is None or not page.users:
             self.order.note(unit)
         if page is None:
-            self.meter.faults += 1
+            self.meter.note_fault()
             page = self._fetch(unit, self._make_room(unit))
-        elif page.is_stale():
+        elif page.stale():
             self._refresh(page)
         self._let_compute(page, may_retry=was_fetched)
         page.users += 1
         return page
 
-    def page_in_use(self, unit: Unit | None) -> Page | None:
+    def stays(self, unit: Unit) -> bool:
+        """Whether a unit stays on the device."""
+        page = self._pages.get(unit)
+        return page is not None and page.is_resident
+
+    def page_in_use(self, unit: Unit) -> Page | None:
         """The page of a unit that is acquired now."""
-        page = self._pages.get(unit) if unit is not None else None
+        page = self._pages.get(unit)
         return page if page is not None and page.users else None
 
     def release(self, page: Page) -> None:
@@ -184,8 +184,7 @@ class Engine:
             The bytes that were freed; 0 where all residents are in use or too large for the ring.
         """
         chosen: list[Page] = []
-        residents = [page for page in self._pages.values() if page.is_resident]
-        for page in sorted(residents, key=lambda page: page.unit.n_bytes):
+        for page in sorted(self._resident(), key=lambda page: page.unit.n_bytes):
             movable = page.unit.n_bytes <= self._ring.capacity_bytes and not page.users
             if _n_bytes(chosen) < n_bytes and movable and not page.is_held():
                 chosen.append(page)
@@ -206,9 +205,8 @@ class Engine:
     def named_tensors(self) -> Iterator[NamedTensor]:
         """The ring, each unit that stays, and what the link stages."""
         yield NamedTensor(self._arena, "ring", RING)
-        for page in list(self._pages.values()):
-            if page.is_resident:
-                yield NamedTensor(page.memory, page.unit.name, RESIDENT)
+        for page in self._resident():
+            yield NamedTensor(page.memory, page.unit.name, RESIDENT)
         yield from self._link.named_tensors()
 
     def _allocate(self, n_bytes: int) -> Tensor:
@@ -241,12 +239,7 @@ class Engine:
 
     def _refresh(self, page: Page) -> None:
         """Copy anew what may have changed on the host."""
-        versions = zip(page.unit.tensors, page.host_versions, strict=True)
-        changed = [
-            host
-            for host, known in versions
-            if host.touched or host.version != known or host.has_left
-        ]
+        changed = page.stale()
         with aside():
             source = self._host_bytes(page.unit)
         page.note_copied()
@@ -316,6 +309,10 @@ class Engine:
                 break
             wanted[unit] = None
         return wanted
+
+    def _resident(self) -> list[Page]:
+        pages = list(self._pages.values())  # at once: another thread may ask for a report
+        return [page for page in pages if page.is_resident]
 
     def _passing(self) -> list[Page]:
         return [page for page in self._pages.values() if not page.is_resident]

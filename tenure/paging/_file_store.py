@@ -119,11 +119,7 @@ class FileStore:
                 for extent, start in unit.starts()
             ]
             for host in unit.tensors:
-                host.home, host.was, host.strides = (
-                    host.tensor.data_ptr(),
-                    host.form,
-                    host.tensor.stride(),
-                )
+                host.settle()
 
     def bytes_of(self, unit: Unit) -> UnitBytes:
         """Where the bytes of a unit are now."""
@@ -181,7 +177,7 @@ class SpillStore(FileStore):
 
 def _checked(host: HostTensor) -> Tensor:
     tensor = host.tensor
-    alike = host.form == host.was and tensor.stride() == host.strides
+    alike = host.form == host.home_form and tensor.stride() == host.home_strides
     if not alike or not tensor.is_contiguous():
         raise PagingError(
             f"{host.name!r} was given other memory while it is paged, and is now "

@@ -197,16 +197,16 @@ def _point(host: HostTensor, part: Tensor, start: int, *, keep_values: bool = Fa
     tensor = host.tensor
     there = torch.empty(0, dtype=tensor.dtype, device="cpu")
     offset = (host.at_bytes - start) // tensor.element_size()
-    strides = tensor.stride() if not host.home else host.strides
+    strides = tensor.stride() if not host.home else host.home_strides
     there.set_(part.untyped_storage(), offset, tensor.size(), strides)
     if keep_values:
         there.copy_(tensor.detach())
     tensor.data = there
-    host.home, host.was, host.strides = tensor.data_ptr(), host.form, strides
+    host.settle()
 
 
 def _check_form(host: HostTensor, extent: Extent) -> None:
-    if host.form != host.was or len(extent.tensors) > 1:
+    if host.form != host.home_form or len(extent.tensors) > 1:
         raise PagingError(
             f"{host.name!r} was given other memory while it is paged, through .data or a method "
             f"such as half(), and is now {describe_tensor(host.tensor)}: that can't be paged in "

@@ -44,7 +44,6 @@ class Meter:
     Attributes:
         last: the last pass that ended; None before the first.
         passes: how many have ended.
-        faults: of the pass that runs.
         total_faults: of all passes that ended.
     """
 
@@ -56,15 +55,6 @@ class Meter:
         self.passes = 0
         self.total_faults = 0
 
-    @property
-    def faults(self) -> int:
-        """Faults of the pass that runs."""
-        return self._now.faults
-
-    @faults.setter
-    def faults(self, number: int) -> None:
-        self._now.faults = number
-
     def begin(self) -> None:
         """A pass begins on the current stream."""
         self._began = self._link.mark(self._link.current())
@@ -75,6 +65,10 @@ class Meter:
         self.total_faults += self._now.faults
         self.passes += 1
         self.last, self._now = self._now, PassRecord()
+
+    def note_fault(self) -> None:
+        """A unit is fetched only when it is used."""
+        self._now.faults += 1
 
     def page_in(self, pairs: list[tuple[Tensor, Tensor]], after: Iterable[Any]) -> Any:
         """As the link's, counted."""

@@ -80,12 +80,14 @@ class Page:
         """Whether anything else holds one of its tensors."""
         return any(is_held(self._shown, host) for host in self._shown)
 
-    def is_stale(self) -> bool:
-        """Whether a tensor on the host may have changed since it was copied."""
+    def stale(self) -> list[HostTensor]:
+        """The tensors that may have changed on the host since they were copied."""
         versions = zip(self.unit.tensors, self.host_versions, strict=True)
-        return any(
-            host.touched or host.version != version or host.has_left for host, version in versions
-        )
+        return [
+            host
+            for host, version in versions
+            if host.touched or host.version != version or host.has_left
+        ]
 
     def note_copied(self) -> None:
         """Remember that what is on the host now is what the page will hold."""

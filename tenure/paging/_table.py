@@ -34,8 +34,8 @@ class HostTensor:
         at_bytes: where it begins in its extent; from when it is in a unit, in that unit.
         touched: whether code outside of the model's forward may have written to it.
         home: the address of its bytes in the pager's memory; 0 while they are the model's own.
-        was: its form when it was moved there.
-        strides: its strides there.
+        home_form: its form there.
+        home_strides: its strides there.
     """
 
     tensor: Tensor
@@ -44,8 +44,8 @@ class HostTensor:
     at_bytes: int = 0
     touched: bool = False
     home: int = 0
-    was: tuple[object, ...] = ()
-    strides: tuple[int, ...] = ()
+    home_form: tuple[object, ...] = ()
+    home_strides: tuple[int, ...] = ()
     _unit: weakref.ref[Unit] | None = None
 
     @property
@@ -57,6 +57,11 @@ class HostTensor:
         """Become part of a unit, in which its extent begins at byte ``start``."""
         self._unit = weakref.ref(unit)  # weakly: dropped plans must go, and what they refer to
         self.at_bytes += start
+
+    def settle(self) -> None:
+        """Remember where it lies now, in the pager's memory, and how."""
+        self.home = self.tensor.data_ptr()
+        self.home_form, self.home_strides = self.form, self.tensor.stride()
 
     @property
     def has_left(self) -> bool:
