@@ -5,10 +5,10 @@ Invariant: a plan is made from the model's sizes alone. Nothing is allocated, mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import nn
@@ -111,7 +111,7 @@ class PagingPlan:
             f"(at least {format_bytes(self.minimum_bytes)})",
             f"  stays   {_in_units(self.resident_bytes, n_resident)}",
             *self._rest(_in_units(passing_bytes, len(passing))),
-            *map(self._line, self.units),
+            *self._unit_lines(),
         ]
 
     def _rest(self, passing: str) -> list[str]:
@@ -124,10 +124,12 @@ class PagingPlan:
             f"{self.link_bytes_per_s / 1e9:.1f} GB/s",
         ]
 
-    def _line(self, unit: PlannedUnit) -> str:
-        width = max(len(each.name) for each in self.units)
-        place = "stays" if unit.resident else "host" if self.computes_on_host else "passes"
-        return f"    {unit.name:{width}}  {format_bytes(unit.n_bytes):>10}  {place}"
+    def _unit_lines(self) -> Iterator[str]:
+        width = max((len(unit.name) for unit in self.units), default=0)
+        elsewhere = "host" if self.computes_on_host else "passes"
+        for unit in self.units:
+            place = "stays" if unit.resident else elsewhere
+            yield f"    {unit.name:{width}}  {format_bytes(unit.n_bytes):>10}  {place}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,5 +324,5 @@ def _too_small(model: nn.Module, draft: _Draft, budget_bytes: int | None) -> Pag
     )
 
 
-def _in_units(n_bytes: int, n_units: Any) -> str:
-    return f"{format_bytes(n_bytes)} in {n_units} {'unit' if n_units == 1 else 'units'}"
+def _in_units(bytes_in_all: int, n_units: int) -> str:
+    return f"{format_bytes(bytes_in_all)} in {n_units} {'unit' if n_units == 1 else 'units'}"

@@ -99,7 +99,7 @@ def preferred(candidates: Sequence[tuple[float, _Division]]) -> _Division | None
 
 def smallest(cut: Cut, kept: frozenset[Unit], n_neighbours: int) -> Residency:
     """What keeps the link busy with little memory: small units stay, some neighbours pass."""
-    resident = kept | _small(cut.units)
+    resident = kept.union(_small(cut.units))
     return Residency(resident, _ring_bytes(cut, resident, n_neighbours))
 
 
@@ -128,13 +128,14 @@ def _candidate(
     cut: Cut, kept: frozenset[Unit], budget_bytes: int, n_neighbours: int
 ) -> Residency | None:
     """Room for some neighbours in the ring, and as many units as the rest holds, evenly spread."""
-    if kept | set(cut.units) == kept or n_bytes(cut.units) <= budget_bytes:
-        return Residency(frozenset(cut.units), 0) if n_bytes(cut.units) <= budget_bytes else None
+    if n_bytes(cut.units) <= budget_bytes:
+        return Residency(frozenset(cut.units), 0)
     free_bytes = budget_bytes - n_bytes(kept)
     room_bytes = free_bytes - _ring_bytes(cut, kept, n_neighbours)
     if room_bytes < 0:
         return None
-    small = _fitting(_small(cut.units) - kept, room_bytes)
+    small_first = sorted(_small(cut.units), key=lambda unit: unit.n_bytes)
+    small = _fitting((unit for unit in small_first if unit not in kept), room_bytes)
     rest = [unit for unit in cut.units if unit not in kept and unit not in small]
     resident = kept | small | _spread(rest, room_bytes - n_bytes(small))
     passing_bytes = n_bytes(unit for unit in cut.units if unit not in resident)
@@ -150,35 +151,37 @@ def _ring_bytes(cut: Cut, resident: frozenset[Unit], n_neighbours: int) -> int:
     return max([minimum_ring_bytes(cut, resident), *windows])
 
 
-def _small(units: Sequence[Unit]) -> frozenset[Unit]:
-    largest = max((unit.n_bytes for unit in units), default=0)
-    return frozenset(
-        unit for unit in units if unit.is_loose or unit.n_bytes <= largest * _SMALL_SHARE
-    )
+def _small(units: Sequence[Unit]) -> list[Unit]:
+    """What stays if it can, in the order of the units: a plan must not depend on addresses."""
+    largest_bytes = max((unit.n_bytes for unit in units), default=0)
+    most_bytes = largest_bytes * _SMALL_SHARE
+    return [unit for unit in units if unit.is_loose or unit.n_bytes <= most_bytes]
 
 
-def _fitting(units: frozenset[Unit], room_bytes: int) -> frozenset[Unit]:
+def _fitting(units: Iterable[Unit], room_bytes: int) -> frozenset[Unit]:
+    """Units in the order given, each that still fits."""
     chosen: list[Unit] = []
-    for unit in sorted(units, key=lambda unit: unit.n_bytes):
-        if n_bytes(chosen) + unit.n_bytes <= room_bytes:
+    for unit in units:
+        if unit.n_bytes <= room_bytes:
             chosen.append(unit)
+            room_bytes -= unit.n_bytes
     return frozenset(chosen)
 
 
 def _spread(units: list[Unit], room_bytes: int) -> frozenset[Unit]:
     """Units that fill the room, at even distances in bytes; the link then never rests for long."""
     share = room_bytes / (n_bytes(units) or 1)
-    chosen: list[Unit] = []
-    owed_bytes = 0.0
+    chosen: set[Unit] = set()
+    owed_bytes, left_bytes = 0.0, room_bytes
     for unit in units:
         owed_bytes += unit.n_bytes * share
-        if owed_bytes >= unit.n_bytes / 2 and n_bytes(chosen) + unit.n_bytes <= room_bytes:
-            chosen.append(unit)
+        if owed_bytes >= unit.n_bytes / 2 and unit.n_bytes <= left_bytes:
+            chosen.add(unit)
             owed_bytes -= unit.n_bytes
-    for unit in sorted(units, key=lambda unit: -unit.n_bytes):
-        if unit not in chosen and n_bytes(chosen) + unit.n_bytes <= room_bytes:
-            chosen.append(unit)
-    return frozenset(chosen)
+            left_bytes -= unit.n_bytes
+    largest_first = sorted(units, key=lambda unit: -unit.n_bytes)
+    rest = (unit for unit in largest_first if unit not in chosen)
+    return frozenset(chosen) | _fitting(rest, left_bytes)
 
 
 def n_bytes(units: Iterable[Unit]) -> int:
