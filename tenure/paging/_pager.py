@@ -54,9 +54,7 @@ class Pager:
         hosts: the model's tensors.
     """
 
-    def __init__(
-        self, engine: Engine, whole: WholeTensors, hosts: Collection[HostTensor]
-    ) -> None:
+    def __init__(self, engine: Engine, whole: WholeTensors, hosts: Collection[HostTensor]) -> None:
         self.engine = engine
         self._whole = whole
         self._hosts = hosts
@@ -163,7 +161,7 @@ class Pager:
 
     def _begin(self, module: nn.Module, kind: Hashable) -> None:
         self._thread = get_ident()
-        self._call = _call_of(module)
+        self._call = next(_calls_of(module), None)
         self._loose.clear()
         engine = self.engine
         engine.begin()
@@ -239,34 +237,27 @@ class Pager:
         if not self.is_inside or all(frame.token is not token for frame in self._frames):
             return
         n_expected = sum(frame.token is token for frame in self._frames)
-        if _n_running(module) <= n_expected:  # this call has no frame of ours yet
+        if sum(1 for _ in _calls_of(module)) <= n_expected:  # this call has no frame of ours yet
             while self._pop(is_end=False) is not token:
                 pass
             self._abandon_interrupted(token, module)
 
 
-def _call_of(module: nn.Module) -> int | None:
-    """The call of a module that runs now, by its id: a frame that is held holds its tensors."""
+def _calls_of(module: nn.Module) -> Iterator[int]:
+    """The calls of a module on this thread's stack, the innermost first; none if it is compiled.
+
+    By the ids of their frames, for a frame that is held holds its tensors.
+    """
     frame: Any = sys._getframe()
     while frame is not None:
         if frame.f_code is _CALL and frame.f_locals.get("self") is module:
-            return id(frame)
+            yield id(frame)
         frame = frame.f_back
-    return None  # it is compiled
 
 
 def _is_running(call: int) -> bool:
+    """Whether a call, by the id of its frame, is on this thread's stack."""
     frame: Any = sys._getframe()
     while frame is not None and not (id(frame) == call and frame.f_code is _CALL):
         frame = frame.f_back
     return frame is not None
-
-
-def _n_running(module: nn.Module) -> int:
-    """How many calls of a module are on this thread's stack."""
-    n_running = 0
-    frame: Any = sys._getframe()
-    while frame is not None:
-        n_running += frame.f_code is _CALL and frame.f_locals.get("self") is module
-        frame = frame.f_back
-    return n_running
