@@ -15,7 +15,7 @@ from tenure._errors import PagingError
 from tenure._units import parse_bytes
 
 from ._checks import checked_device, checked_model
-from ._handle import PagedModel, acquire
+from ._handle import PagedModel
 from ._hooks import ModuleHooks, moved
 from ._host_buffers import HostBuffers
 from ._link import Link
@@ -23,6 +23,7 @@ from ._page import in_place_of
 from ._pager import Pager
 from ._plan import PCIE_4, PagingPlan, Planned, PlannedUnit
 from ._residency import Residency, n_bytes
+from ._resources import acquire
 from ._table import HostTensor, TensorTable
 from ._torch_aside import aside
 from ._units import Cut, Unit, cut

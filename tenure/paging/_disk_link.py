@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tenure._named_tensors import NamedTensor
 
-from ._host_buffers import Pinning, private_memory
 from ._link import Link
+from ._pinning import Pinning, private_memory
 from ._reader import Done, Reader, raise_anew
 from ._torch_aside import aside
 

@@ -7,8 +7,7 @@ way the block ended, puts everything back.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,7 +16,6 @@ import torch
 from torch import nn
 
 from tenure._errors import PagingError
-from tenure._named_tensors import NamedTensor, register_namer, unregister_namer
 from tenure._shrinking import register_shrinkable, unregister_shrinkable
 from tenure._units import format_bytes
 
@@ -30,7 +28,6 @@ from ._checks import (
     checked_prefetch,
 )
 from ._disk_link import DiskLink
-from ._engine import Engine
 from ._file_store import FileStore, SpillStore
 from ._hooks import ModuleHooks
 from ._host_buffers import HostBuffers, HostStore
@@ -39,10 +36,10 @@ from ._link import Link
 from ._pager import Pager
 from ._plan import PagingPlan, Planned, make_plan, speed_of
 from ._report import PagingReport, make_report
+from ._resources import Resources, acquire
 from ._spill import checked_folder
 from ._table import HostTensor, TensorTable
 from ._units import Unit, hookable
-from ._whole import WholeTensors
 
 Hook = Callable[[nn.Module, list[Unit], TensorTable, Pager], ModuleHooks]
 
@@ -142,50 +139,6 @@ class PagedModel:
         return f"<PagedModel {self.plan.model} on {self.plan.device}, {state}>"
 
 
-class Resources:
-    """The memory that paging took, given back once, by whoever comes first.
-
-    Args:
-        engine: the pages.
-        store: the host bytes.
-        whole: the tensors that are not paged.
-        units: all units of the plan; what else refers to them does so weakly.
-
-    Attributes:
-        closed: whether it is given back.
-    """
-
-    def __init__(
-        self, engine: Engine, store: HostStore, whole: WholeTensors, units: list[Unit]
-    ) -> None:
-        self.engine, self.store, self.whole, self.units = engine, store, whole, units
-        self.closed = False
-        self._model: weakref.ref[nn.Module] | None = None
-
-    def serve(self, model: nn.Module) -> None:
-        """Be named in reports of memory as the model's, from now until it is given back."""
-        self._model = weakref.ref(model)
-        register_namer(self)
-
-    def served_model(self) -> nn.Module | None:
-        """See `TensorNamer`."""
-        return None if self._model is None else self._model()
-
-    def named_tensors(self) -> Iterator[NamedTensor]:
-        """See `TensorNamer`."""
-        for keeper in (self.engine, self.whole, self.store):
-            yield from keeper.named_tensors()
-
-    def close(self) -> None:
-        """Let go of the device, and of what the host needed."""
-        if not self.closed:
-            self.closed = True
-            unregister_namer(self)
-            self.engine.close()
-            self.whole.close()
-            self.store.close()
-
-
 def page(
     model: nn.Module,
     device: str | torch.device = "cuda",
@@ -269,32 +222,6 @@ def carry_out(
     handle.bind(planned, hookable(model), ModuleHooks)
     register_shrinkable(pager)
     return handle
-
-
-def acquire(
-    planned: Planned, link: Link, store: HostStore, units: list[Unit], max_ahead: int | None
-) -> Resources:
-    """Take the memory that a plan needs: the device's first, for that may fail, then the host's.
-
-    Args:
-        planned: the plan.
-        link: to where the model computes.
-        store: where the host's bytes are to be.
-        units: those that the store adopts.
-        max_ahead: how many are fetched ahead at most.
-    """
-    with ExitStack() as undoing:
-        undoing.callback(store.close)
-        undoing.callback(link.close)
-        engine = Engine(link, store, planned.division.ring_bytes, max_ahead)
-        reserved = engine.reserve([u for u in planned.cut.units if u in planned.division.resident])
-        whole = WholeTensors(planned.table.whole, link.device)
-        resources = Resources(engine, store, whole, planned.cut.units)
-        undoing.callback(resources.close)
-        store.adopt(units)
-        engine.settle_in(reserved)
-        undoing.pop_all()
-    return resources
 
 
 def _bracketed(hosts: list[HostTensor]) -> list[Unit]:

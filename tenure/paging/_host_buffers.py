@@ -6,9 +6,6 @@ are pointed there before the next unit's buffer is made, and each tensor keeps a
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
@@ -17,17 +14,15 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from tenure._describe import describe_tensor
-from tenure._errors import PagingError, PagingWarning
+from tenure._errors import PagingError
 from tenure._named_tensors import NamedTensor
-from tenure._units import format_bytes
 
+from ._pinning import Memory, Pinning, private_memory
 from ._table import Extent, HostTensor
 from ._units import Unit
 
 HOST = "paged: host"
 """What reports of memory call the buffers; the model's tensors lie in them."""
-
-_Memory = Any  # what offers Python's buffer protocol; collections.abc.Buffer is Python 3.12's
 
 
 class HostStore(Protocol):
@@ -69,7 +64,7 @@ class HostBuffers:
 
     def __init__(self, module: Any, *, pin: bool) -> None:
         self._bytes: dict[Unit, Tensor] = {}
-        self._memory: dict[Unit, _Memory] = {}
+        self._memory: dict[Unit, Memory] = {}
         self._parts: dict[Unit, list[weakref.ref[UntypedStorage]]] = {}
         self._pinning = Pinning(module) if pin else None
 
@@ -126,50 +121,6 @@ class HostBuffers:
         known = [each for each in self._parts[unit] if each() is not None]
         self._parts[unit] = [*known, weakref.ref(part.untyped_storage())]
         return part
-
-
-class Pinning:
-    """Pins memory where it is, so that it is never there twice nor rounded up.
-
-    Source: cudaHostRegister, https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html
-    """
-
-    def __init__(self, module: Any) -> None:
-        self._runtime = module.cudart() if hasattr(module, "cudart") else None
-        self._addresses: list[int] = []
-        self._failed = False
-
-    def pin(self, memory: Tensor) -> None:
-        """Pin a tensor's memory, or warn once that it can't be."""
-        if self._failed:
-            return
-        code = -1
-        if self._runtime is not None:
-            code = int(self._runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-        if code == 0:
-            self._addresses.append(memory.data_ptr())
-            return
-        self._failed = True
-        why = "this device can't pin memory in place" if code == -1 else f"the driver says {code}"
-        warnings.warn(
-            f"{format_bytes(memory.nbytes)} of host memory could not be pinned ({why}), nor will "
-            "what follows be. Copies from it are slower and don't overlap with computation. Free "
-            'host memory, raise its limit of locked memory, or say host="pageable".',
-            PagingWarning,
-            stacklevel=2,
-        )
-
-    def undo(self) -> None:
-        """Unpin all of it."""
-        while self._addresses:
-            self._runtime.cudaHostUnregister(self._addresses.pop())  # type: ignore[union-attr]
-
-
-def private_memory(n_bytes: int) -> _Memory:
-    """Zeroed memory of whole pages, which no forked process shares."""
-    if hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return (ctypes.c_ubyte * n_bytes)()
 
 
 def _move(extent: Extent, new: Tensor, start: int) -> None:

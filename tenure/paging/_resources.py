@@ -1,0 +1,95 @@
+"""The memory that a paged model takes, on the device and on the host.
+
+Invariant: all of it is taken, or none; and it is given back once, by whoever comes first.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+from torch import nn
+
+from tenure._named_tensors import NamedTensor, register_namer, unregister_namer
+
+from ._engine import Engine
+from ._host_buffers import HostStore
+from ._link import Link
+from ._plan import Planned
+from ._units import Unit
+from ._whole import WholeTensors
+
+
+class Resources:
+    """What was taken, and whom it serves.
+
+    Args:
+        engine: the pages.
+        store: the host bytes.
+        whole: the tensors that are not paged.
+        units: all units of the plan; what else refers to them does so weakly.
+
+    Attributes:
+        closed: whether it is given back.
+    """
+
+    def __init__(
+        self, engine: Engine, store: HostStore, whole: WholeTensors, units: list[Unit]
+    ) -> None:
+        self.engine, self.store, self.whole, self.units = engine, store, whole, units
+        self.closed = False
+        self._model: weakref.ref[nn.Module] | None = None
+
+    def serve(self, model: nn.Module) -> None:
+        """Be named in reports of memory as the model's, from now until it is given back."""
+        self._model = weakref.ref(model)
+        register_namer(self)
+
+    def served_model(self) -> nn.Module | None:
+        """See `TensorNamer`."""
+        return None if self._model is None else self._model()
+
+    def named_tensors(self) -> Iterator[NamedTensor]:
+        """See `TensorNamer`."""
+        for keeper in (self.engine, self.whole, self.store):
+            yield from keeper.named_tensors()
+
+    def close(self) -> None:
+        """Let go of the device, and of what the host needed."""
+        if not self.closed:
+            self.closed = True
+            unregister_namer(self)
+            self.engine.close()
+            self.whole.close()
+            self.store.close()
+
+
+def acquire(
+    planned: Planned, link: Link, store: HostStore, units: list[Unit], max_ahead: int | None
+) -> Resources:
+    """Take the memory that a plan needs: the device's first, for that may fail, then the host's.
+
+    Args:
+        planned: the plan.
+        link: to where the model computes.
+        store: where the host's bytes are to be.
+        units: those that the store adopts.
+        max_ahead: how many are fetched ahead at most.
+
+    Raises:
+        PagingError: files can't be written or read; nothing is taken.
+        torch.OutOfMemoryError: the device has no room; nothing is taken.
+    """
+    with ExitStack() as undoing:
+        undoing.callback(store.close)
+        undoing.callback(link.close)
+        engine = Engine(link, store, planned.division.ring_bytes, max_ahead)
+        reserved = engine.reserve([u for u in planned.cut.units if u in planned.division.resident])
+        whole = WholeTensors(planned.table.whole, link.device)
+        resources = Resources(engine, store, whole, planned.cut.units)
+        undoing.callback(resources.close)
+        store.adopt(units)
+        engine.settle_in(reserved)
+        undoing.pop_all()
+    return resources
