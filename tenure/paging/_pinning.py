@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import warnings
 from typing import Any
 
 from torch import Tensor
 
 from tenure._errors import PagingWarning
 from tenure._units import format_bytes
+from tenure._warn import warn_user
 
 Memory = Any
 """What offers Python's buffer protocol; collections.abc.Buffer is of Python 3.12."""
@@ -46,12 +46,11 @@ class Pinning:
             return
         self._failed = True
         why = "this device can't pin memory in place" if code == -1 else f"the driver says {code}"
-        warnings.warn(
+        warn_user(
             f"{format_bytes(memory.nbytes)} of host memory could not be pinned ({why}), nor will "
             "what follows be. Copies from it are slower and don't overlap with computation. Free "
             'host memory, raise its limit of locked memory, or say host="pageable".',
             PagingWarning,
-            stacklevel=2,
         )
 
     def undo(self) -> None:

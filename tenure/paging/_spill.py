@@ -11,7 +11,6 @@ import errno
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -20,6 +19,7 @@ import psutil
 
 from tenure._errors import PagingError, PagingWarning
 from tenure._units import format_bytes
+from tenure._warn import warn_user
 
 from ._host_buffers import point_at
 from ._mapped_file import MappedFile
@@ -46,11 +46,10 @@ def checked_folder(folder: Path) -> Path:
             "before. Name a folder that this process may write to."
         ) from error
     if _is_in_memory(folder):
-        warnings.warn(
+        warn_user(
             f"host={str(folder)!r} is a folder in memory: what is moved there takes as much of "
             "it as before. Name a folder on a disk.",
             PagingWarning,
-            stacklevel=3,
         )
     return folder
 

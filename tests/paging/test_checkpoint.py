@@ -111,9 +111,7 @@ def test_a_missing_file_is_refused(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["a\0b", "a\0b.json"])
 def test_a_path_that_no_system_takes_is_refused(tmp_path, name):
-    with pytest.raises(
-        PagingError, match=r"^The weights '.*a.x00b.*' can't be read: embedded"
-    ):
+    with pytest.raises(PagingError, match=r"^The weights '.*a.x00b.*' can't be read: embedded"):
         open_checkpoint(tmp_path / name)
 
 

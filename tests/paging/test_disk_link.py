@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tenure.paging import PagingError, _disk_link, load_paged, page
+from tenure.paging import PagingError, PagingWarning, _disk_link, load_paged, page
 from tenure.paging._disk_link import DiskLink
 from tenure.paging._reader import Reader
 from tests.simdevice import RaceError
@@ -189,6 +189,14 @@ def test_without_one_wait_it_is_caught(sim, monkeypatch, wait, without):
     with pytest.raises((RaceError, AssertionError)):
         uses_each_slot_again(sim)
     sim.take_faults()
+
+
+def test_staging_memory_that_can_not_be_pinned_is_used_with_one_warning(sim, tmp_path, monkeypatch):
+    monkeypatch.delattr(sim.module, "cudart")
+    with pytest.warns(PagingWarning, match="could not be pinned .this device can't pin") as caught:
+        handle = page(mlp(), sim.device, budget="12KiB", host=tmp_path)
+    assert [each.filename for each in caught] == [__file__]
+    handle.unpage()
 
 
 def test_a_device_without_room_leaves_nothing_pinned_nor_open(sim, tmp_path):
