@@ -17,6 +17,7 @@ from tenure._errors import ByteSizeError, PagingError
 from tenure._units import parse_bytes
 
 from ._binding import PagedDict
+from ._units import UnitSize
 
 _FOREIGN_HOOKS = {"_hf_hook": "accelerate", "_diffusers_hook": "diffusers"}
 
@@ -106,20 +107,19 @@ def checked_kept(model: nn.Module, keep: Iterable[str]) -> list[nn.Module]:
     return kept
 
 
-def checked_layer_size(size: object) -> int | str:
-    """A number of parameters, or of bytes as text; -1 leaves the choice to the planner.
+def checked_layer_size(size: object) -> UnitSize | None:
+    """A number of parameters, or of bytes as text; None where -1 leaves the choice to the planner.
 
     Raises:
         PagingError: it is neither.
     """
     if isinstance(size, str):
         try:
-            parse_bytes(size)
+            return UnitSize(parse_bytes(size))
         except ByteSizeError as error:
             raise PagingError(f"max_layer_size={size!r} is no number of bytes: {error}") from error
-        return size
     if isinstance(size, int) and not isinstance(size, bool) and (size == -1 or size > 0):
-        return size
+        return UnitSize(n_parameters=size) if size > 0 else None
     raise PagingError(
         f"max_layer_size={size!r}: write a number of parameters, a number of bytes such as "
         '"64MiB", or -1 to leave it to the planner.'

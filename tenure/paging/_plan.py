@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tenure._errors import PagingError
-from tenure._units import format_bytes, parse_bytes
+from tenure._units import format_bytes
 
 from ._checks import (
     check_host,
@@ -37,7 +37,7 @@ from ._residency import (
     smallest,
 )
 from ._table import TensorTable
-from ._units import Cut, Fits, Unit, cut, n_bytes_in
+from ._units import Cut, Unit, UnitSize, cut
 
 _MIB = 2**20
 _NEIGHBOURS = 4
@@ -206,7 +206,7 @@ def make_plan(
     size = checked_layer_size(max_layer_size)
     budget_bytes = checked_budget(budget, device)
     kept = checked_kept(model, keep)
-    sizes = [size] if size != -1 else _unit_sizes(model, budget_bytes)
+    sizes = _unit_sizes(model, budget_bytes) if size is None else [size]
     drafts = [_Draft.of(model, each, kept) for each in sizes]
     minimum_bytes = min(draft.minimum_bytes for draft in drafts)
     divided = [draft.divide(budget_bytes, link, compute_s) for draft in drafts]
@@ -259,11 +259,11 @@ class _Draft:
     whole_bytes: int
 
     @classmethod
-    def of(cls, model: nn.Module, size: int | str, kept: list[nn.Module]) -> Self:
-        """Cut a model into units of a size; units of bytes are filled up with neighbours."""
+    def of(cls, model: nn.Module, size: UnitSize, kept: list[nn.Module]) -> Self:
+        """Cut a model into units of a size."""
         table = TensorTable(model)
-        merge_bytes = parse_bytes(size) if isinstance(size, str) else 0
-        pieces = cut(model, table, _fits(table, size), merge_bytes=merge_bytes, apart=kept)
+        merge_bytes = size.n_bytes or 0
+        pieces = cut(model, table, size.fits(table), merge_bytes=merge_bytes, apart=kept)
         inside = table.extents_of(each for module in kept for each in module.modules())
         staying = frozenset(
             unit for unit in pieces.units if any(extent in inside for extent in unit.extents)
@@ -295,19 +295,12 @@ class _Choice:
         return self.division.ring_bytes
 
 
-def _unit_sizes(model: nn.Module, budget_bytes: int | None) -> list[int | str]:
+def _unit_sizes(model: nn.Module, budget_bytes: int | None) -> list[UnitSize]:
     """How large units may be: large ones spare the latency of copies, small ones the ring."""
     if budget_bytes is None:
         weight_bytes = sum(tensor.nbytes for tensor in model.parameters())
-        return [f"{min(64 * _MIB, weight_bytes // 16)}B"]
-    return [*(f"{budget_bytes // parts}B" for parts in _PARTS), "0B"]
-
-
-def _fits(table: TensorTable, size: int | str) -> Fits:
-    if isinstance(size, str):
-        limit_bytes = parse_bytes(size)
-        return lambda module: n_bytes_in(table, module.modules()) <= limit_bytes
-    return lambda module: sum(p.numel() for p in module.parameters()) < size
+        return [UnitSize(min(64 * _MIB, weight_bytes // 16))]
+    return [*(UnitSize(budget_bytes // parts) for parts in _PARTS), UnitSize(0)]
 
 
 def _too_small(model: nn.Module, draft: _Draft, budget_bytes: int | None) -> PagingError:

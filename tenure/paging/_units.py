@@ -28,6 +28,26 @@ Fits = Callable[[nn.Module], bool]
 """Whether a module is small enough to be a unit."""
 
 
+@dataclass(frozen=True, slots=True)
+class UnitSize:
+    """How large a module may be to become a unit.
+
+    Attributes:
+        n_bytes: at most so many bytes, and small neighbours share a unit up to them.
+        n_parameters: where the bytes are None: fewer parameters than these.
+    """
+
+    n_bytes: int | None = None
+    n_parameters: int = 0
+
+    def fits(self, table: TensorTable) -> Fits:
+        """The rule, for the modules of a table."""
+        most_bytes = self.n_bytes
+        if most_bytes is None:
+            return lambda module: sum(p.numel() for p in module.parameters()) < self.n_parameters
+        return lambda module: n_bytes_in(table, module.modules()) <= most_bytes
+
+
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Unit:
     """Tensors that are paged together.
