@@ -183,11 +183,11 @@ def _validate(path: Path) -> None:
 
 def _stored(file: MappedFile) -> Iterator[tuple[str, StoredTensor]]:
     """The entries of a valid file; the library tells shapes, but not where tensors begin."""
-    length = int.from_bytes(bytes(file.bytes_at(0, _LENGTH_BYTES).tolist()), "little")
-    header = json.loads(bytes(file.bytes_at(_LENGTH_BYTES, length).tolist()))
+    header_bytes = int.from_bytes(file.copy_of(0, _LENGTH_BYTES), "little")
+    header = json.loads(file.copy_of(_LENGTH_BYTES, header_bytes))
     for name, entry in header.items():
         if name != "__metadata__":
-            offset = _LENGTH_BYTES + length + entry["data_offsets"][0]
+            offset = _LENGTH_BYTES + header_bytes + entry["data_offsets"][0]
             dtype: torch.dtype | str = _DTYPES.get(entry["dtype"]) or str(entry["dtype"])
             yield name, StoredTensor(file, offset, dtype, tuple(entry["shape"]))
 

@@ -66,6 +66,10 @@ class MappedFile:
         """As ``tensor``: uint8[n_bytes]."""
         return self.tensor(torch.uint8, (n_bytes,), offset)
 
+    def copy_of(self, offset: int, n_bytes: int) -> bytes:
+        """Part of the file, in memory of its own."""
+        return self._memory[offset : offset + n_bytes]
+
     def offset_of(self, address: int) -> int | None:
         """Which byte of the file is mapped at an address, if any."""
         offset = address - self.address
@@ -128,7 +132,10 @@ class MappedFile:
                 ) from error
             if not n_read:
                 self.check_unchanged()
-                raise PagingError(f"{self.name} ends at byte {offset}, before its weights do.")
+                raise PagingError(
+                    f"{self.name} ends at byte {offset}, before its weights do. No weights of it "
+                    "were used. Fetch or save it again, and load the model anew."
+                )
             target, offset = target[n_read:], offset + n_read
 
 

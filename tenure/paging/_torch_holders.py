@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_ALONE_IN_C = 1
+
 
 def is_held(holder: Mapping[Any, Tensor], key: Any) -> bool:
     """Whether ``holder[key]`` has another holder; views, saved tensors and containers count.
@@ -20,9 +22,6 @@ def is_held(holder: Mapping[Any, Tensor], key: Any) -> bool:
     n_in_c = tensor._use_count()
     del tensor
     return n_in_c > _ALONE_IN_C or _n_holders(holder, key) > _alone()
-
-
-_ALONE_IN_C = 1
 
 
 def _n_holders(holder: Mapping[Any, object], key: Any) -> int:
