@@ -63,8 +63,8 @@ def checked_device(device: str | torch.device, *, from_disk: bool = False) -> to
     module = getattr(torch, chosen.type, None)
     if module is None or not module.is_available():
         raise PagingError(
-            f"There is no {chosen.type!r} device here that a model could be paged to. Name one that "
-            "is there; weights on a disk can be paged to 'cpu' as well."
+            f"There is no {chosen.type!r} device here that a model could be paged to. Name one "
+            "that is there; weights on a disk can be paged to 'cpu' as well."
         )
     index = module.current_device() if chosen.index is None else chosen.index
     if not 0 <= index < module.device_count():

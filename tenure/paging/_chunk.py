@@ -5,7 +5,7 @@ Invariant: a layer is computed where its weights are. Between layers, activation
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from tenure._errors import PagingError
 from tenure._units import parse_bytes
 
 from ._checks import checked_device, checked_model
+from ._engine import Engine
 from ._handle import PagedModel
 from ._hooks import ModuleHooks, moved
 from ._host_buffers import HostBuffers
@@ -27,6 +28,7 @@ from ._resources import acquire
 from ._table import HostTensor, TensorTable
 from ._torch_aside import aside
 from ._units import Cut, Unit, cut
+from ._whole import WholeTensors
 
 _HOST = torch.device("cpu")
 
@@ -51,7 +53,7 @@ def chunk(
         The handle, as of ``page``.
 
     Raises:
-        PagingError: the model can't be moved; it is as before.
+        PagingError: the model can't be moved, or the capacity is none; the model is as before.
         ByteSizeError: the capacity is no number of bytes.
         torch.OutOfMemoryError: the device has less free than that; the model is as before.
 
@@ -81,7 +83,9 @@ class ChunkPager(Pager):
         on_host: how many modules that run now are computed on the host, one inside the other.
     """
 
-    on_host = 0
+    def __init__(self, engine: Engine, whole: WholeTensors, hosts: Collection[HostTensor]) -> None:
+        super().__init__(engine, whole, hosts)
+        self.on_host = 0
 
     def show(self, host: HostTensor) -> Tensor:
         """As of a pager; a weight that only another module could use is copied for this use."""

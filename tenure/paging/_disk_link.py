@@ -132,7 +132,7 @@ class DiskLink(Link):
         self._pinning.pin(memory)
         return memory
 
-    def _pieces(self, to: Tensor, source: Any, transfer: _Transfer) -> Iterable[_Piece]:
+    def _pieces(self, to: Tensor, source: Any, transfer: _Transfer) -> Iterator[_Piece]:
         for low in range(0, to.nbytes, self._slot_bytes):
             high = min(low + self._slot_bytes, to.nbytes)
             yield _Piece(to[low:high], source[low:high], transfer)

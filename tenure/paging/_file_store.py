@@ -43,11 +43,10 @@ class _Part:
     storage: UntypedStorage
 
     def read_into(self, address: int) -> None:
-        offset = None if self.file is None else self.file.offset_of(self.address)
-        if self.file is None or offset is None:
+        if self.file is None:
             ctypes.memmove(address, self.address, self.n_bytes)
         else:
-            self.file.read_into(address, offset, self.n_bytes)
+            self.file.read_into(address, self.address - self.file.address, self.n_bytes)
 
     def within(self, low: int, high: int) -> Iterator[_Part]:
         """What of it lies between two bytes of the unit, counted from the first of them."""

@@ -42,12 +42,12 @@ class HostLink(Link):
     def page_in(
         self, pairs: Iterable[tuple[Tensor, Any]], after: Iterable[Any]
     ) -> tuple[HostEvent, HostEvent]:
-        """Read bytes of files into their places; see there."""
+        """As of a link, of bytes of files."""
         read = self._reader.submit(_reading(list(pairs)))
         return HostEvent(read, is_begin=True), HostEvent(read)
 
     def page_out(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Iterable[Any]) -> HostEvent:
-        """Copy at once; see there."""
+        """As of a link, and at once."""
         for to, source in pairs:
             to.copy_(source)
         return self.mark(self._stream)
@@ -61,7 +61,11 @@ class HostLink(Link):
         event.check()
 
     def let_compute(self, stream: Any, event: HostEvent) -> None:
-        """The same: the stream is the host."""
+        """Stop the host, the only stream, until a read is over.
+
+        Raises:
+            PagingError: it failed.
+        """
         event.check()
 
     def finish(self) -> None:

@@ -50,6 +50,8 @@ def load_paged(
         PagingError: a file can't be read, or does not fit the model, or the budget is too small;
             the model is as before.
         ByteSizeError: the budget is no number of bytes.
+        torch.OutOfMemoryError: the device has less free than the plan needs; the model is as
+            before.
 
     Example:
         >>> import tempfile

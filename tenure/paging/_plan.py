@@ -173,6 +173,9 @@ def plan_paging(
             the host is a path, 2 GB/s.
         compute_s: seconds that a pass computes, if known.
 
+    Returns:
+        The plan: printable, and with its bytes and times as attributes.
+
     Raises:
         PagingError: the model can't be paged, or not within the budget; ``minimum_bytes`` then is
             the least that would do. Or a speed or a time is none.

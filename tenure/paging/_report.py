@@ -15,6 +15,7 @@ from ._engine import Engine
 from ._whole import WholeTensors
 
 Bound = Literal["link", "compute"]
+_NAMES = {"link": "link", "compute": "computation"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +73,6 @@ class PagingReport:
         if helpful is not None:
             lines.append(f"  a budget of {format_bytes(helpful)} would hide the copies")
         return "\n".join(lines)
-
-
-_NAMES = {"link": "link", "compute": "computation"}
 
 
 def make_report(engine: Engine, whole: WholeTensors, weight_bytes: int) -> PagingReport:
