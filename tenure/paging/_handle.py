@@ -196,12 +196,8 @@ def page(
     chosen = checked_device(device, from_disk=isinstance(host, Path))
     checked_model(model)
     planned = make_plan(model, chosen, max_layer_size, budget, keep, speed_of(host))
-    if isinstance(host, Path):
-        store = SpillStore(checked_folder(host), type(model).__name__)
-        return carry_out(model, planned, file_link(planned, chosen, store), store, max_ahead)
-    link = Link(chosen)
-    buffers = HostBuffers(link.module, pin=host == "pinned")
-    return carry_out(model, planned, link, buffers, max_ahead)
+    link, store = _ways_to(chosen, host, planned)
+    return carry_out(model, planned, link, store, max_ahead)
 
 
 def file_link(planned: Planned, device: torch.device, store: FileStore) -> Link:
@@ -222,6 +218,15 @@ def carry_out(
     handle.bind(planned, hookable(model), ModuleHooks)
     register_shrinkable(pager)
     return handle
+
+
+def _ways_to(device: torch.device, host: str | Path, planned: Planned) -> tuple[Link, HostStore]:
+    """How weights get to a device, and where they are meanwhile."""
+    if isinstance(host, Path):
+        files = SpillStore(checked_folder(host), planned.plan.model)
+        return file_link(planned, device, files), files
+    link = Link(device)
+    return link, HostBuffers(link.module, pin=host == "pinned")
 
 
 def _bracketed(hosts: list[HostTensor]) -> list[Unit]:

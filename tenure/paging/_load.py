@@ -50,8 +50,7 @@ def load_paged(
         PagingError: a file can't be read, or does not fit the model, or the budget is too small;
             the model is as before.
         ByteSizeError: the budget is no number of bytes.
-        torch.OutOfMemoryError: the device has less free than the plan needs; the model is as
-            before.
+        torch.OutOfMemoryError: the device has less free than the plan needs; it is as before.
 
     Example:
         >>> import tempfile
@@ -59,8 +58,7 @@ def load_paged(
         >>> from tenure.paging import load_paged
         >>> folder = tempfile.TemporaryDirectory()
         >>> save_file(torch.nn.Linear(2, 3).state_dict(), f"{folder.name}/model.safetensors")
-        >>> with torch.device("meta"):
-        ...     model = torch.nn.Linear(2, 3)
+        >>> model = torch.nn.Linear(2, 3, device="meta")
         >>> with load_paged(model, folder.name, "cpu"), torch.no_grad():
         ...     print(model(torch.ones(1, 2)).shape)
         torch.Size([1, 3])
