@@ -125,8 +125,12 @@ class Page:
 
 @never_compiled
 def in_place_of(original: Tensor, copy: Tensor) -> Tensor:
-    """Make a copy pass for the original: its class, and what was set on it as attributes."""
+    """Make a copy pass for the original: its class, and what was set on it as attributes.
+
+    What the copy has itself stays: the tensors that a subclass is made of are attributes, too.
+    """
     if isinstance(original, nn.Parameter) and not isinstance(copy, nn.Parameter):
         copy = nn.Parameter(copy, requires_grad=False)
-    vars(copy).update(vars(original))
+    for name, value in vars(original).items():
+        vars(copy).setdefault(name, value)
     return copy

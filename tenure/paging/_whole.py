@@ -14,7 +14,7 @@ from tenure._named_tensors import NamedTensor
 
 from ._page import RESIDENT, in_place_of
 from ._table import HostTensor, n_bytes_of_whole
-from ._torch_aside import aside
+from ._torch_aside import aside_with_subclasses
 
 
 class WholeTensors:
@@ -46,7 +46,7 @@ class WholeTensors:
         """Write what has changed on the device back to the host."""
         for host, copy in self._copies.items():
             if copy._version != self._versions[host][1]:
-                with torch.no_grad():
+                with aside_with_subclasses():
                     host.tensor.copy_(copy)
                 self._versions[host] = self._versions_of(host)
 
@@ -61,7 +61,7 @@ class WholeTensors:
 
     def _copy(self, host: HostTensor) -> Tensor:
         host.touched = False
-        with aside():
+        with aside_with_subclasses():
             # a copy of a tensor that is there already would be the same object
             return in_place_of(host.tensor, host.tensor.detach().to(self._device, copy=True))
 
