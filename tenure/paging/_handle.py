@@ -113,7 +113,7 @@ class PagedModel:
         """
         if self.closed:
             raise PagingError(f"{self!r} has nothing to report: it is unpaged.")
-        return make_report(self._resources.engine, self._resources.whole, self.plan.weight_bytes)
+        return make_report(self._resources, self.plan.weight_bytes)
 
     def __enter__(self) -> Self:
         """The handle itself.
@@ -135,7 +135,8 @@ class PagedModel:
         self.unpage()
 
     def __repr__(self) -> str:
-        state = "unpaged" if self.closed else f"{format_bytes(self.plan.device_bytes)} in use"
+        used_bytes = self._resources.resident_bytes + self._resources.engine.ring_bytes
+        state = "unpaged" if self.closed else f"{format_bytes(used_bytes)} in use"
         return f"<PagedModel {self.plan.model} on {self.plan.device}, {state}>"
 
 

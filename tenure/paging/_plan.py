@@ -75,7 +75,7 @@ class PagingPlan:
         weight_bytes: all units together, and the tensors that can't be paged.
         resident_bytes: what stays on the device, those tensors included.
         ring_bytes: the room that the others pass through.
-        device_bytes: both: what paging takes of the device, always.
+        device_bytes: both: what paging takes of the device, until it gives some back.
         budget_bytes: what it was allowed to take.
         minimum_bytes: the least budget that would do.
         link_bytes_per_s: the assumed speed of copies.

@@ -11,8 +11,7 @@ from typing import Any, Literal
 from tenure._errors import PagingError
 from tenure._units import format_bytes
 
-from ._engine import Engine
-from ._whole import WholeTensors
+from ._resources import Resources
 
 Bound = Literal["link", "compute"]
 _NAMES = {"link": "link", "compute": "computation"}
@@ -75,17 +74,17 @@ class PagingReport:
         return "\n".join(lines)
 
 
-def make_report(engine: Engine, whole: WholeTensors, weight_bytes: int) -> PagingReport:
+def make_report(resources: Resources, weight_bytes: int) -> PagingReport:
     """Read the events of the last pass.
 
     Args:
-        engine: the pages.
-        whole: the tensors that are not paged.
+        resources: what the model takes.
         weight_bytes: all that stays or passes.
 
     Raises:
         PagingError: no pass has ended.
     """
+    engine, resident_bytes = resources.engine, resources.resident_bytes
     record = engine.meter.last
     if record is None or record.whole is None:
         raise PagingError("There is nothing to report yet: call the model first.")
@@ -97,7 +96,6 @@ def make_report(engine: Engine, whole: WholeTensors, weight_bytes: int) -> Pagin
     copy_s = sum(map(_seconds, record.copies))
     link_bytes_per_s = record.copied_bytes / copy_s if copy_s else 0.0
     limit_s = max(copy_s, compute_s)
-    resident_bytes = engine.resident_bytes + whole.n_bytes
     return PagingReport(
         passes=engine.meter.passes,
         pass_s=whole_s,

@@ -41,6 +41,11 @@ class Resources:
         self.closed = False
         self._model: weakref.ref[nn.Module] | None = None
 
+    @property
+    def resident_bytes(self) -> int:
+        """What stays on the device now."""
+        return self.engine.resident_bytes + self.whole.n_bytes
+
     def serve(self, model: nn.Module) -> None:
         """Be named in reports of memory as the model's, from now until it is given back."""
         self._model = weakref.ref(model)

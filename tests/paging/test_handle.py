@@ -114,6 +114,7 @@ def test_memory_is_given_back_when_it_is_short_elsewhere(sim, model):
         assert ask_to_shrink("cuda", 1000) == 0
         assert ask_to_shrink("sim", 1000) == 256 * 1024
         assert sim.allocated_bytes == before_bytes - 256 * 1024
+        assert repr(handle) == "<PagedModel Sequential on sim:0, 1.2 MiB in use>"
         assert ask_to_shrink(None, None) > 0
         while ask_to_shrink("sim:0", 1 << 20):
             pass
