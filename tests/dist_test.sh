@@ -39,4 +39,4 @@ assert home.is_relative_to(Path(sys.argv[1]).resolve()), f"tenure was imported f
 CHECK
 export OMP_NUM_THREADS=1 # a worker for each core
 "$python" -m pytest -n auto --dist loadfile -o pythonpath=. -m "not simdevice and not slow" tests
-"$python" -m pytest -n auto --dist loadfile -o pythonpath=. -m "simdevice and not slow" tests
+"$python" -m pytest -n auto --dist loadfile -o pythonpath=. -m "simdevice and not slow" tests --ignore=tests/scopes/test_opinfo.py

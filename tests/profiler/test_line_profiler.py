@@ -1,7 +1,6 @@
 """The line profiler as a user meets it: what can be added, when it collects, what it shows."""
 
 import functools
-import gc
 import io
 import json
 import subprocess
