@@ -66,9 +66,12 @@ class Attempts:
         unit: what the sizes count.
         state: what else an attempt changes, and how that is undone.
         on_retry: called with each AdaptiveEvent.
+
+    Attributes:
+        n_begun: how many attempts there were.
     """
 
-    __slots__ = ("_name", "_on_retry", "_scope", "_state", "_statistics", "_unit")
+    __slots__ = ("_name", "_on_retry", "_scope", "_state", "_statistics", "_unit", "n_begun")
 
     def __init__(
         self,
@@ -85,6 +88,7 @@ class Attempts:
         self._state = state
         self._statistics = statistics()
         self._on_retry = on_retry
+        self.n_begun = 0
 
     @never_compiled
     def run(
@@ -125,6 +129,7 @@ class Attempts:
     def _attempt(self, work: Callable[[int], T], size: int) -> T | _Failure:
         """Run the work once; its result, or what is to know of its failure."""
         self._statistics.attempts += 1
+        self.n_begun += 1
         state = self._state
         is_begun = state is None
         try:

@@ -149,11 +149,8 @@ def step(
         largest = min(largest, checked_limit("maximum", maximum))
     memory = memory_for(stands_for(fn), sys._getframe(1), context, cache_type, setup.values, {})
     search = AdaptiveSearch(setup.name, "micro-batch", largest, limits, memory)
-    n_attempts = 0
 
     def attempt(size: int) -> StepOutcome:
-        nonlocal n_attempts
-        n_attempts += 1
         with no_optimizer_steps("step"):
             return setup.run.run(size)
 
@@ -167,4 +164,6 @@ def step(
             setup.state.finish()  # an error holds this frame, and must not hold copies
     search.finished()
     micro_batch = min(search.size, setup.n_samples)
-    return _with_terms_to_read(outcome.loss, outcome.terms, micro_batch, outcome.sizes, n_attempts)
+    return _with_terms_to_read(
+        outcome.loss, outcome.terms, micro_batch, outcome.sizes, attempts.n_begun
+    )
