@@ -68,7 +68,7 @@ class WrittenBuffers:
 
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:
         self._before = [
-            (name, module, key, tensor, _version_of(tensor))
+            (name, module, key, tensor, _version_of(tensor), _copy_of(tensor))
             for name, module in named_modules(roots)
             for key, tensor in module._buffers.items()
             if tensor is not None and not is_lazy(tensor)
@@ -78,8 +78,8 @@ class WrittenBuffers:
         """The modules with a buffer that was written since."""
         return [
             Coupled(name, type(module).__name__, f"each call updates its buffer {key!r}")
-            for name, module, key, tensor, version in self._before
-            if _was_written(_buffer(module, key), tensor, version)
+            for name, module, key, tensor, version, copy in self._before
+            if _was_written(_buffer(module, key), tensor, version, copy)
         ]
 
 
@@ -123,7 +123,7 @@ def refuse_distributed(roots: Mapping[str, nn.Module], n_samples: int, size: int
             f"The batch of {n_samples} has to be split into micro-batches of {size} on this rank, "
             f"and {_listed(talking)} exchanges gradients with the other ranks at each backward "
             "pass: ranks that split differently wait for each other, or get wrong gradients. "
-            "Nothing was changed. Choose one micro-batch for all ranks with maximum=."
+            "Nothing was changed. Pass a batch that fits on every rank."
         )
 
 
@@ -143,12 +143,22 @@ def _why_coupled(module: nn.Module) -> str | None:
     return None
 
 
-def _was_written(now: Tensor | None, before: Tensor, version: int | None) -> bool:
+def _copy_of(tensor: Tensor) -> Tensor | None:
+    """The values of what ``F.batch_norm`` may write, which counts no version then."""
+    is_statistic = type(tensor) is Tensor and tensor.is_floating_point() and not tensor.is_meta
+    return tensor.detach().clone() if is_statistic and tensor.layout is torch.strided else None
+
+
+def _was_written(
+    now: Tensor | None, before: Tensor, version: int | None, copy: Tensor | None
+) -> bool:
     """Whether a buffer has new values; one of another shape is a cache that grew."""
     if now is None:
         return False
     if now is before:
-        return version is not None and _version_of(now) != version
+        if version is not None and _version_of(now) != version:
+            return True
+        return copy is not None and not torch.allclose(now, copy, 0.0, 0.0, equal_nan=True)
     return now.shape == before.shape and not _same(now, before)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 _CPU = torch.device("cpu")
 
 
-def on_cpu(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def on_cpu(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call ``function`` with the tensors of its arguments on the CPU.
 
     Modules stay where they are: moving the weights of a user's model is not for a retry to do.
@@ -47,7 +47,7 @@ class _Moved:
         """The same tree with its tensors where the arguments were; arguments become themselves."""
         originals = {id(copy): original for original, copy, _ in self._copies.values()}
         device = next((original.device for original in originals.values()), _CPU)
-        return _mapped(lambda tensor: originals.get(id(tensor), tensor.to(device)), tree)
+        return _mapped(lambda t: originals[id(t)] if id(t) in originals else t.to(device), tree)
 
     def _copy_of(self, tensor: Tensor) -> Tensor:
         if tensor.device == _CPU:

@@ -37,8 +37,9 @@ class OutputsPass:
             self._forward,
             self._differentiate,
             run.send_back,
-            modules=run.roots.values(),
+            modules=run.modules,
             devices=run.devices,
+            generators=run.generators,
         )
         return self._value, {ONLY: self._value}
 

@@ -7,16 +7,20 @@ that is trained isn't taken for a part of the step.
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from tenure._errors import AdaptiveUsageError
 
 from ._code_names import names_in
+
+T = TypeVar("T")
 
 _MAX_DEPTH = 8
 _MAX_ITEMS = 256
@@ -29,11 +33,15 @@ class Reachable:
     Attributes:
         modules: the modules found, by the name under which the code has them.
         tensors: the tensors found that require grad, by name.
+        generators: the generators of random numbers found.
+
+    What has the name of something else gets a number: two objects may each have a ``self.net``.
     """
 
     def __init__(self, *functions: Callable[..., Any] | None) -> None:
         self.modules: dict[str, nn.Module] = {}
         self.tensors: dict[str, Tensor] = {}
+        self.generators: list[torch.Generator] = []
         self._seen: dict[tuple[int, frozenset[str]], Any] = {}  # keeps what its ids belong to
         for function in functions:
             if function is not None:
@@ -53,14 +61,21 @@ class Reachable:
             return
         self._seen[key] = value
         if isinstance(value, nn.Module):
-            if all(value is not known for known in self.modules.values()):
-                self.modules[name] = value
+            _note(self.modules, name, value)
         elif isinstance(value, Tensor):
             if value.requires_grad:
-                self.tensors[name] = value
+                _note(self.tensors, name, value)
+        elif isinstance(value, torch.Generator):
+            self.generators.append(value)
         else:
             for below, child, names in _below(name, value, attributes):
                 self._visit(below, child, names, depth + 1)
+
+
+def _note(known: dict[str, T], name: str, value: T) -> None:
+    if all(value is not other for other in known.values()):
+        names = itertools.chain([name], (f"{name} ({i})" for i in itertools.count(2)))
+        known[next(name for name in names if name not in known)] = value
 
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
@@ -115,7 +130,7 @@ def _of_function(function: FunctionType) -> Iterator[_Found]:
     code = function.__code__
     names = names_in(code)
     yield from _captured(function, names.attributes)
-    for key in names.globals & function.__globals__.keys():
+    for key in sorted(names.globals & function.__globals__.keys()):
         yield key, function.__globals__[key], names.attributes
     defaults = function.__defaults__ or ()
     first = code.co_argcount - len(defaults)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import sys
 from collections.abc import Callable, Iterable
@@ -41,8 +42,8 @@ class RngState:
         restores = [_cpu(), _python(), *map(_generator, self._generators)]
         with persist():  # a device may keep its state in tensors, and no scope may let go of them
             restores += [_accelerator(device) for device in self._devices_in_use()]
-        if (numpy_random := sys.modules.get("numpy.random")) is not None:
-            restores.append(_numpy(numpy_random))
+        if "numpy" in sys.modules:  # the work may be the first to ask NumPy for random numbers
+            restores.append(_numpy(importlib.import_module("numpy.random")))
         self._restores = restores
 
     def finish(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -82,7 +82,7 @@ class SplitBackward:
             self.n_roots += len(pairs)
             self._watch([root for root, _ in pairs], {id(leaf) for leaf in own})
         try:
-            with _without_autocast(pairs[0][0].device.type):
+            with without_autocast(root.device for root, _ in pairs):
                 torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
         except RuntimeError as error:
             if _BACKWARD_TWICE not in str(error):
@@ -147,11 +147,11 @@ def _refuse_post_hooks(leaves: Sequence[Tensor]) -> None:
 
 
 @contextmanager
-def _without_autocast(device_type: str) -> Iterator[None]:
+def without_autocast(devices: Iterable[torch.device]) -> Iterator[None]:
     """Backward passes use the types of the forward pass, also where step() is inside autocast."""
-    available = torch.amp.is_autocast_available(device_type)  # not on meta
-    if not (available and torch.is_autocast_enabled(device_type)):
-        yield
-        return
-    with torch.autocast(device_type, enabled=False):
+    with ExitStack() as off:
+        for kind in dict.fromkeys(device.type for device in devices):
+            available = torch.amp.is_autocast_available(kind)  # not on meta
+            if available and torch.is_autocast_enabled(kind):
+                off.enter_context(torch.autocast(kind, enabled=False))
         yield

@@ -21,7 +21,7 @@ from ._gradients import IsolatedGradients
 from ._oom import oom_info
 from ._outputs_pass import OutputsPass
 from ._rollback import Rollback
-from ._split_backward import SplitBackward
+from ._split_backward import SplitBackward, without_autocast
 from ._step_spec import Chunk, StepSpec
 from ._terms import ONLY, check_weight_is_used, scalar, terms_of, whole_loss
 from ._terms_pass import TermsPass
@@ -44,6 +44,8 @@ class StepRun:
         inputs: the batch.
         n_samples: how many it has.
         roots: the modules of the function, by name.
+        modules: all modules that anything of the step uses.
+        generators: the generators of random numbers that it uses besides those of the devices.
         state: the random state and buffers, noted when the run began; undoing it restarts the run.
         gradients: where new gradients go.
         computed: names captured tensors with a graph of their own, for an error.
@@ -57,6 +59,8 @@ class StepRun:
         n_samples: int,
         *,
         roots: dict[str, nn.Module],
+        modules: Sequence[nn.Module],
+        generators: Sequence[torch.Generator],
         state: Rollback,
         gradients: IsolatedGradients,
         computed: Callable[[], list[str]],
@@ -66,6 +70,8 @@ class StepRun:
         self.inputs = inputs
         self.n_samples = n_samples
         self.roots = roots
+        self.modules = modules
+        self.generators = generators
         self.state = state
         self._gradients = gradients
         self.backward = SplitBackward(gradients, spec.scaler, computed)
@@ -159,7 +165,8 @@ class StepRun:
     def _deliver(self) -> None:
         self.backward.watch(self.inputs.leaves)
         try:
-            self.inputs.deliver()
+            with without_autocast(self.devices):
+                self.inputs.deliver()
         except Exception as error:
             if oom_info(error) is None or not self.inputs.has_graph:
                 raise

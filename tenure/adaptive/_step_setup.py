@@ -63,10 +63,13 @@ class StepSetup:
         leaves = _parameters_of(modules)
         leaves += [*found.captured(), *rest.captured(), *inputs.leaves]
         devices = _devices([*leaves, *self.values])
+        used = [*self.values, *(value for module in modules for value in vars(module).values())]
+        generators = [value for value in used if isinstance(value, torch.Generator)]
+        generators += [*found.generators, *rest.generators]
         per_chunk = spec.batchnorm == "per_chunk" and coupled_modules(self.roots)
         self.smallest = 2 if per_chunk else 1
         self.name = str(getattr(spec.fn, "__name__", None) or type(spec.fn).__name__)
-        self.state = Together((RngState(devices), BufferState(models)))
+        self.state = Together((RngState(devices, generators), BufferState(models)))
         self.gradients = IsolatedGradients(leaves)
         named = {**found.tensors, **rest.tensors}
         self.leaf_names = {id(tensor): name for name, tensor in named.items()}
@@ -76,6 +79,8 @@ class StepSetup:
             inputs,
             self.n_samples,
             roots=self.roots,
+            modules=list(models),
+            generators=generators,
             state=self.state,
             gradients=self.gradients,
             computed=found.computed,

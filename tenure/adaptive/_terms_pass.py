@@ -146,8 +146,9 @@ class TermsPass:
             self._forward,
             self._differentiate,
             self._run.send_back,
-            modules=self._run.roots.values(),
+            modules=self._run.modules,
             devices=self._run.devices,
+            generators=self._run.generators,
         )
         return self._loss, self._values
 

@@ -12,6 +12,7 @@ Source: GradCache, Gao et al. 2021, https://arxiv.org/abs/2101.06983.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -33,6 +34,7 @@ def two_passes(
     *,
     modules: Iterable[nn.Module],
     devices: Iterable[torch.device],
+    generators: Iterable[torch.Generator],
 ) -> None:
     """Run both passes.
 
@@ -44,19 +46,21 @@ def two_passes(
         backward: sends gradients back from tensors.
         modules: whose buffers the chunks write.
         devices: whose random numbers they use.
+        generators: others whose random numbers they use.
     """
-    modules, devices = list(modules), list(devices)
+    modules = list(modules)
+    noted = functools.partial(_noted, list(devices), list(generators))
     states: list[RngState] = []
     outputs: list[Output] = []
     at_start, at_end = BufferState(modules), BufferState(modules)
     at_start.begin()
     with torch.no_grad():
         for i in range(n_chunks):
-            states.append(_noted(devices))
+            states.append(noted())
             outputs.append(forward(i)[0])
     gradients = loss_of(outputs)
     del outputs
-    end = _noted(devices)
+    end = noted()
     at_end.begin()
     at_start.undo()
     for i, state in enumerate(states):
@@ -67,7 +71,7 @@ def two_passes(
     end.undo()
 
 
-def _noted(devices: list[torch.device]) -> RngState:
-    state = RngState(devices)
+def _noted(devices: list[torch.device], generators: list[torch.Generator]) -> RngState:
+    state = RngState(devices, generators)
     state.begin()
     return state

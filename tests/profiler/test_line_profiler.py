@@ -526,13 +526,19 @@ def test_records_can_be_read_while_it_collects():
 def test_a_profiler_leaves_no_garbage():
     # In a process of its own: what other tests compiled becomes garbage when it likes.
     done = run(
-        "import gc\n"
-        "from tests.profiler.test_line_profiler import ran, work\n"
-        "ran(work)\n"
+        "import gc, torch\n"
+        "from tenure.profiler import LineProfiler\n"
+        "def work():\n"
+        "    return torch.cat([torch.ones(8), torch.ones(8)])\n"
+        "def ran():\n"
+        "    with LineProfiler(work, device='cpu') as profiler:\n"
+        "        work()\n"
+        "    assert profiler.records[0].hits == 1\n"
+        "ran()\n"
         "gc.collect()\n"
         "gc.disable()\n"
         "gc.set_debug(gc.DEBUG_SAVEALL)\n"
-        "ran(work)\n"
+        "ran()\n"
         "gc.collect()\n"
         "print([type(each) for each in gc.garbage])\n"
         "gc.set_debug(0)\n"

@@ -1,0 +1,140 @@
+"""What a step has to find to be exact: modules of one name, generators, unversioned buffers."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tenure.adaptive import BatchCoupledError, step
+
+
+class Wrapper:
+    def __init__(self, net):
+        self.net = net
+
+    def __call__(self, x):
+        return self.net(x)
+
+
+def batch(n=8):
+    torch.manual_seed(1)
+    return torch.randn(n, 4, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_of_two_modules_of_one_name_neither_is_overlooked(is_first):
+    coupled = Wrapper(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double())
+    plain = Wrapper(nn.Linear(4, 4).double())
+    p, q = (coupled, plain) if is_first else (plain, coupled)
+    with pytest.raises(BatchCoupledError, match="BatchNorm1d"):
+        step(lambda x: p(x).mean() + q(x).mean(), batch(), maximum=4)
+
+
+def test_a_buffer_that_is_written_without_a_version_couples_the_batch():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("mean", torch.zeros(4))
+            self.register_buffer("var", torch.ones(4))
+
+        def forward(self, x):
+            return F.batch_norm(self.linear(x), self.mean, self.var, training=True)
+
+    own = Own().double()
+    with pytest.raises(BatchCoupledError, match=r"updates its buffer 'mean'"):
+        step(lambda x: own(x).square().mean(), batch(), maximum=4)
+    assert torch.equal(own.mean, torch.zeros(4, dtype=torch.float64))
+
+
+class Noisy(nn.Module):
+    def __init__(self, generator):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.generator = generator
+
+    def forward(self, x):
+        out = self.linear(x)
+        return out * torch.rand(out.shape, generator=self.generator, dtype=out.dtype)
+
+
+@pytest.mark.parametrize("where", ["captured", "attribute"])
+def test_a_generator_of_ones_own_gives_both_passes_the_same_numbers(where):
+    generator = torch.Generator().manual_seed(5)
+    net = Noisy(generator if where == "attribute" else None).double()
+
+    def forward(x):
+        if where == "attribute":
+            return net(x)
+        out = net.linear(x)
+        return out * torch.rand(out.shape, generator=generator, dtype=out.dtype)
+
+    x = batch()
+    torch.cat([forward(chunk) for chunk in x.split(3)]).std().backward()
+    wanted, state = net.linear.weight.grad, generator.get_state()
+    net.zero_grad()
+    generator.manual_seed(5)
+    step(forward, x, loss=lambda out: out.std(), maximum=3)
+    torch.testing.assert_close(net.linear.weight.grad, wanted, rtol=1e-10, atol=1e-12)
+    assert torch.equal(generator.get_state(), state)
+
+
+def test_buffers_of_modules_that_were_not_named_are_updated_once():
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls = self.calls + 1
+            return x
+
+    net, counter = nn.Linear(4, 3).double(), Counter()
+    step(lambda x: counter(net(x)), batch(), loss=lambda out: out.std(), model=net, maximum=4)
+    assert counter.calls == 2
+
+
+def test_random_numbers_of_numpy_are_noted_before_it_is_asked_for_the_first():
+    program = """
+import sys, torch, numpy
+from tenure.adaptive import step
+assert "numpy.random" not in sys.modules or numpy.random.seed(0) is None
+drawn = []
+net = torch.nn.Linear(1, 1)
+def fn(x):
+    drawn.append(float(numpy.random.rand()))
+    return net(x)
+step(fn, torch.ones(4, 1), loss=lambda out: out.sum(), maximum=2)
+print(drawn[:2] == drawn[2:], len(drawn))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("True 4\n", "")
+
+
+def test_the_graph_of_the_batch_runs_backward_at_the_precision_of_its_forward():
+    torch.manual_seed(0)
+    encoder, net = nn.Linear(4, 8), nn.Linear(8, 3)
+    x = torch.randn(8, 4)
+
+    def gradient(run):
+        encoder.zero_grad()
+        run(encoder(x))
+        return encoder.weight.grad.clone()
+
+    wanted = gradient(lambda encoded: net(encoded).sum().backward())
+    with torch.autocast("cpu", torch.bfloat16, enabled=False):
+        encoded = encoder(x)
+
+    def stepped(_):
+        with torch.autocast("cpu", torch.bfloat16):
+            step(lambda e: _exactly(net, e), encoded, loss="sum", maximum=4)
+
+    assert torch.allclose(gradient(stepped), wanted, rtol=1e-5)
+
+
+def _exactly(net, x):
+    with torch.autocast("cpu", enabled=False):
+        return net(x).sum()
