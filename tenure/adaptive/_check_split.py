@@ -208,4 +208,5 @@ def _random(setup: StepSetup, found: list[SplitDifference]) -> SplitDifference:
 
 def _default_rtol(result: _Result) -> float:
     dtypes = {gradient.dtype for gradient in result.gradients.values()}
+    dtypes |= {call.output.dtype for call in result.calls}  # under autocast less than those
     return max((_RTOL.get(dtype, _COARSE_RTOL) for dtype in dtypes), default=_COARSE_RTOL)

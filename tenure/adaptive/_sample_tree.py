@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast
@@ -235,7 +236,7 @@ def _container_of(value: Any) -> _Container | None:
     """One level of a container, or None if it is none that can be put together again."""
     if isinstance(value, list | tuple):
         return _Container(list(range(len(value))), list(value), _sequence_maker(value))
-    if isinstance(value, Mapping):
+    if isinstance(value, dict | UserDict):  # copies of other mappings may share what they hold
         keys = list(value)
         return _Container(keys, [value[key] for key in keys], _mapping_maker(value, keys))
     parts = parts_of(value)

@@ -229,7 +229,9 @@ class AdaptiveSearch:
 
     def _start(self, record: SizeRecord) -> int:
         limits = self._limits
-        return record.start(limits.first(self._initial), self._ceiling, limits.align)
+        first = limits.first(self._initial)
+        start = record.start(first, self._ceiling, limits.align)
+        return max(start, min(first, limits.floor))  # what is known may be of other limits
 
     # --- smaller
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from tenure._errors import AdaptiveUsageError
 from tenure._torch_dynamo import never_compiled
 from tenure.scopes import DisposeScope
 
@@ -146,9 +147,9 @@ def step(
     limits = SizeLimits(max(checked_limit("minimum", minimum), setup.smallest))
     largest = max(setup.n_samples, 1)
     if maximum is not None:
-        largest = min(largest, checked_limit("maximum", maximum))
+        largest = min(largest, _checked_maximum(maximum, limits.minimum))
     memory = memory_for(stands_for(fn), sys._getframe(1), context, cache_type, setup.values, {})
-    search = AdaptiveSearch(setup.name, "micro-batch", largest, limits, memory)
+    search = AdaptiveSearch(setup.name, "micro-batch", largest, limits, memory, on_retry=on_retry)
 
     def attempt(size: int) -> StepOutcome:
         with no_optimizer_steps("step"):
@@ -167,3 +168,12 @@ def step(
     return _with_terms_to_read(
         outcome.loss, outcome.terms, micro_batch, outcome.sizes, attempts.n_begun
     )
+
+
+def _checked_maximum(maximum: int, fewest: int) -> int:
+    if checked_limit("maximum", maximum) < fewest:
+        raise AdaptiveUsageError(
+            f"maximum={maximum} is below {fewest}, the fewest samples that a micro-batch may have "
+            'here, by minimum= or by batchnorm="per_chunk". Raise it.'
+        )
+    return maximum

@@ -326,7 +326,7 @@ def test_a_chunk_has_the_structure_of_the_batch(make):
 
     batch = make(x)
     if isinstance(batch, types.MappingProxyType):
-        with pytest.raises(TypeError, match="mappingproxy"):
+        with pytest.raises(AdaptiveUsageError, match="mappingproxy"):
             step(fn, batch, loss="sum", maximum=2)
         return
     step(fn, batch, loss="sum", maximum=2)

@@ -2,13 +2,15 @@
 
 import subprocess
 import sys
+from collections.abc import MutableMapping
+from types import MappingProxyType
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tenure.adaptive import BatchCoupledError, step
+from tenure.adaptive import AdaptiveUsageError, BatchCoupledError, step
 
 
 class Wrapper:
@@ -138,3 +140,41 @@ def test_the_graph_of_the_batch_runs_backward_at_the_precision_of_its_forward():
 def _exactly(net, x):
     with torch.autocast("cpu", enabled=False):
         return net(x).sum()
+
+
+class Shared(MutableMapping):
+    """A mapping whose copies share what they hold."""
+
+    def __init__(self, **items):
+        self.items_ = items
+
+    def __getitem__(self, key):
+        return self.items_[key]
+
+    def __setitem__(self, key, item):
+        self.items_[key] = item
+
+    def __delitem__(self, key):
+        del self.items_[key]
+
+    def __iter__(self):
+        return iter(self.items_)
+
+    def __len__(self):
+        return len(self.items_)
+
+
+@pytest.mark.parametrize("kind", [Shared, lambda **items: MappingProxyType(items)])
+def test_a_mapping_that_cannot_be_copied_is_refused_and_left_as_it_was(kind):
+    net, x = nn.Linear(4, 3).double(), batch()
+    given = kind(x=x)
+    with pytest.raises(AdaptiveUsageError):
+        step(lambda b: net(b["x"]).sum(), given, loss="sum", maximum=4)
+    assert given["x"] is x
+
+
+@pytest.mark.parametrize("options", [{"minimum": 8}, {"batchnorm": "per_chunk"}])
+def test_a_maximum_below_the_fewest_samples_is_refused(options):
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+    with pytest.raises(AdaptiveUsageError, match=r"^maximum=1 is below [28], the fewest"):
+        step(lambda x: net(x).sum(), batch(), loss="sum", maximum=1, **options)
