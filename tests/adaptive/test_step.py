@@ -256,7 +256,9 @@ def test_a_function_that_runs_again_on_what_it_wrote_into_the_batch_is_warned_of
 
 def test_a_function_that_writes_and_runs_once_is_not_warned_of():
     net = _net()
-    step(lambda b: net(b.div_(2)).sum(), _x(8), loss="sum", maximum=2)
+    # a warning is an error here
+    result = step(lambda b: net(b.div_(2)).sum(), _x(8), loss="sum", maximum=2)
+    assert result.sizes == (2, 2, 2, 2)
 
 
 def test_an_empty_batch_does_what_the_plain_call_does():

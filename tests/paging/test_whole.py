@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tenure.paging import page
 
 from .models import WIDTH, mlp
+from .test_modes import Operations
 
 
 @pytest.fixture(autouse=True)
@@ -33,16 +33,6 @@ def model():
     model[2].weight = nn.Parameter(twin, requires_grad=False)
     model[2].weight.note = "kept"
     return model
-
-
-class Seeing(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.seen.append(str(operation))
-        return operation(*args, **(kwargs or {}))
 
 
 def assert_same(found, expected):
@@ -93,7 +83,7 @@ def test_what_a_forward_writes_to_one_is_home_after_it(tmp_path, model, x):
 
 
 def test_a_dispatch_mode_sees_nothing_of_its_copies(tmp_path, model, x):
-    twin, seeing = copy.deepcopy(model), [Seeing(), Seeing()]
+    twin, seeing = copy.deepcopy(model), [Operations(), Operations()]
     with page(model, "cpu", budget="24KiB", host=tmp_path):
         model[2].weight.mul_(1)  # so that it is copied anew
         for each, mode in zip((model, twin), seeing, strict=True):
