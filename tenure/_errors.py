@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tenure.adaptive._oom import OomInfo
+    from tenure.adaptive import OomInfo
     from tenure.profiler import Courtesy
-    from tenure.scopes._leaks import LeakReport
+    from tenure.scopes import LeakReport
 
 
 class TenureError(RuntimeError):

@@ -15,6 +15,8 @@ _MAY_IMPORT = {
     "paging": {"scopes", "profiler"},
     "_cli": {"scopes", "profiler", "adaptive", "paging"},
 }
+# The packages of a room, the lowest first; each may import those before it.
+_PACKAGES = {"adaptive": ("_oom", "_memory", "_retry", "_sizes", "_functions", "_step")}
 _FILES = sorted(_ROOT.rglob("*.py"))
 
 
@@ -57,13 +59,27 @@ def test_no_module_imports_private_names_of_another_room(path):
         for imported in _imports_of_other_rooms(path)
         if imported[1] in _MAY_IMPORT and any(part.startswith("_") for part in imported[2:])
     ]
-    assert private == _PRIVATE_FOR_TYPES.get(path.name, [])
+    assert private == []
 
 
-# The errors name what they carry, for type checkers only: at run time nothing is imported.
-_PRIVATE_FOR_TYPES = {
-    "_errors.py": ["tenure.adaptive._oom.OomInfo", "tenure.scopes._leaks.LeakReport"]
-}
+@pytest.mark.parametrize("room", _PACKAGES)
+def test_a_package_of_a_room_imports_only_packages_below_it(room):
+    packages = _PACKAGES[room]
+    assert set(packages) == {path.parent.name for path in (_ROOT / room).glob("*/__init__.py")}
+    for path in sorted((_ROOT / room).glob("*/*.py")):
+        own = packages.index(path.parent.name)
+        for imported in _imports(ast.parse(path.read_text("utf-8")), path):
+            if imported[1:2] == (room,) and imported[2] in packages[own + 1 :]:
+                pytest.fail(f"{'.'.join(_name_of(path))} imports {'.'.join(imported)}")
+
+
+@pytest.mark.parametrize("room", _PACKAGES)
+def test_a_package_of_a_room_is_used_by_what_its_init_exports(room):
+    for path in sorted((_ROOT / room).rglob("*.py")):
+        for imported in _imports(ast.parse(path.read_text("utf-8")), path):
+            other = imported[1:2] == (room,) and imported[2] != path.parent.name
+            if other and imported[2] in _PACKAGES[room] and imported[3:4]:
+                assert not imported[3].startswith("_"), f"{path} imports {'.'.join(imported)}"
 
 
 def _allowed_outside_rooms(path):

@@ -13,13 +13,20 @@ from torch import Tensor
 
 from tenure._torch_dynamo import never_compiled
 
-from ._call_memory import memory_for
-from ._chunked_function import checked_dimension
-from ._collect import Collect, collector_for
-from ._options import AdaptiveOptions, check_function, checked_options, name_of
-from ._range_function import check_range
-from ._run import Chunk, Piece, run_batch, run_pieces
-from ._size_limits import checked_initial, checked_size
+from ._callables import check_function, name_of
+from ._functions import (
+    AdaptiveOptions,
+    Chunk,
+    Collect,
+    Piece,
+    check_range,
+    checked_dimension,
+    checked_options,
+    collector_for,
+    run_batch,
+    run_pieces,
+)
+from ._sizes import checked_initial, checked_size, memory_for
 
 T = TypeVar("T")
 R = TypeVar("R")

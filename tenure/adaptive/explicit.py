@@ -13,13 +13,9 @@ from torch import Tensor
 
 from tenure._torch_dynamo import never_compiled
 
-from ._caches import BatchsizeCache
-from ._call_memory import memory_for, stands_for
-from ._chunked_function import checked_dimension
-from ._options import PLAIN, check_function, name_of
-from ._range_function import check_range
-from ._run import Chunk, Piece, run_batch, run_pieces
-from ._size_limits import checked_size
+from ._callables import check_function, name_of
+from ._functions import PLAIN, Chunk, Piece, check_range, checked_dimension, run_batch, run_pieces
+from ._sizes import BatchsizeCache, checked_size, memory_for, stands_for
 
 T = TypeVar("T")
 

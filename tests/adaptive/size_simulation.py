@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 
 from tenure.adaptive import OomInfo
-from tenure.adaptive._size_limits import SizeLimits
-from tenure.adaptive._size_record import SizeRecord
-from tenure.adaptive._size_search import AdaptiveSearch
+from tenure.adaptive._sizes._limits import SizeLimits
+from tenure.adaptive._sizes._record import SizeRecord
+from tenure.adaptive._sizes._search import AdaptiveSearch
 
 
 def oom(device=None, requested_bytes=None, kind="device"):

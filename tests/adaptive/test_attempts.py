@@ -10,7 +10,7 @@ import torch
 
 from tenure import NewDisposeScope, _shrinking, is_disposed, owner_of
 from tenure.adaptive import OutOfRetriesError, add_listener, remove_listener, statistics
-from tenure.adaptive._attempts import Attempts
+from tenure.adaptive._retry._attempts import Attempts
 
 OOM = "CUDA out of memory. Tried to allocate 2.00 GiB."
 

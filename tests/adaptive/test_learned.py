@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from tenure import adaptive
-from tenure.adaptive import AdaptiveUsageError, GlobalBatchsizeCache, _learned
-from tenure.adaptive._call_memory import memory_for, stands_for
-from tenure.adaptive._call_signature import signature_of
-from tenure.adaptive._size_record import SizeRecord
+from tenure.adaptive import AdaptiveUsageError, GlobalBatchsizeCache
+from tenure.adaptive._sizes import _learned
+from tenure.adaptive._sizes._call_memory import memory_for, stands_for
+from tenure.adaptive._sizes._call_signature import signature_of
+from tenure.adaptive._sizes._record import SizeRecord
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import torch
 
 from tenure import adaptive
 from tenure.adaptive import GlobalBatchsizeCache, memory_budget
-from tenure.adaptive._memory_meter import meter_for
+from tenure.adaptive._memory._meter import meter_for
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from tenure import NewDisposeScope
-from tenure.adaptive import _relief, oom_info
-from tenure.adaptive._attempts import Attempts
-from tenure.adaptive._relief import Relief, Scene, free_bytes_of, scene_of
+from tenure.adaptive import oom_info
+from tenure.adaptive._retry import _relief
+from tenure.adaptive._retry._attempts import Attempts
+from tenure.adaptive._retry._relief import Relief, Scene, free_bytes_of, scene_of
 
 from .test_attempts import Halving
 

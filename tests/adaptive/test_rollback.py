@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from tenure import NewDisposeScope, owner_of
-from tenure.adaptive._buffer_state import BufferState
-from tenure.adaptive._rng_state import RngState
-from tenure.adaptive._rollback import Together
+from tenure.adaptive._retry._buffer_state import BufferState
+from tenure.adaptive._retry._rng_state import RngState
+from tenure.adaptive._retry._rollback import Together
 
 
 def draw(generator):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenure.adaptive import AdaptiveUsageError
-from tenure.adaptive._size_limits import checked_initial, checked_limits
+from tenure.adaptive._sizes._limits import checked_initial, checked_limits
 
 sizes = st.integers(1, 1 << 40)
 

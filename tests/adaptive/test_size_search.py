@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenure.adaptive import AdaptiveUsageError, add_listener, remove_listener
-from tenure.adaptive._call_memory import NO_MEMORY
-from tenure.adaptive._size_limits import SizeLimits
-from tenure.adaptive._size_record import SizeRecord
-from tenure.adaptive._size_search import AdaptiveSearch
+from tenure.adaptive._sizes._call_memory import NO_MEMORY
+from tenure.adaptive._sizes._limits import SizeLimits
+from tenure.adaptive._sizes._record import SizeRecord
+from tenure.adaptive._sizes._search import AdaptiveSearch
 
 from .size_simulation import Device, Memory, Site, Wall, oom
 
@@ -20,7 +20,7 @@ from .size_simulation import Device, Memory, Site, Wall, oom
 def devices(monkeypatch):
     """Devices by name, whose memory can be measured."""
     found = {}
-    monkeypatch.setattr("tenure.adaptive._size_search.meter_for", found.get)
+    monkeypatch.setattr("tenure.adaptive._sizes._search.meter_for", found.get)
     return found
 
 
@@ -248,7 +248,7 @@ def test_with_measured_memory_95_percent_are_found_with_three_failures_in_few_pi
     device, initial = load
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "tenure.adaptive._size_search.meter_for", lambda name: device if name else None
+            "tenure.adaptive._sizes._search.meter_for", lambda name: device if name else None
         )
         site = Site(device, initial, in_pieces=True)
         for _ in range(40):
@@ -263,7 +263,7 @@ def test_with_measured_memory_95_percent_are_found_with_three_failures_in_few_ca
     device, initial = load
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "tenure.adaptive._size_search.meter_for", lambda name: device if name else None
+            "tenure.adaptive._sizes._search.meter_for", lambda name: device if name else None
         )
         site = Site(device, initial)
         found = [site.call() for _ in range(120)]

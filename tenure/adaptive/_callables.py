@@ -1,0 +1,48 @@
+"""What can be tried again: a function that runs from its call to its return."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from tenure._errors import AdaptiveUsageError
+
+_SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_KINDS = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+
+
+def check_function(entry: str, function: object) -> None:
+    """Make sure that what is tried again runs from its call to its return.
+
+    Raises:
+        AdaptiveUsageError: it is no function, or one that can be suspended.
+    """
+    code = getattr(function, "__code__", None)
+    if code is not None and not code.co_flags & _SUSPENDABLE:  # by far the most
+        return
+    if not callable(function):
+        raise AdaptiveUsageError(f"{entry} wants a function, and got {function!r}.")
+    if code is None and not is_suspendable(function):
+        return
+    raise AdaptiveUsageError(
+        f"{entry} got {name_of(function)}(), which can be suspended: it would run out of memory "
+        "after the call, where nothing tries again. Use it inside a plain function that runs it "
+        "to its end."
+    )
+
+
+def name_of(function: Any) -> str:
+    """What errors and events call a function."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__qualname__", None) or type(function).__qualname__)
+
+
+def is_suspendable(function: Callable[..., object]) -> bool:
+    """Whether a call gives a generator or a coroutine, which has not run yet."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    called = (function, type(function).__call__)
+    return any(is_kind(one) for is_kind in _KINDS for one in called)

@@ -1,0 +1,137 @@
+"""A function whose calls are tried again: what decorated functions of all kinds have in common.
+
+Invariant: it looks like the function it wraps, binds to instances and classes as that does, and all
+that is bound shares one memory of sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import FrameType, MethodType
+from typing import Any, Self
+
+from torch import Tensor
+
+from tenure._errors import AdaptiveUsageError
+
+from .._callables import check_function, name_of
+from .._sizes import BatchsizeCache, CallMemory, NoMemory, checked_initial, memory_for
+from ._options import Options
+
+
+class _Owner:
+    """What sizes are remembered for: a decorated function, of which it holds nothing."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.__module__ = getattr(function, "__module__", "")
+        self.__qualname__ = getattr(function, "__qualname__", "")
+
+
+class AdaptiveFunction:
+    """A function, and how its calls are run."""
+
+    _entry = "tenure.adaptive"
+    _initial_name = "initial_batchsize"
+
+    def __init__(self, function: Callable[..., Any], initial: int | None, options: Options) -> None:
+        check_function(f"@{self._entry}", _plain(function))
+        wrapper: Any = self
+        functools.update_wrapper(wrapper, function)
+        self._function = function
+        self._name = name_of(_plain(function))
+        self._options = options
+        self._initial = checked_initial(self._initial_name, initial, options.limits)
+        self._owner = _Owner(function)
+
+    def _bound(self, instance: object, owner: type | None) -> Any:
+        """The same function, bound as the wrapped one is."""
+        bind = getattr(type(self._function), "__get__", None)
+        if bind is None:
+            return self
+        function = bind(self._function, instance, owner)
+        if function is not self._function:
+            return self._with(function)
+        return self if owner is None else _OfClass(self, owner)
+
+    def __repr__(self) -> str:
+        return f"<{self._entry} of {self._name}>"
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        function = self._function
+        if isinstance(function, MethodType):
+            return getattr, (function.__self__, function.__name__)
+        return str(vars(self)["__qualname__"])  # by reference, as functions are
+
+    def _with(self, function: Callable[..., Any]) -> Self:
+        """The same for a bound function."""
+        bound = object.__new__(type(self))
+        bound.__dict__ |= self.__dict__
+        bound.__dict__ |= {"_function": function, "__wrapped__": function}
+        return bound
+
+    def _begin(self, initial: int | None) -> int | None:
+        """The size that a call begins with; None where neither it nor the decorator names one."""
+        if initial is None:
+            return self._initial
+        return checked_initial(f"toma_{self._initial_name}", initial, self._options.limits)
+
+    def _memory(
+        self,
+        frame: FrameType,
+        context: Any,
+        cache_type: type[BatchsizeCache] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        chunked: Tensor | None = None,
+        dimension: int = 0,
+    ) -> CallMemory | NoMemory:
+        options = self._options
+        return memory_for(
+            self._owner,
+            frame,
+            options.context if context is None else context,
+            cache_type or options.cache_type,
+            args,
+            kwargs,
+            chunked,
+            dimension,
+        )
+
+
+class _OfClass:
+    """A method that was looked up in its class: it is called with an instance first."""
+
+    def __init__(self, adaptive: AdaptiveFunction, owner: type) -> None:
+        wrapper: Any = self
+        functools.update_wrapper(wrapper, adaptive._function, updated=())
+        self._adaptive = adaptive
+        self._class = owner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], self._class):
+            return self._adaptive._bound(args[0], self._class)(*args[1:], **kwargs)
+        plain: Any = self._adaptive  # a function that has the class as its namespace
+        return plain(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return repr(self._adaptive)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._class, vars(self)["__name__"])
+
+
+def required(initial: int | None, name: str, arguments: str) -> int:
+    """A size to begin with.
+
+    Raises:
+        AdaptiveUsageError: there is none.
+    """
+    if initial is None:
+        raise AdaptiveUsageError(f"{name}() has no batch size to begin with. Give {arguments}.")
+    return initial
+
+
+def _plain(function: Any) -> Any:
+    """The function inside a classmethod or a staticmethod."""
+    return function.__func__ if isinstance(function, classmethod | staticmethod) else function

@@ -1,0 +1,187 @@
+"""A limit that is kept by counting: the mode that sees each operation of a thread.
+
+Invariant: an operation whose results don't fit leaves the account, its arguments and the memory as
+they were before it; only then is the error raised.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tenure._units import format_bytes
+
+from .._torch_dispatch import is_held, open_modes, uses_by_torch, without_functions
+from ._growth import Geometry, geometries, restore
+from ._live_storages import LiveStorages, storages_in
+
+_aten = torch.ops.aten
+_LIFTS = frozenset({_aten.lift_fresh.default, _aten.lift.default})
+"""What ``torch.tensor``, ``torch.from_numpy`` and the like call with the tensor they made."""
+_CLOSED = -1
+
+
+class CountingMode(TorchDispatchMode):
+    """Counts the storages that operations make on a device, and refuses those past a limit.
+
+    Attributes:
+        recent_peak_bytes: the most that was alive after an operation since `restart_peak`.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, limit_bytes: int, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
+        self._limit_bytes = limit_bytes
+        self._device = device
+        self._account = LiveStorages(device)
+        self._process = _CLOSED
+        self._stacked: list[CountingMode] = []
+        self._earlier_peak_bytes = 0
+        self.recent_peak_bytes = 0
+
+    @property
+    def live_bytes(self) -> int:
+        """The bytes alive now, or when the mode was closed."""
+        self._account.measure_again()
+        return self._account.live_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was alive after an operation."""
+        return max(self._earlier_peak_bytes, self.recent_peak_bytes)
+
+    @property
+    def free_bytes(self) -> int:
+        """What may still be made."""
+        return max(0, self._limit_bytes - self.live_bytes)
+
+    def restart_peak(self) -> None:
+        """Let the recent peak begin with what is alive now."""
+        self._earlier_peak_bytes = self.peak_bytes
+        self.recent_peak_bytes = self.live_bytes
+
+    @property
+    def closed(self) -> bool:
+        """Whether it counts no more, though it may still stand on the stack of modes."""
+        return self._process == _CLOSED
+
+    def open(self) -> None:
+        """Begin to count on this thread."""
+        for inference in (False, True):
+            uses_by_torch(inference)
+        self._process = os.getpid()  # a forked child has the mode on its stack, but not its limit
+        self._stacked = _this_thread.stacked
+        self._stacked.append(self)
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def close(self) -> bool:
+        """Stop counting; False if a mode that was opened later is still open."""
+        self._account.measure_again()
+        self._process = _CLOSED
+        self._account.stop()
+        in_order = open_modes()[-1:] == [self]
+        _pop_closed(self._stacked)
+        return in_order
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation, count what it made, and refuse it if that is too much."""
+        kwargs = kwargs or {}
+        if os.getpid() != self._process:
+            return func(*args, **kwargs)
+        with without_functions():
+            places = self._before(func, args, kwargs)
+        result = func(*args, **kwargs)
+        with without_functions():
+            made_bytes = self._account.note_made(storages_in((result,)))
+            if made_bytes > 0 and self._exceeds():
+                # The traceback holds this frame: it must not hold what the operation made.
+                result = args = kwargs = None  # type: ignore[assignment]
+                restore(places)
+                places = []
+                self._refuse(func, made_bytes)
+        self.recent_peak_bytes = max(self.recent_peak_bytes, self._account.live_bytes)
+        return result
+
+    def _before(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> list[Geometry]:
+        """Enter what is there before an operation, and note what it may enlarge."""
+        existing = storages_in(args)
+        if kwargs:
+            existing += storages_in(kwargs.values())
+        if func in _LIFTS:  # its argument is new, unless the memory is another library's
+            existing = [storage for storage in existing if not storage.resizable()]
+        places = geometries(func, args, kwargs)
+        if places:
+            existing += self._held(args)
+        self._account.note_existing(existing)
+        return places
+
+    def _held(self, args: tuple[Any, ...]) -> list[UntypedStorage]:
+        """The storages, passed as such, that tensors lie in; the other ones are new.
+
+        Copying, loading and receiving a tensor makes a storage without an operation, then a tensor
+        with ``set_``. Foreign modes above this one make a new storage look held.
+        """
+        storages = [value for value in args if isinstance(value, UntypedStorage)]
+        n_above = len(self._stacked) - 1 - self._stacked.index(self)
+        return [each for each in storages if is_held(each, args[0].is_inference(), n_above)]
+
+    def _exceeds(self) -> bool:
+        if self._account.live_bytes <= self._limit_bytes:
+            return False
+        self._account.measure_again()
+        return self._account.live_bytes > self._limit_bytes
+
+    def _refuse(self, func: Any, requested_bytes: int) -> NoReturn:
+        live_bytes, free_bytes = self.live_bytes, self.free_bytes
+        raise torch.OutOfMemoryError(
+            f"{self._device} out of memory. Tried to allocate {_exactly(requested_bytes)} in "
+            f"{func}. memory_budget has a limit of {_exactly(self._limit_bytes)} on "
+            f"{self._device} of which {_exactly(free_bytes)} is free; {_exactly(live_bytes)} is in "
+            "use by what was made in its block. Make less at a time, let go of tensors, or raise "
+            "the limit."
+        )
+
+
+class _Stacks(threading.local):
+    """The counting modes that stand on the stack of modes of each thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.stacked: list[CountingMode] = []
+
+
+_this_thread = _Stacks()
+
+
+def counting_on(device: str) -> list[CountingMode]:
+    """The modes that count on this thread, on ``device``; without an index on all of its type."""
+    return [
+        mode
+        for mode in _this_thread.stacked
+        if not mode.closed and device in (str(mode._device), mode._device.type)
+    ]
+
+
+def _pop_closed(stacked: list[CountingMode]) -> None:
+    """Take closed modes off the stack; one below a mode that is open has to wait for that."""
+    while stacked and stacked[-1].closed and open_modes()[-1:] == stacked[-1:]:
+        stacked.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+def _exactly(n_bytes: int) -> str:
+    short, exact = format_bytes(n_bytes), f"{n_bytes} bytes"
+    return f"{short} ({exact})"

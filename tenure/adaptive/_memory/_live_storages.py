@@ -1,0 +1,128 @@
+"""An account of live bytes: each storage once, for as long as it lives.
+
+Invariant: ``live_bytes`` is the sum over the living storages of what each has grown since it was
+first seen; one that was there before begins at nothing. The account keeps no storage alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from threading import RLock
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.nn import Buffer, Parameter
+
+from tenure._storages import inner_tensors, storages_of
+
+from .._torch_dispatch import without_dispatch
+
+_PLAIN = frozenset({Tensor, Parameter, Buffer})
+_NESTED = (list, tuple)
+
+
+class LiveStorages:
+    """Counts storages of one device, by weak references whose callbacks come when they die.
+
+    Attributes:
+        live_bytes: what is counted now.
+    """
+
+    __slots__ = ("_device", "_entries", "_lock", "live_bytes")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._entries: dict[int, _Entry] = {}
+        # Storages die on any thread, and backward passes of accelerators run on threads of their
+        # own; reentrant, because a garbage collection may let one die at any point in here.
+        self._lock = RLock()
+        self.live_bytes = 0
+
+    def note_existing(self, storages: Iterable[UntypedStorage]) -> None:
+        """Enter storages that were there before: only what they grow from now on counts."""
+        with self._lock:
+            for storage in storages:
+                if storage._cdata not in self._entries and storage.device == self._device:
+                    self._enter(storage, storage.nbytes())
+
+    def note_made(self, storages: Iterable[UntypedStorage]) -> int:
+        """Enter storages that an operation gave back, and return what they have grown, in bytes."""
+        grown_bytes = 0
+        with self._lock:
+            for storage in storages:
+                entry = self._entries.get(storage._cdata)
+                if entry is not None:
+                    grown_bytes += self._measure(entry, storage)
+                elif storage.device == self._device:
+                    grown_bytes += self._measure(self._enter(storage, 0), storage)
+        return grown_bytes
+
+    def measure_again(self) -> None:
+        """Take up what became of the storages without an operation, as by ``storage.resize_``."""
+        with self._lock:
+            for entry in list(self._entries.values()):
+                storage = entry()
+                if storage is not None:
+                    self._measure(entry, storage)
+
+    def stop(self) -> None:
+        """Forget the storages; ``live_bytes`` stays as it is."""
+        with self._lock:
+            self._entries.clear()
+
+    def _enter(self, storage: UntypedStorage, base_bytes: int) -> _Entry:
+        entry = self._entries[storage._cdata] = _Entry(storage, self._forget)
+        entry.key, entry.base_bytes, entry.counted_bytes = storage._cdata, base_bytes, 0
+        return entry
+
+    def _measure(self, entry: _Entry, storage: UntypedStorage) -> int:
+        counted_bytes = max(0, storage.nbytes() - entry.base_bytes)
+        grown_bytes = counted_bytes - entry.counted_bytes
+        self.live_bytes += grown_bytes
+        entry.counted_bytes = counted_bytes
+        return grown_bytes
+
+    def _forget(self, entry: Any) -> None:
+        with self._lock:
+            if self._entries.pop(entry.key, None) is not None:
+                self.live_bytes -= entry.counted_bytes
+
+
+class _Entry(ref[UntypedStorage]):
+    """A storage; ``key`` is its address in C++, unique while it lives."""
+
+    __slots__ = ("base_bytes", "counted_bytes", "key")
+
+    key: int
+    base_bytes: int
+    counted_bytes: int
+
+
+def storages_in(values: Iterable[object]) -> list[UntypedStorage]:
+    """The storages of the tensors among the arguments or results of an operation."""
+    found: list[UntypedStorage] = []
+    for value in values:
+        if type(value) in _PLAIN:
+            found += _storages_of_plain(value)
+        elif isinstance(value, Tensor):
+            found += _storages_of_any(value)
+        elif isinstance(value, _NESTED):
+            found += storages_in(value)
+        elif isinstance(value, dict):
+            found += storages_in(value.values())
+    return found
+
+
+def _storages_of_plain(tensor: Any) -> list[UntypedStorage]:
+    try:
+        return [tensor.untyped_storage()]
+    except (RuntimeError, NotImplementedError):  # sparse, opaque and nested layouts have none
+        return _storages_of_any(tensor)
+
+
+def _storages_of_any(tensor: Tensor) -> list[UntypedStorage]:
+    with without_dispatch():
+        inner = inner_tensors(tensor)
+        return storages_in(inner) if inner else storages_of(tensor)

@@ -1,0 +1,9 @@
+"""Telling an out-of-memory error from any other: its chain, its type, its text, users' patterns."""
+
+from ._chain import all_below as all_below
+from ._info import OomInfo as OomInfo
+from ._info import is_oom as is_oom
+from ._info import oom_info as oom_info
+from ._registry import OomRegistration as OomRegistration
+from ._registry import register_oom as register_oom
+from ._rules import OomKind as OomKind

@@ -1,0 +1,77 @@
+"""The verdict on one exception by itself: what it can never be, then its type, then its text."""
+
+from __future__ import annotations
+
+import errno
+from enum import Enum
+from typing import Final
+
+import torch
+
+from tenure._errors import OutOfRetriesError, TenureError
+
+from ._registry import registered_oom
+from ._rules import NEVER_TEXT, Oom, builtin_oom
+
+
+class _Never(Enum):
+    NEVER = "never"
+
+
+NEVER: Final = _Never.NEVER
+"""The verdict on what is no out-of-memory error, whatever stands below it in its chain."""
+
+_DEVICE = Oom("device")
+_HOST = Oom("host", "cpu")
+_BROKEN_GROUP = Oom("device", retry_safe=False)
+# cudaErrorMemoryAllocation and hipErrorOutOfMemory; torch sets error_code where C++ raises.
+# https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html
+_ALLOCATION = 2
+# A build without torch.distributed has no such error.
+_DIST_ERROR: type[RuntimeError] | tuple[()] = getattr(torch.distributed, "DistError", ())
+
+
+def verdict_on(exc: BaseException, text: str) -> Oom | _Never | None:
+    """What an exception is by itself: an out-of-memory error, never one, or None for neither."""
+    kind = type(exc)
+    if not issubclass(kind, Exception):
+        return NEVER  # interrupts and exits, cancellations, and groups that hold one
+    return _by_type(exc, text) or _never(kind, text) or _by_text(kind, text)
+
+
+def _by_type(exc: BaseException, text: str) -> Oom | None:
+    kind = type(exc)
+    if issubclass(kind, torch.OutOfMemoryError):
+        return _DEVICE
+    if issubclass(kind, MemoryError):
+        return builtin_oom(text) or _HOST  # allocators of other libraries name the device
+    if issubclass(kind, torch.AcceleratorError) and _number(exc, "error_code") == _ALLOCATION:
+        return builtin_oom(text) or _DEVICE
+    if issubclass(kind, OSError) and _number(exc, "errno") == errno.ENOMEM:
+        return _HOST
+    return None
+
+
+def _never(kind: type[BaseException], text: str) -> _Never | None:
+    if issubclass(kind, OutOfRetriesError):
+        return None  # its cause tells
+    if issubclass(kind, (TenureError, AssertionError)) or NEVER_TEXT.search(text):
+        return NEVER
+    return None
+
+
+def _by_text(kind: type[BaseException], text: str) -> Oom | None:
+    if not issubclass(kind, RuntimeError):
+        return None
+    if issubclass(kind, _DIST_ERROR) and "out of memory" in text:
+        return _BROKEN_GROUP
+    return registered_oom(text) or builtin_oom(text)
+
+
+def _number(exc: BaseException, attribute: str) -> int | None:
+    try:
+        value = getattr(exc, attribute, None)
+    # a subclass may raise anything from a property, and a verdict must not
+    except Exception:
+        return None
+    return value if type(value) is int else None

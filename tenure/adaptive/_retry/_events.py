@@ -1,0 +1,178 @@
+"""What a retry does, told while it happens: to callbacks, to the log and to the statistics.
+
+An event holds plain values, so that keeping it keeps no tensor alive.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
+
+from tenure._errors import AdaptiveUsageError
+from tenure._units import format_bytes
+
+from .._oom import OomInfo
+
+EventKind = Literal["retry", "shrink", "grow", "fallback", "give_up"]
+OnRetry = Callable[["AdaptiveEvent"], object]
+_AnyListener = TypeVar("_AnyListener", bound=OnRetry)
+
+_logger = logging.getLogger("tenure.adaptive")
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveEvent:
+    """One decision of a retry.
+
+    Attributes:
+        kind: ``"retry"``: the same size again, because memory came free; ``"shrink"``: a smaller
+            size; ``"grow"``: a larger one, after successes; ``"fallback"``: the work goes on
+            elsewhere, on the CPU; ``"give_up"``: nothing is left to try.
+        name: what ran, such as the name of the function.
+        unit: what the sizes count: ``"batch size"``, ``"step"``, ``"micro-batch"``.
+        size: the size that was tried.
+        next_size: the size that comes next; None when giving up.
+        info: the out-of-memory error; None when growing.
+        freed_bytes: what was given back before a retry of the same size; 0 otherwise.
+    """
+
+    kind: EventKind
+    name: str
+    unit: str
+    size: int
+    next_size: int | None
+    info: OomInfo | None = None
+    freed_bytes: int = 0
+
+    def __str__(self) -> str:
+        if self.kind == "grow":
+            return f"{self.name!r} goes on with {self.unit} {self.next_size}, after {self.size}."
+        ran_out = f"{self.name!r} ran out of {memory_of(self.info)} at {self.unit} {self.size}"
+        return f"{ran_out}{_needed(self.info)}; {self._outcome()}."
+
+    def _outcome(self) -> str:
+        if self.kind == "retry":
+            return f"tries it again after {format_bytes(self.freed_bytes)} came free"
+        if self.kind == "shrink":
+            return f"goes on with {self.next_size}"
+        return "goes on on the CPU" if self.kind == "fallback" else "gives up"
+
+
+def memory_of(info: OomInfo | None) -> str:
+    """Which memory: ``"cuda:0 memory"``, or just ``"memory"``."""
+    return f"{info.device} memory" if info is not None and info.device else "memory"
+
+
+def _needed(info: OomInfo | None) -> str:
+    if info is None or info.requested_bytes is None:
+        return ""
+    return f" (needed {format_bytes(info.requested_bytes)} more)"
+
+
+@dataclass(slots=True)
+class AdaptiveStatistics:
+    """How often work was tried, ran out of memory, and what came of it, on one thread.
+
+    Attributes:
+        attempts: pieces of work begun.
+        ooms: attempts that ran out of memory.
+        retries: sizes that were tried again because memory came free.
+        shrinks: steps to a smaller size.
+        growths: steps to a larger size.
+        fallbacks: pieces of work that went on on the CPU.
+        gave_up: calls that ended with OutOfRetriesError.
+    """
+
+    attempts: int = 0
+    ooms: int = 0
+    retries: int = 0
+    shrinks: int = 0
+    growths: int = 0
+    fallbacks: int = 0
+    gave_up: int = 0
+
+    def reset(self) -> None:
+        """Set every count to zero."""
+        for field in fields(self):
+            setattr(self, field.name, 0)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.attempts} attempts, {self.ooms} out of memory: {self.retries} tried again, "
+            f"{self.shrinks} made smaller, {self.fallbacks} moved to the CPU, {self.gave_up} given "
+            f"up; {self.growths} made larger"
+        )
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.statistics = AdaptiveStatistics()
+
+
+_this_thread = _Thread()
+_listeners: tuple[OnRetry, ...] = ()
+_lock = threading.Lock()
+
+
+def statistics() -> AdaptiveStatistics:
+    """The counts of this thread, always the same object."""
+    return _this_thread.statistics
+
+
+def add_listener(listener: _AnyListener) -> _AnyListener:
+    """Call ``listener(event)`` at each decision of any retry, on the thread that retries.
+
+    May be used as a decorator. A second addition of the same listener changes nothing. An error
+    that it raises goes on to the one who called the retry.
+
+    Args:
+        listener: takes an AdaptiveEvent; what it returns is ignored.
+
+    Raises:
+        AdaptiveUsageError: it can't be called.
+    """
+    global _listeners
+    if not callable(listener):
+        raise AdaptiveUsageError(
+            f"add_listener() wants a function of an AdaptiveEvent, and got {listener!r}."
+        )
+    with _lock:
+        if listener not in _listeners:
+            _listeners = (*_listeners, listener)
+    return listener
+
+
+def remove_listener(listener: Callable[[AdaptiveEvent], Any]) -> None:
+    """Call it no more; one that was not added is ignored."""
+    global _listeners
+    with _lock:
+        _listeners = tuple(each for each in _listeners if each != listener)
+
+
+def tell(event: AdaptiveEvent, on_retry: OnRetry | None = None) -> None:
+    """Count an event, log a new size in one line, and call those who listen."""
+    _count(event.kind)
+    if event.kind in ("shrink", "fallback"):
+        _logger.warning("%s", event)
+    elif event.kind != "give_up":  # that one becomes an error, which says it
+        _logger.info("%s", event)
+    for listener in (*_listeners, *([on_retry] if on_retry else [])):
+        listener(event)
+
+
+def _count(kind: EventKind) -> None:
+    counts = statistics()
+    match kind:
+        case "retry":
+            counts.retries += 1
+        case "shrink":
+            counts.shrinks += 1
+        case "grow":
+            counts.growths += 1
+        case "fallback":
+            counts.fallbacks += 1
+        case "give_up":
+            counts.gave_up += 1

@@ -1,0 +1,154 @@
+"""Making room after an out-of-memory error, so that the same size may fit after all.
+
+Each way gives a number of bytes, and only where those promise that a second try is not in vain.
+Called outside of ``except``, when the failed attempt has been let go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from tenure._shrinking import ask_to_shrink
+
+from .._memory import meter_for
+from .._oom import OomInfo
+
+_OUTSIDE_THE_ALLOCATOR = ("workspace", "driver")
+"""Kinds of memory that a library or the driver wanted, and that torch's cache may have taken."""
+_NOISE_BYTES = 1 << 20
+"""What the resident memory of a process may change by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """The memory of a device at the moment of the error, before anything was let go.
+
+    Attributes:
+        unused_bytes: what the allocator held and no tensor used; None where it can't be told.
+    """
+
+    unused_bytes: int | None
+
+
+def scene_of(info: OomInfo) -> Scene:
+    """Read the allocator; called inside ``except``."""
+    module = _module_of(info.device)
+    try:
+        return Scene(module.memory_reserved(info.device) - module.memory_allocated(info.device))
+    except Exception:  # no such device, or one without statistics
+        return Scene(None)
+
+
+class Relief:
+    """The ways to make room, for one piece of work; none is taken twice where it can't help twice.
+
+    Attributes:
+        collected: whether garbage has been collected; what that frees is older than the work.
+    """
+
+    __slots__ = ("_size", "collected")
+
+    def __init__(self) -> None:
+        self.collected = False
+        self._size: int | None = None
+
+    def make_room(self, info: OomInfo, scene: Scene, size: int) -> int:
+        """Give memory back, so that the same size may fit.
+
+        Args:
+            info: the error.
+            scene: the memory at that moment.
+            size: the size that failed.
+
+        Returns:
+            The bytes given back, if they promise that the same size fits now; 0 otherwise.
+        """
+        if info.kind == "size_limit":
+            return 0
+        _drain(info)
+        first, self._size = size != self._size, size
+        freed_bytes = _free_cache(info, scene) if first else 0
+        return (
+            freed_bytes or self._collect(info) or ask_to_shrink(info.device, info.requested_bytes)
+        )
+
+    def last_resort(self, info: OomInfo) -> int:
+        """What is worth its time only before giving up: collecting garbage of the host."""
+        if self.collected or info.kind == "size_limit" or _module_of(info.device) is not None:
+            return 0
+        self.collected = True
+        freed_bytes = _freed_by_collecting(lambda: psutil.Process().memory_info().rss)
+        return freed_bytes if freed_bytes >= _NOISE_BYTES and _serves(freed_bytes, info) else 0
+
+    def _collect(self, info: OomInfo) -> int:
+        """Collect cycles that hold device memory, older ones: the attempt's are gone."""
+        module = _module_of(info.device)
+        if module is None or self.collected:
+            return 0
+        self.collected = True
+        try:
+            freed_bytes = _freed_by_collecting(lambda: module.memory_allocated(info.device))
+        except Exception:  # a device without statistics
+            return 0
+        return freed_bytes if _serves(freed_bytes, info) else 0
+
+
+def free_bytes_of(info: OomInfo) -> int | None:
+    """The free memory of what was short, as the driver, a budget or the host tells it."""
+    module = _module_of(info.device)
+    try:
+        if module is None:
+            meter = meter_for(info.device)
+            return None if meter is None else meter.available_bytes()
+        return int(module.mem_get_info(info.device)[0])
+    except Exception:  # a device without statistics
+        return None
+
+
+def _drain(info: OomInfo) -> None:
+    """Let an asynchronous error that waits on the device surface here rather than in the retry."""
+    module = _module_of(info.device)
+    if module is not None:
+        with contextlib.suppress(Exception):
+            module.synchronize()
+
+
+def _free_cache(info: OomInfo, scene: Scene) -> int:
+    """Give the allocator's cache back, if the request failed although the cache could hold it."""
+    module = _module_of(info.device)
+    if module is None or scene.unused_bytes is None:
+        return 0
+    if info.kind not in _OUTSIDE_THE_ALLOCATOR and not _serves(scene.unused_bytes, info):
+        return 0
+    before_bytes: int = module.memory_reserved(info.device)
+    module.empty_cache()
+    after_bytes: int = module.memory_reserved(info.device)
+    return max(0, before_bytes - after_bytes)
+
+
+def _freed_by_collecting(used_bytes: Callable[[], int]) -> int:
+    before_bytes = used_bytes()
+    gc.collect()
+    return max(0, before_bytes - used_bytes())
+
+
+def _serves(n_bytes: int, info: OomInfo) -> bool:
+    return info.requested_bytes is not None and n_bytes >= info.requested_bytes
+
+
+def _module_of(device: str | None) -> Any:
+    """The module of an accelerator; None for the host, and for a device that is not there."""
+    if device is None or device == "cpu":
+        return None
+    try:
+        module = torch.get_device_module(torch.device(device))
+    except (RuntimeError, AssertionError):
+        return None
+    return module

@@ -1,0 +1,197 @@
+"""What is remembered for one call: which site it belongs to, and the record there.
+
+Invariant: a call of whose site nothing is known costs one look into a dictionary; all else, such as
+names and signatures, is done where something ran out of memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from types import CodeType, FrameType, MethodType
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from tenure._errors import AdaptiveUsageError
+
+from . import _learned
+from ._caches import BatchsizeCache, checked_cache_type
+from ._call_signature import signature_of
+from ._learned import SiteKey, from_files, sites
+from ._record import SizeRecord
+
+_PLAIN = (str, int, float, bool, bytes, type(None))
+
+
+class NoMemory:
+    """The memory of calls that remember nothing."""
+
+    remembers: ClassVar[bool] = False
+
+    def known(self) -> None:
+        """Nothing is known."""
+
+    def new(self) -> SizeRecord:
+        """A record that goes with the call."""
+        return SizeRecord()
+
+
+NO_MEMORY = NoMemory()
+
+
+class CallMemory:
+    """Where one call looks up what is known, and leaves what it learns.
+
+    Args:
+        cache_type: what sizes are remembered for, which is something.
+        owner: what stands for the function that runs; None: the call does.
+        frame: the frame that calls; it is held as long as the call lasts.
+        context: what the user wants sizes to be remembered for; None: the function and the call.
+    """
+
+    __slots__ = (
+        "_args", "_cache_type", "_chunked", "_context", "_dimension", "_frame", "_kwargs", "_owner",
+    )  # fmt: skip
+
+    remembers: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        cache_type: type[BatchsizeCache],
+        owner: object,
+        frame: FrameType,
+        context: Hashable | None,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        chunked: Tensor | None = None,
+        dimension: int = 0,
+    ) -> None:
+        self._cache_type = cache_type
+        self._owner = owner
+        self._frame = frame
+        self._context = context
+        self._args = args
+        self._kwargs = kwargs
+        self._chunked = chunked
+        self._dimension = dimension
+
+    def known(self) -> SizeRecord | None:
+        """The record of this call; None where nothing is known."""
+        if not (sites or from_files):  # nothing has failed in this process
+            return None
+        site = _learned.find(self._key())
+        if site is None:
+            if not _learned.has_files():
+                return None
+            site = self._add()
+        return site.known(self._signature())
+
+    def new(self) -> SizeRecord:
+        """The record of this call, an empty one where nothing is known."""
+        return self._add().new(self._signature())
+
+    def _key(self) -> SiteKey:
+        cache_type, context = self._cache_type, self._context
+        if context is not None:
+            plain = _is_plain(context)
+            return cache_type, "context", type(context), context if plain else id(context)
+        owner, frame = self._owner, self._frame
+        if cache_type.remembered_for == "function" and owner is not None:
+            return cache_type, id(owner)
+        return cache_type, id(owner), id(frame.f_code), frame.f_lasti
+
+    def _add(self) -> _learned.Site:
+        about, names = self._named()
+        name = " | ".join([self._cache_type.__name__, *names]) if all(names) else ""
+        return _learned.add(self._key(), name, about)
+
+    def _named(self) -> tuple[list[object], list[str]]:
+        """The objects that the site is about, and the parts of its name."""
+        context, owner, frame = self._context, self._owner, self._frame
+        if context is not None:
+            if _is_plain(context):
+                return [], [f"context {context!r}"]
+            return [context], [""]
+        about, names = ([], []) if owner is None else ([owner], [_name_of(owner)])
+        if owner is None or self._cache_type.remembered_for == "call":
+            return [*about, frame.f_code], [*names, _name_of_call(frame)]
+        return about, names
+
+    def _signature(self) -> str:
+        return signature_of(self._args, self._kwargs, self._chunked, self._dimension)
+
+
+def memory_for(
+    owner: object,
+    frame: FrameType,
+    context: Any,
+    cache_type: type[BatchsizeCache] | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    chunked: Tensor | None = None,
+    dimension: int = 0,
+) -> CallMemory | NoMemory:
+    """The memory of one call, whose arguments are checked here.
+
+    Raises:
+        AdaptiveUsageError: the context or the cache type can't be used.
+    """
+    if context is not None:
+        check_context(context)
+    checked = checked_cache_type(cache_type)
+    if checked.remembered_for == "nothing":
+        return NO_MEMORY
+    return CallMemory(checked, owner, frame, context, args, kwargs, chunked, dimension)
+
+
+def stands_for(function: Any) -> object:
+    """What sizes are remembered for when a function is: its code, so that a new closure counts too.
+
+    Callables without code stand for themselves; what can't be referred to weakly, for its class.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, MethodType):
+        function = function.__func__
+    code = getattr(function, "__code__", None)
+    if isinstance(code, CodeType):
+        return code
+    return function if type(function).__weakrefoffset__ else type(function)
+
+
+def check_context(context: object) -> None:
+    """Make sure that sizes can be remembered for a context.
+
+    Raises:
+        AdaptiveUsageError: it is neither made of plain values nor something to refer to weakly.
+    """
+    if not _is_plain(context) and not type(context).__weakrefoffset__:
+        raise AdaptiveUsageError(
+            f"context={context!r} can't stand for a memory of sizes. Use a str, a number, a tuple "
+            "of those, or an object of a class of your own."
+        )
+
+
+def _is_plain(context: object) -> bool:
+    if type(context) is tuple:
+        return all(map(_is_plain, context))
+    return type(context) in _PLAIN
+
+
+def _name_of(owner: object) -> str:
+    if isinstance(owner, CodeType):
+        return f"{Path(owner.co_filename).stem}:{owner.co_qualname}"
+    module, name = getattr(owner, "__module__", ""), getattr(owner, "__qualname__", "")
+    return f"{module}:{name}" if module and name else ""
+
+
+def _name_of_call(frame: FrameType) -> str:
+    """Where a frame stands, the same in each process and after changes elsewhere in the file."""
+    code = frame.f_code
+    positions = itertools.islice(code.co_positions(), frame.f_lasti // 2, None)
+    line, _, column, _ = next(positions, (None, None, None, None))
+    below = "" if line is None else f"+{line - code.co_firstlineno}:{column or 0}"
+    return f"{Path(code.co_filename).stem}:{code.co_qualname}{below}"

@@ -1,0 +1,118 @@
+"""Writing what was learned to a file, and reading it in another process.
+
+Invariant: a file that can't be read whole changes nothing, and a write that fails leaves the file
+that was there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tenure._errors import AdaptiveUsageError
+
+from . import _learned
+from ._record import SizeRecord
+
+_FORMAT = "tenure.adaptive sizes"
+_VERSION = 1
+_Path = str | os.PathLike[str]
+
+
+def reset() -> None:
+    """Forget all sizes that were learned or loaded, on all threads; calls that run go on.
+
+    Example:
+        >>> from tenure import adaptive
+        >>> adaptive.reset()
+    """
+    _learned.forget()
+
+
+def save(path: _Path) -> None:
+    """Write the sizes that were learned as JSON, for `load` in another process.
+
+    A size belongs to a function or to a place in the source, named by module, function, and line
+    within the function; or to a ``context``, if that is a str, a number, or a tuple of those.
+
+    Args:
+        path: the file; one that is there is replaced.
+
+    Raises:
+        AdaptiveUsageError: it can't be written.
+    """
+    found = _learned.entries()
+    sizes = [
+        {"site": name, "signature": signature, **_as_json(record)}
+        for (name, signature), record in sorted(found.items(), key=lambda item: item[0])
+        if record.ok or record.bad is not None
+    ]
+    content = {"format": _FORMAT, "version": _VERSION, "sizes": sizes}
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    try:
+        _replace(Path(path), text)
+    except OSError as error:
+        raise AdaptiveUsageError(f"save() can't write {str(path)!r}: {error}.") from error
+
+
+def load(path: _Path) -> None:
+    """Begin with the sizes that `save` wrote, instead of those learned for the same sites.
+
+    Args:
+        path: the file.
+
+    Raises:
+        AdaptiveUsageError: it can't be read, or `save` did not write it. Nothing was changed.
+    """
+    try:
+        content = json.loads(Path(path).read_text("utf-8"))
+        loaded = dict(map(_entry, _checked_sizes(content)))
+    except (OSError, ValueError) as error:
+        raise AdaptiveUsageError(
+            f"load() can't use {str(path)!r}: {error}. Nothing was changed. Give it a file that "
+            "save() wrote."
+        ) from error
+    _learned.take(loaded)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write beside the file, then put it in its place at once."""
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _as_json(record: SizeRecord) -> dict[str, Any]:
+    return {"ok": record.ok, "bad": record.bad, "device": record.device}
+
+
+def _checked_sizes(content: Any) -> list[Any]:
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise ValueError(f"it does not say that it holds {_FORMAT!r}")
+    if content.get("version") != _VERSION:
+        raise ValueError(f"its version is {content.get('version')!r}, and not {_VERSION}")
+    if not isinstance(content.get("sizes"), list):
+        raise ValueError("it has no list of sizes")
+    sizes: list[Any] = content["sizes"]
+    return sizes
+
+
+def _entry(item: Any) -> tuple[tuple[str, str], SizeRecord]:
+    match item:
+        case {
+            "site": str(site),
+            "signature": str(signature),
+            "ok": int(ok),
+            "bad": (int() | None) as bad,
+            "device": (str() | None) as device,
+        } if ok >= 0 and (bad is None or ok < bad):
+            return (site, signature), SizeRecord(ok, bad, device=device)
+    raise ValueError(f"one of its sizes is {item!r:.200}")

@@ -1,0 +1,282 @@
+"""Which size to try next, within one call of an entry point.
+
+Invariant: after a failure the size is strictly smaller, allowed, and a size known to work where
+there is one; the state of the search is local, what it learns goes to the record of its site.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import index
+from typing import ClassVar, Protocol
+
+from tenure._errors import AdaptiveUsageError
+
+from .._memory import MemoryMeter, meter_for
+from .._oom import OomInfo
+from .._retry import AdaptiveEvent, OnRetry, tell
+from ._limits import NO_LIMITS, SizeLimits
+from ._record import SizeRecord
+
+Reduce = Callable[[int, OomInfo], int]
+"""A user's way to make a failed size smaller."""
+
+_PIECES_OF_A_CALL = 64
+"""So many pieces of work that fit count like one call, for loops that are called once."""
+_MARGIN = 64
+"""A size chosen by measuring is made smaller by one part in so many, for what rounding takes."""
+_WORTH_IT = 100
+"""A growth below one part in so many is not worth a new size."""
+_COARSE = 20
+"""Below this size one more counts for over 5 %: it is tried, unless it is known not to fit."""
+_RISE_BYTES = 1 << 28
+"""Memory that came free has to be so much to count."""
+_KINDS_OF_BYTES = ("device", "host")
+"""The kinds of errors whose number of bytes was wanted of the memory that ran out."""
+
+
+class Memory(Protocol):
+    """Where a call finds and leaves what is known of its site.
+
+    Attributes:
+        remembers: whether another call finds what this one leaves.
+    """
+
+    remembers: ClassVar[bool]
+
+    def known(self) -> SizeRecord | None:
+        """The record of the site; None where nothing is known."""
+        ...
+
+    def new(self) -> SizeRecord:
+        """The record of the site, made where there is none."""
+        ...
+
+
+class AdaptiveSearch:
+    """The sizes of one call.
+
+    Args:
+        name: what events call the work.
+        unit: what the sizes count.
+        initial: the size that the user asked for.
+        limits: the sizes that are allowed.
+        memory: where this call finds and leaves what is known of its site.
+        reduce: the user's way to make a failed size smaller.
+        on_retry: called with each growth.
+        in_pieces: whether a call has many pieces, of which each may have its size.
+
+    Attributes:
+        size: the size to try now.
+    """
+
+    __slots__ = (
+        "_base", "_ceiling", "_elsewhere", "_in_pieces", "_initial", "_limits", "_memory", "_meter",
+        "_n_failures", "_n_pieces", "_name", "_on_retry", "_record", "_reduce", "_unit", "size",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        name: str,
+        unit: str,
+        initial: int,
+        limits: SizeLimits,
+        memory: Memory,
+        reduce: Reduce | None = None,
+        on_retry: OnRetry | None = None,
+        in_pieces: bool = False,
+    ) -> None:
+        self._name = name
+        self._unit = unit
+        self._initial = initial
+        self._limits = limits
+        self._memory = memory
+        self._reduce = reduce
+        self._on_retry = on_retry
+        self._in_pieces = in_pieces
+        self._meter: MemoryMeter | None = None
+        self._n_failures = self._n_pieces = 0
+        self._elsewhere = False
+        if limits is NO_LIMITS:
+            self._ceiling = self._base = self.size = initial
+        else:
+            self._ceiling = limits.ceiling(initial)
+            self._base = self.size = limits.first(initial)
+        record = memory.known()
+        if record is None and limits.maximum is not None:
+            record = memory.new()  # it may grow without ever having failed
+        self._record = record
+        if record is not None:
+            self._begin(record)
+
+    def at_most(self, n_left: int) -> None:
+        """Only so much is left to do: it is what is tried now."""
+        self.size = n_left
+
+    def goes_elsewhere(self) -> int:
+        """Work of the size that is returned runs on another device, and teaches nothing."""
+        self._elsewhere = True
+        return self.size
+
+    def succeeded(self) -> None:
+        """Work of this size returned."""
+        record = self._record
+        if record is None:  # by far the most: nothing has ever failed here
+            return
+        if self._elsewhere:
+            self._elsewhere = False
+            return
+        size, meter = self.size, self._meter
+        needed_bytes = meter.needed_bytes() if meter is not None else None
+        if record.note_ok(size, needed_bytes):
+            event = AdaptiveEvent("grow", self._name, self._unit, self._base, size)
+            tell(event, self._on_retry)
+            self._base = size
+        self._n_pieces += 1
+        if meter is not None and needed_bytes:
+            self._leap(record, meter, needed_bytes)
+        elif self._in_pieces:
+            self._climb(record)
+
+    def failed(self, info: OomInfo) -> bool:
+        """Work of this size ran out of memory; the size is smaller now, or False: none is left."""
+        record = self._record
+        if record is None:
+            record = self._record = self._memory.new()
+        size, meter = self.size, self._meter or meter_for(info.device)
+        record.note_failed(size, self._limits.align, info.device)
+        self._n_failures += 1
+        self._n_pieces = 0
+        if meter is not None:
+            record.free_bytes = meter.available_bytes()
+        wanted = self._wanted(record, info, meter)
+        smaller = self._limits.below(size, wanted)
+        if smaller is None:
+            return False
+        self.size = self._base = smaller
+        if meter is not None:
+            self._measure(meter)
+        return True
+
+    def finished(self) -> None:
+        """The call has returned."""
+        if self._record is not None and not self._n_failures and self._n_pieces:
+            self._record.note_clean_call(self._base, self._ceiling)
+
+    # --- larger
+
+    def _begin(self, record: SizeRecord) -> None:
+        """Choose the first size by what is known of the site."""
+        self.size = self._start(record)
+        self._base = record.ok or self.size
+        if record.bad is None or self.size >= self._ceiling:
+            return
+        meter = meter_for(record.device)
+        if meter is None:
+            return
+        free_bytes = meter.available_bytes()
+        if record.ok_bytes is None:
+            if _has_risen(free_bytes, record.free_bytes):
+                record.note_risen(free_bytes)
+                self.size = self._start(record)
+        elif larger := self._that_fits(record, record.ok, record.ok_bytes, free_bytes):
+            self.size = larger
+        if self.size > record.ok:
+            self._measure(meter)
+
+    def _leap(self, record: SizeRecord, meter: MemoryMeter, needed_bytes: int) -> None:
+        """Go on with the size that fits, by what the last one needed, or stop measuring."""
+        size = self.size
+        free_bytes = meter.available_bytes()
+        larger = self._that_fits(record, size, needed_bytes, free_bytes)
+        if larger and self._in_pieces:
+            self.size = larger
+            self._measure(meter)
+            return
+        self._meter = None
+        if not larger and size == record.ok and (size >= _COARSE or record.is_full(free_bytes)):
+            record.note_settled()
+
+    def _that_fits(
+        self, record: SizeRecord, size: int, needed_bytes: int, free_bytes: int
+    ) -> int | None:
+        """The largest size that surely fits, if it is worth a new size.
+
+        Memory that grows with the size, along a line or steeper where it is large already, grows
+        at most in proportion: so what ``size`` needs in proportion is an upper bound.
+        """
+        fits = size * free_bytes // needed_bytes
+        fits -= fits // _MARGIN
+        if record.bad is not None and fits >= record.bad:
+            fits = record.bad - record.step(self._limits.align)
+        fits = min(fits // self._limits.align * self._limits.align, self._ceiling)
+        return fits if fits - size > size // _WORTH_IT else None
+
+    def _climb(self, record: SizeRecord) -> None:
+        """In a loop of many pieces: count them like calls, and go up a step where that is due."""
+        if self._n_pieces % _PIECES_OF_A_CALL == 0:
+            record.note_clean_call(self._base, self._ceiling)
+        if self.size == record.ok and record.is_due(self._ceiling):
+            self.size = self._start(record)
+            if (meter := meter_for(record.device)) is not None:
+                self._measure(meter)
+
+    def _measure(self, meter: MemoryMeter) -> None:
+        """What is tried next tells how much it needs."""
+        self._meter = meter
+        meter.restart()
+
+    def _start(self, record: SizeRecord) -> int:
+        limits = self._limits
+        first = limits.first(self._initial)
+        start = record.start(first, self._ceiling, limits.align)
+        return max(start, min(first, limits.floor))  # what is known may be of other limits
+
+    # --- smaller
+
+    def _wanted(self, record: SizeRecord, info: OomInfo, meter: MemoryMeter | None) -> int:
+        """The size to try after a failure, before it is made one that is allowed."""
+        size = self.size
+        if record.ok:  # something smaller is known to work
+            return record.ok
+        if self._reduce is not None:
+            return checked_reduced(self._reduce(size, info))
+        wanted = size // 2
+        if meter is None:
+            return wanted
+        if meter.measures:
+            wanted = size >> self._n_halvings()
+        if self._n_failures == 1 and info.requested_bytes and info.kind in _KINDS_OF_BYTES:
+            # once: what a second failure finds free may only be what has not come back yet
+            wanted = min(wanted, size * meter.available_bytes() // info.requested_bytes)
+        return wanted
+
+    def _n_halvings(self) -> int:
+        """How often to halve where a size that is too small is mended by measuring it.
+
+        After one piece of many that is soon, so failures are worth more than small sizes; after
+        one call it is later, and never where nothing is remembered.
+        """
+        n = self._n_failures
+        if self._in_pieces:
+            return 1 << min(n - 1, 6)
+        return 4 * (n - 2) if n > 2 and self._memory.remembers else 1
+
+
+def checked_reduced(size: object) -> int:
+    """What a user's ``reduce`` returned.
+
+    Raises:
+        AdaptiveUsageError: it is no whole number.
+    """
+    try:
+        return index(size)  # type: ignore[arg-type]  # it raises TypeError, as it should
+    except TypeError:
+        raise AdaptiveUsageError(
+            f"reduce= returned {size!r}, which is not a size. Return a whole number; one that is "
+            "not smaller than the failed size, or too small, is moved into what is allowed."
+        ) from None
+
+
+def _has_risen(free_bytes: int, then_bytes: int | None) -> bool:
+    return then_bytes is not None and free_bytes - then_bytes > max(_RISE_BYTES, then_bytes // 8)

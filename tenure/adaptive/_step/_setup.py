@@ -1,0 +1,96 @@
+"""What `step` and `check_split` have to know before they run: samples, modules, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._retry import BufferState, RngState, Together
+from .._torch_dispatch import without_functions
+from ._coupled import coupled_modules
+from ._cut_inputs import CutInputs
+from ._gradients import IsolatedGradients
+from ._reachable import Reachable, modules_given
+from ._run import StepRun
+from ._sample_tree import SampleDims, SampleTree
+from ._spec import StepSpec
+
+
+class StepSetup:
+    """The parts of one call.
+
+    Args:
+        spec: what the loss is.
+        batch: the batch.
+        in_dims: where it has its samples.
+        model: the modules; None to look for them.
+
+    Attributes:
+        name: what errors and events call the work.
+        n_samples: the samples of the batch.
+        values: what the batch holds.
+        smallest: the fewest samples that its modules can run on.
+        roots: the modules that the function runs, by name.
+        state: random state and buffers.
+        gradients: the gradients.
+        leaf_names: names of tensors that are no parameters of a module, by id.
+        run: runs the step at a size.
+    """
+
+    def __init__(
+        self,
+        spec: StepSpec,
+        batch: Any,
+        in_dims: SampleDims,
+        model: nn.Module | Iterable[nn.Module] | None,
+    ) -> None:
+        tree = SampleTree(batch, in_dims, name="batch", argument="in_dims")
+        self.n_samples = tree.n_samples()
+        self.values = tuple(leaf.value for leaf in tree.leaves)
+        found = Reachable(spec.fn)
+        self.roots = found.modules if model is None else modules_given(model)
+        rest = Reachable(spec.loss if callable(spec.loss) else None, spec.then, spec.once)
+        models = dict.fromkeys(
+            (*self.roots.values(), *found.modules.values(), *rest.modules.values())
+        )
+        modules = dict.fromkeys(module for model in models for module in model.modules())
+        inputs = CutInputs(tree, batch)
+        leaves = _parameters_of(modules)
+        leaves += [*found.captured(), *rest.captured(), *inputs.leaves]
+        devices = _devices([*leaves, *self.values])
+        used = [*self.values, *(value for module in modules for value in vars(module).values())]
+        generators = [value for value in used if isinstance(value, torch.Generator)]
+        generators += [*found.generators, *rest.generators]
+        per_chunk = spec.batchnorm == "per_chunk" and coupled_modules(self.roots)
+        self.smallest = 2 if per_chunk else 1
+        self.name = str(getattr(spec.fn, "__name__", None) or type(spec.fn).__name__)
+        self.state = Together((RngState(devices, generators), BufferState(models)))
+        self.gradients = IsolatedGradients(leaves)
+        named = {**found.tensors, **rest.tensors}
+        self.leaf_names = {id(tensor): name for name, tensor in named.items()}
+        self.leaf_names |= {id(leaf.value): leaf.path for leaf in tree.leaves}
+        self.run = StepRun(
+            spec,
+            inputs,
+            self.n_samples,
+            roots=self.roots,
+            modules=list(models),
+            generators=generators,
+            state=self.state,
+            gradients=self.gradients,
+            computed=found.computed,
+            devices=devices,
+        )
+
+
+def _parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    found = (p for module in modules for p in module._parameters.values() if p is not None)
+    return list({id(parameter): parameter for parameter in found}.values())
+
+
+def _devices(values: list[Any]) -> list[torch.device]:
+    with without_functions():
+        return list(dict.fromkeys(value.device for value in values if isinstance(value, Tensor)))

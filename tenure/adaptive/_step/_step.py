@@ -1,0 +1,175 @@
+"""A training step that fits: forward and backward in as few micro-batches as the memory allows."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from tenure._errors import AdaptiveUsageError
+from tenure._torch_dynamo import never_compiled
+from tenure.scopes import DisposeScope
+
+from .._retry import Attempts, OnRetry, Together
+from .._sizes import AdaptiveSearch, BatchsizeCache, SizeLimits, memory_for, stands_for
+from ._checks import checked_limit, checked_spec
+from ._optimizer_guard import no_optimizer_steps
+from ._run import StepOutcome
+from ._sample_tree import SampleDims
+from ._setup import StepSetup
+from ._spec import BatchNormPolicy
+from ._split_backward import Scaler
+from ._terms import Reduction
+
+Batch = TypeVar("Batch")
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step did. The gradients are in the ``.grad`` of the parameters.
+
+    Attributes:
+        loss: the loss of the whole batch, of no dimension, without graph; not scaled by a scaler.
+        terms: its terms by the names that the function gave them; ``"loss"`` where it gave none.
+        micro_batch: samples in a micro-batch; all of them if the batch was not split.
+        sizes: samples in each micro-batch, in order.
+        attempts: how often the step was begun; 1 if nothing ran out of memory.
+    """
+
+    loss: Tensor
+    terms: Mapping[str, Tensor]
+    micro_batch: int
+    sizes: tuple[int, ...]
+    attempts: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What copies and pickles are made of: a view of a dict can be neither."""
+        values = self.loss, dict(self.terms), self.micro_batch, self.sizes, self.attempts
+        return _with_terms_to_read, values
+
+
+def _with_terms_to_read(loss: Tensor, terms: dict[str, Tensor], *others: Any) -> StepResult:
+    return StepResult(loss, MappingProxyType(terms), *others)
+
+
+@never_compiled
+def step(
+    fn: Callable[[Batch], Any],
+    batch: Batch,
+    *,
+    loss: Reduction | Callable[[Any], Tensor] = "mean",
+    weight: Callable[[Batch], object] | None = None,
+    then: Callable[..., Tensor] | None = None,
+    once: Callable[[], Tensor] | None = None,
+    model: nn.Module | Iterable[nn.Module] | None = None,
+    batchnorm: BatchNormPolicy = "refuse",
+    scaler: Scaler | None = None,
+    in_dims: SampleDims = 0,
+    out_dims: SampleDims = 0,
+    minimum: int = 1,
+    maximum: int | None = None,
+    cache_type: type[BatchsizeCache] | None = None,
+    context: Hashable | None = None,
+    on_retry: OnRetry | None = None,
+) -> StepResult:
+    """Run forward and backward, in micro-batches if need be; the gradients are those of the batch.
+
+    Begins with the whole batch, as plain PyTorch would, or with the size that fitted last time.
+    When memory runs out, everything that the attempt made or changed (tensors, gradients, buffers,
+    random state) is taken back, and the step begins again in smaller micro-batches. The optimizer
+    is not called: do that afterwards.
+
+    Args:
+        fn: gets the batch or a part of it, of the same structure, and returns its loss: a mean or
+            a sum (see ``loss``), a pair ``(sum, count)``, or a dict of these, whose values are the
+            terms of the loss. With a callable ``loss`` it returns outputs, one for each sample.
+            It may run several times, so it must not call ``backward`` or an optimizer, nor write
+            into the batch.
+        batch: a tensor, or a container of tensors with one sample a row, and of plain values.
+        loss: ``"mean"`` or ``"sum"``: what ``fn`` returns for its samples. Or a function that gets
+            the outputs of the whole batch and returns its loss; a split step then runs ``fn`` a
+            second time for each micro-batch.
+        weight: for a mean over something other than samples: gets a micro-batch, returns what its
+            mean divides by (the number of valid tokens; the sum of class weights), or a dict of
+            that for each term. Reads labels, runs no model.
+        then: a function of the mean or sum (of the dict of them) that gives the loss, such as
+            ``torch.sqrt``.
+        once: returns a term that is added once, whatever the split, such as a penalty on
+            parameters.
+        model: the modules that ``fn`` runs; found through ``fn`` if None.
+        batchnorm: what to do if the batch has to be split and a module in training mode mixes its
+            samples: ``"refuse"``, or ``"per_chunk"``, which lets it see one micro-batch at a time.
+        scaler: a ``torch.amp.GradScaler``: scales the loss.
+        in_dims: where ``batch`` has its samples: a dimension, None for what all samples share,
+            ``"items"`` for a list with one item a sample, or a container of these.
+        out_dims: the same for outputs.
+        minimum: the fewest samples in a micro-batch.
+        maximum: the most samples in a micro-batch.
+        cache_type: what a size that fits is remembered for; None: what ``DEFAULT_CACHE_TYPE`` says.
+        context: what shares a memory of sizes; None: the function and the call of ``step``.
+        on_retry: called with each AdaptiveEvent.
+
+    Returns:
+        The loss, and how the batch was split.
+
+    Raises:
+        OutOfRetriesError: not even micro-batches of ``minimum`` samples fit.
+        BatchCoupledError: the batch has to be split, and a module mixes its samples.
+        AdaptiveUsageError: an argument, or what ``fn`` returns, is none of the above. After each of
+            these errors gradients, buffers and random state are as before.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from tenure.adaptive import step
+        >>> model = nn.Linear(4, 1)
+        >>> def loss_of(batch):
+        ...     return nn.functional.mse_loss(model(batch["x"]), batch["y"])
+        >>> batch = {"x": torch.randn(10, 4), "y": torch.randn(10, 1)}
+        >>> step(loss_of, batch, maximum=4).sizes
+        (4, 4, 2)
+        >>> split = model.weight.grad.clone()
+        >>> model.zero_grad()
+        >>> loss_of(batch).backward()
+        >>> torch.allclose(split, model.weight.grad)
+        True
+    """
+    spec = checked_spec(fn, loss, weight, then, once, batchnorm, out_dims, scaler)
+    setup = StepSetup(spec, batch, in_dims, model)
+    limits = SizeLimits(max(checked_limit("minimum", minimum), setup.smallest))
+    largest = max(setup.n_samples, 1)
+    if maximum is not None:
+        largest = min(largest, _checked_maximum(maximum, limits.minimum))
+    memory = memory_for(stands_for(fn), sys._getframe(1), context, cache_type, setup.values, {})
+    search = AdaptiveSearch(setup.name, "micro-batch", largest, limits, memory, on_retry=on_retry)
+
+    def attempt(size: int) -> StepOutcome:
+        with no_optimizer_steps("step"):
+            return setup.run.run(size)
+
+    with DisposeScope("step") as scope:
+        # gradients are delivered first: that may fail, and then buffers have to be brought back too
+        state = Together((setup.gradients, setup.state))
+        attempts = Attempts(setup.name, scope, unit="micro-batch", state=state, on_retry=on_retry)
+        try:
+            outcome = attempts.run(search, attempt)
+        finally:
+            setup.state.finish()  # an error holds this frame, and must not hold copies
+    search.finished()
+    micro_batch = min(search.size, setup.n_samples)
+    return _with_terms_to_read(
+        outcome.loss, outcome.terms, micro_batch, outcome.sizes, attempts.n_begun
+    )
+
+
+def _checked_maximum(maximum: int, fewest: int) -> int:
+    if checked_limit("maximum", maximum) < fewest:
+        raise AdaptiveUsageError(
+            f"maximum={maximum} is below {fewest}, the fewest samples that a micro-batch may have "
+            'here, by minimum= or by batchnorm="per_chunk". Raise it.'
+        )
+    return maximum

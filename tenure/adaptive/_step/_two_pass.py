@@ -1,0 +1,76 @@
+"""Exact gradients of any loss on the outputs of chunks, with the graph of one chunk at a time.
+
+The first pass runs without graphs and gives the outputs; the loss of all of them gives the gradient
+of each; the second pass runs each chunk again, with the random numbers it had, and sends that
+gradient back through it.
+
+Invariant: buffers and random state end as after the first pass and the loss, as if nothing had run
+twice.
+
+Source: GradCache, Gao et al. 2021, https://arxiv.org/abs/2101.06983.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .._retry import BufferState, RngState
+
+Output = TypeVar("Output")
+Gradients = Sequence[Tensor | None]
+
+
+def two_passes(
+    n_chunks: int,
+    forward: Callable[[int], tuple[Output, Sequence[Tensor]]],
+    loss_of: Callable[[list[Output]], Sequence[Gradients]],
+    backward: Callable[[Sequence[Tensor], Gradients], object],
+    *,
+    modules: Iterable[nn.Module],
+    devices: Iterable[torch.device],
+    generators: Iterable[torch.Generator],
+) -> None:
+    """Run both passes.
+
+    Args:
+        n_chunks: how many there are.
+        forward: runs chunk i; what ``loss_of`` gets of it, and the tensors that get gradients.
+        loss_of: runs the loss backward to the outputs, and gives the gradients of each chunk's
+            tensors; None for a tensor that gets none.
+        backward: sends gradients back from tensors.
+        modules: whose buffers the chunks write.
+        devices: whose random numbers they use.
+        generators: others whose random numbers they use.
+    """
+    modules = list(modules)
+    noted = functools.partial(_noted, list(devices), list(generators))
+    states: list[RngState] = []
+    outputs: list[Output] = []
+    at_start, at_end = BufferState(modules), BufferState(modules)
+    at_start.begin()
+    with torch.no_grad():
+        for i in range(n_chunks):
+            states.append(noted())
+            outputs.append(forward(i)[0])
+    gradients = loss_of(outputs)
+    del outputs
+    end = noted()
+    at_end.begin()
+    at_start.undo()
+    for i, state in enumerate(states):
+        if any(gradient is not None for gradient in gradients[i]):
+            state.undo()
+            backward(forward(i)[1], gradients[i])
+    at_end.undo()
+    end.undo()
+
+
+def _noted(devices: list[torch.device], generators: list[torch.Generator]) -> RngState:
+    state = RngState(devices, generators)
+    state.begin()
+    return state
