@@ -1,5 +1,7 @@
 """`check_split` finds what a split changes, says who, and leaves no trace."""
 
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,8 @@ from torch.nn import functional as F
 from tenure.adaptive import AdaptiveUsageError, SplitDifference, SplitReport, check_split
 
 from .step_cases import LOSSES, MODELS, made, n_valid
+
+_own = torch.Generator()
 
 
 def _net(*middle):
@@ -220,3 +224,91 @@ def test_a_single_sample_can_not_be_split():
 def test_bfloat16_is_compared_coarsely():
     net = _net(nn.Tanh()).bfloat16()
     assert check_split(lambda b: net(b).square().mean(), _x().bfloat16())
+
+
+def test_a_batch_that_was_computed_keeps_its_graph():
+    weight = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    x = _x(8) @ weight
+    net = _net(nn.Tanh())
+    assert check_split(lambda b: net(b).square().mean(), x)
+    assert weight.grad is None
+    x.sum().backward()
+    assert weight.grad is not None
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_the_gradient_of_a_batch_is_compared_under_its_name(is_leaf):
+    x = _x(8).requires_grad_()
+    x = x if is_leaf else x * 1.0
+    report = check_split(lambda b: (b["x"] - b["x"].mean(0)).exp().mean(), {"x": x})
+    assert names(report, "gradient") == ["batch['x']"]
+    assert x.is_leaf == is_leaf
+    if is_leaf:
+        assert x.grad is None
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_leaves_without_a_name_are_told_apart(turn):
+    scales = [torch.ones(4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    hidden = iter(scales * 9)
+
+    def fn(b):
+        drawn = [next(hidden), next(hidden)]
+        return (b * drawn[turn]).mean() + (b * drawn[1 - turn]).exp().var(0).sum()
+
+    assert len(names(check_split(fn, _x(8)), "gradient")) == 1
+
+
+def test_random_numbers_are_as_before_for_every_generator():
+    numpy = pytest.importorskip("numpy")
+    net = _net(nn.Tanh())
+    own, x = torch.Generator().manual_seed(3), _x(8)
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].copy()
+    assert check_split(lambda b: net(b).mean() + 0 * torch.rand(1, generator=own).sum(), x)
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == random.getstate()
+    assert (states[2] == numpy.random.get_state()[1]).all()
+    assert own.initial_seed() == 3
+    assert torch.equal(own.get_state(), torch.Generator().manual_seed(3).get_state())
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda b: torch.rand(1).double(),
+        lambda b: torch.rand(1, generator=_own).double(),
+        lambda b: torch.tensor(random.random()),
+        lambda b: torch.tensor(float(__import__("numpy").random.rand())),
+    ],
+    ids=["torch", "own", "python", "numpy"],
+)
+def test_random_numbers_are_told_whatever_draws_them(draw):
+    net = _net(nn.Tanh())
+    report = check_split(lambda b: net(b).mean() * draw(b), _x(8))
+    assert [d.kind for d in report.differences] == ["random"]
+
+
+def test_a_module_whose_chunks_alone_give_nan_is_named():
+    class Spread(nn.Module):
+        def forward(self, x):
+            return x / (len(x) != 3)
+
+    net = _net(Spread(), nn.Tanh())
+    x = torch.ones(8, 4, dtype=torch.float64)
+    net[0].weight.data.zero_()
+    net[0].bias.data.zero_()
+    report = check_split(lambda b: net(b).square().mean(), x)
+    assert names(report, "module") == ["net.1 (Spread)"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"samples": 0}, r"check_split\(\) got samples=0"),
+        ({"loss": "max"}, r"check_split\(\) got loss='max'"),
+        ({"model": 3}, r"check_split\(\) got a int as model="),
+    ],
+)
+def test_errors_name_check_split(options, message):
+    with pytest.raises(AdaptiveUsageError, match=message):
+        check_split(lambda b: b.mean(), _x(8), **options)

@@ -49,6 +49,16 @@ class RngState:
     def finish(self) -> None:
         """What was drawn stays drawn."""
 
+    def draw(self) -> None:
+        """Draw a number of each generator that was noted, so that the next ones are others."""
+        random.random()
+        for generator in (torch.default_generator, *self._generators):
+            torch.rand(1, generator=generator, device=generator.device)
+        for device in self._devices_in_use():
+            torch.rand(1, device=device)
+        if "numpy" in sys.modules:
+            importlib.import_module("numpy.random").random()
+
     def undo(self) -> None:
         """Put all states back."""
         with persist():

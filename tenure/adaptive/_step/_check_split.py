@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ from ._checks import checked_limit, checked_spec
 from ._coupled import named_modules, named_parameters
 from ._module_outputs import ModuleCall, first_difference, largest_value, recorded, relative_error
 from ._optimizer_guard import no_optimizer_steps
+from ._reachable import unused
 from ._run import StepOutcome
 from ._sample_tree import SampleDims, SampleTree
 from ._setup import StepSetup
@@ -94,8 +94,8 @@ def check_split(
         >>> report.ok, report.differences[0].name
         (False, 'net.1 (BatchNorm1d)')
     """
-    spec = checked_spec(fn, loss, weight, then, once, "per_chunk", out_dims, scaler)
-    part = _first_samples(batch, in_dims, checked_limit("samples", samples))
+    spec = checked_spec("check_split", fn, loss, weight, then, once, "per_chunk", out_dims, scaler)
+    part = _first_samples(batch, in_dims, checked_limit("check_split", "samples", samples))
     setup = StepSetup(spec, part, in_dims, model)
     size = -(-setup.n_samples * 5 // 8)
     lengths = [size, setup.n_samples - size]
@@ -105,7 +105,7 @@ def check_split(
         )
     with NewDisposeScope("check_split"), without_dropout(setup.roots):
         whole = _result(setup, setup.n_samples)
-        again = _result(setup, setup.n_samples, seed=1)
+        again = _result(setup, setup.n_samples, other_numbers=True)
         split = _result(setup, size)
         rtol = _default_rtol(whole) if rtol is None else rtol
         if by_chance := _differences(whole, again, rtol):
@@ -117,18 +117,25 @@ def check_split(
 
 
 def _first_samples(batch: Any, in_dims: SampleDims, samples: int) -> Any:
+    """The first samples, cut off the graph that they come of: it can run backward only once."""
     tree = SampleTree(batch, in_dims, name="batch", argument="in_dims")
     n_samples = min(samples, tree.n_samples())
-    return tree.with_leaves([leaf.part(0, n_samples) for leaf in tree.leaves])
+    return tree.with_leaves([_cut_off(leaf.part(0, n_samples)) for leaf in tree.leaves])
 
 
-def _result(setup: StepSetup, size: int, *, seed: int = 0) -> _Result:
+def _cut_off(value: Any) -> Any:
+    if not isinstance(value, Tensor) or not value.requires_grad:
+        return value
+    return value.detach().requires_grad_()
+
+
+def _result(setup: StepSetup, size: int, *, other_numbers: bool = False) -> _Result:
     """Run the step at a size, note what it left, and take it back."""
     state: Rollback = Together((setup.state, setup.gradients))
     state.begin()
     try:
-        torch.manual_seed(seed)
-        random.seed(seed)
+        if other_numbers:
+            setup.rng.draw()
         with recorded(setup.roots) as calls, no_optimizer_steps("check_split"):
             outcome = setup.run.run(size)
         return _Result(outcome, _gradients(setup), _buffers(setup), calls)
@@ -139,10 +146,11 @@ def _result(setup: StepSetup, size: int, *, seed: int = 0) -> _Result:
 def _gradients(setup: StepSetup) -> dict[str, Tensor]:
     names = {id(parameter): name for name, parameter in named_parameters(setup.roots)}
     names |= setup.leaf_names
-    return {
-        names.get(id(leaf), f"a tensor of shape {list(leaf.shape)}"): gradient.detach().clone()
-        for leaf, gradient in setup.gradients.new()
-    }
+    found: dict[str, Tensor] = {}
+    for leaf, gradient in setup.gradients.new():
+        name = names.get(id(leaf), f"a tensor of shape {list(leaf.shape)}")
+        found[unused(name, found)] = gradient.detach().clone()
+    return found
 
 
 def _buffers(setup: StepSetup) -> dict[str, Tensor]:

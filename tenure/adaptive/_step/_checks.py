@@ -15,6 +15,7 @@ from ._terms import Reduction
 
 
 def checked_spec(
+    entry: str,
     fn: Callable[[Any], Any],
     loss: Reduction | Callable[[Any], Any],
     weight: Callable[[Any], object] | None,
@@ -24,65 +25,68 @@ def checked_spec(
     out_dims: SampleDims,
     scaler: Scaler | None,
 ) -> StepSpec:
-    """The arguments as one thing.
+    """The arguments of `step` or `check_split`, which is the ``entry``, as one thing.
 
     Raises:
         AdaptiveUsageError: one of them is unknown, or two don't go together.
     """
-    _check_function("fn", fn)
+    _check_function(entry, "fn", fn)
     for name, function in (("weight", weight), ("then", then), ("once", once)):
         if function is not None:
-            _check_function(name, function)
+            _check_function(entry, name, function)
     if callable(loss):
-        _check_function("loss", loss)
-        _refuse_beside_outputs(weight, then)
+        _check_function(entry, "loss", loss)
+        _refuse_beside_outputs(entry, weight, then)
     elif loss not in get_args(Reduction):
         raise AdaptiveUsageError(
-            f'step() got loss={loss!r}. Say what the function returns, "mean" or "sum", or pass a '
-            "function of its outputs."
+            f'{entry}() got loss={loss!r}. Say what the function returns, "mean" or "sum", or pass '
+            "a function of its outputs."
         )
     if weight is not None and loss == "sum":
         raise AdaptiveUsageError(
-            'step() got weight= with loss="sum", and a sum has no weights. Leave one of them out.'
+            f'{entry}() got weight= with loss="sum", and a sum has no weights. Leave one of '
+            "them out."
         )
     if batchnorm not in get_args(BatchNormPolicy):
         raise AdaptiveUsageError(
-            f'step() got batchnorm={batchnorm!r}. It is "refuse" or "per_chunk".'
+            f'{entry}() got batchnorm={batchnorm!r}. It is "refuse" or "per_chunk".'
         )
     if scaler is not None and not callable(getattr(scaler, "scale", None)):
         raise AdaptiveUsageError(
-            f"step() got a {type(scaler).__name__} as scaler=. Pass a torch.amp.GradScaler."
+            f"{entry}() got a {type(scaler).__name__} as scaler=. Pass a torch.amp.GradScaler."
         )
-    return StepSpec(fn, loss, weight, then, once, batchnorm, out_dims, scaler)
+    return StepSpec(entry, fn, loss, weight, then, once, batchnorm, out_dims, scaler)
 
 
-def checked_limit(name: str, value: object) -> int:
+def checked_limit(entry: str, name: str, value: object) -> int:
     """A number of samples.
 
     Raises:
         AdaptiveUsageError: it is no whole number above zero.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise AdaptiveUsageError(f"step() got {name}={value!r}. It is a number of samples, from 1.")
+        raise AdaptiveUsageError(
+            f"{entry}() got {name}={value!r}. It is a number of samples, from 1."
+        )
     return value
 
 
-def _refuse_beside_outputs(weight: object, then: object) -> None:
+def _refuse_beside_outputs(entry: str, weight: object, then: object) -> None:
     name = "weight" if weight is not None else "then" if then is not None else None
     if name is not None:
         raise AdaptiveUsageError(
-            f"step() got {name}= with a loss= that is a function. That function gets the outputs "
-            f"of the whole batch: let it do what {name}= is for."
+            f"{entry}() got {name}= with a loss= that is a function. That function gets the "
+            f"outputs of the whole batch: let it do what {name}= is for."
         )
 
 
-def _check_function(name: str, function: object) -> None:
+def _check_function(entry: str, name: str, function: object) -> None:
     if not callable(function):
         raise AdaptiveUsageError(
-            f"step() got a {type(function).__name__} as {name}=, which can't be called."
+            f"{entry}() got a {type(function).__name__} as {name}=, which can't be called."
         )
     if is_suspendable(function):
         raise AdaptiveUsageError(
-            f"step() got {name}={function!r}, which does not run when it is called. Pass a plain "
-            "function."
+            f"{entry}() got {name}={function!r}, which does not run when it is called. Pass a "
+            "plain function."
         )

@@ -136,6 +136,7 @@ class _Cut:
         for piece, where in self._pieces:
             if piece.grad is not None:
                 self._add(piece.grad, where)
+                piece.grad = None  # it is no gradient of the user's, and nobody else may scale it
         self._pieces = []
 
     def _add(self, gradient: Tensor, where: tuple[int, int] | None) -> None:

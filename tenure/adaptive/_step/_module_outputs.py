@@ -46,7 +46,7 @@ def first_difference(
         if not _has_samples(call.output, outputs, lengths):
             continue
         error = relative_error(torch.cat(outputs), call.output)
-        if error > rtol:
+        if not error <= rtol:  # NaN is off as well
             return call, error
     return None
 

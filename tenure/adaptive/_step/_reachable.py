@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, TypeVar
 
@@ -74,16 +74,21 @@ class Reachable:
 
 def _note(known: dict[str, T], name: str, value: T) -> None:
     if all(value is not other for other in known.values()):
-        names = itertools.chain([name], (f"{name} ({i})" for i in itertools.count(2)))
-        known[next(name for name in names if name not in known)] = value
+        known[unused(name, known)] = value
+
+
+def unused(name: str, known: Container[str]) -> str:
+    """A name, with a number if it is known already."""
+    names = itertools.chain([name], (f"{name} ({i})" for i in itertools.count(2)))
+    return next(each for each in names if each not in known)
 
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _Found = tuple[str, Any, frozenset[str]]
 
 
-def modules_given(model: nn.Module | Iterable[nn.Module]) -> dict[str, nn.Module]:
-    """The modules of the argument ``model``, by name.
+def modules_given(entry: str, model: nn.Module | Iterable[nn.Module]) -> dict[str, nn.Module]:
+    """The modules of the argument ``model`` of ``entry``, by name.
 
     Raises:
         AdaptiveUsageError: it is something else.
@@ -93,8 +98,8 @@ def modules_given(model: nn.Module | Iterable[nn.Module]) -> dict[str, nn.Module
     several = {f"model[{i}]": each for i, each in enumerate(_listed(model))}
     if not several or any(not isinstance(each, nn.Module) for each in several.values()):
         raise AdaptiveUsageError(
-            f"step() got a {type(model).__name__} as model=. Pass the nn.Module that the function "
-            "runs, or a list of them."
+            f"{entry}() got a {type(model).__name__} as model=. Pass the nn.Module that the "
+            "function runs, or a list of them."
         )
     return several
 

@@ -34,6 +34,7 @@ class StepSetup:
         values: what the batch holds.
         smallest: the fewest samples that its modules can run on.
         roots: the modules that the function runs, by name.
+        rng: random state.
         state: random state and buffers.
         gradients: the gradients.
         leaf_names: names of tensors that are no parameters of a module, by id.
@@ -51,7 +52,7 @@ class StepSetup:
         self.n_samples = tree.n_samples()
         self.values = tuple(leaf.value for leaf in tree.leaves)
         found = Reachable(spec.fn)
-        self.roots = found.modules if model is None else modules_given(model)
+        self.roots = found.modules if model is None else modules_given(spec.entry, model)
         rest = Reachable(spec.loss if callable(spec.loss) else None, spec.then, spec.once)
         models = dict.fromkeys(
             (*self.roots.values(), *found.modules.values(), *rest.modules.values())
@@ -67,7 +68,8 @@ class StepSetup:
         per_chunk = spec.batchnorm == "per_chunk" and coupled_modules(self.roots)
         self.smallest = 2 if per_chunk else 1
         self.name = str(getattr(spec.fn, "__name__", None) or type(spec.fn).__name__)
-        self.state = Together((RngState(devices, generators), BufferState(models)))
+        self.rng = RngState(devices, generators)
+        self.state = Together((self.rng, BufferState(models)))
         self.gradients = IsolatedGradients(leaves)
         named = {**found.tensors, **rest.tensors}
         self.leaf_names = {id(tensor): name for name, tensor in named.items()}

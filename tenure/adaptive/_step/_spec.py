@@ -15,8 +15,9 @@ BatchNormPolicy = Literal["refuse", "per_chunk"]
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
-    """The arguments of `step` that say what its loss is."""
+    """The arguments of `step` that say what its loss is; ``entry`` is what errors call it."""
 
+    entry: str
     fn: Callable[[Any], Any]
     loss: Reduction | Callable[[Any], Any]
     weight: Callable[[Any], object] | None

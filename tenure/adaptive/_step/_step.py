@@ -138,9 +138,9 @@ def step(
         >>> torch.allclose(split, model.weight.grad)
         True
     """
-    spec = checked_spec(fn, loss, weight, then, once, batchnorm, out_dims, scaler)
+    spec = checked_spec("step", fn, loss, weight, then, once, batchnorm, out_dims, scaler)
     setup = StepSetup(spec, batch, in_dims, model)
-    limits = SizeLimits(max(checked_limit("minimum", minimum), setup.smallest))
+    limits = SizeLimits(max(checked_limit("step", "minimum", minimum), setup.smallest))
     largest = max(setup.n_samples, 1)
     if maximum is not None:
         largest = min(largest, _checked_maximum(maximum, limits.minimum))
@@ -167,7 +167,7 @@ def step(
 
 
 def _checked_maximum(maximum: int, fewest: int) -> int:
-    if checked_limit("maximum", maximum) < fewest:
+    if checked_limit("step", "maximum", maximum) < fewest:
         raise AdaptiveUsageError(
             f"maximum={maximum} is below {fewest}, the fewest samples that a micro-batch may have "
             'here, by minimum= or by batchnorm="per_chunk". Raise it.'
