@@ -1,7 +1,9 @@
 """What is remembered, for what, and for how long."""
 
+import contextlib
 import gc
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -124,6 +126,21 @@ def test_two_decorated_functions_share_nothing():
     assert limited.tried() == LEARNING * 2
 
 
+def test_a_method_called_through_its_class_is_remembered_for_the_call():
+    limited = Limited()
+
+    class Model:
+        @adaptive.batch(initial_batchsize=64)
+        def run(self, batchsize):
+            limited(batchsize)
+
+    for _ in range(2):
+        Model.run(Model())
+    assert limited.tried() == [*LEARNING, 16]
+    Model.run(Model())
+    assert limited.tried() == LEARNING
+
+
 class Key:
     """An object of a user, as a context."""
 
@@ -236,6 +253,17 @@ def test_what_was_learned_is_written_and_read(tmp_path):
     adaptive.load(path)
     f()
     assert limited.tried() == [*LEARNING, 16]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such rights")
+def test_a_file_has_the_rights_of_any_new_file_or_keeps_its_own(tmp_path):
+    path, other = tmp_path / "sizes.json", tmp_path / "other"
+    other.touch()
+    adaptive.save(path)
+    assert path.stat().st_mode == other.stat().st_mode
+    path.chmod(0o640)
+    adaptive.save(path)
+    assert path.stat().st_mode & 0o777 == 0o640
 
 
 def test_a_file_counts_for_sites_that_are_known_already(tmp_path):
@@ -373,6 +401,37 @@ def test_a_file_that_can_not_be_written_is_an_error_and_leaves_nothing(tmp_path)
     with pytest.raises(AdaptiveUsageError, match=r"^save\(\) can't write "):
         adaptive.save(folder)
     assert [each.name for each in tmp_path.iterdir()] == ["folder"]
+
+
+def test_threads_that_come_first_get_one_site(monkeypatch):
+    meeting = threading.Barrier(2, timeout=5)
+    plain = _learned.find
+
+    def slow(key):
+        found = plain(key)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            meeting.wait(0.2)
+        return found
+
+    monkeypatch.setattr(_learned, "find", slow)
+    made = []
+    threads = [
+        threading.Thread(target=lambda: made.append(_learned.add(("key",), "", [])))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made[0] is made[1]
+
+
+def test_what_is_saved_is_what_was_known_at_one_moment():
+    record = _learned.add(("key",), "a", []).new("grad")
+    record.note_failed(8, 1, None)
+    entry = _learned.entries()["a", "grad"]
+    record.note_ok(4)
+    assert (entry.ok, entry.bad) == (0, 8)
 
 
 def test_a_size_that_was_loaded_without_a_known_failure_is_kept():

@@ -67,6 +67,16 @@ def test_an_initial_size_below_the_minimum_is_refused():
         checked_initial("initial_step", 4, checked_limits(8, None, 1))
 
 
+def test_an_initial_size_that_whole_steps_bring_below_the_minimum_is_refused():
+    limits = checked_limits(10, None, 8)
+    with pytest.raises(
+        AdaptiveUsageError,
+        match=r"^initial_step=12 leaves no size: the smallest allowed is 16, by minimum=10 and ",
+    ):
+        checked_initial("initial_step", 12, limits)
+    assert checked_initial("initial_step", 16, limits) == 16
+
+
 def test_without_an_initial_size_the_search_begins_at_the_maximum():
     assert checked_initial("initial_step", None, checked_limits(1, 64, 1)) == 64
     assert checked_initial("initial_step", None, checked_limits(1, None, 1)) is None

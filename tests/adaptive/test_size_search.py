@@ -358,3 +358,14 @@ def test_work_that_ran_elsewhere_teaches_nothing():
     assert sizes.goes_elsewhere() == 4
     sizes.succeeded()
     assert (record.ok, record.bad) == (0, 4)
+
+
+def test_work_that_failed_elsewhere_teaches_nothing():
+    record = SizeRecord()
+    sizes = search(64, record)
+    assert sizes.failed(oom())
+    sizes.succeeded()
+    assert (record.ok, record.bad) == (32, 64)
+    assert sizes.goes_elsewhere() == 32
+    assert not sizes.failed(oom())
+    assert (record.ok, record.bad, sizes.size) == (32, 64, 32)

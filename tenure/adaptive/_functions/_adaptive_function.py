@@ -87,6 +87,8 @@ class AdaptiveFunction:
         dimension: int = 0,
     ) -> CallMemory | NoMemory:
         options = self._options
+        if frame.f_code is _CALL_OF_CLASS and frame.f_back is not None:
+            frame = frame.f_back  # who called the method, and not what bound it
         return memory_for(
             self._owner,
             frame,
@@ -119,6 +121,9 @@ class _OfClass:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._class, vars(self)["__name__"])
+
+
+_CALL_OF_CLASS = _OfClass.__call__.__code__
 
 
 def required(initial: int | None, name: str, arguments: str) -> int:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import secrets
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +80,16 @@ def load(path: _Path) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write beside the file, then put it in its place at once."""
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    """Write beside the file, then put it in its place at once, with the rights that it had."""
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}"
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
-        os.replace(temporary, path)
+        if path.exists():
+            shutil.copymode(path, temporary)
+        temporary.replace(path)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
 
 

@@ -83,10 +83,10 @@ def find(key: SiteKey) -> Site | None:
 
 def add(key: SiteKey, name: str, about: Iterable[object]) -> Site:
     """The site of a key, with what a file told of it."""
-    site = find(key)
-    if site is None:
-        references = tuple(weakref.ref(each) for each in about)
-        with _lock:
+    with _lock:  # two threads that are the first here get the same one
+        site = find(key)
+        if site is None:
+            references = tuple(weakref.ref(each) for each in about)
             known = {each: record.copy() for each, record in from_files.get(name, {}).items()}
             site = sites[key] = Site(name, references, known)
             _shorten(sites, _MOST_SITES)
@@ -106,11 +106,12 @@ def forget() -> None:
 
 
 def entries() -> dict[tuple[str, str], SizeRecord]:
-    """Records by the name of their site and their signature; of two the one of smaller sizes."""
+    """What is known now, by the name of a site and a signature; of two the one of smaller sizes."""
     found: dict[tuple[str, str], SizeRecord] = {}
     with _lock:
         for site in sites.values():
-            for signature, record in site.records.items():
+            for signature, shared in site.records.items():
+                record = shared.snapshot()
                 earlier = found.get((site.name, signature))
                 if site.name and (earlier is None or record.ok < earlier.ok):
                     found[site.name, signature] = record

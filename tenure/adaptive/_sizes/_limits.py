@@ -98,7 +98,7 @@ def checked_initial(name: str, initial: int | None, limits: SizeLimits) -> int |
     """The size to begin with; without one the largest that is allowed, or None.
 
     Raises:
-        AdaptiveUsageError: it is no size, or below the minimum.
+        AdaptiveUsageError: it is no size, or no size is allowed from the minimum up to it.
     """
     if initial is None:
         return limits.maximum
@@ -106,5 +106,10 @@ def checked_initial(name: str, initial: int | None, limits: SizeLimits) -> int |
     if initial < limits.minimum:
         raise AdaptiveUsageError(
             f"{name}={initial} is below minimum={limits.minimum}. Raise it, or lower the minimum."
+        )
+    if limits.first(initial) < limits.minimum:
+        raise AdaptiveUsageError(
+            f"{name}={initial} leaves no size: the smallest allowed is {limits.floor}, by "
+            f"minimum={limits.minimum} and align={limits.align}. Raise it, or lower the minimum."
         )
     return initial

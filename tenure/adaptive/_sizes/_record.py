@@ -7,7 +7,7 @@ shows that memory has come free, and one that fails although it is ``ok`` that i
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 _FIRST_INTERVAL = 16
 _CLOSED_INTERVAL = 512
@@ -47,9 +47,15 @@ class SizeRecord:
     climbing: bool = field(default=False)
     settled: bool = field(default=False)
 
+    def snapshot(self) -> SizeRecord:
+        """All that it says at one moment, whatever other threads note meanwhile."""
+        with _lock:
+            return replace(self)
+
     def copy(self) -> SizeRecord:
         """What this one knows of sizes, as the beginning of another."""
-        return SizeRecord(self.ok, self.bad, free_bytes=self.free_bytes, device=self.device)
+        with _lock:
+            return SizeRecord(self.ok, self.bad, free_bytes=self.free_bytes, device=self.device)
 
     # --- what to try
 

@@ -140,6 +140,9 @@ class AdaptiveSearch:
 
     def failed(self, info: OomInfo) -> bool:
         """Work of this size ran out of memory; the size is smaller now, or False: none is left."""
+        if self._elsewhere:
+            self._elsewhere = False
+            return False
         record = self._record
         if record is None:
             record = self._record = self._memory.new()
@@ -168,37 +171,39 @@ class AdaptiveSearch:
     def _begin(self, record: SizeRecord) -> None:
         """Choose the first size by what is known of the site."""
         self.size = self._start(record)
-        self._base = record.ok or self.size
-        if record.bad is None or self.size >= self._ceiling:
+        known = record.snapshot()
+        self._base = known.ok or self.size
+        if known.bad is None or self.size >= self._ceiling:
             return
-        meter = meter_for(record.device)
+        meter = meter_for(known.device)
         if meter is None:
             return
         free_bytes = meter.available_bytes()
-        if record.ok_bytes is None:
-            if _has_risen(free_bytes, record.free_bytes):
+        if known.ok_bytes is None:
+            if _has_risen(free_bytes, known.free_bytes):
                 record.note_risen(free_bytes)
                 self.size = self._start(record)
-        elif larger := self._that_fits(record, record.ok, record.ok_bytes, free_bytes):
+        elif larger := self._that_fits(known, known.ok, known.ok_bytes, free_bytes):
             self.size = larger
-        if self.size > record.ok:
+        if self.size > known.ok:
             self._measure(meter)
 
     def _leap(self, record: SizeRecord, meter: MemoryMeter, needed_bytes: int) -> None:
         """Go on with the size that fits, by what the last one needed, or stop measuring."""
         size = self.size
         free_bytes = meter.available_bytes()
-        larger = self._that_fits(record, size, needed_bytes, free_bytes)
+        known = record.snapshot()
+        larger = self._that_fits(known, size, needed_bytes, free_bytes)
         if larger and self._in_pieces:
             self.size = larger
             self._measure(meter)
             return
         self._meter = None
-        if not larger and size == record.ok and (size >= _COARSE or record.is_full(free_bytes)):
+        if not larger and size == known.ok and (size >= _COARSE or known.is_full(free_bytes)):
             record.note_settled()
 
     def _that_fits(
-        self, record: SizeRecord, size: int, needed_bytes: int, free_bytes: int
+        self, known: SizeRecord, size: int, needed_bytes: int, free_bytes: int
     ) -> int | None:
         """The largest size that surely fits, if it is worth a new size.
 
@@ -207,8 +212,8 @@ class AdaptiveSearch:
         """
         fits = size * free_bytes // needed_bytes
         fits -= fits // _MARGIN
-        if record.bad is not None and fits >= record.bad:
-            fits = record.bad - record.step(self._limits.align)
+        if known.bad is not None and fits >= known.bad:
+            fits = known.bad - known.step(self._limits.align)
         fits = min(fits // self._limits.align * self._limits.align, self._ceiling)
         return fits if fits - size > size // _WORTH_IT else None
 
@@ -237,8 +242,8 @@ class AdaptiveSearch:
     def _wanted(self, record: SizeRecord, info: OomInfo, meter: MemoryMeter | None) -> int:
         """The size to try after a failure, before it is made one that is allowed."""
         size = self.size
-        if record.ok:  # something smaller is known to work
-            return record.ok
+        if ok := record.ok:  # something smaller is known to work
+            return ok
         if self._reduce is not None:
             return checked_reduced(self._reduce(size, info))
         wanted = size // 2
