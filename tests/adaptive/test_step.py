@@ -726,6 +726,21 @@ def test_a_hook_that_steps_inside_backward_is_refused_when_the_batch_is_split():
     assert len(steps) == 4
 
 
+@pytest.mark.simdevice
+def test_an_optimizer_in_a_hook_is_refused_on_whatever_thread_it_runs(sim):
+    for device in ("cpu", sim.device):
+        net = _net().to(device)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        net[0].weight.register_post_accumulate_grad_hook(lambda _, o=optimizer: o.step())
+        before = net[0].weight.detach().clone()
+        with pytest.raises(AdaptiveUsageError, match=r"SGD\.step\(\) was called inside step\(\)"):
+            step(lambda b, net=net: net(b).square().mean(), _x().to(device))
+        assert torch.equal(net[0].weight, before)
+        assert net[0].weight.grad is None
+        net(_x().to(device)).mean().backward()  # the hook may step anywhere else
+        assert not torch.equal(net[0].weight, before)
+
+
 @pytest.mark.parametrize("maximum", [9, 4])
 def test_an_optimizer_inside_the_function_is_refused(maximum):
     net, x = _net(), _x()

@@ -1,4 +1,7 @@
-"""Keeping optimizers out of work that may run again: what they move can't be put back."""
+"""Keeping optimizers out of work that may run again: what they move can't be put back.
+
+Hooks run where autograd runs them: on this thread for the CPU, on one of autograd's own for a device.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,13 @@ class _Thread(threading.local):
 
 
 _this_thread = _Thread()
+_guarded: dict[int, str] = {}
+"""The blocks that are open, by thread."""
 
 
 @contextmanager
 def no_optimizer_steps(name: str) -> Iterator[None]:
-    """A block in which an optimizer that steps on this thread raises.
+    """A block in which an optimizer that steps on this thread, or in a backward pass of it, raises.
 
     Args:
         name: what the error calls the block.
@@ -33,10 +38,13 @@ def no_optimizer_steps(name: str) -> Iterator[None]:
     """
     _listen()
     before, _this_thread.name = _this_thread.name, name
+    _guarded[threading.get_ident()] = name
     try:
         yield
     finally:
         _this_thread.name = before
+        if before is None:
+            del _guarded[threading.get_ident()]
 
 
 @functools.cache
@@ -45,9 +53,17 @@ def _listen() -> None:
 
 
 def _refuse_inside(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if _this_thread.name is not None:
+    name = _this_thread.name or _name_of_backward()
+    if name is not None:
         raise AdaptiveUsageError(
-            f"{type(optimizer).__name__}.step() was called inside {_this_thread.name}(), which may "
-            "have to run its function again: an update can't be taken back. Nothing was updated. "
-            f"Call the optimizer after {_this_thread.name}()."
+            f"{type(optimizer).__name__}.step() was called inside {name}(), which may have to run "
+            "its function again: an update can't be taken back. Nothing was updated. Call the "
+            f"optimizer after {name}()."
         )
+
+
+def _name_of_backward() -> str | None:
+    """On a thread of autograd's own, the block that waits for it; of several, the first."""
+    if not _guarded or not isinstance(threading.current_thread(), threading._DummyThread):
+        return None
+    return next(iter(_guarded.copy().values()), None)

@@ -140,9 +140,9 @@ def _refuse_post_hooks(leaves: Sequence[Tensor]) -> None:
     if hooked:
         raise AdaptiveUsageError(
             f"{len(hooked)} of the parameters have a hook from register_post_accumulate_grad_hook"
-            "(), such as an optimizer that steps inside backward. It would run for each "
-            "micro-batch, with a part of the gradient. Call the optimizer after step(), or pass a "
-            "batch that fits; if the whole batch was tried, its hooks may have run already."
+            "(). It would run for each micro-batch, with a part of the gradient. Do its work after "
+            "step(), or pass a batch that fits; if the whole batch was tried, its hooks may have "
+            "run already."
         )
 
 
