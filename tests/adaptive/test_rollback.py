@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tenure import NewDisposeScope, owner_of
+from tenure.adaptive._retry._attribute_state import AttributeState
 from tenure.adaptive._retry._buffer_state import BufferState
 from tenure.adaptive._retry._rng_state import RngState
 from tenure.adaptive._retry._rollback import Together
@@ -136,3 +137,53 @@ def test_every_part_is_undone_although_one_fails():
     with pytest.raises(RuntimeError, match="undo b"):
         both.undo()
     assert log == ["undo b", "undo a"]
+
+
+class Keeps(nn.Module):
+    """Keeps what it computed as plain attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.mask = None
+        self.by_length = {}
+        self.seen = [1]
+        self.n_calls = 0
+
+    def forward(self, x):
+        n = len(x)
+        if self.mask is None or len(self.mask) < n:
+            self.mask, self.late = torch.ones(n, 1), torch.ones(1)
+            self.register_buffer("scale", torch.ones(3), persistent=False)
+        if n not in self.by_length:
+            self.by_length[n] = torch.ones(n, 1)
+        self.seen.append(n)
+        self.n_calls += 1
+        return self.linear(x) * self.mask[:n] * self.by_length[n] * self.scale * self.late
+
+
+def test_attributes_get_back_what_they_held():
+    model = nn.Sequential(Keeps())
+    keeps = model[0]
+    state = Together((AttributeState([model]), BufferState([model])))
+    by_length, seen = keeps.by_length, keeps.seen
+    state.begin()
+    model(torch.ones(4, 3))
+    state.undo()
+    assert (keeps.mask, keeps.by_length, keeps.seen, keeps.n_calls) == (None, {}, [1], 0)
+    assert keeps.by_length is by_length
+    assert keeps.seen is seen
+    assert not hasattr(keeps, "late")
+    assert not hasattr(keeps, "scale")
+    assert "scale" not in keeps._non_persistent_buffers_set
+    state.begin()
+    model(torch.ones(4, 3))
+    state.finish()
+    mask, late = keeps.mask, keeps.late
+    state.begin()
+    model(torch.ones(6, 3))
+    state.undo()
+    assert keeps.mask is mask
+    assert keeps.late is late
+    assert (list(keeps.by_length), keeps.n_calls) == ([4], 1)
+    assert keeps.linear.weight is dict(model.named_parameters())["0.linear.weight"]

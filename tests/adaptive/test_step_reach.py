@@ -178,3 +178,32 @@ def test_a_maximum_below_the_fewest_samples_is_refused(options):
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
     with pytest.raises(AdaptiveUsageError, match=r"^maximum=1 is below [28], the fewest"):
         step(lambda x: net(x).sum(), batch(), loss="sum", maximum=1, **options)
+
+
+class Remembering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.ones = None
+        self.n_calls = 0
+
+    def forward(self, x):
+        if self.ones is None:
+            self.ones = torch.ones(3, dtype=torch.float64)
+        self.n_calls += 1
+        return self.linear(x) * self.ones
+
+
+@pytest.mark.parametrize("loss", ["mean", lambda out: out.std()], ids=["mean", "outputs"])
+def test_a_cache_on_a_module_that_a_failed_attempt_filled_is_filled_again(loss):
+    net = Remembering().double()
+
+    def fn(x):
+        out = net(x)
+        if len(x) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return out if callable(loss) else out.mean()
+
+    assert step(fn, batch(), loss=loss).sizes == (4, 4)
+    assert net.n_calls == 2
+    assert torch.equal(net.ones, torch.ones(3, dtype=torch.float64))

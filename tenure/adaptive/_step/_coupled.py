@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.nn.parameter import is_lazy
 
 from tenure._errors import AdaptiveUsageError, BatchCoupledError
 
-from .._torch_dispatch import without_functions
+from .._retry import BufferState
 
 
 class Coupled(NamedTuple):
@@ -59,28 +58,14 @@ def named_parameters(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tens
                 yield f"{root_name}.{name}", parameter
 
 
-class WrittenBuffers:
-    """Notices buffers that a forward pass writes.
-
-    Args:
-        roots: the modules of the step, by name.
-    """
-
-    def __init__(self, roots: Mapping[str, nn.Module]) -> None:
-        self._before = [
-            (name, module, key, tensor, _version_of(tensor), _copy_of(tensor))
-            for name, module in named_modules(roots)
-            for key, tensor in module._buffers.items()
-            if tensor is not None and not is_lazy(tensor)
-        ]
-
-    def found(self) -> list[Coupled]:
-        """The modules with a buffer that was written since."""
-        return [
-            Coupled(name, type(module).__name__, f"each call updates its buffer {key!r}")
-            for name, module, key, tensor, version, copy in self._before
-            if _was_written(_buffer(module, key), tensor, version, copy)
-        ]
+def written_modules(roots: Mapping[str, nn.Module], buffers: BufferState) -> list[Coupled]:
+    """The modules with a buffer that was written since the buffers were noted."""
+    names = {module: name for name, module in named_modules(roots)}
+    return [
+        Coupled(names[module], type(module).__name__, f"each call updates its buffer {key!r}")
+        for module, key in buffers.written()
+        if module in names
+    ]
 
 
 def refuse_coupled(found: list[Coupled], n_samples: int, size: int) -> None:
@@ -127,11 +112,6 @@ def refuse_distributed(roots: Mapping[str, nn.Module], n_samples: int, size: int
         )
 
 
-def _buffer(module: nn.Module, key: str) -> Tensor | None:
-    buffers = module._buffers  # of a scripted module, a mapping without get()
-    return buffers[key] if key in buffers else None  # noqa: SIM401
-
-
 def _why_coupled(module: nn.Module) -> str | None:
     if isinstance(module, _BatchNorm):
         if module.training:
@@ -141,34 +121,6 @@ def _why_coupled(module: nn.Module) -> str | None:
     if isinstance(module, _InstanceNorm) and module.training and module.track_running_stats:
         return "training its running statistics"
     return None
-
-
-def _copy_of(tensor: Tensor) -> Tensor | None:
-    """The values of what ``F.batch_norm`` may write, which counts no version then."""
-    is_statistic = type(tensor) is Tensor and tensor.is_floating_point() and not tensor.is_meta
-    return tensor.detach().clone() if is_statistic and tensor.layout is torch.strided else None
-
-
-def _was_written(
-    now: Tensor | None, before: Tensor, version: int | None, copy: Tensor | None
-) -> bool:
-    """Whether a buffer has new values; one of another shape is a cache that grew."""
-    if now is None:
-        return False
-    if now is before:
-        if version is not None and _version_of(now) != version:
-            return True
-        return copy is not None and not torch.allclose(now, copy, 0.0, 0.0, equal_nan=True)
-    return now.shape == before.shape and not _same(now, before)
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
-
-
-def _version_of(tensor: Tensor) -> int | None:
-    with without_functions():
-        return None if tensor.is_inference() else tensor._version
 
 
 def _kinds(module: nn.Module) -> tuple[type, ...]:

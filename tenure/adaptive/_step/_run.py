@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from tenure._errors import AdaptiveUsageError
 
 from .._oom import oom_info
-from .._retry import Rollback
-from ._coupled import WrittenBuffers, coupled_modules, refuse_coupled, refuse_distributed
+from .._retry import BufferState, Rollback
+from ._coupled import coupled_modules, refuse_coupled, refuse_distributed, written_modules
 from ._cut_inputs import CutInputs
 from ._gradients import IsolatedGradients
 from ._outputs_pass import OutputsPass
@@ -44,9 +44,11 @@ class StepRun:
         inputs: the batch.
         n_samples: how many it has.
         roots: the modules of the function, by name.
-        modules: all modules that anything of the step uses.
+        modules: all models that anything of the step uses.
+        buffers: their buffers, noted when the run began.
         generators: the generators of random numbers that it uses besides those of the devices.
-        state: the random state and buffers, noted when the run began; undoing it restarts the run.
+        state: random state, buffers and attributes, noted when the run began; undoing it restarts
+            the run.
         gradients: where new gradients go.
         computed: names captured tensors with a graph of their own, for an error.
         devices: where the work is done.
@@ -60,6 +62,7 @@ class StepRun:
         *,
         roots: dict[str, nn.Module],
         modules: Sequence[nn.Module],
+        buffers: BufferState,
         generators: Sequence[torch.Generator],
         state: Rollback,
         gradients: IsolatedGradients,
@@ -71,6 +74,7 @@ class StepRun:
         self.n_samples = n_samples
         self.roots = roots
         self.modules = modules
+        self._buffers = buffers
         self.generators = generators
         self.state = state
         self._gradients = gradients
@@ -146,9 +150,8 @@ class StepRun:
         start, length = chunk
         if start or self.spec.batchnorm == "per_chunk":
             return self.spec.fn(self.inputs.chunk(start, length))
-        written = WrittenBuffers(self.roots)
         returned = self.spec.fn(self.inputs.chunk(start, length))
-        refuse_coupled(written.found(), self.n_samples, length)
+        refuse_coupled(written_modules(self.roots, self._buffers), self.n_samples, length)
         return returned
 
     def send_back(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._retry import BufferState, RngState, Together
+from .._retry import AttributeState, BufferState, RngState, Together
 from .._torch_dispatch import without_functions
 from ._coupled import coupled_modules
 from ._cut_inputs import CutInputs
@@ -35,7 +35,7 @@ class StepSetup:
         smallest: the fewest samples that its modules can run on.
         roots: the modules that the function runs, by name.
         rng: random state.
-        state: random state and buffers.
+        state: random state, buffers and attributes of modules.
         gradients: the gradients.
         leaf_names: names of tensors that are no parameters of a module, by id.
         run: runs the step at a size.
@@ -69,7 +69,8 @@ class StepSetup:
         self.smallest = 2 if per_chunk else 1
         self.name = str(getattr(spec.fn, "__name__", None) or type(spec.fn).__name__)
         self.rng = RngState(devices, generators)
-        self.state = Together((self.rng, BufferState(models)))
+        buffers = BufferState(models)
+        self.state = Together((self.rng, AttributeState(models), buffers))
         self.gradients = IsolatedGradients(leaves)
         named = {**found.tensors, **rest.tensors}
         self.leaf_names = {id(tensor): name for name, tensor in named.items()}
@@ -80,6 +81,7 @@ class StepSetup:
             self.n_samples,
             roots=self.roots,
             modules=list(models),
+            buffers=buffers,
             generators=generators,
             state=self.state,
             gradients=self.gradients,

@@ -4,8 +4,8 @@ The first pass runs without graphs and gives the outputs; the loss of all of the
 of each; the second pass runs each chunk again, with the random numbers it had, and sends that
 gradient back through it.
 
-Invariant: buffers and random state end as after the first pass and the loss, as if nothing had run
-twice.
+Invariant: buffers, attributes and random state end as after the first pass and the loss, as if
+nothing had run twice.
 
 Source: GradCache, Gao et al. 2021, https://arxiv.org/abs/2101.06983.
 """
@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from .._retry import BufferState, RngState
+from .._retry import AttributeState, BufferState, RngState, Rollback, Together
 
 Output = TypeVar("Output")
 Gradients = Sequence[Tensor | None]
@@ -51,7 +51,7 @@ def two_passes(
     noted = functools.partial(_noted, list(devices), list(generators))
     states: list[RngState] = []
     outputs: list[Output] = []
-    at_start, at_end = BufferState(modules), BufferState(modules)
+    at_start, at_end = _state_of(modules), _state_of(modules)
     at_start.begin()
     with torch.no_grad():
         for i in range(n_chunks):
@@ -68,6 +68,10 @@ def two_passes(
             backward(forward(i)[1], gradients[i])
     at_end.undo()
     end.undo()
+
+
+def _state_of(modules: list[nn.Module]) -> Rollback:
+    return Together((AttributeState(modules), BufferState(modules)))
 
 
 def _noted(devices: list[torch.device], generators: list[torch.Generator]) -> RngState:
