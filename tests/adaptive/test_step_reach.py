@@ -207,3 +207,55 @@ def test_a_cache_on_a_module_that_a_failed_attempt_filled_is_filled_again(loss):
     assert step(fn, batch(), loss=loss).sizes == (4, 4)
     assert net.n_calls == 2
     assert torch.equal(net.ones, torch.ones(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("maximum", [8, 3])
+def test_a_hook_of_a_leaf_that_the_batch_was_computed_from_sees_the_whole_gradient_once(maximum):
+    torch.manual_seed(0)
+    net = nn.Linear(4, 4).double()
+    seen = []
+    net.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    x = batch()
+    net(net(x)).square().mean().backward()
+    wanted = net.weight.grad
+    net.zero_grad()
+    step(lambda b: net(b).square().mean(), net(x), maximum=maximum)
+    torch.testing.assert_close(net.weight.grad, wanted, rtol=1e-10, atol=1e-12)
+    assert len(seen) == 2
+    torch.testing.assert_close(seen[1], wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("maximum", [8, 3])
+def test_a_hook_of_several_gradients_runs_once_with_all_of_them(maximum):
+    torch.manual_seed(0)
+    net = nn.Linear(4, 4).double()
+    seen = []
+    torch.autograd.graph.register_multi_grad_hook(
+        list(net.parameters()), lambda gradients: seen.append([g.clone() for g in gradients])
+    )
+    step(lambda b: net(b).square().mean(), batch(), maximum=maximum)
+    assert len(seen) == 1
+    torch.testing.assert_close(seen[0][0], net.weight.grad, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(seen[0][1], net.bias.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_a_hook_that_waits_may_change_the_gradient_and_take_itself_away():
+    net = nn.Linear(4, 4).double()
+    prior = net.weight.grad = torch.ones(4, 4, dtype=torch.float64)
+    handles = [net.weight.register_hook(lambda gradient: handles[0].remove() or gradient * 0)]
+    step(lambda b: net(b).square().mean(), batch(), maximum=3)
+    assert net.weight.grad is prior
+    assert torch.equal(prior, torch.ones_like(prior))
+    assert not net.weight._backward_hooks
+
+
+def test_memory_that_runs_out_after_the_graph_of_the_batch_is_used_up_is_told_so():
+    encoder, net = nn.Linear(4, 4).double(), nn.Linear(4, 3).double()
+
+    def fail(gradient):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    net.weight.register_hook(fail)
+    with pytest.raises(AdaptiveUsageError, match="Memory ran out after the step"):
+        step(lambda b: net(b).square().mean(), encoder(batch()), maximum=3)
+    assert all(p.grad is None for p in (*encoder.parameters(), *net.parameters()))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tenure._describe import describe_tensor
-from tenure._errors import AdaptiveUsageWarning
+from tenure._errors import AdaptiveUsageError, AdaptiveUsageWarning
 from tenure._torch_versions import version_of
 from tenure._warn import warn_user
 
@@ -40,6 +40,7 @@ class CutInputs:
         self._by_leaf = {id(cut.leaf): cut for cut in self._cuts}  # keys may look the same
         tensors = (leaf.value for leaf in tree.leaves if isinstance(leaf.value, Tensor))
         self._versions = [(t, version_of(t)) for t in tensors]
+        self._is_used_up = False
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -47,7 +48,13 @@ class CutInputs:
         return [leaf for cut in self._cuts for leaf in leaves_of(cut.leaf.value)]
 
     def begin(self) -> None:
-        """Forget the gradients of an attempt before."""
+        """Forget the gradients of an attempt before.
+
+        Raises:
+            AdaptiveUsageError: that one ran the graph of the batch backward, and failed after it.
+        """
+        if self._is_used_up:
+            raise graph_is_used_up()
         self.run_again()
         for cut in self._cuts:
             cut.clear()
@@ -98,6 +105,7 @@ class CutInputs:
         if ready:
             tensors, gradients = zip(*ready, strict=True)
             torch.autograd.backward(tensors, gradients)
+            self._is_used_up = self.has_graph
 
     @property
     def has_graph(self) -> bool:
@@ -109,6 +117,16 @@ class CutInputs:
         if cut is not None:
             return cut.piece(where)
         return leaf.value if where is None else leaf.part(*where)
+
+
+def graph_is_used_up() -> AdaptiveUsageError:
+    """The error for a step that failed when its batch's graph had run backward."""
+    return AdaptiveUsageError(
+        "Memory ran out after the step, in the backward pass of what the batch was computed from, "
+        "or in a hook that got the whole gradient. That graph is used up, so it can't be tried "
+        "again, and smaller micro-batches would not make it smaller. All gradients are as before. "
+        "Compute that part inside the function of step(), or detach() it."
+    )
 
 
 class _Cut:

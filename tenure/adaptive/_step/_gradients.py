@@ -113,15 +113,14 @@ class IsolatedGradients:
         self._held = {}
 
     def _run_hooks(self) -> None:
-        held = self._hooks
-        self._put_hooks_back()  # a hook that takes itself away has to find itself there
-        for leaf, hooks in held:
-            for hook in hooks.values():
-                if leaf.grad is None:
-                    break
-                changed = hook(leaf.grad)
-                if changed is not None:
-                    leaf.grad = changed
+        """Run the hooks that waited, in one backward pass from the leaves themselves."""
+        leaves = [leaf for leaf, _ in self._hooks if leaf.grad is not None and leaf.requires_grad]
+        self._put_hooks_back()
+        if leaves:
+            gradients = [leaf.grad for leaf in leaves]
+            for leaf in leaves:
+                leaf.grad = None
+            torch.autograd.backward(leaves, gradients)
 
     def _put_hooks_back(self) -> None:
         for leaf, hooks in self._hooks:

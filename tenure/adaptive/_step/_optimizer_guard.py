@@ -1,6 +1,6 @@
 """Keeping optimizers out of work that may run again: what they move can't be put back.
 
-Hooks run where autograd runs them: on this thread for the CPU, on one of autograd's own for a device.
+Hooks run where autograd runs them: for the CPU on this thread, for a device on one of its own.
 """
 
 from __future__ import annotations

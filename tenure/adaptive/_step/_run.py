@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tenure._errors import AdaptiveUsageError
-
 from .._oom import oom_info
 from .._retry import BufferState, Rollback
 from ._coupled import coupled_modules, refuse_coupled, refuse_distributed, written_modules
-from ._cut_inputs import CutInputs
+from ._cut_inputs import CutInputs, graph_is_used_up
 from ._gradients import IsolatedGradients
 from ._outputs_pass import OutputsPass
 from ._spec import Chunk, StepSpec
@@ -95,6 +93,8 @@ class StepRun:
 
     def _whole(self) -> StepOutcome:
         spec = self.spec
+        if self.inputs.has_graph:  # a leaf of both graphs gets its gradient in two passes
+            self._gradients.hold_hooks(self.inputs.leaves)
         loss, terms = self._whole_loss()
         if spec.once is not None:
             loss = loss + self._once()
@@ -173,9 +173,4 @@ class StepRun:
         except Exception as error:
             if oom_info(error) is None or not self.inputs.has_graph:
                 raise
-            raise AdaptiveUsageError(
-                "Memory ran out after the step, in the backward pass of what the batch was "
-                "computed from. That graph is used up, so it can't be tried again, and smaller "
-                "micro-batches would not make it smaller. All gradients are as before. Compute "
-                "that part inside the function of step(), or detach() it."
-            ) from error
+            raise graph_is_used_up() from error

@@ -57,6 +57,9 @@ def two_passes(
         for i in range(n_chunks):
             states.append(noted())
             outputs.append(forward(i)[0])
+    # Older versions of torch keep a weight that was cast without a graph in autocast's cache, and it
+    # gets no gradient in the second pass: https://github.com/pytorch/pytorch/issues/158232.
+    torch.clear_autocast_cache()
     gradients = loss_of(outputs)
     del outputs
     end = noted()
