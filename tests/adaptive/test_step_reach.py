@@ -1,5 +1,6 @@
 """What a step has to find to be exact: modules of one name, generators, unversioned buffers."""
 
+import random
 import subprocess
 import sys
 from collections.abc import MutableMapping
@@ -82,6 +83,31 @@ def test_a_generator_of_ones_own_gives_both_passes_the_same_numbers(where):
     step(forward, x, loss=lambda out: out.std(), maximum=3)
     torch.testing.assert_close(net.linear.weight.grad, wanted, rtol=1e-10, atol=1e-12)
     assert torch.equal(generator.get_state(), state)
+
+
+@pytest.mark.parametrize("kind", ["python", "numpy", "old numpy"])
+@pytest.mark.parametrize("where", ["captured", "attribute"])
+def test_a_generator_of_python_or_numpy_gives_both_passes_the_same_numbers(kind, where):
+    numpy = pytest.importorskip("numpy")
+    make = {
+        "python": random.Random,
+        "numpy": numpy.random.default_rng,
+        "old numpy": numpy.random.RandomState,
+    }[kind]
+    net, captured = nn.Linear(4, 3).double(), make(5)
+    net.random = make(5)
+
+    def forward(x):
+        return net(x) * (captured if where == "captured" else net.random).random()
+
+    x = batch()
+    torch.cat([forward(chunk) for chunk in x.split(3)]).std().backward()
+    wanted, later = net.weight.grad, (captured if where == "captured" else net.random).random()
+    net.zero_grad()
+    captured, net.random = make(5), make(5)
+    step(forward, x, loss=lambda out: out.std(), maximum=3)
+    torch.testing.assert_close(net.weight.grad, wanted, rtol=1e-10, atol=1e-12)
+    assert (captured if where == "captured" else net.random).random() == later
 
 
 def test_buffers_of_modules_that_were_not_named_are_updated_once():

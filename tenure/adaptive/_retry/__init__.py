@@ -11,6 +11,8 @@ from ._events import add_listener as add_listener
 from ._events import remove_listener as remove_listener
 from ._events import statistics as statistics
 from ._events import tell as tell
+from ._rng_state import Generator as Generator
 from ._rng_state import RngState as RngState
+from ._rng_state import is_generator as is_generator
 from ._rollback import Rollback as Rollback
 from ._rollback import Together as Together

@@ -14,6 +14,18 @@ from tenure.scopes import persist
 
 _Restore = Callable[[], object]
 
+Generator = Any
+"""One of torch, of Python's `random`, or of NumPy, which may not be installed."""
+
+
+def is_generator(value: object) -> bool:
+    """Whether something gives random numbers, of which its state decides."""
+    if isinstance(value, torch.Generator):
+        return True
+    if isinstance(value, random.Random):
+        return not isinstance(value, random.SystemRandom)
+    return isinstance(value, _numpy_generators())
+
 
 class RngState:
     """torch's default generators, Python's, numpy's where it is loaded, and the user's own.
@@ -23,7 +35,7 @@ class RngState:
 
     Args:
         devices: devices whose work uses random numbers.
-        generators: generators that the work gets as arguments.
+        generators: generators of the user's own.
     """
 
     __slots__ = ("_devices", "_generators", "_restores")
@@ -31,7 +43,7 @@ class RngState:
     def __init__(
         self,
         devices: Iterable[torch.device] = (),
-        generators: Iterable[torch.Generator] = (),
+        generators: Iterable[Generator] = (),
     ) -> None:
         self._devices = tuple(dict.fromkeys(devices))
         self._generators = tuple(generators)
@@ -53,7 +65,10 @@ class RngState:
         """Draw a number of each generator that was noted, so that the next ones are others."""
         random.random()
         for generator in (torch.default_generator, *self._generators):
-            torch.rand(1, generator=generator, device=generator.device)
+            if isinstance(generator, torch.Generator):
+                torch.rand(1, generator=generator, device=generator.device)
+            else:
+                generator.random()
         for device in self._devices_in_use():
             torch.rand(1, device=device)
         if "numpy" in sys.modules:
@@ -89,7 +104,19 @@ def _numpy(numpy_random: Any) -> _Restore:
     return lambda: numpy_random.set_state(state)
 
 
-def _generator(generator: torch.Generator) -> _Restore:
+def _numpy_generators() -> tuple[type, ...]:
+    module: Any = sys.modules.get("numpy.random")
+    return () if module is None else (module.Generator, module.RandomState)
+
+
+def _generator(generator: Generator) -> _Restore:
+    if isinstance(generator, random.Random):
+        state: Any = generator.getstate()
+        return lambda: generator.setstate(state)
+    bits = getattr(generator, "bit_generator", None)  # of NumPy's newer kind
+    if bits is not None:
+        state = bits.state
+        return lambda: setattr(bits, "state", state)
     state = generator.get_state()
     return lambda: generator.set_state(state)
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from tenure._errors import AdaptiveUsageError
 
+from .._retry import Generator, is_generator
 from ._code_names import names_in
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class Reachable:
     def __init__(self, *functions: Callable[..., Any] | None) -> None:
         self.modules: dict[str, nn.Module] = {}
         self.tensors: dict[str, Tensor] = {}
-        self.generators: list[torch.Generator] = []
+        self.generators: list[Generator] = []
         self._seen: dict[tuple[int, frozenset[str]], Any] = {}  # keeps what its ids belong to
         for function in functions:
             if function is not None:
@@ -65,7 +65,7 @@ class Reachable:
         elif isinstance(value, Tensor):
             if value.requires_grad:
                 _note(self.tensors, name, value)
-        elif isinstance(value, torch.Generator):
+        elif is_generator(value):
             self.generators.append(value)
         else:
             for below, child, names in _below(name, value, attributes):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .._oom import oom_info
-from .._retry import BufferState, Rollback
+from .._retry import BufferState, Generator, Rollback
 from ._coupled import coupled_modules, refuse_coupled, refuse_distributed, written_modules
 from ._cut_inputs import CutInputs, graph_is_used_up
 from ._gradients import IsolatedGradients
@@ -61,7 +61,7 @@ class StepRun:
         roots: dict[str, nn.Module],
         modules: Sequence[nn.Module],
         buffers: BufferState,
-        generators: Sequence[torch.Generator],
+        generators: Sequence[Generator],
         state: Rollback,
         gradients: IsolatedGradients,
         computed: Callable[[], list[str]],

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._retry import AttributeState, BufferState, RngState, Together
+from .._retry import AttributeState, BufferState, RngState, Together, is_generator
 from .._torch_dispatch import without_functions
 from ._coupled import coupled_modules
 from ._cut_inputs import CutInputs
@@ -63,7 +63,7 @@ class StepSetup:
         leaves += [*found.captured(), *rest.captured(), *inputs.leaves]
         devices = _devices([*leaves, *self.values])
         used = [*self.values, *(value for module in modules for value in vars(module).values())]
-        generators = [value for value in used if isinstance(value, torch.Generator)]
+        generators = [value for value in used if is_generator(value)]
         generators += [*found.generators, *rest.generators]
         per_chunk = spec.batchnorm == "per_chunk" and coupled_modules(self.roots)
         self.smallest = 2 if per_chunk else 1

@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from .._retry import AttributeState, BufferState, RngState, Rollback, Together
+from .._retry import AttributeState, BufferState, Generator, RngState, Rollback, Together
 
 Output = TypeVar("Output")
 Gradients = Sequence[Tensor | None]
@@ -33,7 +33,7 @@ def two_passes(
     *,
     modules: Iterable[nn.Module],
     devices: Iterable[torch.device],
-    generators: Iterable[torch.Generator],
+    generators: Iterable[Generator],
 ) -> None:
     """Run both passes.
 
@@ -57,8 +57,8 @@ def two_passes(
         for i in range(n_chunks):
             states.append(noted())
             outputs.append(forward(i)[0])
-    # Older versions of torch keep a weight that was cast without a graph in autocast's cache, and it
-    # gets no gradient in the second pass: https://github.com/pytorch/pytorch/issues/158232.
+    # Older versions of torch keep weights that were cast without a graph in autocast's cache, and
+    # these get no gradient in the second pass: https://github.com/pytorch/pytorch/issues/158232.
     torch.clear_autocast_cache()
     gradients = loss_of(outputs)
     del outputs
@@ -77,7 +77,7 @@ def _state_of(modules: list[nn.Module]) -> Rollback:
     return Together((AttributeState(modules), BufferState(modules)))
 
 
-def _noted(devices: list[torch.device], generators: list[torch.Generator]) -> RngState:
+def _noted(devices: list[torch.device], generators: list[Generator]) -> RngState:
     state = RngState(devices, generators)
     state.begin()
     return state
