@@ -13,11 +13,7 @@ from tenure.paging._hooks import moved
 from .models import ZOO, build, mlp
 from .test_zoo import home
 
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 @pytest.mark.parametrize("name", sorted(ZOO))

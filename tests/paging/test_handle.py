@@ -12,11 +12,7 @@ from tests.simdevice import Rates
 
 from .models import Conditional, mlp, resnet
 
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 @pytest.fixture

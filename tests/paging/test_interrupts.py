@@ -10,25 +10,7 @@ import torch
 from tenure.paging import page
 from tests.paging.test_zoo import assert_equal
 
-from .models import WIDTH, mlp
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def x():
-    torch.manual_seed(1)
-    return torch.randn(4, WIDTH)
-
-
-@pytest.fixture
-def model():
-    torch.manual_seed(0)
-    return mlp().eval()
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 @pytest.fixture

@@ -29,12 +29,6 @@ def operations_of(model, x):
 
 
 @pytest.fixture
-def x():
-    torch.manual_seed(1)
-    return torch.randn(4, WIDTH)
-
-
-@pytest.fixture
 def whole():
     torch.manual_seed(0)
     return mlp().eval()

@@ -16,25 +16,9 @@ from tests.simdevice import for_each_allocation
 
 from .models import Recurrent, TiedLanguageModel, build, mlp
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
 WIDTH = 32
-
-
-@pytest.fixture
-def x():
-    torch.manual_seed(1)
-    return torch.randn(4, WIDTH)
-
-
-@pytest.fixture
-def model():
-    torch.manual_seed(0)
-    return mlp().eval()
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
 
 
 def paged(sim, model, percent=40, **options):

@@ -12,17 +12,7 @@ from tenure.paging import page
 from .models import WIDTH, mlp
 from .test_modes import Operations
 
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def x():
-    torch.manual_seed(1)
-    return torch.randn(4, WIDTH)
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 @pytest.fixture

@@ -1,0 +1,24 @@
+"""Fixtures that several files of this folder share."""
+
+import pytest
+import torch
+
+from .models import WIDTH, mlp
+
+
+@pytest.fixture
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return mlp().eval()
+
+
+@pytest.fixture
+def x():
+    torch.manual_seed(1)
+    return torch.randn(4, WIDTH)
