@@ -34,15 +34,25 @@ def check_function(entry: str, function: object) -> None:
 
 
 def name_of(function: Any) -> str:
-    """What errors and events call a function."""
-    while isinstance(function, functools.partial):
-        function = function.func
+    """What errors and events call a function: where it stands, too."""
+    function = _unwrapped(function)
     return str(getattr(function, "__qualname__", None) or type(function).__qualname__)
+
+
+def short_name_of(function: Any) -> str:
+    """Its name alone, for functions that are written where they are used."""
+    function = _unwrapped(function)
+    return str(getattr(function, "__name__", None) or type(function).__name__)
 
 
 def is_suspendable(function: Callable[..., object]) -> bool:
     """Whether a call gives a generator or a coroutine, which has not run yet."""
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = _unwrapped(function)
     called = (function, type(function).__call__)
     return any(is_kind(one) for is_kind in _KINDS for one in called)
+
+
+def _unwrapped(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function

@@ -6,8 +6,8 @@ failed leaves no trace; ``finish`` adds in place, and the objects in ``.grad`` s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from tenure.scopes import persist
 
 from .._torch_dispatch import without_functions
+from ._held_hooks import HeldHooks
 
 
 class _Held(NamedTuple):
@@ -34,12 +35,11 @@ class IsolatedGradients:
     def __init__(self, leaves: Iterable[Tensor]) -> None:
         self._leaves = list(leaves)
         self._held: dict[int, _Held] = {}
-        self._hooks: list[tuple[Tensor, dict[int, Callable[[Tensor], Any]]]] = []
+        self._hooks = HeldHooks()
 
     def begin(self) -> None:
         """Set aside what is there."""
         self._held = {}
-        self._hooks = []
         self.watch(self._leaves)
 
     def watch(self, leaves: Iterable[Tensor]) -> None:
@@ -69,11 +69,7 @@ class IsolatedGradients:
 
     def hold_hooks(self, leaves: Iterable[Tensor]) -> None:
         """Let the hooks of leaves wait: they get the sum of several backward passes, once."""
-        for leaf in leaves:
-            hooks = leaf._backward_hooks
-            if hooks:
-                self._hooks.append((leaf, dict(hooks)))
-                hooks.clear()
+        self._hooks.hold(leaves)
 
     def scale(self, factor: Tensor) -> None:
         """Multiply the new gradients.
@@ -91,7 +87,7 @@ class IsolatedGradients:
     def finish(self) -> None:
         """Add the new gradients to the old ones; what allocates comes first."""
         with persist(), torch.no_grad():
-            self._run_hooks()
+            self._hooks.run()
             new = {id(leaf): gradient for leaf, gradient in self.new()}
             pairs = [
                 (held.leaf, held.prior, new.get(id(held.leaf)))
@@ -105,30 +101,12 @@ class IsolatedGradients:
 
     def undo(self) -> None:
         """Drop the new gradients, and put the old ones back."""
-        self._put_hooks_back()
+        self._hooks.put_back()
         with without_functions():
             for leaf, prior in self._held.values():
                 if leaf.grad is not prior:
                     leaf.grad = prior
         self._held = {}
-
-    def _run_hooks(self) -> None:
-        """Run the hooks that waited, in one backward pass from the leaves themselves."""
-        leaves = [leaf for leaf, _ in self._hooks if leaf.grad is not None and leaf.requires_grad]
-        self._put_hooks_back()
-        if leaves:
-            gradients = [leaf.grad for leaf in leaves]
-            for leaf in leaves:
-                leaf.grad = None
-            torch.autograd.backward(leaves, gradients)
-
-    def _put_hooks_back(self) -> None:
-        for leaf, hooks in self._hooks:
-            present: dict[int, Any] = leaf._backward_hooks  # type: ignore[assignment]  # it had some
-            added_meanwhile = dict(present)
-            present.clear()
-            present.update(hooks | added_meanwhile)
-        self._hooks = []
 
 
 def _sum_that_allocates(prior: Tensor, new: Tensor | None) -> Tensor | None:

@@ -37,7 +37,7 @@ class OutputsPass:
             self._forward,
             self._differentiate,
             run.send_back,
-            modules=run.modules,
+            models=run.models,
             devices=run.devices,
             generators=run.generators,
         )

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tenure._errors import AdaptiveUsageError
 
+from .._callables import short_name_of
 from .._retry import Generator, is_generator
 from ._code_names import names_in
 
@@ -45,7 +46,7 @@ class Reachable:
         self._seen: dict[tuple[int, frozenset[str]], Any] = {}  # keeps what its ids belong to
         for function in functions:
             if function is not None:
-                self._visit(_name_of(function), function, frozenset(), 0)
+                self._visit(short_name_of(function), function, frozenset(), 0)
 
     def captured(self) -> list[Tensor]:
         """The leaves that are no parameters of a module."""
@@ -95,7 +96,7 @@ def modules_given(entry: str, model: nn.Module | Iterable[nn.Module]) -> dict[st
     """
     if isinstance(model, nn.Module):
         return {"model": model}
-    several = {f"model[{i}]": each for i, each in enumerate(_listed(model))}
+    several = {f"model[{i}]": each for i, each in enumerate(_several(model))}
     if not several or any(not isinstance(each, nn.Module) for each in several.values()):
         raise AdaptiveUsageError(
             f"{entry}() got a {type(model).__name__} as model=. Pass the nn.Module that the "
@@ -104,14 +105,14 @@ def modules_given(entry: str, model: nn.Module | Iterable[nn.Module]) -> dict[st
     return several
 
 
-def _listed(model: Any) -> list[Any]:
+def _several(model: Any) -> list[Any]:
     return list(model) if isinstance(model, Iterable) else []
 
 
 def _below(name: str, value: Any, attributes: frozenset[str]) -> Iterator[_Found]:
     if isinstance(value, functools.partial):
         for i, child in enumerate((value.func, *value.args)):
-            yield f"{name} argument {i}" if i else _name_of(value.func), child, attributes
+            yield f"{name} argument {i}" if i else short_name_of(value.func), child, attributes
         yield from ((key, child, attributes) for key, child in value.keywords.items())
     elif isinstance(value, weakref.ref):
         yield name, value(), attributes
@@ -145,7 +146,7 @@ def _of_function(function: FunctionType) -> Iterator[_Found]:
         yield key, child, names.attributes
     wrapped = getattr(function, "__wrapped__", None)
     if wrapped is not None:
-        yield _name_of(wrapped), wrapped, names.attributes
+        yield short_name_of(wrapped), wrapped, names.attributes
 
 
 def _captured(function: FunctionType, attributes: frozenset[str]) -> Iterator[_Found]:
@@ -159,7 +160,7 @@ def _captured(function: FunctionType, attributes: frozenset[str]) -> Iterator[_F
 
 def _of_method(method: MethodType) -> Iterator[_Found]:
     function: Any = method.__func__
-    yield _name_of(function), function, frozenset()
+    yield short_name_of(function), function, frozenset()
     if isinstance(function, FunctionType):
         yield "self", method.__self__, names_in(function.__code__).attributes
 
@@ -219,7 +220,3 @@ def _slot(member: MemberDescriptorType, instance: object) -> Any:
 
 def _is_of_a_library(module: str | None) -> bool:
     return str(module or "").partition(".")[0] in _LIBRARIES
-
-
-def _name_of(function: Any) -> str:
-    return str(getattr(function, "__name__", None) or type(function).__name__)

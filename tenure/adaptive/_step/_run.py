@@ -42,7 +42,7 @@ class StepRun:
         inputs: the batch.
         n_samples: how many it has.
         roots: the modules of the function, by name.
-        modules: all models that anything of the step uses.
+        models: all that anything of the step uses.
         buffers: their buffers, noted when the run began.
         generators: the generators of random numbers that it uses besides those of the devices.
         state: random state, buffers and attributes, noted when the run began; undoing it restarts
@@ -59,7 +59,7 @@ class StepRun:
         n_samples: int,
         *,
         roots: dict[str, nn.Module],
-        modules: Sequence[nn.Module],
+        models: Sequence[nn.Module],
         buffers: BufferState,
         generators: Sequence[Generator],
         state: Rollback,
@@ -71,7 +71,7 @@ class StepRun:
         self.inputs = inputs
         self.n_samples = n_samples
         self.roots = roots
-        self.modules = modules
+        self.models = models
         self._buffers = buffers
         self.generators = generators
         self.state = state

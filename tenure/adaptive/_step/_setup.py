@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .._retry import AttributeState, BufferState, RngState, Together, is_generator
+from .._callables import short_name_of
+from .._retry import AttributeState, BufferState, Generator, RngState, Together, is_generator
 from .._torch_dispatch import without_functions
 from ._coupled import coupled_modules
 from ._cut_inputs import CutInputs
@@ -51,43 +52,68 @@ class StepSetup:
         tree = SampleTree(batch, in_dims, name="batch", argument="in_dims")
         self.n_samples = tree.n_samples()
         self.values = tuple(leaf.value for leaf in tree.leaves)
+        self.name = short_name_of(spec.fn)
         found = Reachable(spec.fn)
-        self.roots = found.modules if model is None else modules_given(spec.entry, model)
         rest = Reachable(spec.loss if callable(spec.loss) else None, spec.then, spec.once)
-        models = dict.fromkeys(
-            (*self.roots.values(), *found.modules.values(), *rest.modules.values())
-        )
-        modules = dict.fromkeys(module for model in models for module in model.modules())
-        inputs = CutInputs(tree, batch)
-        leaves = _parameters_of(modules)
-        leaves += [*found.captured(), *rest.captured(), *inputs.leaves]
-        devices = _devices([*leaves, *self.values])
-        used = [*self.values, *(value for module in modules for value in vars(module).values())]
-        generators = [value for value in used if is_generator(value)]
-        generators += [*found.generators, *rest.generators]
+        self.roots = found.modules if model is None else modules_given(spec.entry, model)
         per_chunk = spec.batchnorm == "per_chunk" and coupled_modules(self.roots)
         self.smallest = 2 if per_chunk else 1
-        self.name = str(getattr(spec.fn, "__name__", None) or type(spec.fn).__name__)
-        self.rng = RngState(devices, generators)
-        buffers = BufferState(models)
-        self.state = Together((self.rng, AttributeState(models), buffers))
+        used = _used([*self.roots.values()], [found, rest], self.values)
+        inputs = CutInputs(tree, batch)
+        leaves = [*used.leaves, *inputs.leaves]
+        devices = _devices([*leaves, *self.values])
+        buffers = BufferState(used.models)
+        self.rng = RngState(devices, used.generators)
+        self.state = Together((self.rng, AttributeState(used.models), buffers))
         self.gradients = IsolatedGradients(leaves)
-        named = {**found.tensors, **rest.tensors}
-        self.leaf_names = {id(tensor): name for name, tensor in named.items()}
+        self.leaf_names = {id(tensor): name for name, tensor in used.tensors.items()}
         self.leaf_names |= {id(leaf.value): leaf.path for leaf in tree.leaves}
         self.run = StepRun(
             spec,
             inputs,
             self.n_samples,
             roots=self.roots,
-            modules=list(models),
+            models=used.models,
             buffers=buffers,
-            generators=generators,
+            generators=used.generators,
             state=self.state,
             gradients=self.gradients,
-            computed=found.computed,
+            computed=lambda: [*found.computed(), *rest.computed()],
             devices=devices,
         )
+
+
+class _Used(NamedTuple):
+    """All that the functions of a step use.
+
+    Attributes:
+        models: modules, each with what is below it.
+        leaves: their parameters, and other leaves that require grad.
+        tensors: tensors that are no parameters of a module, by name.
+        generators: generators of random numbers.
+    """
+
+    models: list[nn.Module]
+    leaves: list[Tensor]
+    tensors: dict[str, Tensor]
+    generators: list[Generator]
+
+
+def _used(
+    roots: Iterable[nn.Module], reachable: Sequence[Reachable], values: Iterable[Any]
+) -> _Used:
+    models = dict.fromkeys(roots)
+    models |= dict.fromkeys(module for each in reachable for module in each.modules.values())
+    modules = dict.fromkeys(module for model in models for module in model.modules())
+    attributes = (value for module in modules for value in vars(module).values())
+    generators = [value for value in (*values, *attributes) if is_generator(value)]
+    leaves = _parameters_of(modules)
+    tensors: dict[str, Tensor] = {}
+    for each in reachable:
+        generators += each.generators
+        leaves += each.captured()
+        tensors |= each.tensors
+    return _Used(list(models), leaves, tensors, generators)
 
 
 def _parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:

@@ -146,7 +146,7 @@ class TermsPass:
             self._forward,
             self._differentiate,
             self._run.send_back,
-            modules=self._run.modules,
+            models=self._run.models,
             devices=self._run.devices,
             generators=self._run.generators,
         )

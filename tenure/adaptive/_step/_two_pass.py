@@ -31,7 +31,7 @@ def two_passes(
     loss_of: Callable[[list[Output]], Sequence[Gradients]],
     backward: Callable[[Sequence[Tensor], Gradients], object],
     *,
-    modules: Iterable[nn.Module],
+    models: Iterable[nn.Module],
     devices: Iterable[torch.device],
     generators: Iterable[Generator],
 ) -> None:
@@ -43,15 +43,15 @@ def two_passes(
         loss_of: runs the loss backward to the outputs, and gives the gradients of each chunk's
             tensors; None for a tensor that gets none.
         backward: sends gradients back from tensors.
-        modules: whose buffers the chunks write.
+        models: whose buffers and attributes the chunks write.
         devices: whose random numbers they use.
         generators: others whose random numbers they use.
     """
-    modules = list(modules)
+    models = list(models)
     noted = functools.partial(_noted, list(devices), list(generators))
     states: list[RngState] = []
     outputs: list[Output] = []
-    at_start, at_end = _state_of(modules), _state_of(modules)
+    at_start, at_end = _state_of(models), _state_of(models)
     at_start.begin()
     with torch.no_grad():
         for i in range(n_chunks):
@@ -73,8 +73,8 @@ def two_passes(
     end.undo()
 
 
-def _state_of(modules: list[nn.Module]) -> Rollback:
-    return Together((AttributeState(modules), BufferState(modules)))
+def _state_of(models: list[nn.Module]) -> Rollback:
+    return Together((AttributeState(models), BufferState(models)))
 
 
 def _noted(devices: list[torch.device], generators: list[Generator]) -> RngState:
