@@ -14,7 +14,7 @@ from tenure.scopes import NewDisposeScope
 
 from .._retry import Rollback, Together
 from ._checks import checked_limit, checked_spec
-from ._coupled import named_modules, named_parameters
+from ._module_names import named_modules, named_parameters
 from ._module_outputs import ModuleCall, first_difference, largest_value, recorded, relative_error
 from ._optimizer_guard import no_optimizer_steps
 from ._reachable import unused

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ._coupled import named_modules
+from ._module_names import named_modules
 
 
 class ModuleCall(NamedTuple):

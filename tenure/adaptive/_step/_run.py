@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from .._oom import oom_info
 from .._retry import BufferState, Generator, Rollback
-from ._coupled import coupled_modules, refuse_coupled, refuse_distributed, written_modules
+from ._coupled import coupled_modules, refuse_coupled, written_modules
 from ._cut_inputs import CutInputs, graph_is_used_up
+from ._distributed import refuse_distributed
 from ._gradients import IsolatedGradients
 from ._outputs_pass import OutputsPass
 from ._spec import Chunk, StepSpec

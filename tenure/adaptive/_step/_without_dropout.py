@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from ._coupled import named_modules
+from ._module_names import named_modules
 
 
 @contextmanager
