@@ -637,8 +637,8 @@ def test_per_chunk_lets_batchnorm_see_micro_batches_and_never_a_single_sample():
         return net(b).mean()
 
     result = step(fn, x, batchnorm="per_chunk", maximum=4)
-    assert (result.sizes, sizes) == ((4, 5), [4, 5])
-    assert net[1].num_batches_tracked == 2
+    assert (result.sizes, sizes) == ((4, 3, 2), [4, 3, 2])
+    assert (result.micro_batch, net[1].num_batches_tracked) == (4, 3)
     check = out_of_memory_above(1)
 
     def never(b):
@@ -647,6 +647,26 @@ def test_per_chunk_lets_batchnorm_see_micro_batches_and_never_a_single_sample():
 
     with pytest.raises(OutOfRetriesError, match="micro-batch 9, 4, 2"):
         step(never, x, batchnorm="per_chunk")
+
+
+@pytest.mark.parametrize(
+    ("n_samples", "maximum", "sizes"),
+    [(4, 3, (2, 2)), (7, 3, (3, 2, 2)), (5, 2, (2, 3)), (3, 2, (3,)), (1, None, (1,))],
+)
+def test_per_chunk_takes_the_partner_of_a_last_sample_from_the_micro_batch_before(
+    n_samples, maximum, sizes
+):
+    norm = nn.BatchNorm2d(4)
+    x = torch.randn(n_samples, 4, 3, 3)
+    result = step(lambda b: norm(b).square().mean(), x, batchnorm="per_chunk", maximum=maximum)
+    assert (result.sizes, result.micro_batch) == (sizes, max(sizes))
+
+
+@pytest.mark.parametrize(("maximum", "sizes"), [(1, (1, 1, 1)), (2, (2, 1))])
+def test_per_chunk_keeps_the_maximum_where_no_module_needs_two_samples(maximum, sizes):
+    net = _net()
+    result = step(lambda b: net(b).mean(), _x(3), batchnorm="per_chunk", maximum=maximum)
+    assert (result.sizes, result.micro_batch) == (sizes, maximum)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ def recorded(roots: Mapping[str, nn.Module]) -> Iterator[list[ModuleCall]]:
 
 
 def first_difference(
-    whole: list[ModuleCall], chunks: list[list[ModuleCall]], lengths: list[int], rtol: float
+    whole: list[ModuleCall], chunks: list[list[ModuleCall]], lengths: Sequence[int], rtol: float
 ) -> tuple[ModuleCall, float] | None:
     """The first call whose outputs for the chunks are not those for the whole, and how far off."""
     if any(len(chunk) != len(whole) for chunk in chunks):
@@ -93,7 +93,7 @@ def _first_tensor(output: Any) -> Tensor | None:
     return None
 
 
-def _has_samples(whole: Tensor, parts: list[Tensor], lengths: list[int]) -> bool:
+def _has_samples(whole: Tensor, parts: list[Tensor], lengths: Sequence[int]) -> bool:
     """Whether the outputs have one row a sample (or a fixed number of rows)."""
     if whole.dim() == 0 or whole.shape[0] == 0 or whole.shape[0] % sum(lengths):
         return False

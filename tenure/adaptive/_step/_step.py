@@ -35,7 +35,7 @@ class StepResult:
     Attributes:
         loss: the loss of the whole batch, of no dimension, without graph; not scaled by a scaler.
         terms: its terms by the names that the function gave them; ``"loss"`` where it gave none.
-        micro_batch: samples in a micro-batch; all of them if the batch was not split.
+        micro_batch: the most samples in a micro-batch; all of them if the batch was not split.
         sizes: samples in each micro-batch, in order.
         attempts: how often the step was begun; 1 if nothing ran out of memory.
     """
@@ -108,7 +108,8 @@ def step(
             ``"items"`` for a list with one item a sample, or a container of these.
         out_dims: the same for outputs.
         minimum: the fewest samples in a micro-batch.
-        maximum: the most samples in a micro-batch.
+        maximum: the most samples in a micro-batch. With ``batchnorm="per_chunk"``, a BatchNorm,
+            micro-batches of 2 and an odd number of samples, the last one has 3.
         cache_type: what a size that fits is remembered for; None: what ``DEFAULT_CACHE_TYPE`` says.
         context: what shares a memory of sizes; None: the function and the call of ``step``.
         on_retry: called with each AdaptiveEvent.
@@ -160,7 +161,7 @@ def step(
         finally:
             setup.state.finish()  # an error holds this frame, and must not hold copies
     search.finished()
-    micro_batch = min(search.size, setup.n_samples)
+    micro_batch = max(outcome.sizes)
     return _with_terms_to_read(
         outcome.loss, outcome.terms, micro_batch, outcome.sizes, attempts.n_begun
     )
