@@ -17,11 +17,11 @@ from torch import Tensor
 from tenure._errors import AdaptiveUsageError
 
 from .._torch_dispatch import without_functions
+from ._shares import Shares
 from ._spec import Chunk
 from ._terms import (
     Count,
     Reduction,
-    Shares,
     Term,
     Terms,
     check_same_terms,
