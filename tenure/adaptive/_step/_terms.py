@@ -167,6 +167,13 @@ def widened(value: Tensor) -> Tensor:
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
+def widened_count(count: Count) -> Count:
+    """A count in a type that sums of several fit into: in bfloat16, 256 and 1 are 256."""
+    if not isinstance(count, Tensor) or count.is_complex():
+        return count
+    return widened(count) if count.is_floating_point() else count.long()
+
+
 def _term(value: object, place: str, reduction: Reduction) -> Term:
     what = f"The function of step(){place and ', at ' + place},"
     if not isinstance(value, tuple | list):
@@ -196,7 +203,7 @@ def _count(count: object, what: str) -> Count:
 
 def _combined(column: list[Term], name: str, shares: Shares, reduction: Reduction) -> Tensor:
     values = [widened(term.value) for term in column]
-    counts = [term.count for term in column if term.count is not None]
+    counts = [widened_count(term.count) for term in column if term.count is not None]
     if counts:
         return _sum(values) / sum(counts)
     if reduction == "sum":

@@ -30,6 +30,7 @@ from ._terms import (
     finished_loss,
     terms_of,
     widened,
+    widened_count,
 )
 from ._two_pass import two_passes
 
@@ -191,7 +192,7 @@ class _Total:
         value = widened(term.value.detach()) * share
         self._sum = value if self._sum is None else self._sum + value
         if term.count is not None:
-            self._count = self._count + term.count
+            self._count = self._count + widened_count(term.count)
 
     def seed(self, value: Tensor, share: float) -> Tensor:
         """What the gradient of the term for a chunk is multiplied by now."""
