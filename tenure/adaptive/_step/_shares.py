@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -30,12 +30,12 @@ class Shares:
     def __init__(self, lengths: Sequence[int], weights: Sequence[object] | None) -> None:
         self._by_samples = _normalized([float(length) for length in lengths])
         self._by_name: dict[str | None, list[float]] = {}
-        if weights is not None:
-            by_name = [w if isinstance(w, Mapping) else {None: w} for w in weights]
-            for name in by_name[0]:
-                column = _numbers([_weight_of(each, name) for each in by_name], len(lengths))
-                self._by_name[name] = _normalized(column) or self._by_samples
         self._weighted = weights is not None
+        if weights is not None:
+            by_name = [_named(weight, weights[0]) for weight in weights]
+            for name in by_name[0]:
+                column = _numbers([_weight_of(each, name) for each in by_name])
+                self._by_name[name] = _normalized(column) or self._by_samples
 
     def of(self, name: str) -> list[float]:
         """The shares of the chunks in a term; they sum up to 1.
@@ -54,13 +54,40 @@ class Shares:
         return shares
 
 
+def plain_number(value: object) -> int | float | None:
+    """A number of Python or numpy, or an array of one, as one of Python; None for anything else."""
+    if hasattr(value, "__array_interface__") and value.size == 1:  # type: ignore[attr-defined]
+        value = value.item()  # type: ignore[attr-defined]
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
 def _normalized(weights: list[float]) -> list[float]:
     """Shares of 1; none if all weights are zero, for then the mean has no value."""
     total = math.fsum(weights)
     return [weight / total for weight in weights] if total else []
 
 
-def _weight_of(weights: Mapping[Any, object], name: object) -> object:
+def _named(weight: object, first: object) -> dict[str | None, object]:
+    """A weight by the names of terms, which are str; one for all terms has the name None."""
+    if isinstance(weight, Mapping) != isinstance(first, Mapping):
+        raise AdaptiveUsageError(
+            f"weight() returned {_shown(first)} for one micro-batch and {_shown(weight)} for "
+            "another. Return a number for each, or a dict with the same names for each."
+        )
+    if not isinstance(weight, Mapping):
+        return {None: weight}
+    named: dict[str | None, object] = {str(name): each for name, each in weight.items()}
+    if len(named) < len(weight):
+        raise AdaptiveUsageError(
+            f"weight() returned weights of the same name: {', '.join(map(repr, weight))}. Call "
+            "each by the name of its term."
+        )
+    return named
+
+
+def _weight_of(weights: Mapping[str | None, object], name: str | None) -> object:
     if name in weights:
         return weights[name]
     raise AdaptiveUsageError(
@@ -69,17 +96,34 @@ def _weight_of(weights: Mapping[Any, object], name: object) -> object:
     )
 
 
-def _numbers(values: list[object], n: int) -> list[float]:
-    """The weights of a term as numbers; tensors of one device are read together."""
-    tensors = [v for v in values if isinstance(v, Tensor) and v.numel() == 1]
-    if len(tensors) == n:
-        values = list(torch.stack([t.detach().reshape(()).double() for t in tensors]).tolist())
-    for value in values:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= value < math.inf:  # type: ignore[operator]
-            shown = describe_tensor(value) if isinstance(value, Tensor) else repr(value)
+def _numbers(values: list[object]) -> list[float]:
+    """The weights of a term for each chunk."""
+    numbers = []
+    for value in _read(values):
+        number = plain_number(value)
+        if number is None or not 0 <= number < math.inf:
             raise AdaptiveUsageError(
-                f"weight() returned {shown} for a micro-batch. Return what the mean divides by: a "
-                "number that is finite and not negative, or a dict of one for each term."
+                f"weight() returned {_shown(value)} for a micro-batch. Return what the mean "
+                "divides by: a number that is finite and not negative, or a dict of one for each "
+                "term."
             )
-    return [float(value) for value in values]  # type: ignore[arg-type]
+        numbers.append(float(number))
+    return numbers
+
+
+def _read(values: list[object]) -> list[object]:
+    """The same with the values of tensors; those of one device and type are read together."""
+    read = list(values)
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, value in enumerate(values):
+        if isinstance(value, Tensor) and value.numel() == 1:
+            alike.setdefault((value.device, value.dtype), []).append(i)
+    for (_, dtype), places in alike.items():
+        tensors = [values[i].detach().reshape(()) for i in places]  # type: ignore[attr-defined]
+        for i, number in zip(places, torch.stack(tensors).tolist(), strict=True):
+            read[i] = int(number) if dtype is torch.bool else number
+    return read
+
+
+def _shown(value: object) -> str:
+    return describe_tensor(value) if isinstance(value, Tensor) else repr(value)

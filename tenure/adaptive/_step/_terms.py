@@ -16,7 +16,7 @@ from torch import Tensor
 from tenure._describe import describe_tensor
 from tenure._errors import AdaptiveUsageError
 
-from ._shares import Shares
+from ._shares import Shares, plain_number
 
 Reduction = Literal["mean", "sum"]
 Count = Tensor | float
@@ -191,8 +191,9 @@ def _term(value: object, place: str, reduction: Reduction) -> Term:
 def _count(count: object, what: str) -> Count:
     if isinstance(count, Tensor) and count.numel() == 1 and not count.requires_grad:
         return count.detach().reshape(())
-    if isinstance(count, int | float) and not isinstance(count, bool):
-        return count
+    number = plain_number(count)
+    if number is not None:
+        return number
     shown = describe_tensor(count) if isinstance(count, Tensor) else _brief(count)
     needs = " that requires grad" if isinstance(count, Tensor) and count.requires_grad else ""
     raise AdaptiveUsageError(
