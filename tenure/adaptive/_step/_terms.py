@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from tenure._describe import describe_tensor
 from tenure._errors import AdaptiveUsageError
 
+from ._precision import widened, widened_count
 from ._shares import Shares, plain_number
 
 Reduction = Literal["mean", "sum"]
@@ -160,18 +160,6 @@ def scalar(value: object, what: str) -> Tensor:
     if value.numel() != 1 or not value.is_floating_point():
         raise AdaptiveUsageError(f"{what} returned {describe_tensor(value)}. {_WANTED}")
     return value if value.dim() == 0 else value.reshape(())
-
-
-def widened(value: Tensor) -> Tensor:
-    """A scalar in the precision that sums of several are made in."""
-    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-
-
-def widened_count(count: Count) -> Count:
-    """A count in a type that sums of several fit into: in bfloat16, 256 and 1 are 256."""
-    if not isinstance(count, Tensor) or count.is_complex():
-        return count
-    return widened(count) if count.is_floating_point() else count.long()
 
 
 def _term(value: object, place: str, reduction: Reduction) -> Term:

@@ -17,6 +17,7 @@ from torch import Tensor
 from tenure._errors import AdaptiveUsageError
 
 from .._torch_dispatch import without_functions
+from ._precision import widened, widened_count, widest_float
 from ._shares import Shares
 from ._spec import Chunk
 from ._terms import (
@@ -29,8 +30,6 @@ from ._terms import (
     combined,
     finished_loss,
     terms_of,
-    widened,
-    widened_count,
 )
 from ._two_pass import two_passes
 
@@ -205,7 +204,8 @@ class _Total:
         if self._guess is None:
             return None
         assert self._sum is not None
-        count = torch.as_tensor(self._count, device=self._sum.device).to(_precise(self._sum))
+        device = self._sum.device
+        count = torch.as_tensor(self._count, device=device).to(widest_float(device))
         return 1 / (count * self._guess)
 
     def value(self) -> Tensor:
@@ -223,8 +223,3 @@ def _slope(loss: Tensor, total: Tensor) -> Tensor:
         "then() of step() returned what is no function of the loss it got, so that no gradient "
         "comes back from it. Compute its result from its argument, with gradients enabled."
     )
-
-
-def _precise(value: Tensor) -> torch.dtype:
-    """The widest type of floating point that the device has."""
-    return torch.float32 if value.device.type == "mps" else torch.float64
