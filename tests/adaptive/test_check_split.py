@@ -238,6 +238,17 @@ def test_batchnorm_on_few_samples_is_named_too(n_samples, sizes):
     assert names(report, "module") == ["net.1 (BatchNorm1d)"]
 
 
+def test_the_number_of_samples_may_be_of_numpy():
+    np = pytest.importorskip("numpy")
+    net = _net(nn.Tanh())
+    assert check_split(lambda b: net(b).mean(), _x(), samples=np.int64(6)).sizes == (4, 2)
+
+
+def test_a_number_of_samples_that_is_none_is_refused():
+    with pytest.raises(AdaptiveUsageError, match=r"samples=0 is not a size\. Give a whole number"):
+        check_split(lambda b: b.mean(), _x(), samples=0)
+
+
 def test_a_single_sample_can_not_be_split():
     net = _net(nn.Tanh())
     with pytest.raises(
@@ -340,7 +351,6 @@ def test_a_module_whose_chunks_alone_give_nan_is_named():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"samples": 0}, r"check_split\(\) got samples=0"),
         ({"loss": "max"}, r"check_split\(\) got loss='max'"),
         ({"model": 3}, r"check_split\(\) got a int as model="),
     ],

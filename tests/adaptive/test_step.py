@@ -508,8 +508,9 @@ def test_chunks_with_other_outputs_are_refused():
         ({"weight": 3}, "got a int as weight=, which can't be called"),
         ({"batchnorm": "merge"}, 'batchnorm=\'merge\'. It is "refuse" or "per_chunk"'),
         ({"scaler": 3}, r"got a int as scaler=\. Pass a torch.amp.GradScaler"),
-        ({"minimum": 0}, r"minimum=0\. It is a number of samples, from 1"),
-        ({"maximum": True}, "maximum=True"),
+        ({"minimum": 0}, r"minimum=0 is not a size\. Give a whole number from 1 up"),
+        ({"maximum": True}, "maximum=True is not a size"),
+        ({"maximum": 2.5}, r"maximum=2\.5 is not a size"),
         ({"model": 3}, r"got a int as model=\. Pass the nn.Module"),
         ({"model": []}, "got a list as model="),
     ],
@@ -517,6 +518,13 @@ def test_chunks_with_other_outputs_are_refused():
 def test_arguments_that_do_not_fit_are_refused(options, message):
     with pytest.raises(AdaptiveUsageError, match=message):
         step(torch.sum, _x(), **options)
+
+
+def test_limits_may_be_numbers_of_numpy():
+    np = pytest.importorskip("numpy")
+    net = _net()
+    result = step(lambda b: net(b).mean(), _x(), minimum=np.int64(2), maximum=np.int32(4))
+    assert (result.sizes, type(result.micro_batch)) == ((4, 4, 1), int)
 
 
 def test_a_group_is_not_taken_silently():

@@ -13,7 +13,8 @@ from tenure._errors import AdaptiveUsageError
 from tenure.scopes import NewDisposeScope
 
 from .._retry import Rollback, Together
-from ._checks import checked_limit, checked_spec
+from .._sizes import checked_size
+from ._checks import checked_spec
 from ._coupled import coupled_modules, named_modules, named_parameters
 from ._module_outputs import ModuleCall, first_difference, largest_value, recorded, relative_error
 from ._optimizer_guard import no_optimizer_steps
@@ -96,7 +97,7 @@ def check_split(
         (False, 'net.1 (BatchNorm1d)')
     """
     spec = checked_spec("check_split", fn, loss, weight, then, once, "per_chunk", out_dims, scaler)
-    part = _first_samples(batch, in_dims, checked_limit("check_split", "samples", samples))
+    part = _first_samples(batch, in_dims, checked_size("samples", samples))
     setup = StepSetup(spec, part, in_dims, model)
     _check_number(setup)
     size = min(-(-setup.n_samples * 5 // 8), setup.n_samples - 1)

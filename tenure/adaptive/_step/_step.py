@@ -15,8 +15,15 @@ from tenure._torch_dynamo import never_compiled
 from tenure.scopes import DisposeScope
 
 from .._retry import Attempts, OnRetry, Together
-from .._sizes import AdaptiveSearch, BatchsizeCache, SizeLimits, memory_for, stands_for
-from ._checks import checked_limit, checked_spec
+from .._sizes import (
+    AdaptiveSearch,
+    BatchsizeCache,
+    SizeLimits,
+    checked_size,
+    memory_for,
+    stands_for,
+)
+from ._checks import checked_spec
 from ._optimizer_guard import no_optimizer_steps
 from ._run import StepOutcome
 from ._sample_tree import SampleDims
@@ -141,7 +148,7 @@ def step(
     """
     spec = checked_spec("step", fn, loss, weight, then, once, batchnorm, out_dims, scaler)
     setup = StepSetup(spec, batch, in_dims, model)
-    limits = SizeLimits(max(checked_limit("step", "minimum", minimum), setup.smallest))
+    limits = SizeLimits(max(checked_size("minimum", minimum), setup.smallest))
     largest = max(setup.n_samples, 1)
     if maximum is not None:
         largest = min(largest, _checked_maximum(maximum, limits.minimum))
@@ -168,9 +175,10 @@ def step(
 
 
 def _checked_maximum(maximum: int, fewest: int) -> int:
-    if checked_limit("step", "maximum", maximum) < fewest:
+    most = checked_size("maximum", maximum)
+    if most < fewest:
         raise AdaptiveUsageError(
             f"maximum={maximum} is below {fewest}, the fewest samples that a micro-batch may have "
             'here, by minimum= or by batchnorm="per_chunk". Raise it.'
         )
-    return maximum
+    return most
