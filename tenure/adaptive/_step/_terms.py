@@ -121,17 +121,10 @@ def finished_loss(
 def combined(
     chunks: Sequence[dict[str, Term]], shares: Shares, reduction: Reduction
 ) -> dict[str, Tensor]:
-    """The terms of the whole batch, of those of its chunks.
-
-    Raises:
-        AdaptiveUsageError: the chunks have other terms than the first.
-    """
-    names = chunks[0].keys()
-    for chunk in chunks:
-        check_same_terms(names, chunk.keys())
+    """The terms of the whole batch, of those of its chunks, which are the same for each."""
     return {
         name: _combined([chunk[name] for chunk in chunks], name, shares, reduction)
-        for name in names
+        for name in chunks[0]
     }
 
 
