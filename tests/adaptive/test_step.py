@@ -489,6 +489,22 @@ def test_chunks_with_other_terms_are_refused():
         step(fn, x, maximum=4)
 
 
+@pytest.mark.parametrize("first_has_a_count", [True, False])
+@pytest.mark.parametrize("others", [{}, {"size": (torch.tensor(0.0), 1)}])
+def test_chunks_of_which_some_have_a_count_are_refused(first_has_a_count, others):
+    net = _net()
+
+    def fn(b):
+        out = net(b)
+        is_pair = (len(b) == 4) == first_has_a_count
+        return {"a": (out.sum(), out.numel()) if is_pair else out.mean(), **others}
+
+    with pytest.raises(
+        AdaptiveUsageError, match="a count with the term 'a' for one micro-batch and none for an"
+    ):
+        step(fn, _x(), maximum=4)
+
+
 def test_chunks_with_other_outputs_are_refused():
     net, x = _net(), _x()
     with pytest.raises(AdaptiveUsageError, match=r"output\['a'\] for one micro-batch"):

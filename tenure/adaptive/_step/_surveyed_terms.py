@@ -15,14 +15,14 @@ class SurveyedTerms:
 
     Args:
         chunks: the terms of each chunk.
-        names: those that each chunk has to have.
+        with_counts: the terms that each chunk has to have, and whether with a count.
         named: whether the function named them.
     """
 
-    def __init__(self, chunks: ChunkTerms, names: list[str], named: bool) -> None:
+    def __init__(self, chunks: ChunkTerms, with_counts: dict[str, bool], named: bool) -> None:
         self._chunks = chunks
         self._run = chunks.run
-        self._names = names
+        self._with_counts = with_counts
         self._named = named
         self._loss: Tensor | None = None
         self._values: dict[str, Tensor] = {}
@@ -46,8 +46,8 @@ class SurveyedTerms:
 
     def _forward(self, i: int) -> tuple[dict[str, Term], list[Tensor]]:
         terms = self._chunks.of(i)
-        check_same_terms(self._names, terms.by_name)
-        tensors = [terms.by_name[name].value for name in self._names]
+        check_same_terms(self._with_counts, terms.by_name)
+        tensors = [terms.by_name[name].value for name in self._with_counts]
         return terms.detached().by_name, tensors
 
     def _differentiate(self, chunks: list[dict[str, Term]]) -> list[list[Tensor | None]]:
@@ -60,4 +60,4 @@ class SurveyedTerms:
             run.backward.run([run.backward.scaled(loss)], [None], leaves)
         self._loss = loss.detach()
         self._values = {name: value.detach() for name, value in values.items()}
-        return [[chunk[name].value.grad for name in self._names] for chunk in chunks]
+        return [[chunk[name].value.grad for name in self._with_counts] for chunk in chunks]

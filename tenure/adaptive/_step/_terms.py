@@ -53,6 +53,10 @@ class Terms(NamedTuple):
     by_name: dict[str, Term]
     named: bool
 
+    def with_counts(self) -> dict[str, bool]:
+        """Which of them have counts."""
+        return {name: term.count is not None for name, term in self.by_name.items()}
+
     def detached(self) -> Terms:
         """The same, without their graphs."""
         return Terms(
@@ -128,8 +132,12 @@ def combined(
     }
 
 
-def check_same_terms(first: Any, other: Any) -> None:
+def check_same_terms(first: Mapping[str, bool], other: Mapping[str, Term]) -> None:
     """Make sure that two chunks have the same terms.
+
+    Args:
+        first: the terms of one by name, and whether they have counts.
+        other: those of the other.
 
     Raises:
         AdaptiveUsageError: they don't.
@@ -140,6 +148,13 @@ def check_same_terms(first: Any, other: Any) -> None:
             f"micro-batch and {', '.join(map(repr, other))} for another. Return the same ones for "
             "each, with a count of zero where there is nothing to count."
         )
+    for name, term in other.items():
+        if first[name] != (term.count is not None):
+            raise AdaptiveUsageError(
+                f"The function of step() returned a count with the term {name!r} for one "
+                "micro-batch and none for another. Return a pair (sum, count) for each, or for "
+                "none."
+            )
 
 
 def scalar(value: object, what: str) -> Tensor:

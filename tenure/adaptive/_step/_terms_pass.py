@@ -44,11 +44,11 @@ class TermsPass:
         """Run it; the loss, and its terms."""
         first = self._chunks.of(0)
         check_weight_is_used(first, self._run.spec.weight)
-        has_counts = any(term.count is not None for term in first.by_name.values())
-        if len(first.by_name) > 1 and (has_counts or self._run.spec.then is not None):
-            names, named = list(first.by_name), first.named
+        with_counts, named = first.with_counts(), first.named
+        needs_all = any(with_counts.values()) or self._run.spec.then is not None
+        if len(with_counts) > 1 and needs_all:
             del first
-            return SurveyedTerms(self._chunks, names, named).run()
+            return SurveyedTerms(self._chunks, with_counts, named).run()
         weighted = _WeightedTerms(self._chunks, first)
         weighted.take(0, first)
         del first  # its graph must not be there beside the next one
@@ -70,11 +70,12 @@ class _WeightedTerms:
         self._run = chunks.run
         self._then = chunks.run.spec.then
         self._named = first.named
+        self._with_counts = first.with_counts()
         self._totals = {name: _Total(self._guess(term)) for name, term in first.by_name.items()}
 
     def take(self, i: int, terms: Terms) -> None:
         """Send the gradient of one chunk back, and count its terms in."""
-        check_same_terms(self._totals, terms.by_name)
+        check_same_terms(self._with_counts, terms.by_name)
         values, seeds = [], []
         with without_functions():  # nothing here outlives the step
             for name, term in terms.by_name.items():
