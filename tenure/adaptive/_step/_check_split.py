@@ -15,8 +15,9 @@ from tenure.scopes import NewDisposeScope
 from .._retry import Rollback, Together
 from .._sizes import checked_size
 from ._checks import checked_spec
+from ._compare import largest_value, relative_error
 from ._coupled import coupled_modules, named_modules, named_parameters
-from ._module_outputs import ModuleCall, first_difference, largest_value, recorded, relative_error
+from ._module_outputs import ModuleCall, first_difference, recorded
 from ._optimizer_guard import no_optimizer_steps
 from ._reachable import unused
 from ._run import StepOutcome
@@ -37,7 +38,14 @@ _FLOOR = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """What one run left."""
+    """What one run left.
+
+    Attributes:
+        outcome: its losses, and the sizes it ran in.
+        gradients: copies of those that it made, by the name of their leaf.
+        buffers: copies of all of them by name, as the run left them.
+        calls: what modules returned, those of all chunks one after the other.
+    """
 
     outcome: StepOutcome
     gradients: dict[str, Tensor]

@@ -9,11 +9,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ._compare import relative_error
 from ._coupled import named_modules
 
 
 class ModuleCall(NamedTuple):
-    """A call of a module, and the first tensor that it returned."""
+    """A call of a module.
+
+    Attributes:
+        name: the module, as its root and its path below that.
+        kind: its type.
+        output: a copy of the first tensor of floating point that it returned.
+    """
 
     name: str
     kind: str
@@ -51,28 +58,6 @@ def first_difference(
     return None
 
 
-def relative_error(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
-    """The largest difference, relative to the largest value of ``b``; NaN where only one is NaN.
-
-    Args:
-        a: any tensor.
-        b: one of the same shape.
-        floor: differences are relative to this where ``b`` has only smaller values.
-    """
-    if a.numel() == 0:
-        return 0.0
-    a, b = _comparable(a), _comparable(b)
-    if torch.equal(a.isnan(), b.isnan()):
-        a, b = a.nan_to_num(), b.nan_to_num()
-    difference = float((a - b).abs().max())
-    return difference / (max(float(b.abs().max()), floor) or 1.0)
-
-
-def largest_value(x: Tensor) -> float:
-    """The largest absolute value; 0 for none."""
-    return float(_comparable(x).nan_to_num().abs().max()) if x.numel() else 0.0
-
-
 def _recorder(name: str, calls: list[ModuleCall]) -> Any:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         first = _first_tensor(output)
@@ -104,9 +89,3 @@ def _has_samples(whole: Tensor, parts: list[Tensor], lengths: Sequence[int]) -> 
         and part.shape[1:] == whole.shape[1:]
         for part, length in zip(parts, lengths, strict=True)
     )
-
-
-def _comparable(x: Tensor) -> Tensor:
-    x = x.to_dense() if x.layout is not torch.strided else x
-    x = torch.view_as_real(x) if x.is_complex() else x
-    return x.detach().cpu().double()

@@ -41,7 +41,13 @@ def requires_grad(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """What stands at one place of a tree, and where its samples are."""
+    """What stands at one place of a tree.
+
+    Attributes:
+        path: the place, as an expression.
+        value: a tensor of any shape, dtype and device, or a value that is not taken apart.
+        dim: where its samples are; None if all samples share it.
+    """
 
     path: str
     value: Any
@@ -256,6 +262,14 @@ class SampleTree:
 
 @dataclass(frozen=True, slots=True)
 class _Container:
+    """One level of a container.
+
+    Attributes:
+        keys: the keys, indices or names of fields.
+        children: what stands there.
+        make: makes a container like it of other children.
+    """
+
     keys: list[Any]
     children: list[Any]
     make: Callable[[list[Any]], Any]
