@@ -194,8 +194,25 @@ def test_a_computed_tensor_in_a_shared_container_of_the_batch_runs_backward_once
     assert sum(log) == 9
 
 
-def test_a_shared_container_without_gradients_is_passed_on_itself():
-    extra = {"mask": torch.ones(4)}
+@pytest.mark.parametrize("maximum", [9, 4])
+def test_parameters_in_a_shared_container_of_the_batch_stay_tied(maximum):
+    net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
+    net[2].weight = net[0].weight
+    parameters = dict(net.named_parameters(remove_duplicate=False))
+    batch = {"x": torch.randn(9, 4), "parameters": parameters}
+
+    def fn(b):
+        return torch.func.functional_call(net, b["parameters"], (b["x"],)).square().mean()
+
+    fn(batch).backward()
+    wanted = gradients(net)
+    net.zero_grad()
+    step(fn, batch, in_dims={"parameters": None}, maximum=maximum)
+    assert worst_error(gradients(net), wanted) <= 1e-5
+
+
+def test_a_shared_container_without_a_graph_is_passed_on_itself():
+    extra = {"mask": torch.ones(4), "weight": nn.Parameter(torch.ones(4))}
     extra["itself"] = extra
     seen = []
 

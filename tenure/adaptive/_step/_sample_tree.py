@@ -34,9 +34,9 @@ _Build = Callable[[Iterator[Any]], Any]
 _SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
-def requires_grad(value: object) -> bool:
-    """Whether it is a tensor that gets a gradient."""
-    return isinstance(value, Tensor) and value.requires_grad
+def has_graph(value: object) -> bool:
+    """Whether it is a tensor that was computed from others that get gradients."""
+    return isinstance(value, Tensor) and value.grad_fn is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class SampleTree:
         *,
         name: str,
         argument: str,
-        reaches: Callable[[object], bool] = requires_grad,
+        reaches: Callable[[object], bool] = has_graph,
     ) -> None:
         self.leaves: list[Leaf] = []
         self._reaches = reaches
