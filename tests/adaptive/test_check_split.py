@@ -204,13 +204,49 @@ def test_the_number_of_samples_and_the_tolerance_can_be_chosen():
         return net(b).square().mean() * (1 + 1e-3 * (len(b) == 2))
 
     x = _x().float()
-    report = check_split(fn, x, samples=4)
-    assert (report.sizes, report.rtol, report.ok) == ((3, 1), 1e-4, True)
-    assert max(seen) == 4
-    report = check_split(fn, x, samples=5)
-    assert (report.sizes, report.ok) == ((4, 1), True)
-    assert check_split(fn, x, samples=6, rtol=0.1)
-    assert not check_split(fn, x, samples=6)
+    report = check_split(fn, x, samples=7)
+    assert (report.sizes, report.rtol, report.ok) == ((5, 2), 1e-4, False)
+    assert max(seen) == 7
+    assert check_split(fn, x, samples=7, rtol=0.1)
+    report = check_split(fn, x)
+    assert (report.sizes, report.ok) == ((5, 3), True)
+
+
+@pytest.mark.parametrize(
+    ("n_samples", "sizes"), [(2, (1, 1)), (3, (2, 1)), (4, (2, 2)), (5, (3, 2)), (6, (4, 2))]
+)
+def test_few_samples_are_compared_in_parts_too(n_samples, sizes):
+    net = _net(nn.Tanh())
+    seen = []
+
+    def fn(b):
+        seen.append(len(b))
+        return net(b).square().mean()
+
+    report = check_split(fn, _x(n_samples))
+    assert (report.sizes, report.ok) == (sizes, True)
+    assert seen == [n_samples, n_samples, *sizes]
+    mixed = check_split(lambda b: net(b).logsumexp(0).sum(), _x(n_samples))
+    assert names(mixed, "loss") == ["loss"]
+
+
+@pytest.mark.parametrize(("n_samples", "sizes"), [(4, (2, 2)), (5, (3, 2))])
+def test_batchnorm_on_few_samples_is_named_too(n_samples, sizes):
+    net = _net(nn.BatchNorm1d(8))
+    report = check_split(lambda b: net(b).square().mean(), _x(n_samples))
+    assert report.sizes == sizes
+    assert names(report, "module") == ["net.1 (BatchNorm1d)"]
+
+
+def test_the_number_of_samples_may_be_of_numpy():
+    np = pytest.importorskip("numpy")
+    net = _net(nn.Tanh())
+    assert check_split(lambda b: net(b).mean(), _x(), samples=np.int64(6)).sizes == (4, 2)
+
+
+def test_a_number_of_samples_that_is_none_is_refused():
+    with pytest.raises(AdaptiveUsageError, match=r"samples=0 is not a size\. Give a whole number"):
+        check_split(lambda b: b.mean(), _x(), samples=0)
 
 
 def test_a_single_sample_can_not_be_split():
@@ -219,6 +255,17 @@ def test_a_single_sample_can_not_be_split():
         AdaptiveUsageError, match=r"got 1 sample\(s\), and a split needs 2 at least"
     ):
         check_split(lambda b: net(b).mean(), _x(1))
+
+
+@pytest.mark.parametrize("n_samples", [2, 3])
+def test_too_few_samples_for_statistics_of_each_part_are_refused_with_the_module(n_samples):
+    net = _net(nn.BatchNorm1d(8))
+    with pytest.raises(
+        AdaptiveUsageError,
+        match=rf"got {n_samples} sample\(s\), and a split needs 4 at least, 2 in each part for "
+        r"net\.1 \(BatchNorm1d, training with",
+    ):
+        check_split(lambda b: net(b).mean(), _x(n_samples))
 
 
 def test_bfloat16_is_compared_coarsely():
@@ -304,7 +351,6 @@ def test_a_module_whose_chunks_alone_give_nan_is_named():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"samples": 0}, r"check_split\(\) got samples=0"),
         ({"loss": "max"}, r"check_split\(\) got loss='max'"),
         ({"model": 3}, r"check_split\(\) got a int as model="),
     ],

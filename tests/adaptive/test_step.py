@@ -489,6 +489,22 @@ def test_chunks_with_other_terms_are_refused():
         step(fn, x, maximum=4)
 
 
+@pytest.mark.parametrize("first_has_a_count", [True, False])
+@pytest.mark.parametrize("others", [{}, {"size": (torch.tensor(0.0), 1)}])
+def test_chunks_of_which_some_have_a_count_are_refused(first_has_a_count, others):
+    net = _net()
+
+    def fn(b):
+        out = net(b)
+        is_pair = (len(b) == 4) == first_has_a_count
+        return {"a": (out.sum(), out.numel()) if is_pair else out.mean(), **others}
+
+    with pytest.raises(
+        AdaptiveUsageError, match="a count with the term 'a' for one micro-batch and none for an"
+    ):
+        step(fn, _x(), maximum=4)
+
+
 def test_chunks_with_other_outputs_are_refused():
     net, x = _net(), _x()
     with pytest.raises(AdaptiveUsageError, match=r"output\['a'\] for one micro-batch"):
@@ -508,8 +524,9 @@ def test_chunks_with_other_outputs_are_refused():
         ({"weight": 3}, "got a int as weight=, which can't be called"),
         ({"batchnorm": "merge"}, 'batchnorm=\'merge\'. It is "refuse" or "per_chunk"'),
         ({"scaler": 3}, r"got a int as scaler=\. Pass a torch.amp.GradScaler"),
-        ({"minimum": 0}, r"minimum=0\. It is a number of samples, from 1"),
-        ({"maximum": True}, "maximum=True"),
+        ({"minimum": 0}, r"minimum=0 is not a size\. Give a whole number from 1 up"),
+        ({"maximum": True}, "maximum=True is not a size"),
+        ({"maximum": 2.5}, r"maximum=2\.5 is not a size"),
         ({"model": 3}, r"got a int as model=\. Pass the nn.Module"),
         ({"model": []}, "got a list as model="),
     ],
@@ -517,6 +534,13 @@ def test_chunks_with_other_outputs_are_refused():
 def test_arguments_that_do_not_fit_are_refused(options, message):
     with pytest.raises(AdaptiveUsageError, match=message):
         step(torch.sum, _x(), **options)
+
+
+def test_limits_may_be_numbers_of_numpy():
+    np = pytest.importorskip("numpy")
+    net = _net()
+    result = step(lambda b: net(b).mean(), _x(), minimum=np.int64(2), maximum=np.int32(4))
+    assert (result.sizes, type(result.micro_batch)) == ((4, 4, 1), int)
 
 
 def test_a_group_is_not_taken_silently():
@@ -637,8 +661,8 @@ def test_per_chunk_lets_batchnorm_see_micro_batches_and_never_a_single_sample():
         return net(b).mean()
 
     result = step(fn, x, batchnorm="per_chunk", maximum=4)
-    assert (result.sizes, sizes) == ((4, 5), [4, 5])
-    assert net[1].num_batches_tracked == 2
+    assert (result.sizes, sizes) == ((4, 3, 2), [4, 3, 2])
+    assert (result.micro_batch, net[1].num_batches_tracked) == (4, 3)
     check = out_of_memory_above(1)
 
     def never(b):
@@ -647,6 +671,26 @@ def test_per_chunk_lets_batchnorm_see_micro_batches_and_never_a_single_sample():
 
     with pytest.raises(OutOfRetriesError, match="micro-batch 9, 4, 2"):
         step(never, x, batchnorm="per_chunk")
+
+
+@pytest.mark.parametrize(
+    ("n_samples", "maximum", "sizes"),
+    [(4, 3, (2, 2)), (7, 3, (3, 2, 2)), (5, 2, (2, 3)), (3, 2, (3,)), (1, None, (1,))],
+)
+def test_per_chunk_takes_the_partner_of_a_last_sample_from_the_micro_batch_before(
+    n_samples, maximum, sizes
+):
+    norm = nn.BatchNorm2d(4)
+    x = torch.randn(n_samples, 4, 3, 3)
+    result = step(lambda b: norm(b).square().mean(), x, batchnorm="per_chunk", maximum=maximum)
+    assert (result.sizes, result.micro_batch) == (sizes, max(sizes))
+
+
+@pytest.mark.parametrize(("maximum", "sizes"), [(1, (1, 1, 1)), (2, (2, 1))])
+def test_per_chunk_keeps_the_maximum_where_no_module_needs_two_samples(maximum, sizes):
+    net = _net()
+    result = step(lambda b: net(b).mean(), _x(3), batchnorm="per_chunk", maximum=maximum)
+    assert (result.sizes, result.micro_batch) == (sizes, maximum)
 
 
 @pytest.mark.parametrize(

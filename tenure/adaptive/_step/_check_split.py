@@ -13,9 +13,12 @@ from tenure._errors import AdaptiveUsageError
 from tenure.scopes import NewDisposeScope
 
 from .._retry import Rollback, Together
-from ._checks import checked_limit, checked_spec
+from .._sizes import checked_size
+from ._checks import checked_spec
+from ._compare import largest_value, relative_error
+from ._coupled import coupled_modules
 from ._module_names import named_modules, named_parameters
-from ._module_outputs import ModuleCall, first_difference, largest_value, recorded, relative_error
+from ._module_outputs import ModuleCall, first_difference, recorded
 from ._optimizer_guard import no_optimizer_steps
 from ._reachable import unused
 from ._run import StepOutcome
@@ -36,7 +39,14 @@ _FLOOR = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """What one run left."""
+    """What one run left.
+
+    Attributes:
+        outcome: its losses, and the sizes it ran in.
+        gradients: copies of those that it made, by the name of their leaf.
+        buffers: copies of all of them by name, as the run left them.
+        calls: what modules returned, those of all chunks one after the other.
+    """
 
     outcome: StepOutcome
     gradients: dict[str, Tensor]
@@ -59,15 +69,16 @@ def check_split(
     samples: int = 8,
     rtol: float | None = None,
 ) -> SplitReport:
-    """Say whether `step` gives the same loss, gradients and buffers in micro-batches, and who not.
+    """Say whether `step` gives the same in micro-batches, and which module or parameter differs.
 
-    Runs forward and backward on the first samples of the batch, in one piece and in two of unequal
-    length, and compares. Dropout modules are off meanwhile. Gradients, buffers, random state and
-    the modes of modules are as before afterwards.
+    Runs forward and backward on the first samples of the batch, in one piece and in two (of unequal
+    length, except of 2 or 4 samples), and compares loss, terms, gradients and buffers. Dropout
+    modules are off meanwhile. Gradients, buffers, random state and the modes of modules are as
+    before afterwards.
 
     Args:
         fn: as for `step`, and so are ``batch`` and the arguments up to ``out_dims``.
-        batch: as for `step`; at least 2 samples.
+        batch: as for `step`; at least 2 samples, or 4 where a module such as BatchNorm needs 2.
         loss: as for `step`.
         weight: as for `step`.
         then: as for `step`.
@@ -81,7 +92,7 @@ def check_split(
             and 5e-2 for less.
 
     Raises:
-        AdaptiveUsageError: as for `step`, or the batch has a single sample.
+        AdaptiveUsageError: as for `step`, or there are too few samples.
 
     Example:
         >>> import torch
@@ -95,24 +106,34 @@ def check_split(
         (False, 'net.1 (BatchNorm1d)')
     """
     spec = checked_spec("check_split", fn, loss, weight, then, once, "per_chunk", out_dims, scaler)
-    part = _first_samples(batch, in_dims, checked_limit("check_split", "samples", samples))
+    part = _first_samples(batch, in_dims, checked_size("samples", samples))
     setup = StepSetup(spec, part, in_dims, model)
-    size = -(-setup.n_samples * 5 // 8)
-    lengths = [size, setup.n_samples - size]
-    if lengths[1] < 1:
-        raise AdaptiveUsageError(
-            f"check_split() got {setup.n_samples} sample(s), and a split needs 2 at least."
-        )
+    _check_number(setup)
+    size = min(-(-setup.n_samples * 5 // 8), setup.n_samples - 1)
     with NewDisposeScope("check_split"), without_dropout(setup.roots):
         whole = _result(setup, setup.n_samples)
         again = _result(setup, setup.n_samples, other_numbers=True)
         split = _result(setup, size)
         rtol = _default_rtol(whole) if rtol is None else rtol
+        sizes = split.outcome.sizes
         if by_chance := _differences(whole, again, rtol):
-            return SplitReport(tuple(lengths), rtol, (_random(setup, by_chance),))
-        found = _differences(whole, split, rtol)
-        return SplitReport(
-            tuple(lengths), rtol, (*_first_module(whole, split, lengths, rtol), *found)
+            return SplitReport(sizes, rtol, (_random(setup, by_chance),))
+        found = _first_module(whole, split, rtol), _differences(whole, split, rtol)
+        return SplitReport(sizes, rtol, (*found[0], *found[1]))
+
+
+def _check_number(setup: StepSetup) -> None:
+    """Make sure that both parts have samples enough.
+
+    Raises:
+        AdaptiveUsageError: they don't.
+    """
+    fewest = 2 * setup.smallest
+    if setup.n_samples < fewest:
+        needs = f", 2 in each part for {coupled_modules(setup.roots)[0]}" if fewest > 2 else ""
+        raise AdaptiveUsageError(
+            f"check_split() got {setup.n_samples} sample(s), and a split needs {fewest} at "
+            f"least{needs}."
         )
 
 
@@ -196,11 +217,9 @@ def _error(whole: Tensor | None, other: Tensor | None, floor: float) -> float:
     return relative_error(other, whole, floor)
 
 
-def _first_module(
-    whole: _Result, split: _Result, lengths: list[int], rtol: float
-) -> list[SplitDifference]:
+def _first_module(whole: _Result, split: _Result, rtol: float) -> list[SplitDifference]:
     """The module that mixes samples, if one does; the last calls are those of the chunks."""
-    n_calls = len(whole.calls)
+    n_calls, lengths = len(whole.calls), split.outcome.sizes
     chunks = [split.calls[i : i + n_calls] for i in range(0, len(split.calls), n_calls or 1)]
     found = first_difference(whole.calls, chunks[-len(lengths) :], lengths, rtol)
     if found is None:

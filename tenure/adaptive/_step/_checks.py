@@ -58,19 +58,6 @@ def checked_spec(
     return StepSpec(entry, fn, loss, weight, then, once, batchnorm, out_dims, scaler)
 
 
-def checked_limit(entry: str, name: str, value: object) -> int:
-    """A number of samples.
-
-    Raises:
-        AdaptiveUsageError: it is no whole number above zero.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise AdaptiveUsageError(
-            f"{entry}() got {name}={value!r}. It is a number of samples, from 1."
-        )
-    return value
-
-
 def _refuse_beside_outputs(entry: str, weight: object, then: object) -> None:
     name = "weight" if weight is not None else "then" if then is not None else None
     if name is not None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ._compare import relative_error
 from ._module_names import named_modules
 
 
 class ModuleCall(NamedTuple):
-    """A call of a module, and the first tensor that it returned."""
+    """A call of a module.
+
+    Attributes:
+        name: the module, as its root and its path below that.
+        kind: its type.
+        output: a copy of the first tensor of floating point that it returned.
+    """
 
     name: str
     kind: str
@@ -36,7 +43,7 @@ def recorded(roots: Mapping[str, nn.Module]) -> Iterator[list[ModuleCall]]:
 
 
 def first_difference(
-    whole: list[ModuleCall], chunks: list[list[ModuleCall]], lengths: list[int], rtol: float
+    whole: list[ModuleCall], chunks: list[list[ModuleCall]], lengths: Sequence[int], rtol: float
 ) -> tuple[ModuleCall, float] | None:
     """The first call whose outputs for the chunks are not those for the whole, and how far off."""
     if any(len(chunk) != len(whole) for chunk in chunks):
@@ -49,28 +56,6 @@ def first_difference(
         if not error <= rtol:  # NaN is off as well
             return call, error
     return None
-
-
-def relative_error(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
-    """The largest difference, relative to the largest value of ``b``; NaN where only one is NaN.
-
-    Args:
-        a: any tensor.
-        b: one of the same shape.
-        floor: differences are relative to this where ``b`` has only smaller values.
-    """
-    if a.numel() == 0:
-        return 0.0
-    a, b = _comparable(a), _comparable(b)
-    if torch.equal(a.isnan(), b.isnan()):
-        a, b = a.nan_to_num(), b.nan_to_num()
-    difference = float((a - b).abs().max())
-    return difference / (max(float(b.abs().max()), floor) or 1.0)
-
-
-def largest_value(x: Tensor) -> float:
-    """The largest absolute value; 0 for none."""
-    return float(_comparable(x).nan_to_num().abs().max()) if x.numel() else 0.0
 
 
 def _recorder(name: str, calls: list[ModuleCall]) -> Any:
@@ -93,7 +78,7 @@ def _first_tensor(output: Any) -> Tensor | None:
     return None
 
 
-def _has_samples(whole: Tensor, parts: list[Tensor], lengths: list[int]) -> bool:
+def _has_samples(whole: Tensor, parts: list[Tensor], lengths: Sequence[int]) -> bool:
     """Whether the outputs have one row a sample (or a fixed number of rows)."""
     if whole.dim() == 0 or whole.shape[0] == 0 or whole.shape[0] % sum(lengths):
         return False
@@ -104,9 +89,3 @@ def _has_samples(whole: Tensor, parts: list[Tensor], lengths: list[int]) -> bool
         and part.shape[1:] == whole.shape[1:]
         for part, length in zip(parts, lengths, strict=True)
     )
-
-
-def _comparable(x: Tensor) -> Tensor:
-    x = x.to_dense() if x.layout is not torch.strided else x
-    x = torch.view_as_real(x) if x.is_complex() else x
-    return x.detach().cpu().double()

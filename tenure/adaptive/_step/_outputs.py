@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,14 +24,17 @@ class Outputs:
         n_samples: how many the chunk has.
 
     Attributes:
-        tensors: the tensors of floating point in it, which may get gradients.
+        tree: it, taken apart; an item of a list with one item a sample is no leaf.
+        n_samples: how many the chunk has.
+        tensors: the tensors of floating point in it, those in items too, which may get gradients.
 
     Raises:
-        AdaptiveUsageError: a tensor has another number of samples.
+        AdaptiveUsageError: a tensor has another number of samples, or can't be given a gradient.
     """
 
     def __init__(self, returned: Any, dims: SampleDims, n_samples: int) -> None:
-        self.tree = SampleTree(returned, dims, name="output", argument="out_dims")
+        self.tree = _tree_of(returned, dims, "output")
+        self.n_samples = n_samples
         for leaf in self.tree.leaves:
             if leaf.is_split and leaf.n_samples != n_samples:
                 raise AdaptiveUsageError(
@@ -39,25 +43,22 @@ class Outputs:
                     "sample. Say with out_dims= which dimension has the samples, or None where "
                     "all samples share the output."
                 )
-        self.tensors = [leaf.value for leaf in self.tree.leaves if _is_differentiable(leaf.value)]
+            _refuse_hidden(leaf)
+        self.tensors = [each for leaf in self.tree.leaves for each in _tensors_of(leaf)]
 
     def detached(self) -> Outputs:
         """The same, without graphs, so that only values are kept."""
-        values = [v.detach() if isinstance(v, Tensor) else v for v in self._values()]
-        other = object.__new__(Outputs)
-        other.tree = self.tree.like(values)
-        other.tensors = [value for value in values if _is_differentiable(value)]
+        other = copy.copy(self)
+        other.tree = self.tree.like([_detached(leaf) for leaf in self.tree.leaves])
+        other.tensors = [each for leaf in other.tree.leaves for each in _tensors_of(leaf)]
         return other
-
-    def _values(self) -> list[Any]:
-        return [leaf.value for leaf in self.tree.leaves]
 
 
 class JoinedOutputs:
     """The outputs of all chunks as those of one batch.
 
     Args:
-        chunks: the outputs, in order.
+        chunks: the outputs, detached, in order.
 
     Attributes:
         value: a container like that of one chunk; its tensors of floating point require grad.
@@ -73,31 +74,34 @@ class JoinedOutputs:
             _check_structure(first, chunk.tree)
         columns = zip(*[chunk.tree.leaves for chunk in chunks], strict=True)
         values = [_joined(list(column)) for column in columns]
-        self.roots = [value.requires_grad_() for value in values if _is_differentiable(value)]
-        self._leaves = [leaf for leaf in first.leaves if _is_differentiable(leaf.value)]
-        self._lengths = [
-            [leaf.n_samples for leaf in chunk.tree.leaves if leaf.is_split][:1] for chunk in chunks
-        ]
-        self.value = first.with_leaves(values)
+        tree = first.like(values)
+        self._chunks = chunks
+        self._leaves = tree.leaves
+        self.roots = [t.requires_grad_() for leaf in tree.leaves for t in _tensors_of(leaf)]
+        self.value = tree.with_leaves(values)
 
     def gradients(self) -> list[list[Tensor | None]]:
         """The gradients of each chunk's tensors; a shared one gets its whole in the first chunk."""
         found: list[list[Tensor | None]] = []
         start = 0
-        for i, length in enumerate(self._lengths):
-            n_samples = length[0] if length else 0
-            found.append([self._part(k, i, start, n_samples) for k in range(len(self.roots))])
-            start += n_samples
+        for chunk in self._chunks:
+            pairs = list(zip(self._leaves, chunk.tree.leaves, strict=True))
+            found.append([g for whole, part in pairs for g in _parts(whole, part, chunk, start)])
+            start += chunk.n_samples
         return found
 
-    def _part(self, k: int, chunk: int, start: int, n_samples: int) -> Tensor | None:
-        gradient: Tensor | None = self.roots[k].grad
-        dim = self._leaves[k].dim
-        if gradient is None:
-            return None
-        if isinstance(dim, int):
-            return gradient.narrow(dim, start, n_samples)
-        return gradient if chunk == 0 else None
+
+def _parts(whole: Leaf, part: Leaf, chunk: Outputs, start: int) -> list[Tensor | None]:
+    """The gradients of the tensors in a leaf of a chunk."""
+    if whole.dim == "items":  # the items of the whole are those of the chunks
+        return [tensor.grad for tensor in _tensors_of(part)]
+    gradients = [tensor.grad for tensor in _tensors_of(whole)]
+    if whole.dim is None:
+        return [None if start else gradient for gradient in gradients]
+    return [
+        None if gradient is None else gradient.narrow(whole.dim, start, chunk.n_samples)
+        for gradient in gradients
+    ]
 
 
 def _joined(column: list[Leaf]) -> Any:
@@ -116,6 +120,44 @@ def _joined(column: list[Leaf]) -> Any:
     return first.value.detach() if isinstance(first.value, Tensor) else first.value
 
 
+def _tree_of(value: Any, dims: SampleDims, name: str) -> SampleTree:
+    """Taken apart as far as it goes: a tensor that is no leaf would get no gradient."""
+    return SampleTree(value, dims, name=name, argument="out_dims", reaches=lambda _: True)
+
+
+def _leaves_of_items(leaf: Leaf) -> list[Leaf]:
+    return _tree_of(leaf.value, None, leaf.path).leaves
+
+
+def _tensors_of(leaf: Leaf) -> list[Tensor]:
+    """The tensors of floating point at a leaf, or in its items."""
+    leaves = _leaves_of_items(leaf) if leaf.dim == "items" else [leaf]
+    return [each.value for each in leaves if _is_differentiable(each.value)]
+
+
+def _detached(leaf: Leaf) -> Any:
+    if leaf.dim != "items":
+        return leaf.value.detach() if isinstance(leaf.value, Tensor) else leaf.value
+    items = _tree_of(leaf.value, None, leaf.path)
+    return items.with_leaves([_detached(each) for each in items.leaves])
+
+
+def _refuse_hidden(leaf: Leaf) -> None:
+    """Make sure that no tensor is out of reach that should get a gradient.
+
+    Raises:
+        AdaptiveUsageError: one is.
+    """
+    for each in _leaves_of_items(leaf) if leaf.dim == "items" else [leaf]:
+        held = {} if isinstance(each.value, Tensor) else getattr(each.value, "__dict__", {})
+        if any(isinstance(v, Tensor) and v.grad_fn is not None for v in held.values()):
+            raise AdaptiveUsageError(
+                f"The function of step() returned an {each.path} that is a "
+                f"{type(each.value).__name__} with a tensor that needs a gradient, and it can't be "
+                "taken apart. Register it with torch.utils._pytree, or return the tensors in it."
+            )
+
+
 def _array(column: list[Leaf]) -> Any:
     import numpy as np
 
@@ -125,7 +167,14 @@ def _array(column: list[Leaf]) -> Any:
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a is b or (a.shape == b.shape and torch.equal(a, b))
-    return type(a) is type(b) and bool(a == b)
+    if a is b or type(a) is not type(b):
+        return a is b
+    if hasattr(a, "__array_interface__"):
+        return a.shape == b.shape and bool((a == b).all())
+    try:
+        return bool(a == b)
+    except (RuntimeError, TypeError, ValueError):  # of what it holds, that has no one truth value
+        return False
 
 
 def _check_structure(first: SampleTree, other: SampleTree) -> None:

@@ -138,12 +138,20 @@ class StepRun:
         self.backward.let_hooks_wait([p for p in self._gradients.leaves() if p.requires_grad])
 
     def _chunks(self, size: int) -> list[Chunk]:
-        """How the batch is split; one sample alone has no statistics, and joins those before."""
+        """How the batch is split; one sample alone has no statistics, and gets a partner.
+
+        It comes from the chunk before. Where that has only two, a chunk is larger than ``size``, if
+        a module is known that can't run on one sample.
+        """
         starts = range(0, self.n_samples, size)
         chunks = [Chunk(start, min(size, self.n_samples - start)) for start in starts]
-        if self.spec.batchnorm == "per_chunk" and size > 1 and chunks[-1][1] == 1:
-            chunks.pop()
-            chunks[-1] = Chunk(chunks[-1].start, chunks[-1].length + 1)
+        if self.spec.batchnorm == "refuse" or size == 1 or chunks[-1].length > 1:
+            return chunks
+        *others, before, last = chunks
+        if size > 2:
+            return [*others, Chunk(before.start, size - 1), Chunk(last.start - 1, 2)]
+        if coupled_modules(self.roots):
+            return [*others, Chunk(before.start, size + 1)]
         return chunks
 
     def forward(self, chunk: Chunk) -> Any:

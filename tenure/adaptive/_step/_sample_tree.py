@@ -1,7 +1,8 @@
 """Containers whose tensors hold one sample a row: what `step` splits, and what it concatenates.
 
 Invariant: a tensor without a declared dimension is never passed on whole by accident; what can't be
-told is refused by its path.
+told is refused by its path. What all samples share is passed on itself, unless a tensor in it has
+to be reached.
 """
 
 from __future__ import annotations
@@ -33,9 +34,20 @@ _Build = Callable[[Iterator[Any]], Any]
 _SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
+def has_graph(value: object) -> bool:
+    """Whether it is a tensor that was computed from others that get gradients."""
+    return isinstance(value, Tensor) and value.grad_fn is not None
+
+
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """What stands at one place of a tree, and where its samples are."""
+    """What stands at one place of a tree.
+
+    Attributes:
+        path: the place, as an expression.
+        value: a tensor of any shape, dtype and device, or a value that is not taken apart.
+        dim: where its samples are; None if all samples share it.
+    """
 
     path: str
     value: Any
@@ -76,6 +88,8 @@ class SampleTree:
         dims: where the samples are.
         name: what errors call the tree.
         argument: what errors call the argument that ``dims`` comes from.
+        reaches: which values have to be leaves of their own; containers that all samples share are
+            taken apart only where they hold one.
 
     Attributes:
         leaves: what it holds, in order.
@@ -84,8 +98,18 @@ class SampleTree:
         AdaptiveUsageError: something in it can't be split, or ``dims`` does not fit.
     """
 
-    def __init__(self, tree: Any, dims: SampleDims, *, name: str, argument: str) -> None:
+    def __init__(
+        self,
+        tree: Any,
+        dims: SampleDims,
+        *,
+        name: str,
+        argument: str,
+        reaches: Callable[[object], bool] = has_graph,
+    ) -> None:
         self.leaves: list[Leaf] = []
+        self._reaches = reaches
+        self._around: set[int] = set()
         self._name = name
         self._argument = argument
         self._plain: list[tuple[str, int]] = []
@@ -139,9 +163,11 @@ class SampleTree:
             return self._leaf(value, self._items(value, path), path)
         if hasattr(value, "__array_interface__"):
             return self._leaf(value, self._dim_in_range(value, value.ndim, dims, path), path)
-        if dims is None or isinstance(value, _SIMPLE):
+        if isinstance(value, _SIMPLE):
             return self._leaf(value, None, path)
         container = _container_of(value)
+        if dims is None:
+            return self._shared(value, container, path)
         if container is None:
             raise AdaptiveUsageError(
                 f"{path} is a {type(value).__name__}, which can't be taken apart. Register it with "
@@ -151,6 +177,15 @@ class SampleTree:
         if isinstance(value, list | tuple) and value and all(isinstance(x, _SIMPLE) for x in value):
             self._plain.append((path, len(value)))
         return self._inner(value, container, dims, path)
+
+    def _shared(self, value: Any, container: _Container | None, path: str) -> _Build:
+        is_within_itself = id(value) in self._around
+        if container is None or is_within_itself or not _holds(value, self._reaches, {}):
+            return self._leaf(value, None, path)
+        self._around.add(id(value))
+        build = self._inner(value, container, None, path)
+        self._around.discard(id(value))
+        return build
 
     def _inner(self, value: Any, container: _Container, dims: Any, path: str) -> _Build:
         below = self._dims_below(container.keys, dims, path)
@@ -227,6 +262,14 @@ class SampleTree:
 
 @dataclass(frozen=True, slots=True)
 class _Container:
+    """One level of a container.
+
+    Attributes:
+        keys: the keys, indices or names of fields.
+        children: what stands there.
+        make: makes a container like it of other children.
+    """
+
     keys: list[Any]
     children: list[Any]
     make: Callable[[list[Any]], Any]
@@ -244,9 +287,21 @@ def _container_of(value: Any) -> _Container | None:
         children, make = parts
         return _Container(list(range(len(children))), children, make)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)]
-        return _Container(names, [getattr(value, name) for name in names], _field_setter(value))
+        names = [each.name for each in dataclasses.fields(value) if hasattr(value, each.name)]
+        children = [getattr(value, name) for name in names]
+        return _Container(names, children, _field_setter(value, names))
     return None
+
+
+def _holds(value: Any, wanted: Callable[[object], bool], seen: dict[int, Any]) -> bool:
+    """Whether something that is wanted stands at or below a value."""
+    container = None if isinstance(value, (*_SIMPLE, Tensor)) else _container_of(value)
+    if container is None:
+        return wanted(value)
+    if id(value) in seen:
+        return False
+    seen[id(value)] = value  # kept, so that nothing else gets its id
+    return any(_holds(child, wanted, seen) for child in container.children)
 
 
 def _sequence_maker(value: Any) -> Callable[[list[Any]], Any]:
@@ -266,11 +321,11 @@ def _mapping_maker(value: Any, keys: list[Any]) -> Callable[[list[Any]], Any]:
     return make
 
 
-def _field_setter(value: Any) -> Callable[[list[Any]], Any]:
+def _field_setter(value: Any, names: list[str]) -> Callable[[list[Any]], Any]:
     def make(items: list[Any]) -> Any:
         made = copy.copy(value)
-        for field, item in zip(dataclasses.fields(value), items, strict=True):
-            object.__setattr__(made, field.name, item)  # a frozen dataclass refuses its own
+        for name, item in zip(names, items, strict=True):
+            object.__setattr__(made, name, item)  # a frozen dataclass refuses its own
         return made
 
     return make

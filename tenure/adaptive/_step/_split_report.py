@@ -44,7 +44,7 @@ class SplitReport:
     """Whether a step gives the same result in micro-batches; true if it does.
 
     Attributes:
-        sizes: the samples of each micro-batch that was compared with all of them together.
+        sizes: the samples in each micro-batch of the split run, in order.
         rtol: the largest relative error that passes.
         differences: what is off by more, the causes first.
     """

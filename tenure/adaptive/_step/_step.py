@@ -15,8 +15,15 @@ from tenure._torch_dynamo import never_compiled
 from tenure.scopes import DisposeScope
 
 from .._retry import Attempts, OnRetry, Together
-from .._sizes import AdaptiveSearch, BatchsizeCache, SizeLimits, memory_for, stands_for
-from ._checks import checked_limit, checked_spec
+from .._sizes import (
+    AdaptiveSearch,
+    BatchsizeCache,
+    SizeLimits,
+    checked_size,
+    memory_for,
+    stands_for,
+)
+from ._checks import checked_spec
 from ._optimizer_guard import no_optimizer_steps
 from ._run import StepOutcome
 from ._sample_tree import SampleDims
@@ -35,7 +42,7 @@ class StepResult:
     Attributes:
         loss: the loss of the whole batch, of no dimension, without graph; not scaled by a scaler.
         terms: its terms by the names that the function gave them; ``"loss"`` where it gave none.
-        micro_batch: samples in a micro-batch; all of them if the batch was not split.
+        micro_batch: the most samples in a micro-batch; all of them if the batch was not split.
         sizes: samples in each micro-batch, in order.
         attempts: how often the step was begun; 1 if nothing ran out of memory.
     """
@@ -108,7 +115,8 @@ def step(
             ``"items"`` for a list with one item a sample, or a container of these.
         out_dims: the same for outputs.
         minimum: the fewest samples in a micro-batch.
-        maximum: the most samples in a micro-batch.
+        maximum: the most samples in a micro-batch. With ``batchnorm="per_chunk"``, a BatchNorm,
+            micro-batches of 2 and an odd number of samples, the last one has 3.
         cache_type: what a size that fits is remembered for; None: what ``DEFAULT_CACHE_TYPE`` says.
         context: what shares a memory of sizes; None: the function and the call of ``step``.
         on_retry: called with each AdaptiveEvent.
@@ -140,7 +148,7 @@ def step(
     """
     spec = checked_spec("step", fn, loss, weight, then, once, batchnorm, out_dims, scaler)
     setup = StepSetup(spec, batch, in_dims, model)
-    limits = SizeLimits(max(checked_limit("step", "minimum", minimum), setup.smallest))
+    limits = SizeLimits(max(checked_size("minimum", minimum), setup.smallest))
     largest = max(setup.n_samples, 1)
     if maximum is not None:
         largest = min(largest, _checked_maximum(maximum, limits.minimum))
@@ -160,16 +168,17 @@ def step(
         finally:
             setup.state.finish()  # an error holds this frame, and must not hold copies
     search.finished()
-    micro_batch = min(search.size, setup.n_samples)
+    micro_batch = max(outcome.sizes)
     return _with_terms_to_read(
         outcome.loss, outcome.terms, micro_batch, outcome.sizes, attempts.n_begun
     )
 
 
 def _checked_maximum(maximum: int, fewest: int) -> int:
-    if checked_limit("step", "maximum", maximum) < fewest:
+    most = checked_size("maximum", maximum)
+    if most < fewest:
         raise AdaptiveUsageError(
             f"maximum={maximum} is below {fewest}, the fewest samples that a micro-batch may have "
             'here, by minimum= or by batchnorm="per_chunk". Raise it.'
         )
-    return maximum
+    return most

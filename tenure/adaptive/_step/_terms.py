@@ -6,16 +6,17 @@ the weight that the gradient of each chunk gets.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from tenure._describe import describe_tensor
 from tenure._errors import AdaptiveUsageError
+
+from ._precision import widened, widened_count
+from ._shares import Shares, plain_number
 
 Reduction = Literal["mean", "sum"]
 Count = Tensor | float
@@ -51,6 +52,10 @@ class Terms(NamedTuple):
 
     by_name: dict[str, Term]
     named: bool
+
+    def with_counts(self) -> dict[str, bool]:
+        """Which of them have counts."""
+        return {name: term.count is not None for name, term in self.by_name.items()}
 
     def detached(self) -> Terms:
         """The same, without their graphs."""
@@ -117,63 +122,22 @@ def finished_loss(
     return _sum([first, *others])
 
 
-class Shares:
-    """How much each chunk weighs in a mean over the whole batch.
-
-    Args:
-        lengths: the number of samples of each chunk.
-        weights: what ``weight`` returned for each chunk; None weighs by samples.
-
-    Raises:
-        AdaptiveUsageError: a weight is not a number, or less than zero, or not finite.
-    """
-
-    def __init__(self, lengths: Sequence[int], weights: Sequence[object] | None) -> None:
-        self._by_samples = _normalized([float(length) for length in lengths])
-        self._by_name: dict[str | None, list[float]] = {}
-        if weights is not None:
-            by_name = [w if isinstance(w, Mapping) else {None: w} for w in weights]
-            for name in by_name[0]:
-                column = _numbers([_weight_of(each, name) for each in by_name], len(lengths))
-                self._by_name[name] = _normalized(column) or self._by_samples
-        self._weighted = weights is not None
-
-    def of(self, name: str) -> list[float]:
-        """The shares of the chunks in a term; they sum up to 1.
-
-        Raises:
-            AdaptiveUsageError: ``weight`` gave no number for this term.
-        """
-        if not self._weighted:
-            return self._by_samples
-        shares = self._by_name.get(name, self._by_name.get(None))
-        if shares is None:
-            raise AdaptiveUsageError(
-                f"The function of step() returned a term {name!r}, and weight() has "
-                f"{', '.join(map(repr, self._by_name))}. Give a weight for each term by its name."
-            )
-        return shares
-
-
 def combined(
     chunks: Sequence[dict[str, Term]], shares: Shares, reduction: Reduction
 ) -> dict[str, Tensor]:
-    """The terms of the whole batch, of those of its chunks.
-
-    Raises:
-        AdaptiveUsageError: the chunks have other terms than the first.
-    """
-    names = chunks[0].keys()
-    for chunk in chunks:
-        check_same_terms(names, chunk.keys())
+    """The terms of the whole batch, of those of its chunks, which are the same for each."""
     return {
         name: _combined([chunk[name] for chunk in chunks], name, shares, reduction)
-        for name in names
+        for name in chunks[0]
     }
 
 
-def check_same_terms(first: Any, other: Any) -> None:
+def check_same_terms(first: Mapping[str, bool], other: Mapping[str, Term]) -> None:
     """Make sure that two chunks have the same terms.
+
+    Args:
+        first: the terms of one by name, and whether they have counts.
+        other: those of the other.
 
     Raises:
         AdaptiveUsageError: they don't.
@@ -184,6 +148,13 @@ def check_same_terms(first: Any, other: Any) -> None:
             f"micro-batch and {', '.join(map(repr, other))} for another. Return the same ones for "
             "each, with a count of zero where there is nothing to count."
         )
+    for name, term in other.items():
+        if first[name] != (term.count is not None):
+            raise AdaptiveUsageError(
+                f"The function of step() returned a count with the term {name!r} for one "
+                "micro-batch and none for another. Return a pair (sum, count) for each, or for "
+                "none."
+            )
 
 
 def scalar(value: object, what: str) -> Tensor:
@@ -197,11 +168,6 @@ def scalar(value: object, what: str) -> Tensor:
     if value.numel() != 1 or not value.is_floating_point():
         raise AdaptiveUsageError(f"{what} returned {describe_tensor(value)}. {_WANTED}")
     return value if value.dim() == 0 else value.reshape(())
-
-
-def widened(value: Tensor) -> Tensor:
-    """A scalar in the precision that sums of several are made in."""
-    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def _term(value: object, place: str, reduction: Reduction) -> Term:
@@ -221,8 +187,9 @@ def _term(value: object, place: str, reduction: Reduction) -> Term:
 def _count(count: object, what: str) -> Count:
     if isinstance(count, Tensor) and count.numel() == 1 and not count.requires_grad:
         return count.detach().reshape(())
-    if isinstance(count, int | float) and not isinstance(count, bool):
-        return count
+    number = plain_number(count)
+    if number is not None:
+        return number
     shown = describe_tensor(count) if isinstance(count, Tensor) else _brief(count)
     needs = " that requires grad" if isinstance(count, Tensor) and count.requires_grad else ""
     raise AdaptiveUsageError(
@@ -233,7 +200,7 @@ def _count(count: object, what: str) -> Count:
 
 def _combined(column: list[Term], name: str, shares: Shares, reduction: Reduction) -> Tensor:
     values = [widened(term.value) for term in column]
-    counts = [term.count for term in column if term.count is not None]
+    counts = [widened_count(term.count) for term in column if term.count is not None]
     if counts:
         return _sum(values) / sum(counts)
     if reduction == "sum":
@@ -245,37 +212,6 @@ def _combined(column: list[Term], name: str, shares: Shares, reduction: Reductio
 
 def _sum(values: list[Tensor]) -> Tensor:
     return sum(values[1:], values[0])
-
-
-def _normalized(weights: list[float]) -> list[float]:
-    """Shares of 1; none if all weights are zero, for then the mean has no value."""
-    total = math.fsum(weights)
-    return [weight / total for weight in weights] if total else []
-
-
-def _weight_of(weights: Mapping[Any, object], name: object) -> object:
-    if name in weights:
-        return weights[name]
-    raise AdaptiveUsageError(
-        f"weight() returned {', '.join(map(repr, weights))} for one micro-batch, without {name!r}, "
-        "which it had for the first. Return the same names for each."
-    )
-
-
-def _numbers(values: list[object], n: int) -> list[float]:
-    """The weights of a term as numbers; tensors of one device are read together."""
-    tensors = [v for v in values if isinstance(v, Tensor) and v.numel() == 1]
-    if len(tensors) == n:
-        values = list(torch.stack([t.detach().reshape(()).double() for t in tensors]).tolist())
-    for value in values:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= value < math.inf:  # type: ignore[operator]
-            shown = describe_tensor(value) if isinstance(value, Tensor) else repr(value)
-            raise AdaptiveUsageError(
-                f"weight() returned {shown} for a micro-batch. Return what the mean divides by: a "
-                "number that is finite and not negative, or a dict of one for each term."
-            )
-    return [float(value) for value in values]  # type: ignore[arg-type]
 
 
 def _brief(value: object) -> str:

@@ -1,8 +1,9 @@
 """A split step whose loss is a mean or a sum over samples, or several of them.
 
 Three ways, the cheapest that is exact: with weights that are known, one pass; with one weight that
-is known only at the end, one pass, and the gradients are multiplied by it then; with several such
-weights, a pass without graphs that finds them, and another.
+is known only at the end and no other term, one pass, and the gradients are multiplied by it then;
+with a count among several terms, or several terms and ``then``, a pass without graphs that finds
+what each is multiplied by, and another.
 """
 
 from __future__ import annotations
@@ -17,21 +18,11 @@ from torch import Tensor
 from tenure._errors import AdaptiveUsageError
 
 from .._torch_dispatch import without_functions
+from ._chunk_terms import ChunkTerms
+from ._precision import widened, widened_count, widest_float
 from ._spec import Chunk
-from ._terms import (
-    Count,
-    Reduction,
-    Shares,
-    Term,
-    Terms,
-    check_same_terms,
-    check_weight_is_used,
-    combined,
-    finished_loss,
-    terms_of,
-    widened,
-)
-from ._two_pass import two_passes
+from ._surveyed_terms import SurveyedTerms
+from ._terms import Count, Term, Terms, check_same_terms, check_weight_is_used, finished_loss
 
 if TYPE_CHECKING:
     from ._run import StepRun
@@ -47,46 +38,44 @@ class TermsPass:
 
     def __init__(self, run: StepRun, chunks: Sequence[Chunk]) -> None:
         self._run = run
-        self._chunks = chunks
-        assert not callable(run.spec.loss)
-        self._reduction: Reduction = run.spec.loss
-        self._shares = Shares([chunk.length for chunk in chunks], self._weights())
-        self._then = run.spec.then
+        self._chunks = ChunkTerms(run, chunks)
 
     def run(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Run it; the loss, and its terms."""
-        first = self._terms(0)
+        first = self._chunks.of(0)
         check_weight_is_used(first, self._run.spec.weight)
-        self._names, self._named = list(first.by_name), first.named
-        late = [name for name, term in first.by_name.items() if term.count is not None]
-        if len(self._names) > 1 and (late or self._then is not None):
+        with_counts, named = first.with_counts(), first.named
+        needs_all = any(with_counts.values()) or self._run.spec.then is not None
+        if len(with_counts) > 1 and needs_all:
             del first
-            return self._surveyed()
-        self._totals = {name: _Total(self._guess(term)) for name, term in first.by_name.items()}
-        self._take(0, first)
+            return SurveyedTerms(self._chunks, with_counts, named).run()
+        weighted = _WeightedTerms(self._chunks, first)
+        weighted.take(0, first)
         del first  # its graph must not be there beside the next one
-        for i in range(1, len(self._chunks)):
-            self._take(i, self._terms(i))
-        values = {name: total.value() for name, total in self._totals.items()}
-        return self._rescaled(values), values
+        for i in range(1, len(self._chunks.lengths)):
+            weighted.take(i, self._chunks.of(i))
+        return weighted.finish()
 
-    def _terms(self, i: int) -> Terms:
-        returned = self._run.forward(self._chunks[i])
-        with without_functions():
-            return terms_of(returned, self._reduction)
 
-    def _weights(self) -> list[object] | None:
-        weight, inputs = self._run.spec.weight, self._run.inputs
-        if weight is None:
-            return None
-        with torch.no_grad():
-            return [weight(inputs.chunk(*chunk)) for chunk in self._chunks]
+class _WeightedTerms:
+    """Terms whose gradients are sent back with their weight, or with a part of it, at once.
 
-    # --- in one pass
+    Args:
+        chunks: the terms of each chunk.
+        first: those of the first; the others have to have the same.
+    """
 
-    def _take(self, i: int, terms: Terms) -> None:
+    def __init__(self, chunks: ChunkTerms, first: Terms) -> None:
+        self._chunks = chunks
+        self._run = chunks.run
+        self._then = chunks.run.spec.then
+        self._named = first.named
+        self._with_counts = first.with_counts()
+        self._totals = {name: _Total(self._guess(term)) for name, term in first.by_name.items()}
+
+    def take(self, i: int, terms: Terms) -> None:
         """Send the gradient of one chunk back, and count its terms in."""
-        check_same_terms(self._names, terms.by_name)
+        check_same_terms(self._with_counts, terms.by_name)
         values, seeds = [], []
         with without_functions():  # nothing here outlives the step
             for name, term in terms.by_name.items():
@@ -98,10 +87,15 @@ class TermsPass:
                     seeds.append(self._run.backward.scaled(total.seed(term.value, share)))
         self._run.send_back(values, seeds)
 
+    def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss and its terms; the gradients get the rest of their weight."""
+        values = {name: total.value() for name, total in self._totals.items()}
+        return self._rescaled(values), values
+
     def _share(self, name: str, i: int) -> float:
-        if self._reduction == "sum" or self._totals[name].is_late:
+        if self._chunks.reduction == "sum" or self._totals[name].is_late:
             return 1.0
-        return self._shares.of(name)[i]
+        return self._chunks.shares.of(name)[i]
 
     def _guess(self, term: Term) -> Count | None:
         """One part of what a late weight will be, so that half-precision gradients stay in range.
@@ -110,7 +104,7 @@ class TermsPass:
         """
         if term.count is None:
             return None
-        n_samples, length = self._run.n_samples, self._chunks[0].length
+        n_samples, length = self._run.n_samples, self._chunks.lengths[0]
         if isinstance(term.count, Tensor):
             finite = term.count.float().nan_to_num(posinf=1.0)
             expected = finite.clamp(min=1) * (n_samples / length)
@@ -136,39 +130,6 @@ class TermsPass:
             return loss.detach()
         return finished_loss(values, self._named, None)
 
-    # --- in two passes
-
-    def _surveyed(self) -> tuple[Tensor, dict[str, Tensor]]:
-        self._run.inputs.run_again()
-        self._run.state.undo()
-        two_passes(
-            len(self._chunks),
-            self._forward,
-            self._differentiate,
-            self._run.send_back,
-            models=self._run.models,
-            devices=self._run.devices,
-            generators=self._run.generators,
-        )
-        return self._loss, self._values
-
-    def _forward(self, i: int) -> tuple[dict[str, Term], list[Tensor]]:
-        terms = self._terms(i)
-        check_same_terms(self._names, terms.by_name)
-        tensors = [terms.by_name[name].value for name in self._names]
-        return terms.detached().by_name, tensors
-
-    def _differentiate(self, chunks: list[dict[str, Term]]) -> list[list[Tensor | None]]:
-        self._run.inputs.run_again()
-        with torch.enable_grad():
-            leaves = [term.value.requires_grad_() for chunk in chunks for term in chunk.values()]
-            values = combined(chunks, self._shares, self._reduction)
-            loss = finished_loss(values, self._named, self._then)
-            self._run.backward.run([self._run.backward.scaled(loss)], [None], leaves)
-        self._loss = loss.detach()
-        self._values = {name: value.detach() for name, value in values.items()}
-        return [[chunk[name].value.grad for name in self._names] for chunk in chunks]
-
 
 class _Total:
     """A term summed over the chunks so far.
@@ -191,7 +152,7 @@ class _Total:
         value = widened(term.value.detach()) * share
         self._sum = value if self._sum is None else self._sum + value
         if term.count is not None:
-            self._count = self._count + term.count
+            self._count = self._count + widened_count(term.count)
 
     def seed(self, value: Tensor, share: float) -> Tensor:
         """What the gradient of the term for a chunk is multiplied by now."""
@@ -204,7 +165,8 @@ class _Total:
         if self._guess is None:
             return None
         assert self._sum is not None
-        count = torch.as_tensor(self._count, device=self._sum.device).to(_precise(self._sum))
+        device = self._sum.device
+        count = torch.as_tensor(self._count, device=device).to(widest_float(device))
         return 1 / (count * self._guess)
 
     def value(self) -> Tensor:
@@ -222,8 +184,3 @@ def _slope(loss: Tensor, total: Tensor) -> Tensor:
         "then() of step() returned what is no function of the loss it got, so that no gradient "
         "comes back from it. Compute its result from its argument, with gradients enabled."
     )
-
-
-def _precise(value: Tensor) -> torch.dtype:
-    """The widest type of floating point that the device has."""
-    return torch.float32 if value.device.type == "mps" else torch.float64
