@@ -45,7 +45,7 @@ class CutInputs:
     @property
     def leaves(self) -> list[Tensor]:
         """The tensors that get gradients when these are delivered."""
-        return [leaf for cut in self._cuts for leaf in leaves_of(cut.leaf.value)]
+        return leaves_of(cut.leaf.value for cut in self._cuts)
 
     def begin(self) -> None:
         """Forget the gradients of an attempt before.

@@ -28,7 +28,13 @@ from ._terms_pass import TermsPass
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What a run gives: losses of no dimension, without graph."""
+    """What a run gives.
+
+    Attributes:
+        loss: of no dimension, without graph; with what ``once`` adds.
+        terms: the same by name, without that.
+        sizes: the samples of each micro-batch.
+    """
 
     loss: Tensor
     terms: dict[str, Tensor]

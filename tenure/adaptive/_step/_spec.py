@@ -15,7 +15,11 @@ BatchNormPolicy = Literal["refuse", "per_chunk"]
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
-    """The arguments of `step` that say what its loss is; ``entry`` is what errors call it."""
+    """The arguments of `step` that say what its loss is.
+
+    Attributes:
+        entry: what errors call the call, ``"step"`` or ``"check_split"``.
+    """
 
     entry: str
     fn: Callable[[Any], Any]

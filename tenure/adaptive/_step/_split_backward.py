@@ -41,16 +41,16 @@ class SplitBackward:
         scaler: Scaler | None,
         computed: Callable[[], list[str]],
     ) -> None:
-        self.gradients = gradients
+        self._gradients = gradients
         self._scaler = scaler
         self._computed = computed
-        self.is_split = False
-        self.n_roots = 0
+        self._is_split = False
+        self._n_roots = 0
 
     def begin(self, *, is_split: bool) -> None:
         """Start an attempt."""
-        self.is_split = is_split
-        self.n_roots = 0
+        self._is_split = is_split
+        self._n_roots = 0
 
     def scaled(self, value: Tensor) -> Tensor:
         """A loss, or a weight of one, times the scale of the scaler."""
@@ -79,8 +79,10 @@ class SplitBackward:
             pairs = [(r, s) for r, s in zip(roots, seeds, strict=True) if r.requires_grad]
             if not pairs:
                 return
-            self.n_roots += len(pairs)
-            self._watch([root for root, _ in pairs], {id(leaf) for leaf in own})
+            self._n_roots += len(pairs)
+            made = {id(leaf) for leaf in own}
+            leaves = leaves_of(root for root, _ in pairs)
+            self.watch([leaf for leaf in leaves if id(leaf) not in made])
         try:
             with without_autocast(root.device for root, _ in pairs):
                 torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
@@ -95,7 +97,7 @@ class SplitBackward:
         Raises:
             AdaptiveUsageError: nothing did.
         """
-        if not self.n_roots:
+        if not self._n_roots:
             raise AdaptiveUsageError(
                 "No loss of step() requires grad, so there is nothing to run backward. Call it "
                 "with gradients enabled, and let the function return what it computed from "
@@ -104,10 +106,10 @@ class SplitBackward:
 
     def watch(self, leaves: Sequence[Tensor]) -> None:
         """Prepare leaves for a backward pass."""
-        new = [leaf for leaf in leaves if not self.gradients.watches(leaf)]
+        new = [leaf for leaf in leaves if not self._gradients.watches(leaf)]
         if new:
-            self.gradients.watch(new)
-            if self.is_split:
+            self._gradients.watch(new)
+            if self._is_split:
                 self.let_hooks_wait(new)
 
     def let_hooks_wait(self, leaves: Sequence[Tensor]) -> None:
@@ -118,11 +120,7 @@ class SplitBackward:
         """
         with without_functions():
             _refuse_post_hooks(leaves)
-            self.gradients.hold_hooks(leaves)
-
-    def _watch(self, roots: list[Tensor], own: set[int]) -> None:
-        for root in roots:
-            self.watch([leaf for leaf in leaves_of(root) if id(leaf) not in own])
+            self._gradients.hold_hooks(leaves)
 
     def _used_up(self) -> AdaptiveUsageError:
         names = self._computed()
@@ -150,7 +148,7 @@ def _refuse_post_hooks(leaves: Sequence[Tensor]) -> None:
 def without_autocast(devices: Iterable[torch.device]) -> Iterator[None]:
     """Backward passes use the types of the forward pass, also where step() is inside autocast."""
     with ExitStack() as off:
-        for kind in dict.fromkeys(device.type for device in devices):
+        for kind in dict.fromkeys(("cpu", *(device.type for device in devices))):
             available = torch.amp.is_autocast_available(kind)  # not on meta
             if available and torch.is_autocast_enabled(kind):
                 off.enter_context(torch.autocast(kind, enabled=False))
