@@ -80,7 +80,8 @@ class Monitor:
 
     def stop(self) -> None:
         """Give the number back, if need be when the sessions of other threads have ended."""
-        self._set((ENGINE_CODE, *self._codes.values()), monitoring.events.NO_EVENTS)
+        if self._tool is not None:
+            self._set((ENGINE_CODE, *self._codes.values()), monitoring.events.NO_EVENTS)
         self._on = False
         self._codes = {}
         self._free_if_idle()
