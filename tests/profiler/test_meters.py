@@ -82,6 +82,36 @@ def test_counters_that_the_program_resets_meanwhile_do_not_go_backwards(fake):
     assert facts(meter.read(None)) == (40, 10, 130, True, False)
 
 
+def test_counters_that_are_reset_within_the_interval_leave_what_the_ends_tell(fake):
+    fake.change(1000, -900)
+    meter = cuda_meter()
+    fake.change(500)
+    fake.figures |= {"allocated": 0, "freed": 0, "peak": 600}
+    fake.change(-200)
+    interval = meter.read(None)
+    assert facts(interval) == (300, 0, 400, False, False)
+    assert interval.statistics["allocated_bytes.all.current"] == 400
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ((50,), (50, 0, 200, False, False)),  # somewhere below the old peak
+        ((-50,), (0, 50, 150, False, False)),
+        ((400, -500), (0, 100, 550, False, True)),  # a new peak is a peak
+        ((), (0, 0, 150, True, True)),
+    ],
+)
+def test_a_backend_without_running_counters_gives_what_the_ends_tell(fake, changes, expected):
+    """As with cudaMallocAsync: what is live is counted, and its peak."""
+    fake.change(150, 100, -100)
+    fake.figures |= {"allocated": 0, "freed": 0}
+    meter = cuda_meter()
+    fake.change(*changes)
+    fake.figures |= {"allocated": 0, "freed": 0}
+    assert facts(meter.read(None)) == expected
+
+
 def test_a_field_of_a_peak_is_the_intervals_own_as_far_as_it_is_known(fake):
     fake.change(100, 200, -200)
     meter = cuda_meter()
