@@ -760,6 +760,21 @@ def test_memory_that_cannot_be_resized_stays(sim, monkeypatch):
     assert x.sum() == 4
 
 
+def test_nothing_is_copied_from_a_device_whose_storages_cannot_be_emptied(sim, monkeypatch):
+    """As on MPS, where torch has no way to resize a storage in place."""
+
+    def refuse(storage, n_bytes):
+        raise RuntimeError(f"UntypedStorage.resize_: got unexpected device type {storage.device}")
+
+    x = torch.ones(4, device=sim.device)
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", refuse)
+    assert list(staying(sim).values()) == [
+        "torch can't empty a storage of sim:0, and fill it again, in place"
+    ]
+    assert sim.copied_bytes("d2h") == 0
+    assert x.sum() == 4
+
+
 def test_memory_shared_with_another_process_stays(sim, monkeypatch):
     from torch.multiprocessing import reductions
 
