@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import torch
 
 from tenure._errors import ProfilerUsageError
 
+from ._around import around
 from ._devices import device_of_gpu
 from ._line_profiler import LineProfiler
 
@@ -103,7 +103,7 @@ def profile_every(
                 if next(calls) % output_interval == 0:
                     profiler.print_stats(func, columns)
 
-        return _around(func, call)
+        return around(func, call)
 
     return decorate
 
@@ -145,30 +145,3 @@ def clear_global_line_profiler() -> None:
 def _print_at_exit() -> None:
     for func, columns in _to_print:
         _profiler().print_stats(func, columns)
-
-
-def _around(func: Any, call: Callable[[], Any]) -> Any:
-    """``func``, with each call, up to the end of what it returns, in a block of ``call``."""
-
-    async def stream(*args: Any, **kwargs: Any) -> Any:
-        with call():
-            async for item in func(*args, **kwargs):
-                yield item
-
-    async def coroutine(*args: Any, **kwargs: Any) -> Any:
-        with call():
-            return await func(*args, **kwargs)
-
-    def generator(*args: Any, **kwargs: Any) -> Any:
-        with call():
-            return (yield from func(*args, **kwargs))
-
-    def plain(*args: Any, **kwargs: Any) -> Any:
-        with call():
-            return func(*args, **kwargs)
-
-    if inspect.isasyncgenfunction(func):
-        return functools.wraps(func)(stream)
-    if inspect.iscoroutinefunction(func):
-        return functools.wraps(func)(coroutine)
-    return functools.wraps(func)(generator if inspect.isgeneratorfunction(func) else plain)

@@ -145,6 +145,52 @@ def test_profile_every_keeps_what_a_function_is(tmp_path):
     assert "No lines" not in printed
 
 
+def test_an_async_generator_gets_all_that_is_sent_thrown_and_closed(tmp_path):
+    text = """
+    @profile_every(columns=("hits",))
+    async def stream():
+        got = yield 1
+        try:
+            yield got
+        except KeyError as error:
+            print("= caught", error)
+        try:
+            yield 3
+        finally:
+            await asyncio.sleep(0)
+            print("= closed")
+
+    @profile_every(columns=("hits",))
+    async def failing():
+        yield 1
+        raise ValueError("its own")
+
+    async def drive():
+        running = stream()
+        print("=", await anext(running), await running.asend("sent"))
+        print("=", await running.athrow(KeyError("thrown")))
+        await running.aclose()
+        print("= after")
+        try:
+            print("=", [n async for n in failing()])
+        except ValueError as error:
+            print("=", error)
+
+    asyncio.run(drive())
+    """
+    lines = program(text, tmp_path).splitlines()
+    assert [line for line in lines if line.startswith(("=", "##"))] == [
+        "= 1 sent",
+        "= caught 'thrown'",
+        "= 3",
+        "= closed",
+        "## stream, script.py:7, cpu",
+        "= after",
+        "## failing, script.py:20, cpu",
+        "= its own",
+    ]
+
+
 def test_profile_every_can_be_turned_off():
     def work():
         pass
