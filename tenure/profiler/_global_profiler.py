@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, overload
 
 import torch
+from torch import nn
 
 from tenure._errors import ProfilerUsageError
 
@@ -72,8 +73,8 @@ def profile_every(
         columns: as for ``LineProfiler.display``.
 
     Raises:
-        ProfilerUsageError: the interval is no positive number; when it decorates, no Python
-            function runs when the function is called.
+        ProfilerUsageError: the interval is no positive number; when it
+            decorates, no Python function runs when the function is called, or it is a module.
 
     Source: ``profile_every`` of pytorch_memlab.
     """
@@ -90,6 +91,13 @@ def profile_every(
             return func
         if isinstance(func, (staticmethod, classmethod)):
             return type(func)(decorate(func.__func__))
+        if isinstance(func, property):
+            return func.getter(decorate(func.fget))
+        if isinstance(func, nn.Module):
+            raise ProfilerUsageError(
+                "profile_every() can't decorate a module: a function would take its place. "
+                "Decorate the forward of its class, or use profile()."
+            )
         profiler = _profiler()
         profiler.add_function(func)
         profiler.enable()

@@ -5,6 +5,7 @@ import sys
 import textwrap
 
 import pytest
+import torch
 
 from tenure.profiler import ProfilerUsageError, profile, profile_every
 
@@ -109,6 +110,16 @@ def test_profile_every_keeps_what_a_function_is(tmp_path):
         def of_class(cls, n):
             return cls, n
 
+        @profile_every()
+        @property
+        def size(self):
+            "How many."
+            return self.n
+
+        @size.setter
+        def size(self, n):
+            self.n = n
+
     @profile_every()
     async def later(n):
         await asyncio.sleep(0)
@@ -136,12 +147,18 @@ def test_profile_every_keeps_what_a_function_is(tmp_path):
 
     assert inspect.iscoroutinefunction(later) and inspect.isgeneratorfunction(several)
     assert inspect.isasyncgenfunction(stream) and later.__name__ == "later"
+    model = Model()
+    model.size = 5
+    print(f"= {model.size} {Model.size.__doc__}")
     results = Model.static(1), Model().static(1), Model.of_class(2), asyncio.run(later(3))
     print("=", *results[:2], results[2][1], results[3], *drive(), *asyncio.run(drain()))
     """
     printed = program(text, tmp_path)
-    assert [line for line in printed.splitlines() if line.startswith("=")] == ["= 1 1 2 3 1 2 4"]
-    assert printed.count("## ") == 6
+    assert [line for line in printed.splitlines() if line.startswith("=")] == [
+        "= 5 How many.",
+        "= 1 1 2 3 1 2 4",
+    ]
+    assert printed.count("## ") == 7
     assert "No lines" not in printed
 
 
@@ -210,6 +227,14 @@ def test_an_interval_that_is_none_is_refused(interval):
 def test_what_has_no_lines_cannot_be_decorated():
     with pytest.raises(ProfilerUsageError, match=r"^len has no lines to profile"):
         profile(len)
+
+
+def test_a_module_is_not_made_a_function():
+    message = (
+        r"^profile_every\(\) can't decorate a module: a function would take its place. Decorate"
+    )
+    with pytest.raises(ProfilerUsageError, match=message):
+        profile_every()(torch.nn.Linear(2, 2))
 
 
 def test_clearing_forgets_what_was_collected_and_nothing_else(tmp_path):
