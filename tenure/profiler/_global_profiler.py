@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, overload
@@ -18,6 +19,7 @@ from torch import nn
 from tenure._errors import ProfilerUsageError
 
 from ._around import around
+from ._columns import columns_named
 from ._devices import device_of_gpu
 from ._line_profiler import LineProfiler
 
@@ -44,10 +46,11 @@ def profile(func: Any = None, columns: Sequence[str] | None = None) -> Any:
         columns: as for ``LineProfiler.display``.
 
     Raises:
-        ProfilerUsageError: no Python function runs when it is called.
+        ProfilerUsageError: no Python function runs when it is called, or there is no such column.
 
     Source: ``profile`` of pytorch_memlab.
     """
+    columns_named(columns, ())  # a mistake should show here, and not when the program ends
     if func is None:
         return functools.partial(profile, columns=columns)
     profiler = _profiler()
@@ -73,7 +76,7 @@ def profile_every(
         columns: as for ``LineProfiler.display``.
 
     Raises:
-        ProfilerUsageError: the interval is no positive number; when it
+        ProfilerUsageError: the interval is no positive number, or there is no such column; when it
             decorates, no Python function runs when the function is called, or it is a module.
 
     Source: ``profile_every`` of pytorch_memlab.
@@ -85,6 +88,7 @@ def profile_every(
             "profile_every() wants a number of calls, at least 1, after which to print. Use it as "
             "@profile_every(10), with brackets."
         )
+    columns_named(columns, ())
 
     def decorate(func: Any) -> Any:
         if not enable:
@@ -152,4 +156,7 @@ def clear_global_line_profiler() -> None:
 
 def _print_at_exit() -> None:
     for func, columns in _to_print:
-        _profiler().print_stats(func, columns)
+        try:
+            _profiler().print_stats(func, columns)
+        except Exception:  # the other tables must come all the same
+            traceback.print_exc()

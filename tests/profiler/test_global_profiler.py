@@ -237,6 +237,38 @@ def test_a_module_is_not_made_a_function():
         profile_every()(torch.nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize("decorate", [profile, profile_every])
+@pytest.mark.parametrize("columns", ["hit", ("hits", "peaks"), (3,)])
+def test_columns_that_do_not_exist_are_refused_before_anything_runs(decorate, columns):
+    with pytest.raises(ProfilerUsageError, match=r"^There is no column "):
+        decorate(columns=columns)
+
+
+def test_a_table_that_cannot_be_printed_does_not_stop_those_after_it(tmp_path):
+    text = """
+    @profile
+    def work(n):
+        return torch.ones(n)
+
+    @profile(columns=("hits",))
+    def other():
+        pass
+
+    other()
+    display = LineProfiler.display
+    def broken(self, func, columns):
+        if func is work:
+            raise ProfilerUsageError("no such field")
+        return display(self, func, columns)
+    LineProfiler.display = broken
+    """
+    path = tmp_path / "script.py"
+    path.write_text(HEAD + textwrap.dedent(text))
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[0] == "## other, script.py:11, cpu"
+    assert "tenure.profiler.ProfilerUsageError: no such field" in done.stderr
+
+
 def test_clearing_forgets_what_was_collected_and_nothing_else(tmp_path):
     text = """
     @profile
