@@ -5,7 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenure.profiler import LineProfiler, ProfilerUsageError, ProfilerUsageWarning, _devices
+from tenure.profiler import (
+    LineProfiler,
+    ProfilerUsageError,
+    ProfilerUsageWarning,
+    _devices,
+    set_target_gpu,
+)
 from tenure.profiler._devices import checked_device, default_device, device_of_gpu
 from tenure.profiler._meters import CpuMeter, DeviceMeter
 from tenure.profiler._torch_allocations import Changes
@@ -222,6 +228,25 @@ def test_without_an_accelerator_the_cpu_is_measured(monkeypatch):
         assert LineProfiler(target_gpu=3).device == torch.device("cpu")
     assert w[0].filename == __file__
     assert device_of_gpu("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "use", [set_target_gpu, device_of_gpu, lambda n: LineProfiler(target_gpu=n)]
+)
+def test_the_warning_that_no_gpu_is_there_points_at_the_users_line(monkeypatch, use):
+    monkeypatch.setattr(_devices, "_accelerator", lambda: None)
+    with pytest.warns(ProfilerUsageWarning, match="^There is no GPU 3 here") as caught:
+        use(3)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_a_negative_index_is_no_accelerator(monkeypatch):
+    monkeypatch.setattr(_devices, "_accelerator", lambda: "cuda")
+    message = (
+        r"^There is no accelerator -1: an index is 0 or more\. Name one that is there, or .cpu.\."
+    )
+    with pytest.raises(ProfilerUsageError, match=message):
+        LineProfiler(target_gpu=-1)
 
 
 def test_an_accelerator_is_measured_where_there_is_one(monkeypatch):
