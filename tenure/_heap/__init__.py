@@ -5,6 +5,7 @@ Every room's answer to "who holds this tensor" comes from here.
 
 from ._collector import instances as instances
 from ._collector import tracked_objects as tracked_objects
+from ._counts import OF_VARIABLE as OF_VARIABLE
 from ._holders import Holder as Holder
 from ._holders import find_holders as find_holders
 from ._holders import weigh_holders as weigh_holders

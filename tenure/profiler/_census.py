@@ -16,6 +16,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 
 from tenure._heap import (
+    OF_VARIABLE,
     Holder,
     cpp_references,
     find_holders,
@@ -56,8 +57,8 @@ Memory that a pager or the like keeps for a model counts as what that says, befo
 
 _MAX_SEARCHED = 5000
 _BORROWING = frozenset({"view", "autograd", "numpy"})
-# references to a handle from the list of all, from a variable, and from getrefcount's argument
-_OWN_REFERENCES = 3
+# references to a handle from the list of all, and from the variable that is asked about
+_OWN_REFERENCES = 1 + OF_VARIABLE
 
 
 @dataclass(frozen=True, slots=True)
