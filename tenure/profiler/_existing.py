@@ -10,7 +10,7 @@ import warnings
 import torch
 from torch import Tensor, UntypedStorage
 
-from tenure._heap import live_tensors
+from tenure._heap import gradient_of, live_tensors
 from tenure._storages import storages_of
 
 from . import _torch_cpu_allocator as allocator
@@ -37,7 +37,7 @@ def _host_storages(tensor: Tensor) -> list[UntypedStorage]:
         own = [s for s in storages_of(tensor) if s.device.type == "cpu" and _is_freed(s)]
         if allocator.is_lazily_copied(tensor):  # to ask for its address would copy it
             own = []
-        gradient = tensor.grad if tensor.is_leaf else None
+        gradient = gradient_of(tensor)
     except Exception:  # a broken tensor has nothing to enter, and must not end the search
         return []
     return own if gradient is None else own + _host_storages(gradient)

@@ -236,12 +236,8 @@ def _leaf_storages(by_storage: dict[int, list[tuple[Kept, Part]]]) -> set[int]:
             base = read(part.tensor, "_base")
             if base is not None:
                 known[key].add(id(base))
-                held = (
-                    is_held[id(base)]
-                    if id(base) in is_held
-                    else _is_in_python(sys.getrefcount(base), base)
-                )
-                if held and _is_leaf(base):
+                others = _is_in_python(sys.getrefcount(base), base)
+                if is_held.get(id(base), others) and _is_leaf(base):
                     leaves.add(key)
     unsure = {
         key
