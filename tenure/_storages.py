@@ -20,12 +20,18 @@ def storages_of(tensor: Tensor) -> list[UntypedStorage]:
 
 def inner_tensors(tensor: Tensor) -> list[Tensor]:
     """The tensors that a wrapper subclass, such as a DTensor, is made of; none for other ones."""
+    return [inner for _, inner in named_inner_tensors(tensor)]
+
+
+def named_inner_tensors(tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """The same with the attributes that they are; the code of the subclass is what tells."""
     if type(tensor) is Tensor or not hasattr(type(tensor), "__tensor_flatten__"):
         return []
     with torch._C.DisableTorchFunction():
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        inside = [getattr(tensor, name) for name in names]
-    return [inner for inner in inside if isinstance(inner, Tensor)]  # a DTensor names its mesh too
+        inside = [(name, getattr(tensor, name)) for name in names]
+    # a DTensor names its mesh too
+    return [(name, inner) for name, inner in inside if isinstance(inner, Tensor)]
 
 
 def _dense_parts(tensor: Tensor) -> list[Tensor]:

@@ -4,7 +4,9 @@ Every room's answer to "who holds this tensor" comes from here.
 """
 
 from ._collector import instances as instances
+from ._collector import judged as judged
 from ._collector import tracked_objects as tracked_objects
+from ._counts import OF_VARIABLE as OF_VARIABLE
 from ._holders import Holder as Holder
 from ._holders import find_holders as find_holders
 from ._holders import weigh_holders as weigh_holders
@@ -19,7 +21,9 @@ from ._static import is_kind as is_kind
 from ._static import type_name as type_name
 from ._tensors import cpp_references as cpp_references
 from ._tensors import cpp_uses as cpp_uses
+from ._tensors import gradient_of as gradient_of
 from ._tensors import live_tensors as live_tensors
+from ._tensors import owners_of_storage as owners_of_storage
 from ._tensors import read as read
 from ._tensors import storage_bytes as storage_bytes
 from ._tensors import storage_key as storage_key

@@ -7,12 +7,14 @@ frozen tensor that only a NumPy array holds.
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import compress
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from ._frames import is_tenure, read_locals
+
+_T = TypeVar("_T")
 
 # objects whose referents are asked for together
 _CHUNK = 4096
@@ -36,12 +38,17 @@ def tracked_objects() -> list[Any]:
 
 
 def instances(objects: list[Any], judge: Callable[[type], bool]) -> list[Any]:
-    """Those whose class passes; each class is judged once, and no object is asked."""
+    """Those whose class passes."""
+    return list(compress(objects, judged(objects, judge)))
+
+
+def judged(objects: list[Any], judge: Callable[[type], _T]) -> Iterator[_T]:
+    """What the class of each is judged to be; each class is judged once, and no object is asked."""
     # by identity, as a metaclass may define __hash__ and __eq__
     keys = list(map(id, map(type, objects)))
     examples = dict(zip(keys, objects, strict=True))
-    kinds = {key for key, example in examples.items() if judge(type(example))}
-    return list(compress(objects, map(kinds.__contains__, keys)))
+    verdicts = {key: judge(type(example)) for key, example in examples.items()}
+    return map(verdicts.__getitem__, keys)
 
 
 def _frozen(unfrozen: list[Any], roots: list[Any]) -> list[Any]:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from types import FrameType
 from typing import NamedTuple
 
+from ._fast_locals import forget
 from ._static import type_name
 
 # references to a snapshot that only its frame, our variable and the argument of getrefcount hold
@@ -88,7 +89,7 @@ def read_locals(frame: FrameType) -> list[tuple[str, object]]:
         return list(dict.items(snapshot) if is_mapping else snapshot.items())
     pairs = list(snapshot.items())
     if _is_optimized(frame) and sys.getrefcount(snapshot) <= _UNSHARED:
-        snapshot.clear()
+        forget(frame, snapshot)
     return pairs
 
 

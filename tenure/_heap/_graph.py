@@ -13,6 +13,7 @@ from ._static import type_name
 from ._steps import Step
 from ._tensors import (
     cpp_references,
+    gradient_of,
     live_tensors,
     read,
     spans_storage,
@@ -97,8 +98,7 @@ class TensorGraph:
         if base is not None:
             step = _WHOLE_VIEW if spans_storage(t) else _VIEW
             self._by_id[id(base)].append(Reference(owner, step))
-        # reading .grad of other tensors warns
-        gradient = read(t, "grad") if read(t, "is_leaf") or read(t, "retains_grad") else None
+        gradient = gradient_of(t)
         if gradient is not None:
             self._by_id[id(gradient)].append(Reference(owner, _GRADIENT))
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from ._counts import OF_VARIABLE
 from ._frames import RunningFrames
 from ._graph import TensorGraph
 from ._nodes import is_node
@@ -29,8 +30,8 @@ _MAX_OBJECTS = 50_000
 # gc.get_referrers compares each reference in the heap with each object it is asked about, so a few
 # are asked for first: what holds them often explains the references to all the others
 _SAMPLE = 8
-# the list of the search, a variable, and the argument of getrefcount
-_OWN_REFERENCES = 3
+# the list of the search, and the variable that is asked about
+_OWN_REFERENCES = 1 + OF_VARIABLE
 
 
 class Edge(NamedTuple):

@@ -41,6 +41,14 @@ def read(t: torch.Tensor, name: str) -> Any:
         return None
 
 
+def gradient_of(t: torch.Tensor) -> torch.Tensor | None:
+    """The gradient; None for a tensor that gets none, of which reading it warns."""
+    gradient: torch.Tensor | None = None
+    if read(t, "is_leaf") or read(t, "retains_grad"):
+        gradient = read(t, "grad")
+    return gradient
+
+
 def storage_of(t: torch.Tensor) -> torch.UntypedStorage | None:
     """The storage; None for a tensor without one."""
     try:
@@ -69,10 +77,14 @@ def storage_bytes(t: torch.Tensor) -> int | None:
 def storage_uses(t: torch.Tensor) -> int:
     """How many tensors and other owners share the storage, this tensor among them."""
     try:
-        storage = _BASE.untyped_storage(t)
-        return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+        return owners_of_storage(_BASE.untyped_storage(t))
     except Exception:
         return 1
+
+
+def owners_of_storage(storage: torch.UntypedStorage) -> int:
+    """How many tensors and other owners in C++ share a storage; its Python object is none."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def cpp_uses(t: torch.Tensor) -> int:

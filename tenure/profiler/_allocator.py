@@ -41,7 +41,7 @@ def allocator_bytes(device: torch.device) -> AllocatorBytes | None:
     allocated = stats["allocated_bytes.all.current"]
     return AllocatorBytes(
         allocated,
-        stats.get("requested_bytes.all.current", allocated),
+        stats.get("requested_bytes.all.current") or allocated,  # some backends leave it at 0
         stats.get("reserved_bytes.all.current", allocated),
         _device_used(module, device),
     )

@@ -16,9 +16,11 @@ from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 
 from tenure._heap import (
+    OF_VARIABLE,
     Holder,
     cpp_references,
     find_holders,
+    gradient_of,
     instances,
     is_kind,
     is_node_class,
@@ -56,8 +58,8 @@ Memory that a pager or the like keeps for a model counts as what that says, befo
 
 _MAX_SEARCHED = 5000
 _BORROWING = frozenset({"view", "autograd", "numpy"})
-# references to a handle from the list of all, from a variable, and from getrefcount's argument
-_OWN_REFERENCES = 3
+# references to a handle from the list of all, and from the variable that is asked about
+_OWN_REFERENCES = 1 + OF_VARIABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +213,7 @@ class _Census:
         self._in_python = {
             id(t) for t in self._handles if sys.getrefcount(t) - _OWN_REFERENCES > cpp_references(t)
         }
-        self._gradients = {id(g) for t in self._handles if (g := _gradient(t)) is not None}
+        self._gradients = {id(g) for t in self._handles if (g := gradient_of(t)) is not None}
         self._inner = {id(inner) for t in self._handles for inner in _inner_of(t)}
         self._held = self._search()
         self._members: dict[int, list[_Member]] = {}
@@ -224,7 +226,7 @@ class _Census:
         for t in self._handles:
             if id(t) in self._in_python or self._names.get(t) is not None:
                 self._add_handle(t)
-            gradient = _gradient(t)
+            gradient = gradient_of(t)
             if gradient is not None:
                 named = self._named(t, "")
                 self._add(gradient, named._replace(name=f"{named.name}.grad"), GRADIENTS)
@@ -366,12 +368,6 @@ def _member_of(record: SavedRecord) -> _Member:
         name, SAVED, record.shape, dtype, device, record.n_bytes, None, record.created_at
     )
     return _Member(row, record.n_bytes, _Held(name, "autograd"))
-
-
-def _gradient(t: Tensor) -> Tensor | None:
-    # reading .grad of other tensors warns
-    follows = read(t, "is_leaf") or read(t, "retains_grad")
-    return read(t, "grad") if follows else None
 
 
 def _inner_of(t: Tensor) -> list[Tensor]:

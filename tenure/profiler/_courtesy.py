@@ -115,7 +115,7 @@ class Courtesy:
         with _turn, quietly():
             failure = self._return(list(self._moved.values()))
         if failure is not None:
-            raise CourtesyError(self._still_away(), self) from failure
+            raise CourtesyError(self._still_away("this error"), self) from failure
 
     def forget(self, moved: Moved) -> None:
         """Let go of one that is back, or whose storage has died."""
@@ -149,10 +149,11 @@ class Courtesy:
         self._is_entered = False
         try:
             self.restore()
-        except CourtesyError as error:
+        except CourtesyError:
             if exc is None:
                 raise
-            exc.add_note(str(error))
+            any_use = "the AwayTensorError that any use of these tensors raises"
+            exc.add_note(self._still_away(any_use))
 
     def __repr__(self) -> str:
         return f"<Courtesy of {self._where}, {format_bytes(self.away_bytes)} away>"
@@ -219,15 +220,16 @@ class Courtesy:
 
     def _return(self, wanted: Iterable[Moved]) -> RuntimeError | None:
         """Bring these back as far as there is room; the error of the first that has none."""
-        failure = None
+        failure: RuntimeError | None = None
         loads: dict[torch.device, list[tuple[UntypedStorage, Tensor]]] = {}
         back: list[Moved] = []
         for moved in wanted:
             try:
                 storage, host = moved.allocate(), moved.host
             except RuntimeError as error:
-                failure = error.with_traceback(None)  # its frames hold what is on its way
-                break
+                error.__traceback__ = None  # its frames hold what is on its way
+                failure = failure or error
+                continue  # a smaller one may still fit
             if storage is not None and host is not None:
                 loads.setdefault(moved.device, []).append((storage, host))
                 back.append(moved)
@@ -238,12 +240,12 @@ class Courtesy:
             self.forget(moved)
         return failure
 
-    def _still_away(self) -> str:
+    def _still_away(self, having_it: str) -> str:
         devices = ", ".join(sorted({str(moved.device) for moved in self._moved.values()}))
         return (
             f"{devices} has no memory for {format_bytes(self.away_bytes)} that belong there. They "
             "are safe in host memory. Make room, then call restore() on the Courtesy (the "
-            "attribute courtesy of this error) again."
+            f"attribute courtesy of {having_it}) again."
         )
 
     @property

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 
 from tenure._errors import ProfilerUsageError, ProfilerUsageWarning
+from tenure._warn import warn_user
 
 _CPU = torch.device("cpu")
 
@@ -22,18 +22,22 @@ def device_of_gpu(target_gpu: int | str | torch.device) -> torch.device:
     """The accelerator of an index, or a device; on a machine without any, the CPU, with a warning.
 
     Raises:
-        ProfilerUsageError: there are accelerators, but not this one.
+        ProfilerUsageError: there are accelerators, but not this one; or none can have the index.
     """
     if not isinstance(target_gpu, int):
         return checked_device(target_gpu)
+    if target_gpu < 0:
+        raise ProfilerUsageError(
+            f"There is no accelerator {target_gpu}: an index is 0 or more. Name one that is there, "
+            'or "cpu".'
+        )
     accelerator = _accelerator()
     if accelerator is not None:
         return checked_device(torch.device(accelerator, target_gpu))
-    warnings.warn(
+    warn_user(
         f"There is no GPU {target_gpu} here, and no other whose memory can be measured: the memory "
         "of the CPU is measured instead.",
         ProfilerUsageWarning,
-        stacklevel=4,
     )
     return _CPU
 

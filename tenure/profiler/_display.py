@@ -66,12 +66,12 @@ class RecordsDisplay:
         return str(self)
 
     def __rich__(self) -> RenderableType:
-        from ._table import rich_tables
+        from ._line_tables import rich_tables
 
         return rich_tables(self)
 
     def _repr_html_(self) -> str:
-        from ._table import html_tables
+        from ._line_tables import html_tables
 
         return html_tables(self)
 

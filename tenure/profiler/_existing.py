@@ -5,13 +5,12 @@ What only C++ holds (what autograd saved of a graph that is alive already) is no
 
 from __future__ import annotations
 
-import gc
 import warnings
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, UntypedStorage
 
+from tenure._heap import gradient_of, live_tensors
 from tenure._storages import storages_of
 
 from . import _torch_cpu_allocator as allocator
@@ -25,21 +24,11 @@ def enter_existing() -> None:
     entered: set[int] = set()
     with warnings.catch_warnings(), torch._C.DisableTorchFunction():
         warnings.simplefilter("ignore")  # of whatever classes a heap has
-        for tensor in _living_tensors():
+        for tensor in live_tensors():
             for storage in _host_storages(tensor):
                 if storage._cdata not in entered:
                     entered.add(storage._cdata)
                     allocator.enter(storage)
-
-
-def _living_tensors() -> Iterator[Tensor]:
-    is_tensor: dict[type, bool] = {}
-    for found in gc.get_objects():
-        kind = type(found)  # and not isinstance, which runs code of proxies
-        if kind not in is_tensor:
-            is_tensor[kind] = issubclass(kind, Tensor)
-        if is_tensor[kind]:
-            yield found
 
 
 def _host_storages(tensor: Tensor) -> list[UntypedStorage]:
@@ -48,7 +37,7 @@ def _host_storages(tensor: Tensor) -> list[UntypedStorage]:
         own = [s for s in storages_of(tensor) if s.device.type == "cpu" and _is_freed(s)]
         if allocator.is_lazily_copied(tensor):  # to ask for its address would copy it
             own = []
-        gradient = tensor.grad if tensor.is_leaf else None
+        gradient = gradient_of(tensor)
     except Exception:  # a broken tensor has nothing to enter, and must not end the search
         return []
     return own if gradient is None else own + _host_storages(gradient)

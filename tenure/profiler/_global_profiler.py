@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import atexit
 import functools
-import inspect
 import itertools
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, overload
 
 import torch
+from torch import nn
 
 from tenure._errors import ProfilerUsageError
 
+from ._around import around
+from ._columns import columns_named
 from ._devices import device_of_gpu
 from ._line_profiler import LineProfiler
 
@@ -43,10 +46,11 @@ def profile(func: Any = None, columns: Sequence[str] | None = None) -> Any:
         columns: as for ``LineProfiler.display``.
 
     Raises:
-        ProfilerUsageError: no Python function runs when it is called.
+        ProfilerUsageError: no Python function runs when it is called, or there is no such column.
 
     Source: ``profile`` of pytorch_memlab.
     """
+    columns_named(columns, ())  # a mistake should show here, and not when the program ends
     if func is None:
         return functools.partial(profile, columns=columns)
     profiler = _profiler()
@@ -72,8 +76,8 @@ def profile_every(
         columns: as for ``LineProfiler.display``.
 
     Raises:
-        ProfilerUsageError: the interval is no positive number; when it decorates, no Python
-            function runs when the function is called.
+        ProfilerUsageError: the interval is no positive number, or there is no such column; when it
+            decorates, no Python function runs when the function is called, or it is a module.
 
     Source: ``profile_every`` of pytorch_memlab.
     """
@@ -84,12 +88,20 @@ def profile_every(
             "profile_every() wants a number of calls, at least 1, after which to print. Use it as "
             "@profile_every(10), with brackets."
         )
+    columns_named(columns, ())
 
     def decorate(func: Any) -> Any:
         if not enable:
             return func
         if isinstance(func, (staticmethod, classmethod)):
             return type(func)(decorate(func.__func__))
+        if isinstance(func, property):
+            return func.getter(decorate(func.fget))
+        if isinstance(func, nn.Module):
+            raise ProfilerUsageError(
+                "profile_every() can't decorate a module: a function would take its place. "
+                "Decorate the forward of its class, or use profile()."
+            )
         profiler = _profiler()
         profiler.add_function(func)
         profiler.enable()
@@ -103,7 +115,7 @@ def profile_every(
                 if next(calls) % output_interval == 0:
                     profiler.print_stats(func, columns)
 
-        return _around(func, call)
+        return around(func, call)
 
     return decorate
 
@@ -144,31 +156,7 @@ def clear_global_line_profiler() -> None:
 
 def _print_at_exit() -> None:
     for func, columns in _to_print:
-        _profiler().print_stats(func, columns)
-
-
-def _around(func: Any, call: Callable[[], Any]) -> Any:
-    """``func``, with each call, up to the end of what it returns, in a block of ``call``."""
-
-    async def stream(*args: Any, **kwargs: Any) -> Any:
-        with call():
-            async for item in func(*args, **kwargs):
-                yield item
-
-    async def coroutine(*args: Any, **kwargs: Any) -> Any:
-        with call():
-            return await func(*args, **kwargs)
-
-    def generator(*args: Any, **kwargs: Any) -> Any:
-        with call():
-            return (yield from func(*args, **kwargs))
-
-    def plain(*args: Any, **kwargs: Any) -> Any:
-        with call():
-            return func(*args, **kwargs)
-
-    if inspect.isasyncgenfunction(func):
-        return functools.wraps(func)(stream)
-    if inspect.iscoroutinefunction(func):
-        return functools.wraps(func)(coroutine)
-    return functools.wraps(func)(generator if inspect.isgeneratorfunction(func) else plain)
+        try:
+            _profiler().print_stats(func, columns)
+        except Exception:  # the other tables must come all the same
+            traceback.print_exc()

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from tenure._heap import (
+    OF_VARIABLE,
     cpp_references,
     is_kind,
     is_node,
@@ -27,8 +28,8 @@ from tenure._heap import (
     walk_nodes,
 )
 
-# references to an object from its entry, from a variable, and from the argument of getrefcount
-_OWN_REFERENCES = 3
+# references to an object from its entry, and from the variable that is asked about
+_OWN_REFERENCES = 1 + OF_VARIABLE
 
 
 @dataclass(slots=True)

@@ -39,7 +39,10 @@ class Engine(Protocol):
         """Report these codes and no others; unwatched ones only tick."""
 
     def stop(self) -> None:
-        """Report nothing more, but tick on threads in a session until they know that it is over."""
+        """Report nothing more, but tick on threads in a session until they know that it is over.
+
+        Does nothing on an engine that could not start.
+        """
 
 
 class Hub:
@@ -72,16 +75,15 @@ class Hub:
             if self.is_open(watch):
                 self._engine.join()
                 return
-            first = not self._watches
-            if first:
-                self._begin()
-            watch.begin()
-            self._watches = (*self._watches, watch)
-            self.refresh()
-            if first:
-                self._engine.start()
-            else:
-                self._engine.join()
+            others = self._watches
+            try:
+                self._add(watch)
+            except BaseException:
+                self._watches = others
+                self.refresh()
+                if not others:
+                    self._end()
+                raise
 
     def close(self, watch: Watch) -> None:
         """Report no more to a profiler; what happened up to now is booked."""
@@ -220,6 +222,18 @@ class Hub:
 
     # --- the first and the last
 
+    def _add(self, watch: Watch) -> None:
+        first = not self._watches
+        if first:
+            self._begin()
+        watch.begin()
+        self._watches = (*self._watches, watch)
+        self.refresh()
+        if first:
+            self._engine.start()
+        else:
+            self._engine.join()
+
     def _begin(self) -> None:
         allocator.keep_sizes(True)
         enter_existing()
@@ -231,6 +245,7 @@ class Hub:
         self._engine.stop()
         if self._stop_announcing is not None:
             self._stop_announcing()
+            self._stop_announcing = None
         allocator.keep_sizes(False)
 
 

@@ -60,8 +60,20 @@ def _of_owners(holding: Holding) -> str:
 
 
 def _reason_of_device(device: torch.device) -> str:
+    if not _can_resize(device):
+        return f"torch can't empty a storage of {device}, and fill it again, in place"
     module: Any = torch.get_device_module(device)
     classes = [getattr(module, name) for name in _GRAPHS if hasattr(module, name)]
     if classes and any(is_kind(type(found), *classes) for found in tracked_objects()):
         return f"a live {classes[0].__name__} replays on the addresses it was captured with"
     return ""
+
+
+def _can_resize(device: torch.device) -> bool:
+    """Whether torch resizes storages of this type of device: not of all, such as MPS."""
+    trial = torch.empty(0, device=device).untyped_storage()
+    try:
+        trial.resize_(0)
+    except RuntimeError:
+        return False
+    return True

@@ -2,7 +2,7 @@
 
 Every owner of a storage is counted, in Python and in C++, so that memory which something unseen
 holds as well (another library by DLPack, a pass that is running) is told apart. Nothing is changed,
-no unpack hook and no code of a subclass runs.
+no unpack hook runs, and of a subclass nothing but its ``__tensor_flatten__``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from torch import Tensor, UntypedStorage
 
 from tenure._heap import (
     cpp_uses,
+    gradient_of,
     is_kind,
-    is_node,
+    is_node_class,
     is_saved_tensor,
+    judged,
+    owners_of_storage,
     read,
     slots_of_node,
     tracked_objects,
@@ -28,7 +31,6 @@ from tenure._heap import (
 )
 from tenure._storages import storages_of
 
-from ._torch_owners import n_owners
 from ._torch_quiet import quietly
 
 _NO_MEMORY = frozenset({"cpu", "meta"})
@@ -88,7 +90,7 @@ class _Found:
 
     def _look_at(self, heap: list[Any]) -> None:
         """Begin with what Python has: a node, too, may be held without any tensor."""
-        for found, kind in zip(heap, _kinds_of(heap), strict=True):
+        for found, kind in zip(heap, judged(heap, _kind_of), strict=True):
             if kind is Tensor:
                 self._open.append(found)
             elif kind is UntypedStorage:
@@ -121,7 +123,7 @@ class _Found:
         of_tensors = sum(
             cpp_uses(t) - _ALONE - self._uses[key] for key, t in holding.tensors.items()
         )
-        return max(0, n_owners(holding.storage) - n_seen) + max(0, of_tensors)
+        return max(0, owners_of_storage(holding.storage) - n_seen) + max(0, of_tensors)
 
     def _expand(self, t: Tensor) -> None:
         if id(t) in self.tensors:
@@ -131,8 +133,7 @@ class _Found:
         self._add_use(base)
         if base is not None and _is_twofold_view(t, base):
             self._uses[id(base)] += 1
-        if read(t, "is_leaf") or read(t, "retains_grad"):  # of other tensors reading it warns
-            self._add_use(read(t, "grad"))
+        self._add_use(gradient_of(t))
         self._add_graph(read(t, "grad_fn"))
 
     def _add_graph(self, root: Any) -> None:
@@ -174,18 +175,10 @@ def _is_twofold_view(t: Tensor, base: Tensor) -> bool:
         return False
 
 
-def _kinds_of(heap: list[Any]) -> list[object]:
-    """What each object is to the search; each class is judged once, by its identity."""
-    classes = list(map(id, map(type, heap)))
-    examples = dict(zip(classes, heap, strict=True))
-    kinds = {key: _kind_of(found) for key, found in examples.items()}
-    return [kinds[key] for key in classes]
-
-
-def _kind_of(found: object) -> object:
-    cls = type(found)
+def _kind_of(cls: type) -> object:
+    """What the instances of a class are to the search."""
     if is_kind(cls, Tensor):
         return Tensor
     if is_kind(cls, UntypedStorage):
         return UntypedStorage
-    return _NODE if is_node(found) else None
+    return _NODE if is_node_class(cls) else None

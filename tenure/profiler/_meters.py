@@ -31,7 +31,7 @@ class Interval(NamedTuple):
         allocated_bytes: bytes that were allocated.
         freed_bytes: bytes that were freed.
         peak_bytes: the most that was live, on the scale of the meter's ``level_bytes``.
-        exact: whether the allocator's events were seen.
+        exact: whether the allocator's events were seen, or counted.
         peak_exact: whether the peak is the peak, and not the larger of the two ends.
         statistics: the device's ``memory_stats()`` at the end, peaks as far as the interval's own
             can be told; empty for the CPU, which has none.
@@ -103,9 +103,12 @@ class DeviceMeter:
         self._statistics = after
         allocated = _counted(before, after, _ALLOCATED)
         freed = _counted(before, after, _FREED)
+        statistics = {name: _at_most(before, after, name) for name in after}
+        net = self.level_bytes - before.get(_CURRENT, 0)
+        if allocated - freed != net:  # reset meanwhile, or never counted, as by cudaMallocAsync
+            return _ends(before, after)._replace(statistics=statistics)
         seen = changes.cuda if changes is not None else []
         peak, peak_exact = _peak(before, after, allocated, freed, seen)
-        statistics = {name: _at_most(before, after, name) for name in after}
         return Interval(allocated, freed, peak, True, peak_exact, statistics)
 
     def _read(self) -> dict[str, int]:
@@ -130,6 +133,14 @@ def _summed(changes: Iterable[int]) -> tuple[int, int]:
 
 def _unseen(net_bytes: int, peak_bytes: int) -> Interval:
     return Interval(max(0, net_bytes), max(0, -net_bytes), peak_bytes, False, False)
+
+
+def _ends(before: Statistics, after: Statistics) -> Interval:
+    """What the two ends tell, and a peak that is a new one."""
+    start, end = before.get(_CURRENT, 0), after.get(_CURRENT, 0)
+    if after.get(_PEAK, 0) > before.get(_PEAK, 0):
+        return _unseen(end - start, after[_PEAK])._replace(peak_exact=True)
+    return _unseen(end - start, max(start, end))
 
 
 def _counted(before: Statistics, after: Statistics, name: str) -> int:

@@ -1,7 +1,8 @@
-"""Lines by ``sys.monitoring``, for Python 3.12 and newer: all threads, and no cost where unwatched.
+"""Lines by ``sys.monitoring``, for Python 3.12 and newer, on all threads.
 
-Invariant: only events of watched codes are turned on for them; two kinds are global because they
-have to be, or to keep a session short. Other tools, and ``sys.settrace``, go on as they were.
+Invariant: lines and returns are reported of watched codes alone. Calls, jumps and exceptions are
+reported of all code while a profiler is enabled, a callback each: some have to be, the others keep
+a session short. Other tools, and ``sys.settrace``, go on as they were.
 """
 
 from __future__ import annotations
@@ -22,20 +23,18 @@ monitoring: Any = getattr(sys, "monitoring", None)
 _NAME = "tenure.profiler"
 
 
-def free_tool() -> int | None:
-    """A tool number that nobody uses: the profilers' own if it can be; None where there is none."""
-    if monitoring is None:
-        return None
-    numbers = (monitoring.PROFILER_ID, 3, 4, monitoring.OPTIMIZER_ID)
+def _free_tool() -> int | None:
+    """A tool number that nobody uses, that of cProfile last; None where there is none."""
+    numbers = (3, 4, monitoring.OPTIMIZER_ID, monitoring.PROFILER_ID)
     return next((n for n in numbers if monitoring.get_tool(n) is None), None)
 
 
 class Monitor:
     """Reports calls, lines and returns to a hub."""
 
-    def __init__(self, hub: Hub, tool: int) -> None:
+    def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self._tool = tool
+        self._tool: int | None = None
         self._codes: Codes = {}
         self._on = False
         events = monitoring.events
@@ -54,10 +53,18 @@ class Monitor:
             events.INSTRUCTION: self._instruction,
         }
 
+    def take_number(self) -> bool:
+        """Become one of the interpreter's tools; False where others have all the numbers."""
+        if self._tool is None:
+            tool = _free_tool()
+            if tool is None:
+                return False
+            monitoring.use_tool_id(tool, _NAME)
+            self._tool = tool
+        return True
+
     def start(self) -> None:
-        """Take the tool's number and report."""
-        if monitoring.get_tool(self._tool) != _NAME:
-            monitoring.use_tool_id(self._tool, _NAME)
+        """Report, under the number that was taken."""
         for event, callback in self._callbacks.items():
             monitoring.register_callback(self._tool, event, callback)
         events = monitoring.events
@@ -73,18 +80,20 @@ class Monitor:
 
     def stop(self) -> None:
         """Give the number back, if need be when the sessions of other threads have ended."""
-        self._set((ENGINE_CODE, *self._codes.values()), monitoring.events.NO_EVENTS)
+        if self._tool is not None:
+            self._set((ENGINE_CODE, *self._codes.values()), monitoring.events.NO_EVENTS)
         self._on = False
         self._codes = {}
         self._free_if_idle()
 
     def _free_if_idle(self) -> None:
-        if self._on or self._hub.n_sessions or monitoring.get_tool(self._tool) != _NAME:
+        if self._on or self._hub.n_sessions or self._tool is None:
             return
         monitoring.set_events(self._tool, monitoring.events.NO_EVENTS)
         for event in self._callbacks:
             monitoring.register_callback(self._tool, event, None)
         monitoring.free_tool_id(self._tool)
+        self._tool = None
 
     def watch(self, codes: Codes) -> None:
         """Report these codes."""

@@ -14,7 +14,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from tenure._describe import shape_of
 from tenure._heap import is_kind, read, storage_of
-from tenure._storages import inner_tensors
+from tenure._storages import named_inner_tensors
 
 _SPARSE: dict[Any, tuple[str, ...]] = {
     torch.sparse_coo: ("_indices", "_values"),
@@ -124,19 +124,7 @@ def _inside(t: Tensor) -> list[tuple[str, Tensor]]:
     if t.is_quantized and t.qscheme() in _PER_CHANNEL:
         scales, zeros = t.q_per_channel_scales(), t.q_per_channel_zero_points()
         return [(".scales", scales), (".zero_points", zeros)]
-    return [(f".{name}", inner) for name, inner in _inner(t)]
-
-
-def _inner(t: Tensor) -> list[tuple[str, Tensor]]:
-    names = {id(value): name for name, value in _flattened(t)}
-    return [(names.get(id(inner), "inner"), inner) for inner in inner_tensors(t)]
-
-
-def _flattened(t: Any) -> list[tuple[str, object]]:
-    if not hasattr(type(t), "__tensor_flatten__"):
-        return []
-    names, _ = t.__tensor_flatten__()
-    return [(name, getattr(t, name)) for name in names]
+    return [(f".{name}", inner) for name, inner in named_inner_tensors(t)]
 
 
 def _part(t: Tensor) -> Part | None:

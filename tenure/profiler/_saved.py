@@ -13,7 +13,15 @@ from torch import Tensor
 
 from tenure._describe import describe
 from tenure._errors import ProfilerUsageError
-from tenure._heap import cpp_references, is_kind, live_tensors, read, storage_key, storage_uses
+from tenure._heap import (
+    OF_VARIABLE,
+    cpp_references,
+    is_kind,
+    live_tensors,
+    read,
+    storage_key,
+    storage_uses,
+)
 from tenure._sited import created_at
 from tenure._units import format_bytes
 
@@ -27,8 +35,6 @@ if TYPE_CHECKING:
 
 _MAX_ROWS = 20
 _MAX_PLACES = 2
-# references to a handle from the variables of two functions, and from getrefcount's argument
-_OWN_REFERENCES = 3
 _COLUMNS = (Column("saved by"), Column("tensor"), Column("created at"), Column("bytes", ">"))
 
 
@@ -230,8 +236,8 @@ def _leaf_storages(by_storage: dict[int, list[tuple[Kept, Part]]]) -> set[int]:
             base = read(part.tensor, "_base")
             if base is not None:
                 known[key].add(id(base))
-                held = is_held[id(base)] if id(base) in is_held else _is_in_python(base)
-                if held and _is_leaf(base):
+                others = _is_in_python(sys.getrefcount(base), base)
+                if is_held.get(id(base), others) and _is_leaf(base):
                     leaves.add(key)
     unsure = {
         key
@@ -248,7 +254,7 @@ def _leaves_elsewhere(unsure: set[int], known: dict[int, set[int]]) -> set[int]:
     while heap:
         t = heap.pop()
         key = storage_key(t)
-        if key in unsure and id(t) not in known[key] and _is_leaf(t) and _is_in_python(t):
+        if key in unsure and id(t) not in known[key] and _is_held_leaf(sys.getrefcount(t), t):
             found.add(key)
     return found
 
@@ -257,8 +263,14 @@ def _is_leaf(t: Tensor) -> bool:
     return read(t, "grad_fn") is None
 
 
-def _is_in_python(t: Tensor) -> bool:
-    return sys.getrefcount(t) - _OWN_REFERENCES > cpp_references(t)
+def _is_held_leaf(n_references: int, t: Tensor) -> bool:
+    return _is_leaf(t) and _is_in_python(n_references, t)
+
+
+# the count is the first argument, as one before it would be one reference more
+def _is_in_python(n_references: int, t: Tensor) -> bool:
+    """Whether anything in Python holds a tensor, beside the variable that was asked about."""
+    return n_references - OF_VARIABLE > cpp_references(t)
 
 
 def _tensors_of(roots: Iterable[object]) -> list[Tensor]:

@@ -46,7 +46,6 @@ class Segments:
         found = [_segment(entry) for entry in _snapshot(device)]
         self._segments = sorted(found)
         self._lows = [segment.low for segment in self._segments]
-        self.is_known = bool(found)
 
     def at(self, address: int) -> Segment:
         """The segment of an address; one of the default stream where none is known."""

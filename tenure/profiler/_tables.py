@@ -20,13 +20,12 @@ class Column(NamedTuple):
     side: str = "<"
 
 
-def text_table(columns: Sequence[Column], rows: Sequence[Row], *, rule: bool = True) -> str:
+def text_table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
     """The table as lines; a column that is empty in every row is left out."""
     shown = _shown(columns, rows)
     widths = {i: max(len(cell) for cell in (columns[i].heading, *_cells(rows, i))) for i in shown}
     lines = [[f"{columns[i].heading:{columns[i].side}{widths[i]}}" for i in shown]]
-    if rule:
-        lines.append(["-" * widths[i] for i in shown])
+    lines.append(["-" * widths[i] for i in shown])
     lines += ([f"{row[i]:{columns[i].side}{widths[i]}}" for i in shown] for row in rows)
     return "\n".join(_GAP.join(line).rstrip() for line in lines)
 

@@ -6,15 +6,10 @@ import sys
 from typing import Any
 
 import torch
-from torch import UntypedStorage
 
-_C: Any = torch._C
+from tenure._heap import owners_of_storage
+
 _REDUCTIONS = "torch.multiprocessing.reductions"
-
-
-def n_owners(storage: UntypedStorage) -> int:
-    """How many tensors and other owners in C++ share a storage; its Python object is none."""
-    return int(_C._storage_Use_Count(storage._cdata)) - 1
 
 
 def shared_keys() -> frozenset[int]:
@@ -32,5 +27,5 @@ def works() -> bool:
     t = torch.ones(1, device="cpu")
     storage, view = t.untyped_storage(), t.view(1)
     cache: Any = shared_cache
-    counts = n_owners(storage) == len((t, view))
+    counts = owners_of_storage(storage) == len((t, view))
     return counts and hasattr(cache, "values") and StorageWeakRef(storage).cdata == storage._cdata

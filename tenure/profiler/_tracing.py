@@ -20,7 +20,8 @@ from ._loops import has_loop
 from ._watches import Codes
 
 Trace = Any  # as sys.gettrace gives it: a function of frame, event and argument
-_RETURN = dis.opmap["RETURN_VALUE"]
+RETURNS = frozenset(dis.opmap[n] for n in ("RETURN_VALUE", "RETURN_CONST") if n in dis.opmap)
+"""Instructions that end a call: only Python 3.12 and 3.13 have the second."""
 
 
 class Tracer:
@@ -126,7 +127,7 @@ class Tracer:
         elif event == "return":
             caller = frame.f_back
             # after a call by the engine the next instruction comes when all of it has run
-            torn_down = _opcode(frame) == _RETURN and not _is_engine(caller)
+            torn_down = _opcode(frame) in RETURNS and not _is_engine(caller)
             wanted = self._hub.leave(id(frame), frame.f_code, torn_down)
             if wanted and caller is not None:
                 _AfterCall(self._hub, caller)

@@ -42,6 +42,11 @@ def test_a_backend_that_does_not_know_what_was_asked_for(backend):
     assert allocator_bytes(DEVICE) == AllocatorBytes(1536, 1536, 1536, None)
 
 
+def test_a_backend_that_has_the_count_of_what_was_asked_for_and_never_counts(backend):
+    backend(memory_stats=lambda device: STATS | {"requested_bytes.all.current": 0})
+    assert allocator_bytes(DEVICE) == AllocatorBytes(1536, 1536, 4096, None)
+
+
 @pytest.mark.parametrize("stats", [refusing, lambda device: {}])
 def test_a_backend_that_counts_what_is_allocated_alone(backend, stats):
     backend(memory_stats=stats, memory_allocated=lambda device: 512)

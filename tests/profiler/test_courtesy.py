@@ -537,18 +537,32 @@ def test_a_device_without_room_loses_nothing_and_a_later_restore_finishes(sim):
     courtesy.restore()  # nothing is left to do
 
 
+def test_what_fits_comes_back_past_what_does_not(sim):
+    sim(budget=128)
+    x, y, z = (torch.empty(n, device=sim.device).fill_(n) for n in (4, 20, 2))
+    courtesy = Courtesy()
+    courtesy.yield_memory()
+    other = torch.empty(10, device=sim.device)
+    with pytest.raises(CourtesyError, match=r"^sim:0 has no memory for 80 B that belong there"):
+        courtesy.restore()
+    assert [x.tolist(), z.tolist()] == [[4.0] * 4, [2.0] * 2]
+    del other
+    courtesy.restore()
+    assert y.tolist() == [20.0] * 20
+
+
 def test_each_failing_allocation_while_restoring_loses_nothing(sim, trained):
     model, _ = trained
     before = [portrait(t) for t in (*model.parameters(), *model.buffers())]
-    n_storages = Courtesy().yield_memory().n_storages
+    courtesy = Courtesy()
+    n_storages = courtesy.yield_memory().n_storages
     assert n_storages > 20
-    gc.collect()
-    (unfinished,) = {e.courtesy for e in [refused(model[0].weight)]}
-    for k in range(1, 6):
+    for k in range(1, n_storages + 1, 5):
+        courtesy.yield_memory()
         sim.fail_at(k)
         with pytest.raises(CourtesyError, match="call restore"):
-            unfinished.restore()
-    unfinished.restore()
+            courtesy.restore()
+    courtesy.restore()
     assert [portrait(t) for t in (*model.parameters(), *model.buffers())] == before
 
 
@@ -579,10 +593,11 @@ def test_an_error_of_the_block_is_not_masked_by_a_device_without_room(sim):
         block()
     assert caught.value.__notes__ == [
         "sim:0 has no memory for 16 B that belong there. They are safe in host memory. Make room, "
-        "then call restore() on the Courtesy (the attribute courtesy of this error) again."
+        "then call restore() on the Courtesy (the attribute courtesy of the AwayTensorError that "
+        "any use of these tensors raises) again."
     ]
     others.clear()
-    courtesy.restore()
+    refused(x).courtesy.restore()
     assert x.sum() == 4
 
 
@@ -757,6 +772,21 @@ def test_memory_that_cannot_be_resized_stays(sim, monkeypatch):
     x = torch.ones(4, device=sim.device)
     monkeypatch.setattr(torch.UntypedStorage, "resizable", lambda _: False)
     assert list(staying(sim).values()) == ["its memory belongs to somebody else than torch"]
+    assert x.sum() == 4
+
+
+def test_nothing_is_copied_from_a_device_whose_storages_cannot_be_emptied(sim, monkeypatch):
+    """As on MPS, where torch has no way to resize a storage in place."""
+
+    def refuse(storage, n_bytes):
+        raise RuntimeError(f"UntypedStorage.resize_: got unexpected device type {storage.device}")
+
+    x = torch.ones(4, device=sim.device)
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", refuse)
+    assert list(staying(sim).values()) == [
+        "torch can't empty a storage of sim:0, and fill it again, in place"
+    ]
+    assert sim.copied_bytes("d2h") == 0
     assert x.sum() == 4
 
 

@@ -5,6 +5,7 @@ import sys
 import textwrap
 
 import pytest
+import torch
 
 from tenure.profiler import ProfilerUsageError, profile, profile_every
 
@@ -109,6 +110,16 @@ def test_profile_every_keeps_what_a_function_is(tmp_path):
         def of_class(cls, n):
             return cls, n
 
+        @profile_every()
+        @property
+        def size(self):
+            "How many."
+            return self.n
+
+        @size.setter
+        def size(self, n):
+            self.n = n
+
     @profile_every()
     async def later(n):
         await asyncio.sleep(0)
@@ -136,13 +147,65 @@ def test_profile_every_keeps_what_a_function_is(tmp_path):
 
     assert inspect.iscoroutinefunction(later) and inspect.isgeneratorfunction(several)
     assert inspect.isasyncgenfunction(stream) and later.__name__ == "later"
+    model = Model()
+    model.size = 5
+    print(f"= {model.size} {Model.size.__doc__}")
     results = Model.static(1), Model().static(1), Model.of_class(2), asyncio.run(later(3))
     print("=", *results[:2], results[2][1], results[3], *drive(), *asyncio.run(drain()))
     """
     printed = program(text, tmp_path)
-    assert [line for line in printed.splitlines() if line.startswith("=")] == ["= 1 1 2 3 1 2 4"]
-    assert printed.count("## ") == 6
+    assert [line for line in printed.splitlines() if line.startswith("=")] == [
+        "= 5 How many.",
+        "= 1 1 2 3 1 2 4",
+    ]
+    assert printed.count("## ") == 7
     assert "No lines" not in printed
+
+
+def test_an_async_generator_gets_all_that_is_sent_thrown_and_closed(tmp_path):
+    text = """
+    @profile_every(columns=("hits",))
+    async def stream():
+        got = yield 1
+        try:
+            yield got
+        except KeyError as error:
+            print("= caught", error)
+        try:
+            yield 3
+        finally:
+            await asyncio.sleep(0)
+            print("= closed")
+
+    @profile_every(columns=("hits",))
+    async def failing():
+        yield 1
+        raise ValueError("its own")
+
+    async def drive():
+        running = stream()
+        print("=", await anext(running), await running.asend("sent"))
+        print("=", await running.athrow(KeyError("thrown")))
+        await running.aclose()
+        print("= after")
+        try:
+            print("=", [n async for n in failing()])
+        except ValueError as error:
+            print("=", error)
+
+    asyncio.run(drive())
+    """
+    lines = program(text, tmp_path).splitlines()
+    assert [line for line in lines if line.startswith(("=", "##"))] == [
+        "= 1 sent",
+        "= caught 'thrown'",
+        "= 3",
+        "= closed",
+        "## stream, script.py:7, cpu",
+        "= after",
+        "## failing, script.py:20, cpu",
+        "= its own",
+    ]
 
 
 def test_profile_every_can_be_turned_off():
@@ -164,6 +227,46 @@ def test_an_interval_that_is_none_is_refused(interval):
 def test_what_has_no_lines_cannot_be_decorated():
     with pytest.raises(ProfilerUsageError, match=r"^len has no lines to profile"):
         profile(len)
+
+
+def test_a_module_is_not_made_a_function():
+    message = (
+        r"^profile_every\(\) can't decorate a module: a function would take its place. Decorate"
+    )
+    with pytest.raises(ProfilerUsageError, match=message):
+        profile_every()(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("decorate", [profile, profile_every])
+@pytest.mark.parametrize("columns", ["hit", ("hits", "peaks"), (3,)])
+def test_columns_that_do_not_exist_are_refused_before_anything_runs(decorate, columns):
+    with pytest.raises(ProfilerUsageError, match=r"^There is no column "):
+        decorate(columns=columns)
+
+
+def test_a_table_that_cannot_be_printed_does_not_stop_those_after_it(tmp_path):
+    text = """
+    @profile
+    def work(n):
+        return torch.ones(n)
+
+    @profile(columns=("hits",))
+    def other():
+        pass
+
+    other()
+    display = LineProfiler.display
+    def broken(self, func, columns):
+        if func is work:
+            raise ProfilerUsageError("no such field")
+        return display(self, func, columns)
+    LineProfiler.display = broken
+    """
+    path = tmp_path / "script.py"
+    path.write_text(HEAD + textwrap.dedent(text))
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[0] == "## other, script.py:11, cpu"
+    assert "tenure.profiler.ProfilerUsageError: no such field" in done.stderr
 
 
 def test_clearing_forgets_what_was_collected_and_nothing_else(tmp_path):

@@ -17,6 +17,7 @@ from tenure.profiler import (
     set_target_device,
     set_target_gpu,
 )
+from tenure.profiler._global_profiler import _profiler
 
 pytestmark = pytest.mark.slow  # each looks through the whole heap, some many times
 
@@ -33,10 +34,11 @@ def device(request):
 
 @pytest.fixture(autouse=True)
 def _alone():
-    """Let earlier tests' garbage go before, and what the decorators collected afterwards."""
+    """Let earlier tests' garbage go before, and what the decorators began afterwards."""
     gc.collect()
     yield
     clear_global_line_profiler()
+    _profiler().disable()
 
 
 def layer(device):
@@ -97,8 +99,6 @@ def test_the_target_can_be_switched_inside_a_profiled_function(sim, monkeypatch)
         set_target_gpu(0)
         third = layer(sim.device)
         return first, second, third
-
-    from tenure.profiler._global_profiler import _profiler
 
     set_target_gpu(0)
     kept = work()

@@ -5,7 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenure.profiler import LineProfiler, ProfilerUsageError, ProfilerUsageWarning, _devices
+from tenure.profiler import (
+    LineProfiler,
+    ProfilerUsageError,
+    ProfilerUsageWarning,
+    _devices,
+    set_target_gpu,
+)
 from tenure.profiler._devices import checked_device, default_device, device_of_gpu
 from tenure.profiler._meters import CpuMeter, DeviceMeter
 from tenure.profiler._torch_allocations import Changes
@@ -80,6 +86,36 @@ def test_counters_that_the_program_resets_meanwhile_do_not_go_backwards(fake):
     fake.figures |= {"allocated": 0, "freed": 0, "peak": 100}
     fake.change(40, -10)
     assert facts(meter.read(None)) == (40, 10, 130, True, False)
+
+
+def test_counters_that_are_reset_within_the_interval_leave_what_the_ends_tell(fake):
+    fake.change(1000, -900)
+    meter = cuda_meter()
+    fake.change(500)
+    fake.figures |= {"allocated": 0, "freed": 0, "peak": 600}
+    fake.change(-200)
+    interval = meter.read(None)
+    assert facts(interval) == (300, 0, 400, False, False)
+    assert interval.statistics["allocated_bytes.all.current"] == 400
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ((50,), (50, 0, 200, False, False)),  # somewhere below the old peak
+        ((-50,), (0, 50, 150, False, False)),
+        ((400, -500), (0, 100, 550, False, True)),  # a new peak is a peak
+        ((), (0, 0, 150, True, True)),
+    ],
+)
+def test_a_backend_without_running_counters_gives_what_the_ends_tell(fake, changes, expected):
+    """As with cudaMallocAsync: what is live is counted, and its peak."""
+    fake.change(150, 100, -100)
+    fake.figures |= {"allocated": 0, "freed": 0}
+    meter = cuda_meter()
+    fake.change(*changes)
+    fake.figures |= {"allocated": 0, "freed": 0}
+    assert facts(meter.read(None)) == expected
 
 
 def test_a_field_of_a_peak_is_the_intervals_own_as_far_as_it_is_known(fake):
@@ -192,6 +228,25 @@ def test_without_an_accelerator_the_cpu_is_measured(monkeypatch):
         assert LineProfiler(target_gpu=3).device == torch.device("cpu")
     assert w[0].filename == __file__
     assert device_of_gpu("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "use", [set_target_gpu, device_of_gpu, lambda n: LineProfiler(target_gpu=n)]
+)
+def test_the_warning_that_no_gpu_is_there_points_at_the_users_line(monkeypatch, use):
+    monkeypatch.setattr(_devices, "_accelerator", lambda: None)
+    with pytest.warns(ProfilerUsageWarning, match="^There is no GPU 3 here") as caught:
+        use(3)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_a_negative_index_is_no_accelerator(monkeypatch):
+    monkeypatch.setattr(_devices, "_accelerator", lambda: "cuda")
+    message = (
+        r"^There is no accelerator -1: an index is 0 or more\. Name one that is there, or .cpu.\."
+    )
+    with pytest.raises(ProfilerUsageError, match=message):
+        LineProfiler(target_gpu=-1)
 
 
 def test_an_accelerator_is_measured_where_there_is_one(monkeypatch):

@@ -1,13 +1,14 @@
 """Other tracers keep every event that they would have got, and are alone again afterwards."""
 
 import asyncio
+import dis
 import sys
 import threading
 
 import pytest
 import torch
 
-from tenure.profiler import LineProfiler, _hub, _watches
+from tenure.profiler import LineProfiler, _hub, _tracing, _watches
 from tenure.profiler._loops import has_loop
 from tenure.profiler._tracing import Tracer
 
@@ -173,6 +174,17 @@ def test_code_with_loops_is_told_from_code_without():
     assert not has_loop(work.__code__)
     nested = [c for c in comprehension.__code__.co_consts if hasattr(c, "co_code")]
     assert any(map(has_loop, [comprehension.__code__, *nested]))
+
+
+def nothing():
+    pass
+
+
+@pytest.mark.parametrize("function", [nothing, helper])
+def test_every_way_to_return_is_known(function):
+    """On Python 3.12 and 3.13 a constant is returned by an instruction of its own."""
+    last = list(dis.get_instructions(function))[-1]
+    assert last.opcode in _tracing.RETURNS
 
 
 @pytest.mark.parametrize("functions", [(work,), (work, helper)])

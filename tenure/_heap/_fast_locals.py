@@ -1,0 +1,34 @@
+"""Emptying the snapshot of a frame's variables, which Python below 3.13 keeps in the frame.
+
+Invariant: the variables stand. A frame whose ``f_locals`` was read has a mark, upon which the
+interpreter takes the snapshot for the variables when a trace function of the frame returns: a
+missing name deletes its variable. `PyFrame_LocalsToFast` with 0 sets what the snapshot has, nothing
+once it is empty, deletes nothing, and takes the mark off.
+Source: https://github.com/python/cpython/blob/3.11/Objects/frameobject.c, PyFrame_LocalsToFast.
+"""
+
+import ctypes
+import sys
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from operator import call
+from types import FrameType
+from typing import Any
+
+
+def _write_back() -> Any:
+    if sys.version_info >= (3, 13):
+        return None  # there are no snapshots
+    prototype = ctypes.PYFUNCTYPE(None, ctypes.py_object, ctypes.c_int)
+    return prototype(("PyFrame_LocalsToFast", ctypes.pythonapi))
+
+
+_WRITE_BACK = _write_back()
+
+
+def forget(frame: FrameType, snapshot: dict[str, object]) -> None:
+    """Empty the snapshot of a frame of optimized code, which nobody else holds."""
+    steps: tuple[Callable[[], object], ...] = snapshot.clear, partial(_WRITE_BACK, frame, 0)
+    # in one call of C, so that no thread whose trace function returns comes in between
+    deque(map(call, steps), maxlen=0)
