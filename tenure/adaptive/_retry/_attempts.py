@@ -17,7 +17,7 @@ from tenure._torch_dynamo import never_compiled
 from tenure._units import format_bytes
 from tenure.scopes import DisposeScope
 
-from .._oom import OomInfo, oom_info
+from .._oom import OomInfo, oom_of_work
 from ._events import AdaptiveEvent, EventKind, OnRetry, memory_of, statistics, tell
 from ._release import forget_traceback, release
 from ._relief import Relief, Scene, free_bytes_of, scene_of
@@ -70,7 +70,9 @@ class Attempts:
         n_begun: how many attempts there were.
     """
 
-    __slots__ = ("_name", "_on_retry", "_scope", "_state", "_statistics", "_unit", "n_begun")
+    __slots__ = (
+        "_name", "_on_retry", "_outside", "_scope", "_state", "_statistics", "_unit", "n_begun",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -87,6 +89,7 @@ class Attempts:
         self._state = state
         self._statistics = statistics()
         self._on_retry = on_retry
+        self._outside = sys.exception()  # what the caller is handling is none of the attempts'
         self.n_begun = 0
 
     @never_compiled
@@ -119,7 +122,7 @@ class Attempts:
                     self._tell("fallback", search.size, search.size, outcome.info)
                     work = _ignoring_the_size(fallback)
                     fallback = None
-                forget_traceback(outcome.error, sys.exception())
+                forget_traceback(outcome.error, self._outside)
                 del outcome  # nothing of the failed attempt is there when the next one begins
                 outcome = self._attempt(work, search.size)
         search.succeeded()
@@ -139,7 +142,7 @@ class Attempts:
             if state is not None:
                 state.finish()
         except BaseException as error:
-            info = oom_info(error)
+            info = oom_of_work(error, self._outside)
             if info is None or not info.retry_safe:
                 if state is not None and is_begun:
                     state.undo()
@@ -157,7 +160,7 @@ class Attempts:
     def _let_go(self, failure: _Failure, size: int) -> None:
         """Free what the attempt made, whoever keeps its exception or its tensors."""
         self._statistics.ooms += 1
-        release(failure.error, sys.exception())
+        release(failure.error, self._outside)
         scope = self._scope
         name, scope.name = scope.name, f"attempt of {self._name} at {self._unit} {size}"
         scope.dispose_everything()
