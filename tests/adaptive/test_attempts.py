@@ -349,7 +349,7 @@ class Pager:
 
 
 def test_a_pager_is_asked_before_the_size_shrinks():
-    pager = Pager(1 << 20)
+    pager = Pager(2 << 30)
     _shrinking.register_shrinkable(pager)
     assert run(refuse_above(2)) == 2
     assert pager.asked == [("cuda", 2 << 30), ("cuda", 2 << 30)]
