@@ -206,6 +206,24 @@ def test_an_aligned_size_grows_by_whole_steps():
     assert all(size % 8 == 0 for size in site.sizes)
 
 
+@pytest.mark.parametrize(("initial", "ok", "then"), [(64, 13, 8), (64, 5, 8), (5, 3, 5), (64, 40, 40)])
+def test_a_size_that_another_call_found_is_aligned_and_never_too_small(initial, ok, then):
+    assert search(initial, SizeRecord(ok, 50), SizeLimits(align=8)).size == then
+
+
+def test_a_short_piece_that_failed_is_no_size_to_grow_to():
+    record = SizeRecord(16, 21, n_clean=16)
+    assert search(64, record, SizeLimits(align=8)).size == 24
+
+
+def test_a_loop_grows_from_an_unaligned_size_by_whole_steps():
+    site = Site(Wall(200), 64, SizeLimits(maximum=128, align=8), in_pieces=True)
+    site.memory.record = SizeRecord(21, 22)
+    site.call(2000)
+    assert site.memory.record.ok == 128
+    assert all(size % 8 == 0 for size in site.sizes)
+
+
 @settings(deadline=None, max_examples=30)
 @given(initial=st.integers(2, 10**4), share=st.floats(0.0, 1.0), n_calls=st.integers(1, 600))
 def test_failures_grow_with_the_logarithm_of_the_calls(initial, share, n_calls):

@@ -82,7 +82,10 @@ class SizeRecord:
 
     def _grown(self, ceiling: int, align: int) -> int:
         self.climbing = True
-        wanted = 2 * self.ok if self.bad is None else min(self.bad, self.ok + self.step(align))
+        if self.bad is None:
+            wanted = 2 * self.ok
+        else:  # what failed may have been a last piece, which is no multiple
+            wanted = min(-(-self.bad // align) * align, self.ok + self.step(align))
         return min(ceiling, max(wanted, self.ok + 1))
 
     def _untried(self, first: int, align: int) -> int:

@@ -172,7 +172,7 @@ class AdaptiveSearch:
         """Choose the first size by what is known of the site."""
         self.size = self._start(record)
         known = record.snapshot()
-        self._base = known.ok or self.size
+        self._base = self._limits.aligned(known.ok) or self.size
         if known.bad is None or self.size >= self._ceiling:
             return
         meter = meter_for(known.device)
@@ -221,7 +221,7 @@ class AdaptiveSearch:
         """In a loop of many pieces: count them like calls, and go up a step where that is due."""
         if self._n_pieces % _PIECES_OF_A_CALL == 0:
             record.note_clean_call(self._base, self._ceiling)
-        if self.size == record.ok and record.is_due(self._ceiling):
+        if self.size == self._limits.aligned(record.ok) and record.is_due(self._ceiling):
             self.size = self._start(record)
             if (meter := meter_for(record.device)) is not None:
                 self._measure(meter)
@@ -235,7 +235,8 @@ class AdaptiveSearch:
         limits = self._limits
         first = limits.first(self._initial)
         start = record.start(first, self._ceiling, limits.align)
-        return max(start, min(first, limits.floor))  # what is known may be of other limits
+        # what is known may be of other limits
+        return max(limits.aligned(start), min(first, limits.floor))
 
     # --- smaller
 
