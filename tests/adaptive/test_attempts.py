@@ -18,6 +18,8 @@ OOM = "CUDA out of memory. Tried to allocate 2.00 GiB."
 class Halving:
     """The simplest search: down by halves to a floor."""
 
+    limited_by = "minimum="
+
     def __init__(self, size, floor=1):
         self.size = size
         self.floor = floor

@@ -325,6 +325,15 @@ def test_limits_of_sizes_are_kept(sizes):
     assert sizes == [64, 32, 16, 16, 16, 16]
 
 
+def test_giving_up_names_the_argument_that_allows_no_less():
+    @adaptive.batch(initial_batchsize=16, align=8)
+    def f(batchsize):
+        oom()
+
+    with pytest.raises(OutOfRetriesError, match=r"Allow less than 8 with align=, or page the"):
+        f()
+
+
 def test_a_size_below_the_minimum_is_never_tried(sizes):
     @adaptive.batch(initial_batchsize=64, minimum=20)
     def f(batchsize):

@@ -34,6 +34,11 @@ class SizeSearch(Protocol):
         """The size to try now."""
         ...
 
+    @property
+    def limited_by(self) -> str:
+        """The arguments that allow no smaller size than this one, as errors name them."""
+        ...
+
     def succeeded(self) -> None:
         """Work of this size returned."""
 
@@ -118,7 +123,7 @@ class Attempts:
                 self._let_go(outcome, search.size)
                 if not self._has_next(outcome, search, relief):
                     if fallback is None:
-                        self._give_up(outcome, sizes)
+                        self._give_up(outcome, sizes, search.limited_by)
                     self._tell("fallback", search.size, search.size, outcome.info)
                     work = _ignoring_the_size(fallback)
                     fallback = None
@@ -192,13 +197,13 @@ class Attempts:
         event = AdaptiveEvent(kind, self._name, self._unit, size, next_size, info, freed_bytes)
         tell(event, self._on_retry)
 
-    def _give_up(self, failure: _Failure, sizes: list[int]) -> NoReturn:
+    def _give_up(self, failure: _Failure, sizes: list[int], limited_by: str) -> NoReturn:
         info = failure.info
         self._tell("give_up", sizes[-1], None, info)
         facts = [f"{self._unit} {', '.join(map(str, sizes))}", *_bytes_of(info)]
         raise OutOfRetriesError(
             f"{len(sizes)} attempt{'' if len(sizes) == 1 else 's'} of {self._name!r} ran out of "
-            f"{memory_of(info)} ({'; '.join(facts)}). {_advice(sizes[-1])}",
+            f"{memory_of(info)} ({'; '.join(facts)}). {_advice(sizes[-1], limited_by)}",
             tuple(sizes),
             info,
         ) from failure.error
@@ -211,9 +216,9 @@ def _bytes_of(info: OomInfo) -> list[str]:
     return [", ".join(needed + free)] if needed or free else []
 
 
-def _advice(size: int) -> str:
+def _advice(size: int, limited_by: str) -> str:
     if size > 1:
-        return f"Allow less than {size} with minimum=, or page the model."
+        return f"Allow less than {size} with {limited_by}, or page the model."
     return "Not even 1 fits: free memory, make the model or the sample smaller, or page the model."
 
 

@@ -51,6 +51,12 @@ class SizeLimits:
             return None
         return max(self.floor, min(largest, wanted // self.align * self.align))
 
+    def in_the_way_below(self, failed: int) -> str:
+        """The arguments that leave no size below one that failed, as errors name them."""
+        names = ["minimum="] if failed <= self.minimum else []
+        names += ["align="] if failed <= self.align else []
+        return " and ".join(names) or "minimum= or align="
+
     def aligned(self, size: int) -> int:
         """The largest size in whole steps; one that is smaller than a step is left as it is."""
         return size // self.align * self.align or size

@@ -113,6 +113,11 @@ class AdaptiveSearch:
         """Only so much is left to do: it is what is tried now."""
         self.size = n_left
 
+    @property
+    def limited_by(self) -> str:
+        """The arguments that allow no smaller size than this one, as errors name them."""
+        return self._limits.in_the_way_below(self.size)
+
     def goes_elsewhere(self) -> int:
         """Work of the size that is returned runs on another device, and teaches nothing."""
         self._elsewhere = True
