@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tenure import adaptive
-from tenure.adaptive import AdaptiveUsageError, GlobalBatchsizeCache
+from tenure.adaptive import AdaptiveUsageError, GlobalBatchsizeCache, memory_budget
 from tenure.adaptive._sizes import _learned
 from tenure.adaptive._sizes._call_memory import memory_for, stands_for
 from tenure.adaptive._sizes._call_signature import signature_of
@@ -98,6 +98,30 @@ def test_another_shape_under_the_same_modes_begins_with_the_size_of_the_last():
     limited.largest = 16
     f(torch.ones(9, 4))
     assert limited.tried() == [16, 8, 4, 16]
+
+
+def test_clean_calls_count_for_their_site_where_each_has_another_shape():
+    limited = Limited(20)
+    f = decorated(limited)
+    found = [f(torch.ones(2, n + 1)) for n in range(60)]
+    assert found == [16] * 17 + [17, 18, 19] + [20] * 40
+    assert [size for size in limited.tried() if size > 20] == [64, 32, 21]
+
+
+def test_another_shape_is_measured_on_its_first_call():
+    sizes = []
+
+    @adaptive.chunked(initial_step=64)
+    def work(chunk, start, end):
+        sizes.append(end - start)
+        torch.empty(len(chunk) * chunk.shape[1], dtype=torch.uint8)
+
+    narrow, wide = torch.ones(64, 50), torch.ones(64, 100)
+    with memory_budget(1000):
+        for x in (wide, narrow):
+            work(x)
+    assert sizes[:2] == [64, 10]
+    assert max(sizes[1:]) == 20
 
 
 # --- for what

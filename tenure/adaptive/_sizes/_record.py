@@ -53,9 +53,13 @@ class SizeRecord:
             return replace(self)
 
     def copy(self) -> SizeRecord:
-        """What this one knows of sizes, as the beginning of another."""
+        """What this one knows of sizes, as the beginning of another for work of another shape.
+
+        What a size needs is another then. Clean calls count on, so that sizes grow also where no
+        two calls have the same shape.
+        """
         with _lock:
-            return SizeRecord(self.ok, self.bad, free_bytes=self.free_bytes, device=self.device)
+            return replace(self, ok_bytes=None, bytes_per_size=0, settled=False)
 
     # --- what to try
 

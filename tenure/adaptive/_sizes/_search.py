@@ -190,7 +190,7 @@ class AdaptiveSearch:
                 self.size = self._start(record)
         elif larger := self._that_fits(known, known.ok, known.ok_bytes, free_bytes):
             self.size = larger
-        if self.size > known.ok:
+        if self.size > known.ok or (self.size == known.ok and known.ok_bytes is None):
             self._measure(meter)
 
     def _leap(self, record: SizeRecord, meter: MemoryMeter, needed_bytes: int) -> None:
