@@ -237,7 +237,16 @@ def chunked(
     def execute(func: Callable[[Tensor, int, int], Any]) -> Any:
         check_function("@execute.chunked", func)
         frame = sys._getframe(1)
-        memory = memory_for(None, frame, checked.context, checked.cache_type, (), {}, tensor, split)
+        memory = memory_for(
+            None,
+            frame,
+            checked.context,
+            checked.cache_type,
+            (),
+            {},
+            chunked=tensor,
+            dimension=split,
+        )
         chunk = Chunk(func, tensor, split, (), {})
         end = tensor.shape[split]
         return run_pieces(name_of(func), chunk, end, initial, checked, memory, collector, progress)

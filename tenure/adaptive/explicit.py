@@ -48,7 +48,13 @@ def batch(
     check_function("explicit.batch", func)
     initial = checked_size("initial_batchsize", initial_batchsize)
     memory = memory_for(
-        stands_for(func), sys._getframe(1), toma_context, toma_cache_type, args, kwargs
+        stands_for(func),
+        sys._getframe(1),
+        toma_context,
+        toma_cache_type,
+        args,
+        kwargs,
+        function=func,
     )
     result: T = run_batch(name_of(func), func, initial, args, kwargs, PLAIN, memory)
     return result
@@ -87,7 +93,13 @@ def range(
     check_range("explicit.range", start, end)
     initial = checked_size("initial_step", initial_step)
     memory = memory_for(
-        stands_for(func), sys._getframe(1), toma_context, toma_cache_type, args, kwargs
+        stands_for(func),
+        sys._getframe(1),
+        toma_context,
+        toma_cache_type,
+        args,
+        kwargs,
+        function=func,
     )
     piece = Piece(func, start, args, kwargs)
     run_pieces(name_of(func), piece, end, initial, PLAIN, memory)
@@ -134,8 +146,9 @@ def chunked(
         toma_cache_type,
         args,
         kwargs,
-        tensor,
-        dimension,
+        function=func,
+        chunked=tensor,
+        dimension=dimension,
     )
     chunk = Chunk(func, tensor, dimension, args, kwargs)
     run_pieces(name_of(func), chunk, tensor.shape[dimension], initial, PLAIN, memory)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tenure import adaptive
-from tenure.adaptive import AdaptiveUsageError, GlobalBatchsizeCache, memory_budget
+from tenure.adaptive import AdaptiveUsageError, GlobalBatchsizeCache, explicit, memory_budget
 from tenure.adaptive._sizes import _learned
 from tenure.adaptive._sizes._call_memory import memory_for, stands_for
 from tenure.adaptive._sizes._call_signature import signature_of
@@ -165,6 +165,44 @@ def test_a_method_called_through_its_class_is_remembered_for_the_call():
     assert limited.tried() == LEARNING
 
 
+class Net(nn.Module):
+    """A module whose own method adapts."""
+
+    def __init__(self, limited):
+        super().__init__()
+        self.limited = limited
+
+    @adaptive.batch(initial_batchsize=64, cache_type=GlobalBatchsizeCache)
+    def embed(self, batchsize, x):
+        self.limited(batchsize)
+
+    def plain(self, batchsize, x):
+        self.limited(batchsize)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda net, x: net.embed(x),
+        lambda net, x: Net.embed(net, x),
+        lambda net, x: explicit.batch(net.plain, 64, x, toma_context="net"),
+    ],
+    ids=["a method", "through the class", "a bound method as an argument"],
+)
+def test_training_and_evaluation_of_the_module_of_a_method_are_apart(call):
+    limited, x = Limited(), torch.ones(2, 2)
+    net = Net(limited)
+    call(net, x)
+    limited.largest = 8
+    call(net.eval(), x)
+    limited.largest = 16
+    limited.tried()
+    call(net.train(), x)
+    assert limited.tried() == [16]
+    call(net.eval(), x)
+    assert limited.tried() == [8]
+
+
 class Key:
     """An object of a user, as a context."""
 
@@ -183,6 +221,9 @@ def test_contexts_of_different_types_are_different():
     decorated(limited, context=1.0)()
     decorated(limited, context=True)()
     assert limited.tried() == LEARNING * 3
+    for context in ((1, ("a",)), (True, ("a",)), (1.0, ("a",)), (1, (b"a",))):
+        decorated(limited, context=context)()
+    assert limited.tried() == LEARNING * 4
 
 
 def test_a_context_is_not_kept_alive():

@@ -874,6 +874,17 @@ def test_overridden_methods_call_the_one_above():
     assert Special("b").run(3) == ("special", ("b", 16, 3))
 
 
+def test_a_method_that_was_taken_from_another_class_binds_to_instances():
+    class Other(Model):
+        work = Model.run
+        of_model = Model.of_the_class
+
+    other = Other("b")
+    assert other.work("x") == Other.work(other, "x") == ("b", 16, "x")
+    assert other.of_model() == ("Model", 2)
+    assert Other.work.__name__ == "run"
+
+
 def test_instances_share_the_size_of_their_method():
     one, other = Model("one"), Model("other")
     one.run()

@@ -83,6 +83,7 @@ class AdaptiveFunction:
         cache_type: type[BatchsizeCache] | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        *,
         chunked: Tensor | None = None,
         dimension: int = 0,
     ) -> CallMemory | NoMemory:
@@ -96,8 +97,9 @@ class AdaptiveFunction:
             cache_type or options.cache_type,
             args,
             kwargs,
-            chunked,
-            dimension,
+            function=self._function,
+            chunked=chunked,
+            dimension=dimension,
         )
 
 
@@ -109,6 +111,9 @@ class _OfClass:
         functools.update_wrapper(wrapper, adaptive._function, updated=())
         self._adaptive = adaptive
         self._class = owner
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self._adaptive._bound(instance, owner)  # the name of another class for the method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], self._class):

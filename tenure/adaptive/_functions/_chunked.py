@@ -137,7 +137,13 @@ class ChunkedFunction(PiecesFunction, Generic[P, R_co]):
         wanted = self._dimension if toma_dimension is None else toma_dimension
         dimension = checked_dimension(self._name, tensor, wanted)
         memory = self._memory(
-            sys._getframe(1), toma_context, toma_cache_type, args, kwargs, tensor, dimension
+            sys._getframe(1),
+            toma_context,
+            toma_cache_type,
+            args,
+            kwargs,
+            chunked=tensor,
+            dimension=dimension,
         )
         chunk = Chunk(self._function, tensor, dimension, args, kwargs)
         return self._run(chunk, tensor.shape[dimension], toma_initial_step, memory)

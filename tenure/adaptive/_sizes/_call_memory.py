@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType, FrameType, MethodType
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from tenure._errors import AdaptiveUsageError
 
@@ -50,10 +50,16 @@ class CallMemory:
         owner: what stands for the function that runs; None: the call does.
         frame: the frame that calls; it is held as long as the call lasts.
         context: what the user wants sizes to be remembered for; None: the function and the call.
+        args: what is passed on by position.
+        kwargs: what is passed on by name.
+        function: what runs; the module of a method is one of its arguments.
+        chunked: the tensor of any shape that is split.
+        dimension: the dimension of ``chunked`` that is split.
     """
 
     __slots__ = (
-        "_args", "_cache_type", "_chunked", "_context", "_dimension", "_frame", "_kwargs", "_owner",
+        "_args", "_cache_type", "_chunked", "_context", "_dimension", "_frame", "_function",
+        "_kwargs", "_owner",
     )  # fmt: skip
 
     remembers: ClassVar[bool] = True
@@ -66,6 +72,8 @@ class CallMemory:
         context: Hashable | None,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
+        *,
+        function: object = None,
         chunked: Tensor | None = None,
         dimension: int = 0,
     ) -> None:
@@ -75,6 +83,7 @@ class CallMemory:
         self._context = context
         self._args = args
         self._kwargs = kwargs
+        self._function = function
         self._chunked = chunked
         self._dimension = dimension
 
@@ -96,8 +105,9 @@ class CallMemory:
     def _key(self) -> SiteKey:
         cache_type, context = self._cache_type, self._context
         if context is not None:
-            plain = _is_plain(context)
-            return cache_type, "context", type(context), context if plain else id(context)
+            if _is_plain(context):  # spelled, because 1, 1.0 and True are equal
+                return cache_type, "context", repr(context)
+            return cache_type, "context", type(context), id(context)
         owner, frame = self._owner, self._frame
         if cache_type.remembered_for == "function" and owner is not None:
             return cache_type, id(owner)
@@ -121,7 +131,10 @@ class CallMemory:
         return about, names
 
     def _signature(self) -> str:
-        return signature_of(self._args, self._kwargs, self._chunked, self._dimension)
+        function = self._function
+        of = getattr(function, "__self__", None) if isinstance(function, MethodType) else function
+        args = (of, *self._args) if isinstance(of, nn.Module) else self._args
+        return signature_of(args, self._kwargs, self._chunked, self._dimension)
 
 
 def memory_for(
@@ -131,6 +144,8 @@ def memory_for(
     cache_type: type[BatchsizeCache] | None,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
+    *,
+    function: object = None,
     chunked: Tensor | None = None,
     dimension: int = 0,
 ) -> CallMemory | NoMemory:
@@ -144,7 +159,17 @@ def memory_for(
     checked = checked_cache_type(cache_type)
     if checked.remembered_for == "nothing":
         return NO_MEMORY
-    return CallMemory(checked, owner, frame, context, args, kwargs, chunked, dimension)
+    return CallMemory(
+        checked,
+        owner,
+        frame,
+        context,
+        args,
+        kwargs,
+        function=function,
+        chunked=chunked,
+        dimension=dimension,
+    )
 
 
 def stands_for(function: Any) -> object:
