@@ -1,4 +1,4 @@
-"""A function that runs on the CPU after all: what it writes and returns comes back to the device."""
+"""A function that runs on the CPU: what it writes and returns comes back to the device."""
 
 import contextlib
 import copy

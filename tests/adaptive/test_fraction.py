@@ -156,7 +156,9 @@ def test_a_device_that_is_the_only_one_of_its_kind_has_index_0(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda device: DeviceWithoutAnIndex(1))
     assert memory_budget(500, "mps").device == torch.device("mps:0")
     monkeypatch.setattr(torch, "get_device_module", lambda device: DeviceWithoutAnIndex(0))
-    with pytest.raises(AdaptiveUsageError, match="'mps': this machine, or this build of torch, has"):
+    with pytest.raises(
+        AdaptiveUsageError, match="'mps': this machine, or this build of torch, has"
+    ):
         memory_budget(500, "mps")
 
 

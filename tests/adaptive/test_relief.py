@@ -151,6 +151,15 @@ def test_garbage_is_collected_also_where_nothing_tells_what_that_frees(monkeypat
     assert fake.calls == ["synchronize", "collect", "synchronize"]
 
 
+def test_garbage_is_collected_also_for_a_device_that_torch_does_not_find(monkeypatch):
+    calls = []
+    monkeypatch.setattr(_relief, "gc", types.SimpleNamespace(collect=lambda: calls.append(1)))
+    info, relief = error_of("vega:3 out of memory. Tried to allocate 1.00 MiB"), Relief()
+    assert relief.make_room(info, scene_of(info), 8) == relief.make_room(info, scene_of(info), 4)
+    assert relief.last_resort(info) == 0
+    assert calls == [1]
+
+
 def test_free_memory_is_what_a_budget_leaves(allocator):
     fake = allocator()
     fake.get_device_properties = lambda device: types.SimpleNamespace(total_memory=8 * MIB)

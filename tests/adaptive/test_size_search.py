@@ -206,7 +206,9 @@ def test_an_aligned_size_grows_by_whole_steps():
     assert all(size % 8 == 0 for size in site.sizes)
 
 
-@pytest.mark.parametrize(("initial", "ok", "then"), [(64, 13, 8), (64, 5, 8), (5, 3, 5), (64, 40, 40)])
+@pytest.mark.parametrize(
+    ("initial", "ok", "then"), [(64, 13, 8), (64, 5, 8), (5, 3, 5), (64, 40, 40)]
+)
 def test_a_size_that_another_call_found_is_aligned_and_never_too_small(initial, ok, then):
     assert search(initial, SizeRecord(ok, 50), SizeLimits(align=8)).size == then
 

@@ -19,7 +19,7 @@ def indexed(device: torch.device) -> torch.device:
 
 
 def accelerator_of(device: str | None) -> tuple[Any, torch.device] | None:
-    """The module and the device that an OomInfo names; None for the host and for what isn't there."""
+    """The module and the device that an OomInfo names; None for the host and what is not there."""
     if device is None or device == "cpu":
         return None
     try:

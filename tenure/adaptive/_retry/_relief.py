@@ -18,6 +18,7 @@ from tenure._shrinking import ask_to_shrink
 from .._memory import accelerator_of, meter_for
 from .._oom import OomInfo
 
+_HOST = (None, "cpu")
 _OUTSIDE_THE_ALLOCATOR = ("workspace", "driver")
 """Kinds of memory that a library or the driver wanted, and that torch's cache may have taken."""
 _NOISE_BYTES = 1 << 20
@@ -80,7 +81,7 @@ class Relief:
 
     def last_resort(self, info: OomInfo) -> int:
         """What is worth its time only before giving up: collecting garbage of the host."""
-        if self.collected or info.kind == "size_limit" or accelerator_of(info.device) is not None:
+        if self.collected or info.kind == "size_limit" or info.device not in _HOST:
             return 0
         self.collected = True
         freed_bytes = _freed_by_collecting(lambda: psutil.Process().memory_info().rss)
@@ -88,17 +89,14 @@ class Relief:
 
     def _collect(self, info: OomInfo) -> int:
         """Collect cycles that hold device memory, older ones: the attempt's are gone."""
-        found = accelerator_of(info.device)
-        if found is None or self.collected:
+        if self.collected or info.device in _HOST:
             return 0
         self.collected = True
-        module, device = found
-        try:
-            module.memory_allocated(device)
-        except Exception:  # a device without statistics: it may help, but nothing tells
+        used_bytes = _used_bytes_of(info.device)
+        if used_bytes is None:  # it may help, but nothing tells
             gc.collect()
             return 0
-        freed_bytes = _freed_by_collecting(lambda: module.memory_allocated(device))
+        freed_bytes = _freed_by_collecting(used_bytes)
         return freed_bytes if _serves(freed_bytes, info) else 0
 
 
@@ -144,6 +142,19 @@ def _free_cache(info: OomInfo, scene: Scene) -> int:
     return max(0, before_bytes - after_bytes)
 
 
+def _used_bytes_of(device: str | None) -> Callable[[], int] | None:
+    """What reads the bytes that tensors use on a device; None where it has no such statistics."""
+    found = accelerator_of(device)
+    if found is None:
+        return None
+    module, place = found
+    try:
+        module.memory_allocated(place)
+    except Exception:  # a device without statistics
+        return None
+    return lambda: int(module.memory_allocated(place))
+
+
 def _freed_by_collecting(used_bytes: Callable[[], int]) -> int:
     before_bytes = used_bytes()
     gc.collect()
@@ -151,12 +162,10 @@ def _freed_by_collecting(used_bytes: Callable[[], int]) -> int:
 
 
 def _given_back(info: OomInfo) -> int:
-    """What pagers and caches gave back, if that is as much as was wanted, or nobody knows how much."""
+    """What pagers and caches gave back; 0 where that is known to be less than was wanted."""
     given_bytes = ask_to_shrink(info.device, info.requested_bytes)
     return given_bytes if info.requested_bytes is None or _serves(given_bytes, info) else 0
 
 
 def _serves(n_bytes: int, info: OomInfo) -> bool:
     return info.requested_bytes is not None and n_bytes >= info.requested_bytes
-
-
