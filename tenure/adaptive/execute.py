@@ -19,9 +19,9 @@ from ._functions import (
     Chunk,
     Collect,
     Piece,
-    check_range,
     checked_dimension,
     checked_options,
+    checked_range,
     collector_for,
     run_batch,
     run_pieces,
@@ -145,7 +145,7 @@ def range(
     Source: ``toma.execute.range``, https://github.com/BlackHC/toma.
     """
     checked = checked_options(**options)
-    check_range("execute.range", start, end)
+    start, end = checked_range("execute.range", start, end)
     initial = checked_initial("initial_step", initial_step, checked.limits)
     collector = collector_for(collect)
 

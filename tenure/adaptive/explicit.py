@@ -14,7 +14,7 @@ from torch import Tensor
 from tenure._torch_dynamo import never_compiled
 
 from ._callables import check_function, name_of
-from ._functions import PLAIN, Chunk, Piece, check_range, checked_dimension, run_batch, run_pieces
+from ._functions import PLAIN, Chunk, Piece, checked_dimension, checked_range, run_batch, run_pieces
 from ._sizes import BatchsizeCache, checked_size, memory_for, stands_for
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ def range(
     Source: ``toma.explicit.range``, https://github.com/BlackHC/toma.
     """
     check_function("explicit.range", func)
-    check_range("explicit.range", start, end)
+    start, end = checked_range("explicit.range", start, end)
     initial = checked_size("initial_step", initial_step)
     memory = memory_for(
         stands_for(func),

@@ -10,7 +10,7 @@ from torch import Tensor
 from tenure._torch_dynamo import never_compiled
 
 from ._callables import check_function, name_of
-from ._functions import PLAIN, Chunk, Piece, check_range, checked_dimension, run_batch, run_pieces
+from ._functions import PLAIN, Chunk, Piece, checked_dimension, checked_range, run_batch, run_pieces
 from ._sizes import NO_MEMORY, checked_size
 
 P = ParamSpec("P")
@@ -70,7 +70,7 @@ def range(
     Source: ``toma.simple.range``, https://github.com/BlackHC/toma.
     """
     check_function("simple.range", func)
-    check_range("simple.range", start, end)
+    start, end = checked_range("simple.range", start, end)
     initial = checked_size("initial_step", initial_step)
     piece = Piece(func, start, args, kwargs)
     run_pieces(name_of(func), piece, end, initial, PLAIN, NO_MEMORY)

@@ -9,8 +9,11 @@ import pickle
 import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
+from rich.console import Console
+from rich.errors import LiveError
 
 from tenure import DisposedTensorError, adaptive
 from tenure.adaptive import (
@@ -521,6 +524,40 @@ def test_results_that_can_not_be_concatenated_are_named():
         f(torch.ones(4))
 
 
+def nested_walks():
+    @adaptive.range(initial_step=2, progress=True)
+    def outer(start, end):
+        inner(0, 3)
+
+    @adaptive.range(initial_step=2, progress=True)
+    def inner(start, end):
+        sizes.append(end - start)
+
+    sizes = []
+    outer(0, 4)
+    assert sizes == [2, 1] * 2
+
+
+def test_of_nested_loops_the_outermost_shows_its_progress(capsys):
+    for _ in range(2):
+        nested_walks()
+        shown = capsys.readouterr().out
+        assert "outer" in shown
+        assert "inner" not in shown
+
+
+def test_a_loop_in_a_display_that_allows_no_other_works_without_showing(monkeypatch, capsys):
+    def refuse(console, live):
+        raise LiveError("Only one live display may be active at once")
+
+    monkeypatch.setattr(Console, "set_live", refuse)
+    nested_walks()
+    assert "outer" not in capsys.readouterr().out
+    monkeypatch.undo()
+    nested_walks()
+    assert "outer" in capsys.readouterr().out
+
+
 def test_progress_is_shown_on_request(capsys):
     @adaptive.range(initial_step=2, progress=True)
     def walked(start, end):
@@ -800,6 +837,25 @@ def test_functions_of_any_arguments_and_partials_work(sizes):
     adaptive.batch(initial_batchsize=4)(functools.partial(f, key="v"))(1)
     explicit.batch(functools.partial(f, key="v"), 4)
     assert sizes == [((4, 1), {"two": 2}), ((4, 1), {"key": "v"}), ((4,), {"key": "v"})]
+
+
+def test_numbers_of_numpy_are_numbers():
+    found = []
+
+    def note(*args):
+        found.append(args[-2:])
+
+    adaptive.range(initial_step=np.int32(2))(note)(np.int64(1), np.int64(4))
+    simple.range(note, np.int64(0), np.int64(1), np.int64(2))
+    explicit.range(note, np.int64(0), np.int64(1), np.int64(2))
+    execute.range(np.int64(0), np.int64(1), np.int64(2))(note)
+    assert found == [(1, 3), (3, 4), *[(0, 1)] * 3]
+    assert {type(number) for pair in found for number in pair} == {int}
+    found.clear()
+    x = torch.ones(2, 3)
+    adaptive.chunked(initial_step=2, dimension=np.int64(1))(note)(x)
+    explicit.chunked(note, x, 2, toma_dimension=np.int64(-1))
+    assert found == [(0, 2), (2, 3)] * 2
 
 
 # --- being a function

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from operator import index
 from typing import (
     Any,
     Concatenate,
@@ -297,7 +298,7 @@ def chunked(
     return make if func is None else make(func)
 
 
-def checked_dimension(name: str, tensor: object, dimension: int) -> int:
+def checked_dimension(name: str, tensor: object, dimension: Any) -> int:
     """The dimension of a tensor to split, from 0 up.
 
     Raises:
@@ -315,9 +316,13 @@ def checked_dimension(name: str, tensor: object, dimension: int) -> int:
             "can't make views of some rows. Use range(), and take the rows in the function."
         )
     n_dimensions = tensor.dim()
-    if not isinstance(dimension, int) or not -n_dimensions <= dimension < n_dimensions:
+    try:
+        wanted = index(dimension)
+    except TypeError:
+        wanted = n_dimensions
+    if not -n_dimensions <= wanted < n_dimensions:
         raise AdaptiveUsageError(
             f"{name}() can't split dimension {dimension!r} of a tensor that has {n_dimensions}. "
             "Choose another with dimension= or toma_dimension=."
         )
-    return dimension % n_dimensions
+    return wanted % n_dimensions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from operator import index
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
 from tenure._errors import AdaptiveUsageError
@@ -97,7 +98,7 @@ class RangeFunction(PiecesFunction, Generic[P, R_co]):
             OutOfRetriesError: a piece ran out of memory at every step that is allowed.
             AdaptiveUsageError: an argument can't be used.
         """
-        check_range(self._name, start, end)
+        start, end = checked_range(self._name, start, end)
         memory = self._memory(sys._getframe(1), toma_context, toma_cache_type, args, kwargs)
         piece = Piece(self._function, start, args, kwargs)
         return self._run(piece, end, toma_initial_step, memory)
@@ -186,14 +187,16 @@ def range(
     return make if func is None else make(func)
 
 
-def check_range(name: str, start: object, end: object) -> None:
-    """Make sure that a range has ends that can be worked between.
+def checked_range(name: str, start: Any, end: Any) -> tuple[int, int]:
+    """The ends of a range, as ints.
 
     Raises:
-        AdaptiveUsageError: one is no int.
+        AdaptiveUsageError: one is no whole number.
     """
-    if not (isinstance(start, int) and isinstance(end, int)):
+    try:
+        return index(start), index(end)
+    except TypeError:
         raise AdaptiveUsageError(
             f"{name}() got the range {start!r} to {end!r}. Its first two arguments are the first "
             "number and the one after the last, as ints."
-        )
+        ) from None
