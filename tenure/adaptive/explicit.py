@@ -47,7 +47,7 @@ def batch(
     """
     check_function("explicit.batch", func)
     initial = checked_size("initial_batchsize", initial_batchsize)
-    memory = memory_for(
+    remembered = memory_for(
         stands_for(func),
         sys._getframe(1),
         toma_context,
@@ -56,7 +56,9 @@ def batch(
         kwargs,
         function=func,
     )
-    result: T = run_batch(name_of(func), func, initial, args, kwargs, PLAIN, memory)
+    result: T = run_batch(
+        name_of(func), func, initial, args=args, kwargs=kwargs, options=PLAIN, remembered=remembered
+    )
     return result
 
 
@@ -92,7 +94,7 @@ def range(
     check_function("explicit.range", func)
     start, end = checked_range("explicit.range", start, end)
     initial = checked_size("initial_step", initial_step)
-    memory = memory_for(
+    remembered = memory_for(
         stands_for(func),
         sys._getframe(1),
         toma_context,
@@ -102,7 +104,7 @@ def range(
         function=func,
     )
     piece = Piece(func, start, args, kwargs)
-    run_pieces(name_of(func), piece, end, initial, PLAIN, memory)
+    run_pieces(name_of(func), piece, end, initial=initial, options=PLAIN, remembered=remembered)
 
 
 @never_compiled
@@ -139,7 +141,7 @@ def chunked(
         "explicit.chunked", tensor, 0 if toma_dimension is None else toma_dimension
     )
     initial = checked_size("initial_step", initial_step)
-    memory = memory_for(
+    remembered = memory_for(
         stands_for(func),
         sys._getframe(1),
         toma_context,
@@ -151,4 +153,11 @@ def chunked(
         dimension=dimension,
     )
     chunk = Chunk(func, tensor, dimension, args, kwargs)
-    run_pieces(name_of(func), chunk, tensor.shape[dimension], initial, PLAIN, memory)
+    run_pieces(
+        name_of(func),
+        chunk,
+        tensor.shape[dimension],
+        initial=initial,
+        options=PLAIN,
+        remembered=remembered,
+    )

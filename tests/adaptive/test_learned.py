@@ -17,8 +17,8 @@ from torch import nn
 from tenure import adaptive
 from tenure.adaptive import AdaptiveUsageError, GlobalBatchsizeCache, explicit, memory_budget
 from tenure.adaptive._sizes import _learned
-from tenure.adaptive._sizes._call_memory import memory_for, stands_for
 from tenure.adaptive._sizes._call_signature import signature_of
+from tenure.adaptive._sizes._call_site import memory_for, stands_for
 from tenure.adaptive._sizes._record import SizeRecord
 
 
@@ -501,7 +501,7 @@ def test_what_is_saved_is_what_was_known_at_one_moment():
 
 def test_a_size_that_was_loaded_without_a_known_failure_is_kept():
     _learned.take({("a", "grad"): SizeRecord(ok=5)})
-    assert _learned.has_files()
+    assert _learned.from_files
     site = _learned.add(("key",), "a", [])
     assert site.known("grad").ok == 5
 

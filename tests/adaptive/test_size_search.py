@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenure.adaptive import AdaptiveUsageError, add_listener, remove_listener
-from tenure.adaptive._sizes._call_memory import NO_MEMORY
+from tenure.adaptive._sizes._call_site import REMEMBERS_NOTHING
 from tenure.adaptive._sizes._limits import SizeLimits
 from tenure.adaptive._sizes._record import SizeRecord
 from tenure.adaptive._sizes._search import AdaptiveSearch
@@ -163,9 +163,9 @@ def test_a_failure_of_what_worked_forgets_it():
 
 
 def test_a_call_that_remembers_nothing_keeps_no_record():
-    sizes = AdaptiveSearch("f", "size", 64, SizeLimits(), NO_MEMORY)
+    sizes = AdaptiveSearch("f", "size", 64, SizeLimits(), REMEMBERS_NOTHING)
     assert sizes.failed(oom())
-    assert AdaptiveSearch("f", "size", 64, SizeLimits(), NO_MEMORY).size == 64
+    assert AdaptiveSearch("f", "size", 64, SizeLimits(), REMEMBERS_NOTHING).size == 64
 
 
 # --- larger

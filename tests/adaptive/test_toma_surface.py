@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.errors import LiveError
 
-from tenure import DisposedTensorError, adaptive
+from tenure import DisposedTensorError, adaptive, owner_of
 from tenure.adaptive import (
     AdaptiveUsageError,
     GlobalBatchsizeCache,
@@ -477,6 +477,19 @@ def test_results_live_on_and_temporaries_do_not():
     with pytest.raises(DisposedTensorError, match=r"while <DisposeScope 'attempt of "):
         kept[0].sum()
     assert kept[1].sum() == 3
+
+
+def test_no_scope_owns_a_chunk_on_the_device_or_on_the_cpu():
+    owners = []
+
+    @adaptive.chunked(initial_step=1, cpu_fallback=True)
+    def look(chunk, start, end):
+        owners.append(owner_of(chunk))
+        if len(owners) == 1:
+            oom()
+
+    look(torch.ones(1))
+    assert owners == [None, None]
 
 
 def test_nothing_to_concatenate_is_an_error_that_says_what_to_do():

@@ -16,7 +16,7 @@ from torch import Tensor
 from tenure._errors import AdaptiveUsageError
 
 from .._callables import check_function, name_of
-from .._sizes import BatchsizeCache, CallMemory, NoMemory, checked_initial, memory_for
+from .._sizes import BatchsizeCache, CallSite, RemembersNothing, checked_initial, memory_for
 from ._options import Options
 
 
@@ -76,7 +76,7 @@ class AdaptiveFunction:
             return self._initial
         return checked_initial(f"toma_{self._initial_name}", initial, self._options.limits)
 
-    def _memory(
+    def _remembered(
         self,
         frame: FrameType,
         context: Any,
@@ -86,7 +86,7 @@ class AdaptiveFunction:
         *,
         chunked: Tensor | None = None,
         dimension: int = 0,
-    ) -> CallMemory | NoMemory:
+    ) -> CallSite | RemembersNothing:
         options = self._options
         if frame.f_code is _CALL_OF_CLASS and frame.f_back is not None:
             frame = frame.f_back  # who called the method, and not what bound it

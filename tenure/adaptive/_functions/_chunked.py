@@ -26,7 +26,7 @@ from tenure._describe import describe_tensor
 from tenure._errors import AdaptiveUsageError
 from tenure._torch_dynamo import never_compiled
 
-from .._sizes import BatchsizeCache
+from .._sizes import CacheType
 from ._collect import Collect
 from ._options import AdaptiveOptions, Options, checked_options
 from ._pieces import PiecesFunction
@@ -40,8 +40,6 @@ S = TypeVar("S")
 T_contra = TypeVar("T_contra", contravariant=True)
 R_co = TypeVar("R_co", covariant=True)
 
-_CacheType = type[BatchsizeCache]
-
 
 class ChunkedFunction(PiecesFunction, Generic[P, R_co]):
     """A function decorated with `chunked`: it is called with the whole tensor."""
@@ -53,11 +51,12 @@ class ChunkedFunction(PiecesFunction, Generic[P, R_co]):
         function: Callable[..., Any],
         initial: int | None,
         options: Options,
+        *,
         collect: Collect | None,
         progress: bool,
         dimension: int,
     ) -> None:
-        super().__init__(function, initial, options, collect, progress)
+        super().__init__(function, initial, options, collect=collect, progress=progress)
         self._dimension = dimension
 
     @overload
@@ -80,7 +79,7 @@ class ChunkedFunction(PiecesFunction, Generic[P, R_co]):
         toma_initial_step: int,
         toma_dimension: int | None = None,
         toma_context: Any = None,
-        toma_cache_type: _CacheType | None = None,
+        toma_cache_type: CacheType | None = None,
         **kwargs: Any,
     ) -> R_co: ...
     @overload
@@ -90,7 +89,7 @@ class ChunkedFunction(PiecesFunction, Generic[P, R_co]):
         *args: Any,
         toma_dimension: int,
         toma_context: Any = None,
-        toma_cache_type: _CacheType | None = None,
+        toma_cache_type: CacheType | None = None,
         **kwargs: Any,
     ) -> R_co: ...
     @overload
@@ -99,12 +98,12 @@ class ChunkedFunction(PiecesFunction, Generic[P, R_co]):
         tensor: Tensor,
         *args: Any,
         toma_context: Any,
-        toma_cache_type: _CacheType | None = None,
+        toma_cache_type: CacheType | None = None,
         **kwargs: Any,
     ) -> R_co: ...
     @overload
     def __call__(  # pyright: ignore[reportOverlappingOverload]  # it thinks of toma_context=**
-        self, tensor: Tensor, *args: Any, toma_cache_type: _CacheType | None, **kwargs: Any
+        self, tensor: Tensor, *args: Any, toma_cache_type: CacheType | None, **kwargs: Any
     ) -> R_co: ...
     @never_compiled  # type: ignore[misc]  # mypy does not see P in *args and **kwargs
     def __call__(  # pyright: ignore[reportInconsistentOverload]  # P has them
@@ -114,7 +113,7 @@ class ChunkedFunction(PiecesFunction, Generic[P, R_co]):
         toma_initial_step: int | None = None,
         toma_dimension: int | None = None,
         toma_context: Any = None,
-        toma_cache_type: _CacheType | None = None,
+        toma_cache_type: CacheType | None = None,
         **kwargs: Any,
     ) -> Any:
         """Call the function with one chunk of ``tensor`` after the other.
@@ -137,7 +136,7 @@ class ChunkedFunction(PiecesFunction, Generic[P, R_co]):
         """
         wanted = self._dimension if toma_dimension is None else toma_dimension
         dimension = checked_dimension(self._name, tensor, wanted)
-        memory = self._memory(
+        remembered = self._remembered(
             sys._getframe(1),
             toma_context,
             toma_cache_type,
@@ -147,7 +146,7 @@ class ChunkedFunction(PiecesFunction, Generic[P, R_co]):
             dimension=dimension,
         )
         chunk = Chunk(self._function, tensor, dimension, args, kwargs)
-        return self._run(chunk, tensor.shape[dimension], toma_initial_step, memory)
+        return self._run(chunk, tensor.shape[dimension], toma_initial_step, remembered)
 
 
 class ChunkedDecorator(Protocol):

@@ -11,7 +11,7 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar,
 from tenure._errors import AdaptiveUsageError
 from tenure._torch_dynamo import never_compiled
 
-from .._sizes import BatchsizeCache
+from .._sizes import CacheType
 from ._collect import Collect
 from ._options import AdaptiveOptions, checked_options
 from ._pieces import PiecesFunction
@@ -23,8 +23,6 @@ T = TypeVar("T")
 R = TypeVar("R")
 S = TypeVar("S")
 R_co = TypeVar("R_co", covariant=True)
-
-_CacheType = type[BatchsizeCache]
 
 
 class RangeFunction(PiecesFunction, Generic[P, R_co]):
@@ -52,7 +50,7 @@ class RangeFunction(PiecesFunction, Generic[P, R_co]):
         *args: Any,
         toma_initial_step: int,
         toma_context: Any = None,
-        toma_cache_type: _CacheType | None = None,
+        toma_cache_type: CacheType | None = None,
         **kwargs: Any,
     ) -> R_co: ...
     @overload
@@ -62,12 +60,12 @@ class RangeFunction(PiecesFunction, Generic[P, R_co]):
         end: int,
         *args: Any,
         toma_context: Any,
-        toma_cache_type: _CacheType | None = None,
+        toma_cache_type: CacheType | None = None,
         **kwargs: Any,
     ) -> R_co: ...
     @overload
     def __call__(  # pyright: ignore[reportOverlappingOverload]  # it thinks of toma_context=**
-        self, start: int, end: int, *args: Any, toma_cache_type: _CacheType | None, **kwargs: Any
+        self, start: int, end: int, *args: Any, toma_cache_type: CacheType | None, **kwargs: Any
     ) -> R_co: ...
     @never_compiled  # type: ignore[misc]  # mypy does not see P in *args and **kwargs
     def __call__(  # pyright: ignore[reportInconsistentOverload]  # P has them
@@ -77,7 +75,7 @@ class RangeFunction(PiecesFunction, Generic[P, R_co]):
         *args: Any,
         toma_initial_step: int | None = None,
         toma_context: Any = None,
-        toma_cache_type: _CacheType | None = None,
+        toma_cache_type: CacheType | None = None,
         **kwargs: Any,
     ) -> Any:
         """Call the function with one piece of ``start``..``end`` after the other.
@@ -99,9 +97,9 @@ class RangeFunction(PiecesFunction, Generic[P, R_co]):
             AdaptiveUsageError: an argument can't be used.
         """
         start, end = checked_range(self._name, start, end)
-        memory = self._memory(sys._getframe(1), toma_context, toma_cache_type, args, kwargs)
+        remembered = self._remembered(sys._getframe(1), toma_context, toma_cache_type, args, kwargs)
         piece = Piece(self._function, start, args, kwargs)
-        return self._run(piece, end, toma_initial_step, memory)
+        return self._run(piece, end, toma_initial_step, remembered)
 
 
 @overload

@@ -45,6 +45,10 @@ class StacktraceMemoryBatchsizeCache(BatchsizeCache):
     remembered_for = "call"
 
 
+CacheType = type[BatchsizeCache]
+"""How a cache is named in a call: by its class."""
+
+
 def checked_cache_type(cache_type: object) -> type[BatchsizeCache]:
     """The class that was given; for None the room's ``DEFAULT_CACHE_TYPE``, as it is now.
 

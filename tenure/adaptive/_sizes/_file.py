@@ -23,16 +23,6 @@ _VERSION = 1
 _Path = str | os.PathLike[str]
 
 
-def reset() -> None:
-    """Forget all sizes that were learned or loaded, on all threads; calls that run go on.
-
-    Example:
-        >>> from tenure import adaptive
-        >>> adaptive.reset()
-    """
-    _learned.forget()
-
-
 def save(path: _Path) -> None:
     """Write the sizes that were learned as JSON, for `load` in another process.
 

@@ -7,7 +7,7 @@ shows that memory has come free, and one that fails although it is ``ok`` that i
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 _FIRST_INTERVAL = 16
 _CLOSED_INTERVAL = 512
@@ -44,8 +44,8 @@ class SizeRecord:
     device: str | None = None
     n_clean: int = 0
     interval: int = _FIRST_INTERVAL
-    climbing: bool = field(default=False)
-    settled: bool = field(default=False)
+    climbing: bool = False
+    settled: bool = False
 
     def snapshot(self) -> SizeRecord:
         """All that it says at one moment, whatever other threads note meanwhile."""

@@ -23,11 +23,13 @@ from ._call_signature import signature_of
 from ._learned import SiteKey, from_files, sites
 from ._record import SizeRecord
 
+_Work = tuple[object, tuple[Any, ...], Mapping[str, Any], Tensor | None, int]
+"""The function, its arguments, and the tensor and its dimension that are split."""
 _PLAIN = (str, int, float, bool, bytes, type(None))
 
 
-class NoMemory:
-    """The memory of calls that remember nothing."""
+class RemembersNothing:
+    """What is known of calls that remember nothing."""
 
     remembers: ClassVar[bool] = False
 
@@ -39,10 +41,10 @@ class NoMemory:
         return SizeRecord()
 
 
-NO_MEMORY = NoMemory()
+REMEMBERS_NOTHING = RemembersNothing()
 
 
-class CallMemory:
+class CallSite:
     """Where one call looks up what is known, and leaves what it learns.
 
     Args:
@@ -50,17 +52,10 @@ class CallMemory:
         owner: what stands for the function that runs; None: the call does.
         frame: the frame that calls; it is held as long as the call lasts.
         context: what the user wants sizes to be remembered for; None: the function and the call.
-        args: what is passed on by position.
-        kwargs: what is passed on by name.
-        function: what runs; the module of a method is one of its arguments.
-        chunked: the tensor of any shape that is split.
-        dimension: the dimension of ``chunked`` that is split.
+        work: what its signature tells of.
     """
 
-    __slots__ = (
-        "_args", "_cache_type", "_chunked", "_context", "_dimension", "_frame", "_function",
-        "_kwargs", "_owner",
-    )  # fmt: skip
+    __slots__ = ("_cache_type", "_context", "_frame", "_owner", "_work")
 
     remembers: ClassVar[bool] = True
 
@@ -70,22 +65,13 @@ class CallMemory:
         owner: object,
         frame: FrameType,
         context: Hashable | None,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        function: object = None,
-        chunked: Tensor | None = None,
-        dimension: int = 0,
+        work: _Work,
     ) -> None:
         self._cache_type = cache_type
         self._owner = owner
         self._frame = frame
         self._context = context
-        self._args = args
-        self._kwargs = kwargs
-        self._function = function
-        self._chunked = chunked
-        self._dimension = dimension
+        self._work = work
 
     def known(self) -> SizeRecord | None:
         """The record of this call; None where nothing is known."""
@@ -93,7 +79,7 @@ class CallMemory:
             return None
         site = _learned.find(self._key())
         if site is None:
-            if not _learned.has_files():
+            if not from_files:
                 return None
             site = self._add()
         return site.known(self._signature())
@@ -131,10 +117,10 @@ class CallMemory:
         return about, names
 
     def _signature(self) -> str:
-        function = self._function
-        of = getattr(function, "__self__", None) if isinstance(function, MethodType) else function
-        args = (of, *self._args) if isinstance(of, nn.Module) else self._args
-        return signature_of(args, self._kwargs, self._chunked, self._dimension)
+        function, args, kwargs, chunked, dimension = self._work
+        of = function.__self__ if isinstance(function, MethodType) else function
+        args = (of, *args) if isinstance(of, nn.Module) else args
+        return signature_of(args, kwargs, chunked, dimension)
 
 
 def memory_for(
@@ -148,8 +134,19 @@ def memory_for(
     function: object = None,
     chunked: Tensor | None = None,
     dimension: int = 0,
-) -> CallMemory | NoMemory:
-    """The memory of one call, whose arguments are checked here.
+) -> CallSite | RemembersNothing:
+    """What is remembered for one call, whose arguments are checked here.
+
+    Args:
+        owner: what stands for the function that runs; None: the call does.
+        frame: the frame that calls.
+        context: what the user wants sizes to be remembered for; None: the function and the call.
+        cache_type: what sizes are remembered for; None: as ``DEFAULT_CACHE_TYPE`` says.
+        args: what is passed on by position.
+        kwargs: what is passed on by name.
+        function: what runs; the module of a method counts as one of its arguments.
+        chunked: the tensor of any shape that is split.
+        dimension: the dimension of ``chunked`` that is split.
 
     Raises:
         AdaptiveUsageError: the context or the cache type can't be used.
@@ -158,18 +155,8 @@ def memory_for(
         check_context(context)
     checked = checked_cache_type(cache_type)
     if checked.remembered_for == "nothing":
-        return NO_MEMORY
-    return CallMemory(
-        checked,
-        owner,
-        frame,
-        context,
-        args,
-        kwargs,
-        function=function,
-        chunked=chunked,
-        dimension=dimension,
-    )
+        return REMEMBERS_NOTHING
+    return CallSite(checked, owner, frame, context, (function, args, kwargs, chunked, dimension))
 
 
 def stands_for(function: Any) -> object:
