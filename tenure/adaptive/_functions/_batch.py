@@ -127,8 +127,8 @@ def batch(func: Any = None, /, *, initial_batchsize: int | None = None, **option
         **options: ``cache_type`` and ``context``: what sizes are remembered for; ``minimum``,
             ``maximum`` and ``align``: the sizes that are allowed, where ``maximum`` lets the size
             grow beyond the initial one; ``reduce``: a function of the failed size and its OomInfo
-            that gives the next, moved into what is allowed; ``restore_rng``: whether each attempt
-            begins with the same random state; ``on_retry``: called with each AdaptiveEvent;
+            that gives the next, moved into what is allowed; ``restore_rng``: whether a failed
+            attempt leaves random generators as they were; ``on_retry``: called with each AdaptiveEvent;
             ``cpu_fallback``: whether what fits at no size runs with its tensors on the CPU.
 
     Raises:
