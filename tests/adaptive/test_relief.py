@@ -168,6 +168,8 @@ def test_free_memory_is_what_a_budget_leaves(allocator):
     fake.max_memory_allocated = fake.memory_allocated
     fake.reset_peak_memory_stats = lambda device: None
     assert free_bytes_of(error_of()) == MIB
+    fake.allocated_bytes = 2 * MIB
+    assert free_bytes_of(error_of()) == 0
 
 
 class Lender:

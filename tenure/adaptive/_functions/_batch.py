@@ -128,8 +128,9 @@ def batch(func: Any = None, /, *, initial_batchsize: int | None = None, **option
             ``maximum`` and ``align``: the sizes that are allowed, where ``maximum`` lets the size
             grow beyond the initial one; ``reduce``: a function of the failed size and its OomInfo
             that gives the next, moved into what is allowed; ``restore_rng``: whether a failed
-            attempt leaves random generators as they were; ``on_retry``: called with each AdaptiveEvent;
-            ``cpu_fallback``: whether what fits at no size runs with its tensors on the CPU.
+            attempt leaves random generators as they were; ``on_retry``: called with each
+            AdaptiveEvent; ``cpu_fallback``: whether what fits at no size runs with its tensors on
+            the CPU.
 
     Raises:
         AdaptiveUsageError: an argument can't be used, or the function can be suspended.

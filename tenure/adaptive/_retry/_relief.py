@@ -102,14 +102,13 @@ class Relief:
 
 def free_bytes_of(info: OomInfo) -> int | None:
     """The free memory of what was short, as a budget, the device or the host tells it."""
-    meter = meter_for(info.device)
-    if meter is not None:
-        return meter.available_bytes()
-    found = accelerator_of(info.device)
-    if found is None:
-        return None
-    module, device = found
+    meter, found = meter_for(info.device), accelerator_of(info.device)
     try:
+        if meter is not None:
+            return max(0, meter.available_bytes())  # a program may lower a fraction below its use
+        if found is None:
+            return None
+        module, device = found
         return int(module.mem_get_info(device)[0])
     except Exception:  # a device without statistics
         return None
