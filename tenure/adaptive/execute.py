@@ -255,8 +255,7 @@ def chunked(
             checked.cache_type,
             (),
             {},
-            chunked=tensor,
-            dimension=split,
+            split=(tensor, split),
         )
         chunk = Chunk(func, tensor, split, (), {})
         end = tensor.shape[split]

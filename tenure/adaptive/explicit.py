@@ -149,8 +149,7 @@ def chunked(
         args,
         kwargs,
         function=func,
-        chunked=tensor,
-        dimension=dimension,
+        split=(tensor, dimension),
     )
     chunk = Chunk(func, tensor, dimension, args, kwargs)
     run_pieces(

@@ -83,9 +83,7 @@ class AdaptiveFunction:
         cache_type: type[BatchsizeCache] | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        *,
-        chunked: Tensor | None = None,
-        dimension: int = 0,
+        split: tuple[Tensor, int] | None = None,
     ) -> CallSite | RemembersNothing:
         options = self._options
         if frame.f_code is _CALL_OF_CLASS and frame.f_back is not None:
@@ -98,8 +96,7 @@ class AdaptiveFunction:
             args,
             kwargs,
             function=self._function,
-            chunked=chunked,
-            dimension=dimension,
+            split=split,
         )
 
 

@@ -142,8 +142,7 @@ class ChunkedFunction(PiecesFunction, Generic[P, R_co]):
             toma_cache_type,
             args,
             kwargs,
-            chunked=tensor,
-            dimension=dimension,
+            (tensor, dimension),
         )
         chunk = Chunk(self._function, tensor, dimension, args, kwargs)
         return self._run(chunk, tensor.shape[dimension], toma_initial_step, remembered)

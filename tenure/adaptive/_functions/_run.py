@@ -44,14 +44,18 @@ def run_batch(
     def work(size: int) -> Any:
         return function(size, *args, **kwargs)
 
-    def fallback() -> Any:
-        return on_cpu(function, search.goes_elsewhere(), *args, **kwargs)
-
+    fallback = None
+    if options.cpu_fallback:
+        fallback = functools.partial(_on_cpu, search, function, args, kwargs)
     with DisposeScope(name) as scope:
         attempts = _attempts(name, scope, "batch size", options)
-        result = attempts.run(search, work, fallback if options.cpu_fallback else None)
+        result = attempts.run(search, work, fallback)
     search.finished()
     return result
+
+
+def _on_cpu(search: AdaptiveSearch, function: _Function, args: _Args, kwargs: _Kwargs) -> Any:
+    return on_cpu(function, search.goes_elsewhere(), *args, **kwargs)
 
 
 class Piece:

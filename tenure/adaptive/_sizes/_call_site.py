@@ -23,8 +23,10 @@ from ._call_signature import signature_of
 from ._learned import SiteKey, from_files, sites
 from ._record import SizeRecord
 
-_Work = tuple[object, tuple[Any, ...], Mapping[str, Any], Tensor | None, int]
-"""The function, its arguments, and the tensor and its dimension that are split."""
+_Split = tuple[Tensor, int]
+"""A tensor of any shape, and the dimension of it that is split."""
+_Work = tuple[object, tuple[Any, ...], Mapping[str, Any], _Split | None]
+"""The function, its arguments, and what is split."""
 _PLAIN = (str, int, float, bool, bytes, type(None))
 
 
@@ -117,9 +119,10 @@ class CallSite:
         return about, names
 
     def _signature(self) -> str:
-        function, args, kwargs, chunked, dimension = self._work
+        function, args, kwargs, split = self._work
         of = function.__self__ if isinstance(function, MethodType) else function
         args = (of, *args) if isinstance(of, nn.Module) else args
+        chunked, dimension = split or (None, 0)
         return signature_of(args, kwargs, chunked, dimension)
 
 
@@ -132,8 +135,7 @@ def memory_for(
     kwargs: Mapping[str, Any],
     *,
     function: object = None,
-    chunked: Tensor | None = None,
-    dimension: int = 0,
+    split: _Split | None = None,
 ) -> CallSite | RemembersNothing:
     """What is remembered for one call, whose arguments are checked here.
 
@@ -145,8 +147,7 @@ def memory_for(
         args: what is passed on by position.
         kwargs: what is passed on by name.
         function: what runs; the module of a method counts as one of its arguments.
-        chunked: the tensor of any shape that is split.
-        dimension: the dimension of ``chunked`` that is split.
+        split: the tensor of any shape that is split, and its dimension; None: none is.
 
     Raises:
         AdaptiveUsageError: the context or the cache type can't be used.
@@ -156,7 +157,7 @@ def memory_for(
     checked = checked_cache_type(cache_type)
     if checked.remembered_for == "nothing":
         return REMEMBERS_NOTHING
-    return CallSite(checked, owner, frame, context, (function, args, kwargs, chunked, dimension))
+    return CallSite(checked, owner, frame, context, (function, args, kwargs, split))
 
 
 def stands_for(function: Any) -> object:
