@@ -19,9 +19,9 @@ from ._functions import (
     Chunk,
     Collect,
     Piece,
-    check_range,
     checked_dimension,
     checked_options,
+    checked_range,
     collector_for,
     run_batch,
     run_pieces,
@@ -69,8 +69,10 @@ def batch(
     def execute(func: Callable[[int], T]) -> T:
         check_function("@execute.batch", func)
         frame = sys._getframe(1)
-        memory = memory_for(None, frame, checked.context, checked.cache_type, (), {})
-        result: T = run_batch(name_of(func), func, initial, (), {}, checked, memory)
+        remembered = memory_for(None, frame, checked.context, checked.cache_type, (), {})
+        result: T = run_batch(
+            name_of(func), func, initial, args=(), kwargs={}, options=checked, remembered=remembered
+        )
         return result
 
     return execute
@@ -145,7 +147,7 @@ def range(
     Source: ``toma.execute.range``, https://github.com/BlackHC/toma.
     """
     checked = checked_options(**options)
-    check_range("execute.range", start, end)
+    start, end = checked_range("execute.range", start, end)
     initial = checked_initial("initial_step", initial_step, checked.limits)
     collector = collector_for(collect)
 
@@ -153,9 +155,18 @@ def range(
     def execute(func: Callable[[int, int], Any]) -> Any:
         check_function("@execute.range", func)
         frame = sys._getframe(1)
-        memory = memory_for(None, frame, checked.context, checked.cache_type, (), {})
+        remembered = memory_for(None, frame, checked.context, checked.cache_type, (), {})
         piece = Piece(func, start, (), {})
-        return run_pieces(name_of(func), piece, end, initial, checked, memory, collector, progress)
+        return run_pieces(
+            name_of(func),
+            piece,
+            end,
+            initial=initial,
+            options=checked,
+            remembered=remembered,
+            collector=collector,
+            progress=progress,
+        )
 
     return execute
 
@@ -237,9 +248,26 @@ def chunked(
     def execute(func: Callable[[Tensor, int, int], Any]) -> Any:
         check_function("@execute.chunked", func)
         frame = sys._getframe(1)
-        memory = memory_for(None, frame, checked.context, checked.cache_type, (), {}, tensor, split)
+        remembered = memory_for(
+            None,
+            frame,
+            checked.context,
+            checked.cache_type,
+            (),
+            {},
+            split=(tensor, split),
+        )
         chunk = Chunk(func, tensor, split, (), {})
         end = tensor.shape[split]
-        return run_pieces(name_of(func), chunk, end, initial, checked, memory, collector, progress)
+        return run_pieces(
+            name_of(func),
+            chunk,
+            end,
+            initial=initial,
+            options=checked,
+            remembered=remembered,
+            collector=collector,
+            progress=progress,
+        )
 
     return execute

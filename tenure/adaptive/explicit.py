@@ -14,7 +14,7 @@ from torch import Tensor
 from tenure._torch_dynamo import never_compiled
 
 from ._callables import check_function, name_of
-from ._functions import PLAIN, Chunk, Piece, check_range, checked_dimension, run_batch, run_pieces
+from ._functions import PLAIN, Chunk, Piece, checked_dimension, checked_range, run_batch, run_pieces
 from ._sizes import BatchsizeCache, checked_size, memory_for, stands_for
 
 T = TypeVar("T")
@@ -47,10 +47,18 @@ def batch(
     """
     check_function("explicit.batch", func)
     initial = checked_size("initial_batchsize", initial_batchsize)
-    memory = memory_for(
-        stands_for(func), sys._getframe(1), toma_context, toma_cache_type, args, kwargs
+    remembered = memory_for(
+        stands_for(func),
+        sys._getframe(1),
+        toma_context,
+        toma_cache_type,
+        args,
+        kwargs,
+        function=func,
     )
-    result: T = run_batch(name_of(func), func, initial, args, kwargs, PLAIN, memory)
+    result: T = run_batch(
+        name_of(func), func, initial, args=args, kwargs=kwargs, options=PLAIN, remembered=remembered
+    )
     return result
 
 
@@ -84,13 +92,19 @@ def range(
     Source: ``toma.explicit.range``, https://github.com/BlackHC/toma.
     """
     check_function("explicit.range", func)
-    check_range("explicit.range", start, end)
+    start, end = checked_range("explicit.range", start, end)
     initial = checked_size("initial_step", initial_step)
-    memory = memory_for(
-        stands_for(func), sys._getframe(1), toma_context, toma_cache_type, args, kwargs
+    remembered = memory_for(
+        stands_for(func),
+        sys._getframe(1),
+        toma_context,
+        toma_cache_type,
+        args,
+        kwargs,
+        function=func,
     )
     piece = Piece(func, start, args, kwargs)
-    run_pieces(name_of(func), piece, end, initial, PLAIN, memory)
+    run_pieces(name_of(func), piece, end, initial=initial, options=PLAIN, remembered=remembered)
 
 
 @never_compiled
@@ -127,15 +141,22 @@ def chunked(
         "explicit.chunked", tensor, 0 if toma_dimension is None else toma_dimension
     )
     initial = checked_size("initial_step", initial_step)
-    memory = memory_for(
+    remembered = memory_for(
         stands_for(func),
         sys._getframe(1),
         toma_context,
         toma_cache_type,
         args,
         kwargs,
-        tensor,
-        dimension,
+        function=func,
+        split=(tensor, dimension),
     )
     chunk = Chunk(func, tensor, dimension, args, kwargs)
-    run_pieces(name_of(func), chunk, tensor.shape[dimension], initial, PLAIN, memory)
+    run_pieces(
+        name_of(func),
+        chunk,
+        tensor.shape[dimension],
+        initial=initial,
+        options=PLAIN,
+        remembered=remembered,
+    )

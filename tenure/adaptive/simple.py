@@ -10,8 +10,8 @@ from torch import Tensor
 from tenure._torch_dynamo import never_compiled
 
 from ._callables import check_function, name_of
-from ._functions import PLAIN, Chunk, Piece, check_range, checked_dimension, run_batch, run_pieces
-from ._sizes import NO_MEMORY, checked_size
+from ._functions import PLAIN, Chunk, Piece, checked_dimension, checked_range, run_batch, run_pieces
+from ._sizes import REMEMBERS_NOTHING, checked_size
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,7 +40,15 @@ def batch(
     """
     check_function("simple.batch", func)
     initial = checked_size("initial_batchsize", initial_batchsize)
-    result: T = run_batch(name_of(func), func, initial, args, kwargs, PLAIN, NO_MEMORY)
+    result: T = run_batch(
+        name_of(func),
+        func,
+        initial,
+        args=args,
+        kwargs=kwargs,
+        options=PLAIN,
+        remembered=REMEMBERS_NOTHING,
+    )
     return result
 
 
@@ -70,10 +78,12 @@ def range(
     Source: ``toma.simple.range``, https://github.com/BlackHC/toma.
     """
     check_function("simple.range", func)
-    check_range("simple.range", start, end)
+    start, end = checked_range("simple.range", start, end)
     initial = checked_size("initial_step", initial_step)
     piece = Piece(func, start, args, kwargs)
-    run_pieces(name_of(func), piece, end, initial, PLAIN, NO_MEMORY)
+    run_pieces(
+        name_of(func), piece, end, initial=initial, options=PLAIN, remembered=REMEMBERS_NOTHING
+    )
 
 
 @never_compiled
@@ -105,4 +115,11 @@ def chunked(
     dimension = checked_dimension("simple.chunked", tensor, dimension)
     initial = checked_size("initial_step", initial_step)
     chunk = Chunk(func, tensor, dimension, args, kwargs)
-    run_pieces(name_of(func), chunk, tensor.shape[dimension], initial, PLAIN, NO_MEMORY)
+    run_pieces(
+        name_of(func),
+        chunk,
+        tensor.shape[dimension],
+        initial=initial,
+        options=PLAIN,
+        remembered=REMEMBERS_NOTHING,
+    )

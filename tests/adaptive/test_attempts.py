@@ -18,6 +18,8 @@ OOM = "CUDA out of memory. Tried to allocate 2.00 GiB."
 class Halving:
     """The simplest search: down by halves to a floor."""
 
+    limited_by = "minimum="
+
     def __init__(self, size, floor=1):
         self.size = size
         self.floor = floor
@@ -349,7 +351,7 @@ class Pager:
 
 
 def test_a_pager_is_asked_before_the_size_shrinks():
-    pager = Pager(1 << 20)
+    pager = Pager(2 << 30)
     _shrinking.register_shrinkable(pager)
     assert run(refuse_above(2)) == 2
     assert pager.asked == [("cuda", 2 << 30), ("cuda", 2 << 30)]
@@ -410,3 +412,59 @@ def test_nothing_is_collected_or_emptied_without_an_error(monkeypatch):
     monkeypatch.setattr("inspect.stack", forbidden)
     monkeypatch.setattr(torch.cuda, "empty_cache", forbidden)
     assert run(refuse_above(4)) == 4
+
+
+# --- an error that is handled around the call
+
+
+def refuse_with(error, tried):
+    def work(size):
+        tried.append(size)
+        raise error
+
+    return work
+
+
+@pytest.mark.parametrize("suppressed", [False, True], ids=["as context", "suppressed"])
+def test_an_oom_that_is_handled_around_the_call_makes_no_other_error_one(suppressed):
+    tried = []
+    try:
+        raise torch.OutOfMemoryError(OOM)
+    except torch.OutOfMemoryError as error:
+        with pytest.raises(ValueError, match="a bug"):
+            run(refuse_with(ValueError("a bug"), tried), 64)
+        explicit = ValueError("a bug")
+        explicit.__cause__, explicit.__suppress_context__ = error, suppressed
+        with pytest.raises(ValueError, match="a bug"):
+            run(refuse_with(explicit, tried), 64)
+        with pytest.raises(torch.OutOfMemoryError):
+            run(refuse_with(error, tried), 64)
+    assert tried == [64, 64, 64]
+
+
+def test_what_the_handled_error_came_of_is_none_of_the_attempts_either():
+    tried = []
+    try:
+        try:
+            raise torch.OutOfMemoryError(OOM)
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError("could not make the batch") from error
+    except RuntimeError:
+        with pytest.raises(ValueError, match="a bug"):
+            run(refuse_with(ValueError("a bug"), tried), 64)
+    assert tried == [64]
+
+
+def test_an_oom_of_the_attempt_counts_also_inside_a_handler_and_under_another_error():
+    def work(size):
+        if size > 16:
+            try:
+                raise torch.OutOfMemoryError(OOM)
+            except torch.OutOfMemoryError:
+                raise ValueError("could not make the batch")  # noqa: B904  # the context tells
+        return size
+
+    try:
+        raise torch.OutOfMemoryError(OOM)
+    except torch.OutOfMemoryError:
+        assert run(work, 64) == 16

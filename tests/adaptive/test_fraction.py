@@ -112,6 +112,15 @@ def test_budgets_of_a_process_may_end_in_any_order(device):
     assert device.fraction == 0.75
 
 
+def test_what_was_there_before_the_block_is_no_use_and_no_peak_of_it(device):
+    device.allocate(2000)
+    budget = memory_budget(1000, "cuda")
+    assert (budget.live_bytes, budget.peak_bytes) == (0, 0)
+    with budget:
+        device.allocate(300)
+    assert (budget.live_bytes, budget.peak_bytes) == (300, 300)
+
+
 def test_an_exception_restores_the_fraction(device):
     with pytest.raises(KeyError), memory_budget(500, "cuda"):
         raise KeyError
@@ -133,6 +142,24 @@ def test_another_thread_cannot_end_the_limit(device):
         thread.join()
         assert device.fraction == 0.05
     assert "stays open" in errors[0]
+
+
+class DeviceWithoutAnIndex:
+    """What torch has for a kind of device of which a machine has one at the most: MPS."""
+
+    def __init__(self, n_devices):
+        self.device_count = lambda: n_devices
+        self.is_available = lambda: n_devices > 0
+
+
+def test_a_device_that_is_the_only_one_of_its_kind_has_index_0(monkeypatch):
+    monkeypatch.setattr(torch, "get_device_module", lambda device: DeviceWithoutAnIndex(1))
+    assert memory_budget(500, "mps").device == torch.device("mps:0")
+    monkeypatch.setattr(torch, "get_device_module", lambda device: DeviceWithoutAnIndex(0))
+    with pytest.raises(
+        AdaptiveUsageError, match="'mps': this machine, or this build of torch, has"
+    ):
+        memory_budget(500, "mps")
 
 
 def test_a_device_with_too_small_an_index_is_named(device):

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from tenure import adaptive
-from tenure.adaptive import AdaptiveUsageError, GlobalBatchsizeCache
+from tenure.adaptive import AdaptiveUsageError, GlobalBatchsizeCache, explicit, memory_budget
 from tenure.adaptive._sizes import _learned
-from tenure.adaptive._sizes._call_memory import memory_for, stands_for
 from tenure.adaptive._sizes._call_signature import signature_of
+from tenure.adaptive._sizes._call_site import memory_for, stands_for
 from tenure.adaptive._sizes._record import SizeRecord
 
 
@@ -100,6 +100,30 @@ def test_another_shape_under_the_same_modes_begins_with_the_size_of_the_last():
     assert limited.tried() == [16, 8, 4, 16]
 
 
+def test_clean_calls_count_for_their_site_where_each_has_another_shape():
+    limited = Limited(20)
+    f = decorated(limited)
+    found = [f(torch.ones(2, n + 1)) for n in range(60)]
+    assert found == [16] * 17 + [17, 18, 19] + [20] * 40
+    assert [size for size in limited.tried() if size > 20] == [64, 32, 21]
+
+
+def test_another_shape_is_measured_on_its_first_call():
+    sizes = []
+
+    @adaptive.chunked(initial_step=64)
+    def work(chunk, start, end):
+        sizes.append(end - start)
+        torch.empty(len(chunk) * chunk.shape[1], dtype=torch.uint8)
+
+    narrow, wide = torch.ones(64, 50), torch.ones(64, 100)
+    with memory_budget(1000):
+        for x in (wide, narrow):
+            work(x)
+    assert sizes[:2] == [64, 10]
+    assert max(sizes[1:]) == 20
+
+
 # --- for what
 
 
@@ -141,6 +165,44 @@ def test_a_method_called_through_its_class_is_remembered_for_the_call():
     assert limited.tried() == LEARNING
 
 
+class Net(nn.Module):
+    """A module whose own method adapts."""
+
+    def __init__(self, limited):
+        super().__init__()
+        self.limited = limited
+
+    @adaptive.batch(initial_batchsize=64, cache_type=GlobalBatchsizeCache)
+    def embed(self, batchsize, x):
+        self.limited(batchsize)
+
+    def plain(self, batchsize, x):
+        self.limited(batchsize)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda net, x: net.embed(x),
+        lambda net, x: Net.embed(net, x),
+        lambda net, x: explicit.batch(net.plain, 64, x, toma_context="net"),
+    ],
+    ids=["a method", "through the class", "a bound method as an argument"],
+)
+def test_training_and_evaluation_of_the_module_of_a_method_are_apart(call):
+    limited, x = Limited(), torch.ones(2, 2)
+    net = Net(limited)
+    call(net, x)
+    limited.largest = 8
+    call(net.eval(), x)
+    limited.largest = 16
+    limited.tried()
+    call(net.train(), x)
+    assert limited.tried() == [16]
+    call(net.eval(), x)
+    assert limited.tried() == [8]
+
+
 class Key:
     """An object of a user, as a context."""
 
@@ -159,6 +221,9 @@ def test_contexts_of_different_types_are_different():
     decorated(limited, context=1.0)()
     decorated(limited, context=True)()
     assert limited.tried() == LEARNING * 3
+    for context in ((1, ("a",)), (True, ("a",)), (1.0, ("a",)), (1, (b"a",))):
+        decorated(limited, context=context)()
+    assert limited.tried() == LEARNING * 4
 
 
 def test_a_context_is_not_kept_alive():
@@ -436,7 +501,7 @@ def test_what_is_saved_is_what_was_known_at_one_moment():
 
 def test_a_size_that_was_loaded_without_a_known_failure_is_kept():
     _learned.take({("a", "grad"): SizeRecord(ok=5)})
-    assert _learned.has_files()
+    assert _learned.from_files
     site = _learned.add(("key",), "a", [])
     assert site.known("grad").ok == 5
 

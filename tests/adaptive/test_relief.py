@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from tenure import NewDisposeScope
+from tenure import NewDisposeScope, _shrinking
 from tenure.adaptive import oom_info
 from tenure.adaptive._retry import _relief
 from tenure.adaptive._retry._attempts import Attempts
@@ -39,8 +39,8 @@ class FakeAllocator:
         self.calls.append("empty_cache")
         self.cached_bytes = 0
 
-    def synchronize(self):
-        self.calls.append("synchronize")
+    def synchronize(self, device):
+        self.calls.append(f"synchronize {device}")
         raise RuntimeError("CUDA error: an asynchronous error that waited")
 
     def collect(self):
@@ -68,7 +68,7 @@ def test_a_cache_that_could_hold_the_request_is_given_back(allocator):
     fake = allocator(allocated_bytes=MIB, cached_bytes=2 * MIB)
     info = error_of()
     assert Relief().make_room(info, scene_of(info), 8) == 2 * MIB
-    assert fake.calls == ["synchronize", "empty_cache"]
+    assert fake.calls == ["synchronize cuda:0", "empty_cache"]
 
 
 def test_a_cache_that_was_too_small_at_the_error_promises_nothing(allocator):
@@ -77,7 +77,7 @@ def test_a_cache_that_was_too_small_at_the_error_promises_nothing(allocator):
     scene = scene_of(info)
     fake.cached_bytes = 64 * MIB  # what the failed attempt has let go
     assert Relief().make_room(info, scene, 8) == 0
-    assert fake.calls == ["synchronize", "collect"]
+    assert fake.calls == ["synchronize cuda:0", "collect"]
 
 
 @pytest.mark.parametrize(
@@ -125,6 +125,84 @@ def test_free_memory_is_read_from_the_device_or_the_host(allocator):
     assert free_bytes_of(oom_info(RuntimeError("std::bad_alloc"))) > 0
     allocator()
     assert free_bytes_of(error_of()) == 3 * MIB
+
+
+class OfOneDevice:
+    """What torch has for a device without statistics, of which there is one: MPS."""
+
+    def __init__(self):
+        self.calls = []
+
+    def synchronize(self):
+        self.calls.append("synchronize")
+
+    def collect(self):
+        self.calls.append("collect")
+
+
+def test_garbage_is_collected_also_where_nothing_tells_what_that_frees(monkeypatch):
+    fake = OfOneDevice()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
+    monkeypatch.setattr(_relief, "gc", types.SimpleNamespace(collect=fake.collect))
+    info, relief = oom_info(RuntimeError("MPS backend out of memory (...)")), Relief()
+    for size in (8, 4):
+        assert relief.make_room(info, scene_of(info), size) == 0
+    assert relief.last_resort(info) == 0
+    assert fake.calls == ["synchronize", "collect", "synchronize"]
+
+
+def test_garbage_is_collected_also_for_a_device_that_torch_does_not_find(monkeypatch):
+    calls = []
+    monkeypatch.setattr(_relief, "gc", types.SimpleNamespace(collect=lambda: calls.append(1)))
+    info, relief = error_of("vega:3 out of memory. Tried to allocate 1.00 MiB"), Relief()
+    assert relief.make_room(info, scene_of(info), 8) == relief.make_room(info, scene_of(info), 4)
+    assert relief.last_resort(info) == 0
+    assert calls == [1]
+
+
+def test_free_memory_is_what_a_budget_leaves(allocator):
+    fake = allocator()
+    fake.get_device_properties = lambda device: types.SimpleNamespace(total_memory=8 * MIB)
+    fake.get_per_process_memory_fraction = lambda device: 0.125
+    fake.set_per_process_memory_fraction = lambda fraction, device: None
+    fake.max_memory_allocated = fake.memory_allocated
+    fake.reset_peak_memory_stats = lambda device: None
+    assert free_bytes_of(error_of()) == MIB
+    fake.allocated_bytes = 2 * MIB
+    assert free_bytes_of(error_of()) == 0
+
+
+class Lender:
+    """Gives back so much, once."""
+
+    def __init__(self, given_bytes):
+        self.given_bytes = given_bytes
+
+    def shrink(self, device, n_bytes):
+        given_bytes, self.given_bytes = self.given_bytes, 0
+        return given_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "given_bytes", "promised_bytes"),
+    [
+        ("CUDA out of memory. Tried to allocate 2.00 MiB.", MIB, 0),
+        ("CUDA out of memory. Tried to allocate 2.00 MiB.", 2 * MIB, 2 * MIB),
+        ("CUDA error: out of memory", MIB, MIB),
+    ],
+    ids=["less than was wanted", "as much", "unknown"],
+)
+def test_less_than_was_wanted_promises_nothing_whoever_gives_it(
+    allocator, text, given_bytes, promised_bytes
+):
+    allocator()
+    info, lender = error_of(text), Lender(given_bytes)
+    _shrinking.register_shrinkable(lender)
+    try:
+        assert Relief().make_room(info, Scene(0), 8) == promised_bytes
+    finally:
+        _shrinking.unregister_shrinkable(lender)
+    assert lender.given_bytes == 0
 
 
 def test_a_device_that_is_not_there_promises_nothing():

@@ -62,6 +62,22 @@ def test_limits_that_leave_no_size_are_refused():
         checked_limits(9, 10, 8)
 
 
+@pytest.mark.parametrize(
+    ("minimum", "align", "failed", "named"),
+    [
+        (8, 1, 8, "minimum="),
+        (1, 8, 8, "align="),
+        (8, 8, 8, "minimum= and align="),
+        (16, 8, 16, "minimum="),
+        (5, 4, 8, "minimum= or align="),
+    ],
+)
+def test_what_allows_no_smaller_size_is_named(minimum, align, failed, named):
+    limits = checked_limits(minimum, None, align)
+    assert limits.below(failed, 1) is None
+    assert limits.in_the_way_below(failed) == named
+
+
 def test_an_initial_size_below_the_minimum_is_refused():
     with pytest.raises(AdaptiveUsageError, match=r"^initial_step=4 is below minimum=8\. Raise it"):
         checked_initial("initial_step", 4, checked_limits(8, None, 1))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenure.adaptive import AdaptiveUsageError, add_listener, remove_listener
-from tenure.adaptive._sizes._call_memory import NO_MEMORY
+from tenure.adaptive._sizes._call_site import REMEMBERS_NOTHING
 from tenure.adaptive._sizes._limits import SizeLimits
 from tenure.adaptive._sizes._record import SizeRecord
 from tenure.adaptive._sizes._search import AdaptiveSearch
@@ -163,9 +163,9 @@ def test_a_failure_of_what_worked_forgets_it():
 
 
 def test_a_call_that_remembers_nothing_keeps_no_record():
-    sizes = AdaptiveSearch("f", "size", 64, SizeLimits(), NO_MEMORY)
+    sizes = AdaptiveSearch("f", "size", 64, SizeLimits(), REMEMBERS_NOTHING)
     assert sizes.failed(oom())
-    assert AdaptiveSearch("f", "size", 64, SizeLimits(), NO_MEMORY).size == 64
+    assert AdaptiveSearch("f", "size", 64, SizeLimits(), REMEMBERS_NOTHING).size == 64
 
 
 # --- larger
@@ -203,6 +203,26 @@ def test_an_aligned_size_grows_by_whole_steps():
     for _ in range(60):
         site.call()
     assert site.memory.record.ok == 96
+    assert all(size % 8 == 0 for size in site.sizes)
+
+
+@pytest.mark.parametrize(
+    ("initial", "ok", "then"), [(64, 13, 8), (64, 5, 8), (5, 3, 5), (64, 40, 40)]
+)
+def test_a_size_that_another_call_found_is_aligned_and_never_too_small(initial, ok, then):
+    assert search(initial, SizeRecord(ok, 50), SizeLimits(align=8)).size == then
+
+
+def test_a_short_piece_that_failed_is_no_size_to_grow_to():
+    record = SizeRecord(16, 21, n_clean=16)
+    assert search(64, record, SizeLimits(align=8)).size == 24
+
+
+def test_a_loop_grows_from_an_unaligned_size_by_whole_steps():
+    site = Site(Wall(200), 64, SizeLimits(maximum=128, align=8), in_pieces=True)
+    site.memory.record = SizeRecord(21, 22)
+    site.call(2000)
+    assert site.memory.record.ok == 128
     assert all(size % 8 == 0 for size in site.sizes)
 
 

@@ -9,10 +9,13 @@ import pickle
 import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
+from rich.console import Console
+from rich.errors import LiveError
 
-from tenure import DisposedTensorError, adaptive
+from tenure import DisposedTensorError, adaptive, owner_of
 from tenure.adaptive import (
     AdaptiveUsageError,
     GlobalBatchsizeCache,
@@ -325,6 +328,15 @@ def test_limits_of_sizes_are_kept(sizes):
     assert sizes == [64, 32, 16, 16, 16, 16]
 
 
+def test_giving_up_names_the_argument_that_allows_no_less():
+    @adaptive.batch(initial_batchsize=16, align=8)
+    def f(batchsize):
+        oom()
+
+    with pytest.raises(OutOfRetriesError, match=r"Allow less than 8 with align=, or page the"):
+        f()
+
+
 def test_a_size_below_the_minimum_is_never_tried(sizes):
     @adaptive.batch(initial_batchsize=64, minimum=20)
     def f(batchsize):
@@ -467,6 +479,19 @@ def test_results_live_on_and_temporaries_do_not():
     assert kept[1].sum() == 3
 
 
+def test_no_scope_owns_a_chunk_on_the_device_or_on_the_cpu():
+    owners = []
+
+    @adaptive.chunked(initial_step=1, cpu_fallback=True)
+    def look(chunk, start, end):
+        owners.append(owner_of(chunk))
+        if len(owners) == 1:
+            oom()
+
+    look(torch.ones(1))
+    assert owners == [None, None]
+
+
 def test_nothing_to_concatenate_is_an_error_that_says_what_to_do():
     f = adaptive.chunked(initial_step=2, collect="cat")(lambda chunk, start, end: chunk)
     with pytest.raises(AdaptiveUsageError, match=r'^collect="cat" has nothing to concatenate'):
@@ -510,6 +535,40 @@ def test_results_that_can_not_be_concatenated_are_named():
     f = adaptive.chunked(initial_step=2, collect="cat")(lambda chunk, start, end: "text")
     with pytest.raises(AdaptiveUsageError, match=r"can't concatenate a result of type str\."):
         f(torch.ones(4))
+
+
+def nested_walks():
+    @adaptive.range(initial_step=2, progress=True)
+    def outer(start, end):
+        inner(0, 3)
+
+    @adaptive.range(initial_step=2, progress=True)
+    def inner(start, end):
+        sizes.append(end - start)
+
+    sizes = []
+    outer(0, 4)
+    assert sizes == [2, 1] * 2
+
+
+def test_of_nested_loops_the_outermost_shows_its_progress(capsys):
+    for _ in range(2):
+        nested_walks()
+        shown = capsys.readouterr().out
+        assert "outer" in shown
+        assert "inner" not in shown
+
+
+def test_a_loop_in_a_display_that_allows_no_other_works_without_showing(monkeypatch, capsys):
+    def refuse(console, live):
+        raise LiveError("Only one live display may be active at once")
+
+    monkeypatch.setattr(Console, "set_live", refuse)
+    nested_walks()
+    assert "outer" not in capsys.readouterr().out
+    monkeypatch.undo()
+    nested_walks()
+    assert "outer" in capsys.readouterr().out
 
 
 def test_progress_is_shown_on_request(capsys):
@@ -793,6 +852,25 @@ def test_functions_of_any_arguments_and_partials_work(sizes):
     assert sizes == [((4, 1), {"two": 2}), ((4, 1), {"key": "v"}), ((4,), {"key": "v"})]
 
 
+def test_numbers_of_numpy_are_numbers():
+    found = []
+
+    def note(*args):
+        found.append(args[-2:])
+
+    adaptive.range(initial_step=np.int32(2))(note)(np.int64(1), np.int64(4))
+    simple.range(note, np.int64(0), np.int64(1), np.int64(2))
+    explicit.range(note, np.int64(0), np.int64(1), np.int64(2))
+    execute.range(np.int64(0), np.int64(1), np.int64(2))(note)
+    assert found == [(1, 3), (3, 4), *[(0, 1)] * 3]
+    assert {type(number) for pair in found for number in pair} == {int}
+    found.clear()
+    x = torch.ones(2, 3)
+    adaptive.chunked(initial_step=2, dimension=np.int64(1))(note)(x)
+    explicit.chunked(note, x, 2, toma_dimension=np.int64(-1))
+    assert found == [(0, 2), (2, 3)] * 2
+
+
 # --- being a function
 
 
@@ -863,6 +941,17 @@ def test_overridden_methods_call_the_one_above():
             return "special", super().run(extra)
 
     assert Special("b").run(3) == ("special", ("b", 16, 3))
+
+
+def test_a_method_that_was_taken_from_another_class_binds_to_instances():
+    class Other(Model):
+        work = Model.run
+        of_model = Model.of_the_class
+
+    other = Other("b")
+    assert other.work("x") == Other.work(other, "x") == ("b", 16, "x")
+    assert other.of_model() == ("Model", 2)
+    assert Other.work.__name__ == "run"
 
 
 def test_instances_share_the_size_of_their_method():

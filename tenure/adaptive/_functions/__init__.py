@@ -11,7 +11,7 @@ from ._options import PLAIN as PLAIN
 from ._options import AdaptiveOptions as AdaptiveOptions
 from ._options import checked_options as checked_options
 from ._range import RangeFunction as RangeFunction
-from ._range import check_range as check_range
+from ._range import checked_range as checked_range
 from ._range import range as range
 from ._run import Chunk as Chunk
 from ._run import Piece as Piece

@@ -16,7 +16,7 @@ from torch import Tensor
 from tenure._errors import AdaptiveUsageError
 
 from .._callables import check_function, name_of
-from .._sizes import BatchsizeCache, CallMemory, NoMemory, checked_initial, memory_for
+from .._sizes import BatchsizeCache, CallSite, RemembersNothing, checked_initial, memory_for
 from ._options import Options
 
 
@@ -76,16 +76,15 @@ class AdaptiveFunction:
             return self._initial
         return checked_initial(f"toma_{self._initial_name}", initial, self._options.limits)
 
-    def _memory(
+    def _remembered(
         self,
         frame: FrameType,
         context: Any,
         cache_type: type[BatchsizeCache] | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        chunked: Tensor | None = None,
-        dimension: int = 0,
-    ) -> CallMemory | NoMemory:
+        split: tuple[Tensor, int] | None = None,
+    ) -> CallSite | RemembersNothing:
         options = self._options
         if frame.f_code is _CALL_OF_CLASS and frame.f_back is not None:
             frame = frame.f_back  # who called the method, and not what bound it
@@ -96,8 +95,8 @@ class AdaptiveFunction:
             cache_type or options.cache_type,
             args,
             kwargs,
-            chunked,
-            dimension,
+            function=self._function,
+            split=split,
         )
 
 
@@ -109,6 +108,9 @@ class _OfClass:
         functools.update_wrapper(wrapper, adaptive._function, updated=())
         self._adaptive = adaptive
         self._class = owner
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self._adaptive._bound(instance, owner)  # the name of another class for the method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], self._class):

@@ -9,7 +9,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from tenure._torch_dynamo import never_compiled
 
-from .._sizes import BatchsizeCache
+from .._sizes import CacheType
 from ._adaptive_function import AdaptiveFunction, required
 from ._options import AdaptiveOptions, Options, checked_options
 from ._run import run_batch
@@ -19,8 +19,6 @@ Q = ParamSpec("Q")
 T = TypeVar("T")
 S = TypeVar("S")
 T_co = TypeVar("T_co", covariant=True)
-
-_CacheType = type[BatchsizeCache]
 
 
 class BatchFunction(AdaptiveFunction, Generic[P, T_co]):
@@ -46,7 +44,7 @@ class BatchFunction(AdaptiveFunction, Generic[P, T_co]):
         *args: Any,
         toma_initial_batchsize: int,
         toma_context: Any = None,
-        toma_cache_type: _CacheType | None = None,
+        toma_cache_type: CacheType | None = None,
         **kwargs: Any,
     ) -> T_co: ...
     @overload
@@ -54,12 +52,12 @@ class BatchFunction(AdaptiveFunction, Generic[P, T_co]):
         self,
         *args: Any,
         toma_context: Any,
-        toma_cache_type: _CacheType | None = None,
+        toma_cache_type: CacheType | None = None,
         **kwargs: Any,
     ) -> T_co: ...
     @overload
     def __call__(  # pyright: ignore[reportOverlappingOverload]  # it thinks of toma_context=**
-        self, *args: Any, toma_cache_type: _CacheType | None, **kwargs: Any
+        self, *args: Any, toma_cache_type: CacheType | None, **kwargs: Any
     ) -> T_co: ...
     @never_compiled  # type: ignore[misc]  # mypy does not see P in *args and **kwargs
     def __call__(
@@ -67,7 +65,7 @@ class BatchFunction(AdaptiveFunction, Generic[P, T_co]):
         *args: Any,
         toma_initial_batchsize: int | None = None,
         toma_context: Any = None,
-        toma_cache_type: _CacheType | None = None,
+        toma_cache_type: CacheType | None = None,
         **kwargs: Any,
     ) -> Any:
         """Call the function with the largest batch size that fits and is known to.
@@ -85,8 +83,16 @@ class BatchFunction(AdaptiveFunction, Generic[P, T_co]):
         """
         arguments = "initial_batchsize=, maximum=, or toma_initial_batchsize= in the call"
         initial = required(self._begin(toma_initial_batchsize), self._name, arguments)
-        memory = self._memory(sys._getframe(1), toma_context, toma_cache_type, args, kwargs)
-        return run_batch(self._name, self._function, initial, args, kwargs, self._options, memory)
+        remembered = self._remembered(sys._getframe(1), toma_context, toma_cache_type, args, kwargs)
+        return run_batch(
+            self._name,
+            self._function,
+            initial,
+            args=args,
+            kwargs=kwargs,
+            options=self._options,
+            remembered=remembered,
+        )
 
 
 class BatchDecorator(Protocol):
@@ -121,9 +127,10 @@ def batch(func: Any = None, /, *, initial_batchsize: int | None = None, **option
         **options: ``cache_type`` and ``context``: what sizes are remembered for; ``minimum``,
             ``maximum`` and ``align``: the sizes that are allowed, where ``maximum`` lets the size
             grow beyond the initial one; ``reduce``: a function of the failed size and its OomInfo
-            that gives the next, moved into what is allowed; ``restore_rng``: whether each attempt
-            begins with the same random state; ``on_retry``: called with each AdaptiveEvent;
-            ``cpu_fallback``: whether what fits at no size runs with its tensors on the CPU.
+            that gives the next, moved into what is allowed; ``restore_rng``: whether a failed
+            attempt leaves random generators as they were; ``on_retry``: called with each
+            AdaptiveEvent; ``cpu_fallback``: whether what fits at no size runs with its tensors on
+            the CPU.
 
     Raises:
         AdaptiveUsageError: an argument can't be used, or the function can be suspended.

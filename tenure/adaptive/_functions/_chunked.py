@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from operator import index
 from typing import (
     Any,
     Concatenate,
@@ -25,7 +26,7 @@ from tenure._describe import describe_tensor
 from tenure._errors import AdaptiveUsageError
 from tenure._torch_dynamo import never_compiled
 
-from .._sizes import BatchsizeCache
+from .._sizes import CacheType
 from ._collect import Collect
 from ._options import AdaptiveOptions, Options, checked_options
 from ._pieces import PiecesFunction
@@ -39,8 +40,6 @@ S = TypeVar("S")
 T_contra = TypeVar("T_contra", contravariant=True)
 R_co = TypeVar("R_co", covariant=True)
 
-_CacheType = type[BatchsizeCache]
-
 
 class ChunkedFunction(PiecesFunction, Generic[P, R_co]):
     """A function decorated with `chunked`: it is called with the whole tensor."""
@@ -52,11 +51,12 @@ class ChunkedFunction(PiecesFunction, Generic[P, R_co]):
         function: Callable[..., Any],
         initial: int | None,
         options: Options,
+        *,
         collect: Collect | None,
         progress: bool,
         dimension: int,
     ) -> None:
-        super().__init__(function, initial, options, collect, progress)
+        super().__init__(function, initial, options, collect=collect, progress=progress)
         self._dimension = dimension
 
     @overload
@@ -79,7 +79,7 @@ class ChunkedFunction(PiecesFunction, Generic[P, R_co]):
         toma_initial_step: int,
         toma_dimension: int | None = None,
         toma_context: Any = None,
-        toma_cache_type: _CacheType | None = None,
+        toma_cache_type: CacheType | None = None,
         **kwargs: Any,
     ) -> R_co: ...
     @overload
@@ -89,7 +89,7 @@ class ChunkedFunction(PiecesFunction, Generic[P, R_co]):
         *args: Any,
         toma_dimension: int,
         toma_context: Any = None,
-        toma_cache_type: _CacheType | None = None,
+        toma_cache_type: CacheType | None = None,
         **kwargs: Any,
     ) -> R_co: ...
     @overload
@@ -98,12 +98,12 @@ class ChunkedFunction(PiecesFunction, Generic[P, R_co]):
         tensor: Tensor,
         *args: Any,
         toma_context: Any,
-        toma_cache_type: _CacheType | None = None,
+        toma_cache_type: CacheType | None = None,
         **kwargs: Any,
     ) -> R_co: ...
     @overload
     def __call__(  # pyright: ignore[reportOverlappingOverload]  # it thinks of toma_context=**
-        self, tensor: Tensor, *args: Any, toma_cache_type: _CacheType | None, **kwargs: Any
+        self, tensor: Tensor, *args: Any, toma_cache_type: CacheType | None, **kwargs: Any
     ) -> R_co: ...
     @never_compiled  # type: ignore[misc]  # mypy does not see P in *args and **kwargs
     def __call__(  # pyright: ignore[reportInconsistentOverload]  # P has them
@@ -113,7 +113,7 @@ class ChunkedFunction(PiecesFunction, Generic[P, R_co]):
         toma_initial_step: int | None = None,
         toma_dimension: int | None = None,
         toma_context: Any = None,
-        toma_cache_type: _CacheType | None = None,
+        toma_cache_type: CacheType | None = None,
         **kwargs: Any,
     ) -> Any:
         """Call the function with one chunk of ``tensor`` after the other.
@@ -136,11 +136,16 @@ class ChunkedFunction(PiecesFunction, Generic[P, R_co]):
         """
         wanted = self._dimension if toma_dimension is None else toma_dimension
         dimension = checked_dimension(self._name, tensor, wanted)
-        memory = self._memory(
-            sys._getframe(1), toma_context, toma_cache_type, args, kwargs, tensor, dimension
+        remembered = self._remembered(
+            sys._getframe(1),
+            toma_context,
+            toma_cache_type,
+            args,
+            kwargs,
+            (tensor, dimension),
         )
         chunk = Chunk(self._function, tensor, dimension, args, kwargs)
-        return self._run(chunk, tensor.shape[dimension], toma_initial_step, memory)
+        return self._run(chunk, tensor.shape[dimension], toma_initial_step, remembered)
 
 
 class ChunkedDecorator(Protocol):
@@ -291,7 +296,7 @@ def chunked(
     return make if func is None else make(func)
 
 
-def checked_dimension(name: str, tensor: object, dimension: int) -> int:
+def checked_dimension(name: str, tensor: object, dimension: Any) -> int:
     """The dimension of a tensor to split, from 0 up.
 
     Raises:
@@ -309,9 +314,13 @@ def checked_dimension(name: str, tensor: object, dimension: int) -> int:
             "can't make views of some rows. Use range(), and take the rows in the function."
         )
     n_dimensions = tensor.dim()
-    if not isinstance(dimension, int) or not -n_dimensions <= dimension < n_dimensions:
+    try:
+        wanted = index(dimension)
+    except TypeError:
+        wanted = n_dimensions
+    if not -n_dimensions <= wanted < n_dimensions:
         raise AdaptiveUsageError(
             f"{name}() can't split dimension {dimension!r} of a tensor that has {n_dimensions}. "
             "Choose another with dimension= or toma_dimension=."
         )
-    return dimension % n_dimensions
+    return wanted % n_dimensions

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from tenure._errors import AdaptiveUsageError
@@ -26,7 +26,7 @@ class Options:
 
     cache_type: type[BatchsizeCache] | None = None
     context: Any = None
-    limits: SizeLimits = field(default=NO_LIMITS)
+    limits: SizeLimits = NO_LIMITS
     reduce: Reduce | None = None
     restore_rng: bool = False
     on_retry: OnRetry | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .._sizes import Memory
+from .._sizes import Remembered
 from ._adaptive_function import AdaptiveFunction
 from ._collect import Collect, collector_for
 from ._options import Options
@@ -22,6 +22,7 @@ class PiecesFunction(AdaptiveFunction):
         function: Callable[..., Any],
         initial: int | None,
         options: Options,
+        *,
         collect: Collect | None,
         progress: bool,
     ) -> None:
@@ -29,14 +30,14 @@ class PiecesFunction(AdaptiveFunction):
         self._collector = collector_for(collect)
         self._progress = progress
 
-    def _run(self, piece: Piece, end: int, initial: int | None, memory: Memory) -> Any:
+    def _run(self, piece: Piece, end: int, initial: int | None, remembered: Remembered) -> Any:
         return run_pieces(
             self._name,
             piece,
             end,
-            self._begin(initial),
-            self._options,
-            memory,
-            self._collector,
-            self._progress,
+            initial=self._begin(initial),
+            options=self._options,
+            remembered=remembered,
+            collector=self._collector,
+            progress=self._progress,
         )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from operator import index
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
 from tenure._errors import AdaptiveUsageError
 from tenure._torch_dynamo import never_compiled
 
-from .._sizes import BatchsizeCache
+from .._sizes import CacheType
 from ._collect import Collect
 from ._options import AdaptiveOptions, checked_options
 from ._pieces import PiecesFunction
@@ -22,8 +23,6 @@ T = TypeVar("T")
 R = TypeVar("R")
 S = TypeVar("S")
 R_co = TypeVar("R_co", covariant=True)
-
-_CacheType = type[BatchsizeCache]
 
 
 class RangeFunction(PiecesFunction, Generic[P, R_co]):
@@ -51,7 +50,7 @@ class RangeFunction(PiecesFunction, Generic[P, R_co]):
         *args: Any,
         toma_initial_step: int,
         toma_context: Any = None,
-        toma_cache_type: _CacheType | None = None,
+        toma_cache_type: CacheType | None = None,
         **kwargs: Any,
     ) -> R_co: ...
     @overload
@@ -61,12 +60,12 @@ class RangeFunction(PiecesFunction, Generic[P, R_co]):
         end: int,
         *args: Any,
         toma_context: Any,
-        toma_cache_type: _CacheType | None = None,
+        toma_cache_type: CacheType | None = None,
         **kwargs: Any,
     ) -> R_co: ...
     @overload
     def __call__(  # pyright: ignore[reportOverlappingOverload]  # it thinks of toma_context=**
-        self, start: int, end: int, *args: Any, toma_cache_type: _CacheType | None, **kwargs: Any
+        self, start: int, end: int, *args: Any, toma_cache_type: CacheType | None, **kwargs: Any
     ) -> R_co: ...
     @never_compiled  # type: ignore[misc]  # mypy does not see P in *args and **kwargs
     def __call__(  # pyright: ignore[reportInconsistentOverload]  # P has them
@@ -76,7 +75,7 @@ class RangeFunction(PiecesFunction, Generic[P, R_co]):
         *args: Any,
         toma_initial_step: int | None = None,
         toma_context: Any = None,
-        toma_cache_type: _CacheType | None = None,
+        toma_cache_type: CacheType | None = None,
         **kwargs: Any,
     ) -> Any:
         """Call the function with one piece of ``start``..``end`` after the other.
@@ -97,10 +96,10 @@ class RangeFunction(PiecesFunction, Generic[P, R_co]):
             OutOfRetriesError: a piece ran out of memory at every step that is allowed.
             AdaptiveUsageError: an argument can't be used.
         """
-        check_range(self._name, start, end)
-        memory = self._memory(sys._getframe(1), toma_context, toma_cache_type, args, kwargs)
+        start, end = checked_range(self._name, start, end)
+        remembered = self._remembered(sys._getframe(1), toma_context, toma_cache_type, args, kwargs)
         piece = Piece(self._function, start, args, kwargs)
-        return self._run(piece, end, toma_initial_step, memory)
+        return self._run(piece, end, toma_initial_step, remembered)
 
 
 @overload
@@ -186,14 +185,16 @@ def range(
     return make if func is None else make(func)
 
 
-def check_range(name: str, start: object, end: object) -> None:
-    """Make sure that a range has ends that can be worked between.
+def checked_range(name: str, start: Any, end: Any) -> tuple[int, int]:
+    """The ends of a range, as ints.
 
     Raises:
-        AdaptiveUsageError: one is no int.
+        AdaptiveUsageError: one is no whole number.
     """
-    if not (isinstance(start, int) and isinstance(end, int)):
+    try:
+        return index(start), index(end)
+    except TypeError:
         raise AdaptiveUsageError(
             f"{name}() got the range {start!r} to {end!r}. Its first two arguments are the first "
             "number and the one after the last, as ints."
-        )
+        ) from None

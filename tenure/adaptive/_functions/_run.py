@@ -6,6 +6,7 @@ the work has come is known to this call alone.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch._C import DisableTorchFunction
 from tenure.scopes import DisposeScope
 
 from .._retry import Attempts, RngState, on_cpu
-from .._sizes import AdaptiveSearch, Memory
+from .._sizes import AdaptiveSearch, Remembered
 from ._collect import Collector
 from ._options import Options
 from ._progress import Bar
@@ -29,27 +30,32 @@ def run_batch(
     name: str,
     function: _Function,
     initial: int,
+    *,
     args: _Args,
     kwargs: _Kwargs,
     options: Options,
-    memory: Memory,
+    remembered: Remembered,
 ) -> Any:
     """Return ``function(size, *args, **kwargs)``, tried until it fits."""
     search = AdaptiveSearch(
-        name, "batch size", initial, options.limits, memory, options.reduce, options.on_retry
+        name, "batch size", initial, options.limits, remembered, options.reduce, options.on_retry
     )
 
     def work(size: int) -> Any:
         return function(size, *args, **kwargs)
 
-    def fallback() -> Any:
-        return on_cpu(function, search.goes_elsewhere(), *args, **kwargs)
-
+    fallback = None
+    if options.cpu_fallback:
+        fallback = functools.partial(_on_cpu, search, function, args, kwargs)
     with DisposeScope(name) as scope:
         attempts = _attempts(name, scope, "batch size", options)
-        result = attempts.run(search, work, fallback if options.cpu_fallback else None)
+        result = attempts.run(search, work, fallback)
     search.finished()
     return result
+
+
+def _on_cpu(search: AdaptiveSearch, function: _Function, args: _Args, kwargs: _Kwargs) -> Any:
+    return on_cpu(function, search.goes_elsewhere(), *args, **kwargs)
 
 
 class Piece:
@@ -78,8 +84,12 @@ class Piece:
 
     def on_cpu(self, size: int) -> Any:
         """Work on so many, with the arguments on the CPU."""
-        self.end = self.start + size
-        return on_cpu(self._function, self.start, self.end, *self._args, **self._kwargs)
+        function = self._function
+        self._function = functools.partial(on_cpu, function)
+        try:
+            return self(size)
+        finally:
+            self._function = function
 
 
 class Chunk(Piece):
@@ -108,21 +118,15 @@ class Chunk(Piece):
             chunk = tensor.narrow(self.dimension, start, size)
         return self._function(chunk, start, end, *self._args, **self._kwargs)
 
-    def on_cpu(self, size: int) -> Any:
-        """Work on so many, with the chunk and the arguments on the CPU."""
-        start = self.start
-        self.end = end = start + size
-        chunk = self._tensor.narrow(self.dimension, start, size)
-        return on_cpu(self._function, chunk, start, end, *self._args, **self._kwargs)
-
 
 def run_pieces(
     name: str,
     piece: Piece,
     end: int,
+    *,
     initial: int | None,
     options: Options,
-    memory: Memory,
+    remembered: Remembered,
     collector: Collector | None = None,
     progress: bool = False,
 ) -> Any:
@@ -134,7 +138,7 @@ def run_pieces(
         end: the number after the last.
         initial: the size of the first piece, where nothing else is known; None: of the whole.
         options: how failures are handled.
-        memory: where sizes are remembered.
+        remembered: where sizes are remembered.
         collector: puts the results together; None: they are let go.
         progress: whether to show a progress bar.
 
@@ -144,14 +148,21 @@ def run_pieces(
     if initial is None:
         initial = max(end - piece.start, options.limits.floor)
     search = AdaptiveSearch(
-        name, "step", initial, options.limits, memory, options.reduce, options.on_retry, True
+        name,
+        "step",
+        initial,
+        options.limits,
+        remembered,
+        options.reduce,
+        options.on_retry,
+        in_pieces=True,
     )
     results: list[Any] | None = None if collector is None else []
     if progress:
         with Bar(name, end - piece.start) as bar:
-            _run_pieces(name, piece, end, search, options, results, bar)
+            _run_pieces(name, piece, end, search=search, options=options, results=results, bar=bar)
     else:
-        _run_pieces(name, piece, end, search, options, results, None)
+        _run_pieces(name, piece, end, search=search, options=options, results=results)
     return None if collector is None else collector(results or [], piece.dimension)
 
 
@@ -159,10 +170,11 @@ def _run_pieces(
     name: str,
     piece: Piece,
     end: int,
+    *,
     search: AdaptiveSearch,
     options: Options,
     results: list[Any] | None,
-    bar: Bar | None,
+    bar: Bar | None = None,
 ) -> None:
     fallback = (lambda: piece.on_cpu(search.goes_elsewhere())) if options.cpu_fallback else None
     with DisposeScope(name) as scope:

@@ -12,6 +12,7 @@ from tenure._errors import AdaptiveUsageError
 from tenure._units import parse_bytes
 
 from .._callables import is_suspendable, name_of
+from ._devices import indexed
 
 if TYPE_CHECKING:
     from ._budget import memory_budget
@@ -47,7 +48,7 @@ def checked_device(device: str | torch.device) -> torch.device:
         found = torch.device(device)
         if found.type == "cpu":
             return torch.device("cpu")
-        return torch.device(found.type, _checked_index(found))
+        return _checked_accelerator(found)
     except (RuntimeError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         raise AdaptiveUsageError(
@@ -96,13 +97,13 @@ def check_plain_function(function: Callable[..., Any]) -> None:
         )
 
 
-def _checked_index(device: torch.device) -> int:
+def _checked_accelerator(device: torch.device) -> torch.device:
     if device.type in _WITHOUT_MEMORY:
         raise RuntimeError("its tensors have no memory")
     module = torch.get_device_module(device)
     if not module.is_available():
         raise RuntimeError("this machine, or this build of torch, has none")
-    index = module.current_device() if device.index is None else device.index
-    if index >= module.device_count():
+    found = indexed(device)
+    if found.index >= module.device_count():
         raise RuntimeError(f"this machine has {module.device_count()} of its type")
-    return int(index)
+    return found

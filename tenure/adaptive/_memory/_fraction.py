@@ -34,17 +34,18 @@ class FractionLimit:
         self._limit_bytes = limit_bytes
         self._base_bytes = 0
         self._peak_bytes = 0
-        self._live_at_end: int | None = None
+        self._is_open = False
+        self._live_at_end = 0
 
     @property
     def live_bytes(self) -> int:
         """What is allocated beyond the bytes at the opening, now or when it was closed."""
-        return self._live_now() if self._live_at_end is None else self._live_at_end
+        return self._live_now() if self._is_open else self._live_at_end
 
     @property
     def peak_bytes(self) -> int:
         """The most that was allocated beyond the bytes at the opening."""
-        if self._live_at_end is None:
+        if self._is_open:
             self._note_peak()
         return self._peak_bytes
 
@@ -61,6 +62,7 @@ class FractionLimit:
             self._module.reset_peak_memory_stats(self._device)
             self._base_bytes = self._module.memory_allocated(self._device)
             limits.append(self)
+            self._is_open = True
             self._apply()
 
     def close(self) -> bool:
@@ -68,6 +70,7 @@ class FractionLimit:
         with _lock:
             self._note_peak()
             self._live_at_end = self._live_now()
+            self._is_open = False
             _open_limits[self._device].remove(self)
             self._apply()
         return True

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from ._counting import CountingMode, counting_on
+from ._devices import accelerator_of
 from ._fraction import allowed_bytes, note_peaks
 from ._host_memory import available_host_bytes
 
@@ -68,8 +69,8 @@ def meter_for(device: str | None) -> MemoryMeter | None:
 class _Allocator:
     """The caching allocator of a device; what it holds and no tensor uses is available."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._module: Any = torch.get_device_module(device)
+    def __init__(self, module: Any, device: torch.device) -> None:
+        self._module = module
         self._device = device
         self._base_bytes = 0
 
@@ -121,13 +122,13 @@ class _Host:
 
 
 def _allocator_of(device: str) -> list[_Source]:
+    found = accelerator_of(device)
+    if found is None:
+        return []
+    allocator = _Allocator(*found)
     try:
-        found = torch.device(device)
-        module: Any = torch.get_device_module(found)
-        index = module.current_device() if found.index is None else found.index
-        allocator = _Allocator(torch.device(found.type, index))
         allocator.available_bytes()
         allocator.needed_bytes()
-    except Exception:  # no such device on this machine, or one that keeps no statistics
+    except Exception:  # a device without statistics
         return []
     return [allocator]

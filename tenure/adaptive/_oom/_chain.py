@@ -31,18 +31,37 @@ class Link:
             link = link.above
 
 
-def all_below(exc: BaseException) -> list[BaseException]:
-    """The members of a group, the cause, and the context, also where it is suppressed."""
-    below = list(_MEMBERS.__get__(exc)) if issubclass(type(exc), BaseExceptionGroup) else []
-    below += [_CAUSE.__get__(exc), _CONTEXT.__get__(exc)]
-    return [other for other in below if other is not None]
+def chain_of(exc: BaseException, outside: BaseException | None = None) -> Iterator[BaseException]:
+    """The exception and all that it came of, suppressed or not, each once.
+
+    Args:
+        exc: what was caught.
+        outside: the exception that was handled when the work began; it, and what it came of,
+            belongs to the caller and is left out.
+    """
+    seen = ids_in(outside)
+    waiting = [exc]
+    while waiting:
+        one = waiting.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            waiting += _below(one, also_suppressed=True)
+
+
+def ids_in(outside: BaseException | None) -> set[int]:
+    """The identities of an exception and of all that it came of."""
+    return set() if outside is None else {id(one) for one in chain_of(outside)}
 
 
 def links_below(link: Link) -> list[Link]:
     """The members of a group, the cause, and the context unless it is suppressed, in this order."""
-    exc = link.exception
+    return [Link(other, link) for other in _below(link.exception, also_suppressed=False)]
+
+
+def _below(exc: BaseException, *, also_suppressed: bool) -> list[BaseException]:
     below = list(_MEMBERS.__get__(exc)) if issubclass(type(exc), BaseExceptionGroup) else []
     below.append(_CAUSE.__get__(exc))
-    if not _SUPPRESS.__get__(exc):
+    if also_suppressed or not _SUPPRESS.__get__(exc):
         below.append(_CONTEXT.__get__(exc))
-    return [Link(other, link) for other in below if other is not None]
+    return [other for other in below if other is not None]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tenure._errors import AdaptiveUsageError
 
-from ._chain import Link, links_below
+from ._chain import Link, ids_in, links_below
 from ._rules import Oom, OomKind
 from ._text import device_in, requested_bytes_in, text_of, type_name
 from ._verdict import NEVER, verdict_on
@@ -67,8 +67,20 @@ def oom_info(exc: BaseException) -> OomInfo | None:
         ('host', 'cpu', True, True)
     """
     _check_exception(exc, "oom_info")
+    return oom_of_work(exc, None)
+
+
+def oom_of_work(exc: BaseException, outside: BaseException | None) -> OomInfo | None:
+    """What `oom_info` says of an error of work, were it not called where another is handled.
+
+    Args:
+        exc: what the work raised.
+        outside: the exception that was handled when the work began. The interpreter makes it the
+            context of what is raised inside, though neither came of the other: it, and what it
+            came of, tells nothing.
+    """
     found: OomInfo | None = None
-    seen: set[int] = set()
+    seen = ids_in(outside)
     waiting = [Link(exc, None)]
     while waiting:
         link = waiting.pop()

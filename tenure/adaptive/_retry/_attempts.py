@@ -17,7 +17,7 @@ from tenure._torch_dynamo import never_compiled
 from tenure._units import format_bytes
 from tenure.scopes import DisposeScope
 
-from .._oom import OomInfo, oom_info
+from .._oom import OomInfo, oom_of_work
 from ._events import AdaptiveEvent, EventKind, OnRetry, memory_of, statistics, tell
 from ._release import forget_traceback, release
 from ._relief import Relief, Scene, free_bytes_of, scene_of
@@ -32,6 +32,11 @@ class SizeSearch(Protocol):
     @property
     def size(self) -> int:
         """The size to try now."""
+        ...
+
+    @property
+    def limited_by(self) -> str:
+        """The arguments that allow no smaller size than this one, as errors name them."""
         ...
 
     def succeeded(self) -> None:
@@ -70,7 +75,9 @@ class Attempts:
         n_begun: how many attempts there were.
     """
 
-    __slots__ = ("_name", "_on_retry", "_scope", "_state", "_statistics", "_unit", "n_begun")
+    __slots__ = (
+        "_name", "_on_retry", "_outside", "_scope", "_state", "_statistics", "_unit", "n_begun",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -87,6 +94,7 @@ class Attempts:
         self._state = state
         self._statistics = statistics()
         self._on_retry = on_retry
+        self._outside = sys.exception()  # what the caller is handling is none of the attempts'
         self.n_begun = 0
 
     @never_compiled
@@ -115,11 +123,11 @@ class Attempts:
                 self._let_go(outcome, search.size)
                 if not self._has_next(outcome, search, relief):
                     if fallback is None:
-                        self._give_up(outcome, sizes)
+                        self._give_up(outcome, sizes, search.limited_by)
                     self._tell("fallback", search.size, search.size, outcome.info)
                     work = _ignoring_the_size(fallback)
                     fallback = None
-                forget_traceback(outcome.error, sys.exception())
+                forget_traceback(outcome.error, self._outside)
                 del outcome  # nothing of the failed attempt is there when the next one begins
                 outcome = self._attempt(work, search.size)
         search.succeeded()
@@ -139,7 +147,7 @@ class Attempts:
             if state is not None:
                 state.finish()
         except BaseException as error:
-            info = oom_info(error)
+            info = oom_of_work(error, self._outside)
             if info is None or not info.retry_safe:
                 if state is not None and is_begun:
                     state.undo()
@@ -157,7 +165,7 @@ class Attempts:
     def _let_go(self, failure: _Failure, size: int) -> None:
         """Free what the attempt made, whoever keeps its exception or its tensors."""
         self._statistics.ooms += 1
-        release(failure.error, sys.exception())
+        release(failure.error, self._outside)
         scope = self._scope
         name, scope.name = scope.name, f"attempt of {self._name} at {self._unit} {size}"
         scope.dispose_everything()
@@ -189,13 +197,13 @@ class Attempts:
         event = AdaptiveEvent(kind, self._name, self._unit, size, next_size, info, freed_bytes)
         tell(event, self._on_retry)
 
-    def _give_up(self, failure: _Failure, sizes: list[int]) -> NoReturn:
+    def _give_up(self, failure: _Failure, sizes: list[int], limited_by: str) -> NoReturn:
         info = failure.info
         self._tell("give_up", sizes[-1], None, info)
         facts = [f"{self._unit} {', '.join(map(str, sizes))}", *_bytes_of(info)]
         raise OutOfRetriesError(
             f"{len(sizes)} attempt{'' if len(sizes) == 1 else 's'} of {self._name!r} ran out of "
-            f"{memory_of(info)} ({'; '.join(facts)}). {_advice(sizes[-1])}",
+            f"{memory_of(info)} ({'; '.join(facts)}). {_advice(sizes[-1], limited_by)}",
             tuple(sizes),
             info,
         ) from failure.error
@@ -208,9 +216,9 @@ def _bytes_of(info: OomInfo) -> list[str]:
     return [", ".join(needed + free)] if needed or free else []
 
 
-def _advice(size: int) -> str:
+def _advice(size: int, limited_by: str) -> str:
     if size > 1:
-        return f"Allow less than {size} with minimum=, or page the model."
+        return f"Allow less than {size} with {limited_by}, or page the model."
     return "Not even 1 fits: free memory, make the model or the sample smaller, or page the model."
 
 

@@ -29,12 +29,13 @@ class AdaptiveEvent:
 
     Attributes:
         kind: ``"retry"``: the same size again, because memory came free; ``"shrink"``: a smaller
-            size; ``"grow"``: a larger one, after successes; ``"fallback"``: the work goes on
+            size; ``"grow"``: a larger one has worked; ``"fallback"``: the work goes on
             elsewhere, on the CPU; ``"give_up"``: nothing is left to try.
         name: what ran, such as the name of the function.
         unit: what the sizes count: ``"batch size"``, ``"step"``, ``"micro-batch"``.
-        size: the size that was tried.
-        next_size: the size that comes next; None when giving up.
+        size: the size that was tried; when growing the one before it, which worked too.
+        next_size: the size that comes next; when growing the one that has just worked; None when
+            giving up.
         info: the out-of-memory error; None when growing.
         freed_bytes: what was given back before a retry of the same size; 0 otherwise.
     """
@@ -81,7 +82,7 @@ class AdaptiveStatistics:
         ooms: attempts that ran out of memory.
         retries: sizes that were tried again because memory came free.
         shrinks: steps to a smaller size.
-        growths: steps to a larger size.
+        growths: larger sizes that worked.
         fallbacks: pieces of work that went on on the CPU.
         gave_up: calls that ended with OutOfRetriesError.
     """

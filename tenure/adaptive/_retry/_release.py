@@ -7,10 +7,9 @@ whoever did, without the garbage collector.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
 from typing import Any
 
-from .._oom import all_below
+from .._oom import chain_of
 
 _TRACEBACK: Any = vars(BaseException)["__traceback__"]  # a subclass may shadow the name
 
@@ -26,23 +25,11 @@ def release(error: BaseException, outside: BaseException | None) -> None:
         outside: the exception that was handled when the work began; it, and what it came of,
             belongs to the caller and is left as it is.
     """
-    for one in _chain(error, outside):
+    for one in chain_of(error, outside):
         traceback.clear_frames(_TRACEBACK.__get__(one))
 
 
 def forget_traceback(error: BaseException, outside: BaseException | None) -> None:
     """Detach the tracebacks too, which keep the frames of the callers once those have returned."""
-    for one in _chain(error, outside):
+    for one in chain_of(error, outside):
         BaseException.with_traceback(one, None)
-
-
-def _chain(error: BaseException, outside: BaseException | None = None) -> Iterator[BaseException]:
-    """The exception and all below it, each once, without what ``outside`` came of."""
-    seen = set() if outside is None else {id(one) for one in _chain(outside)}
-    waiting = [error]
-    while waiting:
-        one = waiting.pop()
-        if id(one) not in seen:
-            seen.add(id(one))
-            yield one
-            waiting += all_below(one)

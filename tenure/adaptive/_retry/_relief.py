@@ -10,16 +10,15 @@ import contextlib
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import psutil
-import torch
 
 from tenure._shrinking import ask_to_shrink
 
-from .._memory import meter_for
+from .._memory import accelerator_of, meter_for
 from .._oom import OomInfo
 
+_HOST = (None, "cpu")
 _OUTSIDE_THE_ALLOCATOR = ("workspace", "driver")
 """Kinds of memory that a library or the driver wanted, and that torch's cache may have taken."""
 _NOISE_BYTES = 1 << 20
@@ -39,10 +38,13 @@ class Scene:
 
 def scene_of(info: OomInfo) -> Scene:
     """Read the allocator; called inside ``except``."""
-    module = _module_of(info.device)
+    found = accelerator_of(info.device)
+    if found is None:
+        return Scene(None)
+    module, device = found
     try:
-        return Scene(module.memory_reserved(info.device) - module.memory_allocated(info.device))
-    except Exception:  # no such device, or one without statistics
+        return Scene(module.memory_reserved(device) - module.memory_allocated(device))
+    except Exception:  # a device without statistics
         return Scene(None)
 
 
@@ -75,13 +77,11 @@ class Relief:
         _drain(info)
         first, self._size = size != self._size, size
         freed_bytes = _free_cache(info, scene) if first else 0
-        return (
-            freed_bytes or self._collect(info) or ask_to_shrink(info.device, info.requested_bytes)
-        )
+        return freed_bytes or self._collect(info) or _given_back(info)
 
     def last_resort(self, info: OomInfo) -> int:
         """What is worth its time only before giving up: collecting garbage of the host."""
-        if self.collected or info.kind == "size_limit" or _module_of(info.device) is not None:
+        if self.collected or info.kind == "size_limit" or info.device not in _HOST:
             return 0
         self.collected = True
         freed_bytes = _freed_by_collecting(lambda: psutil.Process().memory_info().rss)
@@ -89,48 +89,69 @@ class Relief:
 
     def _collect(self, info: OomInfo) -> int:
         """Collect cycles that hold device memory, older ones: the attempt's are gone."""
-        module = _module_of(info.device)
-        if module is None or self.collected:
+        if self.collected or info.device in _HOST:
             return 0
         self.collected = True
-        try:
-            freed_bytes = _freed_by_collecting(lambda: module.memory_allocated(info.device))
-        except Exception:  # a device without statistics
+        used_bytes = _used_bytes_of(info.device)
+        if used_bytes is None:  # it may help, but nothing tells
+            gc.collect()
             return 0
+        freed_bytes = _freed_by_collecting(used_bytes)
         return freed_bytes if _serves(freed_bytes, info) else 0
 
 
 def free_bytes_of(info: OomInfo) -> int | None:
-    """The free memory of what was short, as the driver, a budget or the host tells it."""
-    module = _module_of(info.device)
+    """The free memory of what was short, as a budget, the device or the host tells it."""
+    meter, found = meter_for(info.device), accelerator_of(info.device)
     try:
-        if module is None:
-            meter = meter_for(info.device)
-            return None if meter is None else meter.available_bytes()
-        return int(module.mem_get_info(info.device)[0])
+        if meter is not None:
+            return max(0, meter.available_bytes())  # a program may lower a fraction below its use
+        if found is None:
+            return None
+        module, device = found
+        return int(module.mem_get_info(device)[0])
     except Exception:  # a device without statistics
         return None
 
 
 def _drain(info: OomInfo) -> None:
     """Let an asynchronous error that waits on the device surface here rather than in the retry."""
-    module = _module_of(info.device)
-    if module is not None:
-        with contextlib.suppress(Exception):
+    found = accelerator_of(info.device)
+    if found is None:
+        return
+    module, device = found
+    with contextlib.suppress(Exception):
+        try:
+            module.synchronize(device)
+        except TypeError:  # MPS, of which there is one
             module.synchronize()
 
 
 def _free_cache(info: OomInfo, scene: Scene) -> int:
     """Give the allocator's cache back, if the request failed although the cache could hold it."""
-    module = _module_of(info.device)
-    if module is None or scene.unused_bytes is None:
+    found = accelerator_of(info.device)
+    if found is None or scene.unused_bytes is None:
         return 0
+    module, device = found
     if info.kind not in _OUTSIDE_THE_ALLOCATOR and not _serves(scene.unused_bytes, info):
         return 0
-    before_bytes: int = module.memory_reserved(info.device)
+    before_bytes: int = module.memory_reserved(device)
     module.empty_cache()
-    after_bytes: int = module.memory_reserved(info.device)
+    after_bytes: int = module.memory_reserved(device)
     return max(0, before_bytes - after_bytes)
+
+
+def _used_bytes_of(device: str | None) -> Callable[[], int] | None:
+    """What reads the bytes that tensors use on a device; None where it has no such statistics."""
+    found = accelerator_of(device)
+    if found is None:
+        return None
+    module, place = found
+    try:
+        module.memory_allocated(place)
+    except Exception:  # a device without statistics
+        return None
+    return lambda: int(module.memory_allocated(place))
 
 
 def _freed_by_collecting(used_bytes: Callable[[], int]) -> int:
@@ -139,16 +160,11 @@ def _freed_by_collecting(used_bytes: Callable[[], int]) -> int:
     return max(0, before_bytes - used_bytes())
 
 
+def _given_back(info: OomInfo) -> int:
+    """What pagers and caches gave back; 0 where that is known to be less than was wanted."""
+    given_bytes = ask_to_shrink(info.device, info.requested_bytes)
+    return given_bytes if info.requested_bytes is None or _serves(given_bytes, info) else 0
+
+
 def _serves(n_bytes: int, info: OomInfo) -> bool:
     return info.requested_bytes is not None and n_bytes >= info.requested_bytes
-
-
-def _module_of(device: str | None) -> Any:
-    """The module of an accelerator; None for the host, and for a device that is not there."""
-    if device is None or device == "cpu":
-        return None
-    try:
-        module = torch.get_device_module(torch.device(device))
-    except (RuntimeError, AssertionError):
-        return None
-    return module

@@ -45,6 +45,10 @@ class StacktraceMemoryBatchsizeCache(BatchsizeCache):
     remembered_for = "call"
 
 
+CacheType = type[BatchsizeCache]
+"""How a cache is named in a call: by its class."""
+
+
 def checked_cache_type(cache_type: object) -> type[BatchsizeCache]:
     """The class that was given; for None the room's ``DEFAULT_CACHE_TYPE``, as it is now.
 
@@ -54,7 +58,7 @@ def checked_cache_type(cache_type: object) -> type[BatchsizeCache]:
     named = "cache_type"
     if cache_type is None:
         named = f"{_ROOM}.DEFAULT_CACHE_TYPE"
-        cache_type = vars(sys.modules[_ROOM])["DEFAULT_CACHE_TYPE"]
+        cache_type = sys.modules[_ROOM].DEFAULT_CACHE_TYPE
     if isinstance(cache_type, type) and issubclass(cache_type, BatchsizeCache):
         return cache_type
     raise AdaptiveUsageError(

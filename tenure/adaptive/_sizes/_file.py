@@ -23,21 +23,12 @@ _VERSION = 1
 _Path = str | os.PathLike[str]
 
 
-def reset() -> None:
-    """Forget all sizes that were learned or loaded, on all threads; calls that run go on.
-
-    Example:
-        >>> from tenure import adaptive
-        >>> adaptive.reset()
-    """
-    _learned.forget()
-
-
 def save(path: _Path) -> None:
     """Write the sizes that were learned as JSON, for `load` in another process.
 
-    A size belongs to a function or to a place in the source, named by module, function, and line
-    within the function; or to a ``context``, if that is a str, a number, or a tuple of those.
+    A size belongs to a function, named by its module and name, or to a call, named by the file's
+    name without folders, the function that calls, and the line within that; or to a ``context``,
+    if that is a str, a number, or a tuple of those.
 
     Args:
         path: the file; one that is there is replaced.

@@ -68,6 +68,7 @@ class Site:
 _lock = threading.RLock()
 sites: OrderedDict[SiteKey, Site] = OrderedDict()
 from_files: dict[str, dict[str, SizeRecord]] = {}
+"""What was loaded; where there is something, sites not seen yet are looked up by name."""
 
 
 def find(key: SiteKey) -> Site | None:
@@ -93,13 +94,13 @@ def add(key: SiteKey, name: str, about: Iterable[object]) -> Site:
     return site
 
 
-def has_files() -> bool:
-    """Whether something was loaded, so that sites not seen yet have to be looked up by name."""
-    return bool(from_files)
+def reset() -> None:
+    """Forget all sizes that were learned or loaded, on all threads; calls that run go on.
 
-
-def forget() -> None:
-    """Let go of all that was learned or loaded."""
+    Example:
+        >>> from tenure import adaptive
+        >>> adaptive.reset()
+    """
     with _lock:
         sites.clear()
         from_files.clear()

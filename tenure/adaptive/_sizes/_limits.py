@@ -33,11 +33,11 @@ class SizeLimits:
 
     def first(self, initial: int) -> int:
         """The size to begin with where nothing is known."""
-        return self._aligned(initial if self.maximum is None else min(initial, self.maximum))
+        return self.aligned(initial if self.maximum is None else min(initial, self.maximum))
 
     def ceiling(self, initial: int) -> int:
         """The largest size that may be tried."""
-        return self._aligned(initial if self.maximum is None else self.maximum)
+        return self.aligned(initial if self.maximum is None else self.maximum)
 
     def below(self, failed: int, wanted: int) -> int | None:
         """The size nearest to ``wanted`` that may be tried after ``failed``; None if there is none.
@@ -51,7 +51,14 @@ class SizeLimits:
             return None
         return max(self.floor, min(largest, wanted // self.align * self.align))
 
-    def _aligned(self, size: int) -> int:
+    def in_the_way_below(self, failed: int) -> str:
+        """The arguments that leave no size below one that failed, as errors name them."""
+        names = ["minimum="] if failed <= self.minimum else []
+        names += ["align="] if failed <= self.align else []
+        return " and ".join(names) or "minimum= or align="
+
+    def aligned(self, size: int) -> int:
+        """The largest size in whole steps; one that is smaller than a step is left as it is."""
         return size // self.align * self.align or size
 
 

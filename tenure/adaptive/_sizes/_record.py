@@ -7,7 +7,7 @@ shows that memory has come free, and one that fails although it is ``ok`` that i
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 _FIRST_INTERVAL = 16
 _CLOSED_INTERVAL = 512
@@ -44,8 +44,8 @@ class SizeRecord:
     device: str | None = None
     n_clean: int = 0
     interval: int = _FIRST_INTERVAL
-    climbing: bool = field(default=False)
-    settled: bool = field(default=False)
+    climbing: bool = False
+    settled: bool = False
 
     def snapshot(self) -> SizeRecord:
         """All that it says at one moment, whatever other threads note meanwhile."""
@@ -53,9 +53,13 @@ class SizeRecord:
             return replace(self)
 
     def copy(self) -> SizeRecord:
-        """What this one knows of sizes, as the beginning of another."""
+        """What this one knows of sizes, as the beginning of another for work of another shape.
+
+        What a size needs is another then. Clean calls count on, so that sizes grow also where no
+        two calls have the same shape.
+        """
         with _lock:
-            return SizeRecord(self.ok, self.bad, free_bytes=self.free_bytes, device=self.device)
+            return replace(self, ok_bytes=None, bytes_per_size=0, settled=False)
 
     # --- what to try
 
@@ -82,7 +86,10 @@ class SizeRecord:
 
     def _grown(self, ceiling: int, align: int) -> int:
         self.climbing = True
-        wanted = 2 * self.ok if self.bad is None else min(self.bad, self.ok + self.step(align))
+        if self.bad is None:
+            wanted = 2 * self.ok
+        else:  # what failed may have been a last piece, which is no multiple
+            wanted = min(-(-self.bad // align) * align, self.ok + self.step(align))
         return min(ceiling, max(wanted, self.ok + 1))
 
     def _untried(self, first: int, align: int) -> int:

@@ -35,7 +35,7 @@ _KINDS_OF_BYTES = ("device", "host")
 """The kinds of errors whose number of bytes was wanted of the memory that ran out."""
 
 
-class Memory(Protocol):
+class Remembered(Protocol):
     """Where a call finds and leaves what is known of its site.
 
     Attributes:
@@ -61,7 +61,7 @@ class AdaptiveSearch:
         unit: what the sizes count.
         initial: the size that the user asked for.
         limits: the sizes that are allowed.
-        memory: where this call finds and leaves what is known of its site.
+        remembered: where this call finds and leaves what is known of its site.
         reduce: the user's way to make a failed size smaller.
         on_retry: called with each growth.
         in_pieces: whether a call has many pieces, of which each may have its size.
@@ -71,8 +71,22 @@ class AdaptiveSearch:
     """
 
     __slots__ = (
-        "_base", "_ceiling", "_elsewhere", "_in_pieces", "_initial", "_limits", "_memory", "_meter",
-        "_n_failures", "_n_pieces", "_name", "_on_retry", "_record", "_reduce", "_unit", "size",
+        "_base",
+        "_ceiling",
+        "_elsewhere",
+        "_in_pieces",
+        "_initial",
+        "_limits",
+        "_meter",
+        "_n_failures",
+        "_n_pieces",
+        "_name",
+        "_on_retry",
+        "_record",
+        "_reduce",
+        "_remembered",
+        "_unit",
+        "size",
     )  # fmt: skip
 
     def __init__(
@@ -81,16 +95,17 @@ class AdaptiveSearch:
         unit: str,
         initial: int,
         limits: SizeLimits,
-        memory: Memory,
+        remembered: Remembered,
         reduce: Reduce | None = None,
         on_retry: OnRetry | None = None,
+        *,
         in_pieces: bool = False,
     ) -> None:
         self._name = name
         self._unit = unit
         self._initial = initial
         self._limits = limits
-        self._memory = memory
+        self._remembered = remembered
         self._reduce = reduce
         self._on_retry = on_retry
         self._in_pieces = in_pieces
@@ -102,9 +117,9 @@ class AdaptiveSearch:
         else:
             self._ceiling = limits.ceiling(initial)
             self._base = self.size = limits.first(initial)
-        record = memory.known()
+        record = remembered.known()
         if record is None and limits.maximum is not None:
-            record = memory.new()  # it may grow without ever having failed
+            record = remembered.new()  # it may grow without ever having failed
         self._record = record
         if record is not None:
             self._begin(record)
@@ -112,6 +127,11 @@ class AdaptiveSearch:
     def at_most(self, n_left: int) -> None:
         """Only so much is left to do: it is what is tried now."""
         self.size = n_left
+
+    @property
+    def limited_by(self) -> str:
+        """The arguments that allow no smaller size than this one, as errors name them."""
+        return self._limits.in_the_way_below(self.size)
 
     def goes_elsewhere(self) -> int:
         """Work of the size that is returned runs on another device, and teaches nothing."""
@@ -145,7 +165,7 @@ class AdaptiveSearch:
             return False
         record = self._record
         if record is None:
-            record = self._record = self._memory.new()
+            record = self._record = self._remembered.new()
         size, meter = self.size, self._meter or meter_for(info.device)
         record.note_failed(size, self._limits.align, info.device)
         self._n_failures += 1
@@ -172,7 +192,7 @@ class AdaptiveSearch:
         """Choose the first size by what is known of the site."""
         self.size = self._start(record)
         known = record.snapshot()
-        self._base = known.ok or self.size
+        self._base = self._limits.aligned(known.ok) or self.size
         if known.bad is None or self.size >= self._ceiling:
             return
         meter = meter_for(known.device)
@@ -185,7 +205,7 @@ class AdaptiveSearch:
                 self.size = self._start(record)
         elif larger := self._that_fits(known, known.ok, known.ok_bytes, free_bytes):
             self.size = larger
-        if self.size > known.ok:
+        if self.size > known.ok or (self.size == known.ok and known.ok_bytes is None):
             self._measure(meter)
 
     def _leap(self, record: SizeRecord, meter: MemoryMeter, needed_bytes: int) -> None:
@@ -221,7 +241,7 @@ class AdaptiveSearch:
         """In a loop of many pieces: count them like calls, and go up a step where that is due."""
         if self._n_pieces % _PIECES_OF_A_CALL == 0:
             record.note_clean_call(self._base, self._ceiling)
-        if self.size == record.ok and record.is_due(self._ceiling):
+        if self.size == self._limits.aligned(record.ok) and record.is_due(self._ceiling):
             self.size = self._start(record)
             if (meter := meter_for(record.device)) is not None:
                 self._measure(meter)
@@ -235,7 +255,8 @@ class AdaptiveSearch:
         limits = self._limits
         first = limits.first(self._initial)
         start = record.start(first, self._ceiling, limits.align)
-        return max(start, min(first, limits.floor))  # what is known may be of other limits
+        # what is known may be of other limits
+        return max(limits.aligned(start), min(first, limits.floor))
 
     # --- smaller
 
@@ -265,7 +286,7 @@ class AdaptiveSearch:
         n = self._n_failures
         if self._in_pieces:
             return 1 << min(n - 1, 6)
-        return 4 * (n - 2) if n > 2 and self._memory.remembers else 1
+        return 4 * (n - 2) if n > 2 and self._remembered.remembers else 1
 
 
 def checked_reduced(size: object) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType, FrameType, MethodType
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from tenure._errors import AdaptiveUsageError
 
@@ -23,11 +23,15 @@ from ._call_signature import signature_of
 from ._learned import SiteKey, from_files, sites
 from ._record import SizeRecord
 
+_Split = tuple[Tensor, int]
+"""A tensor of any shape, and the dimension of it that is split."""
+_Work = tuple[object, tuple[Any, ...], Mapping[str, Any], _Split | None]
+"""The function, its arguments, and what is split."""
 _PLAIN = (str, int, float, bool, bytes, type(None))
 
 
-class NoMemory:
-    """The memory of calls that remember nothing."""
+class RemembersNothing:
+    """What is known of calls that remember nothing."""
 
     remembers: ClassVar[bool] = False
 
@@ -39,10 +43,10 @@ class NoMemory:
         return SizeRecord()
 
 
-NO_MEMORY = NoMemory()
+REMEMBERS_NOTHING = RemembersNothing()
 
 
-class CallMemory:
+class CallSite:
     """Where one call looks up what is known, and leaves what it learns.
 
     Args:
@@ -50,11 +54,10 @@ class CallMemory:
         owner: what stands for the function that runs; None: the call does.
         frame: the frame that calls; it is held as long as the call lasts.
         context: what the user wants sizes to be remembered for; None: the function and the call.
+        work: what its signature tells of.
     """
 
-    __slots__ = (
-        "_args", "_cache_type", "_chunked", "_context", "_dimension", "_frame", "_kwargs", "_owner",
-    )  # fmt: skip
+    __slots__ = ("_cache_type", "_context", "_frame", "_owner", "_work")
 
     remembers: ClassVar[bool] = True
 
@@ -64,19 +67,13 @@ class CallMemory:
         owner: object,
         frame: FrameType,
         context: Hashable | None,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        chunked: Tensor | None = None,
-        dimension: int = 0,
+        work: _Work,
     ) -> None:
         self._cache_type = cache_type
         self._owner = owner
         self._frame = frame
         self._context = context
-        self._args = args
-        self._kwargs = kwargs
-        self._chunked = chunked
-        self._dimension = dimension
+        self._work = work
 
     def known(self) -> SizeRecord | None:
         """The record of this call; None where nothing is known."""
@@ -84,7 +81,7 @@ class CallMemory:
             return None
         site = _learned.find(self._key())
         if site is None:
-            if not _learned.has_files():
+            if not from_files:
                 return None
             site = self._add()
         return site.known(self._signature())
@@ -96,8 +93,9 @@ class CallMemory:
     def _key(self) -> SiteKey:
         cache_type, context = self._cache_type, self._context
         if context is not None:
-            plain = _is_plain(context)
-            return cache_type, "context", type(context), context if plain else id(context)
+            if _is_plain(context):  # spelled, because 1, 1.0 and True are equal
+                return cache_type, "context", repr(context)
+            return cache_type, "context", type(context), id(context)
         owner, frame = self._owner, self._frame
         if cache_type.remembered_for == "function" and owner is not None:
             return cache_type, id(owner)
@@ -121,7 +119,11 @@ class CallMemory:
         return about, names
 
     def _signature(self) -> str:
-        return signature_of(self._args, self._kwargs, self._chunked, self._dimension)
+        function, args, kwargs, split = self._work
+        of = function.__self__ if isinstance(function, MethodType) else function
+        args = (of, *args) if isinstance(of, nn.Module) else args
+        chunked, dimension = split or (None, 0)
+        return signature_of(args, kwargs, chunked, dimension)
 
 
 def memory_for(
@@ -131,10 +133,21 @@ def memory_for(
     cache_type: type[BatchsizeCache] | None,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    chunked: Tensor | None = None,
-    dimension: int = 0,
-) -> CallMemory | NoMemory:
-    """The memory of one call, whose arguments are checked here.
+    *,
+    function: object = None,
+    split: _Split | None = None,
+) -> CallSite | RemembersNothing:
+    """What is remembered for one call, whose arguments are checked here.
+
+    Args:
+        owner: what stands for the function that runs; None: the call does.
+        frame: the frame that calls.
+        context: what the user wants sizes to be remembered for; None: the function and the call.
+        cache_type: what sizes are remembered for; None: as ``DEFAULT_CACHE_TYPE`` says.
+        args: what is passed on by position.
+        kwargs: what is passed on by name.
+        function: what runs; the module of a method counts as one of its arguments.
+        split: the tensor of any shape that is split, and its dimension; None: none is.
 
     Raises:
         AdaptiveUsageError: the context or the cache type can't be used.
@@ -143,8 +156,8 @@ def memory_for(
         check_context(context)
     checked = checked_cache_type(cache_type)
     if checked.remembered_for == "nothing":
-        return NO_MEMORY
-    return CallMemory(checked, owner, frame, context, args, kwargs, chunked, dimension)
+        return REMEMBERS_NOTHING
+    return CallSite(checked, owner, frame, context, (function, args, kwargs, split))
 
 
 def stands_for(function: Any) -> object:
