@@ -428,6 +428,24 @@ def test_random_numbers_of_a_failed_attempt_are_drawn_again_only_on_request():
     assert first != second
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_random_numbers_of_generators_among_the_arguments_are_drawn_again_too(named):
+    seen = []
+
+    @adaptive.range(initial_step=4, restore_rng=True)
+    def f(start, end, generator):
+        seen.append(torch.rand(1, generator=generator).item())
+        if end - start > 2:
+            oom()
+
+    generator = torch.Generator().manual_seed(0)
+    f(0, 2, generator=generator) if named else f(0, 2, generator)
+    seen.clear()
+    f(0, 4, generator=generator) if named else f(0, 4, generator)
+    assert len(seen) == 3
+    assert seen[0] == seen[1] != seen[2]
+
+
 # --- results
 
 

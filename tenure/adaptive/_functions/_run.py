@@ -15,7 +15,7 @@ from torch._C import DisableTorchFunction
 
 from tenure.scopes import DisposeScope
 
-from .._retry import Attempts, RngState, on_cpu
+from .._retry import Attempts, RngState, is_generator, on_cpu
 from .._sizes import AdaptiveSearch, Remembered
 from ._collect import Collector
 from ._options import Options
@@ -48,7 +48,7 @@ def run_batch(
     if options.cpu_fallback:
         fallback = functools.partial(_on_cpu, search, function, args, kwargs)
     with DisposeScope(name) as scope:
-        attempts = _attempts(name, scope, "batch size", options)
+        attempts = _attempts(name, scope, "batch size", options, args, kwargs)
         result = attempts.run(search, work, fallback)
     search.finished()
     return result
@@ -65,22 +65,24 @@ class Piece:
         start: the first number.
         end: the number after the last; known once the work began.
         dimension: along which results are put together.
+        args: what the function gets besides the piece.
+        kwargs: the same by name.
     """
 
-    __slots__ = ("_args", "_function", "_kwargs", "end", "start")
+    __slots__ = ("_function", "args", "end", "kwargs", "start")
 
     dimension = 0
 
     def __init__(self, function: _Function, start: int, args: _Args, kwargs: _Kwargs) -> None:
         self._function = function
-        self._args = args
-        self._kwargs = kwargs
+        self.args = args
+        self.kwargs = kwargs
         self.start = self.end = start
 
     def __call__(self, size: int) -> Any:
         """Work on so many."""
         self.end = self.start + size
-        return self._function(self.start, self.end, *self._args, **self._kwargs)
+        return self._function(self.start, self.end, *self.args, **self.kwargs)
 
     def on_cpu(self, size: int) -> Any:
         """Work on so many, with the arguments on the CPU."""
@@ -116,7 +118,7 @@ class Chunk(Piece):
                 chunk = tensor.narrow(self.dimension, start, size)
         else:
             chunk = tensor.narrow(self.dimension, start, size)
-        return self._function(chunk, start, end, *self._args, **self._kwargs)
+        return self._function(chunk, start, end, *self.args, **self.kwargs)
 
 
 def run_pieces(
@@ -178,7 +180,7 @@ def _run_pieces(
 ) -> None:
     fallback = (lambda: piece.on_cpu(search.goes_elsewhere())) if options.cpu_fallback else None
     with DisposeScope(name) as scope:
-        attempts = _attempts(name, scope, "step", options)
+        attempts = _attempts(name, scope, "step", options, piece.args, piece.kwargs)
         while piece.start < end:
             left = end - piece.start
             if search.size > left:
@@ -193,6 +195,10 @@ def _run_pieces(
     search.finished()
 
 
-def _attempts(name: str, scope: DisposeScope, unit: str, options: Options) -> Attempts:
-    state = RngState() if options.restore_rng else None
+def _attempts(
+    name: str, scope: DisposeScope, unit: str, options: Options, args: _Args, kwargs: _Kwargs
+) -> Attempts:
+    state = None
+    if options.restore_rng:
+        state = RngState(generators=filter(is_generator, (*args, *kwargs.values())))
     return Attempts(name, scope, unit=unit, state=state, on_retry=options.on_retry)
