@@ -224,3 +224,14 @@ def split_as(monkeypatch, lengths):
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     chunks = [Chunk(start, length) for start, length in zip(starts, lengths, strict=True)]
     monkeypatch.setattr(StepRun, "_chunks", lambda self, size: chunks)
+
+
+def small_net():
+    """A model in float64 that takes 4 numbers and gives 3."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def samples(n=9):
+    """What it takes."""
+    return torch.randn(n, 4, dtype=torch.float64)

@@ -21,12 +21,7 @@ from tenure.adaptive._sizes._call_signature import signature_of
 from tenure.adaptive._sizes._call_site import memory_for, stands_for
 from tenure.adaptive._sizes._record import SizeRecord
 
-
-@pytest.fixture(autouse=True)
-def forgetful():
-    adaptive.reset()
-    yield
-    adaptive.reset()
+pytestmark = pytest.mark.usefixtures("forgetful")
 
 
 class Limited:

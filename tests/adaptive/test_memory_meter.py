@@ -7,12 +7,7 @@ from tenure import adaptive
 from tenure.adaptive import GlobalBatchsizeCache, memory_budget
 from tenure.adaptive._memory._meter import meter_for
 
-
-@pytest.fixture(autouse=True)
-def forgetful():
-    adaptive.reset()
-    yield
-    adaptive.reset()
+pytestmark = pytest.mark.usefixtures("forgetful")
 
 
 def made(n_bytes, device="cpu"):

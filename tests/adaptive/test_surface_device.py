@@ -6,12 +6,7 @@ import torch
 from tenure import adaptive
 from tests.simdevice import for_each_allocation
 
-
-@pytest.fixture(autouse=True)
-def forgetful():
-    adaptive.reset()
-    yield
-    adaptive.reset()
+pytestmark = pytest.mark.usefixtures("forgetful")
 
 
 def test_a_failure_of_any_allocation_loses_and_repeats_nothing(sim):

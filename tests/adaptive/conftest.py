@@ -1,0 +1,45 @@
+"""Fixtures that several files of this folder share: functions that run out of memory."""
+
+import pytest
+
+from tenure import adaptive
+
+from .failures import oom
+
+
+@pytest.fixture
+def forgetful():
+    """No size is known, before and afterwards."""
+    adaptive.reset()
+    yield
+    adaptive.reset()
+
+
+@pytest.fixture
+def sizes():
+    return []
+
+
+@pytest.fixture
+def only_16(sizes):
+    """Fits at 16 and nowhere else."""
+
+    def f(batchsize):
+        sizes.append(batchsize)
+        if batchsize != 16:
+            oom()
+        return batchsize
+
+    return f
+
+
+@pytest.fixture
+def tight_end(sizes):
+    """A piece over 16 fits only while as much again is left."""
+
+    def f(start, end):
+        sizes.append(end - start)
+        if end - start > 16 and end - start > 128 - end:
+            oom()
+
+    return f

@@ -1,0 +1,523 @@
+"""What toma's and accelerate's own tests say of toma's names, and that toma's defects are gone."""
+
+import functools
+import gc
+import inspect
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from tenure import adaptive
+from tenure.adaptive import (
+    AdaptiveUsageError,
+    GlobalBatchsizeCache,
+    NoBatchsizeCache,
+    OutOfRetriesError,
+    StacktraceMemoryBatchsizeCache,
+    execute,
+    explicit,
+    simple,
+)
+
+from .failures import oom
+
+pytestmark = pytest.mark.usefixtures("forgetful")
+
+SHRINKING = [64, 64, 32, 32, 16, 16]
+
+
+# --- toma's tests of simple and explicit
+
+
+@pytest.mark.parametrize("call", [explicit.batch, simple.batch])
+def test_a_batch_that_never_fits_fails(call):
+    with pytest.raises(
+        OutOfRetriesError, match=r"^7 attempts of 'always' ran out of cuda memory"
+    ) as caught:
+        call(always, 64)
+    assert caught.value.sizes == (64, 32, 16, 8, 4, 2, 1)
+    assert isinstance(caught.value, RuntimeError)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+
+
+def always(*args):
+    oom()
+
+
+@pytest.mark.parametrize("call", [explicit.range, simple.range])
+def test_a_range_that_never_fits_fails(call):
+    with pytest.raises(OutOfRetriesError, match=r"step 64, 32, 16, 8, 4, 2, 1; needed 2\.0 GiB"):
+        call(always, 0, 64, 64)
+
+
+def test_a_size_is_not_remembered_without_a_cache(only_16, sizes):
+    for _ in range(2):
+        explicit.batch(only_16, 64, toma_cache_type=NoBatchsizeCache)
+    assert sizes == [64, 32, 16, 64, 32, 16]
+
+
+def test_a_size_is_remembered_for_the_function_wherever_it_is_called(only_16, sizes):
+    for _ in range(3):
+        explicit.batch(only_16, 64, toma_cache_type=GlobalBatchsizeCache)
+    explicit.batch(only_16, 64, toma_cache_type=GlobalBatchsizeCache)
+    assert sizes == [64, 32, 16, 16, 16, 16]
+
+
+def test_a_size_is_remembered_for_the_call_by_default(only_16, sizes):
+    for _ in range(3):
+        explicit.batch(only_16, 64)
+    explicit.batch(only_16, 64)
+    assert sizes == [64, 32, 16, 16, 16, 64, 32, 16]
+
+
+def test_two_calls_on_one_line_are_two_calls(only_16, sizes):
+    both = explicit.batch(only_16, 64), explicit.batch(only_16, 64)
+    assert both == (16, 16)
+    assert sizes == [64, 32, 16, 64, 32, 16]
+
+
+def test_cache_types_are_independent_of_each_other(only_16, sizes):
+    for _ in range(3):
+        explicit.batch(only_16, 64, toma_cache_type=GlobalBatchsizeCache)
+    for _ in range(2):
+        explicit.batch(only_16, 64, toma_cache_type=StacktraceMemoryBatchsizeCache)
+    assert sizes == [64, 32, 16, 16, 16, 64, 32, 16, 16]
+
+
+def test_progress_is_kept_when_the_step_shrinks(tight_end, sizes):
+    for _ in range(2):
+        explicit.range(tight_end, 0, 128, 64, toma_cache_type=NoBatchsizeCache)
+    assert sizes == SHRINKING * 2
+
+
+def test_a_step_is_remembered_for_the_function(tight_end, sizes):
+    for _ in range(2):
+        explicit.range(tight_end, 0, 128, 64, toma_cache_type=GlobalBatchsizeCache)
+    explicit.range(tight_end, 0, 128, 64, toma_cache_type=GlobalBatchsizeCache)
+    assert sizes == SHRINKING + [16] * 8 * 2
+
+
+def test_a_step_is_remembered_for_the_call(tight_end, sizes):
+    for _ in range(2):
+        explicit.range(tight_end, 0, 128, 64)
+    explicit.range(tight_end, 0, 128, 64)
+    assert sizes == SHRINKING + [16] * 8 + SHRINKING
+
+
+@pytest.mark.parametrize("call", [explicit.chunked, simple.chunked])
+def test_every_element_is_written(call):
+    tensor = torch.zeros(130, 4, 4)
+
+    def fill(chunk, start, end):
+        assert chunk.shape == (end - start, 4, 4)
+        chunk += 1
+
+    call(fill, tensor, 32)
+    assert torch.equal(tensor, torch.ones(130, 4, 4))
+
+
+def test_simple_calls_never_go_below_what_fits(sizes, only_16, tight_end):
+    assert simple.batch(only_16, 64) == 16
+    simple.range(tight_end, 0, 128, 64)
+    assert sizes == [64, 32, 16, *SHRINKING]
+
+
+def test_simple_range_and_chunked_pass_on_more_arguments():
+    seen = []
+    simple.range(lambda start, end, a, b: seen.append((start, end, a, b)), 0, 3, 2, "a", b="b")
+    simple.chunked(
+        lambda chunk, start, end, a, b: seen.append((chunk.shape, start, end, a, b)),
+        torch.ones(2, 3), 2, 1, "a", b="b",
+    )  # fmt: skip
+    assert seen == [
+        (0, 2, "a", "b"),
+        (2, 3, "a", "b"),
+        ((2, 2), 0, 2, "a", "b"),
+        ((2, 1), 2, 3, "a", "b"),
+    ]
+
+
+# --- toma's tests of the decorators
+
+
+@pytest.mark.parametrize(
+    ("cache_type", "expected"),
+    [
+        (NoBatchsizeCache, [64, 32, 16, 64, 32, 16]),
+        (GlobalBatchsizeCache, [64, 32, 16, 16]),
+        (None, [64, 32, 16, 16]),
+    ],
+)
+def test_a_decorated_batch(only_16, sizes, cache_type, expected):
+    f = adaptive.batch(initial_batchsize=64, cache_type=cache_type)(only_16)
+    assert [f() for _ in range(2)] == [16, 16]
+    assert sizes == expected
+
+
+@pytest.mark.parametrize(
+    ("cache_type", "again"), [(NoBatchsizeCache, SHRINKING), (GlobalBatchsizeCache, [16] * 8)]
+)
+def test_a_decorated_range(tight_end, sizes, cache_type, again):
+    f = adaptive.range(initial_step=64, cache_type=cache_type)(tight_end)
+    assert [f(0, 128) for _ in range(2)] == [None, None]
+    assert sizes == SHRINKING + again
+
+
+@pytest.mark.parametrize("cache_type", [GlobalBatchsizeCache, StacktraceMemoryBatchsizeCache])
+def test_a_block_that_is_executed_shares_its_size_with_itself(sizes, cache_type):
+    for _ in range(2):
+
+        @execute.batch(initial_batchsize=64, cache_type=cache_type)
+        def found(batchsize):
+            sizes.append(batchsize)
+            if batchsize != 16:
+                oom()
+            return batchsize
+
+        assert found == 16
+    assert sizes == [64, 32, 16, 16]
+
+
+def test_two_blocks_that_are_executed_share_nothing(only_16, sizes):
+    execute.batch(64, cache_type=GlobalBatchsizeCache)(only_16)
+    execute.batch(64, cache_type=GlobalBatchsizeCache)(only_16)
+    assert sizes == [64, 32, 16, 64, 32, 16]
+
+
+@pytest.mark.parametrize(
+    ("cache_type", "again"), [(NoBatchsizeCache, SHRINKING), (GlobalBatchsizeCache, [16] * 8)]
+)
+def test_a_range_that_is_executed(tight_end, sizes, cache_type, again):
+    for _ in range(2):
+        result = execute.range(0, 128, initial_step=64, cache_type=cache_type)(tight_end)
+        assert result is None
+    assert sizes == SHRINKING + again
+
+
+def test_chunks_that_are_executed():
+    tensor = torch.zeros(5, 6)
+
+    @execute.chunked(tensor, initial_step=4, dimension=1, collect="list")
+    def places(chunk, start, end):
+        chunk[:] = 1
+        return start, end
+
+    assert places == [(0, 4), (4, 6)]
+    assert torch.equal(tensor, torch.ones(5, 6))
+
+
+def test_a_decorated_chunked_writes_every_element():
+    @adaptive.chunked(initial_step=32)
+    def fill(chunk, start, end):
+        chunk[:] = 1.0
+
+    tensor = torch.zeros(128, 4, 4)
+    assert fill(tensor) is None
+    assert torch.equal(tensor, torch.ones(128, 4, 4))
+
+
+def test_decorators_work_without_arguments(only_16, sizes):
+    f = adaptive.batch(only_16)
+    assert f(toma_initial_batchsize=64) == 16
+
+    @adaptive.chunked
+    def whole(chunk, start, end):
+        sizes.append(len(chunk))
+
+    @adaptive.range
+    def all_of(start, end):
+        sizes.append(end - start)
+
+    whole(torch.ones(7))
+    all_of(3, 12)
+    assert sizes == [64, 32, 16, 7, 9]
+
+
+# --- defects of toma
+
+
+def test_the_context_of_a_decorator_with_arguments_counts(only_16, sizes):
+    for _ in range(2):
+        adaptive.batch(initial_batchsize=64, context="one", cache_type=GlobalBatchsizeCache)(
+            only_16
+        )()
+    assert sizes == [64, 32, 16, 16]
+
+
+def test_the_context_of_a_chunked_with_arguments_counts(sizes):
+    def f(chunk, start, end):
+        sizes.append(len(chunk))
+        if len(chunk) > 2:
+            oom()
+
+    for _ in range(2):
+        adaptive.chunked(initial_step=4, context="one")(f)(torch.ones(4))
+    assert sizes == [4, 2, 2, 2, 2]
+
+
+def test_the_dimension_of_the_decorator_counts(sizes):
+    adaptive.chunked(initial_step=2, dimension=1)(
+        lambda chunk, start, end: sizes.append(chunk.shape)
+    )(torch.ones(5, 4))
+    assert sizes == [(5, 2), (5, 2)]
+
+
+def test_explicit_chunked_takes_more_positional_arguments(sizes):
+    explicit.chunked(
+        lambda chunk, start, end, a, b: sizes.append((start, end, a, b)),
+        torch.ones(4), 2, "a", b="b",
+    )  # fmt: skip
+    assert sizes == [(0, 2, "a", "b"), (2, 4, "a", "b")]
+
+
+@pytest.mark.parametrize("cache_type", [NoBatchsizeCache, GlobalBatchsizeCache, None])
+def test_nothing_that_a_function_captured_is_kept(cache_type):
+    def called():
+        captured = torch.ones(3)
+
+        def f(batchsize):
+            if batchsize > 16:
+                oom()
+            return captured.sum()
+
+        explicit.batch(f, 64, toma_cache_type=cache_type)
+        decorated = adaptive.batch(initial_batchsize=64, cache_type=cache_type)(f)
+        decorated()
+        return [weakref.ref(captured), weakref.ref(f), weakref.ref(decorated)]
+
+    gc.disable()
+    try:
+        assert [reference() for reference in called()] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_arguments_are_not_kept():
+    tensor = torch.ones(4)
+
+    @adaptive.chunked(initial_step=4)
+    def f(chunk, start, end, other):
+        if len(chunk) > 2:
+            oom()
+
+    other = torch.ones(4)
+    f(tensor, other)
+    dead = weakref.ref(tensor), weakref.ref(other)
+    del tensor, other
+    assert [reference() for reference in dead] == [None, None]
+
+
+def test_a_new_closure_of_the_same_code_knows_the_size(sizes):
+    for extra in range(3):
+
+        def f(batchsize, extra=extra):
+            sizes.append((batchsize, extra))
+            if batchsize > 16:
+                oom()
+
+        explicit.batch(f, 64)
+    assert sizes == [(64, 0), (32, 0), (16, 0), (16, 1), (16, 2)]
+
+
+def test_the_default_cache_type_can_be_set(only_16, sizes, monkeypatch):
+    f = adaptive.batch(initial_batchsize=64)(only_16)
+    monkeypatch.setattr(adaptive, "DEFAULT_CACHE_TYPE", GlobalBatchsizeCache)
+    f()
+    f()
+    monkeypatch.setattr(adaptive, "DEFAULT_CACHE_TYPE", NoBatchsizeCache)
+    f()
+    assert sizes == [64, 32, 16, 16, 64, 32, 16]
+    monkeypatch.setattr(adaptive, "DEFAULT_CACHE_TYPE", "none")
+    with pytest.raises(
+        AdaptiveUsageError, match=r"^tenure\.adaptive\.DEFAULT_CACHE_TYPE is 'none', which is no"
+    ):
+        f()
+
+
+@pytest.mark.parametrize("initial", [0, -4, 2.5, "64"])
+@pytest.mark.parametrize("call", [simple.range, explicit.range])
+def test_a_step_that_would_never_end_is_refused(call, initial):
+    with pytest.raises(AdaptiveUsageError, match=r"^initial_step=.* is not a size"):
+        call(lambda start, end: None, 0, 10, initial)
+
+
+def test_a_batch_without_any_size_is_refused_and_not_called_with_none(sizes):
+    f = adaptive.batch(sizes.append)
+    with pytest.raises(AdaptiveUsageError, match=r"append\(\) has no batch size to begin with\. "):
+        f()
+    assert sizes == []
+
+
+def test_a_nested_call_of_the_same_context_does_not_repeat_or_skip_anything():
+    seen = []
+    inner_failed = []
+
+    @adaptive.range(initial_step=8, cache_type=GlobalBatchsizeCache)
+    def walk(start, end, depth):
+        if depth:
+            if end - start > 2 and not inner_failed:
+                inner_failed.append(start)
+                oom()
+            return
+        walk(0, 8, depth=1)
+        seen.extend(range(start, end))
+
+    walk(0, 32, depth=0)
+    assert inner_failed
+    assert seen == list(range(32))
+
+
+def test_work_that_fits_at_no_size_inside_makes_the_work_around_it_smaller():
+    @adaptive.batch(initial_batchsize=2)
+    def inner(batchsize, n_rows):
+        if batchsize * n_rows > 16:
+            oom()
+        return batchsize, n_rows
+
+    @adaptive.batch(initial_batchsize=64)
+    def outer(n_rows):
+        return inner(n_rows)
+
+    assert outer() == (1, 16)
+
+
+def test_threads_that_share_a_size_work_on_everything_once():
+    lock = threading.Lock()
+    seen = {name: [] for name in range(4)}
+    n_failures = [0]
+    turn = threading.Barrier(4)
+
+    @adaptive.range(initial_step=64, cache_type=GlobalBatchsizeCache)
+    def walk(start, end, name):
+        with lock:
+            if end - start > 8 and n_failures[0] < 40 and (start + name) % 3 == 0:
+                n_failures[0] += 1
+                oom()
+        seen[name].extend(range(start, end))
+
+    def run(name):
+        turn.wait()
+        for _ in range(10):
+            walk(0, 256, name)
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in seen]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert n_failures[0] > 4
+    assert all(numbers == list(range(256)) * 10 for numbers in seen.values())
+
+
+def test_nothing_is_collected_or_emptied_while_everything_fits(monkeypatch):
+    def never(*args):
+        raise AssertionError("collected")
+
+    monkeypatch.setattr(gc, "collect", never)
+    monkeypatch.setattr(torch.cuda, "empty_cache", never)
+    monkeypatch.setattr(inspect, "stack", never)
+    adaptive.chunked(initial_step=2)(lambda chunk, start, end: None)(torch.ones(8))
+    explicit.batch(lambda batchsize: None, 8)
+
+
+# --- accelerate's tests
+
+
+def test_accelerates_own_back_off_is_a_reducer(sizes):
+    @adaptive.batch(initial_batchsize=128, reduce=lambda size, info: size * 9 // 10)
+    def train(batchsize, first, *, second):
+        sizes.append(batchsize)
+        if batchsize != 8:
+            oom()
+        return batchsize, first, second
+
+    assert train("hello", second="world") == (8, "hello", "world")
+    assert sizes == [
+        128, 115, 103, 92, 82, 73, 65, 58, 52, 46, 41, 36,
+        32, 28, 25, 22, 19, 17, 15, 13, 11, 9, 8,
+    ]  # fmt: skip
+
+
+def test_a_batch_size_that_is_passed_all_the_same_is_an_error_of_the_function():
+    @adaptive.batch(initial_batchsize=128)
+    def train(batchsize, first):
+        pass
+
+    with pytest.raises(TypeError, match=r"train\(\) takes 2 positional arguments but 3 were given"):
+        train(128, "hello")
+
+
+def test_the_size_stays_usable_after_nothing_fitted(sizes):
+    free = []
+
+    @adaptive.batch(initial_batchsize=4, cache_type=GlobalBatchsizeCache)
+    def f(batchsize):
+        sizes.append(batchsize)
+        if not free:
+            oom()
+
+    for _ in range(2):
+        with pytest.raises(OutOfRetriesError, match=r"Not even 1 fits: free memory"):
+            f()
+        assert sizes[-1] == 1
+    free.append(True)
+    sizes.clear()
+    for _ in range(4):
+        f()
+    assert sizes == [1, 2, 4, 4]
+
+
+def test_any_other_error_passes_unchanged(sizes):
+    error = ValueError("batch 64 is broken")
+
+    def f(batchsize):
+        sizes.append(batchsize)
+        raise error
+
+    for call in (simple.batch, explicit.batch):
+        with pytest.raises(ValueError, match=r"^batch 64 is broken$") as caught:
+            call(f, 64)
+        assert caught.value is error
+    assert sizes == [64, 64]
+
+
+def test_text_that_only_sounds_like_it_is_no_failure_of_memory(sizes):
+    def f(batchsize):
+        sizes.append(batchsize)
+        raise RuntimeError("The queue ran out of memory. Sort of.")
+
+    with pytest.raises(RuntimeError, match=r"^The queue ran out of memory\. Sort of\.$"):
+        explicit.batch(f, 4)
+    assert sizes == [4]
+
+
+def test_functions_of_any_arguments_and_partials_work(sizes):
+    def f(*args, **kwargs):
+        sizes.append((args, kwargs))
+
+    adaptive.batch(initial_batchsize=4)(f)(1, two=2)
+    adaptive.batch(initial_batchsize=4)(functools.partial(f, key="v"))(1)
+    explicit.batch(functools.partial(f, key="v"), 4)
+    assert sizes == [((4, 1), {"two": 2}), ((4, 1), {"key": "v"}), ((4,), {"key": "v"})]
+
+
+def test_numbers_of_numpy_are_numbers():
+    found = []
+
+    def note(*args):
+        found.append(args[-2:])
+
+    adaptive.range(initial_step=np.int32(2))(note)(np.int64(1), np.int64(4))
+    simple.range(note, np.int64(0), np.int64(1), np.int64(2))
+    explicit.range(note, np.int64(0), np.int64(1), np.int64(2))
+    execute.range(np.int64(0), np.int64(1), np.int64(2))(note)
+    assert found == [(1, 3), (3, 4), *[(0, 1)] * 3]
+    assert {type(number) for pair in found for number in pair} == {int}
+    found.clear()
+    x = torch.ones(2, 3)
+    adaptive.chunked(initial_step=2, dimension=np.int64(1))(note)(x)
+    explicit.chunked(note, x, 2, toma_dimension=np.int64(-1))
+    assert found == [(0, 2), (2, 3)] * 2
