@@ -7,7 +7,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tenure.adaptive import AdaptiveUsageError, SplitDifference, SplitReport, check_split
+from tenure.adaptive import (
+    AdaptiveUsageError,
+    SplitDifference,
+    SplitReport,
+    check_split,
+    memory_budget,
+)
 
 from .step_cases import LOSSES, MODELS, made, n_valid
 
@@ -358,3 +364,17 @@ def test_a_module_whose_chunks_alone_give_nan_is_named():
 def test_errors_name_check_split(options, message):
     with pytest.raises(AdaptiveUsageError, match=message):
         check_split(lambda b: b.mean(), _x(8), **options)
+
+
+def test_an_error_of_the_function_holds_no_copies_of_buffers():
+    net = _net(nn.BatchNorm1d(8))
+    net.register_buffer("large", torch.zeros(1 << 20))
+
+    def fn(b):
+        raise ValueError("of the function")
+
+    with memory_budget("64MiB") as budget:
+        with pytest.raises(ValueError, match="of the function") as kept:
+            check_split(lambda b: fn(net(b)), _x(8))
+        assert budget.live_bytes < 1 << 20
+    assert kept

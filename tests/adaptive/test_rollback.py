@@ -1,6 +1,8 @@
 """The state that a failed attempt changes, brought back."""
 
 import random
+import sys
+import types
 
 import numpy.random
 import pytest
@@ -10,7 +12,7 @@ from torch import nn
 from tenure import NewDisposeScope, owner_of
 from tenure.adaptive._retry._attribute_state import AttributeState
 from tenure.adaptive._retry._buffer_state import BufferState
-from tenure.adaptive._retry._rng_state import RngState
+from tenure.adaptive._retry._rng_state import RngState, is_generator
 from tenure.adaptive._retry._rollback import Together
 
 
@@ -187,3 +189,9 @@ def test_attributes_get_back_what_they_held():
     assert keeps.late is late
     assert (list(keeps.by_length), keeps.n_calls) == ([4], 1)
     assert keeps.linear.weight is dict(model.named_parameters())["0.linear.weight"]
+
+
+def test_numpy_that_is_only_half_imported_has_no_generators_yet(monkeypatch):
+    monkeypatch.setitem(sys.modules, "numpy.random", types.ModuleType("numpy.random"))
+    assert not is_generator(object())
+    assert is_generator(torch.Generator())

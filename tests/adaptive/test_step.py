@@ -1,8 +1,11 @@
 """What a step gives, takes back and remembers."""
 
+import contextlib
 import copy
 import dataclasses
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -303,3 +306,28 @@ def test_nothing_that_is_remembered_keeps_the_model_alive():
     del net, fn
     assert gone() is None
     reset()
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
+def test_a_step_in_compiled_code_runs_as_it_is():
+    net, x = small_net(), samples()
+
+    def compiled():
+        return step(lambda b: net(b).mean(), x, maximum=4).loss
+
+    torch.testing.assert_close(torch.compile(compiled, backend="eager")(), net(x).mean())
+
+
+def test_a_model_whose_step_failed_is_freed_without_the_collector():
+    def failed():
+        net = small_net()
+        with contextlib.suppress(OutOfRetriesError):
+            step(lambda b: out_of_memory_above(0)(len(net(b))), samples())
+        return weakref.ref(net)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert failed()() is None
+    finally:
+        gc.enable()

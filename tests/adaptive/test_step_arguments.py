@@ -11,6 +11,7 @@ from torch import nn
 
 from tenure.adaptive import (
     AdaptiveUsageError,
+    BatchCoupledError,
     step,
 )
 
@@ -290,3 +291,53 @@ def test_an_object_whose_calls_can_be_suspended_is_refused():
 
     with pytest.raises(AdaptiveUsageError, match="which does not run when it is called"):
         step(Loss(), samples())
+
+
+class Attributes(dict):
+    """Items that are attributes, as a common recipe has it."""
+
+    def __init__(self, **items):
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+class Open(dict):
+    """Every name is an attribute, even one that is not there."""
+
+    __getattr__ = dict.get
+
+
+class Lengthy(dict):
+    def __init__(self, **items):
+        super().__init__(**items)
+        self.lengths = items["x"].sum(1)
+
+
+@dataclasses.dataclass
+class Masked:
+    x: torch.Tensor
+
+    def __post_init__(self):
+        self.mask = self.x > 0
+
+
+@pytest.mark.parametrize("kind", [Attributes, Open])
+def test_dicts_whose_items_are_attributes_are_split(kind):
+    x = samples()
+    result = step(lambda b: b.x.sum(), kind(x=x.requires_grad_()), loss="sum", maximum=4)
+    torch.testing.assert_close(result.loss, x.detach().sum())
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+@pytest.mark.parametrize("kind", [Lengthy, Masked])
+def test_a_tensor_that_a_container_keeps_beside_its_items_is_refused_by_name(kind):
+    net = small_net()
+    with pytest.raises(AdaptiveUsageError, match=f"batch is a {kind.__name__} that keeps '.*' as"):
+        step(lambda b: net(b["x"]).sum(), kind(x=samples()), loss="sum", maximum=4)
+
+
+def test_modules_in_the_batch_are_found():
+    net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+    batch = {"x": samples(), "net": net}
+    with pytest.raises(BatchCoupledError, match=r"batch\['net'\]\.0 \(BatchNorm1d"):
+        step(lambda b: b["net"](b["x"]).mean(), batch, in_dims={"net": None}, maximum=4)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tenure.adaptive import AdaptiveUsageError, BatchCoupledError, step
+from tenure.adaptive import AdaptiveUsageError, BatchCoupledError, NoBatchsizeCache, step
 
 
 class Wrapper:
@@ -285,3 +285,33 @@ def test_memory_that_runs_out_after_the_graph_of_the_batch_is_used_up_is_told_so
     with pytest.raises(AdaptiveUsageError, match="Memory ran out after the step"):
         step(lambda b: net(b).square().mean(), encoder(batch()), maximum=3)
     assert all(p.grad is None for p in (*encoder.parameters(), *net.parameters()))
+
+
+@pytest.mark.parametrize("what", ["mode", "requires_grad", "hook"])
+def test_what_a_failed_attempt_set_for_a_while_is_as_before(what):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0)).double()
+    n_hooked, found = [], []
+
+    def fn(x):
+        found.append((net.training, net[0].bias.requires_grad))
+        was, hook = net.training, None
+        if what == "mode":
+            net.eval()
+        elif what == "requires_grad":
+            net[0].bias.requires_grad_(False)
+        else:
+            hook = net[0].register_forward_hook(lambda *_: n_hooked.append(len(x)))
+        out = net(x)
+        if len(x) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        net.train(was)
+        net[0].bias.requires_grad_(True)
+        if hook is not None:
+            hook.remove()
+        return out.mean()
+
+    step(fn, batch(), cache_type=NoBatchsizeCache)
+    assert found == [(True, True)] * 3
+    assert net[0].training
+    assert not net[0]._forward_hooks
+    assert n_hooked == ([8, 4, 4] if what == "hook" else [])

@@ -123,7 +123,10 @@ class Attempts:
                 self._let_go(outcome, search.size)
                 if not self._has_next(outcome, search, relief):
                     if fallback is None:
-                        self._give_up(outcome, sizes, search.limited_by)
+                        try:
+                            self._give_up(outcome, sizes, search.limited_by)
+                        finally:
+                            del outcome  # the traceback in it leads back to this frame
                     self._tell("fallback", search.size, search.size, outcome.info)
                     work = _ignoring_the_size(fallback)
                     fallback = None

@@ -105,8 +105,9 @@ def _numpy(numpy_random: Any) -> _Restore:
 
 
 def _numpy_generators() -> tuple[type, ...]:
-    module: Any = sys.modules.get("numpy.random")
-    return () if module is None else (module.Generator, module.RandomState)
+    module = sys.modules.get("numpy.random")  # another thread may be importing it
+    kinds = (getattr(module, name, None) for name in ("Generator", "RandomState"))
+    return tuple(kind for kind in kinds if isinstance(kind, type))
 
 
 def _generator(generator: Generator) -> _Restore:

@@ -153,15 +153,16 @@ def _cut_off(value: Any) -> Any:
 def _result(setup: StepSetup, size: int, *, other_numbers: bool = False) -> _Result:
     """Run the step at a size, note what it left, and take it back."""
     state: Rollback = Together((setup.state, setup.gradients))
-    state.begin()
-    try:
-        if other_numbers:
-            setup.rng.draw()
-        with recorded(setup.roots) as calls, no_optimizer_steps("check_split"):
+    with recorded(setup.roots) as calls, no_optimizer_steps("check_split"):
+        state.begin()
+        try:
+            if other_numbers:
+                setup.rng.draw()
             outcome = setup.run.run(size)
-        return _Result(outcome, _gradients(setup), _buffers(setup), calls)
-    finally:
-        state.undo()
+            return _Result(outcome, _gradients(setup), _buffers(setup), calls)
+        finally:
+            state.undo()
+            setup.state.finish()  # an error holds this frame, and must not hold copies
 
 
 def _gradients(setup: StepSetup) -> dict[str, Tensor]:

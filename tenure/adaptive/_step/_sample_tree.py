@@ -161,7 +161,7 @@ class SampleTree:
             return self._leaf(value, self._dim_of_tensor(value, dims, path), path)
         if dims == "items":
             return self._leaf(value, self._items(value, path), path)
-        if hasattr(value, "__array_interface__"):
+        if hasattr(type(value), "__array_interface__"):  # an instance may have any attribute
             return self._leaf(value, self._dim_in_range(value, value.ndim, dims, path), path)
         if isinstance(value, _SIMPLE):
             return self._leaf(value, None, path)
@@ -176,7 +176,22 @@ class SampleTree:
             )
         if isinstance(value, list | tuple) and value and all(isinstance(x, _SIMPLE) for x in value):
             self._plain.append((path, len(value)))
+        self._refuse_hidden(value, container, path)
         return self._inner(value, container, dims, path)
+
+    def _refuse_hidden(self, value: Any, container: _Container, path: str) -> None:
+        """Make sure that no tensor would stay whole beside those that are split."""
+        if not isinstance(value, dict) and not _has_fields(value):
+            return
+        space = getattr(value, "__dict__", {})
+        names = [] if space is value else [name for name in space if name not in container.keys]
+        hidden = [name for name in names if isinstance(space[name], Tensor)]
+        if hidden:
+            raise AdaptiveUsageError(
+                f"{path} is a {type(value).__name__} that keeps {_listed(hidden)} as an attribute, "
+                "beside its items, where nothing splits it. Pass it as an item, or the tensors in "
+                "a plain dict."
+            )
 
     def _shared(self, value: Any, container: _Container | None, path: str) -> _Build:
         is_within_itself = id(value) in self._around
@@ -220,7 +235,7 @@ class SampleTree:
         if value.layout is not torch.strided or value.is_nested:
             raise AdaptiveUsageError(
                 f"{path} is {describe_tensor(value)} of layout {value.layout}, which can't be "
-                f"split. Pass a strided tensor, or say with {self._argument}=None at its place "
+                f"split. Pass a dense tensor, or say with {self._argument}=None at its place "
                 "that all samples share it."
             )
         return dim
@@ -286,11 +301,15 @@ def _container_of(value: Any) -> _Container | None:
     if parts is not None:
         children, make = parts
         return _Container(list(range(len(children))), children, make)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if _has_fields(value):
         names = [each.name for each in dataclasses.fields(value) if hasattr(value, each.name)]
         children = [getattr(value, name) for name in names]
         return _Container(names, children, _field_setter(value, names))
     return None
+
+
+def _has_fields(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def _holds(value: Any, wanted: Callable[[object], bool], seen: dict[int, Any]) -> bool:
@@ -314,6 +333,8 @@ def _sequence_maker(value: Any) -> Callable[[list[Any]], Any]:
 def _mapping_maker(value: Any, keys: list[Any]) -> Callable[[list[Any]], Any]:
     def make(items: list[Any]) -> Any:
         made = {} if type(value) is dict else copy.copy(value)
+        if getattr(value, "__dict__", None) is value:  # its items are its attributes
+            made.__dict__ = made
         for key, item in zip(keys, items, strict=True):
             made[key] = item
         return made

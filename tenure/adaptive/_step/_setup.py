@@ -9,7 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from .._callables import short_name_of
-from .._retry import AttributeState, BufferState, Generator, RngState, Together, is_generator
+from .._retry import (
+    AttributeState,
+    BufferState,
+    Generator,
+    ModeState,
+    RngState,
+    Together,
+    is_generator,
+)
 from .._torch_dispatch import without_functions
 from ._coupled import coupled_modules
 from ._cut_inputs import CutInputs
@@ -55,7 +63,8 @@ class StepSetup:
         self.name = short_name_of(spec.fn)
         found = Reachable(spec.fn)
         rest = Reachable(spec.loss if callable(spec.loss) else None, spec.then, spec.once)
-        self.roots = found.modules if model is None else modules_given(spec.entry, model)
+        given = {leaf.path: leaf.value for leaf in tree.leaves if isinstance(leaf.value, nn.Module)}
+        self.roots = found.modules | given if model is None else modules_given(spec.entry, model)
         per_chunk = spec.batchnorm == "per_chunk" and coupled_modules(self.roots)
         self.smallest = 2 if per_chunk else 1
         used = _used([*self.roots.values()], [found, rest], self.values)
@@ -64,7 +73,9 @@ class StepSetup:
         devices = _devices([*leaves, *self.values])
         buffers = BufferState(used.models)
         self.rng = RngState(devices, used.generators)
-        self.state = Together((self.rng, AttributeState(used.models), buffers))
+        self.state = Together(
+            (self.rng, ModeState(used.models), AttributeState(used.models), buffers)
+        )
         self.gradients = IsolatedGradients(leaves)
         self.leaf_names = {id(tensor): name for name, tensor in used.tensors.items()}
         self.leaf_names |= {id(leaf.value): leaf.path for leaf in tree.leaves}

@@ -146,13 +146,14 @@ def step(
         >>> torch.allclose(split, model.weight.grad)
         True
     """
+    frame = sys._getframe(1)  # first of all: here dynamo leaves a compiled caller
     spec = checked_spec("step", fn, loss, weight, then, once, batchnorm, out_dims, scaler)
     setup = StepSetup(spec, batch, in_dims, model)
     limits = SizeLimits(max(checked_size("minimum", minimum), setup.smallest))
     largest = max(setup.n_samples, 1)
     if maximum is not None:
         largest = min(largest, _checked_maximum(maximum, limits.minimum))
-    memory = memory_for(stands_for(fn), sys._getframe(1), context, cache_type, setup.values, {})
+    memory = memory_for(stands_for(fn), frame, context, cache_type, setup.values, {})
     search = AdaptiveSearch(setup.name, "micro-batch", largest, limits, memory, on_retry=on_retry)
 
     def attempt(size: int) -> StepOutcome:
