@@ -315,3 +315,12 @@ def test_what_a_failed_attempt_set_for_a_while_is_as_before(what):
     assert net[0].training
     assert not net[0]._forward_hooks
     assert n_hooked == ([8, 4, 4] if what == "hook" else [])
+
+
+def test_a_gradient_whose_elements_share_memory_is_added_to():
+    net = nn.Linear(4, 3).double()
+    net.weight.grad = torch.ones(3, 4, dtype=torch.float64)
+    prior = net.bias.grad = torch.ones((), dtype=torch.float64).expand(3)
+    step(lambda b: net(b).sum(), batch(), loss="sum", maximum=3)
+    assert net.bias.grad is prior
+    assert prior.tolist() == [9.0] * 3

@@ -110,8 +110,17 @@ class IsolatedGradients:
 
 
 def _sum_that_allocates(prior: Tensor, new: Tensor | None) -> Tensor | None:
-    """The sum, where adding in place would allocate; two dense ones are added later."""
-    if new is None or (prior.layout is torch.strided and new.layout is torch.strided):
+    """The sum, where adding in place would allocate; two dense ones are added later.
+
+    A gradient whose elements share memory can't be added to in place.
+    """
+    if new is None:
+        return None
+    if (
+        prior.layout is torch.strided
+        and new.layout is torch.strided
+        and not _shares_elements(prior)
+    ):
         return None
     return prior + new if prior.layout is torch.strided else new + prior
 
@@ -129,3 +138,7 @@ def _added(prior: Tensor, new: Tensor | None, total: Tensor | None) -> Tensor:
     else:
         return total
     return prior
+
+
+def _shares_elements(tensor: Tensor) -> bool:
+    return 0 in tensor.stride() and tensor.numel() > 1
