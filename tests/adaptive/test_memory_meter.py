@@ -170,3 +170,33 @@ def test_arguments_come_back_as_themselves_from_the_cpu(sim):
 
     assert f(x, more=[x]) is x
     assert x.cpu().tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("kept", [64, 512])
+def test_results_that_pile_up_make_the_pieces_smaller_before_they_fail(kept):
+    events = []
+
+    @adaptive.range(initial_step=4096, collect="list", on_retry=events.append)
+    def f(start, end):
+        return torch.ones(end - start, 1024)[:, :kept].clone()
+
+    n = 7 * 2**20 // (4 * kept)
+    with memory_budget("8MiB"):
+        assert sum(map(len, f(0, n))) == n
+    assert len([event for event in events if event.kind == "shrink"]) <= 3
+
+
+def test_pieces_grow_back_where_what_piled_up_is_gone():
+    sizes, kept = [], []
+
+    @adaptive.range(initial_step=4096)
+    def f(start, end):
+        sizes.append(end - start)
+        kept.append(torch.ones(end - start, 1024)[:, :512].clone())
+        if start > 2000:
+            kept.clear()
+
+    with memory_budget("8MiB"):
+        f(0, 16000)
+    smallest = sizes.index(min(sizes[:-1]))
+    assert max(sizes[smallest:]) > sizes[smallest]

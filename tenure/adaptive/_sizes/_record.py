@@ -52,6 +52,15 @@ class SizeRecord:
         with _lock:
             return replace(self)
 
+    def fitting(self, free_bytes: int) -> int | None:
+        """The size that surely fits into so much, by what ``ok`` needs; None where nobody knows.
+
+        Memory that grows with the size, along a line or steeper where it is large already, grows
+        at most in proportion.
+        """
+        with _lock:
+            return self.ok * free_bytes // self.ok_bytes if self.ok_bytes else None
+
     def copy(self) -> SizeRecord:
         """What this one knows of sizes, as the beginning of another for work of another shape.
 

@@ -79,12 +79,14 @@ class AdaptiveSearch:
         "_limits",
         "_meter",
         "_n_failures",
+        "_n_in_a_row",
         "_n_pieces",
         "_name",
         "_on_retry",
         "_record",
         "_reduce",
         "_remembered",
+        "_room",
         "_unit",
         "size",
     )  # fmt: skip
@@ -110,7 +112,8 @@ class AdaptiveSearch:
         self._on_retry = on_retry
         self._in_pieces = in_pieces
         self._meter: MemoryMeter | None = None
-        self._n_failures = self._n_pieces = 0
+        self._room: MemoryMeter | None = None
+        self._n_failures = self._n_in_a_row = self._n_pieces = 0
         self._elsewhere = False
         if limits is NO_LIMITS:
             self._ceiling = self._base = self.size = initial
@@ -153,10 +156,13 @@ class AdaptiveSearch:
             tell(event, self._on_retry)
             self._base = size
         self._n_pieces += 1
+        self._n_in_a_row = 0
         if meter is not None and needed_bytes:
             self._leap(record, meter, needed_bytes)
         elif self._in_pieces:
             self._climb(record)
+        if self._room is not None and self.size <= record.ok:
+            self._keep_within(record, self._room)
 
     def failed(self, info: OomInfo) -> bool:
         """Work of this size ran out of memory; the size is smaller now, or False: none is left."""
@@ -167,18 +173,23 @@ class AdaptiveSearch:
         if record is None:
             record = self._record = self._remembered.new()
         size, meter = self.size, self._meter or meter_for(info.device)
+        fits = None if meter is None else record.fitting(meter.available_bytes())
         record.note_failed(size, self._limits.align, info.device)
         self._n_failures += 1
+        self._n_in_a_row += 1
         self._n_pieces = 0
         if meter is not None:
             record.free_bytes = meter.available_bytes()
         wanted = self._wanted(record, info, meter)
+        if fits is not None and self._reduce is None:
+            wanted = _with_margin(fits) if fits < size else wanted
         smaller = self._limits.below(size, wanted)
         if smaller is None:
             return False
         self.size = self._base = smaller
         if meter is not None:
             self._measure(meter)
+            self._room = meter if self._in_pieces and meter.measures else None
         return True
 
     def finished(self) -> None:
@@ -198,6 +209,7 @@ class AdaptiveSearch:
         meter = meter_for(known.device)
         if meter is None:
             return
+        self._room = meter if self._in_pieces and meter.measures else None
         free_bytes = meter.available_bytes()
         if known.ok_bytes is None:
             if _has_risen(free_bytes, known.free_bytes):
@@ -230,12 +242,22 @@ class AdaptiveSearch:
         Memory that grows with the size, along a line or steeper where it is large already, grows
         at most in proportion: so what ``size`` needs in proportion is an upper bound.
         """
-        fits = size * free_bytes // needed_bytes
-        fits -= fits // _MARGIN
+        fits = _with_margin(size * free_bytes // needed_bytes)
         if known.bad is not None and fits >= known.bad:
             fits = known.bad - known.step(self._limits.align)
         fits = min(fits // self._limits.align * self._limits.align, self._ceiling)
         return fits if fits - size > size // _WORTH_IT else None
+
+    def _keep_within(self, record: SizeRecord, room: MemoryMeter) -> None:
+        """Let the next piece fit beside the results that piled up, and grow back where they went."""
+        fits = record.fitting(room.available_bytes())
+        ok = self._limits.aligned(min(record.ok, self._ceiling))
+        if fits is None:
+            return
+        if fits >= ok:
+            self.size = ok
+        elif (smaller := self._limits.below(ok, _with_margin(fits))) is not None:
+            self.size = smaller
 
     def _climb(self, record: SizeRecord) -> None:
         """In a loop of many pieces: count them like calls, and go up a step where that is due."""
@@ -283,7 +305,7 @@ class AdaptiveSearch:
         After one piece of many that is soon, so failures are worth more than small sizes; after
         one call it is later, and never where nothing is remembered.
         """
-        n = self._n_failures
+        n = self._n_in_a_row if self._in_pieces else self._n_failures
         if self._in_pieces:
             return 1 << min(n - 1, 6)
         return 4 * (n - 2) if n > 2 and self._remembered.remembers else 1
@@ -302,6 +324,10 @@ def checked_reduced(size: object) -> int:
             f"reduce= returned {size!r}, which is not a size. Return a whole number; one that is "
             "not smaller than the failed size, or too small, is moved into what is allowed."
         ) from None
+
+
+def _with_margin(size: int) -> int:
+    return size - size // _MARGIN
 
 
 def _has_risen(free_bytes: int, then_bytes: int | None) -> bool:
