@@ -249,7 +249,7 @@ class AdaptiveSearch:
         return fits if fits - size > size // _WORTH_IT else None
 
     def _keep_within(self, record: SizeRecord, room: MemoryMeter) -> None:
-        """Let the next piece fit beside the results that piled up, and grow back where they went."""
+        """Let the next piece fit beside the results that piled up; grow back where they went."""
         fits = record.fitting(room.available_bytes())
         ok = self._limits.aligned(min(record.ok, self._ceiling))
         if fits is None:
