@@ -183,6 +183,8 @@ def _run_pieces(
         attempts = _attempts(name, scope, "step", options, piece.args, piece.kwargs)
         while piece.start < end:
             left = end - piece.start
+            if search.room is not None:
+                search.keep_within(search.room)
             if search.size > left:
                 search.at_most(left)
             if results is None:

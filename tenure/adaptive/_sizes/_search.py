@@ -68,6 +68,8 @@ class AdaptiveSearch:
 
     Attributes:
         size: the size to try now.
+        room: the memory that results of pieces may fill up; None where nothing has failed yet, or
+            nothing can be measured.
     """
 
     __slots__ = (
@@ -86,8 +88,8 @@ class AdaptiveSearch:
         "_record",
         "_reduce",
         "_remembered",
-        "_room",
         "_unit",
+        "room",
         "size",
     )  # fmt: skip
 
@@ -112,7 +114,7 @@ class AdaptiveSearch:
         self._on_retry = on_retry
         self._in_pieces = in_pieces
         self._meter: MemoryMeter | None = None
-        self._room: MemoryMeter | None = None
+        self.room: MemoryMeter | None = None
         self._n_failures = self._n_in_a_row = self._n_pieces = 0
         self._elsewhere = False
         if limits is NO_LIMITS:
@@ -130,6 +132,20 @@ class AdaptiveSearch:
     def at_most(self, n_left: int) -> None:
         """Only so much is left to do: it is what is tried now."""
         self.size = n_left
+
+    def keep_within(self, room: MemoryMeter) -> None:
+        """Let the next piece fit beside the results that piled up; grow back where they went."""
+        record = self._record
+        if record is None or self.size > record.ok:
+            return
+        fits = record.fitting(room.available_bytes())
+        ok = self._limits.aligned(min(record.ok, self._ceiling))
+        if fits is None:
+            return
+        if fits >= ok:
+            self.size = ok
+        elif (smaller := self._limits.below(ok, _with_margin(fits))) is not None:
+            self.size = smaller
 
     @property
     def limited_by(self) -> str:
@@ -161,8 +177,6 @@ class AdaptiveSearch:
             self._leap(record, meter, needed_bytes)
         elif self._in_pieces:
             self._climb(record)
-        if self._room is not None and self.size <= record.ok:
-            self._keep_within(record, self._room)
 
     def failed(self, info: OomInfo) -> bool:
         """Work of this size ran out of memory; the size is smaller now, or False: none is left."""
@@ -189,7 +203,7 @@ class AdaptiveSearch:
         self.size = self._base = smaller
         if meter is not None:
             self._measure(meter)
-            self._room = meter if self._in_pieces and meter.measures else None
+            self.room = meter if self._in_pieces and meter.measures else None
         return True
 
     def finished(self) -> None:
@@ -209,7 +223,7 @@ class AdaptiveSearch:
         meter = meter_for(known.device)
         if meter is None:
             return
-        self._room = meter if self._in_pieces and meter.measures else None
+        self.room = meter if self._in_pieces and meter.measures else None
         free_bytes = meter.available_bytes()
         if known.ok_bytes is None:
             if _has_risen(free_bytes, known.free_bytes):
@@ -247,17 +261,6 @@ class AdaptiveSearch:
             fits = known.bad - known.step(self._limits.align)
         fits = min(fits // self._limits.align * self._limits.align, self._ceiling)
         return fits if fits - size > size // _WORTH_IT else None
-
-    def _keep_within(self, record: SizeRecord, room: MemoryMeter) -> None:
-        """Let the next piece fit beside the results that piled up; grow back where they went."""
-        fits = record.fitting(room.available_bytes())
-        ok = self._limits.aligned(min(record.ok, self._ceiling))
-        if fits is None:
-            return
-        if fits >= ok:
-            self.size = ok
-        elif (smaller := self._limits.below(ok, _with_margin(fits))) is not None:
-            self.size = smaller
 
     def _climb(self, record: SizeRecord) -> None:
         """In a loop of many pieces: count them like calls, and go up a step where that is due."""
