@@ -18,6 +18,7 @@ from tenure.adaptive import (
     OutOfRetriesError,
     execute,
     explicit,
+    memory_budget,
     simple,
 )
 
@@ -430,6 +431,52 @@ def test_a_method_that_was_taken_from_another_class_binds_to_instances():
     assert other.work("x") == Other.work(other, "x") == ("b", 16, "x")
     assert other.of_model() == ("Model", 2)
     assert Other.work.__name__ == "run"
+
+
+class Decorated:
+    """Methods with a decorator above the adaptive one."""
+
+    @torch.no_grad()
+    @adaptive.batch(initial_batchsize=4)
+    def batch(self, batchsize, more=0):
+        return self, batchsize, more
+
+    @memory_budget("1MiB")
+    @adaptive.range(initial_step=4, collect="list")
+    def range(self, start, end, more=0):
+        return self, start, end, more
+
+    @torch.inference_mode()
+    @adaptive.chunked(initial_step=4, collect="list")
+    def chunked(self, chunk, start, end, more=0):
+        return self, chunk.tolist(), more
+
+    @property
+    @adaptive.batch(initial_batchsize=4)
+    def largest(self, batchsize):
+        return self, batchsize
+
+    @classmethod
+    @adaptive.batch(initial_batchsize=4)
+    def of_class(cls, batchsize):
+        return cls, batchsize
+
+
+class Inherits(Decorated):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Decorated, Inherits])
+def test_methods_get_their_instance_first_whatever_stands_above(kind):
+    it = kind()
+    assert it.batch() == (it, 4, 0)
+    assert it.batch(7) == (it, 4, 7)
+    assert kind.batch(it, more=7) == (it, 4, 7)
+    assert it.range(0, 6) == [(it, 0, 4, 0), (it, 4, 6, 0)]
+    assert it.range(0, 2, 7) == [(it, 0, 2, 7)]
+    assert it.chunked(torch.arange(5), 7) == [(it, [0, 1, 2, 3], 7), (it, [4], 7)]
+    assert it.largest == (it, 4)
+    assert kind.of_class() == (kind, 4)
 
 
 def test_instances_share_the_size_of_their_method():

@@ -43,6 +43,7 @@ class AdaptiveFunction:
         self._options = options
         self._initial = checked_initial(self._initial_name, initial, options.limits)
         self._owner = _Owner(function)
+        self._class_name = _class_of_method(_plain(function))
 
     def _bound(self, instance: object, owner: type | None) -> Any:
         """The same function, bound as the wrapped one is."""
@@ -53,6 +54,15 @@ class AdaptiveFunction:
         if function is not self._function:
             return self._with(function)
         return self if owner is None else _OfClass(self, owner)
+
+    def _is_method_of(self, first: object) -> bool:
+        """Whether the first argument of a call is the ``self``, or ``cls``, of this very method.
+
+        What stands above it in the class, such as ``@torch.no_grad()``, passes it on like that.
+        """
+        kinds = first.__mro__ if isinstance(first, type) else type(first).__mro__
+        name, module = self._class_name, vars(self)["__module__"]
+        return any(kind.__qualname__ == name and kind.__module__ == module for kind in kinds)
 
     def __repr__(self) -> str:
         return f"<{self._entry} of {self._name}>"
@@ -67,7 +77,7 @@ class AdaptiveFunction:
         """The same for a bound function."""
         bound = object.__new__(type(self))
         bound.__dict__ |= self.__dict__
-        bound.__dict__ |= {"_function": function, "__wrapped__": function}
+        bound.__dict__ |= {"_function": function, "__wrapped__": function, "_class_name": None}
         return bound
 
     def _begin(self, initial: int | None) -> int | None:
@@ -126,6 +136,15 @@ class _OfClass:
 
 
 _CALL_OF_CLASS = _OfClass.__call__.__code__
+
+
+def _class_of_method(function: Any) -> str | None:
+    """The class in whose body a function with a ``self`` was written; None for other functions."""
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_varnames[: min(code.co_argcount, 1)] not in (("self",), ("cls",)):
+        return None
+    name = function.__qualname__.rpartition(".")[0]
+    return None if name.endswith("<locals>") else name or None
 
 
 def required(initial: int | None, name: str, arguments: str) -> int:

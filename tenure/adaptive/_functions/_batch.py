@@ -81,6 +81,8 @@ class BatchFunction(AdaptiveFunction, Generic[P, T_co]):
             OutOfRetriesError: it ran out of memory at every size that is allowed.
             AdaptiveUsageError: there is no batch size to begin with, or it is not allowed.
         """
+        if self._class_name is not None and args and self._is_method_of(args[0]):
+            self, args = self._bound(args[0], None), args[1:]
         arguments = "initial_batchsize=, maximum=, or toma_initial_batchsize= in the call"
         initial = required(self._begin(toma_initial_batchsize), self._name, arguments)
         remembered = self._remembered(sys._getframe(1), toma_context, toma_cache_type, args, kwargs)

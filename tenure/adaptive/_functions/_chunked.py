@@ -134,6 +134,8 @@ class ChunkedFunction(PiecesFunction, Generic[P, R_co]):
             OutOfRetriesError: a chunk ran out of memory at every step that is allowed.
             AdaptiveUsageError: an argument can't be used.
         """
+        if self._class_name is not None and args and self._is_method_of(tensor):
+            self, tensor, args = self._bound(tensor, None), args[0], args[1:]
         wanted = self._dimension if toma_dimension is None else toma_dimension
         dimension = checked_dimension(self._name, tensor, wanted)
         remembered = self._remembered(

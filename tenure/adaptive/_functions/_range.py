@@ -96,6 +96,8 @@ class RangeFunction(PiecesFunction, Generic[P, R_co]):
             OutOfRetriesError: a piece ran out of memory at every step that is allowed.
             AdaptiveUsageError: an argument can't be used.
         """
+        if self._class_name is not None and args and self._is_method_of(start):
+            self, start, end, args = self._bound(start, None), end, args[0], args[1:]
         start, end = checked_range(self._name, start, end)
         remembered = self._remembered(sys._getframe(1), toma_context, toma_cache_type, args, kwargs)
         piece = Piece(self._function, start, args, kwargs)
