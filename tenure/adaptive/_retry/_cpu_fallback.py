@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tenure._torch_versions import version_of, write_back
 
+from ._cpu_copies import cpu_copies_of, shows_one_memory
 from ._replaced import Survey, entries_of, is_mutable, set_entries
 
 _CPU = torch.device("cpu")
@@ -33,7 +34,8 @@ def on_cpu(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 class _Moved:
     """What one call was given in place of its arguments: tensors, and containers of those.
 
-    The same argument, given twice, has one copy; what needs none stands for itself.
+    The same argument, given twice, has one copy, and tensors that share memory have copies that
+    do; what needs none stands for itself.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -41,7 +43,7 @@ class _Moved:
         nodes = survey.nodes.values()
         originals = [node for node in nodes if isinstance(node, Tensor) and node.device != _CPU]
         self._device = originals[0].device if originals else _CPU
-        self._tensors = [*map(_Copy, originals, map(_copied, originals))]
+        self._tensors = [*map(_Copy, originals, cpu_copies_of(originals))]
         given = {id(each.original): each.given for each in self._tensors}
         self.args, self.kwargs = survey.replaced(given)
         self._containers = [(node, given.get(id(node), node)) for node in nodes if is_mutable(node)]
@@ -68,21 +70,32 @@ class _Moved:
 class _Copy:
     """A tensor on the device, and the one on the CPU that stands for it."""
 
-    __slots__ = ("_version", "given", "original")
+    __slots__ = ("_memory", "_version", "given", "original")
 
     def __init__(self, original: Tensor, given: Tensor) -> None:
         self.original = original
         self.given = given
+        self._memory = given
+        if shows_one_memory(given):
+            with torch.inference_mode(given.is_inference()):
+                self._memory = given.detach()  # stays what it is if given becomes another
         self._version = version_of(given)
 
     def write_back(self) -> None:
-        if self._version is None or version_of(self.given) != self._version:
-            write_back(self.original, self.given, None)
+        """Write what changed; what was resized or given other data inside becomes that here.
+
+        It then has memory of its own: other tensors that shared the old one keep that.
+        """
+        if self._version is None or version_of(self._memory) != self._version:
+            write_back(self.original, self._memory, None)
+        if _shown_by(self.given) != _shown_by(self._memory):
+            with torch.inference_mode(self.original.is_inference()), torch.no_grad():
+                self.original.data = self.given.detach().to(self.original.device)
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    """A copy on the CPU that counts its versions if the tensor does, also in inference mode."""
-    if torch.is_inference_mode_enabled() and not tensor.is_inference():
-        with torch.inference_mode(False), torch.no_grad():
-            return tensor.to(_CPU)
-    return tensor.to(_CPU)
+def _shown_by(tensor: Tensor) -> tuple[object, ...] | None:
+    """Which elements of which memory a tensor shows; None where that is not one memory."""
+    if not shows_one_memory(tensor):
+        return None
+    storage, offset = tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return storage, offset, tensor.dtype, tensor.shape, tensor.stride()
