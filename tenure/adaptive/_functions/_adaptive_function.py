@@ -37,7 +37,8 @@ class AdaptiveFunction:
     def __init__(self, function: Callable[..., Any], initial: int | None, options: Options) -> None:
         check_function(f"@{self._entry}", _plain(function))
         wrapper: Any = self
-        functools.update_wrapper(wrapper, function)
+        vars(self).update(_attributes_of(function, type(self)))
+        functools.update_wrapper(wrapper, function, updated=())
         self._function = function
         self._name = name_of(_plain(function))
         self._options = options
@@ -137,6 +138,13 @@ def required(initial: int | None, name: str, arguments: str) -> int:
     if initial is None:
         raise AdaptiveUsageError(f"{name}() has no batch size to begin with. Give {arguments}.")
     return initial
+
+
+def _attributes_of(function: object, wrapper: type) -> dict[str, Any]:
+    """The attributes of a function, but for those that would hide what its wrapper has."""
+    own = set(dir(wrapper))
+    attributes: dict[str, Any] = getattr(function, "__dict__", {})
+    return {name: value for name, value in attributes.items() if name not in own}
 
 
 def _plain(function: Any) -> Any:
