@@ -7,8 +7,10 @@ that is bound shares one memory of sizes.
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 from collections.abc import Callable
-from types import FrameType, MethodType
+from types import FrameType, FunctionType, MethodType
 from typing import Any, Self
 
 from torch import Tensor
@@ -26,6 +28,9 @@ class _Owner:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.__module__ = getattr(function, "__module__", "")
         self.__qualname__ = getattr(function, "__qualname__", "")
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # copies in a process share their sizes
 
 
 class AdaptiveFunction:
@@ -59,10 +64,33 @@ class AdaptiveFunction:
         return f"<{self._entry} of {self._name}>"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
+        """By reference if the attribute there is this decorated function; else by its parts."""
+        is_method = isinstance(self._function, MethodType)
+        holder, name = self._place()
+        found = getattr(holder, name, None)
+        by_name = str(vars(self).get("__qualname__"))
+        # a method that is itself an attribute of its instance is not there before that is read
+        if found is self and not is_method:
+            return by_name
+        if found is not self and inspect.getattr_static(holder, name, None) is self:
+            return inspect.getattr_static, (holder, name)  # what binds to instances, unbound
+        if found is not self and isinstance(found, AdaptiveFunction):
+            if found._owner is self._owner:
+                return getattr, (holder, name)
+        elif found is None and isinstance(self._function, FunctionType):
+            return by_name  # a local function: it is copied and refused as those are
+        return object.__new__, (type(self),), vars(self).copy()
+
+    def _place(self) -> tuple[object, str]:
+        """What the function is an attribute of, if it says so, and its name there."""
         function = self._function
         if isinstance(function, MethodType):
-            return getattr, (function.__self__, function.__name__)
-        return str(vars(self)["__qualname__"])  # by reference, as functions are
+            return function.__self__, getattr(function, "__name__", "")
+        *path, name = str(vars(self).get("__qualname__", "")).split(".")
+        holder: object = sys.modules.get(vars(self).get("__module__", ""))
+        for step in path:
+            holder = getattr(holder, step, None)
+        return holder, name
 
     def _with(self, function: Callable[..., Any]) -> Self:
         """The same for a bound function."""

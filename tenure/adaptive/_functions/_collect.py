@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -24,14 +25,22 @@ def collector_for(collect: Collect | None) -> Collector | None:
     if collect is None:
         return None
     if collect == "list":
-        return lambda results, dimension: results
+        return _listed
     if collect == "cat":
         return _concatenated
     if callable(collect):
-        return lambda results, dimension: collect(results)
+        return functools.partial(_given_to, collect)
     raise AdaptiveUsageError(
         f'collect={collect!r} is none of "list", "cat", a function of the list of results, or None.'
     )
+
+
+def _listed(results: list[Any], dimension: int) -> Any:
+    return results
+
+
+def _given_to(function: Callable[[list[Any]], Any], results: list[Any], dimension: int) -> Any:
+    return function(results)
 
 
 def _concatenated(results: list[Any], dimension: int) -> Any:
