@@ -1,14 +1,19 @@
 """What decorated functions of all kinds have in common: looks, copies, and who calls them."""
 
+import _thread
 import copy
 import functools
 import pickle
+import threading
 
 import pytest
+import torch
 from torch import nn
 
 from tenure import adaptive
-from tenure.adaptive import GlobalBatchsizeCache
+from tenure.adaptive import GlobalBatchsizeCache, execute, explicit
+
+from .failures import oom
 
 pytestmark = pytest.mark.usefixtures("forgetful")
 
@@ -157,3 +162,49 @@ def test_a_function_without_a_place_is_copied_and_pickled_as_functions_are():
 def test_a_copy_without_limits_costs_what_the_original_does(duplicate):
     f = adaptive.batch(initial_batchsize=8)(functools.partial(bare))
     assert duplicate(f)._options.limits is f._options.limits
+
+
+# --- who calls
+
+
+@pytest.mark.parametrize(
+    "called_with",
+    [
+        lambda work: (adaptive.batch(initial_batchsize=4)(work),),
+        lambda work: (adaptive.range(initial_step=4)(work), 0, 4),
+        lambda work: (adaptive.chunked(initial_step=4)(work), torch.ones(4)),
+        lambda work: (execute.batch(4), work),
+        lambda work: (execute.range(0, 4, 4), work),
+        lambda work: (execute.chunked(torch.ones(4), 4), work),
+        lambda work: (explicit.batch, work, 4),
+        lambda work: (explicit.range, work, 0, 4, 4),
+        lambda work: (explicit.chunked, work, torch.ones(4), 4),
+        lambda work: (adaptive.step, work, torch.ones(4, requires_grad=True)),
+    ],
+)
+def test_calls_that_come_from_no_python_frame_are_retried_too(called_with):
+    done = threading.Event()
+    calls = []
+
+    def work(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            oom()
+        done.set()
+        return args[0].mean() if isinstance(args[0], torch.Tensor) else None
+
+    call, *args = called_with(work)
+    _thread.start_new_thread(call, tuple(args))  # a Thread would call from Python
+    assert done.wait(20)
+
+
+def test_methods_called_from_no_python_frame_through_their_class_work():
+    done = threading.Event()
+
+    class Model:
+        @adaptive.batch(initial_batchsize=4)
+        def run(self, batchsize):
+            done.set()
+
+    _thread.start_new_thread(Model.run, (Model(),))
+    assert done.wait(20)

@@ -10,7 +10,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from types import FrameType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any, Self
 
 from torch import Tensor
@@ -107,14 +107,18 @@ class AdaptiveFunction:
 
     def _remembered(
         self,
-        frame: FrameType,
         context: Any,
         cache_type: type[BatchsizeCache] | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         split: tuple[Tensor, int] | None = None,
     ) -> CallSite | RemembersNothing:
+        """What is remembered for a call, asked by the method that is called."""
         options = self._options
+        try:  # as calling_frame() does, without a call of its own
+            frame = sys._getframe(2)
+        except ValueError:
+            frame = sys._getframe(1)
         if frame.f_code is _CALL_OF_CLASS and frame.f_back is not None:
             frame = frame.f_back  # who called the method, and not what bound it
         return memory_for(

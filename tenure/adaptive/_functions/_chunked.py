@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from operator import index
 from typing import (
@@ -137,7 +136,6 @@ class ChunkedFunction(PiecesFunction, Generic[P, R_co]):
         wanted = self._dimension if toma_dimension is None else toma_dimension
         dimension = checked_dimension(self._name, tensor, wanted)
         remembered = self._remembered(
-            sys._getframe(1),
             toma_context,
             toma_cache_type,
             args,

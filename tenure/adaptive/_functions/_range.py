@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from operator import index
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, overload
@@ -97,7 +96,7 @@ class RangeFunction(PiecesFunction, Generic[P, R_co]):
             AdaptiveUsageError: an argument can't be used.
         """
         start, end = checked_range(self._name, start, end)
-        remembered = self._remembered(sys._getframe(1), toma_context, toma_cache_type, args, kwargs)
+        remembered = self._remembered(toma_context, toma_cache_type, args, kwargs)
         piece = Piece(self._function, start, args, kwargs)
         return self._run(piece, end, toma_initial_step, remembered)
 
