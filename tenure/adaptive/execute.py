@@ -5,7 +5,6 @@ Sizes are remembered for the place in the program, because the function is new e
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, Unpack, overload
 
@@ -26,7 +25,7 @@ from ._functions import (
     run_batch,
     run_pieces,
 )
-from ._sizes import checked_initial, checked_size, memory_for
+from ._sizes import calling_frame, checked_initial, checked_size, memory_for
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -68,7 +67,7 @@ def batch(
     @never_compiled
     def execute(func: Callable[[int], T]) -> T:
         check_function("@execute.batch", func)
-        frame = sys._getframe(1)
+        frame = calling_frame()
         remembered = memory_for(None, frame, checked.context, checked.cache_type, (), {})
         result: T = run_batch(
             name_of(func), func, initial, args=(), kwargs={}, options=checked, remembered=remembered
@@ -154,7 +153,7 @@ def range(
     @never_compiled
     def execute(func: Callable[[int, int], Any]) -> Any:
         check_function("@execute.range", func)
-        frame = sys._getframe(1)
+        frame = calling_frame()
         remembered = memory_for(None, frame, checked.context, checked.cache_type, (), {})
         piece = Piece(func, start, (), {})
         return run_pieces(
@@ -247,7 +246,7 @@ def chunked(
     @never_compiled
     def execute(func: Callable[[Tensor, int, int], Any]) -> Any:
         check_function("@execute.chunked", func)
-        frame = sys._getframe(1)
+        frame = calling_frame()
         remembered = memory_for(
             None,
             frame,

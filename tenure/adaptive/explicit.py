@@ -5,7 +5,6 @@ A size is remembered for the code of the function, so a new closure of the same 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,7 +14,7 @@ from tenure._torch_dynamo import never_compiled
 
 from ._callables import check_function, name_of
 from ._functions import PLAIN, Chunk, Piece, checked_dimension, checked_range, run_batch, run_pieces
-from ._sizes import BatchsizeCache, checked_size, memory_for, stands_for
+from ._sizes import BatchsizeCache, calling_frame, checked_size, memory_for, stands_for
 
 T = TypeVar("T")
 
@@ -49,7 +48,7 @@ def batch(
     initial = checked_size("initial_batchsize", initial_batchsize)
     remembered = memory_for(
         stands_for(func),
-        sys._getframe(1),
+        calling_frame(),
         toma_context,
         toma_cache_type,
         args,
@@ -96,7 +95,7 @@ def range(
     initial = checked_size("initial_step", initial_step)
     remembered = memory_for(
         stands_for(func),
-        sys._getframe(1),
+        calling_frame(),
         toma_context,
         toma_cache_type,
         args,
@@ -143,7 +142,7 @@ def chunked(
     initial = checked_size("initial_step", initial_step)
     remembered = memory_for(
         stands_for(func),
-        sys._getframe(1),
+        calling_frame(),
         toma_context,
         toma_cache_type,
         args,

@@ -1,9 +1,11 @@
 """Decorated functions: their arguments, their results, and what they are as functions."""
 
 import copy
+import functools
 import inspect
 import os
 import pickle
+from collections import OrderedDict, defaultdict
 
 import pytest
 import torch
@@ -220,6 +222,40 @@ def test_results_are_concatenated_along_the_dimension_that_was_split():
     assert torch.equal(result["both"][1][0], x + 1)
 
 
+def test_concatenated_dicts_keep_their_class_and_results_stay_as_they_were():
+    results = []
+
+    def parts(make):
+        @adaptive.chunked(initial_step=2, collect="cat")
+        def f(chunk, start, end):
+            results.append(make(b=chunk, a=chunk + 1))
+            return results[-1]
+
+        return f(torch.arange(4.0))
+
+    ordered = parts(OrderedDict)
+    assert type(ordered) is OrderedDict
+    assert list(ordered) == ["b", "a"]
+    assert ordered["a"].tolist() == [1, 2, 3, 4]
+    assert parts(functools.partial(defaultdict, list))["new"] == []
+    assert [len(each["a"]) for each in results] == [2] * 4
+
+
+@pytest.mark.parametrize("initial", [1, 4])
+def test_results_without_a_dimension_are_refused_by_name(initial):
+    f = adaptive.chunked(initial_step=initial, collect="cat")(lambda chunk, start, end: chunk.sum())
+    with pytest.raises(AdaptiveUsageError, match=r"tensors that have no dimension\. Return them"):
+        f(torch.ones(4))
+
+
+def test_other_errors_of_concatenation_pass_unchanged():
+    f = adaptive.chunked(initial_step=1, collect="cat")(
+        lambda chunk, start, end: torch.ones(1, end)
+    )
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        f(torch.ones(2))
+
+
 def test_results_are_given_to_a_function():
     @adaptive.chunked(initial_step=2, collect=sum)
     def total(chunk, start, end):
@@ -295,6 +331,24 @@ def test_a_tensor_without_views_is_refused_by_its_layout(make):
         AdaptiveUsageError, match=r"got float32\[4, 4\] .* of layout torch\._?\w+, of"
     ):
         f(make(torch.eye(4)))
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions:UserWarning")
+def test_dimensions_along_which_a_tensor_has_no_views_are_refused():
+    jagged = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+    x, ones, zeros = torch.ones(4, 3), torch.ones(4, dtype=torch.double), torch.zeros(4)
+    by_channel = torch.quantize_per_channel(x, ones, zeros, 0, torch.qint8)
+    by_whole_zeros = torch.quantize_per_channel(x, ones, zeros.long(), 0, torch.qint8)
+    f = adaptive.chunked(initial_step=2, collect="list")(lambda chunk, start, end: end)
+    refused = [(jagged, 0), (jagged, 1), (jagged.transpose(1, 2), 2), (by_channel, 0)]
+    for tensor, dimension in refused:
+        with pytest.raises(
+            AdaptiveUsageError,
+            match=rf"of which torch can't make views along dimension {dimension}\.",
+        ):
+            f(tensor, toma_dimension=dimension)
+    assert f(jagged, toma_dimension=2) == [2, 3]
+    assert f(by_whole_zeros) == [2, 4]
 
 
 def test_results_that_can_not_be_concatenated_are_named():

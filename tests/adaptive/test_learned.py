@@ -67,6 +67,14 @@ def test_a_signature_tells_modes_and_arguments_without_the_first_dimension():
         assert signature_of((), {}) == "grad, autocast cpu bfloat16"
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
+def test_arguments_without_a_shape_are_no_hindrance():
+    for value in (torch.nested.nested_tensor([torch.ones(2)] * 3), nn.LazyLinear(3).weight):
+        assert signature_of((value,), {}) == "grad | float32[*] on cpu"
+        assert decorated(Limited())(value) == 16
+
+
 def test_evaluation_does_not_make_training_smaller():
     limited = Limited()
     f = decorated(limited)

@@ -13,6 +13,7 @@ import torch
 from tenure import adaptive
 from tenure.adaptive import (
     AdaptiveUsageError,
+    BatchsizeCache,
     GlobalBatchsizeCache,
     NoBatchsizeCache,
     OutOfRetriesError,
@@ -335,6 +336,27 @@ def test_the_default_cache_type_can_be_set(only_16, sizes, monkeypatch):
         AdaptiveUsageError, match=r"^tenure\.adaptive\.DEFAULT_CACHE_TYPE is 'none', which is no"
     ):
         f()
+
+
+def test_a_cache_type_that_does_not_say_for_what_is_refused(only_16, sizes, monkeypatch):
+    class Silent(BatchsizeCache):
+        pass
+
+    class Wrong(BatchsizeCache):
+        remembered_for = "calls"
+
+    class Own(BatchsizeCache):
+        remembered_for = "function"
+
+    f = adaptive.batch(initial_batchsize=64)(only_16)
+    for cache_type in (BatchsizeCache, Silent, Wrong):
+        monkeypatch.setattr(adaptive, "DEFAULT_CACHE_TYPE", cache_type)
+        for call in (f, lambda: adaptive.batch(cache_type=cache_type)):  # noqa: B023  # called here
+            with pytest.raises(AdaptiveUsageError, match="does not say what sizes are remembered"):
+                call()
+    for _ in range(2):
+        f(toma_cache_type=Own)
+    assert sizes == [64, 32, 16, 16]
 
 
 @pytest.mark.parametrize("initial", [0, -4, 2.5, "64"])

@@ -7,8 +7,10 @@ that is bound shares one memory of sizes.
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 from collections.abc import Callable
-from types import FrameType, MethodType
+from types import FunctionType, MethodType
 from typing import Any, Self
 
 from torch import Tensor
@@ -27,6 +29,9 @@ class _Owner:
         self.__module__ = getattr(function, "__module__", "")
         self.__qualname__ = getattr(function, "__qualname__", "")
 
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # copies in a process share their sizes
+
 
 class AdaptiveFunction:
     """A function, and how its calls are run."""
@@ -37,7 +42,8 @@ class AdaptiveFunction:
     def __init__(self, function: Callable[..., Any], initial: int | None, options: Options) -> None:
         check_function(f"@{self._entry}", _plain(function))
         wrapper: Any = self
-        functools.update_wrapper(wrapper, function)
+        vars(self).update(_attributes_of(function, type(self)))
+        functools.update_wrapper(wrapper, function, updated=())
         self._function = function
         self._name = name_of(_plain(function))
         self._options = options
@@ -68,10 +74,33 @@ class AdaptiveFunction:
         return f"<{self._entry} of {self._name}>"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
+        """By reference if the attribute there is this decorated function; else by its parts."""
+        is_method = isinstance(self._function, MethodType)
+        holder, name = self._place()
+        found = getattr(holder, name, None)
+        by_name = str(vars(self).get("__qualname__"))
+        # a method that is itself an attribute of its instance is not there before that is read
+        if found is self and not is_method:
+            return by_name
+        if found is not self and inspect.getattr_static(holder, name, None) is self:
+            return inspect.getattr_static, (holder, name)  # what binds to instances, unbound
+        if found is not self and isinstance(found, AdaptiveFunction):
+            if found._owner is self._owner:
+                return getattr, (holder, name)
+        elif found is None and isinstance(self._function, FunctionType):
+            return by_name  # a local function: it is copied and refused as those are
+        return object.__new__, (type(self),), vars(self).copy()
+
+    def _place(self) -> tuple[object, str]:
+        """What the function is an attribute of, if it says so, and its name there."""
         function = self._function
         if isinstance(function, MethodType):
-            return getattr, (function.__self__, function.__name__)
-        return str(vars(self)["__qualname__"])  # by reference, as functions are
+            return function.__self__, getattr(function, "__name__", "")
+        *path, name = str(vars(self).get("__qualname__", "")).split(".")
+        holder: object = sys.modules.get(vars(self).get("__module__", ""))
+        for step in path:
+            holder = getattr(holder, step, None)
+        return holder, name
 
     def _with(self, function: Callable[..., Any]) -> Self:
         """The same for a bound function."""
@@ -88,14 +117,18 @@ class AdaptiveFunction:
 
     def _remembered(
         self,
-        frame: FrameType,
         context: Any,
         cache_type: type[BatchsizeCache] | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         split: tuple[Tensor, int] | None = None,
     ) -> CallSite | RemembersNothing:
+        """What is remembered for a call, asked by the method that is called."""
         options = self._options
+        try:  # as calling_frame() does, without a call of its own
+            frame = sys._getframe(2)
+        except ValueError:
+            frame = sys._getframe(1)
         if frame.f_code is _CALL_OF_CLASS and frame.f_back is not None:
             frame = frame.f_back  # who called the method, and not what bound it
         return memory_for(
@@ -156,6 +189,13 @@ def required(initial: int | None, name: str, arguments: str) -> int:
     if initial is None:
         raise AdaptiveUsageError(f"{name}() has no batch size to begin with. Give {arguments}.")
     return initial
+
+
+def _attributes_of(function: object, wrapper: type) -> dict[str, Any]:
+    """The attributes of a function, but for those that would hide what its wrapper has."""
+    own = set(dir(wrapper))
+    attributes: dict[str, Any] = getattr(function, "__dict__", {})
+    return {name: value for name, value in attributes.items() if name not in own}
 
 
 def _plain(function: Any) -> Any:

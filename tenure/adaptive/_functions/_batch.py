@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, Unpack, overload
 
@@ -85,7 +84,7 @@ class BatchFunction(AdaptiveFunction, Generic[P, T_co]):
             self, args = self._bound(args[0], None), args[1:]
         arguments = "initial_batchsize=, maximum=, or toma_initial_batchsize= in the call"
         initial = required(self._begin(toma_initial_batchsize), self._name, arguments)
-        remembered = self._remembered(sys._getframe(1), toma_context, toma_cache_type, args, kwargs)
+        remembered = self._remembered(toma_context, toma_cache_type, args, kwargs)
         return run_batch(
             self._name,
             self._function,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from operator import index
 from typing import (
@@ -139,7 +138,6 @@ class ChunkedFunction(PiecesFunction, Generic[P, R_co]):
         wanted = self._dimension if toma_dimension is None else toma_dimension
         dimension = checked_dimension(self._name, tensor, wanted)
         remembered = self._remembered(
-            sys._getframe(1),
             toma_context,
             toma_cache_type,
             args,
@@ -302,7 +300,7 @@ def checked_dimension(name: str, tensor: object, dimension: Any) -> int:
     """The dimension of a tensor to split, from 0 up.
 
     Raises:
-        AdaptiveUsageError: it is no tensor, or one without views, or has no such dimension.
+        AdaptiveUsageError: it is no tensor, or has no such dimension, or no views along it.
     """
     if not isinstance(tensor, Tensor):
         raise AdaptiveUsageError(
@@ -325,4 +323,26 @@ def checked_dimension(name: str, tensor: object, dimension: Any) -> int:
             f"{name}() can't split dimension {dimension!r} of a tensor that has {n_dimensions}. "
             "Choose another with dimension= or toma_dimension=."
         )
-    return wanted % n_dimensions
+    wanted %= n_dimensions
+    if not is_strided or tensor.is_quantized:
+        _check_views(name, tensor, wanted)
+    return wanted
+
+
+def _check_views(name: str, tensor: Tensor, dimension: int) -> None:
+    """Make sure that a tensor of an uncommon kind has views along a dimension.
+
+    Raises:
+        AdaptiveUsageError: it has none: a jagged one, say, has them along dense dimensions alone.
+    """
+    n_rows = tensor.shape[dimension]
+    try:
+        # all rows, because of one row torch makes a view even where it can't be used; a ragged
+        # dimension has no plain size, and no views
+        tensor.narrow(dimension, 0, n_rows if isinstance(n_rows, int) else 1)
+    except (RuntimeError, ValueError) as error:
+        raise AdaptiveUsageError(
+            f"{name}() got {describe_tensor(tensor)}, of which torch can't make views along "
+            f"dimension {dimension}. Choose another with dimension= or toma_dimension=, or use "
+            "range(), and take the rows in the function."
+        ) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -24,14 +26,22 @@ def collector_for(collect: Collect | None) -> Collector | None:
     if collect is None:
         return None
     if collect == "list":
-        return lambda results, dimension: results
+        return _listed
     if collect == "cat":
         return _concatenated
     if callable(collect):
-        return lambda results, dimension: collect(results)
+        return functools.partial(_given_to, collect)
     raise AdaptiveUsageError(
         f'collect={collect!r} is none of "list", "cat", a function of the list of results, or None.'
     )
+
+
+def _listed(results: list[Any], dimension: int) -> Any:
+    return results
+
+
+def _given_to(function: Callable[[list[Any]], Any], results: list[Any], dimension: int) -> Any:
+    return function(results)
 
 
 def _concatenated(results: list[Any], dimension: int) -> Any:
@@ -52,9 +62,12 @@ def _joined(results: list[Any], dimension: int) -> Any:
             "structure for each piece, or give a function of the list of results."
         )
     if isinstance(first, Tensor):
-        return torch.cat(results, dimension)
+        return _cat(results, dimension)
     if isinstance(first, dict):
-        return {key: _joined([each[key] for each in results], dimension) for key in first}
+        joined = copy.copy(first)  # its class has an order, a default or methods of its own
+        for key in first:
+            joined[key] = _joined([each[key] for each in results], dimension)
+        return joined
     if isinstance(first, tuple | list):
         entries = [_joined(list(entry), dimension) for entry in zip(*results, strict=True)]
         named = hasattr(first, "_fields")
@@ -63,6 +76,18 @@ def _joined(results: list[Any], dimension: int) -> Any:
         f'collect="cat" can\'t concatenate a result of type {type(first).__name__}. Return tensors '
         "with at least one dimension, or tuples, lists or dicts of them; or give a function of the "
         "list of results."
+    )
+
+
+def _cat(tensors: list[Tensor], dimension: int) -> Tensor:
+    try:
+        return torch.cat(tensors, dimension)
+    except RuntimeError:
+        if all(tensor.dim() for tensor in tensors):
+            raise
+    raise AdaptiveUsageError(
+        'collect="cat" can\'t concatenate tensors that have no dimension. Return them with one, as '
+        'x[None], or use collect="list".'
     )
 
 

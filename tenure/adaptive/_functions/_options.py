@@ -41,7 +41,7 @@ class AdaptiveOptions(TypedDict, total=False):
         context: what shares a memory of sizes; None: the function and the call.
         minimum: no smaller size is tried.
         maximum: how far the size may grow; None: not beyond the initial one.
-        align: sizes are multiples of it.
+        align: sizes are multiples of it, except an initial size below it.
         reduce: a function of the failed size and its OomInfo that gives the next size.
         restore_rng: whether a failed attempt leaves random generators as they were.
         on_retry: called with each AdaptiveEvent.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from operator import index
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, overload
@@ -99,7 +98,7 @@ class RangeFunction(PiecesFunction, Generic[P, R_co]):
         if self._class_name is not None and args and self._is_method_of(start):
             self, start, end, args = self._bound(start, None), end, args[0], args[1:]
         start, end = checked_range(self._name, start, end)
-        remembered = self._remembered(sys._getframe(1), toma_context, toma_cache_type, args, kwargs)
+        remembered = self._remembered(toma_context, toma_cache_type, args, kwargs)
         piece = Piece(self._function, start, args, kwargs)
         return self._run(piece, end, toma_initial_step, remembered)
 

@@ -9,6 +9,7 @@ from ._caches import checked_cache_type as checked_cache_type
 from ._call_site import REMEMBERS_NOTHING as REMEMBERS_NOTHING
 from ._call_site import CallSite as CallSite
 from ._call_site import RemembersNothing as RemembersNothing
+from ._call_site import calling_frame as calling_frame
 from ._call_site import check_context as check_context
 from ._call_site import memory_for as memory_for
 from ._call_site import stands_for as stands_for

@@ -45,6 +45,8 @@ class StacktraceMemoryBatchsizeCache(BatchsizeCache):
     remembered_for = "call"
 
 
+_ANSWERS = ("nothing", "function", "call")
+
 CacheType = type[BatchsizeCache]
 """How a cache is named in a call: by its class."""
 
@@ -53,14 +55,21 @@ def checked_cache_type(cache_type: object) -> type[BatchsizeCache]:
     """The class that was given; for None the room's ``DEFAULT_CACHE_TYPE``, as it is now.
 
     Raises:
-        AdaptiveUsageError: it is no cache type.
+        AdaptiveUsageError: it is no cache type, or one that does not say for what.
     """
     named = "cache_type"
     if cache_type is None:
         named = f"{_ROOM}.DEFAULT_CACHE_TYPE"
         cache_type = sys.modules[_ROOM].DEFAULT_CACHE_TYPE
+    if cache_type is StacktraceMemoryBatchsizeCache or cache_type is GlobalBatchsizeCache:
+        return cache_type  # by far the most
     if isinstance(cache_type, type) and issubclass(cache_type, BatchsizeCache):
-        return cache_type
+        if getattr(cache_type, "remembered_for", None) in _ANSWERS:
+            return cache_type
+        raise AdaptiveUsageError(
+            f"{named} is {cache_type!r}, which does not say what sizes are remembered for. Give it "
+            'remembered_for = "nothing", "function" or "call".'
+        )
     raise AdaptiveUsageError(
         f"{named} is {cache_type!r}, which is no cache type. Use NoBatchsizeCache, "
         "GlobalBatchsizeCache or StacktraceMemoryBatchsizeCache, the class itself."

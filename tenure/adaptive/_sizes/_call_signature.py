@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from tenure._describe import shape_of
+
 _SEPARATOR = " | "
 
 
@@ -62,5 +64,5 @@ def _spelled(value: object, dimension: int = 0) -> str:
     if not isinstance(value, Tensor):
         return ""
     with torch._C.DisableTorchFunction():
-        sizes = ["*" if i == dimension else str(n) for i, n in enumerate(value.shape)]
+        sizes = ["*" if i == dimension else str(n) for i, n in enumerate(shape_of(value))]
         return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(sizes)}] on {value.device}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from types import CodeType, FrameType, MethodType
@@ -124,6 +125,17 @@ class CallSite:
         args = (of, *args) if isinstance(of, nn.Module) else args
         chunked, dimension = split or (None, 0)
         return signature_of(args, kwargs, chunked, dimension)
+
+
+def calling_frame() -> FrameType:
+    """The frame that calls who asks; where nothing in Python does, the frame of who asks.
+
+    Functions that are run at exit, and those that are a thread's first, are called so.
+    """
+    try:
+        return sys._getframe(2)
+    except ValueError:
+        return sys._getframe(1)
 
 
 def memory_for(

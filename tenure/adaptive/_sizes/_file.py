@@ -20,7 +20,7 @@ from ._record import SizeRecord
 
 _FORMAT = "tenure.adaptive sizes"
 _VERSION = 1
-_Path = str | os.PathLike[str]
+_Path = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 
 def save(path: _Path) -> None:
@@ -31,11 +31,12 @@ def save(path: _Path) -> None:
     if that is a str, a number, or a tuple of those.
 
     Args:
-        path: the file; one that is there is replaced.
+        path: the file; one that is there is replaced, and one that a link points to as well.
 
     Raises:
-        AdaptiveUsageError: it can't be written.
+        AdaptiveUsageError: it can't be written, or is no regular file.
     """
+    file = _checked_path("save", path)
     found = _learned.entries()
     sizes = [
         {"site": name, "signature": signature, **_as_json(record)}
@@ -45,9 +46,9 @@ def save(path: _Path) -> None:
     content = {"format": _FORMAT, "version": _VERSION, "sizes": sizes}
     text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
     try:
-        _replace(Path(path), text)
-    except OSError as error:
-        raise AdaptiveUsageError(f"save() can't write {str(path)!r}: {error}.") from error
+        _replace(_target_of(file), text)
+    except (OSError, ValueError) as error:  # a path with a null character is a ValueError
+        raise AdaptiveUsageError(f"save() can't write {str(file)!r}: {error}.") from error
 
 
 def load(path: _Path) -> None:
@@ -59,22 +60,45 @@ def load(path: _Path) -> None:
     Raises:
         AdaptiveUsageError: it can't be read, or `save` did not write it. Nothing was changed.
     """
+    file = _checked_path("load", path)
     try:
-        content = json.loads(Path(path).read_text("utf-8"))
+        content = json.loads(file.read_text("utf-8"))
         loaded = dict(map(_entry, _checked_sizes(content)))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise AdaptiveUsageError(
-            f"load() can't use {str(path)!r}: {error}. Nothing was changed. Give it a file that "
+            f"load() can't use {str(file)!r}: {error}. Nothing was changed. Give it a file that "
             "save() wrote."
         ) from error
     _learned.take(loaded)
+
+
+def _checked_path(entry: str, path: _Path) -> Path:
+    try:
+        return Path(os.fsdecode(path))
+    except TypeError:
+        raise AdaptiveUsageError(
+            f"{entry}() got {path!r}, which names no file. Give it a path, as str, bytes or Path."
+        ) from None
+
+
+def _target_of(path: Path) -> Path:
+    """The file that is replaced: what a link points to, and nothing that is no file.
+
+    Raises:
+        OSError: a folder, a device or a pipe is there, or a link to itself.
+    """
+    target = Path(os.path.realpath(path))
+    if os.path.lexists(target) and not target.is_file():
+        raise OSError("it is no regular file")
+    return target
 
 
 def _replace(path: Path, text: str) -> None:
     """Write beside the file, then put it in its place at once, with the rights that it had."""
     temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}"
     try:
-        with temporary.open("x", encoding="utf-8") as file:
+        # names may have halves of characters: written as JSON spells them, they can be read again
+        with temporary.open("x", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
         if path.exists():
             shutil.copymode(path, temporary)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import index
+from typing import Any
 
 from tenure._errors import AdaptiveUsageError
 
@@ -60,6 +61,10 @@ class SizeLimits:
     def aligned(self, size: int) -> int:
         """The largest size in whole steps; one that is smaller than a step is left as it is."""
         return size // self.align * self.align or size
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles of no limits are NO_LIMITS itself, as calls expect it."""
+        return checked_limits, (self.minimum, self.maximum, self.align)
 
 
 NO_LIMITS = SizeLimits()

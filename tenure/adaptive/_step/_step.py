@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -19,6 +18,7 @@ from .._sizes import (
     AdaptiveSearch,
     BatchsizeCache,
     SizeLimits,
+    calling_frame,
     checked_size,
     memory_for,
     stands_for,
@@ -146,7 +146,7 @@ def step(
         >>> torch.allclose(split, model.weight.grad)
         True
     """
-    frame = sys._getframe(1)  # first of all: here dynamo leaves a compiled caller
+    frame = calling_frame()  # first of all: here dynamo leaves a compiled caller
     spec = checked_spec("step", fn, loss, weight, then, once, batchnorm, out_dims, scaler)
     setup = StepSetup(spec, batch, in_dims, model)
     limits = SizeLimits(max(checked_size("minimum", minimum), setup.smallest))
