@@ -123,10 +123,9 @@ class Attempts:
                 self._let_go(outcome, search.size)
                 if not self._has_next(outcome, search, relief):
                     if fallback is None:
-                        try:
-                            self._give_up(outcome, sizes, search.limited_by)
-                        finally:
-                            del outcome  # the traceback in it leads back to this frame
+                        last = [outcome]
+                        del outcome  # the traceback in it leads back to this frame
+                        self._give_up(last, sizes, search.limited_by)
                     self._tell("fallback", search.size, search.size, outcome.info)
                     work = _ignoring_the_size(fallback)
                     fallback = None
@@ -200,7 +199,8 @@ class Attempts:
         event = AdaptiveEvent(kind, self._name, self._unit, size, next_size, info, freed_bytes)
         tell(event, self._on_retry)
 
-    def _give_up(self, failure: _Failure, sizes: list[int], limited_by: str) -> NoReturn:
+    def _give_up(self, last: list[_Failure], sizes: list[int], limited_by: str) -> NoReturn:
+        failure = last.pop()
         info = failure.info
         self._tell("give_up", sizes[-1], None, info)
         facts = [f"{self._unit} {', '.join(map(str, sizes))}", *_bytes_of(info)]
