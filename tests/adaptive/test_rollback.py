@@ -12,7 +12,7 @@ from torch import nn
 from tenure import NewDisposeScope, owner_of
 from tenure.adaptive._retry._attribute_state import AttributeState
 from tenure.adaptive._retry._buffer_state import BufferState
-from tenure.adaptive._retry._rng_state import RngState, is_generator
+from tenure.adaptive._retry._rng_state import RngState, generators_in
 from tenure.adaptive._retry._rollback import Together
 
 
@@ -193,5 +193,11 @@ def test_attributes_get_back_what_they_held():
 
 def test_numpy_that_is_only_half_imported_has_no_generators_yet(monkeypatch):
     monkeypatch.setitem(sys.modules, "numpy.random", types.ModuleType("numpy.random"))
-    assert not is_generator(object())
-    assert is_generator(torch.Generator())
+    generator = torch.Generator()
+    assert generators_in([object(), generator, 3]) == [generator]
+
+
+def test_a_generator_without_a_state_is_left_alone():
+    state = RngState(generators=[random.SystemRandom()])
+    state.begin()
+    state.undo()

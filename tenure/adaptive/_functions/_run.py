@@ -15,7 +15,7 @@ from torch._C import DisableTorchFunction
 
 from tenure.scopes import DisposeScope
 
-from .._retry import Attempts, RngState, is_generator, on_cpu
+from .._retry import Attempts, RngState, generators_in, on_cpu
 from .._sizes import AdaptiveSearch, Remembered
 from ._collect import Collector
 from ._options import Options
@@ -202,5 +202,5 @@ def _attempts(
 ) -> Attempts:
     state = None
     if options.restore_rng:
-        state = RngState(generators=filter(is_generator, (*args, *kwargs.values())))
+        state = RngState(generators=generators_in((*args, *kwargs.values())))
     return Attempts(name, scope, unit=unit, state=state, on_retry=options.on_retry)

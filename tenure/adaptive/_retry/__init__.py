@@ -2,6 +2,7 @@
 
 from ._attempts import Attempts as Attempts
 from ._attribute_state import AttributeState as AttributeState
+from ._attribute_state import attributes_of as attributes_of
 from ._buffer_state import BufferState as BufferState
 from ._cpu_fallback import on_cpu as on_cpu
 from ._events import AdaptiveEvent as AdaptiveEvent
@@ -14,6 +15,7 @@ from ._events import tell as tell
 from ._mode_state import ModeState as ModeState
 from ._rng_state import Generator as Generator
 from ._rng_state import RngState as RngState
-from ._rng_state import is_generator as is_generator
+from ._rng_state import generator_kinds as generator_kinds
+from ._rng_state import generators_in as generators_in
 from ._rollback import Rollback as Rollback
 from ._rollback import Together as Together

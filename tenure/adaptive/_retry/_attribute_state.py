@@ -58,8 +58,13 @@ class AttributeState:
                     container.extend(items)
 
 
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """What a module holds besides what every module has."""
+    return {k: v for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
+
+
 def _note(module: nn.Module) -> _Noted:
-    attributes = {k: v for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
+    attributes = attributes_of(module)
     contents: list[tuple[_Container, _Container]] = [
         (value, value.copy()) for value in attributes.values() if isinstance(value, dict | list)
     ]

@@ -18,13 +18,22 @@ Generator = Any
 """One of torch, of Python's `random`, or of NumPy, which may not be installed."""
 
 
-def is_generator(value: object) -> bool:
-    """Whether something gives random numbers, of which its state decides."""
-    if isinstance(value, torch.Generator):
-        return True
-    if isinstance(value, random.Random):
-        return not isinstance(value, random.SystemRandom)
-    return isinstance(value, _numpy_generators())
+def generators_in(values: Iterable[object]) -> list[Generator]:
+    """Those of many values that are generators."""
+    kinds = generator_kinds()
+    return [value for value in values if isinstance(value, kinds)]
+
+
+def generator_kinds() -> tuple[type, ...]:
+    """The classes of generators; NumPy's only where it is loaded, and it may be half imported."""
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is None:
+        return _KINDS
+    named = (getattr(numpy_random, name, None) for name in ("Generator", "RandomState"))
+    return *_KINDS, *(kind for kind in named if isinstance(kind, type))
+
+
+_KINDS = (torch.Generator, random.Random)
 
 
 class RngState:
@@ -46,7 +55,11 @@ class RngState:
         generators: Iterable[Generator] = (),
     ) -> None:
         self._devices = tuple(dict.fromkeys(devices))
-        self._generators = tuple(generators)
+        self._generators = [
+            each
+            for each in generators
+            if not isinstance(each, random.SystemRandom)  # it has no state
+        ]
         self._restores: list[_Restore] = []
 
     def begin(self) -> None:
@@ -102,12 +115,6 @@ def _python() -> _Restore:
 def _numpy(numpy_random: Any) -> _Restore:
     state = numpy_random.get_state()
     return lambda: numpy_random.set_state(state)
-
-
-def _numpy_generators() -> tuple[type, ...]:
-    module = sys.modules.get("numpy.random")  # another thread may be importing it
-    kinds = (getattr(module, name, None) for name in ("Generator", "RandomState"))
-    return tuple(kind for kind in kinds if isinstance(kind, type))
 
 
 def _generator(generator: Generator) -> _Restore:

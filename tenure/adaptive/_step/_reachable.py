@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tenure._errors import AdaptiveUsageError
 
 from .._callables import short_name_of
-from .._retry import Generator, is_generator
+from .._retry import Generator, generator_kinds
 from ._code_names import names_in
 
 T = TypeVar("T")
@@ -43,6 +43,7 @@ class Reachable:
         self.modules: dict[str, nn.Module] = {}
         self.tensors: dict[str, Tensor] = {}
         self.generators: list[Generator] = []
+        self._generator_kinds = generator_kinds()
         self._seen: dict[tuple[int, frozenset[str]], Any] = {}  # keeps what its ids belong to
         for function in functions:
             if function is not None:
@@ -66,7 +67,7 @@ class Reachable:
         elif isinstance(value, Tensor):
             if value.requires_grad:
                 _note(self.tensors, name, value)
-        elif is_generator(value):
+        elif isinstance(value, self._generator_kinds):
             self.generators.append(value)
         else:
             for below, child, names in _below(name, value, attributes):

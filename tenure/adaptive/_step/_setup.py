@@ -16,7 +16,8 @@ from .._retry import (
     ModeState,
     RngState,
     Together,
-    is_generator,
+    attributes_of,
+    generators_in,
 )
 from .._torch_dispatch import without_functions
 from ._coupled import coupled_modules
@@ -116,8 +117,8 @@ def _used(
     models = dict.fromkeys(roots)
     models |= dict.fromkeys(module for each in reachable for module in each.modules.values())
     modules = dict.fromkeys(module for model in models for module in model.modules())
-    attributes = (value for module in modules for value in vars(module).values())
-    generators = [value for value in (*values, *attributes) if is_generator(value)]
+    attributes = (value for module in modules for value in attributes_of(module).values())
+    generators = generators_in((*values, *attributes))
     leaves = _parameters_of(modules)
     tensors: dict[str, Tensor] = {}
     for each in reachable:
