@@ -50,6 +50,7 @@ def test_a_path_may_be_of_bytes(tmp_path):
     path = os.fsencode(tmp_path / "sizes.json")
     adaptive.save(path)
     adaptive.load(path)
+    assert (tmp_path / "sizes.json").is_file()
 
 
 @pytest.mark.parametrize("call", [adaptive.save, adaptive.load])

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ._modules import modules_below
+
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _Container = dict[Any, Any] | list[Any]
 
@@ -31,7 +33,7 @@ class AttributeState:
     __slots__ = ("_modules", "_noted")
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        below = dict.fromkeys(sub for each in modules for sub in each.modules())
+        below = modules_below(modules)
         self._modules = [module for module in below if not _is_of_torch(type(module))]
         self._noted: list[_Noted] = []
 

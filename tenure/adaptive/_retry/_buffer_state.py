@@ -13,6 +13,7 @@ from tenure._torch_versions import version_of, write_back
 from tenure.scopes import persist
 
 from .._torch_dispatch import without_functions
+from ._modules import modules_below
 
 
 class _Buffer(NamedTuple):
@@ -36,7 +37,7 @@ class BufferState:
     __slots__ = ("_buffers", "_modules", "_names")
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = list(dict.fromkeys(sub for each in modules for sub in each.modules()))
+        self._modules = modules_below(modules)
         self._buffers: list[_Buffer] = []
         self._names: list[tuple[nn.Module, frozenset[str]]] = []
 

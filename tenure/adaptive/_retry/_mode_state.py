@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ._modules import modules_below
+
 _Hooks = dict[int, Any]
 
 
@@ -23,7 +25,7 @@ class ModeState:
     __slots__ = ("_frozen", "_hooks", "_modules", "_training")
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = list(dict.fromkeys(sub for each in modules for sub in each.modules()))
+        self._modules = modules_below(modules)
         self._training: list[bool] = []
         self._hooks: list[tuple[_Hooks, _Hooks]] = []
         self._frozen: list[tuple[Tensor, bool]] = []

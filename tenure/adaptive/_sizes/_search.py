@@ -73,24 +73,9 @@ class AdaptiveSearch:
     """
 
     __slots__ = (
-        "_base",
-        "_ceiling",
-        "_elsewhere",
-        "_in_pieces",
-        "_initial",
-        "_limits",
-        "_meter",
-        "_n_failures",
-        "_n_in_a_row",
-        "_n_pieces",
-        "_name",
-        "_on_retry",
-        "_record",
-        "_reduce",
-        "_remembered",
-        "_unit",
-        "room",
-        "size",
+        "_base", "_ceiling", "_elsewhere", "_in_pieces", "_initial", "_limits", "_meter",
+        "_n_failures", "_n_in_a_row", "_n_pieces", "_name", "_on_retry", "_record", "_reduce",
+        "_remembered", "_unit", "room", "size",
     )  # fmt: skip
 
     def __init__(

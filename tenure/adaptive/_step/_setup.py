@@ -18,6 +18,7 @@ from .._retry import (
     Together,
     attributes_of,
     generators_in,
+    modules_below,
 )
 from .._torch_dispatch import without_functions
 from ._coupled import coupled_modules
@@ -116,7 +117,7 @@ def _used(
 ) -> _Used:
     models = dict.fromkeys(roots)
     models |= dict.fromkeys(module for each in reachable for module in each.modules.values())
-    modules = dict.fromkeys(module for model in models for module in model.modules())
+    modules = modules_below(models)
     attributes = (value for module in modules for value in attributes_of(module).values())
     generators = generators_in((*values, *attributes))
     leaves = _parameters_of(modules)
