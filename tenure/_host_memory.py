@@ -1,7 +1,7 @@
 """The memory of the host that this process may still use: the machine's, and its container's.
 
-A container is a group of processes (a cgroup of Linux) with a limit of its own, which the numbers of
-the machine don't tell; past it the kernel ends the process without an exception.
+A container is a group of processes (a cgroup of Linux) with a limit of its own, which the numbers
+of the machine don't tell; past it the kernel ends the process without an exception.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _own_groups(text: str) -> dict[_Files, PurePosixPath]:
     """The groups of this process, from lines such as ``4:memory:/a`` and ``0::/b``."""
     found = {}
     for line in text.splitlines():
-        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if "memory" in controllers.split(","):
             found[_V1] = PurePosixPath(path)
         elif not controllers and path:

@@ -158,6 +158,7 @@ def run_pieces(
         options.reduce,
         options.on_retry,
         in_pieces=True,
+        keeps_results=collector is not None,
     )
     results: list[Any] | None = None if collector is None else []
     if progress:

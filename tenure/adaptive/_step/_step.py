@@ -154,11 +154,18 @@ def step(
     if maximum is not None:
         largest = min(largest, _checked_maximum(maximum, limits.minimum))
     memory = memory_for(stands_for(fn), frame, context, cache_type, setup.values, {})
-    search = AdaptiveSearch(setup.name, "micro-batch", largest, limits, memory, on_retry=on_retry)
+    search = AdaptiveSearch(
+        setup.name, "micro-batch", largest, limits, memory, on_retry=on_retry, has_trials=True
+    )
 
     def attempt(size: int) -> StepOutcome:
         with no_optimizer_steps("step"):
-            return setup.run.run(size)
+            while search.is_trial:  # where sizes have failed and none is known to fit
+                setup.run.try_out(search.size)
+                attempts.take_back()
+                setup.gradients.begin()
+                search.tried()
+            return setup.run.run(search.size)
 
     with DisposeScope("step") as scope:
         # gradients are delivered first: that may fail, and then buffers have to be brought back too
