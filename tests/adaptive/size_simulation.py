@@ -137,5 +137,7 @@ class Site:
             done = search.size
             self.sizes.append(done)
             search.succeeded()
+            if search.room is not None:
+                search.go_on(search.room)
         search.finished()
         return done

@@ -82,18 +82,27 @@ def test_after_all_sizes_failed_the_smallest_is_tried_next_and_never_zero():
     assert [site.call() for _ in range(5)] == [1, 2, 4, 8, 8]
 
 
-def test_two_requests_tell_how_large_the_step_down_has_to_be(devices):
+def test_the_bytes_that_were_wanted_make_the_step_down_as_large_as_it_has_to_be(devices):
     devices["fake:0"] = device = Device(free_bytes=100, piece_bytes=10)
     site = Site(device, 1000)
     assert site.call() == 10
-    assert site.sizes == [1000, 100, 10]
+    assert site.sizes == [1000, 10]
 
 
-def test_a_request_that_grows_with_the_square_of_the_size_is_no_reason_to_go_too_low(devices):
+def test_two_requests_tell_that_they_grow_faster_than_the_size(devices):
     devices["fake:0"] = Device(free_bytes=10_000, piece_bytes=1, power=2)
-    site = Site(devices["fake:0"], 1000)
-    assert site.call() == 100
-    assert site.sizes == [1000, 100]
+    sizes = search(1000)
+    assert sizes.failed(oom("fake:0", 15_000))  # another allocation than the next one
+    sizes.size = 600
+    assert sizes.failed(oom("fake:0", 60_000))
+    assert sizes.size == 100
+    sizes = search(1000)
+    sizes.failed(oom("fake:0", 40_000, "driver"))
+    assert sizes.size == 500
+    assert sizes.failed(oom("fake:0", 10**6))
+    sizes.size = 400
+    assert sizes.failed(oom("fake:0", 160_000))
+    assert sizes.size == 100
 
 
 def test_the_same_size_that_fails_again_tells_nothing_new(devices):
@@ -102,7 +111,7 @@ def test_the_same_size_that_fails_again_tells_nothing_new(devices):
     assert sizes.failed(oom("fake:0", 10_000))
     sizes.size = 1000  # as where memory came free in vain
     assert sizes.failed(oom("fake:0", 10_000))
-    assert sizes.size == 100
+    assert sizes.size == 10
 
 
 @pytest.mark.parametrize("kind", ["workspace", "driver", "size_limit"])

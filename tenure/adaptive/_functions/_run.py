@@ -158,7 +158,6 @@ def run_pieces(
         options.reduce,
         options.on_retry,
         in_pieces=True,
-        keeps_results=collector is not None,
     )
     results: list[Any] | None = None if collector is None else []
     if progress:
@@ -185,7 +184,7 @@ def _run_pieces(
         while piece.start < end:
             left = end - piece.start
             if search.room is not None:
-                search.keep_within(search.room)
+                search.go_on(search.room)
             if search.size > left:
                 search.at_most(left)
             if results is None:

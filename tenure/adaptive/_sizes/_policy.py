@@ -79,14 +79,14 @@ def fitting(points: Sequence[Measured], free_bytes: int, *, is_steep: bool = Fal
 def calling_for(failures: Sequence[Measured], free_bytes: int) -> int:
     """The size whose request fits, by what sizes that failed have asked for at once.
 
-    One request does not tell whether it grows with the size or with its square; two do.
+    One is taken to grow with the size; two show whether it grows faster.
 
     Args:
         failures: one or two sizes that failed, and the bytes that they wanted, the latest last.
         free_bytes: what there is.
     """
     size, wanted_bytes = failures[-1]
-    power = 2.0
+    power = 1.0
     if len(failures) > 1 and failures[0].size > size:
         earlier = failures[0]
         grown = math.log(max(1.0, earlier.n_bytes / wanted_bytes))

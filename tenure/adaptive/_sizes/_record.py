@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, replace
 
-from ._policy import Measured, fitting
+from ._policy import Measured
 
 _FIRST_INTERVAL = 16
 _CLOSED_INTERVAL = 512
@@ -56,11 +56,6 @@ class SizeRecord:
         """All that it says at one moment, whatever other threads note meanwhile."""
         with _lock:
             return replace(self)
-
-    def fitting(self, free_bytes: int) -> int | None:
-        """The size that surely fits into so much, by what ``ok`` needs; None where nobody knows."""
-        known = self.snapshot()
-        return fitting(known.points, free_bytes, is_steep=known.is_steep) if known.points else None
 
     def fails_at(self, free_bytes: int) -> int | None:
         """The size that is to fail in so much memory: ``bad``, or more where more is free now.

@@ -68,7 +68,6 @@ class AdaptiveSearch:
         reduce: the user's way to make a failed size smaller.
         on_retry: called with each growth.
         in_pieces: whether a call has many pieces, of which each may have its size.
-        keeps_results: whether what a piece returns stays there beside the next one.
         has_trials: whether a part of the work can be run and taken back, to measure a size.
 
     Attributes:
@@ -79,9 +78,9 @@ class AdaptiveSearch:
     """
 
     __slots__ = (
-        "_base", "_ceiling", "_elsewhere", "_free_before", "_in_pieces", "_initial",
-        "_keeps_results", "_limits", "_meter", "_most_free_bytes", "_n_failures", "_n_in_a_row",
-        "_n_pieces", "_n_trials", "_name", "_on_retry", "_record", "_reduce", "_remembered",
+        "_base", "_ceiling", "_elsewhere", "_in_pieces", "_initial",
+        "_limits", "_meter", "_most_free_bytes", "_n_failures", "_n_in_a_row", "_n_pieces",
+        "_n_trials", "_name", "_needed_bytes", "_on_retry", "_record", "_reduce", "_remembered",
         "_requests", "_unit", "is_trial", "room", "size",
     )  # fmt: skip
 
@@ -96,7 +95,6 @@ class AdaptiveSearch:
         on_retry: OnRetry | None = None,
         *,
         in_pieces: bool = False,
-        keeps_results: bool = False,
         has_trials: bool = False,
     ) -> None:
         self._name = name
@@ -107,11 +105,11 @@ class AdaptiveSearch:
         self._reduce = reduce
         self._on_retry = on_retry
         self._in_pieces = in_pieces
-        self._keeps_results = keeps_results
+        self._needed_bytes: int | None = None
         self._meter: MemoryMeter | None = None
         self.room: MemoryMeter | None = None
         self._n_failures = self._n_in_a_row = self._n_pieces = 0
-        self._free_before = self._most_free_bytes = 0
+        self._most_free_bytes = 0
         self._n_trials = _MOST_TRIALS if has_trials else 0
         self._requests: tuple[Measured, ...] = ()
         self.is_trial = False
@@ -132,19 +130,30 @@ class AdaptiveSearch:
         """Only so much is left to do: it is what is tried now."""
         self.size = n_left
 
-    def keep_within(self, room: MemoryMeter) -> None:
-        """Let the next piece fit beside the results that piled up; grow back where they went."""
-        record = self._record
+    def go_on(self, room: MemoryMeter) -> None:
+        """Choose the size of the next piece, by what the last one needed and what is free now.
+
+        It fits beside results that piled up, and grows back where they went. Called when the last
+        result is with its user, or gone.
+        """
+        record, meter, needed_bytes = self._record, self._meter, self._needed_bytes
+        self._needed_bytes = None
+        if record is not None and meter is not None and needed_bytes:
+            self._leap(record, meter, needed_bytes)
         if record is None or self.size > record.ok:
             return
-        fits = record.fitting(room.available_bytes())
-        ok = self._limits.aligned(min(record.ok, self._ceiling))
-        if fits is None:
+        known = record.snapshot()
+        if not known.points:
             return
-        if fits >= ok:
+        free_bytes, ok = room.available_bytes(), self._limits.aligned(min(known.ok, self._ceiling))
+        fits = fitting(known.points, free_bytes, is_steep=known.is_steep)
+        if fits < ok:
+            self.size = self._limits.below(ok, with_margin(fits)) or self.size
+        elif larger := self._that_fits(known, ok, free_bytes):
+            self.size = larger
+            self._measure(room)
+        else:
             self.size = ok
-        elif (smaller := self._limits.below(ok, with_margin(fits))) is not None:
-            self.size = smaller
 
     @property
     def limited_by(self) -> str:
@@ -173,10 +182,13 @@ class AdaptiveSearch:
             self._base = size
         self._n_pieces += 1
         self._n_in_a_row = 0
-        if meter is not None and needed_bytes:
-            self._leap(record, meter, needed_bytes)
+        if meter is None or not needed_bytes:
+            if self._in_pieces:
+                self._climb(record)
         elif self._in_pieces:
-            self._climb(record)
+            self._needed_bytes, self.room = needed_bytes, meter
+        else:
+            self._leap(record, meter, needed_bytes)
 
     def tried(self) -> None:
         """A part of the work, of this size, returned and was taken back; choose the size by it."""
@@ -260,8 +272,6 @@ class AdaptiveSearch:
         """Go on with the size that fits, by what the last one needed, or stop measuring."""
         size = self.size
         free_bytes = meter.available_bytes()
-        if not self._keeps_results:  # the result is still there
-            free_bytes = max(free_bytes, self._free_before)
         known = record.snapshot()
         if size != known.ok:  # a short last piece, or another thread has come farther
             known.points = (Measured(size, needed_bytes),)
@@ -300,7 +310,6 @@ class AdaptiveSearch:
     def _measure(self, meter: MemoryMeter) -> None:
         """What is tried next tells how much it needs."""
         self._meter = meter
-        self._free_before = meter.available_bytes()
         meter.restart()
 
     def _start(self, record: SizeRecord) -> int:
