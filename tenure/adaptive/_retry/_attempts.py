@@ -182,11 +182,11 @@ class Attempts:
             self._state.undo()
 
     def _dispose(self, name: str) -> None:
-        """Dispose what the scope owns, which errors about it call by another name then."""
+        """Dispose what the scope owns; errors about it then say that it is of ``name``."""
         scope = self._scope
-        name, scope.name = scope.name, name
+        own_name, scope.name = scope.name, name
         scope.dispose_everything()
-        scope.name = name
+        scope.name = own_name
 
     def _has_next(self, failure: _Failure, search: SizeSearch, relief: Relief) -> bool:
         """Whether there is something to try: the same size with more room, or a smaller one."""

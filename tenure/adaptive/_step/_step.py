@@ -87,8 +87,9 @@ def step(
 
     Begins with the whole batch, as plain PyTorch would, or with the size that fitted last time.
     When memory runs out, everything that the attempt made or changed (tensors, gradients, buffers,
-    random state) is taken back, and the step begins again in smaller micro-batches. The optimizer
-    is not called: do that afterwards.
+    random state) is taken back, and the step begins again in smaller micro-batches. Where none is
+    known to fit, some are tried out first and taken back as well, to see how large they may be. The
+    optimizer is not called: do that afterwards.
 
     Args:
         fn: gets the batch or a part of it, of the same structure, and returns its loss: a mean or
