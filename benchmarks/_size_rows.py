@@ -134,9 +134,9 @@ def first_step(site: Site) -> Site:
         site.real_work(len(samples))
         return (samples * weight).mean()
 
-    room = 64 * site.largest + 4096  # for what torch itself makes of such small samples
+    room = 16 * site.largest + 64  # for what the loss makes of such small samples
     with adaptive.memory_budget(site.largest * _SAMPLE + room):
-        result = adaptive.step(loss, batch)
+        result = adaptive.step(loss, batch, cache_type=adaptive.NoBatchsizeCache)
     site.last = min(result.micro_batch, site.largest)
     return site
 
