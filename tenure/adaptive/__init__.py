@@ -42,3 +42,43 @@ from ._step import step as step
 
 DEFAULT_CACHE_TYPE: type[BatchsizeCache] = StacktraceMemoryBatchsizeCache
 """What sizes are remembered for, where a call names no ``cache_type``; set it to change that."""
+
+# Not batch, range and chunked: a star would put them in the place of other names, range() first.
+__all__ = [
+    "DEFAULT_CACHE_TYPE",
+    "AdaptiveEvent",
+    "AdaptiveStatistics",
+    "AdaptiveUsageError",
+    "AdaptiveUsageWarning",
+    "BatchCoupledError",
+    "BatchFunction",
+    "BatchsizeCache",
+    "ChunkedFunction",
+    "GlobalBatchsizeCache",
+    "NoBatchsizeCache",
+    "OomInfo",
+    "OomKind",
+    "OomRegistration",
+    "OutOfRetriesError",
+    "RangeFunction",
+    "SplitDifference",
+    "SplitReport",
+    "StacktraceMemoryBatchsizeCache",
+    "StepResult",
+    "add_listener",
+    "check_split",
+    "execute",
+    "explicit",
+    "is_oom",
+    "load",
+    "memory_budget",
+    "oom_info",
+    "register_oom",
+    "remove_listener",
+    "reset",
+    "save",
+    "set_cpu_memory_limit",
+    "simple",
+    "statistics",
+    "step",
+]

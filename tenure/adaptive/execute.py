@@ -60,7 +60,7 @@ def batch(
 
     Source: ``toma.execute.batch``, https://github.com/BlackHC/toma.
     """
-    checked = checked_options(**options)
+    checked = checked_options("initial_batchsize", **options)
     initial = checked_size("initial_batchsize", initial_batchsize)
     checked_initial("initial_batchsize", initial, checked.limits)
 
@@ -145,7 +145,7 @@ def range(
 
     Source: ``toma.execute.range``, https://github.com/BlackHC/toma.
     """
-    checked = checked_options(**options)
+    checked = checked_options("initial_step", **options)
     start, end = checked_range("execute.range", start, end)
     initial = checked_initial("initial_step", initial_step, checked.limits)
     collector = collector_for(collect)
@@ -238,7 +238,7 @@ def chunked(
 
     Source: ``toma.execute.chunked``, https://github.com/BlackHC/toma.
     """
-    checked = checked_options(**options)
+    checked = checked_options("initial_step", **options)
     split = checked_dimension("execute.chunked", tensor, 0 if dimension is None else dimension)
     initial = checked_initial("initial_step", initial_step, checked.limits)
     collector = collector_for(collect)

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeGuard
 
-import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from tenure._describe import describe_tensor
 from tenure._errors import ByteSizeError, PagingError
+from tenure._host_memory import free_host_bytes
 from tenure._units import parse_bytes
 
 from ._binding import PagedDict
@@ -217,7 +217,7 @@ def _check_tensor(name: str, tensor: Tensor) -> None:
 
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cpu":
-        return int(psutil.virtual_memory().available)
+        return free_host_bytes()
     free_bytes, _ = torch.get_device_module(device).mem_get_info(device)
     return int(free_bytes)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import psutil
 import torch
 from torch import Tensor
 
 from tenure._describe import describe_tensor
 from tenure._errors import CourtesyError
 from tenure._heap import find_holders
+from tenure._host_memory import free_host_bytes
 from tenure._units import format_bytes
 
 from . import _conveyor
@@ -59,7 +59,7 @@ def depart(courtesy: Courtesy, device: torch.device, holdings: list[Holding]) ->
 
 def _host_memory(going: list[Holding], device: torch.device) -> list[Tensor]:
     needed_bytes = sum(held.storage.nbytes() for held in going)
-    free_bytes = psutil.virtual_memory().available
+    free_bytes = free_host_bytes()
     if needed_bytes > free_bytes:
         raise CourtesyError(_no_room(needed_bytes, device, f"{format_bytes(free_bytes)} are free"))
     try:

@@ -15,8 +15,6 @@ def oom(device=None, requested_bytes=None, kind="device"):
 class Memory:
     """What is known of one site, kept in the open."""
 
-    remembers = True
-
     def __init__(self):
         self.record = None
 
@@ -30,27 +28,33 @@ class Memory:
 
 @dataclass
 class Device:
-    """A device on which a size needs fixed bytes and bytes per piece, made layer by layer."""
+    """A device on which a size needs fixed bytes and bytes per piece, made layer by layer.
+
+    Attributes:
+        power: how the bytes of all pieces grow with the size.
+        vary: gives the share by which they differ from run to run.
+    """
 
     free_bytes: int
     piece_bytes: int
     fixed_bytes: int = 0
     n_layers: int = 1
+    power: float = 1
+    vary: object = float
     peak_bytes: int = 0
     n_ooms: int = 0
 
     @property
     def largest(self):
         """The largest size that fits."""
-        return (self.free_bytes - self.fixed_bytes) // (self.piece_bytes * self.n_layers)
-
-    def needed_bytes_of(self, size):
-        return self.fixed_bytes + size * self.piece_bytes * self.n_layers
+        n_bytes = self.free_bytes - self.fixed_bytes
+        return int((n_bytes / (self.piece_bytes * self.n_layers)) ** (1 / self.power) + 1e-9)
 
     def run(self, size):
         """None if it fits, or what the failed allocation wanted."""
         used_bytes = 0
-        for layer_bytes in (self.fixed_bytes, *[size * self.piece_bytes] * self.n_layers):
+        of_layer = int(size**self.power * self.piece_bytes * (1 + self.vary()))
+        for layer_bytes in (self.fixed_bytes, *[of_layer] * self.n_layers):
             if used_bytes + layer_bytes > self.free_bytes:
                 self.n_ooms += 1
                 return oom("fake:0", layer_bytes)
@@ -99,6 +103,23 @@ class Site:
     memory: Memory = field(default_factory=Memory)
     sizes: list = field(default_factory=list)
 
+    def step(self, _=None):
+        """The size of a call that tries sizes out first; None where nothing fits."""
+        search = AdaptiveSearch(
+            "f", "size", self.initial, self.limits, self.memory, has_trials=True
+        )
+        while True:
+            self.sizes.append(search.size)
+            if (info := self.device.run(search.size)) is not None:
+                if not search.failed(info):
+                    return None
+            elif search.is_trial:
+                search.tried()
+            else:
+                search.succeeded()
+                search.finished()
+                return search.size
+
     def call(self, n_pieces=1):
         """The size of the last piece that worked; None where nothing fits."""
         search = AdaptiveSearch(
@@ -116,5 +137,7 @@ class Site:
             done = search.size
             self.sizes.append(done)
             search.succeeded()
+            if search.room is not None:
+                search.go_on(search.room)
         search.finished()
         return done

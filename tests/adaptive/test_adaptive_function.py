@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tenure import adaptive
-from tenure.adaptive import GlobalBatchsizeCache, execute, explicit
+from tenure.adaptive import AdaptiveUsageError, GlobalBatchsizeCache, execute, explicit
 
 from .failures import oom
 
@@ -208,3 +208,95 @@ def test_methods_called_from_no_python_frame_through_their_class_work():
 
     _thread.start_new_thread(Model.run, (Model(),))
     assert done.wait(20)
+
+
+def _fit(self, batchsize):
+    return batchsize
+
+
+class Trainer:
+    """Has a method under another name than its function's."""
+
+    fit = adaptive.batch(initial_batchsize=4)(_fit)
+
+
+def test_a_function_under_another_name_in_a_class_is_pickled_as_what_is_there():
+    again = pickled(Trainer.fit)
+    assert again(Trainer()) == 4
+    assert repr(again) == repr(Trainer.fit)
+
+
+def test_a_star_import_replaces_no_builtin():
+    space = {}
+    exec("from tenure.adaptive import *", space)
+    assert not space.keys() & {"batch", "range", "chunked"}
+    assert space["step"] is adaptive.step
+    public = {name for name in vars(adaptive) if not name.startswith("_")}
+    assert public - space.keys() == {"batch", "range", "chunked"}
+
+
+@pytest.mark.parametrize(
+    ("decorate", "call", "initial"),
+    [
+        (adaptive.batch, "@tenure.adaptive.batch(initial_batchsize=64)", 64),
+        (adaptive.range, "@tenure.adaptive.range(initial_step=8)", 8),
+        (adaptive.chunked, "@tenure.adaptive.chunked(initial_step=8)", 8),
+    ],
+)
+def test_a_size_in_the_place_of_the_function_is_told_its_name(decorate, call, initial):
+    with pytest.raises(AdaptiveUsageError) as caught:
+        decorate(initial)
+    assert str(caught.value).endswith(f"For a size to begin with, write {call}.")
+
+
+@pytest.mark.parametrize(
+    ("decorate", "option", "meant"),
+    [
+        (adaptive.batch, "starting_batch_size", "initial_batchsize"),
+        (adaptive.batch, "batch_size", "initial_batchsize"),
+        (adaptive.batch, "max_batch_size", "maximum"),
+        (adaptive.range, "step", "initial_step"),
+        (adaptive.range, "initial_batchsize", "initial_step"),
+        (adaptive.chunked, "chunk_size", "initial_step"),
+        (adaptive.chunked, "min_step", "minimum"),
+        (adaptive.chunked, "contxt", "context"),
+        (functools.partial(adaptive.execute.batch, 4), "batchsize", "initial_batchsize"),
+        (functools.partial(adaptive.execute.range, 0, 4), "step", "initial_step"),
+    ],
+)
+def test_an_argument_of_another_library_is_told_the_name_it_has_here(decorate, option, meant):
+    with pytest.raises(AdaptiveUsageError) as caught:
+        decorate(**{option: 3})
+    assert str(caught.value) == (
+        f"{option!r} is no argument of this function. Did you mean {meant!r}?"
+    )
+
+
+def test_an_argument_that_nobody_meant_gets_the_list():
+    with pytest.raises(AdaptiveUsageError, match=r"no argument .* are cache_type, context, min"):
+        adaptive.batch(verbose=True)
+
+
+def test_a_batch_size_that_is_passed_all_the_same_is_said_to_come_from_tenure():
+    @adaptive.batch(initial_batchsize=64)
+    def train(batchsize, net):
+        return len(net)
+
+    with pytest.raises(TypeError, match="takes 2 positional arguments") as caught:
+        train(64, [])
+    assert caught.value.__notes__ == [
+        "test_a_batch_size_that_is_passed_all_the_same_is_said_to_come_from_tenure.<locals>.train()"
+        " gets its batch size from tenure, before what it is called with. Call it without one: "
+        "leave 64 out."
+    ]
+
+
+@pytest.mark.parametrize("args", [(), ("a", "b"), (1,), (1, 2, 3)])
+def test_another_type_error_is_left_as_it_is(args):
+    @adaptive.batch(initial_batchsize=64)
+    def train(batchsize, net):
+        return len(net)
+
+    with pytest.raises(TypeError) as caught:
+        train(*args)
+    assert not hasattr(caught.value, "__notes__")

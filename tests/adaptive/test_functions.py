@@ -592,7 +592,10 @@ def test_functions_that_can_be_suspended_are_refused(function):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: adaptive.batch(5), r"^@tenure\.adaptive\.batch wants a function, and got 5\.$"),
+        (
+            lambda: adaptive.batch(5),
+            r"^@tenure\.adaptive\.batch wants a function, and got 5\. For a size",
+        ),
         (
             lambda: adaptive.batch(cache_type=int),
             r"^cache_type is <class 'int'>, which is no cache",

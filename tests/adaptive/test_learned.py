@@ -512,6 +512,16 @@ def test_a_size_that_was_loaded_without_a_known_failure_is_kept():
 def test_a_cache_of_nothing_looks_nowhere():
     frame = sys._getframe()
     memory = memory_for(None, frame, None, adaptive.NoBatchsizeCache, (), {})
-    assert not memory.remembers
     assert memory.known() is None
     assert memory.new() is not memory.new()
+
+
+def test_batches_of_rows_of_other_lengths_have_one_signature():
+    def jagged(*lengths):
+        rows = [torch.ones(length, 5) for length in lengths]
+        return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+    assert signature_of((jagged(2, 3),), {}) == "grad | float32[*, ragged, 5] on cpu"
+    assert signature_of((jagged(4, 1, 2),), {}) == "grad | float32[*, ragged, 5] on cpu"
+    assert signature_of((torch.tensor(1.0),), {}) == "grad | float32[] on cpu"
+    assert signature_of((), {}, torch.ones(2, 3), 1) == "grad | float32[2, *] on cpu"

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import given, settings
@@ -86,6 +87,31 @@ def test_the_bytes_that_were_wanted_make_the_step_down_as_large_as_it_has_to_be(
     site = Site(device, 1000)
     assert site.call() == 10
     assert site.sizes == [1000, 10]
+
+
+def test_two_requests_tell_that_they_grow_faster_than_the_size(devices):
+    devices["fake:0"] = Device(free_bytes=10_000, piece_bytes=1, power=2)
+    sizes = search(1000)
+    assert sizes.failed(oom("fake:0", 15_000))  # another allocation than the next one
+    sizes.size = 600
+    assert sizes.failed(oom("fake:0", 60_000))
+    assert sizes.size == 100
+    sizes = search(1000)
+    sizes.failed(oom("fake:0", 40_000, "driver"))
+    assert sizes.size == 500
+    assert sizes.failed(oom("fake:0", 10**6))
+    sizes.size = 400
+    assert sizes.failed(oom("fake:0", 160_000))
+    assert sizes.size == 100
+
+
+def test_the_same_size_that_fails_again_tells_nothing_new(devices):
+    devices["fake:0"] = Device(free_bytes=100, piece_bytes=10)
+    sizes = search(1000)
+    assert sizes.failed(oom("fake:0", 10_000))
+    sizes.size = 1000  # as where memory came free in vain
+    assert sizes.failed(oom("fake:0", 10_000))
+    assert sizes.size == 10
 
 
 @pytest.mark.parametrize("kind", ["workspace", "driver", "size_limit"])
@@ -249,27 +275,38 @@ def test_without_any_numbers_95_percent_are_found_with_three_failures_from_four_
 
 
 @st.composite
-def loads(draw):
+def loads(draw, most=60.0, most_fixed=0.3, powers=(1.0, 1.0)):
     """A device, and an initial size of up to so many times what fits."""
     free_bytes = draw(st.integers(10**6, 10**9))
+    fixed_bytes = int(free_bytes * draw(st.floats(0, most_fixed)))
+    power = draw(st.floats(*powers))
+    largest, n_layers = draw(st.integers(20, 10**5)), draw(st.integers(1, 20))
+    largest += draw(st.floats(0.1, 0.9))  # what is left over is too little for one more
     device = Device(
         free_bytes,
-        piece_bytes=draw(st.integers(1, 10**4)),
-        fixed_bytes=int(free_bytes * draw(st.floats(0, 0.3))),
-        n_layers=draw(st.integers(1, 20)),
+        piece_bytes=(free_bytes - fixed_bytes) / n_layers / largest**power,
+        fixed_bytes=fixed_bytes,
+        n_layers=n_layers,
+        power=power,
     )
-    ratio = draw(st.floats(1.0, 60.0))
-    return device, max(1, int(device.largest * ratio))
+    return device, max(1, int(device.largest * draw(st.floats(1.0, most))))
+
+
+@contextmanager
+def measuring(device):
+    """Let the memory of every device that has a name be measured."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "tenure.adaptive._sizes._search.meter_for", lambda name: device if name else None
+        )
+        yield
 
 
 @settings(deadline=None, max_examples=100)
 @given(loads())
 def test_with_measured_memory_95_percent_are_found_with_three_failures_in_few_pieces(load):
     device, initial = load
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "tenure.adaptive._sizes._search.meter_for", lambda name: device if name else None
-        )
+    with measuring(device):
         site = Site(device, initial, in_pieces=True)
         for _ in range(40):
             site.call(n_pieces=8)
@@ -278,30 +315,67 @@ def test_with_measured_memory_95_percent_are_found_with_three_failures_in_few_pi
 
 
 @settings(deadline=None, max_examples=100)
-@given(loads())
+@given(loads(most=8.0))
 def test_with_measured_memory_95_percent_are_found_with_three_failures_in_few_calls(load):
     device, initial = load
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "tenure.adaptive._sizes._search.meter_for", lambda name: device if name else None
-        )
+    with measuring(device):
         site = Site(device, initial)
-        found = [site.call() for _ in range(120)]
+        found = [site.call() for _ in range(20)]
     assert device.n_ooms <= 3
+    assert found[0] >= 0.5 * min(initial, device.largest) - 1
     assert found[-1] >= 0.95 * min(initial, device.largest)
+
+
+@settings(deadline=None, max_examples=100)
+@given(loads())
+def test_the_first_call_of_one_piece_comes_to_no_less_than_a_quarter(load):
+    device, initial = load
+    with measuring(device):
+        found = Site(device, initial).call()
+    assert device.n_ooms <= 5
+    assert found >= 0.25 * min(initial, device.largest) - 1
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+@pytest.mark.parametrize(("most", "most_failures", "least"), [(16.0, 2, 0.95), (60.0, 3, 0.92)])
+@pytest.mark.parametrize("way", [Site.call, Site.step], ids=["pieces", "trials"])
+def test_the_first_call_comes_to_the_largest_size_where_it_can_go_on(
+    way, most, most_failures, least, data
+):
+    device, initial = data.draw(loads(most))
+    with measuring(device):
+        site = Site(device, initial, in_pieces=True)
+        found = way(site, 12)
+    assert device.n_ooms <= most_failures
+    assert found >= least * min(initial, device.largest) - 1
+
+
+@settings(deadline=None, max_examples=100)
+@given(loads(powers=(1.0, 2.0), most=8.0), st.randoms(use_true_random=False))
+@pytest.mark.parametrize("way", [Site.call, Site.step], ids=["pieces", "trials"])
+def test_memory_that_is_steeper_or_varies_costs_one_failure_more_at_the_most(way, load, draw):
+    device, initial = load
+    device.vary = lambda: draw.uniform(-0.01, 0.01)
+    with measuring(device):
+        site = Site(device, initial, in_pieces=True)
+        for _ in range(10):
+            found = way(site, 12)
+    assert device.n_ooms <= 4
+    assert found >= 0.85 * min(initial, device.largest) - 1
 
 
 def test_measured_memory_is_used_for_the_very_next_piece(devices):
     devices["fake:0"] = device = Device(free_bytes=10_000, piece_bytes=10)
     site = Site(device, 1024, in_pieces=True)
-    assert site.call(n_pieces=3) == 985
-    assert site.sizes == [1024, 512, 985, 985]
+    assert site.call(n_pieces=3) == 980
+    assert site.sizes == [1024, 256, 980, 980]
 
 
 def test_measured_memory_is_used_for_the_very_next_call(devices):
     devices["fake:0"] = device = Device(free_bytes=10_000, piece_bytes=10)
     site = Site(device, 1024)
-    assert [site.call(), site.call(), site.call()] == [512, 985, 985]
+    assert [site.call(), site.call(), site.call()] == [512, 980, 980]
     assert device.n_ooms == 1
 
 

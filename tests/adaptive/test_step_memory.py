@@ -129,7 +129,7 @@ def test_a_failure_at_any_allocation_leaves_what_a_run_at_the_final_split_leaves
 ):
     rig = Rig(sim, way)
     wanted = {}
-    for size in (6, 3, 2):
+    for size in (6, 5, 4, 3, 2):
         rig.reset()
         result = rig.run(size)
         wanted[size] = rig.state(), float(result.loss), result.sizes, rig.n_calls
@@ -155,7 +155,7 @@ def test_a_failure_at_any_allocation_leaves_what_a_run_at_the_final_split_leaves
 
     n = for_each_allocation(sim, lambda: rig.run(maximum), check)
     assert n > 20
-    assert used == {3 if maximum is None else 2}
+    assert used == {4 if maximum is None else 2}  # there is memory for more than the size below
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -200,7 +200,8 @@ def test_a_budget_too_small_for_the_batch_is_kept_and_gives_the_same_gradients(s
     sim.reset_peak()
     result = step(fn, x)
     assert sim.peak_bytes <= budget
-    assert 1 < len(result.sizes) == 256 // result.micro_batch
+    assert 1 < len(result.sizes) == -(-256 // result.micro_batch)
+    assert result.attempts <= 3
     for p, w in zip(net.parameters(), wanted, strict=True):
         torch.testing.assert_close(p.grad.cpu(), w, rtol=1e-5, atol=1e-7)
 

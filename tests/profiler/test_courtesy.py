@@ -466,10 +466,7 @@ def test_a_scope_around_owns_nothing_of_it(sim):
 def test_a_host_without_room_is_named_and_nothing_is_moved(sim, monkeypatch):
     x = torch.ones(4, device=sim.device)
 
-    class Memory:
-        available = 15
-
-    monkeypatch.setattr("psutil.virtual_memory", Memory)
+    monkeypatch.setattr("tenure._host_memory._free_in_groups", lambda root: [15])
     with (
         pytest.raises(
             CourtesyError,

@@ -40,6 +40,11 @@ class AdaptiveFunction:
     _initial_name = "initial_batchsize"
 
     def __init__(self, function: Callable[..., Any], initial: int | None, options: Options) -> None:
+        if isinstance(function, int):
+            raise AdaptiveUsageError(
+                f"@{self._entry} wants a function, and got {function!r}. For a size to begin with, "
+                f"write @{self._entry}({self._initial_name}={function!r})."
+            )
         check_function(f"@{self._entry}", _plain(function))
         wrapper: Any = self
         vars(self).update(_attributes_of(function, type(self)))
@@ -165,7 +170,15 @@ class _OfClass:
         return repr(self._adaptive)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._class, vars(self)["__name__"])
+        return getattr, (self._class, self._name_in_class())
+
+    def _name_in_class(self) -> str:
+        """The attribute that it is: not always the name that the function was written under."""
+        for kind in self._class.__mro__:
+            for name, value in vars(kind).items():
+                if isinstance(value, AdaptiveFunction) and value._owner is self._adaptive._owner:
+                    return name
+        return str(vars(self)["__name__"])
 
 
 _CALL_OF_CLASS = _OfClass.__call__.__code__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, Unpack, overload
 
@@ -85,15 +86,41 @@ class BatchFunction(AdaptiveFunction, Generic[P, T_co]):
         arguments = "initial_batchsize=, maximum=, or toma_initial_batchsize= in the call"
         initial = required(self._begin(toma_initial_batchsize), self._name, arguments)
         remembered = self._remembered(toma_context, toma_cache_type, args, kwargs)
-        return run_batch(
-            self._name,
-            self._function,
-            initial,
-            args=args,
-            kwargs=kwargs,
-            options=self._options,
-            remembered=remembered,
-        )
+        try:
+            return run_batch(
+                self._name,
+                self._function,
+                initial,
+                args=args,
+                kwargs=kwargs,
+                options=self._options,
+                remembered=remembered,
+            )
+        except TypeError as error:
+            if _got_a_size(self._function, args, kwargs):
+                error.add_note(
+                    f"{self._name}() gets its batch size from tenure, before what it is called "
+                    f"with. Call it without one: leave {args[0]!r} out."
+                )
+            raise
+
+
+def _got_a_size(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether a function can't be called with what it got, and could without its first number."""
+    if not args or not isinstance(args[0], int):
+        return False
+    try:
+        signature = inspect.signature(function)
+        signature.bind(1, *args[1:], **kwargs)
+    except (TypeError, ValueError):
+        return False
+    try:
+        signature.bind(1, *args, **kwargs)
+    except TypeError:
+        return True
+    return False
 
 
 class BatchDecorator(Protocol):
@@ -151,8 +178,10 @@ def batch(func: Any = None, /, *, initial_batchsize: int | None = None, **option
     Source: ``toma.batch``, https://github.com/BlackHC/toma.
     """
     if func is None:
-        return functools.partial(_decorated, initial_batchsize, checked_options(**options))
-    return _decorated(initial_batchsize, checked_options(**options), func)
+        return functools.partial(
+            _decorated, initial_batchsize, checked_options("initial_batchsize", **options)
+        )
+    return _decorated(initial_batchsize, checked_options("initial_batchsize", **options), func)
 
 
 def _decorated(initial: int | None, options: Options, func: Any) -> BatchFunction[Any, Any]:

@@ -288,7 +288,7 @@ def chunked(
     make: Callable[[Any], ChunkedFunction[Any, Any]] = functools.partial(
         ChunkedFunction[Any, Any],
         initial=initial_step,
-        options=checked_options(**options),
+        options=checked_options("initial_step", **options),
         collect=collect,
         progress=progress,
         dimension=dimension,

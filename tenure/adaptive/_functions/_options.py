@@ -59,11 +59,14 @@ class AdaptiveOptions(TypedDict, total=False):
     cpu_fallback: bool
 
 
+_WORDS_FOR_SIZES = ("size", "step", "batch", "chunk")
 PLAIN = Options()
 """The options of a call that names none."""
 
 
 def checked_options(
+    initial_name: str,
+    /,
     *,
     cache_type: type[BatchsizeCache] | None = None,
     context: Any = None,
@@ -76,13 +79,13 @@ def checked_options(
     cpu_fallback: bool = False,
     **unknown: object,
 ) -> Options:
-    """Options as a user gave them.
+    """Options as a user gave them, to a function that has ``initial_name`` besides.
 
     Raises:
         AdaptiveUsageError: one can't be used, or is none.
     """
     for name in unknown:
-        raise AdaptiveUsageError(_no_such_option(name))
+        raise AdaptiveUsageError(_no_such_option(name, initial_name))
     if cache_type is not None:
         checked_cache_type(cache_type)
     if context is not None:
@@ -93,10 +96,15 @@ def checked_options(
     return Options(cache_type, context, limits, reduce, restore_rng, on_retry, cpu_fallback)
 
 
-def _no_such_option(name: str) -> str:
-    known = list(AdaptiveOptions.__annotations__)
+def _no_such_option(name: str, initial_name: str) -> str:
+    known = [initial_name, *AdaptiveOptions.__annotations__]
     near = difflib.get_close_matches(name, known, n=1)
-    hint = f"Did you mean {near[0]!r}?" if near else f"The options of all are {', '.join(known)}."
+    if any(word in name for word in _WORDS_FOR_SIZES):
+        bounds = [f"{word}imum" for word in ("min", "max") if word in name]
+        near = [*bounds, initial_name]
+    hint = (
+        f"Did you mean {near[0]!r}?" if near else f"The options of all are {', '.join(known[1:])}."
+    )
     return f"{name!r} is no argument of this function. {hint}"
 
 

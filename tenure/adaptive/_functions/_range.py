@@ -179,7 +179,7 @@ def range(
     make: Callable[[Any], RangeFunction[Any, Any]] = functools.partial(
         RangeFunction[Any, Any],
         initial=initial_step,
-        options=checked_options(**options),
+        options=checked_options("initial_step", **options),
         collect=collect,
         progress=progress,
     )

@@ -184,7 +184,7 @@ def _run_pieces(
         while piece.start < end:
             left = end - piece.start
             if search.room is not None:
-                search.keep_within(search.room)
+                search.go_on(search.room)
             if search.size > left:
                 search.at_most(left)
             if results is None:

@@ -7,6 +7,7 @@ from typing import Any
 import psutil
 
 from tenure._errors import AdaptiveUsageError
+from tenure._host_memory import free_host_bytes
 
 resource: Any
 try:
@@ -18,8 +19,8 @@ _GIB = 1 << 30
 
 
 def available_host_bytes() -> int:
-    """Bytes that this process may still allocate: what is available, or less by RLIMIT_AS."""
-    available_bytes = int(psutil.virtual_memory().available)
+    """Bytes that this process may still allocate: what is free, or less by RLIMIT_AS."""
+    available_bytes = free_host_bytes()
     limit_bytes = _address_space_limit()
     if limit_bytes is None:
         return available_bytes

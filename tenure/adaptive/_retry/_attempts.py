@@ -168,12 +168,25 @@ class Attempts:
         """Free what the attempt made, whoever keeps its exception or its tensors."""
         self._statistics.ooms += 1
         release(failure.error, self._outside)
-        scope = self._scope
-        name, scope.name = scope.name, f"attempt of {self._name} at {self._unit} {size}"
-        scope.dispose_everything()
-        scope.name = name
+        self._dispose(f"attempt of {self._name} at {self._unit} {size}")
         if self._state is not None and failure.is_begun:
             self._state.undo()
+
+    def take_back(self) -> None:
+        """Let go of what the attempt that runs has made so far, and undo what it has changed.
+
+        Called by the work itself; state whose ``undo`` forgets it has to be noted again.
+        """
+        self._dispose(f"trial of {self._name}")
+        if self._state is not None:
+            self._state.undo()
+
+    def _dispose(self, name: str) -> None:
+        """Dispose what the scope owns; errors about it then say that it is of ``name``."""
+        scope = self._scope
+        own_name, scope.name = scope.name, name
+        scope.dispose_everything()
+        scope.name = own_name
 
     def _has_next(self, failure: _Failure, search: SizeSearch, relief: Relief) -> bool:
         """Whether there is something to try: the same size with more room, or a smaller one."""

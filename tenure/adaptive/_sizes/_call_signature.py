@@ -64,5 +64,7 @@ def _spelled(value: object, dimension: int = 0) -> str:
     if not isinstance(value, Tensor):
         return ""
     with torch._C.DisableTorchFunction():
-        sizes = ["*" if i == dimension else str(n) for i, n in enumerate(shape_of(value))]
+        # rows of different lengths have a size of their own in each batch, which is no number
+        sizes = [str(n) if isinstance(n, int) else "ragged" for n in shape_of(value)]
+        sizes[dimension : dimension + 1] = ["*"] * bool(sizes)
         return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(sizes)}] on {value.device}"

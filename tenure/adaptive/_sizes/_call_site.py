@@ -12,7 +12,7 @@ import sys
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from types import CodeType, FrameType, MethodType
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -33,8 +33,6 @@ _PLAIN = (str, int, float, bool, bytes, type(None))
 
 class RemembersNothing:
     """What is known of calls that remember nothing."""
-
-    remembers: ClassVar[bool] = False
 
     def known(self) -> None:
         """Nothing is known."""
@@ -59,8 +57,6 @@ class CallSite:
     """
 
     __slots__ = ("_cache_type", "_context", "_frame", "_owner", "_work")
-
-    remembers: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, replace
 
+from ._policy import Measured
+
 _FIRST_INTERVAL = 16
 _CLOSED_INTERVAL = 512
 """Clean calls before what failed is tried again where nothing lies between it and what works."""
@@ -25,10 +27,12 @@ class SizeRecord:
     Attributes:
         ok: the largest size that worked since something this small last failed; 0 where none did.
         bad: the smallest size that is known to fail; None where none is.
-        ok_bytes: device memory that ``ok`` needs at the most; None where that was not measured.
-        bytes_per_size: what one more than ``ok`` needs at the least; 0 where two sizes were not
-            measured yet.
-        free_bytes: the memory that was free when a size failed; None where that is not known.
+        points: what ``ok`` needs at the most, and before it what a smaller size needed, where that
+            was measured; empty where ``ok`` was not.
+        is_steep: whether larger sizes may need memory with their square: one that was to fit, by
+            what smaller ones needed, did not.
+        is_guess: whether ``bad`` failed in work of another shape.
+        free_bytes: the memory that was free when ``bad`` failed; None where that is not known.
         device: the memory that ran out, as torch spells it.
         n_clean: calls without a failure since the last one, or since the last growth ended.
         interval: clean calls before a larger size is tried.
@@ -38,8 +42,9 @@ class SizeRecord:
 
     ok: int = 0
     bad: int | None = None
-    ok_bytes: int | None = None
-    bytes_per_size: float = 0
+    points: tuple[Measured, ...] = ()
+    is_steep: bool = False
+    is_guess: bool = False
     free_bytes: int | None = None
     device: str | None = None
     n_clean: int = 0
@@ -52,14 +57,16 @@ class SizeRecord:
         with _lock:
             return replace(self)
 
-    def fitting(self, free_bytes: int) -> int | None:
-        """The size that surely fits into so much, by what ``ok`` needs; None where nobody knows.
+    def fails_at(self, free_bytes: int) -> int | None:
+        """The size that is to fail in so much memory: ``bad``, or more where more is free now.
 
-        Memory that grows with the size, along a line or steeper where it is large already, grows
-        at most in proportion.
+        None where nobody knows.
         """
-        with _lock:
-            return self.ok * free_bytes // self.ok_bytes if self.ok_bytes else None
+        if self.is_guess:
+            return None
+        if self.bad is None or not self.free_bytes:
+            return self.bad
+        return max(self.bad, self.bad * free_bytes // self.free_bytes)
 
     def copy(self) -> SizeRecord:
         """What this one knows of sizes, as the beginning of another for work of another shape.
@@ -68,7 +75,7 @@ class SizeRecord:
         two calls have the same shape.
         """
         with _lock:
-            return replace(self, ok_bytes=None, bytes_per_size=0, settled=False)
+            return replace(self, points=(), is_steep=False, is_guess=True, settled=False)
 
     # --- what to try
 
@@ -122,35 +129,54 @@ class SizeRecord:
         with _lock:
             grew = 0 < self.ok < size
             if size >= self.ok:
-                self._note_growth(size, needed_bytes)
-                self.ok_bytes = needed_bytes or self._in_proportion(size)
+                self.points = self._points_with(size, needed_bytes)
                 self.ok = size
+            elif needed_bytes and self.points:
+                self._note_less(size, needed_bytes)
             if self.bad is not None and size >= self.bad:
                 self.bad = None  # memory has come free: go on at once, and faster
                 self.climbing = True
                 self.settled = False
             return grew
 
-    def _note_growth(self, size: int, needed_bytes: int | None) -> None:
-        """Memory grows along a line or steeper: the next size costs no less than those before."""
-        if size > self.ok and needed_bytes and self.ok_bytes:
-            self.bytes_per_size = (needed_bytes - self.ok_bytes) / (size - self.ok)
+    def _points_with(self, size: int, needed_bytes: int | None) -> tuple[Measured, ...]:
+        if not needed_bytes:
+            upper_bytes = self._in_proportion(size)
+            return (Measured(size, upper_bytes),) if upper_bytes else ()
+        smaller = [each for each in self.points if each.size < size]
+        return (*smaller[-1:], Measured(size, needed_bytes))
+
+    def _note_less(self, size: int, needed_bytes: int) -> None:
+        """A smaller size says that ``ok`` needs less than it did, as where gradients are there."""
+        least = Measured(self.ok, -(-needed_bytes * self.ok // size))
+        if least.n_bytes < self.points[-1].n_bytes:
+            self.points = (least,)
 
     def is_full(self, free_bytes: int) -> bool:
         """Whether one more than ``ok`` is known not to fit."""
-        return self.ok_bytes is not None and self.ok_bytes + self.bytes_per_size > free_bytes
+        with _lock:
+            if not self.points:
+                return False
+            *earlier, (size, n_bytes) = self.points
+            slopes = [(n_bytes - less_bytes) / (size - less) for less, less_bytes in earlier]
+            return n_bytes + max([*slopes, 0]) > free_bytes
 
     def _in_proportion(self, size: int) -> int | None:
         """An upper bound of what a larger size needs."""
-        return -(-self.ok_bytes * size // self.ok) if self.ok_bytes and self.ok else None
+        return -(-self.points[-1].n_bytes * size // self.ok) if self.points and self.ok else None
 
-    def note_failed(self, size: int, align: int, device: str | None) -> None:
-        """Work of this size ran out of memory."""
+    def note_failed(
+        self, size: int, align: int, device: str | None, free_bytes: int | None = None
+    ) -> None:
+        """Work of this size ran out of memory, of which so much is free when it is let go."""
         with _lock:
             was_probe = 0 < self.ok < size
             if not was_probe:
-                self.ok, self.ok_bytes, self.bytes_per_size = 0, None, 0
-            self.bad, self.device = size, device
+                self.ok, self.points = 0, ()
+            elif self.points:
+                self.is_steep = True
+            self.bad, self.device, self.free_bytes = size, device, free_bytes
+            self.is_guess = False
             self.settled = False
             if self.climbing:
                 self.interval *= 2

@@ -19,6 +19,7 @@ from ._coupled import coupled_modules, refuse_coupled, written_modules
 from ._cut_inputs import CutInputs, graph_is_used_up
 from ._distributed import refuse_distributed
 from ._gradients import IsolatedGradients
+from ._outputs import Outputs
 from ._outputs_pass import OutputsPass
 from ._spec import Chunk, StepSpec
 from ._split_backward import SplitBackward, without_autocast
@@ -95,6 +96,25 @@ class StepRun:
         self.backward.check_ran()
         self._deliver()
         return outcome
+
+    def try_out(self, size: int) -> None:
+        """Run micro-batches of a size, to see what they need; the state is to be undone then.
+
+        Two of them, because the second finds the gradients of the first beside it.
+        """
+        self.inputs.begin()
+        self.backward.begin(is_split=True)
+        self._check_splittable(size)
+        for chunk in self._chunks(size)[:2]:
+            self._try_chunk(chunk)
+
+    def _try_chunk(self, chunk: Chunk) -> None:
+        returned = self.forward(chunk)
+        if callable(self.spec.loss):
+            tensors = Outputs(returned, self.spec.out_dims, chunk.length).tensors
+        else:
+            tensors = [term.value for term in terms_of(returned, self.spec.loss).by_name.values()]
+        self.send_back(tensors, [torch.ones_like(tensor) for tensor in tensors])
 
     # --- in one piece
 

@@ -87,8 +87,9 @@ def step(
 
     Begins with the whole batch, as plain PyTorch would, or with the size that fitted last time.
     When memory runs out, everything that the attempt made or changed (tensors, gradients, buffers,
-    random state) is taken back, and the step begins again in smaller micro-batches. The optimizer
-    is not called: do that afterwards.
+    random state) is taken back, and the step begins again in smaller micro-batches. Where none is
+    known to fit, some are tried out first and taken back as well, to see how large they may be. The
+    optimizer is not called: do that afterwards.
 
     Args:
         fn: gets the batch or a part of it, of the same structure, and returns its loss: a mean or
@@ -154,11 +155,18 @@ def step(
     if maximum is not None:
         largest = min(largest, _checked_maximum(maximum, limits.minimum))
     memory = memory_for(stands_for(fn), frame, context, cache_type, setup.values, {})
-    search = AdaptiveSearch(setup.name, "micro-batch", largest, limits, memory, on_retry=on_retry)
+    search = AdaptiveSearch(
+        setup.name, "micro-batch", largest, limits, memory, on_retry=on_retry, has_trials=True
+    )
 
     def attempt(size: int) -> StepOutcome:
         with no_optimizer_steps("step"):
-            return setup.run.run(size)
+            while search.is_trial:  # where sizes have failed and none is known to fit
+                setup.run.try_out(search.size)
+                attempts.take_back()
+                setup.gradients.begin()
+                search.tried()
+            return setup.run.run(search.size)
 
     with DisposeScope("step") as scope:
         # gradients are delivered first: that may fail, and then buffers have to be brought back too

@@ -1,0 +1,121 @@
+"""The memory of the host that this process may still use: the machine's, and its container's.
+
+A container is a group of processes (a cgroup of Linux) with a limit of its own, which the numbers
+of the machine don't tell; past it the kernel ends the process without an exception.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+import psutil
+
+
+class _Files(NamedTuple):
+    """What a version of cgroups calls its numbers."""
+
+    limit: str
+    used: str
+    unused_cache: str
+
+
+_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _Files("memory.max", "memory.current", "inactive_file")
+
+
+class _Mount(NamedTuple):
+    """Where groups can be seen.
+
+    Attributes:
+        top: the group that is seen at the place itself.
+        place: a folder.
+        files: what its files are called.
+    """
+
+    top: PurePosixPath
+    place: Path
+    files: _Files
+
+
+def free_host_bytes(root: Path = Path("/")) -> int:
+    """Bytes that can still be allocated before the machine, or a container, has no more.
+
+    Args:
+        root: where the files of the system lie.
+    """
+    return max(0, min([int(psutil.virtual_memory().available), *_free_in_groups(root)]))
+
+
+def _free_in_groups(root: Path) -> Iterator[int]:
+    """What is free in each group that this process belongs to, and that has a limit."""
+    own = _own_groups(_text(root / "proc/self/cgroup"))
+    for top, place, files in _mounts(_text(root / "proc/self/mountinfo"), root):
+        group = own.get(files)
+        if group is None:
+            continue
+        # the group of another namespace is not below the top: what is mounted is all that is seen
+        below = group.relative_to(top) if group.is_relative_to(top) else PurePosixPath()
+        folder = place / below
+        for each in (folder, *folder.parents):
+            free_bytes = _free_in(each, files)
+            if free_bytes is not None:
+                yield free_bytes
+            if each == place:
+                break
+
+
+def _free_in(folder: Path, files: _Files) -> int | None:
+    limit_bytes, used_bytes = _number(folder / files.limit), _number(folder / files.used)
+    if limit_bytes is None or used_bytes is None:
+        return None
+    # files that were read and are not in use count as used, and make room when that is wanted
+    statistics = dict(
+        line.split(maxsplit=1) for line in _text(folder / "memory.stat").splitlines() if " " in line
+    )
+    cache_bytes = int(statistics.get(files.unused_cache, 0))
+    return limit_bytes - max(0, used_bytes - cache_bytes)
+
+
+def _own_groups(text: str) -> dict[_Files, PurePosixPath]:
+    """The groups of this process, from lines such as ``4:memory:/a`` and ``0::/b``."""
+    found = {}
+    for line in text.splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if "memory" in controllers.split(","):
+            found[_V1] = PurePosixPath(path)
+        elif not controllers and path:
+            found[_V2] = PurePosixPath(path)
+    return found
+
+
+def _mounts(text: str, root: Path) -> Iterator[_Mount]:
+    """The mounted groups, from lines such as ``35 31 0:32 / /sys/fs/cgroup rw - cgroup2 x rw``."""
+    for line in text.splitlines():
+        mount, _, system = line.partition(" - ")
+        fields, kind = mount.split(), system.split()
+        if len(fields) < 5 or len(kind) < 3:
+            continue
+        top, place = PurePosixPath(_unescaped(fields[3])), root / _unescaped(fields[4]).lstrip("/")
+        if kind[0] == "cgroup2":
+            yield _Mount(top, place, _V2)
+        elif kind[0] == "cgroup" and "memory" in kind[2].split(","):
+            yield _Mount(top, place, _V1)
+
+
+def _unescaped(path: str) -> str:
+    return path.replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
+
+
+def _number(file: Path) -> int | None:
+    """A number in a file; None for ``max``, and for a file that is not there."""
+    text = _text(file).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text("utf-8", "surrogateescape")
+    except OSError:  # another system, or not for this process to read
+        return ""

@@ -1,0 +1,99 @@
+"""The size that the first step under a budget comes to, and those after it."""
+
+import pytest
+import torch
+from torch import nn
+
+from tenure.adaptive import NoBatchsizeCache, memory_budget, step
+
+pytestmark = pytest.mark.usefixtures("forgetful")
+
+
+def network(width=32):
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4)]
+    return nn.Sequential(*layers)
+
+
+def peak_of(net, x):
+    with memory_budget(1 << 40) as budget:
+        net(x).square().mean().backward()
+    net.zero_grad()
+    return budget.peak_bytes
+
+
+def fits(net, x, size, budget_bytes):
+    """Whether a step in micro-batches of a size fits."""
+    net.zero_grad()
+    events = []
+    with memory_budget(budget_bytes):
+        step(
+            lambda b: net(b).square().mean(),
+            x,
+            maximum=size,
+            cache_type=NoBatchsizeCache,
+            on_retry=events.append,
+        )
+    net.zero_grad()
+    return not events
+
+
+@pytest.mark.parametrize("share", [0.15, 0.34, 0.6, 0.9])
+def test_the_first_step_comes_to_95_percent_of_what_fits_with_three_failures(share):
+    net, x = network(), torch.randn(400, 32)
+    budget_bytes = int(peak_of(net, x) * share)
+    with memory_budget(budget_bytes):
+        result = step(lambda b: net(b).square().mean(), x)
+    assert result.attempts <= 4
+    assert not fits(net, x, int(result.micro_batch / 0.95) + 1, budget_bytes)
+
+
+def test_state_of_an_optimizer_that_takes_the_memory_is_no_reason_to_fail_again():
+    net, x = network(), torch.randn(1000, 32)
+    optimizer = torch.optim.Adam(net.parameters())
+    events, sizes = [], []
+    with memory_budget(peak_of(net, x) // 3):
+        for _ in range(20):
+            result = step(lambda b: net(b).square().mean(), x, on_retry=events.append)
+            sizes.append(result.micro_batch)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert sum(event.kind == "shrink" for event in events) <= 3
+    assert len(set(sizes[3:])) == 1
+
+
+def test_what_is_tried_out_leaves_no_trace():
+    net = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Dropout(), nn.Linear(64, 32))
+    x, seen = torch.randn(256, 32), []
+    before = {name: buffer.clone() for name, buffer in net.named_buffers()}
+
+    def fn(b):
+        seen.append(len(b))
+        return net(b).square().mean()
+
+    def outcome(**options):
+        net.load_state_dict(before, strict=False)
+        net.zero_grad()
+        torch.manual_seed(3)
+        result = step(fn, x, batchnorm="per_chunk", **options)
+        state = [p.grad.clone() for p in net.parameters()]
+        return result, [*state, *(b.clone() for b in net.buffers()), torch.get_rng_state()]
+
+    with memory_budget(peak_of(net, x) // 3):
+        result, state = outcome()
+    n_tried = len(seen) - len(result.sizes)
+    assert n_tried > 2  # the whole, and pairs of one micro-batch
+    assert result.micro_batch > seen[1]
+    _, wanted = outcome(maximum=result.micro_batch, cache_type=NoBatchsizeCache)
+    assert all(torch.equal(a, b) for a, b in zip(state, wanted, strict=True))
+
+
+def test_outputs_that_pile_up_beside_a_micro_batch_make_it_smaller_still():
+    net, x = network(), torch.randn(400, 32)
+    with memory_budget(1 << 40) as whole:
+        step(net, x, loss=lambda o: o.logsumexp(0).sum())
+    net.zero_grad()
+    with memory_budget(int(whole.peak_bytes * 0.8)):
+        result = step(net, x, loss=lambda o: o.logsumexp(0).sum())
+    assert len(result.sizes) > 1
+    assert result.attempts <= 4
