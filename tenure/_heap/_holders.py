@@ -50,28 +50,28 @@ class Holder:
 
 
 def find_holders(
-    tensors: Sequence[torch.Tensor], *, ignore: Collection[object] = ()
+    objects: Sequence[object], *, ignore: Collection[object] = ()
 ) -> list[list[Holder]]:
-    """Name every reference that keeps tensors alive, with a few passes over the heap for all.
+    """Name every reference that keeps objects alive, with a few passes over the heap for all.
 
     No operation on a tensor runs, no unpack hook of autograd and no code of the objects passed.
 
     Args:
-        tensors: tensors of any shape, dtype, layout and device.
+        objects: tensors of any shape, dtype, layout and device; modules, and any other objects.
         ignore: containers that do not count as holders, such as the caller's own lists.
 
     Returns:
-        For each tensor its holders: those whose chain is a name first, the shortest first.
+        For each object its holders: those whose chain is a name first, the shortest first.
     """
     with torch._C.DisableTorchFunction(), _collector_paused():
-        search = Search(tensors, (tensors, *ignore), RunningFrames(sys._getframe(1)))
+        search = Search(objects, (objects, *ignore), RunningFrames(sys._getframe(1)))
         chains = Chains(search)
         return [_holders_of(n, search, chains) for n in search.targets]
 
 
-def weigh_holders(t: torch.Tensor) -> tuple[list[Holder], Balance]:
-    """As `find_holders` for one tensor, with the balance of the references to its handle."""
-    ours = [t]
+def weigh_holders(found: object) -> tuple[list[Holder], Balance]:
+    """As `find_holders` for one object of any kind, with the balance of the references to it."""
+    ours = [found]
     with torch._C.DisableTorchFunction(), _collector_paused():
         # from this very frame on: its argument is a reference as well
         search = Search(ours, (ours,), RunningFrames(sys._getframe()))

@@ -1,4 +1,4 @@
-"""A search from tensors outwards to what keeps them alive, one level of holders at a time.
+"""A search from objects outwards to what keeps them alive, one level of holders at a time.
 
 Every object that was met is held by one list, which the search leaves out of its answers; all else
 it keeps is numbers and text. While it runs, an index may hold the whole heap.
@@ -49,10 +49,10 @@ class Balance(NamedTuple):
 
 
 class Search:
-    """What was found about the holders of some tensors, by number; the tensors come first.
+    """What was found about the holders of some objects, by number; the objects come first.
 
     Attributes:
-        targets: the numbers of the given tensors, in their order.
+        targets: the numbers of the given objects, in their order.
         alive: the objects by number.
         parents: by number, the edges from each known holder.
         roots: by number, the roots that an object is.
@@ -60,7 +60,7 @@ class Search:
     """
 
     def __init__(
-        self, tensors: Iterable[torch.Tensor], ignore: Iterable[object], frames: RunningFrames
+        self, objects: Iterable[object], ignore: Iterable[object], frames: RunningFrames
     ) -> None:
         self.alive: list[object] = []
         self.parents: list[list[Edge]] = []
@@ -82,7 +82,7 @@ class Search:
         self._untracked: Untracked | None = None
         self._referrers = Referrers()
         self._ignored = {id(self.alive)}
-        self.targets = [self._add(t) for t in tensors]
+        self.targets = [self._add(found) for found in objects]
         self._target_numbers = frozenset(self.targets)
         self._ignore(ignore)
         try:
