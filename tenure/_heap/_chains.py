@@ -22,6 +22,7 @@ _TELLING = (
     "partial",
     "method",
     "cache",
+    "context",
     "thread",
     "global",
     "unknown",
@@ -190,11 +191,8 @@ def _spell(root: Root, steps: tuple[Step, ...]) -> str:
         if anchor:
             held_by = _held_by(anchor, step.link, text) + held_by
             text, module = anchor, step.module
-        piece, following = step.text, step.namer
-        if namer is not None and step.key is not None:
-            piece, following = namer(step.key)
+        piece, namer = step.spelled(namer)
         text += piece
-        namer = following or step.namer
     return text + held_by
 
 

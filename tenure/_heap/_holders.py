@@ -30,9 +30,9 @@ class Holder:
     Attributes:
         kind: the most telling of what is on the chain: "autograd", "view", "numpy", "traceback",
             "generator" (coroutines too), "closure", "default", "partial", "method" (bound), "cache"
-            (`functools.lru_cache`), "thread", "global", "attribute", "container", "frame-local"; or
-            "cycle" for garbage that waits for the collector, and "unknown" where a reference has
-            no name.
+            (`functools.lru_cache`), "context" (`contextvars`), "thread", "global", "attribute",
+            "container", "frame-local"; or "cycle" for garbage that waits for the collector, and
+            "unknown" where a reference has no name.
         chain: the names from the root to the tensor.
         running: a frame that runs on this thread holds the tensor as a plain local variable. Its
             function's captured variable, a tuple that is a variable, a view of all of the tensor,

@@ -4,6 +4,7 @@ The garbage collector says how many references there are and the readers only na
 the answers counts references. No code of the objects themselves runs.
 """
 
+import contextvars
 import functools
 import gc
 import threading
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
-from . import _callables, _containers, _objects, _suspended
+from . import _callables, _containers, _contexts, _objects, _suspended
 from ._static import mro_of, type_name
 from ._steps import Reader, Slot, Step, Wanted, inside
 
@@ -76,5 +77,9 @@ _READERS: dict[int, Reader] = {
         (types.FrameType, _suspended.frame_slots),
         (types.TracebackType, _suspended.traceback_slots),
         (BaseException, _suspended.exception_slots),
+        (contextvars.ContextVar, _contexts.variable_slots),
+        (contextvars.Token, _contexts.token_slots),
+        *((cls, _contexts.branch_slots) for cls in _contexts.BRANCHES),
+        *((cls, _contexts.leaf_slots) for cls in _contexts.LEAVES),
     )
 }

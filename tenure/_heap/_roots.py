@@ -4,6 +4,7 @@ import sys
 import types
 from collections.abc import Iterator
 
+from ._contexts import root_of_context
 from ._frames import RunningFrames, Variable
 from ._static import class_attributes, is_kind, type_name
 from ._steps import Root, attribute
@@ -29,6 +30,8 @@ class Roots:
         found = [_of_variable(v) for v in self._frames.variables.get(id(candidate), ())]
         if id(candidate) == self._in_flight and candidate is not None:
             found.append(_IN_FLIGHT)
+        if (in_context := root_of_context(candidate)) is not None:
+            found.append(in_context)
         name = self._modules.get(id(candidate)) or _name_of_namespace(candidate)
         if name:
             found.append(Root(name, "global", namer=attribute))

@@ -1,7 +1,9 @@
 """Every way to hold a tensor, and the name that each gets."""
 
+import asyncio
 import collections
 import contextlib
+import contextvars
 import ctypes
 import dataclasses
 import functools
@@ -577,6 +579,61 @@ def test_last_value_of_an_interactive_session(monkeypatch):
         monkeypatch.setattr(sys, "last_value", error, raising=False)
     name = "traceback of ValueError in boom(): local q, held by sys.last_value"
     assert held(refs[0]) == [("traceback", name)]
+
+
+# context variables
+
+REQUEST = contextvars.ContextVar("request", default=(torch.zeros(2),))
+
+
+@pytest.mark.parametrize("n_others", [0, 1, 40])
+def test_value_of_a_context_variable(n_others):
+    def run():
+        for index in range(n_others):
+            contextvars.ContextVar(f"other {index}").set(index)
+        t = torch.ones(3)
+        ref = weakref.ref(t)
+        REQUEST.set({"cache": t})
+        del t
+        return held(ref)
+
+    assert contextvars.copy_context().run(run) == [("context", "context variable request['cache']")]
+
+
+def test_value_of_a_context_that_a_task_has():
+    async def serve(refs):
+        REQUEST.set(torch.ones(3))
+        refs.append(weakref.ref(REQUEST.get()))
+        await asyncio.sleep(0)
+
+    async def look():
+        refs, task = [], None
+        task = asyncio.create_task(serve(refs))
+        await asyncio.sleep(0)
+        found = held(refs[0])
+        await task
+        return found
+
+    ((kind, chain),) = asyncio.run(look())
+    assert (kind, chain.split(",")[0]) == ("context", "context variable request")
+
+
+def test_default_of_a_context_variable():
+    name = f"default of context variable request[0], held by {HERE}.REQUEST"
+    ref = weakref.ref(contextvars.Context().run(REQUEST.get)[0])
+    assert held(ref) == [("context", name)]
+
+
+def test_value_that_a_token_will_bring_back():
+    def run():
+        REQUEST.set(torch.ones(3))
+        ref = weakref.ref(REQUEST.get())
+        token = REQUEST.set(None)
+        assert token is not None
+        return held(ref)
+
+    name = "test_value_that_a_token_will_bring_back.<locals>.run.<locals>.token.old_value"
+    assert contextvars.copy_context().run(run) == [("attribute", name)]
 
 
 # what only C++ knows
