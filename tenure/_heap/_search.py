@@ -15,10 +15,10 @@ import torch
 from ._counts import OF_VARIABLE
 from ._frames import RunningFrames
 from ._graph import TensorGraph
+from ._index import Referrers
 from ._nodes import is_node
-from ._referents import slots_of
-from ._referrers import Referrers
 from ._roots import Roots
+from ._slots import slots_of
 from ._static import is_kind
 from ._steps import Root, Step
 from ._suspended import frame_of
@@ -234,17 +234,24 @@ class Search:
         return self._graph
 
     def _add_untracked(self, level: list[int], wanted: dict[int, int], met: set[int]) -> None:
-        tensors = [n for n in level if is_kind(type(self.alive[n]), torch.Tensor)]
-        if any(map(self._misses_holders, tensors)) or any(map(self._is_untracked, level)):
-            for holder in self._the_untracked().holders:
-                held = map(id, gc.get_referents(holder))
-                if id(holder) not in met and not wanted.keys().isdisjoint(held):
+        if any(map(self._misses_holders, level)) or any(map(self._is_untracked, level)):
+            for holder in self._the_untracked().holders_of(wanted):
+                if id(holder) not in met:
+                    met.add(id(holder))
                     self._add_holder(holder, wanted)
-        for n in filter(self._is_target, tensors):
-            t: torch.Tensor = self.alive[n]  # type: ignore[assignment]
-            if storage_uses(t) > 1 and self._the_graph().may_be_an_array(t):
-                for array in self._the_untracked().arrays_of(storage_key(t)):
+        for n in filter(self._is_target, level):
+            if is_kind(type(self.alive[n]), torch.Tensor) and self._may_be_an_array(n):
+                key = storage_key(self.alive[n])  # type: ignore[arg-type]
+                for array in self._the_untracked().arrays_of(key):
                     self._link(self._add(array), n, SHARES)
+
+    def _may_be_an_array(self, n: int) -> bool:
+        """Whether the memory has another handle that nothing known holds, as an array keeps one."""
+        t: torch.Tensor = self.alive[n]  # type: ignore[assignment]
+        if storage_uses(t) <= 1:
+            return False
+        others = (self._number.get(id(other)) for other in self._the_graph().handles_over(t))
+        return any(number is None or self._misses_holders(number) for number in others)
 
     def _is_untracked(self, n: int) -> bool:
         return self._untracked is not None and self.alive[n] in self._untracked

@@ -6,7 +6,6 @@ the answers counts references. No code of the objects themselves runs.
 
 import contextvars
 import functools
-import gc
 import threading
 import types
 from collections import Counter, deque
@@ -14,8 +13,8 @@ from collections.abc import Iterator
 
 import torch
 
-from . import _callables, _containers, _contexts, _objects, _suspended
-from ._static import mro_of, type_name
+from . import _arrays, _callables, _containers, _contexts, _dataframes, _objects, _suspended
+from ._static import module_name, mro_of, type_name
 from ._steps import Reader, Slot, Step, Wanted, inside
 
 
@@ -23,13 +22,13 @@ def slots_of(holder: object, wanted: Wanted) -> Iterator[tuple[int, Step]]:
     """Every reference from one object to any of the wanted ones.
 
     Args:
-        holder: any object that the collector tracks.
+        holder: any object that the collector tracks, or an array of NumPy.
         wanted: identities of the objects that matter.
 
     Yields:
         The identity of what is referred to and how; "(inside a …)" where no reader has a name.
     """
-    left = Counter(key for key in map(id, gc.get_referents(holder)) if key in wanted)
+    left = Counter(key for key in map(id, _arrays.referents_of(holder)) if key in wanted)
     for value, step in _named_slots(holder, left):
         if left[id(value)] > 0:
             left[id(value)] -= 1
@@ -43,7 +42,7 @@ def _named_slots(holder: object, wanted: Wanted) -> Iterator[Slot]:
     if not wanted:
         return
     for cls in mro_of(type(holder)):
-        reader = _READERS.get(id(cls))
+        reader = _READERS.get(id(cls)) or _LATE_READERS.get(f"{module_name(cls)}.{type_name(cls)}")
         # an object that is being built or torn down may lack what its type promises
         try:
             yield from reader(holder, wanted) if reader else ()
@@ -82,4 +81,12 @@ _READERS: dict[int, Reader] = {
         *((cls, _contexts.branch_slots) for cls in _contexts.BRANCHES),
         *((cls, _contexts.leaf_slots) for cls in _contexts.LEAVES),
     )
+}
+
+# of libraries that may come later, or never
+_LATE_READERS: dict[str, Reader] = {
+    "numpy.ndarray": _arrays.array_slots,
+    "pandas.core.generic.NDFrame": _dataframes.table_slots,
+    "pandas.core.internals.managers.BaseBlockManager": _dataframes.manager_slots,
+    "pandas.core.internals.blocks.Block": _dataframes.block_slots,
 }
