@@ -11,7 +11,6 @@ from typing import Any
 from ._static import is_kind
 from ._steps import Slot, Step, Wanted
 
-
 WHOLE_BASE = "whole base"
 """The key of the base of a view that shows all of it in the same order, if in another shape."""
 

@@ -39,13 +39,14 @@ class TensorGraph:
 
     Args:
         referrers: it may hold one reference to a tensor itself.
+        live: all tensors with a handle in Python, if they are known already.
 
     Attributes:
         live: the tensors, held strongly while this object lives.
     """
 
-    def __init__(self, referrers: Referrers) -> None:
-        self.live = live_tensors()
+    def __init__(self, referrers: Referrers, live: list[torch.Tensor] | None = None) -> None:
+        self.live = live_tensors() if live is None else live
         counts = list(map(sys.getrefcount, self.live))
         self._live_ids = frozenset(map(id, self.live))
         # an earlier search may have given a handle to what only autograd has

@@ -50,7 +50,10 @@ class Holder:
 
 
 def find_holders(
-    objects: Sequence[object], *, ignore: Collection[object] = ()
+    objects: Sequence[object],
+    *,
+    ignore: Collection[object] = (),
+    live: list[torch.Tensor] | None = None,
 ) -> list[list[Holder]]:
     """Name every reference that keeps objects alive, with a few passes over the heap for all.
 
@@ -59,12 +62,14 @@ def find_holders(
     Args:
         objects: tensors of any shape, dtype, layout and device; modules, and any other objects.
         ignore: containers that do not count as holders, such as the caller's own lists.
+        live: the caller's list of all tensors with a handle in Python, which is no holder either;
+            it spares a pass over the heap.
 
     Returns:
         For each object its holders: those whose chain is a name first, the shortest first.
     """
     with torch._C.DisableTorchFunction(), _collector_paused():
-        search = Search(objects, (objects, *ignore), RunningFrames(sys._getframe(1)))
+        search = Search(objects, (objects, *ignore), RunningFrames(sys._getframe(1)), live)
         chains = Chains(search)
         return [_holders_of(n, search, chains) for n in search.targets]
 

@@ -35,14 +35,20 @@ class Wanted:
         self._numbers: Any = None
         self._buckets: Any = None
 
-    def among(self, numpy: Any, numbers: Any) -> Any:
-        """The positions in an array of NumPy at which one of them stands."""
+    def among(self, numpy: Any, numbers: Any, buckets: Any) -> Any:
+        """The positions in an array of NumPy at which one of them stands.
+
+        Args:
+            numpy: the module.
+            numbers: the array.
+            buckets: the bucket of each number; most are told apart by it.
+        """
         if self._buckets is None:
             self._numbers = numpy.fromiter(self.identities, numpy.int64, count=len(self.identities))
             self._buckets = numpy.zeros(_N_BUCKETS, bool)
             self._buckets[_bucket(self._numbers)] = True
-        near = numpy.flatnonzero(self._buckets[_bucket(numbers)])
-        return near[numpy.isin(numbers[near], self._numbers)]
+        near = numpy.flatnonzero(self._buckets[buckets])
+        return near[numpy.isin(numbers[near], self._numbers)] if len(near) else near
 
 
 class Identities:
@@ -59,13 +65,17 @@ class Identities:
             if self._numpy is None
             else _read_items(self._numpy, objects)
         )
+        # small numbers, as they are all that most comparisons read
+        self._buckets: Any = (
+            None if self._numpy is None else _bucket(self.numbers).astype(self._numpy.uint16)
+        )
 
     def where(self, wanted: Wanted) -> Sequence[int]:
         """The positions of the objects that are wanted."""
         if self._numpy is None:
             hits = map(wanted.identities.__contains__, self.numbers)
             return [position for position, is_hit in enumerate(hits) if is_hit]
-        found: list[int] = wanted.among(self._numpy, self.numbers).tolist()
+        found: list[int] = wanted.among(self._numpy, self.numbers, self._buckets).tolist()
         return found
 
     def first_positions(self) -> list[int]:
@@ -73,7 +83,7 @@ class Identities:
         if self._numpy is None:
             return list(dict(zip(self.numbers, range(len(self.numbers)), strict=True)).values())
         last = self._numpy.zeros(_N_BUCKETS, self._numpy.int64)
-        last[_bucket(self.numbers)] = self._numpy.arange(len(self.numbers))
+        last[self._buckets] = self._numpy.arange(len(self.numbers))
         return [self._position_of(last, number) for number in self._numpy.unique(self.numbers)]
 
     def ordered(self) -> Sequence[int]:

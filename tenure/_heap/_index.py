@@ -10,13 +10,14 @@ from bisect import bisect_left
 from collections.abc import Iterator
 
 from ._collector import has_frozen, tracked_objects
+from ._fast_locals import take_out_emptied
 from ._identities import Identities, References, Wanted
 
 # the collector's own pass is faster for a few objects, and an index costs as much as some passes
 _MAX_ASKED = 48
 _MAX_PASSES = 6
 # objects whose references are asked for together, and of these, those that are told apart
-_BLOCK = 16_384
+_BLOCK = 65_536
 _CHUNK = 32
 # past a __getattribute__ of a metaclass
 _DICT_OFFSET = vars(type)["__dictoffset__"].__get__
@@ -62,13 +63,14 @@ class _Index:
     """Every reference from an object that the collector tracks.
 
     Args:
-        heap: what may refer to something. Left out are empty dictionaries: among them are those in
-            which a frame shows its variables, and who reads one of these counts its references.
+        heap: what may refer to something. The emptied dictionaries in which frames have shown their
+            variables are taken out: who reads one of these counts its references.
     """
 
     def __init__(self, heap: list[object]) -> None:
-        self._heap = [found for found in heap if type(found) is not dict or found]
-        self._ordered = Identities(self._heap).ordered()
+        self._heap = heap
+        take_out_emptied(heap)
+        self._ordered = Identities(heap).ordered()
         self._blocks = [
             References(self._referents(start)) for start in range(0, len(self._heap), _BLOCK)
         ]

@@ -6,6 +6,7 @@ it keeps is numbers and text. While it runs, an index may hold the whole heap.
 
 import gc
 import sys
+import types
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -51,6 +52,12 @@ class Balance(NamedTuple):
 class Search:
     """What was found about the holders of some objects, by number; the objects come first.
 
+    Args:
+        objects: the objects.
+        ignore: containers that are no holders.
+        frames: the frames whose local variables count.
+        live: a list of all tensors, if there is one; it is no holder.
+
     Attributes:
         targets: the numbers of the given objects, in their order.
         alive: the objects by number.
@@ -60,7 +67,11 @@ class Search:
     """
 
     def __init__(
-        self, objects: Iterable[object], ignore: Iterable[object], frames: RunningFrames
+        self,
+        objects: Iterable[object],
+        ignore: Iterable[object],
+        frames: RunningFrames,
+        live: list[torch.Tensor] | None = None,
     ) -> None:
         self.alive: list[object] = []
         self.parents: list[list[Edge]] = []
@@ -82,6 +93,8 @@ class Search:
         self._untracked: Untracked | None = None
         self._referrers = Referrers()
         self._ignored = {id(self.alive)}
+        if live is not None:
+            self._set_graph(TensorGraph(self._referrers, live))
         self.targets = [self._add(found) for found in objects]
         self._target_numbers = frozenset(self.targets)
         self._ignore(ignore)
@@ -229,12 +242,16 @@ class Search:
 
     def _the_graph(self) -> TensorGraph:
         if self._graph is None:
-            self._graph = TensorGraph(self._referrers)
-            self._ignored.add(id(self._graph.live))
+            return self._set_graph(TensorGraph(self._referrers))
         return self._graph
 
+    def _set_graph(self, graph: TensorGraph) -> TensorGraph:
+        self._graph = graph
+        self._ignored.add(id(graph.live))
+        return graph
+
     def _add_untracked(self, level: list[int], wanted: dict[int, int], met: set[int]) -> None:
-        if any(map(self._misses_holders, level)) or any(map(self._is_untracked, level)):
+        if any(map(self._may_be_in_untracked, level)):
             for holder in self._the_untracked().holders_of(wanted):
                 if id(holder) not in met:
                     met.add(id(holder))
@@ -253,8 +270,12 @@ class Search:
         others = (self._number.get(id(other)) for other in self._the_graph().handles_over(t))
         return any(number is None or self._misses_holders(number) for number in others)
 
-    def _is_untracked(self, n: int) -> bool:
-        return self._untracked is not None and self.alive[n] in self._untracked
+    def _may_be_in_untracked(self, n: int) -> bool:
+        """Whether an object has references left that the collector does not show."""
+        if self._untracked is not None and self.alive[n] in self._untracked:
+            return True
+        # a running frame has the cells of its captured variables, and nobody stores them elsewhere
+        return type(self.alive[n]) is not types.CellType and self._misses_holders(n)
 
     def _the_untracked(self) -> Untracked:
         if self._untracked is None:
