@@ -1,5 +1,6 @@
 """The slots of builtin containers and of their subclasses, read by the methods of the builtins."""
 
+import gc
 from collections import deque
 from collections.abc import Iterator
 
@@ -45,6 +46,11 @@ def dict_slots(holder: dict[object, object], wanted: Wanted) -> Iterator[Slot]:
             yield value, Step(f"[{name}]", key=key if type(key) is str else name)
         if id(key) in wanted:
             yield key, Step(" (a key)")
+
+
+def proxy_slots(holder: object, wanted: Wanted) -> Iterator[Slot]:
+    """The mapping behind a read-only proxy."""
+    return ((behind, Step()) for behind in gc.get_referents(holder))
 
 
 def _numbered(values: Iterator[object], wanted: Wanted, *, frozen: bool = False) -> Iterator[Slot]:

@@ -66,6 +66,7 @@ _READERS: dict[int, Reader] = {
         (torch.Tensor, _objects.tensor_slots),
         (types.FunctionType, _callables.function_slots),
         (types.CellType, _callables.cell_slots),
+        (types.MappingProxyType, _containers.proxy_slots),
         (types.MethodType, _callables.method_slots),
         (types.BuiltinMethodType, _callables.method_slots),
         (functools.partial, _callables.partial_slots),
@@ -85,6 +86,8 @@ _READERS: dict[int, Reader] = {
 
 # of libraries that may come later, or never
 _LATE_READERS: dict[str, Reader] = {
+    "_asyncio.Future": _suspended.future_slots,
+    "_asyncio.Task": _suspended.task_slots,
     "numpy.ndarray": _arrays.array_slots,
     "pandas.core.generic.NDFrame": _dataframes.table_slots,
     "pandas.core.internals.managers.BaseBlockManager": _dataframes.manager_slots,

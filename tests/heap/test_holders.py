@@ -637,6 +637,59 @@ def test_value_that_a_token_will_bring_back():
     assert contextvars.copy_context().run(run) == [("attribute", name)]
 
 
+# asyncio
+
+
+def test_task_and_future_of_asyncio():
+    async def serve(refs):
+        t = torch.ones(3)
+        refs.append(weakref.ref(t))
+        await asyncio.sleep(100)
+
+    async def look():
+        refs, task = [], None
+        task = asyncio.create_task(serve(refs), name="server")
+        future = asyncio.get_running_loop().create_future()
+        future.set_result([torch.ones(3)])
+        await asyncio.sleep(0)
+        found = held(refs[0]) + held(weakref.ref(future.result()[0]))
+        task.cancel()
+        return found
+
+    name = "test_task_and_future_of_asyncio.<locals>"
+    assert asyncio.run(look()) == [
+        (
+            "generator",
+            f"coroutine {name}.serve: local t, held by task server, held by "
+            f"{name}.look.<locals>.task",
+        ),
+        ("attribute", f"{name}.look.<locals>.future.result()[0]"),
+    ]
+
+
+def test_read_only_proxy_does_not_show():
+    proxy = types.MappingProxyType({"k": torch.ones(3)})
+    name = "test_read_only_proxy_does_not_show.<locals>.proxy['k']"
+    assert held(weakref.ref(proxy["k"])) == [("container", name)]
+
+
+def test_closure_that_only_c_code_has_is_named_by_itself():
+    def make():
+        t = torch.ones(3)
+        return lambda: t
+
+    function = make()
+    ref = weakref.ref(function())
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(function))
+    inner = weakref.ref(function)
+    del function
+    ((kind, chain),) = held(ref)
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(inner()))
+    name = "test_closure_that_only_c_code_has_is_named_by_itself.<locals>.make.<locals>.<lambda>"
+    assert chain == f"closure of {name}: t, which nothing with a name was found to hold"
+    assert kind == "closure"
+
+
 # what only C++ knows
 
 
@@ -1148,5 +1201,5 @@ def test_long_chain_of_owners_is_cut_and_still_answered():
     for _ in range(100):
         chain = [chain]
     ((kind, text),) = held(ref)
-    assert kind == "unknown"
+    assert kind == "closure"
     assert text.startswith("list[0]")
