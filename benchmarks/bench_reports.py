@@ -96,7 +96,7 @@ def cost_rows() -> list[Row]:
         _row("saved_for_backward / a walk over the nodes", walk, nodes),
         _row(
             "report / a scan for tensors",
-            pair(visible_bytes, lambda: quiet_report(model), 1),
+            pair(visible_bytes, report, 1),
             n_objects,
         ),
         _row("snapshot / a scan for tensors", pair(visible_bytes, snapshot, 1), n_objects),

@@ -47,7 +47,7 @@ class Wanted:
             self._numbers = numpy.fromiter(self.identities, numpy.int64, count=len(self.identities))
             self._buckets = numpy.zeros(_N_BUCKETS, bool)
             self._buckets[_bucket(self._numbers)] = True
-        near = numpy.flatnonzero(self._buckets[buckets])
+        near = numpy.flatnonzero(self._buckets.take(buckets, mode="clip"))
         return near[numpy.isin(numbers[near], self._numbers)] if len(near) else near
 
 
