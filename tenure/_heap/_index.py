@@ -15,7 +15,7 @@ from ._identities import Identities, References, Wanted
 
 # the collector's own pass is faster for a few objects, and an index costs as much as some passes
 _MAX_ASKED = 48
-_MAX_PASSES = 5
+_MAX_PASSES = 7
 # objects whose references are asked for together, and of these, those that are told apart
 _BLOCK = 65_536
 _CHUNK = 32
