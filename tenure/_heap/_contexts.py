@@ -14,14 +14,10 @@ from ._steps import Root, Slot, Step, Wanted
 _INSIDE = Step("", "context")
 # what runs in a context of its own, such as a task, is better named by who has it
 _IN_CONTEXT = Root("", "context", cost=2)
-_TREE = tuple(cls for cls in type.__subclasses__(object) if type_name(cls).startswith("hamt"))
 # by identity: a metaclass may define __hash__ and __eq__
-_NODES = frozenset(map(id, _TREE))
-# of these only the collector shows what stands where
-LEAVES = tuple(
-    cls for cls in _TREE if type_name(cls) in {"hamt_bitmap_node", "hamt_collision_node"}
+_NODES = frozenset(
+    id(cls) for cls in type.__subclasses__(object) if type_name(cls).startswith("hamt")
 )
-BRANCHES = (contextvars.Context, *(cls for cls in _TREE if cls not in LEAVES))
 
 
 def root_of_context(candidate: object) -> Root | None:

@@ -79,13 +79,16 @@ _READERS: dict[int, Reader] = {
         (BaseException, _suspended.exception_slots),
         (contextvars.ContextVar, _contexts.variable_slots),
         (contextvars.Token, _contexts.token_slots),
-        *((cls, _contexts.branch_slots) for cls in _contexts.BRANCHES),
-        *((cls, _contexts.leaf_slots) for cls in _contexts.LEAVES),
+        (contextvars.Context, _contexts.branch_slots),
     )
 }
 
-# of libraries that may come later, or never
+# of the interpreter's own classes without a public name; of libraries that may come later, or never
 _LATE_READERS: dict[str, Reader] = {
+    "builtins.hamt": _contexts.branch_slots,
+    "builtins.hamt_array_node": _contexts.branch_slots,
+    "builtins.hamt_bitmap_node": _contexts.leaf_slots,
+    "builtins.hamt_collision_node": _contexts.leaf_slots,
     "_asyncio.Future": _suspended.future_slots,
     "_asyncio.Task": _suspended.task_slots,
     "numpy.ndarray": _arrays.array_slots,

@@ -132,5 +132,6 @@ def _has_named_fields(cls: type) -> bool:
 
 def _with_subclasses(cls: type) -> Iterator[type]:
     yield cls
-    for inner in type.__subclasses__(cls):
+    subclasses: list[type] = type.__subclasses__(cls)
+    for inner in subclasses:
         yield from _with_subclasses(inner)
