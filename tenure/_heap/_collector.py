@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from ._frames import is_tenure, read_locals
-from ._identities import Identities, Wanted
+from ._identities import Identities, IdentitySet
 
 _T = TypeVar("_T")
 
@@ -52,7 +52,7 @@ def judged(objects: list[Any], judge: Callable[[type], _T]) -> Iterator[tuple[An
     examples = [classes[position] for position in identities.first_positions()]
     # by identity, as a metaclass may define __hash__ and __eq__
     verdicts = {id(cls): verdict for cls in examples if (verdict := judge(cls))}
-    for position in identities.where(Wanted(verdicts)):
+    for position in identities.where(IdentitySet(verdicts)):
         yield objects[position], verdicts[id(classes[position])]
 
 

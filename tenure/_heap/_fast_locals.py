@@ -16,7 +16,7 @@ from operator import call
 from types import FrameType
 from typing import Any
 
-from ._identities import Identities, Wanted
+from ._identities import Identities, IdentitySet
 
 
 def _write_back() -> Any:
@@ -43,7 +43,7 @@ def forget(frame: FrameType, snapshot: dict[str, object]) -> None:
 
 def take_out_emptied(heap: list[Any]) -> None:
     """Take the emptied snapshots out of a list; what is gone since is no longer remembered."""
-    positions = Identities(heap).where(Wanted(_emptied))
+    positions = Identities(heap).where(IdentitySet(_emptied))
     here = [position for position in positions if type(heap[position]) is dict]
     _emptied.intersection_update([id(heap[position]) for position in here])
     for position in reversed(here):

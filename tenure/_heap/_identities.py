@@ -23,7 +23,7 @@ _ALIGNMENT_BITS = 4
 _N_BUCKETS = 1 << 16
 
 
-class Wanted:
+class IdentitySet:
     """Some identities to look for.
 
     Args:
@@ -70,7 +70,7 @@ class Identities:
             None if self._numpy is None else _bucket(self.numbers).astype(self._numpy.uint16)
         )
 
-    def where(self, wanted: Wanted) -> Sequence[int]:
+    def where(self, wanted: IdentitySet) -> Sequence[int]:
         """The positions of the objects that are wanted."""
         if self._numpy is None:
             hits = map(wanted.identities.__contains__, self.numbers)
@@ -115,7 +115,7 @@ class References:
             self._ends.append(len(held))
         self._identities = Identities(held)
 
-    def holders_of(self, wanted: Wanted) -> list[int]:
+    def holders_of(self, wanted: IdentitySet) -> list[int]:
         """The numbers of the holders that refer to something wanted."""
         positions = self._identities.where(wanted)
         return sorted({bisect_right(self._ends, position) for position in positions})

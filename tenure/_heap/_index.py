@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from ._collector import has_frozen, tracked_objects
 from ._fast_locals import take_out_emptied
-from ._identities import Identities, References, Wanted
+from ._identities import Identities, IdentitySet, References
 
 # the collector's own pass is faster for a few objects, and an index costs as much as some passes
 _MAX_ASKED = 48
@@ -87,7 +87,7 @@ class _Index:
 
     def referrers_of(self, asked: list[object]) -> list[object]:
         """The objects that refer to any of those asked for, in the order of the heap."""
-        wanted = Wanted(map(id, asked))
+        wanted = IdentitySet(map(id, asked))
         starts = {
             number * _BLOCK + chunk * _CHUNK
             for number, block in enumerate(self._blocks)

@@ -15,7 +15,7 @@ from typing import Any
 from ._arrays import array_class, holds_objects, is_array, referents_of
 from ._collector import tracked_objects
 from ._frames import read_locals
-from ._identities import Identities, References, Wanted
+from ._identities import Identities, IdentitySet, References
 from ._static import class_attributes
 from ._steps import Step
 from ._tensors import storage_key
@@ -56,7 +56,9 @@ class Untracked:
 
     def holders_of(self, identities: Iterable[int]) -> list[object]:
         """Those that refer to one of these objects."""
-        return [self.holders[number] for number in self._references.holders_of(Wanted(identities))]
+        return [
+            self.holders[number] for number in self._references.holders_of(IdentitySet(identities))
+        ]
 
     def _add_array(self, array: Any) -> None:
         owner = array.base
@@ -96,8 +98,8 @@ class _Walk:
         arrays = array_class()
         named = filter(_has_named_fields, type.__subclasses__(tuple))
         # by identity: a metaclass may define __hash__ and __eq__
-        self._kinds = Wanted(map(id, (*named, *(_with_subclasses(arrays) if arrays else ()))))
-        self._containers = Wanted(map(id, _CONTAINERS))
+        self._kinds = IdentitySet(map(id, (*named, *(_with_subclasses(arrays) if arrays else ()))))
+        self._containers = IdentitySet(map(id, _CONTAINERS))
 
     def add(self, held: list[Any]) -> None:
         """Add what some objects lead to that are held by what the collector shows."""
@@ -112,7 +114,7 @@ class _Walk:
             for found in filter(_leads_on, fresh):
                 held += referents_of(found)
         for level in reversed(levels):
-            leading = References(map(gc.get_referents, level)).holders_of(Wanted(self.found))
+            leading = References(map(gc.get_referents, level)).holders_of(IdentitySet(self.found))
             self.found.update((id(level[number]), level[number]) for number in leading)
 
     def _unseen(self, candidates: Iterable[Any]) -> list[Any]:

@@ -3,7 +3,7 @@
 import pytest
 
 from tenure._heap import _identities, find_holders
-from tenure._heap._identities import Identities, References, Wanted
+from tenure._heap._identities import Identities, IdentitySet, References
 
 
 @pytest.fixture(params=["with NumPy", "without NumPy"])
@@ -30,9 +30,9 @@ def test_numbers_are_identities_in_order(count):
 def test_wanted_objects_are_found_wherever_they_stand():
     objects = [object() for _ in range(100_000)]
     objects[70_000] = objects[3]
-    wanted = Wanted(map(id, (objects[3], objects[500], object())))
+    wanted = IdentitySet(map(id, (objects[3], objects[500], object())))
     assert list(Identities(objects).where(wanted)) == [3, 500, 70_000]
-    assert list(Identities(objects).where(Wanted(()))) == []
+    assert list(Identities(objects).where(IdentitySet(()))) == []
 
 
 def test_each_identity_has_one_position_also_where_many_share_a_bucket():
@@ -46,9 +46,9 @@ def test_each_identity_has_one_position_also_where_many_share_a_bucket():
 def test_references_are_told_by_the_number_of_their_holder():
     a, b, c = object(), object(), object()
     references = References([[], [a, b], [], [c], [b, b], []])
-    assert references.holders_of(Wanted([id(b)])) == [1, 4]
-    assert references.holders_of(Wanted([id(a), id(c)])) == [1, 3]
-    assert references.holders_of(Wanted([id(references)])) == []
+    assert references.holders_of(IdentitySet([id(b)])) == [1, 4]
+    assert references.holders_of(IdentitySet([id(a), id(c)])) == [1, 3]
+    assert references.holders_of(IdentitySet([id(references)])) == []
 
 
 def test_a_search_by_index_gives_the_same_names(monkeypatch):
