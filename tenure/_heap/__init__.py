@@ -16,9 +16,11 @@ from ._nodes import is_saved_tensor as is_saved_tensor
 from ._nodes import slot_names as slot_names
 from ._nodes import slots_of_node as slots_of_node
 from ._nodes import walk_nodes as walk_nodes
+from ._slots import slots_of as slots_of
 from ._static import instance_attributes as instance_attributes
 from ._static import is_kind as is_kind
 from ._static import type_name as type_name
+from ._steps import Namer as Namer
 from ._tensors import cpp_references as cpp_references
 from ._tensors import cpp_uses as cpp_uses
 from ._tensors import gradient_of as gradient_of

@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+import types
 from collections import deque
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ _TELLING = (
     "partial",
     "method",
     "cache",
+    "context",
     "thread",
     "global",
     "unknown",
@@ -33,7 +35,7 @@ _ENDINGS = {
     "unknown": ", which nothing with a name was found to hold",
 }
 # plumbing between an object and what it is made of; a chain does not begin there
-_PLUMBING = (dict, tuple, type((lambda: _TELLING).__closure__))
+_PLUMBING = (dict, tuple, types.CellType)
 
 
 # an object, and whether what holds it is no more than a variable of a running function
@@ -162,6 +164,9 @@ class Chains:
         kind = "unknown" if outside or not self._search.complete else "cycle"
         name = type_name(type(self._search.alive[start]))
         steps = (*above[start], edge.step)
+        if steps[0].anchor and kind == "unknown":
+            # "closure of f: t", and not that this is held by a function
+            name = ""
         # "list_iterator", and not "list_iterator (inside a list_iterator)"
         first = Step() if steps[0] == inside(name) else steps[0]
         return Chain(Root(name, kind), (first, *steps[1:]))
@@ -190,11 +195,8 @@ def _spell(root: Root, steps: tuple[Step, ...]) -> str:
         if anchor:
             held_by = _held_by(anchor, step.link, text) + held_by
             text, module = anchor, step.module
-        piece, following = step.text, step.namer
-        if namer is not None and step.key is not None:
-            piece, following = namer(step.key)
+        piece, namer = step.spelled(namer)
         text += piece
-        namer = following or step.namer
     return text + held_by
 
 

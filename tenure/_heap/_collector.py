@@ -8,11 +8,11 @@ frozen tensor that only a NumPy array holds.
 import gc
 import sys
 from collections.abc import Callable, Iterator
-from itertools import compress
 from types import FrameType
 from typing import Any, TypeVar
 
 from ._frames import is_tenure, read_locals
+from ._identities import Identities, IdentitySet
 
 _T = TypeVar("_T")
 
@@ -39,16 +39,21 @@ def tracked_objects() -> list[Any]:
 
 def instances(objects: list[Any], judge: Callable[[type], bool]) -> list[Any]:
     """Those whose class passes."""
-    return list(compress(objects, judged(objects, judge)))
+    return [found for found, _ in judged(objects, judge)]
 
 
-def judged(objects: list[Any], judge: Callable[[type], _T]) -> Iterator[_T]:
-    """What the class of each is judged to be; each class is judged once, and no object is asked."""
+def judged(objects: list[Any], judge: Callable[[type], _T]) -> Iterator[tuple[Any, _T]]:
+    """Those of whose class a verdict says anything, with the verdict, in their order.
+
+    Each class is judged once, and no object is asked.
+    """
+    classes = list(map(type, objects))
+    identities = Identities(classes)
+    examples = [classes[position] for position in identities.first_positions()]
     # by identity, as a metaclass may define __hash__ and __eq__
-    keys = list(map(id, map(type, objects)))
-    examples = dict(zip(keys, objects, strict=True))
-    verdicts = {key: judge(type(example)) for key, example in examples.items()}
-    return map(verdicts.__getitem__, keys)
+    verdicts = {id(cls): verdict for cls in examples if (verdict := judge(cls))}
+    for position in identities.where(IdentitySet(verdicts)):
+        yield objects[position], verdicts[id(classes[position])]
 
 
 def _frozen(unfrozen: list[Any], roots: list[Any]) -> list[Any]:

@@ -1,5 +1,6 @@
 """The slots of builtin containers and of their subclasses, read by the methods of the builtins."""
 
+import gc
 from collections import deque
 from collections.abc import Iterator
 
@@ -41,10 +42,15 @@ def dict_slots(holder: dict[object, object], wanted: Wanted) -> Iterator[Slot]:
     """Values of a dictionary, by key, and its keys."""
     for key, value in list(dict.items(holder)):
         if id(value) in wanted:
-            name = _spell_key(key)
+            name = spell_key(key)
             yield value, Step(f"[{name}]", key=key if type(key) is str else name)
         if id(key) in wanted:
             yield key, Step(" (a key)")
+
+
+def proxy_slots(holder: object, wanted: Wanted) -> Iterator[Slot]:
+    """The mapping behind a read-only proxy."""
+    return ((behind, Step()) for behind in gc.get_referents(holder))
 
 
 def _numbered(values: Iterator[object], wanted: Wanted, *, frozen: bool = False) -> Iterator[Slot]:
@@ -57,10 +63,10 @@ def _members(values: Iterator[object], wanted: Wanted) -> Iterator[Slot]:
     return ((value, Step(" (a member)")) for value in list(values) if id(value) in wanted)
 
 
-def _spell_key(key: object) -> str:
+def spell_key(key: object) -> str:
     """The key as code where its `repr` is the interpreter's own, otherwise its type."""
     if type(key) is tuple and len(key) <= _MAX_KEY_ITEMS:
-        inner = ", ".join(map(_spell_key, key))
+        inner = ", ".join(map(spell_key, key))
         return f"({inner},)" if len(key) == 1 else f"({inner})"
     if id(type(key)) not in _PLAIN_KEYS:
         return f"<{type_name(type(key))}>"

@@ -16,6 +16,8 @@ from operator import call
 from types import FrameType
 from typing import Any
 
+from ._identities import Identities, IdentitySet
+
 
 def _write_back() -> Any:
     if sys.version_info >= (3, 13):
@@ -27,8 +29,23 @@ def _write_back() -> Any:
 _WRITE_BACK = _write_back()
 
 
+# identities of snapshots, some of which are gone: another dictionary may have the same by now
+_emptied: set[int] = set()
+
+
 def forget(frame: FrameType, snapshot: dict[str, object]) -> None:
     """Empty the snapshot of a frame of optimized code, which nobody else holds."""
+    _emptied.add(id(snapshot))
     steps: tuple[Callable[[], object], ...] = snapshot.clear, partial(_WRITE_BACK, frame, 0)
     # in one call of C, so that no thread whose trace function returns comes in between
     deque(map(call, steps), maxlen=0)
+
+
+def take_out_emptied(heap: list[Any]) -> None:
+    """Take the emptied snapshots out of a list; what is gone since is no longer remembered."""
+    positions = Identities(heap).where(IdentitySet(_emptied))
+    here = [position for position in positions if type(heap[position]) is dict]
+    _emptied.intersection_update([id(heap[position]) for position in here])
+    for position in reversed(here):
+        if not heap[position]:
+            del heap[position]

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ._index import Referrers
 from ._nodes import below, saved_tensors, walk_nodes
-from ._referrers import Referrers
 from ._static import type_name
 from ._steps import Step
 from ._tensors import (
@@ -39,13 +39,14 @@ class TensorGraph:
 
     Args:
         referrers: it may hold one reference to a tensor itself.
+        live: all tensors with a handle in Python, if they are known already.
 
     Attributes:
         live: the tensors, held strongly while this object lives.
     """
 
-    def __init__(self, referrers: Referrers) -> None:
-        self.live = live_tensors()
+    def __init__(self, referrers: Referrers, live: list[torch.Tensor] | None = None) -> None:
+        self.live = live_tensors() if live is None else live
         counts = list(map(sys.getrefcount, self.live))
         self._live_ids = frozenset(map(id, self.live))
         # an earlier search may have given a handle to what only autograd has
@@ -54,7 +55,7 @@ class TensorGraph:
             for t, count in zip(self.live, counts, strict=True)
             if count - _OWN_REFERENCES - (t in referrers) > cpp_references(t)
         )
-        self._shared: defaultdict[int, set[int]] | None = None
+        self._shared: defaultdict[int, list[int]] | None = None
         self._inner: set[int] = set()
         self._by_id: defaultdict[int, list[Reference]] = defaultdict(list)
         self._by_storage: defaultdict[int, list[Reference]] = defaultdict(list)
@@ -75,16 +76,17 @@ class TensorGraph:
         key = storage_key(t)
         return self._others(t, self._by_storage.get(key, ()) if key is not None else ())
 
-    def may_be_an_array(self, t: torch.Tensor) -> bool:
-        """Whether the memory has another handle that is no view, like the one an array keeps."""
+    def handles_over(self, t: torch.Tensor) -> list[torch.Tensor]:
+        """The other handles to the memory of a tensor that are no views, its base aside."""
         if self._shared is None:
-            self._shared = defaultdict(set)
-            for other in self.live:
+            self._shared = defaultdict(list)
+            for owner, other in enumerate(self.live):
                 key = storage_key(other) if id(other) in self._handed_out else None
                 if key is not None and read(other, "_base") is None:
-                    self._shared[key].add(id(other))
-        key = storage_key(t)
-        return key is not None and bool(self._shared[key] - {id(t)})
+                    self._shared[key].append(owner)
+        key, base = storage_key(t), read(t, "_base")
+        found = (self.live[owner] for owner in self._shared.get(key, ())) if key is not None else ()
+        return [other for other in found if other is not t and other is not base]
 
     def _others(
         self, held: object, references: Iterable[Reference]

@@ -30,9 +30,9 @@ class Holder:
     Attributes:
         kind: the most telling of what is on the chain: "autograd", "view", "numpy", "traceback",
             "generator" (coroutines too), "closure", "default", "partial", "method" (bound), "cache"
-            (`functools.lru_cache`), "thread", "global", "attribute", "container", "frame-local"; or
-            "cycle" for garbage that waits for the collector, and "unknown" where a reference has
-            no name.
+            (`functools.lru_cache`), "context" (`contextvars`), "thread", "global", "attribute",
+            "container", "frame-local"; or "cycle" for garbage that waits for the collector, and
+            "unknown" where a reference has no name.
         chain: the names from the root to the tensor.
         running: a frame that runs on this thread holds the tensor as a plain local variable. Its
             function's captured variable, a tuple that is a variable, a view of all of the tensor,
@@ -50,28 +50,33 @@ class Holder:
 
 
 def find_holders(
-    tensors: Sequence[torch.Tensor], *, ignore: Collection[object] = ()
+    objects: Sequence[object],
+    *,
+    ignore: Collection[object] = (),
+    live: list[torch.Tensor] | None = None,
 ) -> list[list[Holder]]:
-    """Name every reference that keeps tensors alive, with a few passes over the heap for all.
+    """Name every reference that keeps objects alive, with a few passes over the heap for all.
 
     No operation on a tensor runs, no unpack hook of autograd and no code of the objects passed.
 
     Args:
-        tensors: tensors of any shape, dtype, layout and device.
+        objects: tensors of any shape, dtype, layout and device; modules, and any other objects.
         ignore: containers that do not count as holders, such as the caller's own lists.
+        live: the caller's list of all tensors with a handle in Python, which is no holder either;
+            it spares a pass over the heap.
 
     Returns:
-        For each tensor its holders: those whose chain is a name first, the shortest first.
+        For each object its holders: those whose chain is a name first, the shortest first.
     """
     with torch._C.DisableTorchFunction(), _collector_paused():
-        search = Search(tensors, (tensors, *ignore), RunningFrames(sys._getframe(1)))
+        search = Search(objects, (objects, *ignore), RunningFrames(sys._getframe(1)), live)
         chains = Chains(search)
         return [_holders_of(n, search, chains) for n in search.targets]
 
 
-def weigh_holders(t: torch.Tensor) -> tuple[list[Holder], Balance]:
-    """As `find_holders` for one tensor, with the balance of the references to its handle."""
-    ours = [t]
+def weigh_holders(found: object) -> tuple[list[Holder], Balance]:
+    """As `find_holders` for one object of any kind, with the balance of the references to it."""
+    ours = [found]
     with torch._C.DisableTorchFunction(), _collector_paused():
         # from this very frame on: its argument is a reference as well
         search = Search(ours, (ours,), RunningFrames(sys._getframe()))

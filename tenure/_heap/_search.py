@@ -1,4 +1,4 @@
-"""A search from tensors outwards to what keeps them alive, one level of holders at a time.
+"""A search from objects outwards to what keeps them alive, one level of holders at a time.
 
 Every object that was met is held by one list, which the search leaves out of its answers; all else
 it keeps is numbers and text. While it runs, an index may hold the whole heap.
@@ -6,6 +6,7 @@ it keeps is numbers and text. While it runs, an index may hold the whole heap.
 
 import gc
 import sys
+import types
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -15,10 +16,10 @@ import torch
 from ._counts import OF_VARIABLE
 from ._frames import RunningFrames
 from ._graph import TensorGraph
+from ._index import Referrers
 from ._nodes import is_node
-from ._referents import slots_of
-from ._referrers import Referrers
 from ._roots import Roots
+from ._slots import slots_of
 from ._static import is_kind
 from ._steps import Root, Step
 from ._suspended import frame_of
@@ -49,10 +50,16 @@ class Balance(NamedTuple):
 
 
 class Search:
-    """What was found about the holders of some tensors, by number; the tensors come first.
+    """What was found about the holders of some objects, by number; the objects come first.
+
+    Args:
+        objects: the objects.
+        ignore: containers that are no holders.
+        frames: the frames whose local variables count.
+        live: a list of all tensors, if there is one; it is no holder.
 
     Attributes:
-        targets: the numbers of the given tensors, in their order.
+        targets: the numbers of the given objects, in their order.
         alive: the objects by number.
         parents: by number, the edges from each known holder.
         roots: by number, the roots that an object is.
@@ -60,7 +67,11 @@ class Search:
     """
 
     def __init__(
-        self, tensors: Iterable[torch.Tensor], ignore: Iterable[object], frames: RunningFrames
+        self,
+        objects: Iterable[object],
+        ignore: Iterable[object],
+        frames: RunningFrames,
+        live: list[torch.Tensor] | None = None,
     ) -> None:
         self.alive: list[object] = []
         self.parents: list[list[Edge]] = []
@@ -82,7 +93,9 @@ class Search:
         self._untracked: Untracked | None = None
         self._referrers = Referrers()
         self._ignored = {id(self.alive)}
-        self.targets = [self._add(t) for t in tensors]
+        if live is not None:
+            self._set_graph(TensorGraph(self._referrers, live))
+        self.targets = [self._add(found) for found in objects]
         self._target_numbers = frozenset(self.targets)
         self._ignore(ignore)
         try:
@@ -229,25 +242,40 @@ class Search:
 
     def _the_graph(self) -> TensorGraph:
         if self._graph is None:
-            self._graph = TensorGraph(self._referrers)
-            self._ignored.add(id(self._graph.live))
+            return self._set_graph(TensorGraph(self._referrers))
         return self._graph
 
+    def _set_graph(self, graph: TensorGraph) -> TensorGraph:
+        self._graph = graph
+        self._ignored.add(id(graph.live))
+        return graph
+
     def _add_untracked(self, level: list[int], wanted: dict[int, int], met: set[int]) -> None:
-        tensors = [n for n in level if is_kind(type(self.alive[n]), torch.Tensor)]
-        if any(map(self._misses_holders, tensors)) or any(map(self._is_untracked, level)):
-            for holder in self._the_untracked().holders:
-                held = map(id, gc.get_referents(holder))
-                if id(holder) not in met and not wanted.keys().isdisjoint(held):
+        if any(map(self._may_be_in_untracked, level)):
+            for holder in self._the_untracked().holders_of(wanted):
+                if id(holder) not in met:
+                    met.add(id(holder))
                     self._add_holder(holder, wanted)
-        for n in filter(self._is_target, tensors):
-            t: torch.Tensor = self.alive[n]  # type: ignore[assignment]
-            if storage_uses(t) > 1 and self._the_graph().may_be_an_array(t):
-                for array in self._the_untracked().arrays_of(storage_key(t)):
+        for n in filter(self._is_target, level):
+            if is_kind(type(self.alive[n]), torch.Tensor) and self._may_be_an_array(n):
+                key = storage_key(self.alive[n])  # type: ignore[arg-type]
+                for array in self._the_untracked().arrays_of(key):
                     self._link(self._add(array), n, SHARES)
 
-    def _is_untracked(self, n: int) -> bool:
-        return self._untracked is not None and self.alive[n] in self._untracked
+    def _may_be_an_array(self, n: int) -> bool:
+        """Whether the memory has another handle that nothing known holds, as an array keeps one."""
+        t: torch.Tensor = self.alive[n]  # type: ignore[assignment]
+        if storage_uses(t) <= 1:
+            return False
+        others = (self._number.get(id(other)) for other in self._the_graph().handles_over(t))
+        return any(number is None or self._misses_holders(number) for number in others)
+
+    def _may_be_in_untracked(self, n: int) -> bool:
+        """Whether an object has references left that the collector does not show."""
+        if self._untracked is not None and self.alive[n] in self._untracked:
+            return True
+        # a running frame has the cells of its captured variables, and nobody stores them elsewhere
+        return type(self.alive[n]) is not types.CellType and self._misses_holders(n)
 
     def _the_untracked(self) -> Untracked:
         if self._untracked is None:

@@ -8,6 +8,7 @@ import types
 from typing import cast
 
 _QUALNAME = type.__dict__["__qualname__"].__get__
+_MODULE = type.__dict__["__module__"].__get__
 _MRO = type.__dict__["__mro__"].__get__
 _NAMESPACE = type.__dict__["__dict__"].__get__
 
@@ -15,6 +16,12 @@ _NAMESPACE = type.__dict__["__dict__"].__get__
 def type_name(cls: type) -> str:
     """The qualified name of a class."""
     return str(_QUALNAME(cls))
+
+
+def module_name(cls: type) -> str:
+    """The module that a class says it is from; empty where it says something odd."""
+    name = _MODULE(cls)
+    return name if type(name) is str else ""
 
 
 def mro_of(cls: type) -> tuple[type, ...]:

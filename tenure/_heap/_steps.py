@@ -47,6 +47,13 @@ class Step(NamedTuple):
         """Whether what a variable holds by this step is gone with the variable."""
         return self.frozen or self.kind in _BORROWING
 
+    def spelled(self, namer: Namer | None) -> tuple[str, Namer | None]:
+        """What the step adds to a chain, and who spells the next one, after a step with a namer."""
+        piece, following = self.text, None
+        if namer is not None and self.key is not None:
+            piece, following = namer(self.key)
+        return piece, following or self.namer
+
 
 class Root(NamedTuple):
     """Where a chain begins: something that is alive by itself.

@@ -4,6 +4,7 @@ A frame that is running is never read here; `RunningFrames` knows its variables.
 """
 
 import gc
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any, cast
@@ -63,6 +64,19 @@ def exception_slots(holder: BaseException, wanted: Wanted) -> Iterator[Slot]:
     yield read["__traceback__"].__get__(holder), anchored
     for attribute in ("__context__", "__cause__", "args"):
         yield read[attribute].__get__(holder), Step(f".{attribute}", "attribute")
+
+
+def future_slots(holder: Any, wanted: Wanted) -> Iterator[Slot]:
+    """What a future of asyncio will give, and whom it will call."""
+    cls: Any = sys.modules["_asyncio"].Future
+    for attribute, text in (("_result", ".result()"), ("_exception", ".exception()")):
+        yield getattr(cls, attribute).__get__(holder), Step(text, "attribute")
+
+
+def task_slots(holder: Any, wanted: Wanted) -> Iterator[Slot]:
+    """The coroutine that a task of asyncio runs."""
+    step = Step("", "generator", anchor=f"task {type(holder).get_name(holder)}")
+    return ((held, step) for held in gc.get_referents(holder) if type(held) is types.CoroutineType)
 
 
 def _variables(

@@ -1,28 +1,28 @@
 """Holders that the collector does not track: NumPy arrays, and the named results of torch.
 
 All are found from what holds them, the dictionaries and tuples too that the collector has let go
-because nothing that it tracks is in them. Without NumPy in the process there are no arrays to look
-for, and it is never imported here.
+because nothing that it tracks is in them.
 """
 
 import gc
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterable
-from itertools import compress, filterfalse
+from collections.abc import Iterable, Iterator
+from itertools import filterfalse
 from types import FrameType
 from typing import Any
 
+from ._arrays import array_class, holds_objects, is_array, referents_of
 from ._collector import tracked_objects
 from ._frames import read_locals
+from ._identities import Identities, IdentitySet, References
 from ._static import class_attributes
 from ._steps import Step
 from ._tensors import storage_key
 
-# by identity, as for all types here
-_CONTAINERS = frozenset(map(id, (dict, tuple)))
-# containers whose references are looked at together
-_CHUNK = 512
+_CONTAINERS = (dict, tuple)
+# objects whose references are looked at together
+_CHUNK = 16_384
 SHARES = Step("", "numpy", anchor="numpy array", link=" ", shares=True)
 
 
@@ -31,24 +31,21 @@ class Untracked:
 
     Attributes:
         arrays: the arrays whose memory belongs to a tensor, held strongly while this object lives.
-        holders: tuples that C code made with named fields, such as ``x.max(0)``; and dictionaries
-            and tuples around those or around arrays. They are held as well.
+        holders: arrays of objects, and tuples that C code made with named fields, such as
+            ``x.max(0)``; and dictionaries and tuples around any of those. They are held as well.
     """
 
     def __init__(self) -> None:
         self.arrays: list[Any] = []
         self.holders: list[object] = []
         self._by_storage: defaultdict[int, list[int]] = defaultdict(list)
-        numpy = sys.modules.get("numpy")
-        array = None if numpy is None else numpy.ndarray
-        # by identity: a metaclass may define __hash__ and __eq__
-        kinds = {id(cls) for cls in type.__subclasses__(tuple) if _has_named_fields(cls)}
-        for found in _held({*kinds, id(array)}):
-            if type(found) is array:
-                self._add_array(found)
-            elif not gc.is_tracked(found):
+        for found in _held():
+            if _leads_on(found):
                 self.holders.append(found)
+            else:
+                self._add_array(found)
         self._ids = frozenset(map(id, (*self.arrays, *self.holders)))
+        self._references = References(map(referents_of, self.holders))
 
     def __contains__(self, candidate: object) -> bool:
         return id(candidate) in self._ids
@@ -57,9 +54,15 @@ class Untracked:
         """The arrays over one storage, in the order in which they were found."""
         return [self.arrays[i] for i in self._by_storage.get(key, ())] if key is not None else []
 
+    def holders_of(self, identities: Iterable[int]) -> list[object]:
+        """Those that refer to one of these objects."""
+        return [
+            self.holders[number] for number in self._references.holders_of(IdentitySet(identities))
+        ]
+
     def _add_array(self, array: Any) -> None:
         owner = array.base
-        while type(owner) is type(array):
+        while is_array(owner):
             owner = owner.base
         key = storage_key(owner)
         if key is not None:
@@ -67,54 +70,70 @@ class Untracked:
             self.arrays.append(array)
 
 
-def _has_named_fields(cls: type) -> bool:
-    return "n_sequence_fields" in class_attributes(cls)
-
-
-def _held(kinds: set[int]) -> Iterable[Any]:
-    found: dict[int, Any] = {}
+def _held() -> Iterable[Any]:
+    """All that is held of the kinds in question, and the containers around it."""
+    walk = _Walk()
     frame: FrameType | None
     for frame in sys._current_frames().values():
         # walking on with the same variable: if it kept our own frame, that would be a cycle
         while frame is not None:
-            values = [value for _, value in read_locals(frame)]
-            _add_kinds(found, values, kinds)
-            _add_let_go(found, values, kinds)
+            walk.add([value for _, value in read_locals(frame)])
             frame = frame.f_back
-    # one call for all objects, and no Python in the loop over what they refer to
-    untracked = filterfalse(gc.is_tracked, gc.get_referents(*tracked_objects()))
-    held = _of_types(list(untracked), kinds | _CONTAINERS)
-    _add_kinds(found, held, kinds)
-    _add_let_go(found, held, kinds)
-    return found.values()
+    heap = tracked_objects()
+    for start in range(0, len(heap), _CHUNK):
+        walk.add(gc.get_referents(*heap[start : start + _CHUNK]))
+    return walk.found.values()
 
 
-def _add_kinds(found: dict[int, Any], held: list[Any], kinds: set[int]) -> None:
-    found.update((id(value), value) for value in _of_types(held, kinds))
+class _Walk:
+    """A walk through what the collector does not show.
+
+    Attributes:
+        found: by identity, objects of the kinds in question and containers that lead to them.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[int, Any] = {}
+        self._seen: set[int] = set()
+        arrays = array_class()
+        named = filter(_has_named_fields, type.__subclasses__(tuple))
+        # by identity: a metaclass may define __hash__ and __eq__
+        self._kinds = IdentitySet(map(id, (*named, *(_with_subclasses(arrays) if arrays else ()))))
+        self._containers = IdentitySet(map(id, _CONTAINERS))
+
+    def add(self, held: list[Any]) -> None:
+        """Add what some objects lead to that are held by what the collector shows."""
+        levels = []
+        while held:
+            classes = Identities(list(map(type, held)))
+            fresh = self._unseen(held[i] for i in classes.where(self._kinds))
+            self.found.update((id(found), found) for found in fresh)
+            containers = [held[i] for i in classes.where(self._containers)]
+            levels.append(self._unseen(filterfalse(gc.is_tracked, containers)))
+            held = gc.get_referents(*levels[-1])
+            for found in filter(_leads_on, fresh):
+                held += referents_of(found)
+        for level in reversed(levels):
+            leading = References(map(gc.get_referents, level)).holders_of(IdentitySet(self.found))
+            self.found.update((id(level[number]), level[number]) for number in leading)
+
+    def _unseen(self, candidates: Iterable[Any]) -> list[Any]:
+        new = {id(found): found for found in candidates if id(found) not in self._seen}
+        self._seen.update(new)
+        return list(new.values())
 
 
-def _of_types(held: list[Any], kinds: Collection[int]) -> list[Any]:
-    return list(compress(held, map(kinds.__contains__, map(id, map(type, held)))))
+def _leads_on(found: object) -> bool:
+    """Whether an object refers to others: not an array of numbers."""
+    return not is_array(found) or holds_objects(found)
 
 
-def _add_let_go(found: dict[int, Any], held: list[Any], kinds: set[int]) -> None:
-    """Add containers that the collector has let go and that have one of these kinds in them."""
-    levels = []
-    while level := _let_go(held):
-        levels.append(level)
-        held = gc.get_referents(*level)
-        _add_kinds(found, held, kinds)
-    for level in reversed(levels):
-        for start in range(0, len(level), _CHUNK):
-            chunk = level[start : start + _CHUNK]
-            if _refer(found, *chunk):
-                found.update((id(holder), holder) for holder in chunk if _refer(found, holder))
+def _has_named_fields(cls: type) -> bool:
+    return "n_sequence_fields" in class_attributes(cls)
 
 
-def _let_go(held: list[Any]) -> list[Any]:
-    containers = filterfalse(gc.is_tracked, _of_types(held, _CONTAINERS))
-    return list({id(container): container for container in containers}.values())
-
-
-def _refer(wanted: dict[int, Any], *holders: Any) -> bool:
-    return not wanted.keys().isdisjoint(map(id, gc.get_referents(*holders)))
+def _with_subclasses(cls: type) -> Iterator[type]:
+    yield cls
+    subclasses: list[type] = type.__subclasses__(cls)
+    for inner in subclasses:
+        yield from _with_subclasses(inner)

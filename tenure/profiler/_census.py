@@ -249,7 +249,7 @@ class _Census:
         ]
         unnamed.sort(key=lambda t: -(storage_bytes(t) or 0))
         del unnamed[_MAX_SEARCHED:]
-        found = find_holders(unnamed, ignore=(self._handles,))
+        found = find_holders(unnamed, live=self._handles)
         held = zip(map(id, unnamed), map(_best, found), strict=True)
         return {key: best for key, best in held if best is not None}
 

@@ -18,11 +18,13 @@ from torch import Tensor
 
 from tenure._heap import (
     OF_VARIABLE,
+    Namer,
     cpp_references,
     is_kind,
     is_node,
     is_saved_tensor,
     slot_names,
+    slots_of,
     slots_of_node,
     type_name,
     walk_nodes,
@@ -38,7 +40,8 @@ class Kept:
 
     Attributes:
         found: the object.
-        places: where, as ``AddmmBackward0.mat1``.
+        places: where, as ``AddmmBackward0.mat1`` or ``MyFunctionBackward.stash['k']``.
+        namer: how to spell the next step from there, as an attribute from a dictionary of them.
         references: how many references from Python were met.
         is_packed: an unpack hook stands between it and the backward pass.
         hidden: references that only C++ can have, and shows to nobody.
@@ -47,6 +50,7 @@ class Kept:
 
     found: Any
     places: list[str] = field(default_factory=list)
+    namer: Namer | None = None
     references: int = 0
     is_packed: bool = False
     hidden: int = 0
@@ -91,8 +95,7 @@ class GraphHoldings:
             name, slots = self._described(type(node))
             for label, data, unpack_hook in slots_of_node(node, slots):
                 self._add_data(f"{name}.{label}", data, unpack_hook)
-            for held in gc.get_referents(node):
-                self._meet(held, name)
+            self._meet_referents(node, name, None, is_packed=False)
 
     def _described(self, cls: type) -> tuple[str, list[str]]:
         """The name and the slots of a class of nodes, worked out once."""
@@ -116,11 +119,14 @@ class GraphHoldings:
             entry.places.append(place)
         return entry
 
-    def _meet(self, found: Any, place: str, *, is_packed: bool = False) -> None:
+    def _meet(
+        self, found: Any, place: str, namer: Namer | None = None, *, is_packed: bool = False
+    ) -> None:
         """Note one reference from Python."""
         if is_kind(type(found), type) or found is None:
             return
         entry = self._enter(found, place)
+        entry.namer = entry.namer or namer
         entry.references += 1
         entry.is_packed |= is_packed
         if id(found) not in self._entered:
@@ -138,13 +144,20 @@ class GraphHoldings:
                     nodes.append(entry.found)
             elif not entry.has_unknown_references():
                 self._entered.add(id(entry.found))
-                self._meet_referents(entry)
+                self._meet_referents(
+                    entry.found, entry.places[0], entry.namer, is_packed=entry.is_packed
+                )
         return nodes
 
-    def _meet_referents(self, entry: Kept) -> None:
+    def _meet_referents(
+        self, holder: Any, place: str, namer: Namer | None, *, is_packed: bool
+    ) -> None:
         # a function of its own, so that its variables count for no reference later
-        for held in gc.get_referents(entry.found):
-            self._meet(held, entry.places[0], is_packed=entry.is_packed)
-            if entry.is_packed and type(held) is types.CellType:
+        referents = {id(held): held for held in gc.get_referents(holder)}
+        for key, step in slots_of(holder, referents):
+            held = referents[key]
+            text, following = ("", None) if is_packed else step.spelled(namer)
+            self._meet(held, place + text, following, is_packed=is_packed)
+            if is_packed and type(held) is types.CellType:
                 # beside an unpack hook, C++ keeps the pack hook, which shares its variables
                 self._kept[id(held)].hidden = 1

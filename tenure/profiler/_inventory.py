@@ -90,7 +90,7 @@ class _Found:
 
     def _look_at(self, heap: list[Any]) -> None:
         """Begin with what Python has: a node, too, may be held without any tensor."""
-        for found, kind in zip(heap, judged(heap, _kind_of), strict=True):
+        for found, kind in judged(heap, _kind_of):
             if kind is Tensor:
                 self._open.append(found)
             elif kind is UntypedStorage:

@@ -65,7 +65,7 @@ class Names:
         known = {id(module) for model in models for _, module in _modules(model)}
         labels = _Labels()
         for module in _outermost(found):
-            if id(module) not in known and any(True for _ in _named_tensors(module)):
+            if id(module) not in known and any(True for _ in named_tensors_of(module)):
                 roots.append((module, labels.of(module)))
                 self._add_module(*roots[-1], unless=frozenset(self._names))
         for served, named in kept:
@@ -90,7 +90,7 @@ class Names:
     def _add_module(
         self, module: nn.Module, label: str, unless: frozenset[int] = frozenset()
     ) -> None:
-        for name, category, t in _named_tensors(module):
+        for name, category, t in named_tensors_of(module):
             if id(t) not in unless:
                 self._add(t, _dotted(label, name), category)
 
@@ -136,7 +136,8 @@ def _dotted(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+def named_tensors_of(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """Every name in a module with its category and tensor; one that is shared has several."""
     for prefix, inner in _modules(module, unique=False):
         attributes = instance_attributes(inner)
         for registry, category in _REGISTRIES:

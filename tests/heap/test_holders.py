@@ -1,7 +1,9 @@
 """Every way to hold a tensor, and the name that each gets."""
 
+import asyncio
 import collections
 import contextlib
+import contextvars
 import ctypes
 import dataclasses
 import functools
@@ -13,11 +15,12 @@ import weakref
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 from tenure._heap import Holder, find_holders
-from tenure._heap._referrers import Referrers
+from tenure._heap._index import Referrers
 from tests.packed_graph import packed_graph
 
 CACHE = []
@@ -579,6 +582,114 @@ def test_last_value_of_an_interactive_session(monkeypatch):
     assert held(refs[0]) == [("traceback", name)]
 
 
+# context variables
+
+REQUEST = contextvars.ContextVar("request", default=(torch.zeros(2),))
+
+
+@pytest.mark.parametrize("n_others", [0, 1, 40])
+def test_value_of_a_context_variable(n_others):
+    def run():
+        for index in range(n_others):
+            contextvars.ContextVar(f"other {index}").set(index)
+        t = torch.ones(3)
+        ref = weakref.ref(t)
+        REQUEST.set({"cache": t})
+        del t
+        return held(ref)
+
+    assert contextvars.copy_context().run(run) == [("context", "context variable request['cache']")]
+
+
+def test_value_of_a_context_that_a_task_has():
+    async def serve(refs):
+        REQUEST.set(torch.ones(3))
+        refs.append(weakref.ref(REQUEST.get()))
+        await asyncio.sleep(0)
+
+    async def look():
+        refs, task = [], None
+        task = asyncio.create_task(serve(refs))
+        await asyncio.sleep(0)
+        found = held(refs[0])
+        await task
+        return found
+
+    ((kind, chain),) = asyncio.run(look())
+    assert (kind, chain.split(",")[0]) == ("context", "context variable request")
+
+
+def test_default_of_a_context_variable():
+    name = f"default of context variable request[0], held by {HERE}.REQUEST"
+    ref = weakref.ref(contextvars.Context().run(REQUEST.get)[0])
+    assert held(ref) == [("context", name)]
+
+
+def test_value_that_a_token_will_bring_back():
+    def run():
+        REQUEST.set(torch.ones(3))
+        ref = weakref.ref(REQUEST.get())
+        token = REQUEST.set(None)
+        assert token is not None
+        return held(ref)
+
+    name = "test_value_that_a_token_will_bring_back.<locals>.run.<locals>.token.old_value"
+    assert contextvars.copy_context().run(run) == [("attribute", name)]
+
+
+# asyncio
+
+
+def test_task_and_future_of_asyncio():
+    async def serve(refs):
+        t = torch.ones(3)
+        refs.append(weakref.ref(t))
+        await asyncio.sleep(100)
+
+    async def look():
+        refs, task = [], None
+        task = asyncio.create_task(serve(refs), name="server")
+        future = asyncio.get_running_loop().create_future()
+        future.set_result([torch.ones(3)])
+        await asyncio.sleep(0)
+        found = held(refs[0]) + held(weakref.ref(future.result()[0]))
+        task.cancel()
+        return found
+
+    name = "test_task_and_future_of_asyncio.<locals>"
+    assert asyncio.run(look()) == [
+        (
+            "generator",
+            f"coroutine {name}.serve: local t, held by task server, held by "
+            f"{name}.look.<locals>.task",
+        ),
+        ("attribute", f"{name}.look.<locals>.future.result()[0]"),
+    ]
+
+
+def test_read_only_proxy_does_not_show():
+    proxy = types.MappingProxyType({"k": torch.ones(3)})
+    name = "test_read_only_proxy_does_not_show.<locals>.proxy['k']"
+    assert held(weakref.ref(proxy["k"])) == [("container", name)]
+
+
+def test_closure_that_only_c_code_has_is_named_by_itself():
+    def make():
+        t = torch.ones(3)
+        return lambda: t
+
+    function = make()
+    ref = weakref.ref(function())
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(function))
+    inner = weakref.ref(function)
+    del function
+    ((kind, chain),) = held(ref)
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(inner()))
+    name = "test_closure_that_only_c_code_has_is_named_by_itself.<locals>.make.<locals>.<lambda>"
+    assert chain == f"closure of {name}: t, which nothing with a name was found to hold"
+    assert kind == "closure"
+
+
 # what only C++ knows
 
 
@@ -641,6 +752,84 @@ def test_array_in_a_dictionary_that_the_collector_has_let_go(wrap):
     assert kind == "numpy"
     assert chain.startswith(name)
     assert "nothing with a name" not in chain
+
+
+def test_array_of_objects():
+    rows = np.empty((2, 3), object)
+    rows[1, 2] = {"loss": torch.ones(3)}
+    ref = weakref.ref(rows[1, 2]["loss"])
+    name = "test_array_of_objects.<locals>.rows[1, 2]['loss']"
+    assert held(ref) == [("container", name)]
+
+
+def test_array_of_objects_with_named_fields():
+    rows = np.empty(2, [("step", int), ("loss", object)])
+    rows["loss"][1] = torch.ones(3)
+    ref = weakref.ref(rows["loss"][1])
+    name = "test_array_of_objects_with_named_fields.<locals>.rows['loss'][1]"
+    assert held(ref) == [("container", name)]
+
+
+def test_view_of_an_array_of_objects_and_arrays_in_arrays():
+    inner, outer = np.empty(4, object), np.empty(2, object)
+    inner[1], outer[0] = torch.ones(3), inner[1:]
+    ref = weakref.ref(inner[1])
+    del inner
+    name = "test_view_of_an_array_of_objects_and_arrays_in_arrays.<locals>.outer[0].base[1]"
+    assert held(ref) == [("container", name)]
+    assert len(outer) == 2
+
+
+class Rows(np.ndarray):
+    """An array with a name, which the collector tracks."""
+
+
+@pytest.mark.parametrize(
+    ("wrap", "spelled"),
+    [
+        (lambda a: a.view(Rows), ".base[0]"),
+        (lambda a: (a, 1), "[0][0]"),
+        (lambda a: {"k": (a,)}, "['k'][0][0]"),
+        (lambda a: np.ma.masked_array(a, [True, False]), ".base[0]"),
+    ],
+)
+def test_array_of_objects_in_what_the_collector_shows_and_in_what_it_does_not(wrap, spelled):
+    array = np.empty(2, object)
+    array[0] = torch.ones(3)
+    ref = weakref.ref(array[0])
+    ARRAYS["result"] = wrap(array)
+    del array
+    gc.collect()
+    found = held(ref)
+    ARRAYS.clear()
+    assert found == [("global", f"{HERE}.ARRAYS['result']{spelled}")]
+
+
+def test_array_of_objects_that_contains_itself():
+    array = np.empty(2, object)
+    array[0], array[1] = array, torch.ones(3)
+    name = "test_array_of_objects_that_contains_itself.<locals>.array[1]"
+    assert held(weakref.ref(array[1])) == [("container", name)]
+    array[0] = None
+
+
+def test_column_of_a_data_frame():
+    frame = pd.DataFrame({"step": [1, 2], ("loss", 0): [torch.ones(3), torch.zeros(3)]})
+    frame["note"] = [None, [torch.ones(2)]]
+    name = "test_column_of_a_data_frame.<locals>.frame"
+    first, last = weakref.ref(frame["loss", 0][1]), weakref.ref(frame["note"][1][0])
+    assert held(first) == [("container", f"{name}[('loss', 0)].iloc[1]")]
+    assert held(last) == [("container", f"{name}['note'].iloc[1][0]")]
+
+
+def test_series_of_objects_and_a_slice_of_it():
+    series = pd.Series([torch.ones(3), None])
+    ref = weakref.ref(series[0])
+    CACHE.append(series)
+    del series
+    assert held(ref) == [("global", f"{HERE}.CACHE[0].iloc[0]")]
+    CACHE[0] = CACHE[0][:1]
+    assert held(ref) == [("global", f"{HERE}.CACHE[0].values.base[0]")]
 
 
 def test_array_over_a_loss_does_not_hold_its_graph():

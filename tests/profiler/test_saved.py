@@ -68,6 +68,34 @@ def test_a_result_that_a_variable_holds_too_counts():
     assert saved_for_backward(y.sum()).total_bytes == y.nbytes
 
 
+class Stash(torch.autograd.Function):
+    """Keeps what it likes on its context."""
+
+    @staticmethod
+    def forward(ctx, x):
+        mask = x > 0
+        ctx.save_for_backward(x.exp())
+        ctx.scaled, ctx.more = x * 2, {"k": [x * 3]}
+        ctx.apply = lambda g: g * mask
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return ctx.apply(g)
+
+
+def test_what_a_function_keeps_on_its_context_is_called_by_its_attribute():
+    x = torch.ones(256, requires_grad=True)
+    report = saved_for_backward(Stash.apply(x))
+    assert {record.saved_by for record in report if not record.is_leaf} == {
+        ("StashBackward.tensors",),
+        ("StashBackward.scaled",),
+        ("StashBackward.more['k'][0]",),
+        ("StashBackward.apply: mask",),
+    }
+    assert report.total_bytes == 3 * 1024 + 256
+
+
 def test_leaves_are_listed_and_do_not_count():
     x = torch.ones(256, requires_grad=True)
     report = saved_for_backward((x * x).sum())

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tenure._heap import _referrers, find_holders
-from tenure._heap._referrers import Referrers
+from tenure._heap import _index, find_holders
+from tenure._heap._index import Referrers
 
 
 class Box:
@@ -23,7 +23,7 @@ class Slotted:
 @pytest.fixture
 def indexed(monkeypatch):
     """No question is answered by a pass of the collector."""
-    monkeypatch.setattr(_referrers, "_MAX_PASSES", 0)
+    monkeypatch.setattr(_index, "_MAX_PASSES", 0)
 
 
 def referrers_of(*asked):
@@ -44,7 +44,7 @@ def test_the_index_finds_what_a_pass_finds(monkeypatch):
     places[4].t = places[5].t = t
     t.me = places
     by_pass = identities(referrers_of(t, other))
-    monkeypatch.setattr(_referrers, "_MAX_PASSES", 0)
+    monkeypatch.setattr(_index, "_MAX_PASSES", 0)
     by_index = identities(referrers_of(t, other))
     assert set(identities(places[:6])) <= set(by_pass)
     assert by_index == by_pass

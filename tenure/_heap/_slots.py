@@ -4,8 +4,8 @@ The garbage collector says how many references there are and the readers only na
 the answers counts references. No code of the objects themselves runs.
 """
 
+import contextvars
 import functools
-import gc
 import threading
 import types
 from collections import Counter, deque
@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import torch
 
-from . import _callables, _containers, _objects, _suspended
-from ._static import mro_of, type_name
+from . import _arrays, _callables, _containers, _contexts, _dataframes, _objects, _suspended
+from ._static import module_name, mro_of, type_name
 from ._steps import Reader, Slot, Step, Wanted, inside
 
 
@@ -22,13 +22,13 @@ def slots_of(holder: object, wanted: Wanted) -> Iterator[tuple[int, Step]]:
     """Every reference from one object to any of the wanted ones.
 
     Args:
-        holder: any object that the collector tracks.
+        holder: any object that the collector tracks, or an array of NumPy.
         wanted: identities of the objects that matter.
 
     Yields:
         The identity of what is referred to and how; "(inside a …)" where no reader has a name.
     """
-    left = Counter(key for key in map(id, gc.get_referents(holder)) if key in wanted)
+    left = Counter(key for key in map(id, _arrays.referents_of(holder)) if key in wanted)
     for value, step in _named_slots(holder, left):
         if left[id(value)] > 0:
             left[id(value)] -= 1
@@ -42,7 +42,7 @@ def _named_slots(holder: object, wanted: Wanted) -> Iterator[Slot]:
     if not wanted:
         return
     for cls in mro_of(type(holder)):
-        reader = _READERS.get(id(cls))
+        reader = _READERS.get(id(cls)) or _LATE_READERS.get(f"{module_name(cls)}.{type_name(cls)}")
         # an object that is being built or torn down may lack what its type promises
         try:
             yield from reader(holder, wanted) if reader else ()
@@ -66,6 +66,7 @@ _READERS: dict[int, Reader] = {
         (torch.Tensor, _objects.tensor_slots),
         (types.FunctionType, _callables.function_slots),
         (types.CellType, _callables.cell_slots),
+        (types.MappingProxyType, _containers.proxy_slots),
         (types.MethodType, _callables.method_slots),
         (types.BuiltinMethodType, _callables.method_slots),
         (functools.partial, _callables.partial_slots),
@@ -76,5 +77,22 @@ _READERS: dict[int, Reader] = {
         (types.FrameType, _suspended.frame_slots),
         (types.TracebackType, _suspended.traceback_slots),
         (BaseException, _suspended.exception_slots),
+        (contextvars.ContextVar, _contexts.variable_slots),
+        (contextvars.Token, _contexts.token_slots),
+        (contextvars.Context, _contexts.branch_slots),
     )
+}
+
+# of the interpreter's own classes without a public name; of libraries that may come later, or never
+_LATE_READERS: dict[str, Reader] = {
+    "builtins.hamt": _contexts.branch_slots,
+    "builtins.hamt_array_node": _contexts.branch_slots,
+    "builtins.hamt_bitmap_node": _contexts.leaf_slots,
+    "builtins.hamt_collision_node": _contexts.leaf_slots,
+    "_asyncio.Future": _suspended.future_slots,
+    "_asyncio.Task": _suspended.task_slots,
+    "numpy.ndarray": _arrays.array_slots,
+    "pandas.core.generic.NDFrame": _dataframes.table_slots,
+    "pandas.core.internals.managers.BaseBlockManager": _dataframes.manager_slots,
+    "pandas.core.internals.blocks.Block": _dataframes.block_slots,
 }

@@ -6,18 +6,19 @@ answered from it.
 """
 
 import gc
-from array import array
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Iterator
 
 from ._collector import has_frozen, tracked_objects
+from ._fast_locals import take_out_emptied
+from ._identities import Identities, IdentitySet, References
 
 # the collector's own pass is faster for a few objects, and an index costs as much as some passes
 _MAX_ASKED = 48
-_MAX_PASSES = 4
-# objects that have one number in the index together
-_CHUNK = 16
+_MAX_PASSES = 7
+# objects whose references are asked for together, and of these, those that are told apart
+_BLOCK = 65_536
+_CHUNK = 32
 # past a __getattribute__ of a metaclass
 _DICT_OFFSET = vars(type)["__dictoffset__"].__get__
 
@@ -59,50 +60,56 @@ class Referrers:
 
 
 class _Index:
-    """Every reference to an object that the collector tracks.
+    """Every reference from an object that the collector tracks.
 
     Args:
-        heap: what may refer to something. Left out are empty dictionaries: among them are those in
-            which a frame shows its variables, and who reads one of these counts its references.
+        heap: what may refer to something. The emptied dictionaries in which frames have shown their
+            variables are taken out: who reads one of these counts its references.
     """
 
     def __init__(self, heap: list[object]) -> None:
-        self._heap = [found for found in heap if type(found) is not dict or found]
-        self._identities = array("Q", sorted(map(id, self._heap)))
-        self._first: dict[int, int] = {}
-        self._others: defaultdict[int, list[int]] = defaultdict(list)
-        for chunk, start in enumerate(range(0, len(self._heap), _CHUNK)):
-            held = gc.get_referents(*self._heap[start : start + _CHUNK])
-            for identity in set(map(id, filter(gc.is_tracked, held))):
-                if self._first.setdefault(identity, chunk) != chunk:
-                    self._others[identity].append(chunk)
+        self._heap = heap
+        take_out_emptied(heap)
+        self._ordered = Identities(heap).ordered()
+        self._blocks = [
+            References(self._referents(start)) for start in range(0, len(self._heap), _BLOCK)
+        ]
+        # of dictionaries of instances that were made since: where the instance is
+        self._made_since: dict[int, int] = {}
 
     def close(self) -> None:
         self._heap.clear()
 
     def __contains__(self, candidate: object) -> bool:
-        position = bisect_left(self._identities, id(candidate))
-        is_known = self._identities[position : position + 1] == array("Q", [id(candidate)])
-        return is_known and bool(self._heap)
+        position = bisect_left(self._ordered, id(candidate))
+        is_known = position < len(self._ordered) and self._ordered[position] == id(candidate)
+        return bool(is_known and self._heap)
 
     def referrers_of(self, asked: list[object]) -> list[object]:
         """The objects that refer to any of those asked for, in the order of the heap."""
-        wanted = frozenset(map(id, asked))
-        chunks = {self._first[identity] for identity in wanted if identity in self._first}
-        chunks.update(c for identity in wanted for c in self._others.get(identity, ()))
-        if not all(map(gc.is_tracked, asked)):
-            chunks.update(
-                self._chunks_with(frozenset(id(o) for o in asked if not gc.is_tracked(o)))
-            )
-        return [found for chunk in sorted(chunks) for found in self._holders(chunk, wanted)]
+        wanted = IdentitySet(map(id, asked))
+        starts = {
+            number * _BLOCK + chunk * _CHUNK
+            for number, block in enumerate(self._blocks)
+            for chunk in block.holders_of(wanted)
+        }
+        for identity in wanted.identities & self._made_since.keys():
+            starts.add(self._made_since[identity])
+        return [
+            found for start in sorted(starts) for found in self._holders(start, wanted.identities)
+        ]
 
-    def _holders(self, chunk: int, wanted: frozenset[int]) -> Iterator[object]:
-        start = chunk * _CHUNK
+    def _referents(self, start: int) -> Iterator[list[object]]:
+        """What the chunks of one block refer to."""
+        for chunk in range(start, min(start + _BLOCK, len(self._heap)), _CHUNK):
+            yield gc.get_referents(*self._heap[chunk : chunk + _CHUNK])
+
+    def _holders(self, start: int, wanted: frozenset[int]) -> Iterator[object]:
         for holder in self._heap[start : start + _CHUNK]:
             if _refer(wanted, holder):
                 yield holder
             for attributes in self._attributes_made_since(holder):
-                self._first.setdefault(id(attributes), chunk)
+                self._made_since.setdefault(id(attributes), start)
                 if _refer(wanted, attributes):
                     yield attributes
 
@@ -111,15 +118,6 @@ class _Index:
         if not _DICT_OFFSET(type(holder)):
             return []
         return [o for o in gc.get_referents(holder) if type(o) is dict and o not in self]
-
-    def _chunks_with(self, untracked: frozenset[int]) -> list[int]:
-        """Where one refers to what is not in the index: a pass over all, and seldom."""
-        starts = range(0, len(self._heap), _CHUNK)
-        return [
-            chunk
-            for chunk, start in enumerate(starts)
-            if _refer(untracked, *self._heap[start : start + _CHUNK])
-        ]
 
 
 def _refer(wanted: frozenset[int], *holders: object) -> bool:
