@@ -44,10 +44,14 @@ class ModuleHooks:
         )
 
     def begin(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        entry: str = "forward",
     ) -> tuple[Any, Any] | None:
         """Before the forward: the outermost one gets its inputs on the device."""
-        if not self._pager.enter(self._token, self._units, module):
+        if not self._pager.enter(self._token, self._units, module, entry):
             return None
         self._attributes.show(module)
         if not self._pager.is_outermost:
