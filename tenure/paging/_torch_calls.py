@@ -42,7 +42,7 @@ def calls_of(module: nn.Module) -> Iterator[int]:
 
 
 def is_running(call: int, frame: FrameType | None) -> bool:
-    """Whether a call is on the stack that ends with a frame; None is that of a thread that ended."""
+    """Whether a call is on the stack that a frame ends; None is that of a thread that ended."""
     while frame is not None and not (id(frame) == call and frame.f_code in _CALLS):
         frame = frame.f_back
     return frame is not None
