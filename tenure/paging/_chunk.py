@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from tenure._errors import PagingError
 from tenure._units import parse_bytes
 
+from ._arguments import Arguments, moved
 from ._attached import Attached
 from ._checks import checked_device, checked_model
 from ._engine import Engine
 from ._handle import PagedModel
-from ._hooks import ModuleHooks, moved
+from ._hooks import ModuleHooks
 from ._host_buffers import HostBuffers
 from ._link import Link
 from ._page import in_place_of
@@ -129,7 +130,9 @@ class ChunkHooks(ModuleHooks):
             return None
         pager.on_host += 1
         pager.on_leave(pager.leave_host)
-        return moved((args, kwargs), pager.engine.device.type, _HOST)  # type: ignore[no-any-return]
+        arguments = Arguments((args, kwargs), pager.engine.device.type, _HOST)
+        pager.on_leave(arguments.hand_back)
+        return arguments.given  # type: ignore[no-any-return]
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """After the forward."""

@@ -38,13 +38,13 @@ class _Frame:
         token: what tells its module from others.
         handled: the exception that was being handled when it began.
         pages: what it uses.
-        restore: puts back what was changed for it.
+        restores: put back what was changed for it, the last first.
     """
 
     token: object
     handled: BaseException | None
     pages: list[Page] = field(default_factory=list)
-    restore: Callable[[], object] | None = None
+    restores: list[Callable[[], object]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -142,7 +142,7 @@ class Pager:
 
     def on_leave(self, restore: Callable[[], object]) -> None:
         """Have something put back when the forward that began last ends."""
-        self._frames[-1].restore = restore
+        self._frames[-1].restores.append(restore)
 
     def leave(self, token: object) -> None:
         """A forward ends: let go of what it used, and of what was interrupted inside it."""
@@ -227,8 +227,8 @@ class Pager:
     def _pop(self, *, is_end: bool) -> object:
         frame = self._frames.pop()
         try:
-            if frame.restore is not None:
-                frame.restore()
+            while frame.restores:
+                frame.restores.pop()()
             for page in frame.pages:
                 self.engine.release(page)
             if not self._frames:
