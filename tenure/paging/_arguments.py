@@ -41,10 +41,8 @@ class Arguments:
     def __init__(self, tree: Any, source: str, device: torch.device) -> None:
         survey = Survey(tree, is_leaf=_is_leaf)
         nodes: dict[int, Any] = survey.nodes
-        moved: dict[int, Any] = {
-            key: node.to(device)
-            for key, node in nodes.items()
-            if isinstance(node, Tensor | PackedSequence) and _device_of(node).type == source
+        moved = {
+            key: node.to(device) for key, node in nodes.items() if _device_type_of(node) == source
         }
         self.given = survey.replaced(moved) if moved else tree
         self._device = device
@@ -99,9 +97,9 @@ def _is_leaf(node: object) -> bool:
     return isinstance(node, PackedSequence) or not (is_mutable(node) or isinstance(node, tuple))
 
 
-def _device_of(node: Any) -> torch.device:
-    device: torch.device = (node.data if isinstance(node, PackedSequence) else node).device
-    return device
+def _device_type_of(node: object) -> str | None:
+    tensor = node.data if isinstance(node, PackedSequence) else node
+    return tensor.device.type if isinstance(tensor, Tensor) else None
 
 
 def _is_about_devices(error: BaseException) -> bool:
