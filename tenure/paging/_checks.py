@@ -139,6 +139,19 @@ def check_host(host: object) -> None:
         )
 
 
+def check_folder(host: object) -> None:
+    """Refuse what is no folder for converted weights.
+
+    Raises:
+        PagingError: it is neither a path nor None.
+    """
+    if host is not None and not isinstance(host, Path):
+        raise PagingError(
+            f"host={host!r}: the weights stay in their own files. Name a folder, host=Path(...), "
+            "for those that have to be converted, or leave it out."
+        )
+
+
 def check_seconds_and_speed(link_bytes_per_s: object, compute_s: object) -> None:
     """Refuse what no plan can be made by; None stands for what is not known.
 
