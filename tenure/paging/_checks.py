@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from tenure._account import available_bytes
 from tenure._describe import describe_tensor
 from tenure._errors import ByteSizeError, PagingError
 from tenure._units import parse_bytes
@@ -230,9 +231,9 @@ def _check_tensor(name: str, tensor: Tensor) -> None:
 
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cpu":
-        return int(psutil.virtual_memory().available)
+        return available_bytes(device, int(psutil.virtual_memory().available))
     free_bytes, _ = torch.get_device_module(device).mem_get_info(device)
-    return int(free_bytes)
+    return available_bytes(device, int(free_bytes))
 
 
 def _share(text: str) -> float:
