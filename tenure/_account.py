@@ -13,18 +13,16 @@ from typing import Protocol
 import torch
 from torch import Tensor, UntypedStorage
 
-from ._storages import inner_tensors, storages_of
-
 
 class Limit(Protocol):
     """What limits the memory that one thread takes."""
 
-    def note_taken(self, storages: list[UntypedStorage], what: str) -> None:
-        """Count storages that were just made, whichever device they are on.
+    def note_taken(self, made: list[Tensor], what: str) -> None:
+        """Count a tensor that was just made, whichever device it is on.
 
         Args:
-            storages: what was made. The list is emptied before an error is raised.
-            what: what they are for.
+            made: it, and nothing else. The list is emptied before an error is raised.
+            what: what it is for.
 
         Raises:
             torch.OutOfMemoryError: that is too much.
@@ -68,15 +66,9 @@ def taken(make: Callable[[], Tensor], what: str) -> Tensor:
     Raises:
         torch.OutOfMemoryError: a limit of this thread has no room for it; it is gone.
     """
-    made: list[Tensor] = [make()]
+    made = [make()]  # in a list, for a traceback that leads here must not keep it
     for limit in list(_this_thread.open):
-        storages = _storages_in(made[0])
-        try:
-            limit.note_taken(storages, what)
-        except BaseException:
-            made.clear()  # the traceback leads here
-            storages.clear()
-            raise
+        limit.note_taken(made, what)
     return made[0]
 
 
@@ -90,10 +82,3 @@ def available_bytes(device: torch.device, free_bytes: int) -> int:
     """What this thread may still take of a device that has so many bytes free."""
     told = (limit.available_on(device) for limit in _this_thread.open)
     return min([free_bytes, *(n_bytes for n_bytes in told if n_bytes is not None)])
-
-
-def _storages_in(tensor: Tensor) -> list[UntypedStorage]:
-    inside = inner_tensors(tensor)
-    if inside:
-        return [storage for each in inside for storage in _storages_in(each)]
-    return storages_of(tensor) if tensor.numel() else []

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch import UntypedStorage
+from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tenure._account import close_limit, open_limit
@@ -118,13 +118,13 @@ class CountingMode(TorchDispatchMode):
         self.recent_peak_bytes = max(self.recent_peak_bytes, self._account.live_bytes)
         return result
 
-    def note_taken(self, storages: list[UntypedStorage], what: str) -> None:
+    def note_taken(self, made: list[Tensor], what: str) -> None:
         """See `tenure._account.Limit`."""
         if os.getpid() != self._process:
             return
-        made_bytes = self._account.note_made(storages)
+        made_bytes = self._account.note_made(storages_in(made))
         if made_bytes > 0 and self._exceeds():
-            storages.clear()
+            made.clear()
             self._refuse(what, made_bytes)
         self.recent_peak_bytes = max(self.recent_peak_bytes, self._account.live_bytes)
 
