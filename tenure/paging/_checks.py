@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from enum import Enum
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -43,8 +44,26 @@ def checked_model(model: object, *, has_values: bool = True) -> nn.Module:
     return model
 
 
-def checked_device(device: str | torch.device, *, from_disk: bool = False) -> torch.device:
+class Elsewhere(Enum):
+    """What stands in for an accelerator, by the function that is asked; the advice to take it."""
+
+    NOTHING = ""
+    FOLDER = ", or a folder: host=Path(...)"
+    CPU = ", or 'cpu'"
+
+
+def checked_device(
+    device: str | torch.device,
+    *,
+    from_disk: bool = False,
+    elsewhere: Elsewhere = Elsewhere.NOTHING,
+) -> torch.device:
     """An accelerator that is there, with its index; the CPU where weights come from a disk.
+
+    Args:
+        device: what was asked for.
+        from_disk: whether the CPU is one as well.
+        elsewhere: what the user may name in its place.
 
     Raises:
         PagingError: it is none.
@@ -58,14 +77,13 @@ def checked_device(device: str | torch.device, *, from_disk: bool = False) -> to
     if chosen.type in ("cpu", "meta"):
         raise PagingError(
             f"A model in host memory can't be paged to {chosen.type!r}: there is nothing to gain. "
-            "Name an accelerator, such as 'cuda'"
-            + (", or a folder: host=Path(...)." if chosen.type == "cpu" else ".")
+            f"Name an accelerator, such as 'cuda'{elsewhere.value}."
         )
     module = getattr(torch, chosen.type, None)
     if module is None or not module.is_available():
         raise PagingError(
             f"There is no {chosen.type!r} device here that a model could be paged to. Name one "
-            "that is there; weights on a disk can be paged to 'cpu' as well."
+            f"that is there{elsewhere.value}."
         )
     index = module.current_device() if chosen.index is None else chosen.index
     if not 0 <= index < module.device_count():

@@ -61,13 +61,14 @@ class HostBuffers:
     Args:
         module: the device's module.
         pin: whether to pin.
+        advice: what to do where that is not possible.
     """
 
-    def __init__(self, module: Any, *, pin: bool) -> None:
+    def __init__(self, module: Any, *, pin: bool, advice: str = "") -> None:
         self._bytes: dict[Unit, Tensor] = {}
         self._memory: dict[Unit, Memory] = {}
         self._parts: dict[Unit, list[weakref.ref[UntypedStorage]]] = {}
-        self._pinning = Pinning(module) if pin else None
+        self._pinning = Pinning(module, advice) if pin else None
 
     @property
     def host_bytes(self) -> int:

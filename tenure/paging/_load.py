@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ._checkpoint import open_checkpoint
-from ._checks import check_folder, checked_device, checked_model, checked_prefetch
+from ._checks import Elsewhere, check_folder, checked_device, checked_model, checked_prefetch
 from ._converted import convert_names
 from ._entry_points import checked_methods
 from ._file_store import FileStore
@@ -75,7 +75,7 @@ def load_paged(
     """
     check_folder(host)
     max_ahead = checked_prefetch(prefetch)
-    chosen = checked_device(device, from_disk=True)
+    chosen = checked_device(device, from_disk=True, elsewhere=Elsewhere.CPU)
     checked_model(model, has_values=False)
     entries = checked_methods(model, methods)
     checkpoint = open_checkpoint(weights)
