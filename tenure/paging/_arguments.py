@@ -110,7 +110,10 @@ def _is_about_devices(error: BaseException) -> bool:
 def _parameters_of(function: Callable[..., Any], n_args: int) -> list[str]:
     """The names of a function's first parameters, or their numbers where it has no such names."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some functions of C have no signature
+        return [f"argument {i}" for i in range(n_args)]
     names = [each.name for each in parameters if each.kind in kinds]
     return [names[i] if i < len(names) else f"argument {i}" for i in range(n_args)]
 

@@ -72,7 +72,7 @@ def test_a_forward_that_waits_for_threads_which_call_its_parts_is_an_error(x, tm
         with pytest.raises(
             PagingError,
             match=r"^Branching is paged and runs on thread 'MainThread' \(at .*test_door.py:\d+\), "
-            r"waits there for this thread, which called a part of the model: one thread",
+            r"waits there for this thread, which waits to get into the model: one thread",
         ):
             model(x)
         assert not handle._pager._frames
