@@ -21,6 +21,7 @@ from tenure._describe import describe_tensor
 from tenure._errors import TenureError
 from tenure._replaced import Survey, entries_of, is_mutable, set_entries
 
+_PLAIN = frozenset({bool, int, float, str, type(None)})
 _N_NAMED = 3
 _N_SEARCHED = 2000
 
@@ -94,7 +95,9 @@ def moved(tree: Any, source: str, device: torch.device) -> Any:
 def _is_leaf(node: object) -> bool:
     # A PackedSequence has a part that stays on the host; what is registered with torch's pytree
     # may be a cache that a forward writes to, which a copy would keep from its owner.
-    return isinstance(node, PackedSequence) or not (is_mutable(node) or isinstance(node, tuple))
+    if type(node) in _PLAIN or isinstance(node, Tensor | PackedSequence):
+        return True
+    return not (isinstance(node, tuple) or is_mutable(node))
 
 
 def _device_type_of(node: object) -> str | None:
