@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from tenure._account import taken
 from tenure._errors import PagingError
 from tenure._named_tensors import NamedTensor
 from tenure._units import format_bytes
@@ -56,7 +57,7 @@ class Engine:
         self._pages: dict[Unit, Page] = {}
         self._ring = ByteRing(ring_bytes)
         self._fences: Fences[object] = Fences()
-        self._arena = self._allocate(ring_bytes)
+        self._arena = self._allocate(ring_bytes, RING)
         self._fences.add(0, ring_bytes, link.mark(link.current()))
         self._copied: dict[Unit, object] = {}
         self._written: dict[Unit, object] = {}
@@ -89,7 +90,7 @@ class Engine:
 
     def reserve(self, units: list[Unit]) -> dict[Unit, Tensor]:
         """Allocate memory for units that are to stay."""
-        return {unit: self._allocate(unit.n_bytes) for unit in units}
+        return {unit: self._allocate(unit.n_bytes, RESIDENT) for unit in units}
 
     def settle_in(self, reserved: dict[Unit, Tensor]) -> None:
         """Fill the memory of units that stay.
@@ -151,6 +152,15 @@ class Engine:
         elif not page.is_resident and not page.is_held():
             page.last_use = self._marks(page)
 
+    def save(self) -> None:
+        """Stop the host until what was written so far to units in use is there."""
+        for page in [page for page in self._pages.values() if page.users]:
+            changed = page.written(with_buffers=self.saves_buffers)
+            if changed:
+                self._write_back(page, changed)
+        for event in self._unread:
+            self._link.let_host(event)
+
     def prefetch(self) -> None:
         """Let go of pages that are not wanted soon, and fetch those that are."""
         wanted = self._wanted()
@@ -209,9 +219,12 @@ class Engine:
             yield NamedTensor(page.memory, page.unit.name, RESIDENT)
         yield from self._link.named_tensors()
 
-    def _allocate(self, n_bytes: int) -> Tensor:
-        with aside():
+    def _allocate(self, n_bytes: int, what: str) -> Tensor:
+        def make() -> Tensor:
             return torch.empty(n_bytes, dtype=torch.uint8, device=self._link.device)
+
+        with aside():
+            return taken(make, what)
 
     def _fetch(self, unit: Unit, start: int) -> Page:
         page = Page(unit, self._arena, start, is_resident=False)
