@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Container
 from typing import Any
 
 from tenure._errors import AdaptiveUsageError
@@ -43,6 +44,12 @@ def short_name_of(function: Any) -> str:
     """Its name alone, for functions that are written where they are used."""
     function = _unwrapped(function)
     return str(getattr(function, "__name__", None) or type(function).__name__)
+
+
+def unused(name: str, known: Container[str]) -> str:
+    """A name, with a number if it is known already."""
+    names = itertools.chain([name], (f"{name} ({i})" for i in itertools.count(2)))
+    return next(each for each in names if each not in known)
 
 
 def is_suspendable(function: Callable[..., object]) -> bool:

@@ -7,9 +7,8 @@ that is trained isn't taken for a part of the step.
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, TypeVar
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from tenure._errors import AdaptiveUsageError
 
-from .._callables import short_name_of
+from .._callables import short_name_of, unused
 from .._retry import Generator, generator_kinds
 from ._code_names import names_in
 
@@ -58,6 +57,8 @@ class Reachable:
         return [name for name, tensor in self.tensors.items() if not tensor.is_leaf]
 
     def _visit(self, name: str, value: Any, attributes: frozenset[str], depth: int) -> None:
+        if type(value) in weakref.ProxyTypes:
+            value = _behind(value)
         key = (id(value), attributes)
         if isinstance(value, _PLAIN) or key in self._seen or depth > _MAX_DEPTH:
             return
@@ -74,15 +75,17 @@ class Reachable:
                 self._visit(below, child, names, depth + 1)
 
 
+def _behind(proxy: Any) -> Any:
+    """What a weak proxy stands for; None once that is gone."""
+    try:
+        return proxy.__repr__.__self__
+    except ReferenceError:
+        return None
+
+
 def _note(known: dict[str, T], name: str, value: T) -> None:
     if all(value is not other for other in known.values()):
         known[unused(name, known)] = value
-
-
-def unused(name: str, known: Container[str]) -> str:
-    """A name, with a number if it is known already."""
-    names = itertools.chain([name], (f"{name} ({i})" for i in itertools.count(2)))
-    return next(each for each in names if each not in known)
 
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))

@@ -11,17 +11,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._oom import oom_info
-from .._retry import BufferState, Generator, Rollback
-from ._coupled import coupled_modules, refuse_coupled, written_modules
+from ._coupled import (
+    coupled_modules,
+    normalizes,
+    refuse_coupled,
+    wants_more_samples,
+    written_modules,
+)
 from ._cut_inputs import CutInputs, graph_is_used_up
 from ._distributed import refuse_distributed
 from ._gradients import IsolatedGradients
+from ._models import StepModels
 from ._outputs_pass import OutputsPass
 from ._spec import Chunk, StepSpec
 from ._split_backward import SplitBackward, without_autocast
+from ._state import StepState
 from ._terms import ONLY, check_weight_is_used, scalar, terms_of, whole_loss
 from ._terms_pass import TermsPass
 
@@ -48,11 +55,8 @@ class StepRun:
         spec: what to do.
         inputs: the batch.
         n_samples: how many it has.
-        roots: the modules of the function, by name.
-        models: all that anything of the step uses.
-        buffers: their buffers, noted when the run began.
-        generators: the generators of random numbers that it uses besides those of the devices.
-        state: random state, buffers and attributes, noted when the run began; undoing it restarts
+        models: the modules.
+        state: random state and the state of modules, noted when the run began; undoing it restarts
             the run.
         gradients: where new gradients go.
         computed: names captured tensors with a graph of their own, for an error.
@@ -65,11 +69,8 @@ class StepRun:
         inputs: CutInputs,
         n_samples: int,
         *,
-        roots: dict[str, nn.Module],
-        models: Sequence[nn.Module],
-        buffers: BufferState,
-        generators: Sequence[Generator],
-        state: Rollback,
+        models: StepModels,
+        state: StepState,
         gradients: IsolatedGradients,
         computed: Callable[[], list[str]],
         devices: Sequence[torch.device],
@@ -77,10 +78,8 @@ class StepRun:
         self.spec = spec
         self.inputs = inputs
         self.n_samples = n_samples
-        self.roots = roots
         self.models = models
-        self._buffers = buffers
-        self.generators = generators
+        self.roots = models.roots
         self.state = state
         self._gradients = gradients
         self.backward = SplitBackward(gradients, spec.scaler, computed)
@@ -91,7 +90,8 @@ class StepRun:
         self.inputs.begin()
         is_split = size < self.n_samples
         self.backward.begin(is_split=is_split)
-        outcome = self._split(size) if is_split else self._whole()
+        with self.models.seeing(), self.models.telling(self.state.learn):
+            outcome = self._split(size) if is_split else self._whole()
         self.backward.check_ran()
         self._deliver()
         return outcome
@@ -161,13 +161,28 @@ class StepRun:
         return chunks
 
     def forward(self, chunk: Chunk) -> Any:
-        """Run the function; the first chunk shows whether a module keeps track of its batches."""
+        """Run the function, and see by what ran, and by what it wrote, whether it mixes samples."""
         start, length = chunk
-        if start or self.spec.batchnorm == "per_chunk":
-            return self.spec.fn(self.inputs.chunk(start, length))
-        returned = self.spec.fn(self.inputs.chunk(start, length))
-        refuse_coupled(written_modules(self.roots, self._buffers), self.n_samples, length)
+        try:
+            returned = self.spec.fn(self.inputs.chunk(start, length))
+        except ValueError as error:
+            if wants_more_samples(error):
+                self._refuse_new(length)
+                raise normalizes(error, self.n_samples, length) from error
+            raise
+        self._refuse_new(length)
+        if not start and self.spec.batchnorm == "refuse":
+            written = written_modules(self.roots, self.state.modules.buffers)
+            refuse_coupled(written, self.n_samples, length)
         return returned
+
+    def _refuse_new(self, size: int) -> None:
+        """Judge the modules that nobody knew before they ran."""
+        new = self.models.take_new_roots()
+        if new:
+            refuse_distributed(new, self.n_samples, size)
+            if self.spec.batchnorm == "refuse":
+                refuse_coupled(coupled_modules(new), self.n_samples, size)
 
     def send_back(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Run one chunk backward from some of its tensors, each with the gradient it gets."""

@@ -13,7 +13,7 @@ from tenure._errors import AdaptiveUsageError
 from tenure._torch_dynamo import never_compiled
 from tenure.scopes import DisposeScope
 
-from .._retry import Attempts, OnRetry, Together
+from .._retry import Attempts, OnRetry
 from .._sizes import (
     AdaptiveSearch,
     BatchsizeCache,
@@ -30,6 +30,7 @@ from ._sample_tree import SampleDims
 from ._setup import StepSetup
 from ._spec import BatchNormPolicy
 from ._split_backward import Scaler
+from ._state import DeliveredTogether
 from ._terms import Reduction
 
 Batch = TypeVar("Batch")
@@ -161,8 +162,7 @@ def step(
             return setup.run.run(size)
 
     with DisposeScope("step") as scope:
-        # gradients are delivered first: that may fail, and then buffers have to be brought back too
-        state = Together((setup.gradients, setup.state))
+        state = DeliveredTogether(setup.gradients, setup.state)
         attempts = Attempts(setup.name, scope, unit="micro-batch", state=state, on_retry=on_retry)
         try:
             outcome = attempts.run(search, attempt)
