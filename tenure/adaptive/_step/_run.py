@@ -112,7 +112,8 @@ class StepRun:
 
     def _whole_loss(self) -> tuple[Tensor, dict[str, Tensor]]:
         spec = self.spec
-        returned = spec.fn(self.inputs.whole())
+        with self.inputs.expecting_other_sizes():
+            returned = spec.fn(self.inputs.whole())
         if callable(spec.loss):
             loss = scalar(spec.loss(returned), "loss() of step()")
             return loss, {ONLY: loss}
@@ -144,19 +145,20 @@ class StepRun:
         self.backward.let_hooks_wait([p for p in self._gradients.leaves() if p.requires_grad])
 
     def _chunks(self, size: int) -> list[Chunk]:
-        """How the batch is split; one sample alone has no statistics, and gets a partner.
+        """How the batch is split; one sample alone at the end gets a partner.
 
-        It comes from the chunk before. Where that has only two, a chunk is larger than ``size``, if
+        It has no statistics, and compiled code would be compiled once more for it. The partner
+        comes from the chunk before. Where that has only two, a chunk is larger than ``size``, if
         a module is known that can't run on one sample.
         """
         starts = range(0, self.n_samples, size)
         chunks = [Chunk(start, min(size, self.n_samples - start)) for start in starts]
-        if self.spec.batchnorm == "refuse" or size == 1 or chunks[-1].length > 1:
+        if size == 1 or chunks[-1].length > 1:
             return chunks
         *others, before, last = chunks
         if size > 2:
             return [*others, Chunk(before.start, size - 1), Chunk(last.start - 1, 2)]
-        if coupled_modules(self.roots):
+        if self.spec.batchnorm == "per_chunk" and coupled_modules(self.roots):
             return [*others, Chunk(before.start, size + 1)]
         return chunks
 
