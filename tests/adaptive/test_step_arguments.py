@@ -148,7 +148,7 @@ def test_what_can_not_be_split_is_named(batch, dims, message):
 @pytest.mark.parametrize(
     ("returned", "options", "message"),
     [
-        (lambda o: o.sum().item(), {}, r"The function of step\(\), returned a float, "),
+        (lambda o: o.sum().item(), {}, r"The function of step\(\) returned a float, "),
         (lambda o: o, {}, r"returned float64\[4, 3\] on cpu, 96 B\. Return a scalar loss, a pair"),
         (lambda o: (o.sum(), 3, 4), {}, "returned a tuple"),
         (lambda o: {}, {}, "returned no terms"),
@@ -196,6 +196,18 @@ def test_a_weight_that_is_none_is_described(weight, message):
     net = small_net()
     with pytest.raises(AdaptiveUsageError, match=message):
         step(lambda b: net(b).mean(), samples(), weight=weight, maximum=4)
+
+
+@pytest.mark.parametrize("maximum", [9, 4])
+@pytest.mark.parametrize(
+    ("returned", "where"),
+    [(lambda out: None, r"step\(\)"), (lambda out: {"a": None}, r"step\(\), at \['a'\],")],
+)
+def test_a_function_that_returns_nothing_is_told_what_to_return(returned, where, maximum):
+    net = small_net()
+    message = rf"^The function of {where} returned None\. Return a scalar loss, a pair \(sum, count"
+    with pytest.raises(AdaptiveUsageError, match=message):
+        step(lambda b: returned(net(b)), samples(), maximum=maximum)
 
 
 @pytest.mark.parametrize("maximum", [9, 4])

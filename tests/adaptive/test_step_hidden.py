@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tenure import NewDisposeScope
-from tenure.adaptive import BatchCoupledError, NoBatchsizeCache, step
+from tenure.adaptive import AdaptiveUsageError, BatchCoupledError, NoBatchsizeCache, step
 
 CONTEXT = contextvars.ContextVar("CONTEXT")
 
@@ -291,10 +291,21 @@ def test_a_proxy_of_a_model_stands_for_it(maximum):
     proxy = weakref.proxy(net)
     step(lambda b: proxy(b).square().mean(), _batch(), maximum=maximum)
     torch.testing.assert_close(net.weight.grad, wanted, rtol=1e-10, atol=1e-12)
+    step(weakref.proxy(net), _batch(), loss=torch.std, model=proxy, maximum=maximum)
     norm = _norm()
     hidden = weakref.proxy(norm)
     with pytest.raises(BatchCoupledError, match=r"hidden\.1 \(BatchNorm1d"):
         step(lambda b: hidden(b).square().mean(), _batch(), maximum=4)
+
+
+def test_a_proxy_of_what_is_gone_raises_what_it_raises_elsewhere():
+    net = nn.Linear(4, 4).double()
+    proxy = weakref.proxy(net)
+    del net
+    with pytest.raises(ReferenceError, match="no longer exists"):
+        step(lambda b: proxy(b).mean(), _batch())
+    with pytest.raises(AdaptiveUsageError, match=r"got a NoneType as model="):
+        step(lambda b: b.mean(), _batch(), model=proxy)
 
 
 def test_functional_batchnorm_at_one_sample_is_told_as_what_it_is():

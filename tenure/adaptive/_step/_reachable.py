@@ -57,8 +57,7 @@ class Reachable:
         return [name for name, tensor in self.tensors.items() if not tensor.is_leaf]
 
     def _visit(self, name: str, value: Any, attributes: frozenset[str], depth: int) -> None:
-        if type(value) in weakref.ProxyTypes:
-            value = _behind(value)
+        value = _behind(value)
         key = (id(value), attributes)
         if isinstance(value, _PLAIN) or key in self._seen or depth > _MAX_DEPTH:
             return
@@ -75,10 +74,12 @@ class Reachable:
                 self._visit(below, child, names, depth + 1)
 
 
-def _behind(proxy: Any) -> Any:
-    """What a weak proxy stands for; None once that is gone."""
+def _behind(value: Any) -> Any:
+    """The object itself, or what it is a weak proxy of; None once that is gone."""
+    if type(value) not in weakref.ProxyTypes:
+        return value
     try:
-        return proxy.__repr__.__self__
+        return value.__repr__.__self__
     except ReferenceError:
         return None
 
@@ -98,9 +99,10 @@ def modules_given(entry: str, model: nn.Module | Iterable[nn.Module]) -> dict[st
     Raises:
         AdaptiveUsageError: it is something else.
     """
+    model = _behind(model)
     if isinstance(model, nn.Module):
         return {"model": model}
-    several = {f"model[{i}]": each for i, each in enumerate(_several(model))}
+    several = {f"model[{i}]": _behind(each) for i, each in enumerate(_several(model))}
     if not several or any(not isinstance(each, nn.Module) for each in several.values()):
         raise AdaptiveUsageError(
             f"{entry}() got a {type(model).__name__} as model=. Pass the nn.Module that the "

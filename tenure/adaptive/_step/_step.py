@@ -35,6 +35,12 @@ from ._terms import Reduction
 
 Batch = TypeVar("Batch")
 
+_OUTPUTS_HAVE_TO_FIT = (
+    "Not even 1 fits: loss= gets the outputs of the whole batch, so these and their gradients have "
+    "to fit, together with one micro-batch, however small it is. Return smaller outputs, pass a "
+    "smaller batch, or say the loss as a mean or a sum over samples."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -163,7 +169,14 @@ def step(
 
     with DisposeScope("step") as scope:
         state = DeliveredTogether(setup.gradients, setup.state)
-        attempts = Attempts(setup.name, scope, unit="micro-batch", state=state, on_retry=on_retry)
+        attempts = Attempts(
+            setup.name,
+            scope,
+            unit="micro-batch",
+            state=state,
+            on_retry=on_retry,
+            advice=_OUTPUTS_HAVE_TO_FIT if callable(loss) else None,
+        )
         try:
             outcome = attempts.run(search, attempt)
         finally:
