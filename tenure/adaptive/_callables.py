@@ -54,6 +54,9 @@ def unused(name: str, known: Container[str]) -> str:
 
 def is_suspendable(function: Callable[..., object]) -> bool:
     """Whether a call gives a generator or a coroutine, which has not run yet."""
+    code = getattr(function, "__code__", None)
+    if code is not None and not code.co_flags & _SUSPENDABLE:  # by far the most
+        return False
     function = _unwrapped(function)
     called = (function, type(function).__call__)
     return any(is_kind(one) for is_kind in _KINDS for one in called)

@@ -1,7 +1,6 @@
 """One attempt at work that may run out of memory: what is undone, what is let go, what is told."""
 
 from ._attempts import Attempts as Attempts
-from ._attribute_state import attributes_of as attributes_of
 from ._buffer_state import BufferState as BufferState
 from ._cpu_fallback import on_cpu as on_cpu
 from ._events import AdaptiveEvent as AdaptiveEvent

@@ -77,7 +77,8 @@ class Attempts:
     """
 
     __slots__ = (
-        "_advice", "_name", "_on_retry", "_outside", "_scope", "_state", "_statistics", "_unit", "n_begun",
+        "_advice", "_name", "_on_retry", "_outside", "_scope", "_state", "_statistics", "_unit",
+        "n_begun",
     )  # fmt: skip
 
     def __init__(

@@ -55,7 +55,7 @@ class AttributeState:
         """Note those of more modules."""
         with persist(), torch.no_grad():
             for module in modules:
-                if not _is_of_torch(type(module)):
+                if not _is_of_torch(type(module).__module__):
                     attributes = attributes_of(module)
                     self._noted.append(_Noted(module, attributes))
                     self._note_below(module, attributes)
@@ -108,5 +108,5 @@ def _items(name: str, container: Any) -> Iterator[tuple[str, Any]]:
     return ((f"{name}[{k!r}]", each) for k, each in items if type(each) not in _PLAIN)
 
 
-def _is_of_torch(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "torch"
+def _is_of_torch(name: str) -> bool:
+    return name.startswith("torch.") or name == "torch"

@@ -36,11 +36,13 @@ class ModeState:
         """Note more of them."""
         for module in modules:
             self._training.append((module, module.training))
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                self._hooks.append((hooks, hooks.copy() if hooks else _NO_HOOKS))
-            self._frozen += [
-                (p, p.requires_grad) for p in module._parameters.values() if p is not None
-            ]
+            pre_hooks, hooks = module._forward_pre_hooks, module._forward_hooks
+            self._hooks.append((pre_hooks, pre_hooks.copy() if pre_hooks else _NO_HOOKS))
+            self._hooks.append((hooks, hooks.copy() if hooks else _NO_HOOKS))
+            if module._parameters:
+                self._frozen += [
+                    (p, p.requires_grad) for p in module._parameters.values() if p is not None
+                ]
 
     def finish(self) -> None:
         """What the attempt set stays."""

@@ -21,7 +21,16 @@ Generator = Any
 def generators_in(values: Iterable[object]) -> list[Generator]:
     """Those of many values that are generators."""
     kinds = generator_kinds()
-    return [value for value in values if isinstance(value, kinds)]
+    known: dict[type, bool] = {}  # of thousands of attributes most are of a few types
+    found = []
+    for value in values:
+        kind = type(value)
+        is_one = known.get(kind)
+        if is_one is None:
+            is_one = known[kind] = issubclass(kind, kinds)
+        if is_one:
+            found.append(value)
+    return found
 
 
 def generator_kinds() -> tuple[type, ...]:

@@ -118,6 +118,11 @@ class CutInputs:
             self._is_used_up = self.has_graph
 
     @property
+    def get_gradients(self) -> bool:
+        """Whether something in the batch requires grad."""
+        return bool(self._cuts)
+
+    @property
     def has_graph(self) -> bool:
         """Whether something in the batch is the result of a computation that autograd recorded."""
         return any(cut.leaf.value.grad_fn is not None for cut in self._cuts)

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from torch import nn
 
 from .._callables import unused
-from .._retry import Generator, attributes_of, generators_in, modules_below
+from .._retry import Generator, generators_in, modules_below
 from .._torch_modules import modules_told
 
 Listener = Callable[[list[nn.Module]], object]
@@ -39,7 +39,7 @@ class StepModels:
         self._judged = set(map(id, self.all))
         self._is_given = is_given
         self._known = set(self._judged)
-        self._learn(modules_below(others))
+        self._learn(modules_below(each for each in others if id(each) not in self._known))
         self._ran: dict[int, nn.Module] = {}
         self._new: dict[str, nn.Module] = {}
         self._listeners: list[Listener] = []
@@ -91,4 +91,4 @@ class StepModels:
 
 def generators_of(modules: Iterable[nn.Module]) -> list[Generator]:
     """The generators of random numbers that modules hold."""
-    return generators_in(each for module in modules for each in attributes_of(module).values())
+    return generators_in(each for module in modules for each in vars(module).values())

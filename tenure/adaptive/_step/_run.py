@@ -198,6 +198,8 @@ class StepRun:
         self.inputs.scale(factor)
 
     def _deliver(self) -> None:
+        if not self.inputs.get_gradients:
+            return
         self.backward.watch(self.inputs.leaves)
         try:
             with without_autocast(self.devices):
