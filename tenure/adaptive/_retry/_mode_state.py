@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._torch_dispatch import without_functions
+
 _Hooks = dict[int, Any]
 _NO_HOOKS: _Hooks = {}
 
@@ -34,15 +36,19 @@ class ModeState:
 
     def add(self, modules: Iterable[nn.Module]) -> None:
         """Note more of them."""
-        for module in modules:
-            self._training.append((module, module.training))
-            pre_hooks, hooks = module._forward_pre_hooks, module._forward_hooks
-            self._hooks.append((pre_hooks, pre_hooks.copy() if pre_hooks else _NO_HOOKS))
-            self._hooks.append((hooks, hooks.copy() if hooks else _NO_HOOKS))
-            if module._parameters:
-                self._frozen += [
-                    (p, p.requires_grad) for p in module._parameters.values() if p is not None
-                ]
+        with without_functions():  # a mode would see each attribute of a tensor that is read
+            for module in modules:
+                self._note(module)
+
+    def _note(self, module: nn.Module) -> None:
+        self._training.append((module, module.training))
+        pre_hooks, hooks = module._forward_pre_hooks, module._forward_hooks
+        self._hooks.append((pre_hooks, pre_hooks.copy() if pre_hooks else _NO_HOOKS))
+        self._hooks.append((hooks, hooks.copy() if hooks else _NO_HOOKS))
+        if module._parameters:
+            self._frozen += [
+                (p, p.requires_grad) for p in module._parameters.values() if p is not None
+            ]
 
     def finish(self) -> None:
         """What the attempt set stays."""

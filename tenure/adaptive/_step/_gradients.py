@@ -127,7 +127,8 @@ class IsolatedGradients:
         with persist(), torch.no_grad():
             if self._delivery is None:
                 self._hooks.run()
-                self._delivery = self._planned()
+                with without_functions():
+                    self._delivery = self._planned()
             with without_functions():
                 self._delivery.run()
         self._held = {}

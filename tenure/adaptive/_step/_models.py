@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 
 from torch import nn
 
@@ -91,4 +92,4 @@ class StepModels:
 
 def generators_of(modules: Iterable[nn.Module]) -> list[Generator]:
     """The generators of random numbers that modules hold."""
-    return generators_in(each for module in modules for each in vars(module).values())
+    return generators_in(chain.from_iterable(vars(module).values() for module in modules))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .._oom import oom_info
+from .._torch_dispatch import without_functions
 from ._coupled import (
     coupled_modules,
     normalizes,
@@ -117,7 +118,8 @@ class StepRun:
         if callable(spec.loss):
             loss = scalar(spec.loss(returned), "loss() of step()")
             return loss, {ONLY: loss}
-        terms = terms_of(returned, spec.loss)
+        with without_functions():
+            terms = terms_of(returned, spec.loss)
         check_weight_is_used(terms, spec.weight)
         return whole_loss(terms, spec.then)
 
