@@ -73,4 +73,4 @@ def _wrap_calls() -> None:
                 seen(self)
         return call(self, *args, **kwargs)
 
-    nn.Module.__call__ = told_call
+    nn.Module.__call__ = told_call  # type: ignore[method-assign]  # as torch.fx does

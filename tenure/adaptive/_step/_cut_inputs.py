@@ -129,9 +129,12 @@ class CutInputs:
 
     def _piece(self, leaf: Leaf, where: tuple[int, int] | None) -> Any:
         cut = self._by_leaf.get(id(leaf))
-        if cut is None and where is None:
+        if cut is not None:
+            piece = cut.piece(where)
+        elif where is None:
             return leaf.value
-        piece = leaf.part(*where) if cut is None else cut.piece(where)
+        else:
+            piece = leaf.part(*where)
         if isinstance(piece, Tensor) and isinstance(leaf.dim, int):
             mark_dynamic(piece, leaf.dim)
         return piece
