@@ -2,7 +2,8 @@
 
 The one that is written moves to other memory then. Nobody else may have its address: a NumPy array
 or another tensor over the same storage would still read the old memory. So only what has a storage
-to itself is copied like this.
+to itself is copied like this. And only on the CPU: on CUDA torch moves the memory on the default
+stream (``copy_data`` of CUDACachingAllocator.cpp), and work on another would not wait.
 
 Source: ``c10::impl::cow`` of PyTorch; ``test_cow_input`` holds that operators read without copying.
 """
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor
 
 _C: Any = torch._C
-_DEVICES = ("cpu", "cuda")
 _ALONE = 2
 """Uses of a storage with one tensor, while a Python object asks."""
 
@@ -24,7 +24,7 @@ def lazy_copy(tensor: Tensor) -> Tensor | None:
     """A copy that takes no memory yet, made below all modes; None where that is not safe."""
     if (
         type(tensor) is not Tensor
-        or tensor.device.type not in _DEVICES
+        or tensor.device.type != "cpu"
         or tensor.layout is not torch.strided
         or tensor.is_inference()
         or _C._storage_Use_Count(tensor.untyped_storage()._cdata) != _ALONE
