@@ -85,9 +85,84 @@ def whole_rows() -> list[Row]:
     return rows
 
 
+def own_time_row() -> Row:
+    """What a step that fits does besides the work, in milliseconds, for 13 modules."""
+    model, x = _mlp(8), torch.randn(16, 8)
+    fn = _square_of(model)
+    n_modules = len(list(model.modules()))
+    pair = _timed(model, _plainly(fn, x), _stepwise(fn, x, len(x)), 20)
+    own_ms = (pair.ratio - 1) * pair.base_s * 1e3
+    note = f"{pair.base_s * 1e3:,.2f} ms plain; 10-90 % {pair.low:.3f}-{pair.high:.3f}"
+    what = f"step that fits: its own time, {n_modules} modules"
+    return Row(what, f"{own_ms:.2f} ms", "<= 0.5 ms", own_ms <= 0.5, note)
+
+
+def micro_batch_rows() -> list[Row]:
+    """Four micro-batches, long and short, against the loop by hand."""
+    rows = []
+    for name, width, size, bar, runs in (("6", 384, 96, 1.05, 1), ("0.5", 80, 64, 1.25, 10)):
+        model, x = _mlp(width), torch.randn(4 * size, width)
+        fn = _square_of(model)
+        pair = _timed(model, _by_hand(fn, x, size), _stepwise(fn, x, size), runs)
+        note = f"{pair.base_s / 4 * 1e3:,.2f} ms each; 10-90 % {pair.low:.3f}-{pair.high:.3f}"
+        what = f"step in 4 micro-batches of {name} ms / by hand"
+        rows.append(Row(what, f"{pair.ratio:.3f}", f"<= {bar}", pair.ratio <= bar, note))
+    return rows
+
+
+def graphs_row() -> Row:
+    """How often torch.compile compiles a model that a step runs at one size after the other."""
+    # imported here: where dynamo is loaded, each chunk is marked for it
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+    model, x = _mlp(8), torch.randn(66, 8)
+    fn = _square_of(torch.compile(model, backend=counter))
+    sizes = (66, 64, 33, 32, 20, 13, 7, 5, 3, 2)
+    for size in sizes:
+        step(fn, x, maximum=size)
+    what = f"graphs compiled by a step at {len(sizes)} sizes"
+    n_graphs = counter.frame_count
+    return Row(what, str(n_graphs), "1", n_graphs == 1, ", ".join(map(str, sizes)))
+
+
 def step_rows() -> list[Row]:
-    """All rows of this page."""
-    return [*split_rows(), *whole_rows()]
+    """All rows of this page; the last loads dynamo, which the others do without."""
+    return [*split_rows(), *whole_rows(), own_time_row(), *micro_batch_rows(), graphs_row()]
+
+
+def _mlp(width: int) -> nn.Module:
+    layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(4)]
+    return nn.Sequential(*layers)
+
+
+def _square_of(model: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: model(x).square().mean()
+
+
+def _plainly(fn: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[int], None]:
+    def run(n: int) -> None:
+        for _ in range(n):
+            fn(x).backward()
+
+    return run
+
+
+def _by_hand(fn: Callable[[Tensor], Tensor], x: Tensor, size: int) -> Callable[[int], None]:
+    def run(n: int) -> None:
+        for _ in range(n):
+            for part in x.split(size):
+                (fn(part) * (len(part) / len(x))).backward()
+
+    return run
+
+
+def _stepwise(fn: Callable[[Tensor], Tensor], x: Tensor, size: int) -> Callable[[int], None]:
+    def run(n: int) -> None:
+        for _ in range(n):
+            step(fn, x, maximum=size)
+
+    return run
 
 
 def _loss_of(model: nn.Module) -> LossOf:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Container
 from typing import Any
 
 from tenure._errors import AdaptiveUsageError
@@ -45,8 +46,17 @@ def short_name_of(function: Any) -> str:
     return str(getattr(function, "__name__", None) or type(function).__name__)
 
 
+def unused(name: str, known: Container[str]) -> str:
+    """A name, with a number if it is known already."""
+    names = itertools.chain([name], (f"{name} ({i})" for i in itertools.count(2)))
+    return next(each for each in names if each not in known)
+
+
 def is_suspendable(function: Callable[..., object]) -> bool:
     """Whether a call gives a generator or a coroutine, which has not run yet."""
+    code = getattr(function, "__code__", None)
+    if code is not None and not code.co_flags & _SUSPENDABLE:  # by far the most
+        return False
     function = _unwrapped(function)
     called = (function, type(function).__call__)
     return any(is_kind(one) for is_kind in _KINDS for one in called)

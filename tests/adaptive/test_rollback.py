@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from tenure import NewDisposeScope, owner_of
-from tenure.adaptive._retry._attribute_state import AttributeState
 from tenure.adaptive._retry._buffer_state import BufferState
+from tenure.adaptive._retry._module_state import ModuleState
+from tenure.adaptive._retry._modules import modules_below
 from tenure.adaptive._retry._rng_state import RngState, generators_in
 from tenure.adaptive._retry._rollback import Together
 
@@ -51,7 +52,7 @@ def test_buffers_get_their_values_and_their_tensors_back():
     model[1].register_buffer("nothing", None)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     tensors = dict(model.named_buffers())
-    state = BufferState([model, model[0]])
+    state = BufferState(modules_below([model, model[0]]))
     state.begin()
     model[0](torch.randn(4, 2))
     model[1].table = torch.zeros(3)
@@ -92,7 +93,7 @@ def test_the_copies_of_buffers_belong_to_no_scope_and_go_after_success():
     with NewDisposeScope() as scope:
         state.begin()
         assert len(scope) == 0
-        assert owner_of(state._buffers[0].copy) is None
+        assert owner_of(state._buffers[0].note.copy) is None
     state.finish()
     assert state._buffers == []
 
@@ -167,7 +168,7 @@ class Keeps(nn.Module):
 def test_attributes_get_back_what_they_held():
     model = nn.Sequential(Keeps())
     keeps = model[0]
-    state = Together((AttributeState([model]), BufferState([model])))
+    state = ModuleState(modules_below([model]), with_modes=False)
     by_length, seen = keeps.by_length, keeps.seen
     state.begin()
     model(torch.ones(4, 3))

@@ -148,7 +148,7 @@ def test_what_can_not_be_split_is_named(batch, dims, message):
 @pytest.mark.parametrize(
     ("returned", "options", "message"),
     [
-        (lambda o: o.sum().item(), {}, r"The function of step\(\), returned a float, "),
+        (lambda o: o.sum().item(), {}, r"The function of step\(\) returned a float, "),
         (lambda o: o, {}, r"returned float64\[4, 3\] on cpu, 96 B\. Return a scalar loss, a pair"),
         (lambda o: (o.sum(), 3, 4), {}, "returned a tuple"),
         (lambda o: {}, {}, "returned no terms"),
@@ -189,13 +189,25 @@ def test_what_is_no_loss_is_described(returned, options, message):
         (lambda b: float("nan"), "returned nan"),
         (lambda b: torch.ones(3), r"returned float32\[3\] on cpu"),
         (lambda b: {"other": 1}, r"returned a term 'loss', and weight\(\) has 'other'"),
-        (lambda b: {"loss": 1} if len(b) > 1 else {"lost": 1}, "without 'loss', which it had"),
+        (lambda b: {"loss": 1} if len(b) > 2 else {"lost": 1}, "without 'loss', which it had"),
     ],
 )
 def test_a_weight_that_is_none_is_described(weight, message):
     net = small_net()
     with pytest.raises(AdaptiveUsageError, match=message):
         step(lambda b: net(b).mean(), samples(), weight=weight, maximum=4)
+
+
+@pytest.mark.parametrize("maximum", [9, 4])
+@pytest.mark.parametrize(
+    ("returned", "where"),
+    [(lambda out: None, r"step\(\)"), (lambda out: {"a": None}, r"step\(\), at \['a'\],")],
+)
+def test_a_function_that_returns_nothing_is_told_what_to_return(returned, where, maximum):
+    net = small_net()
+    message = rf"^The function of {where} returned None\. Return a scalar loss, a pair \(sum, count"
+    with pytest.raises(AdaptiveUsageError, match=message):
+        step(lambda b: returned(net(b)), samples(), maximum=maximum)
 
 
 @pytest.mark.parametrize("maximum", [9, 4])
@@ -211,7 +223,7 @@ def test_chunks_with_other_terms_are_refused():
     def fn(b):
         out = net(b)
         terms = {"a": out.mean()}
-        return terms | ({"b": out.mean()} if len(b) > 1 else {})
+        return terms | ({"b": out.mean()} if len(b) > 2 else {})
 
     with pytest.raises(AdaptiveUsageError, match="the terms 'a', 'b' for one micro-batch and 'a'"):
         step(fn, x, maximum=4)
@@ -236,7 +248,7 @@ def test_chunks_of_which_some_have_a_count_are_refused(first_has_a_count, others
 def test_chunks_with_other_outputs_are_refused():
     net, x = small_net(), samples()
     with pytest.raises(AdaptiveUsageError, match=r"output\['a'\] for one micro-batch"):
-        step(lambda b: {"a" if len(b) > 1 else "b": net(b)}, x, loss=torch.sum, maximum=4)
+        step(lambda b: {"a" if len(b) > 2 else "b": net(b)}, x, loss=torch.sum, maximum=4)
 
 
 # --- arguments
@@ -268,7 +280,7 @@ def test_limits_may_be_numbers_of_numpy():
     np = pytest.importorskip("numpy")
     net = small_net()
     result = step(lambda b: net(b).mean(), samples(), minimum=np.int64(2), maximum=np.int32(4))
-    assert (result.sizes, type(result.micro_batch)) == ((4, 4, 1), int)
+    assert (result.sizes, type(result.micro_batch)) == ((4, 3, 2), int)
 
 
 def test_a_group_is_not_taken_silently():

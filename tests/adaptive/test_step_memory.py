@@ -7,7 +7,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tenure.adaptive import AdaptiveUsageError, NoBatchsizeCache, OutOfRetriesError, step
+from tenure.adaptive import (
+    AdaptiveUsageError,
+    NoBatchsizeCache,
+    OutOfRetriesError,
+    memory_budget,
+    step,
+)
 from tests.simdevice import for_each_allocation
 
 
@@ -334,3 +340,20 @@ def test_an_optimizer_that_fails_in_its_first_step_anywhere_has_moved_nothing(si
             assert torch.equal(p.detach().cpu(), old)
 
     assert for_each_allocation(sim, first_step, check) > 0
+
+
+def test_outputs_of_the_whole_batch_that_do_not_fit_are_told_to_be_the_trouble():
+    net, x = nn.Linear(4, 4096), torch.randn(64, 4)
+    with (
+        memory_budget("800KiB"),
+        pytest.raises(
+            OutOfRetriesError,
+            match=r"needed 16\.0 KiB beside what it held, free 800\.0 KiB without that\)\. Not "
+            r"even 1 fits: loss= gets the outputs of the whole batch, so these and their grad",
+        ),
+    ):
+        step(net, x, loss=torch.std)
+    assert net.weight.grad is None
+    with memory_budget("800KiB"):
+        result = step(lambda b: net(b).square().mean(), x)
+    assert result.attempts > 1

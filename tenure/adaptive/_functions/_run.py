@@ -17,6 +17,7 @@ from tenure.scopes import DisposeScope
 
 from .._retry import Attempts, RngState, generators_in, on_cpu
 from .._sizes import AdaptiveSearch, Remembered
+from .._torch_dynamic import mark_dynamic
 from ._collect import Collector
 from ._options import Options
 from ._progress import Bar
@@ -118,6 +119,7 @@ class Chunk(Piece):
                 chunk = tensor.narrow(self.dimension, start, size)
         else:
             chunk = tensor.narrow(self.dimension, start, size)
+        mark_dynamic(chunk, self.dimension)
         return self._function(chunk, start, end, *self.args, **self.kwargs)
 
 

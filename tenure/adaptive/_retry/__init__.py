@@ -1,8 +1,6 @@
 """One attempt at work that may run out of memory: what is undone, what is let go, what is told."""
 
 from ._attempts import Attempts as Attempts
-from ._attribute_state import AttributeState as AttributeState
-from ._attribute_state import attributes_of as attributes_of
 from ._buffer_state import BufferState as BufferState
 from ._cpu_fallback import on_cpu as on_cpu
 from ._events import AdaptiveEvent as AdaptiveEvent
@@ -12,7 +10,7 @@ from ._events import add_listener as add_listener
 from ._events import remove_listener as remove_listener
 from ._events import statistics as statistics
 from ._events import tell as tell
-from ._mode_state import ModeState as ModeState
+from ._module_state import ModuleState as ModuleState
 from ._modules import modules_below as modules_below
 from ._rng_state import Generator as Generator
 from ._rng_state import RngState as RngState

@@ -70,13 +70,15 @@ class Attempts:
         unit: what the sizes count.
         state: what else an attempt changes, and how that is undone.
         on_retry: called with each AdaptiveEvent.
+        advice: what errors say where not even 1 fits; None: that memory has to be made.
 
     Attributes:
         n_begun: how many attempts there were.
     """
 
     __slots__ = (
-        "_name", "_on_retry", "_outside", "_scope", "_state", "_statistics", "_unit", "n_begun",
+        "_advice", "_name", "_on_retry", "_outside", "_scope", "_state", "_statistics", "_unit",
+        "n_begun",
     )  # fmt: skip
 
     def __init__(
@@ -87,8 +89,10 @@ class Attempts:
         unit: str = "size",
         state: Rollback | None = None,
         on_retry: OnRetry | None = None,
+        advice: str | None = None,
     ) -> None:
         self._name = name
+        self._advice = advice
         self._scope = scope
         self._unit = unit
         self._state = state
@@ -219,23 +223,27 @@ class Attempts:
         facts = [f"{self._unit} {', '.join(map(str, sizes))}", *_bytes_of(info)]
         raise OutOfRetriesError(
             f"{len(sizes)} attempt{'' if len(sizes) == 1 else 's'} of {self._name!r} ran out of "
-            f"{memory_of(info)} ({'; '.join(facts)}). {_advice(sizes[-1], limited_by)}",
+            f"{memory_of(info)} ({'; '.join(facts)}). {self._advice_for(sizes[-1], limited_by)}",
             tuple(sizes),
             info,
         ) from failure.error
+
+    def _advice_for(self, size: int, limited_by: str) -> str:
+        if size > 1:
+            return f"Allow less than {size} with {limited_by}, or page the model."
+        return self._advice or (
+            "Not even 1 fits: free memory, make the model or the sample smaller, or page the model."
+        )
 
 
 def _bytes_of(info: OomInfo) -> list[str]:
     needed_bytes, free_bytes = info.requested_bytes, free_bytes_of(info)
     needed = [] if needed_bytes is None else [f"needed {format_bytes(needed_bytes)}"]
     free = [] if free_bytes is None else [f"free {format_bytes(free_bytes)}"]
+    if needed_bytes is not None and free_bytes is not None and free_bytes >= needed_bytes:
+        # what the attempt held is let go by now, and would fit as it is
+        needed, free = [f"{needed[0]} beside what it held"], [f"{free[0]} without that"]
     return [", ".join(needed + free)] if needed or free else []
-
-
-def _advice(size: int, limited_by: str) -> str:
-    if size > 1:
-        return f"Allow less than {size} with {limited_by}, or page the model."
-    return "Not even 1 fits: free memory, make the model or the sample smaller, or page the model."
 
 
 def _ignoring_the_size(fallback: Callable[[], T]) -> Callable[[int], T]:

@@ -2,62 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from ._modules import modules_below
+from tenure.scopes import persist
+
+from ._tensor_notes import TensorNote, noted, remember_written
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_Container = dict[Any, Any] | list[Any]
+_PLAIN = frozenset((int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device))
+_CONTAINERS = (dict, list, set, deque)
+_Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 
 
 class _Noted(NamedTuple):
     module: nn.Module
     attributes: dict[str, Any]
-    contents: list[tuple[_Container, _Container]]
 
 
 class AttributeState:
-    """What the attributes of some modules hold, those below them included.
+    """What the attributes of some modules hold.
 
     A tensor that a failed attempt keeps on a module, as a cache for calls to come, is let go with
-    the attempt: the attribute gets back what it held, and so do the numbers beside it. Dicts and
-    lists get their items back. Modules of torch's own classes keep nothing there, and are left out.
+    the attempt: the attribute gets back what it held, and so do the numbers beside it. Dicts,
+    lists, sets and deques get their items back, also inside each other, and tensors that were
+    written in place their values. Modules of torch's own classes keep nothing there, and are left
+    out.
 
     Args:
-        modules: the modules, or models, that the work runs.
+        modules: the modules that the work runs.
     """
 
-    __slots__ = ("_modules", "_noted")
+    __slots__ = ("_contents", "_modules", "_noted", "_seen", "_tensors")
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        below = modules_below(modules)
-        self._modules = [module for module in below if not _is_of_torch(type(module))]
+        self._modules = modules
         self._noted: list[_Noted] = []
+        self._contents: list[tuple[_Container, _Container]] = []
+        self._tensors: list[TensorNote] = []
+        self._seen: set[int] = set()  # what is noted is kept, so an id stands for one object
 
     def begin(self) -> None:
         """Note them."""
-        self._noted = [_note(module) for module in self._modules]
+        self.finish()
+        self.add(self._modules)
+
+    def add(self, modules: Iterable[nn.Module]) -> None:
+        """Note those of more modules."""
+        with persist(), torch.no_grad():
+            for module in modules:
+                if not _is_of_torch(type(module).__module__):
+                    attributes = attributes_of(module)
+                    self._noted.append(_Noted(module, attributes))
+                    self._note_below(module, attributes)
 
     def finish(self) -> None:
         """What the attempt set stays."""
-        self._noted = []
+        remember_written(self._tensors)
+        self._noted, self._contents, self._tensors, self._seen = [], [], [], set()
 
     def undo(self) -> None:
         """Put back what is no longer there, and take away what is new."""
-        for module, attributes, contents in self._noted:
+        for module, attributes in self._noted:
             space = vars(module)
             for name in space.keys() - attributes.keys() - _OF_EVERY_MODULE:
                 del space[name]
             space.update(attributes)
-            for container, items in contents:
-                container.clear()
-                if isinstance(container, dict):
-                    container.update(items)
-                else:
-                    container.extend(items)
+        for container, items in self._contents:
+            container.clear()
+            if isinstance(container, dict | set):
+                container.update(items)
+            else:
+                container.extend(items)
+        for note in self._tensors:
+            note.undo()
+
+    def _note_below(self, module: nn.Module, attributes: dict[str, Any]) -> None:
+        waiting = [item for item in attributes.items() if type(item[1]) not in _PLAIN]
+        while waiting:
+            name, value = waiting.pop()
+            if not isinstance(value, (*_CONTAINERS, tuple, Tensor)) or id(value) in self._seen:
+                continue
+            self._seen.add(id(value))
+            if isinstance(value, Tensor):
+                if not value.requires_grad:
+                    self._tensors.append(noted(module, name, value))
+                continue
+            if isinstance(value, _CONTAINERS):
+                self._contents.append((value, value.copy()))
+            waiting += _items(name, value)
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
@@ -65,13 +102,11 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     return {k: v for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
 
 
-def _note(module: nn.Module) -> _Noted:
-    attributes = attributes_of(module)
-    contents: list[tuple[_Container, _Container]] = [
-        (value, value.copy()) for value in attributes.values() if isinstance(value, dict | list)
-    ]
-    return _Noted(module, attributes, contents)
+def _items(name: str, container: Any) -> Iterator[tuple[str, Any]]:
+    """What stands in a container and may be changed, with a name for each place."""
+    items = container.items() if isinstance(container, dict) else enumerate(container)
+    return ((f"{name}[{k!r}]", each) for k, each in items if type(each) not in _PLAIN)
 
 
-def _is_of_torch(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "torch"
+def _is_of_torch(name: str) -> bool:
+    return name.startswith("torch.") or name == "torch"

@@ -8,5 +8,14 @@ from torch import nn
 
 
 def modules_below(models: Iterable[nn.Module]) -> list[nn.Module]:
-    """The models and all modules below them, each once."""
-    return list(dict.fromkeys(module for model in models for module in model.modules()))
+    """The models and all modules below them, each once, the upper ones first."""
+    found: dict[int, nn.Module] = {}
+    waiting = [*models][::-1]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            below = module._modules
+            if below:
+                waiting += [child for child in below.values() if child is not None][::-1]
+    return list(found.values())

@@ -21,7 +21,16 @@ Generator = Any
 def generators_in(values: Iterable[object]) -> list[Generator]:
     """Those of many values that are generators."""
     kinds = generator_kinds()
-    return [value for value in values if isinstance(value, kinds)]
+    known: dict[type, bool] = {}  # of thousands of attributes most are of a few types
+    found = []
+    for value in values:
+        kind = type(value)
+        is_one = known.get(kind)
+        if is_one is None:
+            is_one = known[kind] = issubclass(kind, kinds)
+        if is_one:
+            found.append(value)
+    return found
 
 
 def generator_kinds() -> tuple[type, ...]:
@@ -55,11 +64,7 @@ class RngState:
         generators: Iterable[Generator] = (),
     ) -> None:
         self._devices = tuple(dict.fromkeys(devices))
-        self._generators = [
-            each
-            for each in generators
-            if not isinstance(each, random.SystemRandom)  # it has no state
-        ]
+        self._generators = _with_state(generators)
         self._restores: list[_Restore] = []
 
     def begin(self) -> None:
@@ -71,8 +76,15 @@ class RngState:
             restores.append(_numpy(importlib.import_module("numpy.random")))
         self._restores = restores
 
+    def add(self, generators: Iterable[Generator]) -> None:
+        """Note more of the user's own, before they are used."""
+        new = _with_state(generators)
+        self._generators += new
+        self._restores += map(_generator, new)
+
     def finish(self) -> None:
         """What was drawn stays drawn."""
+        self._restores = []
 
     def draw(self) -> None:
         """Draw a number of each generator that was noted, so that the next ones are others."""
@@ -100,6 +112,10 @@ class RngState:
             index = torch.accelerator.current_device_index()
             devices[torch.device(current.type, index)] = None
         return [device for device in devices if device.type != "meta"]
+
+
+def _with_state(generators: Iterable[Generator]) -> list[Generator]:
+    return [each for each in generators if not isinstance(each, random.SystemRandom)]
 
 
 def _cpu() -> _Restore:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tenure._errors import AdaptiveUsageError
 from tenure.scopes import NewDisposeScope
 
+from .._callables import unused
 from .._retry import Rollback, Together
 from .._sizes import checked_size
 from ._checks import checked_spec
@@ -20,7 +21,6 @@ from ._coupled import coupled_modules
 from ._module_names import named_modules, named_parameters
 from ._module_outputs import ModuleCall, first_difference, recorded
 from ._optimizer_guard import no_optimizer_steps
-from ._reachable import unused
 from ._run import StepOutcome
 from ._sample_tree import SampleDims, SampleTree
 from ._setup import StepSetup

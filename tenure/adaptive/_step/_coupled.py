@@ -18,6 +18,9 @@ from tenure._errors import BatchCoupledError
 from .._retry import BufferState
 from ._module_names import listed, named_modules
 
+_ONE_VALUE = "Expected more than 1 value per channel when training"
+"""Part of the text of ``_verify_batch_size`` in torch/nn/functional.py."""
+
 
 class Coupled(NamedTuple):
     """A module that mixes samples."""
@@ -64,6 +67,22 @@ def refuse_coupled(found: list[Coupled], n_samples: int, size: int) -> None:
             'of each micro-batch with batchnorm="per_chunk".',
             tuple(each.name for each in found),
         )
+
+
+def wants_more_samples(error: ValueError) -> bool:
+    """Whether a normalization over the samples of a batch got only one, of one value."""
+    return _ONE_VALUE in str(error)
+
+
+def normalizes(error: ValueError, n_samples: int, size: int) -> BatchCoupledError:
+    """The error for a function that calls such a normalization itself."""
+    return BatchCoupledError(
+        f"The batch of {n_samples} has to be split into micro-batches of {size}, and the function "
+        f"of step() normalizes over the samples of its batch ({error}), so it would give other "
+        "results then. Nothing was changed. Use layer_norm or group_norm, or running statistics "
+        "with training=False; or accept statistics of each micro-batch, of 2 or more with "
+        'minimum=2 and batchnorm="per_chunk".'
+    )
 
 
 def _why_coupled(module: nn.Module) -> str | None:

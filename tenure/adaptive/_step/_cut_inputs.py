@@ -7,6 +7,7 @@ or pass, what was written into the batch by the one before.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from tenure._errors import AdaptiveUsageError, AdaptiveUsageWarning
 from tenure._torch_versions import version_of
 from tenure._warn import warn_user
 
+from .._torch_dynamic import mark_dynamic, marked_dynamic
 from ._graph_leaves import leaves_of
 from ._sample_tree import Leaf, SampleTree
 
@@ -78,6 +80,14 @@ class CutInputs:
             return self._whole
         return self._tree.with_leaves([self._piece(leaf, None) for leaf in self._tree.leaves])
 
+    def expecting_other_sizes(self) -> AbstractContextManager[None]:
+        """A block in which compiled code gets the batch as one of several sizes."""
+        return marked_dynamic(
+            (leaf.value, leaf.dim)
+            for leaf in self._tree.leaves
+            if isinstance(leaf.value, Tensor) and isinstance(leaf.dim, int)
+        )
+
     def chunk(self, start: int, length: int) -> Any:
         """A container like the batch, of views of some of its samples."""
         where = (start, length)
@@ -108,6 +118,11 @@ class CutInputs:
             self._is_used_up = self.has_graph
 
     @property
+    def get_gradients(self) -> bool:
+        """Whether something in the batch requires grad."""
+        return bool(self._cuts)
+
+    @property
     def has_graph(self) -> bool:
         """Whether something in the batch is the result of a computation that autograd recorded."""
         return any(cut.leaf.value.grad_fn is not None for cut in self._cuts)
@@ -115,8 +130,14 @@ class CutInputs:
     def _piece(self, leaf: Leaf, where: tuple[int, int] | None) -> Any:
         cut = self._by_leaf.get(id(leaf))
         if cut is not None:
-            return cut.piece(where)
-        return leaf.value if where is None else leaf.part(*where)
+            piece = cut.piece(where)
+        elif where is None:
+            return leaf.value
+        else:
+            piece = leaf.part(*where)
+        if isinstance(piece, Tensor) and isinstance(leaf.dim, int):
+            mark_dynamic(piece, leaf.dim)
+        return piece
 
 
 def graph_is_used_up() -> AdaptiveUsageError:

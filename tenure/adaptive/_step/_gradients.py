@@ -2,6 +2,7 @@
 
 Invariant: until ``finish`` every ``.grad`` that was there is untouched, so that an attempt that
 failed leaves no trace; ``finish`` adds in place, and the objects in ``.grad`` stay the same ones.
+Whatever is raised in the middle of it, all are added in the end, or none.
 """
 
 from __future__ import annotations
@@ -23,6 +24,30 @@ class _Held(NamedTuple):
     prior: Tensor | None
 
 
+class _Delivery(NamedTuple):
+    """What is left to do when gradients are delivered; doing it twice changes nothing.
+
+    Attributes:
+        added: old gradients, the new ones to add in place, and how often the old had been written.
+        replaced: old gradients, and the sums that take their place in the same objects.
+        assigned: leaves, and what stands in ``.grad`` at the end.
+    """
+
+    added: list[tuple[Tensor, Tensor, int]]
+    replaced: list[tuple[Tensor, Tensor]]
+    assigned: list[tuple[Tensor, Tensor]]
+
+    def run(self) -> None:
+        # one addition is one call into C, that no interrupt can divide, and it counts a version
+        for prior, new, version in self.added:
+            if prior._version == version:
+                prior.add_(new)
+        for prior, total in self.replaced:
+            prior.data = total
+        for leaf, gradient in self.assigned:
+            leaf.grad = gradient
+
+
 class IsolatedGradients:
     """Sets the gradients of leaf tensors aside while an attempt makes new ones.
 
@@ -30,17 +55,27 @@ class IsolatedGradients:
         leaves: those that are known before the attempt; `watch` adds others.
     """
 
-    __slots__ = ("_held", "_hooks", "_leaves")
+    __slots__ = ("_delivery", "_held", "_hooks", "_leaves")
 
     def __init__(self, leaves: Iterable[Tensor]) -> None:
         self._leaves = list(leaves)
         self._held: dict[int, _Held] = {}
         self._hooks = HeldHooks()
+        self._delivery: _Delivery | None = None
+
+    @property
+    def is_delivered(self) -> bool:
+        """Whether new gradients have begun to be delivered, after which there is no way back."""
+        return self._delivery is not None
 
     def begin(self) -> None:
         """Set aside what is there."""
-        self._held = {}
-        self.watch(self._leaves)
+        self._held, self._delivery = {}, None
+        try:
+            self.watch(self._leaves)
+        except BaseException:  # an interrupt; who fails to begin is not asked to undo
+            self.undo()
+            raise
 
     def watch(self, leaves: Iterable[Tensor]) -> None:
         """Set aside the gradients of more leaves, before the first backward pass that has them."""
@@ -85,18 +120,17 @@ class IsolatedGradients:
                 grad.mul_(factors[grad.device])
 
     def finish(self) -> None:
-        """Add the new gradients to the old ones; what allocates comes first."""
+        """Add the new gradients to the old ones; what allocates, or may fail, comes first.
+
+        Raised out of in the middle, as by an interrupt, it finishes when it is called again.
+        """
         with persist(), torch.no_grad():
-            self._hooks.run()
-            new = {id(leaf): gradient for leaf, gradient in self.new()}
-            pairs = [
-                (held.leaf, held.prior, new.get(id(held.leaf)))
-                for held in self._held.values()
-                if held.prior is not None
-            ]
-            sums = [_sum_that_allocates(prior, gradient) for _, prior, gradient in pairs]
-            for (leaf, prior, gradient), total in zip(pairs, sums, strict=True):
-                leaf.grad = _added(prior, gradient, total)
+            if self._delivery is None:
+                self._hooks.run()
+                with without_functions():
+                    self._delivery = self._planned()
+            with without_functions():
+                self._delivery.run()
         self._held = {}
 
     def undo(self) -> None:
@@ -108,36 +142,44 @@ class IsolatedGradients:
                     leaf.grad = prior
         self._held = {}
 
+    def _planned(self) -> _Delivery:
+        """What autograd would leave in ``.grad``: the old objects, unless sparse becomes dense.
 
-def _sum_that_allocates(prior: Tensor, new: Tensor | None) -> Tensor | None:
+        Source: ``AccumulateGrad::accumulateGrad`` of torch/csrc/autograd/functions/
+        accumulate_grad.h.
+        """
+        plan = _Delivery([], [], [])
+        new = {id(leaf): gradient for leaf, gradient in self.new()}
+        for leaf, prior in self._held.values():
+            if prior is None:
+                continue
+            gradient = new.get(id(leaf))
+            total = None if gradient is None else _sum_that_allocates(prior, gradient)
+            if total is not None and total.layout is not prior.layout:
+                plan.assigned.append((leaf, total))
+                continue
+            if total is not None:
+                plan.replaced.append((prior, total))
+            elif gradient is not None:
+                plan.added.append((prior, gradient, prior._version))
+            plan.assigned.append((leaf, prior))
+        return plan
+
+
+def _sum_that_allocates(prior: Tensor, new: Tensor) -> Tensor | None:
     """The sum, where adding in place would allocate; two dense ones are added later.
 
-    A gradient whose elements share memory can't be added to in place.
+    A gradient whose elements share memory can't be added to in place, and one made in inference
+    mode counts no versions.
     """
-    if new is None:
-        return None
     if (
         prior.layout is torch.strided
         and new.layout is torch.strided
         and not _shares_elements(prior)
+        and not prior.is_inference()
     ):
         return None
     return prior + new if prior.layout is torch.strided else new + prior
-
-
-def _added(prior: Tensor, new: Tensor | None, total: Tensor | None) -> Tensor:
-    """What autograd would leave in ``.grad``: the old object, unless it grows from sparse to dense.
-
-    Source: ``AccumulateGrad::accumulateGrad`` of torch/csrc/autograd/functions/accumulate_grad.h.
-    """
-    if total is None:
-        if new is not None:
-            prior.add_(new)
-    elif total.layout is prior.layout:
-        prior.data = total
-    else:
-        return total
-    return prior
 
 
 def _shares_elements(tensor: Tensor) -> bool:

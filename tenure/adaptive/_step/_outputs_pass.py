@@ -39,7 +39,7 @@ class OutputsPass:
             run.send_back,
             models=run.models,
             devices=run.devices,
-            generators=run.generators,
+            generators=run.state.generators,
         )
         return self._value, {ONLY: self._value}
 

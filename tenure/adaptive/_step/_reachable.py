@@ -7,9 +7,8 @@ that is trained isn't taken for a part of the step.
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, TypeVar
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from tenure._errors import AdaptiveUsageError
 
-from .._callables import short_name_of
+from .._callables import short_name_of, unused
 from .._retry import Generator, generator_kinds
 from ._code_names import names_in
 
@@ -58,6 +57,7 @@ class Reachable:
         return [name for name, tensor in self.tensors.items() if not tensor.is_leaf]
 
     def _visit(self, name: str, value: Any, attributes: frozenset[str], depth: int) -> None:
+        value = _behind(value)
         key = (id(value), attributes)
         if isinstance(value, _PLAIN) or key in self._seen or depth > _MAX_DEPTH:
             return
@@ -74,15 +74,19 @@ class Reachable:
                 self._visit(below, child, names, depth + 1)
 
 
+def _behind(value: Any) -> Any:
+    """The object itself, or what it is a weak proxy of; None once that is gone."""
+    if type(value) not in weakref.ProxyTypes:
+        return value
+    try:
+        return value.__repr__.__self__
+    except ReferenceError:
+        return None
+
+
 def _note(known: dict[str, T], name: str, value: T) -> None:
     if all(value is not other for other in known.values()):
         known[unused(name, known)] = value
-
-
-def unused(name: str, known: Container[str]) -> str:
-    """A name, with a number if it is known already."""
-    names = itertools.chain([name], (f"{name} ({i})" for i in itertools.count(2)))
-    return next(each for each in names if each not in known)
 
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
@@ -95,9 +99,10 @@ def modules_given(entry: str, model: nn.Module | Iterable[nn.Module]) -> dict[st
     Raises:
         AdaptiveUsageError: it is something else.
     """
+    model = _behind(model)
     if isinstance(model, nn.Module):
         return {"model": model}
-    several = {f"model[{i}]": each for i, each in enumerate(_several(model))}
+    several = {f"model[{i}]": _behind(each) for i, each in enumerate(_several(model))}
     if not several or any(not isinstance(each, nn.Module) for each in several.values()):
         raise AdaptiveUsageError(
             f"{entry}() got a {type(model).__name__} as model=. Pass the nn.Module that the "

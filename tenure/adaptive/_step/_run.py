@@ -6,23 +6,32 @@ and at most one chunk's graph is alive.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._oom import oom_info
-from .._retry import BufferState, Generator, Rollback
-from ._coupled import coupled_modules, refuse_coupled, written_modules
+from .._torch_dispatch import without_functions
+from ._coupled import (
+    coupled_modules,
+    normalizes,
+    refuse_coupled,
+    wants_more_samples,
+    written_modules,
+)
 from ._cut_inputs import CutInputs, graph_is_used_up
 from ._distributed import refuse_distributed
 from ._gradients import IsolatedGradients
+from ._models import StepModels
 from ._outputs import Outputs
 from ._outputs_pass import OutputsPass
 from ._spec import Chunk, StepSpec
 from ._split_backward import SplitBackward, without_autocast
+from ._state import StepState
 from ._terms import ONLY, check_weight_is_used, scalar, terms_of, whole_loss
 from ._terms_pass import TermsPass
 
@@ -49,11 +58,8 @@ class StepRun:
         spec: what to do.
         inputs: the batch.
         n_samples: how many it has.
-        roots: the modules of the function, by name.
-        models: all that anything of the step uses.
-        buffers: their buffers, noted when the run began.
-        generators: the generators of random numbers that it uses besides those of the devices.
-        state: random state, buffers and attributes, noted when the run began; undoing it restarts
+        models: the modules.
+        state: random state and the state of modules, noted when the run began; undoing it restarts
             the run.
         gradients: where new gradients go.
         computed: names captured tensors with a graph of their own, for an error.
@@ -66,11 +72,8 @@ class StepRun:
         inputs: CutInputs,
         n_samples: int,
         *,
-        roots: dict[str, nn.Module],
-        models: Sequence[nn.Module],
-        buffers: BufferState,
-        generators: Sequence[Generator],
-        state: Rollback,
+        models: StepModels,
+        state: StepState,
         gradients: IsolatedGradients,
         computed: Callable[[], list[str]],
         devices: Sequence[torch.device],
@@ -78,10 +81,8 @@ class StepRun:
         self.spec = spec
         self.inputs = inputs
         self.n_samples = n_samples
-        self.roots = roots
         self.models = models
-        self._buffers = buffers
-        self.generators = generators
+        self.roots = models.roots
         self.state = state
         self._gradients = gradients
         self.backward = SplitBackward(gradients, spec.scaler, computed)
@@ -92,7 +93,8 @@ class StepRun:
         self.inputs.begin()
         is_split = size < self.n_samples
         self.backward.begin(is_split=is_split)
-        outcome = self._split(size) if is_split else self._whole()
+        with self._watching():
+            outcome = self._split(size) if is_split else self._whole()
         self.backward.check_ran()
         self._deliver()
         return outcome
@@ -104,9 +106,16 @@ class StepRun:
         """
         self.inputs.begin()
         self.backward.begin(is_split=True)
-        self._check_splittable(size)
-        for chunk in self._chunks(size)[:2]:
-            self._try_chunk(chunk)
+        with self._watching():
+            self._check_splittable(size)
+            for chunk in self._chunks(size)[:2]:
+                self._try_chunk(chunk)
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """A block whose modules are known by running, and noted before they change."""
+        with self.models.seeing(), self.models.telling(self.state.learn):
+            yield
 
     def _try_chunk(self, chunk: Chunk) -> None:
         returned = self.forward(chunk)
@@ -132,11 +141,13 @@ class StepRun:
 
     def _whole_loss(self) -> tuple[Tensor, dict[str, Tensor]]:
         spec = self.spec
-        returned = spec.fn(self.inputs.whole())
+        with self.inputs.expecting_other_sizes():
+            returned = spec.fn(self.inputs.whole())
         if callable(spec.loss):
             loss = scalar(spec.loss(returned), "loss() of step()")
             return loss, {ONLY: loss}
-        terms = terms_of(returned, spec.loss)
+        with without_functions():
+            terms = terms_of(returned, spec.loss)
         check_weight_is_used(terms, spec.weight)
         return whole_loss(terms, spec.then)
 
@@ -164,30 +175,46 @@ class StepRun:
         self.backward.let_hooks_wait([p for p in self._gradients.leaves() if p.requires_grad])
 
     def _chunks(self, size: int) -> list[Chunk]:
-        """How the batch is split; one sample alone has no statistics, and gets a partner.
+        """How the batch is split; one sample alone at the end gets a partner.
 
-        It comes from the chunk before. Where that has only two, a chunk is larger than ``size``, if
+        It has no statistics, and compiled code would be compiled once more for it. The partner
+        comes from the chunk before. Where that has only two, a chunk is larger than ``size``, if
         a module is known that can't run on one sample.
         """
         starts = range(0, self.n_samples, size)
         chunks = [Chunk(start, min(size, self.n_samples - start)) for start in starts]
-        if self.spec.batchnorm == "refuse" or size == 1 or chunks[-1].length > 1:
+        if size == 1 or chunks[-1].length > 1:
             return chunks
         *others, before, last = chunks
         if size > 2:
             return [*others, Chunk(before.start, size - 1), Chunk(last.start - 1, 2)]
-        if coupled_modules(self.roots):
+        if self.spec.batchnorm == "per_chunk" and coupled_modules(self.roots):
             return [*others, Chunk(before.start, size + 1)]
         return chunks
 
     def forward(self, chunk: Chunk) -> Any:
-        """Run the function; the first chunk shows whether a module keeps track of its batches."""
+        """Run the function, and see by what ran, and by what it wrote, whether it mixes samples."""
         start, length = chunk
-        if start or self.spec.batchnorm == "per_chunk":
-            return self.spec.fn(self.inputs.chunk(start, length))
-        returned = self.spec.fn(self.inputs.chunk(start, length))
-        refuse_coupled(written_modules(self.roots, self._buffers), self.n_samples, length)
+        try:
+            returned = self.spec.fn(self.inputs.chunk(start, length))
+        except ValueError as error:
+            if wants_more_samples(error):
+                self._refuse_new(length)
+                raise normalizes(error, self.n_samples, length) from error
+            raise
+        self._refuse_new(length)
+        if not start and self.spec.batchnorm == "refuse":
+            written = written_modules(self.roots, self.state.modules.buffers)
+            refuse_coupled(written, self.n_samples, length)
         return returned
+
+    def _refuse_new(self, size: int) -> None:
+        """Judge the modules that nobody knew before they ran."""
+        new = self.models.take_new_roots()
+        if new:
+            refuse_distributed(new, self.n_samples, size)
+            if self.spec.batchnorm == "refuse":
+                refuse_coupled(coupled_modules(new), self.n_samples, size)
 
     def send_back(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Run one chunk backward from some of its tensors, each with the gradient it gets."""
@@ -201,6 +228,8 @@ class StepRun:
         self.inputs.scale(factor)
 
     def _deliver(self) -> None:
+        if not self.inputs.get_gradients:
+            return
         self.backward.watch(self.inputs.leaves)
         try:
             with without_autocast(self.devices):

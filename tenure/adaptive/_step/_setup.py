@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._callables import short_name_of
-from .._retry import (
-    AttributeState,
-    BufferState,
-    Generator,
-    ModeState,
-    RngState,
-    Together,
-    attributes_of,
-    generators_in,
-    modules_below,
-)
+from .._retry import generators_in
 from .._torch_dispatch import without_functions
 from ._coupled import coupled_modules
 from ._cut_inputs import CutInputs
 from ._gradients import IsolatedGradients
+from ._models import StepModels
 from ._reachable import Reachable, modules_given
 from ._run import StepRun
 from ._sample_tree import SampleDims, SampleTree
 from ._spec import StepSpec
+from ._state import StepState
 
 
 class StepSetup:
@@ -66,67 +58,33 @@ class StepSetup:
         found = Reachable(spec.fn)
         rest = Reachable(spec.loss if callable(spec.loss) else None, spec.then, spec.once)
         given = {leaf.path: leaf.value for leaf in tree.leaves if isinstance(leaf.value, nn.Module)}
-        self.roots = found.modules | given if model is None else modules_given(spec.entry, model)
+        roots = found.modules | given if model is None else modules_given(spec.entry, model)
+        others = [*found.modules.values(), *rest.modules.values()]
+        models = StepModels(roots, others, is_given=model is not None)
+        self.roots = models.roots
         per_chunk = spec.batchnorm == "per_chunk" and coupled_modules(self.roots)
         self.smallest = 2 if per_chunk else 1
-        used = _used([*self.roots.values()], [found, rest], self.values)
         inputs = CutInputs(tree, batch)
-        leaves = [*used.leaves, *inputs.leaves]
+        captured = [*found.captured(), *rest.captured()]
+        leaves = [*_parameters_of(models.all), *captured, *inputs.leaves]
         devices = _devices([*leaves, *self.values])
-        buffers = BufferState(used.models)
-        self.rng = RngState(devices, used.generators)
-        self.state = Together(
-            (self.rng, ModeState(used.models), AttributeState(used.models), buffers)
-        )
+        generators = [*generators_in(self.values), *found.generators, *rest.generators]
+        self.state = StepState(models, devices, generators)
+        self.rng = self.state.rng
         self.gradients = IsolatedGradients(leaves)
-        self.leaf_names = {id(tensor): name for name, tensor in used.tensors.items()}
+        tensors = found.tensors | rest.tensors
+        self.leaf_names = {id(tensor): name for name, tensor in tensors.items()}
         self.leaf_names |= {id(leaf.value): leaf.path for leaf in tree.leaves}
         self.run = StepRun(
             spec,
             inputs,
             self.n_samples,
-            roots=self.roots,
-            models=used.models,
-            buffers=buffers,
-            generators=used.generators,
+            models=models,
             state=self.state,
             gradients=self.gradients,
             computed=lambda: [*found.computed(), *rest.computed()],
             devices=devices,
         )
-
-
-class _Used(NamedTuple):
-    """All that the functions of a step use.
-
-    Attributes:
-        models: modules, each with what is below it.
-        leaves: their parameters, and other leaves that require grad.
-        tensors: tensors that are no parameters of a module, by name.
-        generators: generators of random numbers.
-    """
-
-    models: list[nn.Module]
-    leaves: list[Tensor]
-    tensors: dict[str, Tensor]
-    generators: list[Generator]
-
-
-def _used(
-    roots: Iterable[nn.Module], reachable: Sequence[Reachable], values: Iterable[Any]
-) -> _Used:
-    models = dict.fromkeys(roots)
-    models |= dict.fromkeys(module for each in reachable for module in each.modules.values())
-    modules = modules_below(models)
-    attributes = (value for module in modules for value in attributes_of(module).values())
-    generators = generators_in((*values, *attributes))
-    leaves = _parameters_of(modules)
-    tensors: dict[str, Tensor] = {}
-    for each in reachable:
-        generators += each.generators
-        leaves += each.captured()
-        tensors |= each.tensors
-    return _Used(list(models), leaves, tensors, generators)
 
 
 def _parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:

@@ -147,9 +147,17 @@ def _refuse_post_hooks(leaves: Sequence[Tensor]) -> None:
 @contextmanager
 def without_autocast(devices: Iterable[torch.device]) -> Iterator[None]:
     """Backward passes use the types of the forward pass, also where step() is inside autocast."""
-    with ExitStack() as off:
-        for kind in dict.fromkeys(("cpu", *(device.type for device in devices))):
-            available = torch.amp.is_autocast_available(kind)  # not on meta
-            if available and torch.is_autocast_enabled(kind):
-                off.enter_context(torch.autocast(kind, enabled=False))
+    kinds = {"cpu", *(device.type for device in devices)}
+    enabled = [kind for kind in kinds if _is_autocast(kind)]
+    if not enabled:
         yield
+        return
+    with ExitStack() as off:
+        for kind in enabled:
+            off.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def _is_autocast(kind: str) -> bool:
+    available = torch.amp.is_autocast_available(kind)  # not on meta
+    return available and torch.is_autocast_enabled(kind)

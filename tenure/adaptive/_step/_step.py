@@ -13,7 +13,7 @@ from tenure._errors import AdaptiveUsageError
 from tenure._torch_dynamo import never_compiled
 from tenure.scopes import DisposeScope
 
-from .._retry import Attempts, OnRetry, Together
+from .._retry import Attempts, OnRetry
 from .._sizes import (
     AdaptiveSearch,
     BatchsizeCache,
@@ -30,9 +30,16 @@ from ._sample_tree import SampleDims
 from ._setup import StepSetup
 from ._spec import BatchNormPolicy
 from ._split_backward import Scaler
+from ._state import DeliveredTogether
 from ._terms import Reduction
 
 Batch = TypeVar("Batch")
+
+_OUTPUTS_HAVE_TO_FIT = (
+    "Not even 1 fits: loss= gets the outputs of the whole batch, so these and their gradients have "
+    "to fit, together with one micro-batch, however small it is. Return smaller outputs, pass a "
+    "smaller batch, or say the loss as a mean or a sum over samples."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +176,15 @@ def step(
             return setup.run.run(search.size)
 
     with DisposeScope("step") as scope:
-        # gradients are delivered first: that may fail, and then buffers have to be brought back too
-        state = Together((setup.gradients, setup.state))
-        attempts = Attempts(setup.name, scope, unit="micro-batch", state=state, on_retry=on_retry)
+        state = DeliveredTogether(setup.gradients, setup.state)
+        attempts = Attempts(
+            setup.name,
+            scope,
+            unit="micro-batch",
+            state=state,
+            on_retry=on_retry,
+            advice=_OUTPUTS_HAVE_TO_FIT if callable(loss) else None,
+        )
         try:
             outcome = attempts.run(search, attempt)
         finally:

@@ -39,7 +39,7 @@ class SurveyedTerms:
             run.send_back,
             models=run.models,
             devices=run.devices,
-            generators=run.generators,
+            generators=run.state.generators,
         )
         assert self._loss is not None
         return self._loss, self._values

@@ -171,7 +171,7 @@ def scalar(value: object, what: str) -> Tensor:
 
 
 def _term(value: object, place: str, reduction: Reduction) -> Term:
-    what = f"The function of step(){place and ', at ' + place},"
+    what = "The function of step()" + (f", at {place}," if place else "")
     if not isinstance(value, tuple | list):
         return Term(scalar(value, what), None)
     if len(value) != 2:
@@ -215,6 +215,8 @@ def _sum(values: list[Tensor]) -> Tensor:
 
 
 def _brief(value: object) -> str:
+    if value is None:
+        return "None"
     shown = repr(value)
     kind = f"a {type(value).__name__}"
     return f"{kind}, {shown}" if len(shown) <= 40 else kind

@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .._retry import AttributeState, BufferState, Generator, RngState, Rollback, Together
+from .._retry import Generator, ModuleState, RngState
+from ._models import StepModels, generators_of
 
 Output = TypeVar("Output")
 Gradients = Sequence[Tensor | None]
@@ -31,9 +32,9 @@ def two_passes(
     loss_of: Callable[[list[Output]], Sequence[Gradients]],
     backward: Callable[[Sequence[Tensor], Gradients], object],
     *,
-    models: Iterable[nn.Module],
+    models: StepModels,
     devices: Iterable[torch.device],
-    generators: Iterable[Generator],
+    generators: Sequence[Generator],
 ) -> None:
     """Run both passes.
 
@@ -43,17 +44,21 @@ def two_passes(
         loss_of: runs the loss backward to the outputs, and gives the gradients of each chunk's
             tensors; None for a tensor that gets none.
         backward: sends gradients back from tensors.
-        models: whose buffers and attributes the chunks write.
+        models: what the chunks run.
         devices: whose random numbers they use.
         generators: others whose random numbers they use.
     """
-    models = list(models)
-    noted = functools.partial(_noted, list(devices), list(generators))
+    noted = functools.partial(_noted, list(devices), generators)
     states: list[RngState] = []
     outputs: list[Output] = []
-    at_start, at_end = _state_of(models), _state_of(models)
+    at_start = ModuleState(models.all, with_modes=False)
+    at_end = ModuleState(models.all, with_modes=False)
     at_start.begin()
-    with torch.no_grad():
+    with (
+        torch.no_grad(),
+        models.telling(at_start.add),
+        models.telling(lambda new: states[-1].add(generators_of(new))),
+    ):
         for i in range(n_chunks):
             states.append(noted())
             outputs.append(forward(i)[0])
@@ -73,11 +78,7 @@ def two_passes(
     end.undo()
 
 
-def _state_of(models: list[nn.Module]) -> Rollback:
-    return Together((AttributeState(models), BufferState(models)))
-
-
-def _noted(devices: list[torch.device], generators: list[Generator]) -> RngState:
+def _noted(devices: list[torch.device], generators: Sequence[Generator]) -> RngState:
     state = RngState(devices, generators)
     state.begin()
     return state
