@@ -1,8 +1,8 @@
 """Looks that can't be taken yet, and where they stand among the allocator's events.
 
 While autograd's engine calls Python it has lent the thread another state, and takes it back after:
-a session that was begun outside must not be read or begun anew there. So the place is marked, by an
-allocation of a size that no tensor has, and what happened up to it is told apart later.
+a session that was begun outside must not be read or begun anew there. So the place is marked, and
+what happened up to it is told apart later.
 """
 
 from __future__ import annotations
@@ -10,13 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from . import _torch_cpu_allocator as allocator
+from . import _torch_marks
 from ._lanes import Booking, Lane
 from ._meters import CpuMeter
-from ._torch_allocations import Changes, allocate_and_free
-
-# Odd, so no tensor but one of bytes has such a size, and no two marks in a row are alike.
-_SMALLEST_BYTES = 1009
-_N_SIZES = 500
+from ._torch_allocations import Changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +21,10 @@ class Mark:
     """One place among the events.
 
     Attributes:
-        n_bytes: the size of the allocation that marks it.
         level_bytes: what was live there.
         bookings: whose the time before it is.
     """
 
-    n_bytes: int
     level_bytes: int
     bookings: tuple[tuple[Lane, Booking], ...]
 
@@ -37,28 +32,26 @@ class Mark:
 def set_mark(marks: list[Mark], lanes: list[Lane]) -> None:
     """Mark this place for lanes of the CPU; others take their look now, by their counters."""
     bookings = tuple((lane, booking) for lane in lanes if (booking := lane.defer()) is not None)
-    n_bytes = _SMALLEST_BYTES + 2 * (len(marks) % _N_SIZES)
-    marks.append(Mark(n_bytes, allocator.live_bytes(), bookings))
-    allocate_and_free(n_bytes)
+    _torch_marks.set_mark(len(marks))
+    marks.append(Mark(allocator.live_bytes(), bookings))
 
 
 def settle(marks: list[Mark], changes: Changes | None) -> Changes | None:
     """Book what happened up to each mark, and return what happened after the last."""
     cpu = [] if changes is None else changes.cpu
     start = 0
-    for mark in marks:
-        end = _find(cpu, start, mark.n_bytes)
+    for number, mark in enumerate(marks):
+        end = _find(cpu, start, _torch_marks.as_event(number))
         part = None if end is None else cpu[start:end]
         for lane, booking in mark.bookings:
             lane.settle(booking, CpuMeter.interval(part, mark.level_bytes))
-        start = start if end is None else end + 2
+        start = start if end is None else end + 1
     marks.clear()
     return None if changes is None else Changes(cpu[start:], changes.cuda)
 
 
-def _find(cpu: list[int], start: int, n_bytes: int) -> int | None:
-    """Where a block of this size is made and freed at once."""
-    for i in range(start, len(cpu) - 1):
-        if cpu[i] == n_bytes and cpu[i + 1] == -n_bytes:
-            return i
-    return None
+def _find(cpu: list[int], start: int, mark: int) -> int | None:
+    try:
+        return cpu.index(mark, start)
+    except ValueError:
+        return None

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import profiler as _profiler  # noqa: F401  # it must be whole before others wrap it
 
+from ._torch_marks import as_event, number_of, set_mark
+
 _C: Any = torch._C
 _begin = _C._autograd._enable_profiler_legacy
 _end = _C._autograd._disable_profiler_legacy
@@ -37,7 +39,7 @@ class Changes(NamedTuple):
     """What was allocated (positive) and freed (negative), in bytes, in order.
 
     Attributes:
-        cpu: in host memory.
+        cpu: in host memory; the marks stand among it, as ``as_event`` gives them.
         cuda: in the memory of all CUDA or ROCm devices together.
     """
 
@@ -71,11 +73,6 @@ def end() -> Changes | None:
         return None
 
 
-def allocate_and_free(n_bytes: int) -> None:
-    """Leave two events that cancel each other, to be recognised by their size."""
-    torch.UntypedStorage(n_bytes, device="cpu")
-
-
 def _changes(lists: list[list[Any]]) -> Changes:
     """There is a list for each thread that worked for this one, as a CUDA backward has."""
     events: Iterable[Any] = lists[0] if len(lists) == 1 else _merged(lists)
@@ -86,6 +83,8 @@ def _changes(lists: list[list[Any]]) -> Changes:
             cpu.append(n_bytes)
         elif n_bytes := event.cuda_memory_usage():
             cuda.append(n_bytes)
+        elif (number := number_of(event)) is not None:
+            cpu.append(as_event(number))
     return Changes(cpu, cuda)
 
 
@@ -94,13 +93,15 @@ def _merged(lists: list[list[Any]]) -> list[Any]:
 
 
 def works() -> bool:
-    """Whether a temporary, the turn of a session and a block of an earlier turn come out right."""
+    """Whether a temporary, a turn, a mark and a block of an earlier turn come out right."""
     if is_profiling():
         return True  # nothing can be tried now; turns that fail say so
     begin()
     kept = torch.empty(64, dtype=torch.uint8, device="cpu")
-    allocate_and_free(32)
+    torch.UntypedStorage(32, device="cpu")
     first = turn()
+    set_mark(1)
     del kept
     second = end()
-    return first == ([64, 32, -32], []) and second == ([-64], []) and not is_profiling()
+    seen = first == ([64, 32, -32], []) and second == ([as_event(1), -64], [])
+    return seen and not is_profiling()

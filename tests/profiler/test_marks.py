@@ -1,0 +1,115 @@
+"""Marks tell apart lines that the engine calls, whatever the program itself allocates there."""
+
+import gc
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tenure.profiler import LineProfiler, _torch_marks
+
+N_LINES = 6
+STEPS = st.one_of(
+    st.sampled_from([1, 2, 1007, 1009, 1011, 1013, 1015, 1017, 2007, 2**20]),
+    st.integers(1000, 1030),
+    st.integers(1, 5000),
+)
+"""Bytes to make; what a step before has made may be freed instead, or at once."""
+PROGRAMS = st.lists(
+    st.lists(st.tuples(STEPS, st.sampled_from(["keep", "at once", "free"])), max_size=5),
+    min_size=N_LINES,
+    max_size=N_LINES,
+)
+
+
+class Ledger:
+    """Does what a program says on each line, and notes what that must cost."""
+
+    def __init__(self, program):
+        self.program, self.held = program, []
+        self.lines = [[0, 0] for _ in program]
+
+    def run(self, i):
+        for n_bytes, way in self.program[i]:
+            if way == "free":
+                if self.held:
+                    self.lines[i][1] += self.held.pop(0).nbytes()
+                continue
+            block = torch.UntypedStorage(n_bytes, device="cpu")
+            self.lines[i][0] += n_bytes
+            if way == "keep":
+                self.held.append(block)
+            else:
+                self.lines[i][1] += n_bytes
+            del block
+
+
+def found_by(program, in_a_hook):
+    ledger = Ledger(program)
+
+    def lines(_):
+        ledger.run(0)
+        ledger.run(1)
+        ledger.run(2)
+        ledger.run(3)
+        ledger.run(4)
+        ledger.run(5)
+
+    def work():
+        x = torch.ones(1, requires_grad=True)
+        x.register_hook(lines)
+        x.sum().backward()
+
+    # `work` too, so that the session that it begins is lent to the engine while the hook runs
+    profiler = LineProfiler(lines, work, device="cpu")
+    with mock.patch("tenure.profiler._hub.enter_existing"), profiler:
+        work() if in_a_hook else lines(None)
+    found = [r for r in profiler.records if r.function == lines.__qualname__]
+    assert all(record.exact and record.peak_exact for record in found)
+    return ledger.lines, [[r.allocated_bytes, r.freed_bytes] for r in found]
+
+
+@pytest.mark.parametrize("n_bytes", range(1007, 1025))
+@pytest.mark.parametrize("marks", ["reported", "named"])
+def test_a_hook_that_makes_and_frees_a_block_of_any_size_is_charged_for_it(
+    n_bytes, marks, monkeypatch
+):
+    if marks == "named":
+        monkeypatch.setattr(_torch_marks, "_report", lambda: None)
+    program = [[(n_bytes, "at once")] * i for i in range(N_LINES)]
+    expected, found = found_by(program, in_a_hook=True)
+    assert found == expected
+
+
+@settings(max_examples=150, deadline=None)
+@given(PROGRAMS, st.booleans())
+def test_lines_have_what_a_ledger_says_whatever_is_made_and_freed(program, in_a_hook):
+    gc.disable()  # what other examples left must not end on these lines
+    try:
+        expected, found = found_by(program, in_a_hook)
+    finally:
+        gc.enable()
+    assert found == expected
+
+
+@pytest.mark.parametrize("marks", ["reported", "named"])
+def test_a_mark_is_no_memory(marks, monkeypatch):
+    from tenure.profiler import _torch_allocations as allocations
+    from tenure.profiler import _torch_cpu_allocator as allocator
+
+    if marks == "named":
+        monkeypatch.setattr(_torch_marks, "_report", lambda: None)
+    allocator.keep_sizes(True)
+    allocations.begin()
+    before = allocator.live_bytes()
+    _torch_marks.set_mark(3)
+    block = torch.UntypedStorage(64, device="cpu")
+    _torch_marks.set_mark(2**20)
+    after = allocator.live_bytes()
+    events = allocations.end().cpu
+    allocator.keep_sizes(False)
+    assert events == [_torch_marks.as_event(3), 64, _torch_marks.as_event(2**20)]
+    assert after - before == block.nbytes()
+    assert not allocations.is_profiling()
