@@ -1,57 +1,73 @@
-"""Looks that can't be taken yet, and where they stand among the allocator's events.
+"""The looks of one thread that are still to be taken, and where they stand among its events.
 
-While autograd's engine calls Python it has lent the thread another state, and takes it back after:
-a session that was begun outside must not be read or begun anew there. So the place is marked, and
-what happened up to it is told apart later.
+To read a session at every line takes longer than what most lines do, and while autograd's engine
+calls Python a session that was begun outside must not be read at all: the engine has lent the
+thread another state, and takes it back after. So a look leaves a mark among the events and notes
+whose the time before it is; what happened in it is booked when the session is read.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import chain
 
 from . import _torch_cpu_allocator as allocator
-from . import _torch_marks
-from ._lanes import Booking, Lane
-from ._meters import CpuMeter
+from ._lanes import Visit
+from ._meters import cpu_interval, unseen_interval
 from ._torch_allocations import Changes
+from ._torch_marks import as_event, set_mark
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """One place among the events.
+class Marks:
+    """The marks in one thread's session since it was last read."""
 
-    Attributes:
-        level_bytes: what was live there.
-        bookings: whose the time before it is.
-    """
+    __slots__ = ("_level_bytes", "_looks")
 
-    level_bytes: int
-    bookings: tuple[tuple[Lane, Booking], ...]
+    def __init__(self) -> None:
+        self._looks: list[tuple[int, Sequence[Visit | None]]] = []
+        self._level_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._looks)
+
+    def start(self) -> None:
+        """Begin with a session."""
+        self._level_bytes = allocator.live_bytes()
+
+    def set(self, visits: Sequence[Visit | None]) -> None:
+        """Mark this place: the time before it was theirs, of each lane one, or nobody's."""
+        set_mark(len(self._looks))
+        self._looks.append((allocator.live_bytes(), visits))
+
+    def visits(self) -> list[Visit]:
+        """Those that more may have happened to than has been booked."""
+        noted = list(self._looks)
+        return [v for v in chain.from_iterable(visits for _, visits in noted) if v is not None]
+
+    def settle(self, changes: Changes | None) -> None:
+        """Book what happened up to each mark; with no changes, what the levels tell of it."""
+        start, was = 0, self._level_bytes
+        is_known = allocator.is_known()
+        for number, (level, visits) in enumerate(self._looks):
+            if changes is None:
+                interval = unseen_interval(was, level)
+            elif (end := _find(changes.cpu, as_event(number), start)) is None:
+                interval = unseen_interval(level, level)  # its events follow with the next mark
+            else:
+                part, start = changes.cpu[start:end], end + 1
+                # The end is what other threads left it at; else this thread's own sum.
+                level = level if is_known else was + sum(part)  # noqa: PLW2901
+                interval = cpu_interval(part, level)
+            for visit in visits:
+                if visit is not None:
+                    visit.take(interval)
+            was = level
+        self._looks.clear()
+        self._level_bytes = was
 
 
-def set_mark(marks: list[Mark], lanes: list[Lane]) -> None:
-    """Mark this place for lanes of the CPU; others take their look now, by their counters."""
-    bookings = tuple((lane, booking) for lane in lanes if (booking := lane.defer()) is not None)
-    _torch_marks.set_mark(len(marks))
-    marks.append(Mark(allocator.live_bytes(), bookings))
-
-
-def settle(marks: list[Mark], changes: Changes | None) -> Changes | None:
-    """Book what happened up to each mark, and return what happened after the last."""
-    cpu = [] if changes is None else changes.cpu
-    start = 0
-    for number, mark in enumerate(marks):
-        end = _find(cpu, start, _torch_marks.as_event(number))
-        part = None if end is None else cpu[start:end]
-        for lane, booking in mark.bookings:
-            lane.settle(booking, CpuMeter.interval(part, mark.level_bytes))
-        start = start if end is None else end + 1
-    marks.clear()
-    return None if changes is None else Changes(cpu[start:], changes.cuda)
-
-
-def _find(cpu: list[int], start: int, mark: int) -> int | None:
+def _find(events: list[int], mark: int, start: int) -> int | None:
     try:
-        return cpu.index(mark, start)
+        return events.index(mark, start)
     except ValueError:
         return None

@@ -9,6 +9,7 @@ A thread has one session at a time, of whichever profiler: ``begin`` is for a th
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,9 @@ _record_functions = _C._autograd._enable_record_function
 
 is_profiling = _C._autograd._profiler_enabled
 """Whether a session, tenure's or another's, is open on this thread."""
+
+_host_bytes = _C._autograd.ProfilerEvent.cpu_memory_usage
+_N_ENDS = 2  # events that say where a session begins and ends
 
 _CONFIG = _C._profiler.ProfilerConfig(
     _C._profiler.ProfilerState.CPU,
@@ -75,7 +79,15 @@ def end() -> Changes | None:
 
 def _changes(lists: list[list[Any]]) -> Changes:
     """There is a list for each thread that worked for this one, as a CUDA backward has."""
-    events: Iterable[Any] = lists[0] if len(lists) == 1 else _merged(lists)
+    if len(lists) != 1:
+        return _all_changes(sorted(chain.from_iterable(lists), key=lambda event: event.start_us()))
+    (events,) = lists
+    cpu = list(filter(None, map(_host_bytes, events)))
+    # most sessions have nothing else than where they begin and end
+    return Changes(cpu, []) if len(cpu) + _N_ENDS == len(events) else _all_changes(events)
+
+
+def _all_changes(events: Iterable[Any]) -> Changes:
     cpu, cuda = [], []
     for event in events:
         n_bytes = event.cpu_memory_usage()
@@ -86,10 +98,6 @@ def _changes(lists: list[list[Any]]) -> Changes:
         elif (number := number_of(event)) is not None:
             cpu.append(as_event(number))
     return Changes(cpu, cuda)
-
-
-def _merged(lists: list[list[Any]]) -> list[Any]:
-    return sorted((event for events in lists for event in events), key=lambda e: e.start_us())
 
 
 def works() -> bool:

@@ -11,8 +11,8 @@ from types import CodeType
 
 import torch
 
-from ._lanes import Book, Lane
-from ._marks import Mark
+from ._lanes import Book, Lane, Place
+from ._marks import Marks
 from ._meters import meter_for
 
 Codes = Mapping[int, CodeType]
@@ -33,6 +33,7 @@ class Watch:
         self.device = device
         self.n_begun = 0
         self._lanes: list[Lane] = []
+        self._marks: list[Marks] = []
         self._bases: dict[torch.device, int] = {}
 
     def begin(self) -> None:
@@ -41,10 +42,11 @@ class Watch:
         self._bases.clear()
         self.base_bytes(self.device)
 
-    def new_lane(self) -> Lane:
-        """The lane of a thread that has none."""
+    def new_lane(self, marks: Marks) -> Lane:
+        """The lane of a thread that has none, and that has these marks."""
         lane = Lane(meter_for(self.device), self.base_bytes(self.device), self.n_begun)
         self._lanes.append(lane)
+        self._marks.append(marks)
         return lane
 
     def aim(self, lane: Lane) -> None:
@@ -59,7 +61,11 @@ class Watch:
 
     def books(self) -> list[Book]:
         """The book of each thread."""
-        return [lane.book for lane in self._lanes]
+        return [lane.book() for lane in self._lanes]
+
+    def unread(self) -> set[Place]:
+        """The lines that a thread has more to tell of, once it reads its session."""
+        return {visit.place for marks in self._marks for visit in marks.visits()}
 
     def clear(self) -> None:
         """Begin new books."""
@@ -72,6 +78,8 @@ class ThreadState:
 
     Attributes:
         in_session: whether a session of the allocator's events is open on it.
+        reads_seldom: whether looks may wait in its marks; else its session is read at each, so that
+            other threads can be told what it did.
         n_ticks: how often it ticked since the session was read.
         n_backwards: how many backward passes run on it, one inside the other.
         n_backwards_outside: how many of them ran when the session was opened.
@@ -80,14 +88,15 @@ class ThreadState:
 
     __slots__ = (
         "_enabled", "_lanes", "in_session", "marks", "n_backwards", "n_backwards_outside",
-        "n_ticks",
+        "n_ticks", "reads_seldom",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.in_session = False
+        self.reads_seldom = False
         self.n_ticks = 0
         self.n_backwards = self.n_backwards_outside = 0
-        self.marks: list[Mark] = []
+        self.marks = Marks()
         self._enabled: tuple[Watch, ...] = ()
         self._lanes: dict[Watch, Lane] = {}
 
@@ -100,7 +109,7 @@ class ThreadState:
         """The lane for a profiler that is enabled, measuring what the profiler now wants."""
         lane = self._lanes.get(watch)
         if lane is None:
-            lane = self._lanes[watch] = watch.new_lane()
+            lane = self._lanes[watch] = watch.new_lane(self.marks)
         elif lane.device != watch.device:
             watch.aim(lane)
         return lane
