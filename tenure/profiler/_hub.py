@@ -9,6 +9,7 @@ not enabled a profiler it is read at every look.
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import threading
 from collections.abc import Callable
@@ -60,6 +61,7 @@ class Hub:
         self._watches: tuple[Watch, ...] = ()
         self._this_thread = _ThisThread()
         self._stop_announcing: Callable[[], None] | None = None
+        self._keeps_sizes = False
         self._engine = engine(self)
 
     # --- what profilers call
@@ -121,7 +123,9 @@ class Hub:
     def enter(self, identity: int, code: CodeType, line: int) -> None:
         """A frame of a watched code begins, or goes on."""
         thread = self._account()
-        self._begin_session(thread)
+        if not thread.in_session:
+            self._begin_session(thread)
+        thread.entered = identity
         key: Key = id(code), line
         for watch in self._watches:
             if key[0] in watch.codes:
@@ -129,8 +133,12 @@ class Hub:
 
     def line(self, identity: int, code: CodeType, line: int) -> None:
         """A watched frame is about to run a line."""
-        thread = self._account()
-        self._begin_session(thread)
+        thread = self._this_thread.state
+        if thread.entered != identity or not thread.in_session:  # else nothing has run since
+            thread = self._account()
+            if not thread.in_session:
+                self._begin_session(thread)
+        thread.entered = 0
         key: Key = id(code), line
         for watch in self._watches:
             if key[0] in watch.codes:
@@ -169,6 +177,8 @@ class Hub:
             thread.n_ticks += 1
             if thread.n_ticks >= TICKS_PER_TURN or not self._watches:
                 self.turn()
+        elif not self._keeps_sizes and self._watches:  # a thread that has just begun
+            self._keep_needed_sizes(thread)
 
     def turn(self) -> None:
         """Keep the session of this thread short: enough may have happened in it."""
@@ -183,42 +193,44 @@ class Hub:
     def _account(self) -> ThreadState:
         """Book, or note to be booked, what this thread did since the last look."""
         thread = self._this_thread.state
-        if thread.in_session:
-            self._note(thread)
-        else:
-            for lane in thread.lanes_of(self._watches):
+        thread.entered = 0
+        thread.know(self._watches)
+        if not thread.in_session:
+            for lane in (*thread.on_host, *thread.on_devices):
                 lane.account(None)
-        return thread
-
-    def _note(self, thread: ThreadState) -> None:
-        """Mark this place in the session, and read it if more than marks is needed."""
-        lanes = thread.lanes_of(self._watches)
-        thread.marks.set([lane.look() for lane in lanes if lane.on_host])
-        on_devices = [lane for lane in lanes if not lane.on_host]
+            return thread
+        thread.marks.set(thread.on_host)
+        if not self._keeps_sizes and _thread._count():
+            self._keep_needed_sizes(thread)
         if thread.session_is_lent:
-            for lane in on_devices:
+            for lane in thread.on_devices:
                 lane.account(None)
-            return
-        is_due = not thread.reads_seldom or len(thread.marks) >= _MARKS_PER_TURN
-        if is_due or on_devices or not allocations.is_profiling():  # if not, someone has ended it
+        elif (
+            len(thread.marks) >= _MARKS_PER_TURN
+            or thread.on_devices
+            or not thread.reads_seldom
+            or not allocations.is_profiling()  # someone has ended it
+        ):
             self._read(thread)
+        return thread
 
     def _read(self, thread: ThreadState) -> None:
         """Book what this thread did up to the last mark, which has just been set."""
         thread.n_ticks = 0
         changes = allocations.turn()
         thread.marks.settle(changes)
+        for lane in thread.on_devices:
+            lane.account(changes)
         if changes is None:
             self._count_session(thread, -1)
-        for lane in thread.lanes_of(self._watches):
-            if not lane.on_host:
-                lane.account(changes)
-            elif changes is None:
+            for lane in thread.on_host:
                 lane.meter.start()  # it is read as long as no session can be opened
+        else:
+            self._keep_needed_sizes(thread)
 
     def _begin_session(self, thread: ThreadState) -> None:
-        """Open one, unless it is open or the thread is another profiler's."""
-        if thread.in_session or allocations.is_profiling():
+        """Open one, unless the thread is another profiler's."""
+        if allocations.is_profiling():
             return
         allocations.begin()
         thread.n_ticks = 0
@@ -242,20 +254,29 @@ class Hub:
         with self._lock:
             thread.in_session = change > 0
             self.n_sessions += change
+            self._keep_needed_sizes(thread)
+
+    def _keep_needed_sizes(self, thread: ThreadState) -> None:
+        """Let c10 keep the sizes of what is allocated outside of sessions, if there can be any.
+
+        Those of this thread's session it keeps anyway; the others take as long as a small operation.
+        """
+        is_alone = thread.in_session and not _thread._count()
+        self._keeps_sizes = bool(self._watches) and not is_alone
+        allocator.keep_sizes(self._keeps_sizes)
 
     def _make_way(self) -> None:
         """A profiler of the program is about to begin on this thread."""
         thread = self._this_thread.state
         if not thread.in_session:
             return
-        lanes = thread.lanes_of(self._watches)
-        thread.marks.set([lane.look() for lane in lanes if lane.on_host])
+        thread.know(self._watches)
+        thread.marks.set(thread.on_host)
         changes = self._end_session(thread)
-        for lane in lanes:
-            if lane.on_host:
-                lane.meter.start()  # it is read until theirs has ended
-            else:
-                lane.account(changes)
+        for lane in thread.on_host:
+            lane.meter.start()  # it is read until theirs has ended
+        for lane in thread.on_devices:
+            lane.account(changes)
 
     # --- the first and the last
 
@@ -272,6 +293,7 @@ class Hub:
             self._engine.join()
 
     def _begin(self) -> None:
+        self._keeps_sizes = True
         allocator.keep_sizes(True)
         enter_existing()
         self._stop_announcing = announce(self._make_way)
@@ -283,6 +305,7 @@ class Hub:
         if self._stop_announcing is not None:
             self._stop_announcing()
             self._stop_announcing = None
+        self._keeps_sizes = False
         allocator.keep_sizes(False)
 
 

@@ -105,6 +105,10 @@ class Visit:
             self._figures.add(interval)
         self._rise(interval.peak_bytes - self._page.base_bytes, interval.peak_exact)
 
+    def stay(self, level_bytes: int, is_known: bool) -> None:
+        """Book that nothing happened, at a level."""
+        self._rise(level_bytes - self._page.base_bytes, is_known)
+
     @property
     def place(self) -> Place:
         """The line, and the device that is measured."""
@@ -140,6 +144,7 @@ class Lane:
     Attributes:
         n_begun: as in Watch, when its frames were last known.
         meter: what measures the device.
+        asked_for: the device as the profiler names it: the very object.
         on_host: whether that is the CPU, whose events can be booked later.
     """
 
@@ -147,6 +152,7 @@ class Lane:
         self.n_begun = n_begun
         self.meter = meter
         self.on_host = meter.device.type == "cpu"
+        self.asked_for: torch.device | None = None
         self._pages = {meter.device: _Page(meter.device, base_bytes)}
         self._page = self._pages[meter.device]
         self._frames: list[_Frame] = []

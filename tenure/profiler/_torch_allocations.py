@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import profiler as _profiler  # noqa: F401  # it must be whole before others wrap it
 
-from ._torch_marks import as_event, number_of, set_mark
+from ._torch_marks import as_event, marker, number_of
 
 _C: Any = torch._C
 _begin = _C._autograd._enable_profiler_legacy
@@ -108,7 +108,7 @@ def works() -> bool:
     kept = torch.empty(64, dtype=torch.uint8, device="cpu")
     torch.UntypedStorage(32, device="cpu")
     first = turn()
-    set_mark(1)
+    marker()(1)
     del kept
     second = end()
     seen = first == ([64, 32, -32], []) and second == ([as_event(1), -64], [])

@@ -25,6 +25,7 @@ _INT64 = "x" if sys.platform == "darwin" else "l"
 _REPORT = f"_ZN3c1027reportMemoryUsageToProfilerEPv{_INT64}mmNS_6DeviceE"
 # A c10::Device is two bytes: its type, 0 for the CPU, and its index, which is -1.
 _CPU = 0xFF00
+_N_READY = 256
 
 
 def as_event(number: int) -> int:
@@ -32,13 +33,9 @@ def as_event(number: int) -> int:
     return _FIRST - number
 
 
-def set_mark(number: int) -> None:
-    """Leave a mark in this thread's session, which must be open."""
-    report = _report()
-    if report is None:
-        _name(number)
-    else:
-        report(number)
+def marker() -> Callable[[int], None]:
+    """What leaves a mark in this thread's session, which must be open, by its number."""
+    return _report() or _name
 
 
 def number_of(event: Any) -> int | None:
@@ -71,10 +68,11 @@ def _report() -> Callable[[int], None] | None:
         return None
     function.restype = None
     # made once: converting arguments takes longer than the call
-    n_bytes, address, unknown = ctypes.c_int64, ctypes.c_void_p(None), ctypes.c_size_t(0)
-    device = ctypes.c_uint16(_CPU)
+    address, unknown, device = ctypes.c_void_p(None), ctypes.c_size_t(0), ctypes.c_uint16(_CPU)
+    sizes = [ctypes.c_int64(as_event(number)) for number in range(_N_READY)]
 
     def report(number: int) -> None:
-        function(address, n_bytes(_FIRST - number), unknown, unknown, device)
+        size = sizes[number] if number < _N_READY else ctypes.c_int64(as_event(number))
+        function(address, size, unknown, unknown, device)
 
     return report

@@ -85,18 +85,17 @@ class Tracer:
         if not self.on:
             sys.settrace(below)
             return below(frame, event, arg) if below else None
+        self.hub.tick()
         tracer = self._this_thread.tracer
         tracer.start(below)
         return tracer.trace(frame, event, arg)
 
     def report(self, frame: FrameType, event: str) -> None:
-        """An event of a watched frame."""
+        """An event of a watched frame, other than a line."""
         if not self.on or id(frame.f_code) not in self.codes:
             self.hub.tick()
             return
-        if event == "line":
-            self.hub.line(id(frame), frame.f_code, frame.f_lineno)
-        elif event == "return":
+        if event == "return":
             caller = frame.f_back
             # after a call by the engine the next instruction comes when all of it has run
             torn_down = _opcode(frame) in RETURNS and not _is_engine(caller)
@@ -193,7 +192,12 @@ class _Local:
     def __call__(self, frame: FrameType, event: str, arg: Any) -> _Local:
         if self._below is not None:
             self._below = _forward(self._below, frame, event, arg)
-        self._tracer.report(frame, event)
+        tracer = self._tracer
+        code = frame.f_code
+        if event == "line" and tracer.on and id(code) in tracer.codes:
+            tracer.hub.line(id(frame), code, frame.f_lineno)
+        else:
+            tracer.report(frame, event)
         return self
 
 

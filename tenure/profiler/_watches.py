@@ -45,6 +45,7 @@ class Watch:
     def new_lane(self, marks: Marks) -> Lane:
         """The lane of a thread that has none, and that has these marks."""
         lane = Lane(meter_for(self.device), self.base_bytes(self.device), self.n_begun)
+        lane.asked_for = self.device
         self._lanes.append(lane)
         self._marks.append(marks)
         return lane
@@ -52,6 +53,7 @@ class Watch:
     def aim(self, lane: Lane) -> None:
         """Let a lane measure what is to be measured now."""
         lane.aim(meter_for(self.device), self.base_bytes(self.device))
+        lane.asked_for = self.device
 
     def base_bytes(self, device: torch.device) -> int:
         """What was live on a device when it was first looked at, which peaks leave out."""
@@ -84,11 +86,14 @@ class ThreadState:
         n_backwards: how many backward passes run on it, one inside the other.
         n_backwards_outside: how many of them ran when the session was opened.
         marks: the looks that are still to be taken.
+        entered: the frame that began last, until something else is looked at.
+        on_host: the lanes that measure host memory.
+        on_devices: the other lanes.
     """
 
     __slots__ = (
-        "_enabled", "_lanes", "in_session", "marks", "n_backwards", "n_backwards_outside",
-        "n_ticks", "reads_seldom",
+        "_enabled", "_lanes", "entered", "in_session", "marks", "n_backwards",
+        "n_backwards_outside", "n_ticks", "on_devices", "on_host", "reads_seldom",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -97,6 +102,9 @@ class ThreadState:
         self.n_ticks = 0
         self.n_backwards = self.n_backwards_outside = 0
         self.marks = Marks()
+        self.entered = 0
+        self.on_host: tuple[Lane, ...] = ()
+        self.on_devices: tuple[Lane, ...] = ()
         self._enabled: tuple[Watch, ...] = ()
         self._lanes: dict[Watch, Lane] = {}
 
@@ -110,12 +118,19 @@ class ThreadState:
         lane = self._lanes.get(watch)
         if lane is None:
             lane = self._lanes[watch] = watch.new_lane(self.marks)
-        elif lane.device != watch.device:
+            self._sort()
+        elif lane.asked_for is not watch.device:
             watch.aim(lane)
+            self._sort()
         return lane
 
-    def lanes_of(self, enabled: tuple[Watch, ...]) -> list[Lane]:
-        """The lanes that there are for the enabled profilers; those of others are let go."""
+    def _sort(self) -> None:
+        lanes = self._lanes.values()
+        self.on_host = tuple(lane for lane in lanes if lane.on_host)
+        self.on_devices = tuple(lane for lane in lanes if not lane.on_host)
+
+    def know(self, enabled: tuple[Watch, ...]) -> None:
+        """Keep the lanes for the profilers that are enabled, and let go of the others."""
         if enabled is not self._enabled:
             self._enabled = enabled
             self._lanes = {w: lane for w, lane in self._lanes.items() if w in enabled}
@@ -123,8 +138,9 @@ class ThreadState:
                 if lane.n_begun != watch.n_begun:
                     lane.forget(watch.n_begun)
                     watch.aim(lane)
-        return list(self._lanes.values())
+            self._sort()
 
     def is_active(self, enabled: tuple[Watch, ...]) -> bool:
         """Whether a watched frame is on the stack."""
-        return any(lane.active for lane in self.lanes_of(enabled))
+        self.know(enabled)
+        return any(lane.active for lane in self._lanes.values())

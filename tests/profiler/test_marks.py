@@ -104,9 +104,9 @@ def test_a_mark_is_no_memory(marks, monkeypatch):
     allocator.keep_sizes(True)
     allocations.begin()
     before = allocator.live_bytes()
-    _torch_marks.set_mark(3)
+    _torch_marks.marker()(3)
     block = torch.UntypedStorage(64, device="cpu")
-    _torch_marks.set_mark(2**20)
+    _torch_marks.marker()(2**20)
     after = allocator.live_bytes()
     events = allocations.end().cpu
     allocator.keep_sizes(False)
