@@ -1,10 +1,10 @@
 """Where the events of a trace meet those of the allocator, for all profilers of a process.
 
 Invariant: a session is open on a thread while, and only while, a watched frame is on its stack and
-no other profiler has the thread; what the allocator did between two events of the trace is booked
-before the second is acted upon, or noted with a mark. A session is read every hundred looks, and every
-few hundred calls or turns of a loop in between, so it never holds many events; on a thread that has
-not enabled a profiler it is read at every look.
+no other profiler has the thread; what the allocator did between two events of the trace is booked,
+or marked to be booked, before the second is acted upon. A session is read every hundred looks, and
+every few hundred calls or turns of a loop in between, so it never holds many events; on a thread
+that has not enabled a profiler it is read at every look.
 """
 
 from __future__ import annotations
@@ -257,9 +257,9 @@ class Hub:
             self._keep_needed_sizes(thread)
 
     def _keep_needed_sizes(self, thread: ThreadState) -> None:
-        """Let c10 keep the sizes of what is allocated outside of sessions, if there can be any.
+        """Let c10 keep the sizes of what is made outside of sessions, if anything can be.
 
-        Those of this thread's session it keeps anyway; the others take as long as a small operation.
+        Those of a session it keeps anyway; to be told to takes it half a microsecond a block.
         """
         is_alone = thread.in_session and not _thread._count()
         self._keeps_sizes = bool(self._watches) and not is_alone

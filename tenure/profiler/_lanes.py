@@ -115,7 +115,7 @@ class Visit:
         return *self._key, self._page.device
 
     def _rise(self, peak_bytes: int, exact: bool) -> None:
-        """Reach a peak, as do those who called; where one was as high already, all of these were."""
+        """Reach a peak, as do those who called; one that was as high has told the others."""
         visit: Visit | None = self
         while visit is not None:
             known = visit._peak_bytes
@@ -231,7 +231,7 @@ class Lane:
         self._turn_to(_Page(self._page.device, self._page.base_bytes))
 
     def _turn_to(self, page: _Page) -> None:
-        """Write on another page; what is told later of the time before still goes to the old one."""
+        """Write on another page; what is told later of the time before goes to the old one."""
         self._page = self._pages[self.meter.device] = page
         caller = None
         for frame in self._frames:

@@ -8,7 +8,8 @@ whose the time before it is; what happened in it is booked when the session is r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from . import _torch_cpu_allocator as allocator
 from ._lanes import Lane, Visit
@@ -29,7 +30,8 @@ class Marks:
         self._n_visits: list[int] = []
         self._visits: list[Visit | None] = []
         self._level_bytes = 0
-        self.start()
+        self._set_mark: Callable[[int], None]  # from the start of a session on
+        self._live: Any
 
     def __len__(self) -> int:
         return len(self._levels)
@@ -62,7 +64,7 @@ class Marks:
             if end is not None and changes is not None:
                 part, start = changes.cpu[start:end], end + 1
                 # The end is what other threads left it at; else this thread's own sum.
-                level = level if is_known else was + sum(part)  # noqa: PLW2901
+                level = level if is_known else was + sum(part)
             for visit in self._visits[first:last]:
                 if visit is None:
                     continue

@@ -1,6 +1,8 @@
 """Marks tell apart lines that the engine calls, whatever the program itself allocates there."""
 
+import _thread
 import gc
+import threading
 from unittest import mock
 
 import pytest
@@ -113,3 +115,140 @@ def test_a_mark_is_no_memory(marks, monkeypatch):
     assert events == [_torch_marks.as_event(3), 64, _torch_marks.as_event(2**20)]
     assert after - before == block.nbytes()
     assert not allocations.is_profiling()
+
+
+def bytes_of(profiler, function):
+    """(hits, allocated, freed, exact) by the line's place in its function."""
+    first = function.__code__.co_firstlineno
+    return {
+        r.line - first: (r.hits, r.allocated_bytes, r.freed_bytes, r.exact)
+        for r in profiler.records
+        if r.function == function.__qualname__
+    }
+
+
+def test_what_a_thread_makes_that_begins_inside_a_line_is_seen_to_end():
+    held = []
+
+    def work():
+        torch.ones(1)
+        thread = threading.Thread(target=lambda: held.append(torch.UntypedStorage(12345)))
+        thread.start()
+        thread.join(10)
+        held.clear()
+
+    profiler = LineProfiler(work, device="cpu")
+    with profiler:
+        work()
+    assert bytes_of(profiler, work)[5] == (1, 0, 12345, True)
+
+
+def test_what_a_thread_makes_that_python_does_not_trace_is_seen_from_the_next_line_on():
+    held, ready, go, done = [], threading.Event(), threading.Event(), threading.Event()
+
+    def make():
+        ready.set()
+        go.wait(10)
+        held.append(torch.UntypedStorage(12345))
+        done.set()
+
+    def work():
+        _thread.start_new_thread(make, ())
+        ready.wait(10)
+        go.set()
+        done.wait(10)
+        held.clear()
+
+    profiler = LineProfiler(work, device="cpu")
+    with profiler:
+        work()
+    assert bytes_of(profiler, work)[5] == (1, 0, 12345, True)
+
+
+def test_what_is_made_between_two_sessions_is_seen_to_end():
+    def work():
+        held.clear()
+
+    held = []
+    profiler = LineProfiler(work, device="cpu")
+    with profiler:
+        for n_bytes in (100, 200):
+            held.append(torch.UntypedStorage(n_bytes, device="cpu"))
+            work()
+    assert bytes_of(profiler, work) == {1: (2, 0, 300, True)}
+
+
+def test_lines_that_another_thread_has_not_told_yet_are_lower_bounds():
+    found = []
+
+    def work():
+        torch.ones(100)
+        torch.ones(100)
+        thread = threading.Thread(target=lambda: found.append(bytes_of(profiler, work)))
+        thread.start()
+        thread.join(10)
+        torch.ones(100)
+
+    profiler = LineProfiler(work, device="cpu")
+    with profiler:
+        work()
+    (early,) = found
+    assert [early[place][3] for place in (1, 2, 3)] == [False] * 3
+    late = bytes_of(profiler, work)
+    assert [late[place] for place in (1, 2, 6)] == [(1, 400, 400, True)] * 3
+
+
+def test_a_thread_that_has_not_enabled_the_profiler_tells_at_every_line():
+    ready, go = threading.Event(), threading.Event()
+
+    def work():
+        kept = torch.ones(100)
+        ready.set()
+        go.wait(10)
+        return kept
+
+    profiler = LineProfiler(work, device="cpu")
+    with profiler:
+        thread = threading.Thread(target=work)
+        thread.start()
+        ready.wait(10)
+        lines = bytes_of(profiler, work)
+        go.set()
+        thread.join(10)
+    assert lines[1] == (1, 400, 0, True)
+
+
+def test_more_marks_than_are_ready_and_more_lines_than_a_session_holds():
+    def hook(gradient):
+        for _ in range(1000):
+            torch.empty(5, dtype=torch.uint8)
+
+    def work():
+        x = torch.ones(1, requires_grad=True)
+        x.register_hook(hook)
+        x.sum().backward()
+        for _ in range(1000):
+            torch.empty(7, dtype=torch.uint8)
+
+    profiler = LineProfiler(work, hook, device="cpu")
+    with profiler:
+        work()
+    assert bytes_of(profiler, hook)[2] == (1000, 5000, 5000, True)
+    assert bytes_of(profiler, work)[5] == (1000, 7000, 7000, True)
+
+
+def test_a_peak_reaches_every_caller_of_a_deep_recursion():
+    def deep(n):
+        block = torch.UntypedStorage(10, device="cpu")
+        if n:
+            deep(n - 1)
+        else:
+            torch.UntypedStorage(1000, device="cpu")
+        return block
+
+    profiler = LineProfiler(deep, device="cpu")
+    with profiler:
+        deep(300)
+    peaks = {r.line - deep.__code__.co_firstlineno: r.peak_bytes for r in profiler.records}
+    assert peaks[3] == peaks[5] == 3010 + 1000
+    assert bytes_of(profiler, deep)[1] == (301, 3010, 0, True)
