@@ -24,9 +24,9 @@ from ._torch_allocations import Changes
 from ._torch_profilers import announce
 from ._watches import Codes, ThreadState, Watch
 
-TICKS_PER_TURN = 256
+TICKS_PER_TURN = 128
 """After how many ticks an engine may call ``turn`` itself."""
-_MARKS_PER_TURN = 128
+_MARKS_PER_TURN = 64
 
 
 class Engine(Protocol):

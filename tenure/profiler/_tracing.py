@@ -146,9 +146,12 @@ class _ThreadTracer:
         if code is ENGINE_CODE:
             self._hub.backward(+1)
             return _Backward(self._hub, below)
-        if not self._state.in_session:
+        state = self._state
+        if not state.in_session:
             return below
-        self.count(frame, event, arg)
+        state.n_ticks += 1
+        if state.n_ticks >= TICKS_PER_TURN:
+            self._hub.turn()
         if not has_loop(code):
             return below
         return self._count if below is None else _Counting(self, below)
