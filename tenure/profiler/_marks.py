@@ -21,20 +21,17 @@ from ._torch_marks import as_event, marker
 class Marks:
     """The marks in one thread's session since it was last read."""
 
-    __slots__ = ("_level_bytes", "_levels", "_live", "_n_visits", "_set_mark", "_visits")
+    __slots__ = ("_level_bytes", "_live", "_looks", "_set_mark")
 
     def __init__(self) -> None:
-        # One entry for each mark, and of each lane a visit: flat, as hundreds of small lists would
-        # keep Python's collector busy.
-        self._levels: list[int] = []
-        self._n_visits: list[int] = []
-        self._visits: list[Visit | None] = []
+        # of each mark the level there, and of each lane whose the time before it was
+        self._looks: list[tuple[int, list[Visit | None]]] = []
         self._level_bytes = 0
         self._set_mark: Callable[[int], None]  # from the start of a session on
         self._live: Any
 
     def __len__(self) -> int:
-        return len(self._levels)
+        return len(self._looks)
 
     def start(self) -> None:
         """Begin with a session."""
@@ -44,28 +41,27 @@ class Marks:
 
     def set(self, lanes: Iterable[Lane]) -> None:
         """Mark this place: the time before it belongs to the visits that these lanes are at."""
-        self._set_mark(len(self._levels))
-        self._levels.append(self._live.value)
-        for lane in lanes:
-            self._visits.append(lane.look())
-        self._n_visits.append(len(self._visits))
+        # An interrupt may come between any two of these steps. A look without a mark is told of
+        # with the next; a mark without a look would be taken for that of the next.
+        self._looks.append((self._live.value, [lane.look() for lane in lanes]))
+        self._set_mark(len(self._looks) - 1)
 
     def visits(self) -> list[Visit]:
         """Those that more may have happened to than has been booked."""
-        return [visit for visit in list(self._visits) if visit is not None]
+        return [v for _, visits in list(self._looks) for v in visits if v is not None]
 
     def settle(self, changes: Changes | None) -> None:
         """Book what happened up to each mark; with no changes, what the levels tell of it."""
-        start, first, was = 0, 0, self._level_bytes
-        is_known = allocator.is_known()
-        for number, (level, last) in enumerate(zip(self._levels, self._n_visits, strict=True)):
+        looks, self._looks = self._looks, []  # first, so that an interrupt books nothing twice
+        start, was, is_known = 0, self._level_bytes, allocator.is_known()
+        for number, (level, visits) in enumerate(looks):
             end = None if changes is None else _find(changes.cpu, as_event(number), start)
             part: list[int] = []
             if end is not None and changes is not None:
                 part, start = changes.cpu[start:end], end + 1
                 # The end is what other threads left it at; else this thread's own sum.
                 level = level if is_known else was + sum(part)
-            for visit in self._visits[first:last]:
+            for visit in visits:
                 if visit is None:
                     continue
                 if part:
@@ -74,10 +70,7 @@ class Marks:
                     visit.stay(level, is_known)
                 else:  # one that is missing was set in a state that the session is not in
                     visit.take(unseen_interval(was if changes is None else level, level))
-            first, was = last, level
-        self._levels.clear()
-        self._n_visits.clear()
-        self._visits.clear()
+            was = level
         self._level_bytes = was
 
 

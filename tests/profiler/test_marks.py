@@ -252,3 +252,37 @@ def test_a_peak_reaches_every_caller_of_a_deep_recursion():
     peaks = {r.line - deep.__code__.co_firstlineno: r.peak_bytes for r in profiler.records}
     assert peaks[3] == peaks[5] == 3010 + 1000
     assert bytes_of(profiler, deep)[1] == (301, 3010, 0, True)
+
+
+@pytest.mark.parametrize("place", ["before the mark", "after the mark"])
+def test_an_interrupt_at_a_mark_loses_no_other_line(place, monkeypatch):
+    from tenure.profiler._the_hub import the_hub
+
+    set_mark, n_marks = _torch_marks.marker(), [0]
+
+    def interrupted(number):
+        n_marks[0] += 1
+        if n_marks[0] == 3 and place == "before the mark":
+            raise KeyboardInterrupt
+        set_mark(number)
+        if n_marks[0] == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("tenure.profiler._marks.marker", lambda: interrupted)
+
+    def work():
+        torch.empty(10, dtype=torch.uint8)
+        torch.empty(20, dtype=torch.uint8)
+        torch.empty(30, dtype=torch.uint8)
+
+    profiler = LineProfiler(work, device="cpu")
+    with profiler:
+        with pytest.raises(KeyboardInterrupt):
+            work()
+        the_hub.look()
+    lines = bytes_of(profiler, work)
+    assert (lines[1], lines[2]) == ((1, 10, 10, True), (1, 20, 20, True))
+    assert not torch._C._autograd._profiler_enabled()
+    with profiler:
+        work()
+    assert bytes_of(profiler, work)[3][:3] == (2, 60, 60)
