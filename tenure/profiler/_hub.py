@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import inspect
 import threading
 from collections.abc import Callable
 from types import CodeType
@@ -26,6 +27,7 @@ from ._watches import Codes, ThreadState, Watch
 
 TICKS_PER_TURN = 128
 """After how many ticks an engine may call ``turn`` itself."""
+_SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _MARKS_PER_TURN = 64
 
 
@@ -125,7 +127,8 @@ class Hub:
         thread = self._account()
         if not thread.in_session:
             self._begin_session(thread)
-        thread.entered = identity
+        # a generator may go on in the middle of a line, and then does something before the next
+        thread.entered = 0 if code.co_flags & _SUSPENDS else identity
         key: Key = id(code), line
         for watch in self._watches:
             if key[0] in watch.codes:

@@ -286,3 +286,16 @@ def test_an_interrupt_at_a_mark_loses_no_other_line(place, monkeypatch):
     with profiler:
         work()
     assert bytes_of(profiler, work)[3][:3] == (2, 60, 60)
+
+
+def test_what_a_generator_does_after_it_goes_on_is_of_the_line_that_it_waited_on():
+    def work():
+        x = [torch.UntypedStorage(50), (yield), torch.UntypedStorage(70)]
+        y = torch.UntypedStorage(90)
+        return x, y
+
+    profiler = LineProfiler(work, device="cpu")
+    with profiler:
+        list(work())
+    lines = bytes_of(profiler, work)
+    assert (lines[1][:2], lines[2][:2]) == ((1, 120), (1, 90))
