@@ -45,6 +45,63 @@ class Gpt(nn.Module):
         return logits
 
 
+class Attention(nn.Module):
+    """Causal attention written line by line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What each token takes from those before it."""
+        n, tokens, width = x.shape
+        q, k, v = self.qkv(x).view(n, tokens, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
+        scores = q @ k.transpose(-2, -1) / (width // 4) ** 0.5
+        seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        y = (weights @ v).transpose(1, 2).reshape(n, tokens, width)
+        found: Tensor = self.out(y)
+        return found
+
+
+class Block(nn.Module):
+    """Attention and a small network, line by line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.attention = nn.LayerNorm(64), nn.LayerNorm(64), Attention()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Both, each added to what it got."""
+        h = self.first(x)
+        x = x + self.attention(h)
+        h = self.second(x)
+        h = F.gelu(self.up(h))
+        h = self.down(h)
+        return x + h
+
+
+class PlainGpt(nn.Module):
+    """A GPT whose step takes about 10 ms: every line of its own modules can be profiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(100, 64), nn.Embedding(64, 64)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 100)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The logits of each token."""
+        places = torch.arange(tokens.shape[1])
+        x = self.embed(tokens) + self.place(places)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
 class DispatchLedger(TorchDispatchMode):
     """The least that a ledger of tensors can do: look at every output's storage."""
 
@@ -126,6 +183,40 @@ def step_rows() -> list[Row]:
     return rows
 
 
+def region_rows() -> list[Row]:
+    """Ten steps with all functions profiled: in the region alone, and until the report is text."""
+    step = trainer(PlainGpt(), shape=(2, 64))
+    functions = step, PlainGpt.forward, Block.forward, Attention.forward
+
+    def reported(runs: int) -> None:
+        profiler = LineProfiler(*functions, device="cpu")
+        with profiler:
+            for _ in range(runs):
+                step()
+        str(profiler)
+
+    def plain(runs: int) -> None:
+        for _ in range(runs):
+            step()
+
+    enabled = LineProfiler(*functions, device="cpu")
+    ways: list[tuple[str, Loop, AbstractContextManager[Any], float]] = [
+        ("in the region", within(lambda: enabled, plain), searched_for_nothing(), 1.4),
+        ("from enabling it to the printed report", reported, nullcontext(), 2.5),
+    ]
+    rows = []
+    for what, ours, circumstance, bar in ways:
+        with circumstance:
+            pair = time_pair(plain, ours, rounds=20, runs=10, clock=time.process_time)
+        rows.append(_row(f"step of a GPT, every line profiled / plain: {what}", pair, bar=bar))
+    return rows
+
+
+def searched_for_nothing() -> AbstractContextManager[Any]:
+    """Without the search for blocks that exist, which has a row of its own."""
+    return mock.patch("tenure.profiler._hub.enter_existing")
+
+
 def enable_row() -> Row:
     """What it costs to find the blocks that exist already, once for each time it is enabled."""
     profiler, times = LineProfiler(nothing, device="cpu"), []
@@ -162,10 +253,10 @@ def memory_profile() -> Any:
     return torch.profiler.profile(profile_memory=True, activities=[ProfilerActivity.CPU])
 
 
-def trainer(model: nn.Module) -> Callable[[], None]:
-    """A training step of a model over 4 x 128 tokens."""
+def trainer(model: nn.Module, shape: tuple[int, int] = (4, 128)) -> Callable[[], None]:
+    """A training step of a model over a batch of tokens of a shape."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
-    tokens = torch.randint(100, (4, 128))
+    tokens = torch.randint(100, shape)
 
     def step() -> None:
         logits = model(tokens)
@@ -198,9 +289,12 @@ def repeated(context: Callable[[], AbstractContextManager[Any]], step: Callable[
     return loop
 
 
-def _row(what: str, pair: Pair, note: str = "") -> Row:
+def _row(what: str, pair: Pair, note: str = "", bar: float | None = None) -> Row:
     plain = f"{pair.base_s * 1e6:,.2f} us plain; 10-90 % {pair.low:.3f}-{pair.high:.3f}"
-    return Row(what, f"{pair.ratio:.3f}", note=f"{note}{plain}")
+    ratio = f"{pair.ratio:.3f}"
+    if bar is None:
+        return Row(what, ratio, note=f"{note}{plain}")
+    return Row(what, ratio, f"<= {bar}", pair.ratio <= bar, f"{note}{plain}")
 
 
 def main() -> None:
@@ -208,8 +302,8 @@ def main() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     torch.set_num_threads(1)  # so that the time of the process is that of the work
     torch.manual_seed(0)
-    rows = [truth_row(), enable_row()]
-    with mock.patch("tenure.profiler._hub.enter_existing"):  # that cost has a row of its own
+    rows = [truth_row(), enable_row(), *region_rows()]
+    with searched_for_nothing():
         rows += [*operation_rows(), *step_rows()]
     publish("profiler", rows)
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
 import tenure
+from tenure._errors import TenureError
 
 from ._demo import Demo
 from ._verb import CommandError as CommandError
@@ -21,6 +24,7 @@ from ._verb import Verb as Verb
 _VERBS: tuple[type[Verb], ...] = (Demo,)
 _USER_ERROR = 2
 _INTERRUPTED = 130
+_TRACEBACK = "TENURE_TRACEBACK"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the name of the program; None reads them from ``sys.argv``.
 
     Returns:
-        The exit code: 0, or 2 for a mistake of the user, told in one line.
+        The exit code: 0, or 2 for a mistake of the user and for any other error of tenure, told in
+        one line; with ``TENURE_TRACEBACK=1`` in the environment the latter shows where as well.
 
     Raises:
         SystemExit: after ``--help`` and ``--version``, and for arguments that can't be parsed.
@@ -38,12 +43,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
-    except CommandError as error:
-        print(f"tenure {arguments.verb}: error: {error}", file=sys.stderr)
+    except TenureError as error:
+        _tell(arguments.verb, error)
         return _USER_ERROR
     except KeyboardInterrupt:
         print("tenure: interrupted", file=sys.stderr)
         return _INTERRUPTED
+
+
+def _tell(verb: str, error: TenureError) -> None:
+    """Print an error in one line, as scripts and logs expect of a command."""
+    hint = ""
+    if not isinstance(error, CommandError):
+        if os.environ.get(_TRACEBACK, "0") not in {"", "0"}:
+            traceback.print_exception(error)
+        else:
+            hint = f" ({type(error).__name__}; {_TRACEBACK}=1 shows where.)"
+    print(f"tenure {verb}: error: {' '.join(str(error).split())}{hint}", file=sys.stderr)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -11,7 +11,20 @@ from tenure._units import format_bytes
 from ._records import LineRecord
 
 DEFAULT_COLUMNS = ("hits", "alloc", "freed", "net", "peak")
-_N_PARTS = 3  # of a field of memory_stats, as in active_bytes.all.peak
+# Every field of memory_stats() that is measured by pool, as torch names them:
+# https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html
+_MEASURED = (
+    "allocation", "segment", "active", "inactive_split", "allocated_bytes", "reserved_bytes",
+    "active_bytes", "inactive_split_bytes", "requested_bytes",
+)  # fmt: skip
+_POOLS = ("all", "large_pool", "small_pool")
+_FIGURES = ("current", "peak", "allocated", "freed")
+_FIELDS = {f"{what}.{pool}.{f}" for what in _MEASURED for pool in _POOLS for f in _FIGURES}
+
+_FIELDS_IN_WORDS = (
+    f"as the fields of a device's memory_stats(), one of {', '.join(_MEASURED)}, with "
+    f".{' or .'.join(_POOLS)} and .{' or .'.join(_FIGURES)} behind it, as in active_bytes.all.peak"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +79,8 @@ def columns_named(names: Sequence[str] | None, records: Iterable[LineRecord]) ->
 
 
 def _statistic(name: str, fields: set[str]) -> Column:
-    is_field = isinstance(name, str) and len(name.split(".")) == _N_PARTS
-    if name not in fields if fields else not is_field:
-        theirs = ", ".join(sorted(fields)) or "any field of the device's memory_stats()"
+    if name not in (fields or _FIELDS):
+        theirs = ", ".join(sorted(fields)) if fields else _FIELDS_IN_WORDS
         raise ProfilerUsageError(
             f"There is no column {name!r}. There are {', '.join(_COLUMNS)}, and {theirs}."
         )

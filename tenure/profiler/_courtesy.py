@@ -59,7 +59,7 @@ class Courtesy:
         report: what the last ``yield_memory()`` did; None before the first.
 
     Raises:
-        RuntimeError: ``device`` is none.
+        CourtesyError: ``device`` is none.
 
     Example:
         >>> from tenure.profiler import Courtesy
@@ -71,7 +71,7 @@ class Courtesy:
     """
 
     def __init__(self, device: str | int | torch.device | None = None) -> None:
-        self.device = None if device is None else torch.device(device)
+        self.device = None if device is None else _device(device)
         self.report: CourtesyReport | None = None
         self._moved: dict[int, Moved] = {}
         self._is_entered = False
@@ -256,6 +256,16 @@ class Courtesy:
 def _allocated_bytes(device: torch.device) -> int | None:
     module: Any = torch.get_device_module(device)
     return int(module.memory_allocated(device)) if hasattr(module, "memory_allocated") else None
+
+
+def _device(named: str | int | torch.device) -> torch.device:
+    try:
+        return torch.device(named)
+    except (RuntimeError, TypeError) as error:
+        raise CourtesyError(
+            f"{named!r} is no device that torch knows here, so nothing can leave it. Name one as "
+            'torch does, such as "cuda" or "cuda:1"; without any, all accelerators are meant.'
+        ) from error
 
 
 def _warning(report: CourtesyReport) -> str:

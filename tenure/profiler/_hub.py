@@ -1,14 +1,17 @@
 """Where the events of a trace meet those of the allocator, for all profilers of a process.
 
 Invariant: a session is open on a thread while, and only while, a watched frame is on its stack and
-no other profiler has the thread; what the allocator did between two events of the trace is booked
-before the second is acted upon. A session is read at each watched line and every few hundred calls
-or turns of a loop in between, so it never holds many events.
+no other profiler has the thread; what the allocator did between two events of the trace is booked,
+or marked to be booked, before the second is acted upon. A session is read every hundred looks, and
+every few hundred calls or turns of a loop in between, so it never holds many events; on a thread
+that has not enabled a profiler it is read at every look.
 """
 
 from __future__ import annotations
 
+import _thread
 import atexit
+import inspect
 import threading
 from collections.abc import Callable
 from types import CodeType
@@ -18,12 +21,14 @@ from . import _torch_allocations as allocations
 from . import _torch_cpu_allocator as allocator
 from ._existing import enter_existing
 from ._lanes import Key
-from ._marks import set_mark, settle
 from ._torch_allocations import Changes
 from ._torch_profilers import announce
 from ._watches import Codes, ThreadState, Watch
 
-_TICKS_PER_TURN = 256
+TICKS_PER_TURN = 128
+"""After how many ticks an engine may call ``turn`` itself."""
+_SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_MARKS_PER_TURN = 64
 
 
 class Engine(Protocol):
@@ -54,11 +59,12 @@ class Hub:
 
     def __init__(self, engine: Callable[[Hub], Engine]) -> None:
         self.n_sessions = 0
-        self._engine = engine(self)
         self._lock = threading.RLock()
         self._watches: tuple[Watch, ...] = ()
         self._this_thread = _ThisThread()
         self._stop_announcing: Callable[[], None] | None = None
+        self._keeps_sizes = False
+        self._engine = engine(self)
 
     # --- what profilers call
 
@@ -72,6 +78,7 @@ class Hub:
         One that is open gets this thread as well, if another has opened it.
         """
         with self._lock:
+            self._this_thread.state.reads_seldom = True
             if self.is_open(watch):
                 self._engine.join()
                 return
@@ -90,7 +97,7 @@ class Hub:
         with self._lock:
             if not self.is_open(watch):
                 return
-            self._account()
+            self.look()
             self._watches = tuple(other for other in self._watches if other is not watch)
             self._end_if_idle(self._this_thread.state)
             self.refresh()
@@ -103,8 +110,10 @@ class Hub:
             self._engine.watch({i: c for watch in self._watches for i, c in watch.codes.items()})
 
     def look(self) -> None:
-        """Book what this thread did up to now."""
-        self._account()
+        """Book what this thread did up to now, as far as its session can be read."""
+        thread = self._account()
+        if thread.marks and not thread.session_is_lent:
+            self._read(thread)
 
     def close_all(self) -> None:
         """Close every profiler, so that the interpreter ends without a session."""
@@ -116,7 +125,10 @@ class Hub:
     def enter(self, identity: int, code: CodeType, line: int) -> None:
         """A frame of a watched code begins, or goes on."""
         thread = self._account()
-        self._begin_session(thread)
+        if not thread.in_session:
+            self._begin_session(thread)
+        # a generator may go on in the middle of a line, and then does something before the next
+        thread.entered = 0 if code.co_flags & _SUSPENDS else identity
         key: Key = id(code), line
         for watch in self._watches:
             if key[0] in watch.codes:
@@ -124,8 +136,12 @@ class Hub:
 
     def line(self, identity: int, code: CodeType, line: int) -> None:
         """A watched frame is about to run a line."""
-        thread = self._account()
-        self._begin_session(thread)
+        thread = self._this_thread.state
+        if thread.entered != identity or not thread.in_session:  # else nothing has run since
+            thread = self._account()
+            if not thread.in_session:
+                self._begin_session(thread)
+        thread.entered = 0
         key: Key = id(code), line
         for watch in self._watches:
             if key[0] in watch.codes:
@@ -153,72 +169,117 @@ class Hub:
         """A backward pass begins (1) or has ended (-1) on this thread."""
         self._this_thread.state.n_backwards += change
 
-    def tick(self) -> bool:
-        """Something unwatched was called, or went once more around a loop.
+    def this_thread(self) -> ThreadState:
+        """What is known of the thread that asks."""
+        return self._this_thread.state
 
-        Returns:
-            Whether ticks are wanted on this thread now.
-        """
+    def tick(self) -> None:
+        """Something unwatched was called, or went once more around a loop."""
         thread = self._this_thread.state
-        if not thread.in_session:
-            return False
-        thread.n_ticks += 1
-        if (thread.n_ticks >= _TICKS_PER_TURN or not self._watches) and not thread.session_is_lent:
-            self._account()
+        if thread.in_session:
+            thread.n_ticks += 1
+            if thread.n_ticks >= TICKS_PER_TURN or not self._watches:
+                self.turn()
+        elif not self._keeps_sizes and self._watches:  # a thread that has just begun
+            self._keep_needed_sizes(thread)
+
+    def turn(self) -> None:
+        """Keep the session of this thread short: enough may have happened in it."""
+        thread = self._this_thread.state
+        thread.n_ticks = 0
+        if thread.in_session and not thread.session_is_lent:
+            self.look()
             self._end_if_idle(thread)  # as when the last profiler was closed by another thread
-        return thread.in_session
 
     # --- sessions
 
     def _account(self) -> ThreadState:
-        """Book what this thread did since the last look."""
+        """Book, or note to be booked, what this thread did since the last look."""
         thread = self._this_thread.state
-        thread.n_ticks = 0
-        if thread.session_is_lent:
-            set_mark(thread.marks, thread.lanes_of(self._watches))
+        thread.entered = 0
+        thread.know(self._watches)
+        if not thread.in_session:
+            for lane in (*thread.on_host, *thread.on_devices):
+                lane.account(None)
             return thread
-        changes = None
-        if thread.in_session:
-            changes = allocations.turn()
-            if changes is None:
-                self._count_session(thread, -1)
-        self._book(thread, changes)
+        thread.marks.set(thread.on_host)
+        if not self._keeps_sizes and _thread._count():
+            self._keep_needed_sizes(thread)
+        if thread.session_is_lent:
+            for lane in thread.on_devices:
+                lane.account(None)
+        elif (
+            len(thread.marks) >= _MARKS_PER_TURN
+            or thread.on_devices
+            or not thread.reads_seldom
+            or not allocations.is_profiling()  # someone has ended it
+        ):
+            self._read(thread)
         return thread
 
-    def _book(self, thread: ThreadState, changes: Changes | None) -> None:
-        if thread.marks:
-            changes = settle(thread.marks, changes)
-        for lane in thread.lanes_of(self._watches):
+    def _read(self, thread: ThreadState) -> None:
+        """Book what this thread did up to the last mark, which has just been set."""
+        thread.n_ticks = 0
+        changes = allocations.turn()
+        thread.marks.settle(changes)
+        for lane in thread.on_devices:
             lane.account(changes)
+        if changes is None:
+            self._count_session(thread, -1)
+            for lane in thread.on_host:
+                lane.meter.start()  # it is read as long as no session can be opened
+        else:
+            self._keep_needed_sizes(thread)
 
     def _begin_session(self, thread: ThreadState) -> None:
-        """Open one, unless it is open or the thread is another profiler's."""
-        if thread.in_session or allocations.is_profiling():
+        """Open one, unless the thread is another profiler's."""
+        if allocations.is_profiling():
             return
         allocations.begin()
+        thread.n_ticks = 0
         thread.n_backwards_outside = thread.n_backwards
         self._count_session(thread, +1)
+        thread.marks.start()
         for watch in self._watches:
-            thread.lane_of(watch).start()
+            thread.lane_of(watch).meter.start()
 
     def _end_if_idle(self, thread: ThreadState) -> None:
         if thread.in_session and not thread.is_active(self._watches):
-            self._count_session(thread, -1)
-            changes = allocations.end()
-            if thread.marks:
-                settle(thread.marks, changes)
+            self._end_session(thread)
+
+    def _end_session(self, thread: ThreadState) -> Changes | None:
+        self._count_session(thread, -1)
+        changes = allocations.end()
+        thread.marks.settle(changes)
+        return changes
 
     def _count_session(self, thread: ThreadState, change: int) -> None:
         with self._lock:
             thread.in_session = change > 0
             self.n_sessions += change
+            self._keep_needed_sizes(thread)
+
+    def _keep_needed_sizes(self, thread: ThreadState) -> None:
+        """Let c10 keep the sizes of what is made outside of sessions, if anything can be.
+
+        Those of a session it keeps anyway; to be told to takes it half a microsecond a block.
+        """
+        is_alone = thread.in_session and not _thread._count()
+        self._keeps_sizes = bool(self._watches) and not is_alone
+        allocator.keep_sizes(self._keeps_sizes)
 
     def _make_way(self) -> None:
         """A profiler of the program is about to begin on this thread."""
         thread = self._this_thread.state
-        if thread.in_session:
-            self._count_session(thread, -1)
-            self._book(thread, allocations.end())
+        if not thread.in_session:
+            return
+        thread.know(self._watches)
+        thread.marks.set(thread.on_host)
+        changes = self._end_session(thread)
+        for lane in thread.on_host:
+            lane.meter.start()  # it is read until theirs has ended
+        for lane in thread.on_devices:
+            lane.account(changes)
 
     # --- the first and the last
 
@@ -235,6 +296,7 @@ class Hub:
             self._engine.join()
 
     def _begin(self) -> None:
+        self._keeps_sizes = True
         allocator.keep_sizes(True)
         enter_existing()
         self._stop_announcing = announce(self._make_way)
@@ -246,6 +308,7 @@ class Hub:
         if self._stop_announcing is not None:
             self._stop_announcing()
             self._stop_announcing = None
+        self._keeps_sizes = False
         allocator.keep_sizes(False)
 
 

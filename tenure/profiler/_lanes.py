@@ -2,20 +2,18 @@
 
 Invariant: every interval goes to exactly one line, the one that the innermost watched frame is at,
 so the lines of all watched functions together add up to what was allocated and freed in them. Only
-the peak of a line covers what it called.
+the peak of a line covers what it called. Whose an interval is, is known when it ends; what happened
+in it may be told later, in the same order.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
 from ._meters import Interval, Meter
 from ._torch_allocations import Changes
-
-CPU = torch.device("cpu")
 
 Key = tuple[int, int]
 """A line: the identity of its code, whose hash takes long, and its number."""
@@ -59,120 +57,167 @@ class Figures:
             self.statistics[name] = max(value, self.statistics.get(name, value))
 
 
-class Booking(NamedTuple):
-    """Whose an interval is that can be told only later: a line, and the lines that called it."""
+Place = tuple[int, int, torch.device]
+"""A line as in ``Key``, and a device."""
+Book = dict[Place, Figures]
 
-    key: Key
-    callers: tuple[Key, ...]
+
+@dataclass(slots=True)
+class _Page:
+    """The figures of one device's lines, and what was live on it when it was first looked at."""
+
+    device: torch.device
     base_bytes: int
+    lines: dict[Key, Figures] = field(default_factory=dict)
+
+    def figures(self, key: Key) -> Figures:
+        """Those of a line, made where there are none."""
+        figures = self.lines.get(key)
+        if figures is None:
+            figures = self.lines[key] = Figures()
+        return figures
 
 
-Book = dict[tuple[int, int, torch.device], Figures]
+class Visit:
+    """A line that a frame is at, once: what happens until the next one is booked to it.
+
+    Invariant: it has reached at least the peak of what it called.
+    """
+
+    __slots__ = ("_caller", "_figures", "_key", "_page", "_peak_bytes")
+
+    def __init__(
+        self, page: _Page, key: Key, caller: Visit | None, figures: Figures | None
+    ) -> None:
+        self._page = page
+        self._key = key
+        self._caller = caller
+        self._figures = figures
+        self._peak_bytes: int | None = None
+
+    def take(self, interval: Interval) -> None:
+        """Book what happened in an interval."""
+        if interval.allocated_bytes or interval.freed_bytes:
+            if self._figures is None:
+                self._figures = self._page.figures(self._key)
+            self._figures.add(interval)
+        elif self._figures is not None:
+            self._figures.add(interval)
+        self._rise(interval.peak_bytes - self._page.base_bytes, interval.peak_exact)
+
+    def stay(self, level_bytes: int, is_known: bool) -> None:
+        """Book that nothing happened, at a level."""
+        self._rise(level_bytes - self._page.base_bytes, is_known)
+
+    @property
+    def place(self) -> Place:
+        """The line, and the device that is measured."""
+        return *self._key, self._page.device
+
+    def _rise(self, peak_bytes: int, exact: bool) -> None:
+        """Reach a peak, as do those who called; one that was as high has told the others."""
+        visit: Visit | None = self
+        while visit is not None:
+            known = visit._peak_bytes
+            if known is not None and known >= peak_bytes and exact:
+                return
+            visit._peak_bytes = peak_bytes if known is None else max(known, peak_bytes)
+            if visit is not self and visit._figures is None:
+                visit._figures = visit._page.figures(visit._key)
+            if visit._figures is not None:
+                visit._figures.reach(peak_bytes, exact)
+            visit = visit._caller
 
 
 @dataclass(slots=True)
 class _Frame:
-    """A watched frame that runs: which one, where it is, and the most that was live since.
-
-    The figures are those of its line, once there are any.
-    """
+    """A watched frame that runs: which one, and the line that it is at."""
 
     identity: int
     key: Key
-    figures: Figures | None = None
-    peak: tuple[int, bool] | None = None
+    visit: Visit
 
 
 class Lane:
     """Books what happens on one thread to the lines of one profiler.
 
     Attributes:
-        book: the figures of each line that did something.
         n_begun: as in Watch, when its frames were last known.
+        meter: what measures the device.
+        asked_for: the device as the profiler names it: the very object.
+        on_host: whether that is the CPU, whose events can be booked later.
     """
 
     def __init__(self, meter: Meter, base_bytes: int, n_begun: int) -> None:
-        self.book: Book = {}
         self.n_begun = n_begun
-        self._meter = meter
-        self._base_bytes = base_bytes
+        self.meter = meter
+        self.on_host = meter.device.type == "cpu"
+        self.asked_for: torch.device | None = None
+        self._pages = {meter.device: _Page(meter.device, base_bytes)}
+        self._page = self._pages[meter.device]
         self._frames: list[_Frame] = []
-        self._leaving: _Frame | None = None  # the one that is being torn down
+        self._leaving: Visit | None = None  # of the frame that is being torn down
 
     @property
     def device(self) -> torch.device:
         """The device that is measured."""
-        return self._meter.device
+        return self.meter.device
 
     @property
     def active(self) -> bool:
         """Whether what happens now is a watched line's doing."""
         return bool(self._frames) or self._leaving is not None
 
-    def aim(self, meter: Meter, base_bytes: int) -> None:
-        """Measure another device from here on."""
-        self._meter, self._base_bytes = meter, base_bytes
-        for frame in self._frames:
-            frame.figures = None
+    def book(self) -> Book:
+        """The figures of each line that did something."""
+        return {
+            (*key, device): figures
+            for device, page in list(self._pages.items())
+            for key, figures in list(page.lines.items())
+        }
 
-    def start(self) -> None:
-        """Begin here: what happened before is nobody's."""
-        self._meter.start()
+    def aim(self, meter: Meter, base_bytes: int) -> None:
+        """Measure another device from here on, or the same against another base."""
+        self.meter = meter
+        self.on_host = meter.device.type == "cpu"
+        known = self._pages.get(meter.device)
+        lines = {} if known is None else known.lines
+        self._turn_to(_Page(meter.device, base_bytes, lines))
 
     def account(self, changes: Changes | None) -> None:
         """Book what happened since the last look to the line that did it."""
-        if not self.active:
-            self._meter.start()
-            return
-        interval = self._meter.read(changes)
-        frame = self._leaving or self._frames[-1]
-        peak = interval.peak_bytes - self._base_bytes, interval.peak_exact
-        if frame.figures is None and (interval.allocated_bytes or interval.freed_bytes):
-            frame.figures = self._figures(frame.key)
-        if frame.figures is not None:
-            frame.figures.add(interval)
-            frame.figures.reach(*peak)
-        self._rise(peak)
-        self._leaving = None
+        visit = self.look()
+        if visit is None:
+            self.meter.start()
+        else:
+            visit.take(self.meter.read(changes))
 
-    def defer(self) -> Booking | None:
-        """Whose the time since the last look is; None where it is nobody's, or has been booked."""
-        if not self.active or self._meter.device.type != "cpu":
-            self.account(None)
-            return None
+    def look(self) -> Visit | None:
+        """Whose the time since the last look is; None where it is nobody's."""
         leaving, self._leaving = self._leaving, None
-        keys = [frame.key for frame in self._frames]
-        key = leaving.key if leaving is not None else keys.pop()
-        return Booking(key, tuple(keys), self._base_bytes)
-
-    def settle(self, booking: Booking, interval: Interval) -> None:
-        """Book what happened in such a time."""
-        peak = interval.peak_bytes - booking.base_bytes, interval.peak_exact
-        if interval.allocated_bytes or interval.freed_bytes or (*booking.key, CPU) in self.book:
-            figures = self.book.setdefault((*booking.key, CPU), Figures())
-            figures.add(interval)
-            figures.reach(*peak)
-        for caller in booking.callers:
-            if (*caller, CPU) in self.book:
-                self.book[*caller, CPU].reach(*peak)
+        if leaving is not None:
+            return leaving
+        return self._frames[-1].visit if self._frames else None
 
     def enter(self, identity: int, key: Key) -> None:
         """A watched frame begins, or goes on after a ``yield`` or an ``await``."""
-        self._frames.append(_Frame(identity, key))
+        caller = self._frames[-1].visit if self._frames else None
+        self._frames.append(_Frame(identity, key, Visit(self._page, key, caller, None)))
 
     def line(self, identity: int, key: Key) -> None:
         """A watched frame begins with a line."""
         if not self._unwind_to(identity):  # it ran before anyone watched
             self.enter(identity, key)
         frame = self._frames[-1]
-        frame.key, frame.figures = key, self._figures(key)
-        frame.figures.hits += 1
+        figures = self._page.figures(key)
+        figures.hits += 1
+        frame.key, frame.visit = key, Visit(self._page, key, frame.visit._caller, figures)
 
     def leave(self, identity: int, torn_down: bool) -> None:
         """A watched frame ends; with ``torn_down`` what its variables held is freed next."""
         if self._unwind_to(identity):
-            frame = self._pop()
-            self._leaving = frame if torn_down else None
+            frame = self._frames.pop()
+            self._leaving = frame.visit if torn_down else None
 
     def forget(self, n_begun: int) -> None:
         """Know of no frame: what is said of one was said before the profiler was enabled anew."""
@@ -182,29 +227,15 @@ class Lane:
 
     def clear(self) -> None:
         """Begin a new book."""
-        self.book = {}
+        self._pages.clear()
+        self._turn_to(_Page(self._page.device, self._page.base_bytes))
+
+    def _turn_to(self, page: _Page) -> None:
+        """Write on another page; what is told later of the time before goes to the old one."""
+        self._page = self._pages[self.meter.device] = page
+        caller = None
         for frame in self._frames:
-            frame.figures = None
-
-    def _figures(self, key: Key) -> Figures:
-        place = (*key, self._meter.device)
-        figures = self.book.get(place)
-        if figures is None:
-            figures = self.book[place] = Figures()
-        return figures
-
-    def _rise(self, peak: tuple[int, bool]) -> None:
-        if self._frames:
-            top = self._frames[-1]
-            top.peak = peak if top.peak is None else _higher(top.peak, peak)
-
-    def _pop(self) -> _Frame:
-        """End the innermost frame; the line that called it was at its peak too."""
-        frame = self._frames.pop()
-        if frame.peak is not None and self._frames:
-            self._rise(frame.peak)
-            self._figures(self._frames[-1].key).reach(*frame.peak)
-        return frame
+            caller = frame.visit = Visit(page, frame.key, caller, None)
 
     def _unwind_to(self, identity: int) -> bool:
         """Whether the frame is known; inner ones whose end nobody told are dropped."""
@@ -213,9 +244,5 @@ class Lane:
         if all(frame.identity != identity for frame in self._frames):
             return False
         while self._frames[-1].identity != identity:
-            self._pop()
+            self._frames.pop()
         return True
-
-
-def _higher(first: tuple[int, bool], second: tuple[int, bool]) -> tuple[int, bool]:
-    return max(first[0], second[0]), first[1] and second[1]

@@ -221,6 +221,8 @@ class LineProfiler:
         for book in self._watch.books():
             for key, figures in list(book.items()):
                 merged.setdefault(key, Figures()).merge(figures)
+        for place in self._watch.unread() & merged.keys():
+            merged[place].exact = merged[place].peak_exact = False
         return merged
 
     def _chosen(self, func: Any) -> list[Function]:

@@ -1,64 +1,81 @@
-"""Looks that can't be taken yet, and where they stand among the allocator's events.
+"""The looks of one thread that are still to be taken, and where they stand among its events.
 
-While autograd's engine calls Python it has lent the thread another state, and takes it back after:
-a session that was begun outside must not be read or begun anew there. So the place is marked, by an
-allocation of a size that no tensor has, and what happened up to it is told apart later.
+To read a session at every line takes longer than what most lines do, and while autograd's engine
+calls Python a session that was begun outside must not be read at all: the engine has lent the
+thread another state, and takes it back after. So a look leaves a mark among the events and notes
+whose the time before it is; what happened in it is booked when the session is read.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from . import _torch_cpu_allocator as allocator
-from ._lanes import Booking, Lane
-from ._meters import CpuMeter
-from ._torch_allocations import Changes, allocate_and_free
-
-# Odd, so no tensor but one of bytes has such a size, and no two marks in a row are alike.
-_SMALLEST_BYTES = 1009
-_N_SIZES = 500
+from ._lanes import Lane, Visit
+from ._meters import cpu_interval, unseen_interval
+from ._torch_allocations import Changes
+from ._torch_marks import as_event, marker
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """One place among the events.
+class Marks:
+    """The marks in one thread's session since it was last read."""
 
-    Attributes:
-        n_bytes: the size of the allocation that marks it.
-        level_bytes: what was live there.
-        bookings: whose the time before it is.
-    """
+    __slots__ = ("_level_bytes", "_live", "_looks", "_set_mark")
 
-    n_bytes: int
-    level_bytes: int
-    bookings: tuple[tuple[Lane, Booking], ...]
+    def __init__(self) -> None:
+        # of each mark the level there, and of each lane whose the time before it was
+        self._looks: list[tuple[int, list[Visit | None]]] = []
+        self._level_bytes = 0
+        self._set_mark: Callable[[int], None]  # from the start of a session on
+        self._live: Any
+
+    def __len__(self) -> int:
+        return len(self._looks)
+
+    def start(self) -> None:
+        """Begin with a session."""
+        self._set_mark = marker()
+        self._live = allocator.live_counter()
+        self._level_bytes = self._live.value
+
+    def set(self, lanes: Iterable[Lane]) -> None:
+        """Mark this place: the time before it belongs to the visits that these lanes are at."""
+        # An interrupt may come between any two of these steps. A look without a mark is told of
+        # with the next; a mark without a look would be taken for that of the next.
+        self._looks.append((self._live.value, [lane.look() for lane in lanes]))
+        self._set_mark(len(self._looks) - 1)
+
+    def visits(self) -> list[Visit]:
+        """Those that more may have happened to than has been booked."""
+        return [v for _, visits in list(self._looks) for v in visits if v is not None]
+
+    def settle(self, changes: Changes | None) -> None:
+        """Book what happened up to each mark; with no changes, what the levels tell of it."""
+        looks, self._looks = self._looks, []  # first, so that an interrupt books nothing twice
+        start, was, is_known = 0, self._level_bytes, allocator.is_known()
+        for number, (level, visits) in enumerate(looks):
+            end = None if changes is None else _find(changes.cpu, as_event(number), start)
+            part: list[int] = []
+            if end is not None and changes is not None:
+                part, start = changes.cpu[start:end], end + 1
+                # The end is what other threads left it at; else this thread's own sum.
+                level = level if is_known else was + sum(part)
+            for visit in visits:
+                if visit is None:
+                    continue
+                if part:
+                    visit.take(cpu_interval(part, level))
+                elif end is not None:
+                    visit.stay(level, is_known)
+                else:  # one that is missing was set in a state that the session is not in
+                    visit.take(unseen_interval(was if changes is None else level, level))
+            was = level
+        self._level_bytes = was
 
 
-def set_mark(marks: list[Mark], lanes: list[Lane]) -> None:
-    """Mark this place for lanes of the CPU; others take their look now, by their counters."""
-    bookings = tuple((lane, booking) for lane in lanes if (booking := lane.defer()) is not None)
-    n_bytes = _SMALLEST_BYTES + 2 * (len(marks) % _N_SIZES)
-    marks.append(Mark(n_bytes, allocator.live_bytes(), bookings))
-    allocate_and_free(n_bytes)
-
-
-def settle(marks: list[Mark], changes: Changes | None) -> Changes | None:
-    """Book what happened up to each mark, and return what happened after the last."""
-    cpu = [] if changes is None else changes.cpu
-    start = 0
-    for mark in marks:
-        end = _find(cpu, start, mark.n_bytes)
-        part = None if end is None else cpu[start:end]
-        for lane, booking in mark.bookings:
-            lane.settle(booking, CpuMeter.interval(part, mark.level_bytes))
-        start = start if end is None else end + 2
-    marks.clear()
-    return None if changes is None else Changes(cpu[start:], changes.cuda)
-
-
-def _find(cpu: list[int], start: int, n_bytes: int) -> int | None:
-    """Where a block of this size is made and freed at once."""
-    for i in range(start, len(cpu) - 1):
-        if cpu[i] == n_bytes and cpu[i + 1] == -n_bytes:
-            return i
-    return None
+def _find(events: list[int], mark: int, start: int) -> int | None:
+    try:
+        return events.index(mark, start)
+    except ValueError:
+        return None

@@ -6,7 +6,7 @@ interval whose inside could not be seen says so, and its numbers are then lower 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -63,21 +63,10 @@ class CpuMeter:
         was = self.level_bytes
         if changes is None:
             self.start()
-            net = self.level_bytes - was
-            return _unseen(net, max(was, self.level_bytes))
+            return unseen_interval(was, self.level_bytes)
         # The end is what other threads left it at; where it can't be told, this thread's own sum.
         self.level_bytes = allocator.live_bytes() if self._known else was + sum(changes.cpu)
-        return self.interval(changes.cpu, self.level_bytes)
-
-    @staticmethod
-    def interval(changes: list[int] | None, level_bytes: int) -> Interval:
-        """The interval of some changes, or of unknown ones, that ends at a level."""
-        if changes is None:
-            return _unseen(0, level_bytes)
-        net, highest = _summed(changes) if changes else (0, 0)
-        allocated = sum(n_bytes for n_bytes in changes if n_bytes > 0)
-        peak = level_bytes - net + highest
-        return Interval(allocated, allocated - net, peak, True, allocator.is_known())
+        return cpu_interval(changes.cpu, self.level_bytes)
 
 
 class DeviceMeter:
@@ -118,17 +107,29 @@ class DeviceMeter:
 Meter = CpuMeter | DeviceMeter
 
 
+def cpu_interval(changes: list[int], level_bytes: int) -> Interval:
+    """The interval of changes of host memory that ended at a level."""
+    if not changes:
+        return Interval(0, 0, level_bytes, True, allocator.is_known())
+    net, highest = _summed(changes)
+    allocated = sum([n_bytes for n_bytes in changes if n_bytes > 0])
+    peak = level_bytes - net + highest
+    return Interval(allocated, allocated - net, peak, True, allocator.is_known())
+
+
+def unseen_interval(was_bytes: int, level_bytes: int) -> Interval:
+    """An interval of which only the levels at its two ends are known."""
+    return _unseen(level_bytes - was_bytes, max(was_bytes, level_bytes))
+
+
 def meter_for(device: torch.device) -> Meter:
     """The meter of a device that can be measured."""
     return CpuMeter() if device.type == "cpu" else DeviceMeter(device)
 
 
-def _summed(changes: Iterable[int]) -> tuple[int, int]:
+def _summed(changes: Sequence[int]) -> tuple[int, int]:
     """The sum, and the highest of the sums on the way, 0 at the start among them."""
-    net = highest = 0
-    for net in accumulate(changes):
-        highest = max(highest, net)
-    return net, highest
+    return sum(changes), max(accumulate(changes, initial=0))
 
 
 def _unseen(net_bytes: int, peak_bytes: int) -> Interval:

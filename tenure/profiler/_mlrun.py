@@ -78,11 +78,12 @@ def mlrun(shell: Any, line: str, cell: str | None = None) -> LineProfiler | None
     with _reported_at_end(profiler, options), profiler:
         _run(shell, statement, lambda: _register(targets, profiler))
     _register(targets, profiler)
-    unknown = [target.expression for target in targets if not target.is_known]
-    if unknown:
-        raise UsageError(
-            f"%mlrun -f {unknown[0]}: there is no such function, neither before the code nor after."
-        )
+    for target in targets:
+        if not target.is_known:
+            raise UsageError(
+                f"%mlrun -f {target.expression}: {target.missing}, neither before the code nor "
+                "after it, which ran. Check the spelling, or let the code define it."
+            )
     return profiler if options.returns else None
 
 
@@ -98,11 +99,18 @@ class _Options:
 
 
 class _Target:
-    """An expression for a function, which may get a value only later."""
+    """An expression for a function, which may get a value only later.
+
+    Attributes:
+        expression: as it was written.
+        is_known: whether it has had a value.
+        missing: what was not found when it was last asked for.
+    """
 
     def __init__(self, expression: str, shell: Any) -> None:
         self.expression = expression
         self.is_known = False
+        self.missing = ""
         self._shell = shell
         try:
             tree = ast.parse(expression, mode="eval")
@@ -118,7 +126,8 @@ class _Target:
             return None
         try:
             found = eval(self._code, self._shell.user_global_ns, self._shell.user_ns)
-        except (NameError, AttributeError):
+        except (NameError, AttributeError) as error:
+            self.missing = str(error)
             return None
         self.is_known = True
         return found
@@ -231,8 +240,10 @@ def _reported_at_end(profiler: LineProfiler, options: _Options) -> Iterator[None
     try:
         yield
     finally:
+        # where no function was found, the error that follows says so
         try:
-            _report(profiler.display(columns=options.columns), options)
+            if profiler.functions:
+                _report(profiler.display(columns=options.columns), options)
         except ProfilerUsageError:  # a column that this device has not; the rest is still worth it
             _report(profiler.display(), options)
             raise

@@ -9,10 +9,13 @@ A thread has one session at a time, of whichever profiler: ``begin`` is for a th
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import profiler as _profiler  # noqa: F401  # it must be whole before others wrap it
+
+from ._torch_marks import as_event, marker, number_of
 
 _C: Any = torch._C
 _begin = _C._autograd._enable_profiler_legacy
@@ -21,6 +24,9 @@ _record_functions = _C._autograd._enable_record_function
 
 is_profiling = _C._autograd._profiler_enabled
 """Whether a session, tenure's or another's, is open on this thread."""
+
+_host_bytes = _C._autograd.ProfilerEvent.cpu_memory_usage
+_N_ENDS = 2  # events that say where a session begins and ends
 
 _CONFIG = _C._profiler.ProfilerConfig(
     _C._profiler.ProfilerState.CPU,
@@ -37,7 +43,7 @@ class Changes(NamedTuple):
     """What was allocated (positive) and freed (negative), in bytes, in order.
 
     Attributes:
-        cpu: in host memory.
+        cpu: in host memory; the marks stand among it, as ``as_event`` gives them.
         cuda: in the memory of all CUDA or ROCm devices together.
     """
 
@@ -71,14 +77,17 @@ def end() -> Changes | None:
         return None
 
 
-def allocate_and_free(n_bytes: int) -> None:
-    """Leave two events that cancel each other, to be recognised by their size."""
-    torch.UntypedStorage(n_bytes, device="cpu")
-
-
 def _changes(lists: list[list[Any]]) -> Changes:
     """There is a list for each thread that worked for this one, as a CUDA backward has."""
-    events: Iterable[Any] = lists[0] if len(lists) == 1 else _merged(lists)
+    if len(lists) != 1:
+        return _all_changes(sorted(chain.from_iterable(lists), key=lambda event: event.start_us()))
+    (events,) = lists
+    cpu = list(filter(None, map(_host_bytes, events)))
+    # most sessions have nothing else than where they begin and end
+    return Changes(cpu, []) if len(cpu) + _N_ENDS == len(events) else _all_changes(events)
+
+
+def _all_changes(events: Iterable[Any]) -> Changes:
     cpu, cuda = [], []
     for event in events:
         n_bytes = event.cpu_memory_usage()
@@ -86,21 +95,21 @@ def _changes(lists: list[list[Any]]) -> Changes:
             cpu.append(n_bytes)
         elif n_bytes := event.cuda_memory_usage():
             cuda.append(n_bytes)
+        elif (number := number_of(event)) is not None:
+            cpu.append(as_event(number))
     return Changes(cpu, cuda)
 
 
-def _merged(lists: list[list[Any]]) -> list[Any]:
-    return sorted((event for events in lists for event in events), key=lambda e: e.start_us())
-
-
 def works() -> bool:
-    """Whether a temporary, the turn of a session and a block of an earlier turn come out right."""
+    """Whether a temporary, a turn, a mark and a block of an earlier turn come out right."""
     if is_profiling():
         return True  # nothing can be tried now; turns that fail say so
     begin()
     kept = torch.empty(64, dtype=torch.uint8, device="cpu")
-    allocate_and_free(32)
+    torch.UntypedStorage(32, device="cpu")
     first = turn()
+    marker()(1)
     del kept
     second = end()
-    return first == ([64, 32, -32], []) and second == ([-64], []) and not is_profiling()
+    seen = first == ([64, 32, -32], []) and second == ([as_event(1), -64], [])
+    return seen and not is_profiling()

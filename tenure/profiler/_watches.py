@@ -11,8 +11,8 @@ from types import CodeType
 
 import torch
 
-from ._lanes import Book, Lane
-from ._marks import Mark
+from ._lanes import Book, Lane, Place
+from ._marks import Marks
 from ._meters import meter_for
 
 Codes = Mapping[int, CodeType]
@@ -33,6 +33,7 @@ class Watch:
         self.device = device
         self.n_begun = 0
         self._lanes: list[Lane] = []
+        self._marks: list[Marks] = []
         self._bases: dict[torch.device, int] = {}
 
     def begin(self) -> None:
@@ -41,15 +42,18 @@ class Watch:
         self._bases.clear()
         self.base_bytes(self.device)
 
-    def new_lane(self) -> Lane:
-        """The lane of a thread that has none."""
+    def new_lane(self, marks: Marks) -> Lane:
+        """The lane of a thread that has none, and that has these marks."""
         lane = Lane(meter_for(self.device), self.base_bytes(self.device), self.n_begun)
+        lane.asked_for = self.device
         self._lanes.append(lane)
+        self._marks.append(marks)
         return lane
 
     def aim(self, lane: Lane) -> None:
         """Let a lane measure what is to be measured now."""
         lane.aim(meter_for(self.device), self.base_bytes(self.device))
+        lane.asked_for = self.device
 
     def base_bytes(self, device: torch.device) -> int:
         """What was live on a device when it was first looked at, which peaks leave out."""
@@ -59,7 +63,11 @@ class Watch:
 
     def books(self) -> list[Book]:
         """The book of each thread."""
-        return [lane.book for lane in self._lanes]
+        return [lane.book() for lane in self._lanes]
+
+    def unread(self) -> set[Place]:
+        """The lines that a thread has more to tell of, once it reads its session."""
+        return {visit.place for marks in self._marks for visit in marks.visits()}
 
     def clear(self) -> None:
         """Begin new books."""
@@ -72,22 +80,31 @@ class ThreadState:
 
     Attributes:
         in_session: whether a session of the allocator's events is open on it.
+        reads_seldom: whether looks may wait in its marks; else its session is read at each, so that
+            other threads can be told what it did.
         n_ticks: how often it ticked since the session was read.
         n_backwards: how many backward passes run on it, one inside the other.
         n_backwards_outside: how many of them ran when the session was opened.
         marks: the looks that are still to be taken.
+        entered: the frame that began last, until something else is looked at.
+        on_host: the lanes that measure host memory.
+        on_devices: the other lanes.
     """
 
     __slots__ = (
-        "_enabled", "_lanes", "in_session", "marks", "n_backwards", "n_backwards_outside",
-        "n_ticks",
+        "_enabled", "_lanes", "entered", "in_session", "marks", "n_backwards",
+        "n_backwards_outside", "n_ticks", "on_devices", "on_host", "reads_seldom",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.in_session = False
+        self.reads_seldom = False
         self.n_ticks = 0
         self.n_backwards = self.n_backwards_outside = 0
-        self.marks: list[Mark] = []
+        self.marks = Marks()
+        self.entered = 0
+        self.on_host: tuple[Lane, ...] = ()
+        self.on_devices: tuple[Lane, ...] = ()
         self._enabled: tuple[Watch, ...] = ()
         self._lanes: dict[Watch, Lane] = {}
 
@@ -100,13 +117,20 @@ class ThreadState:
         """The lane for a profiler that is enabled, measuring what the profiler now wants."""
         lane = self._lanes.get(watch)
         if lane is None:
-            lane = self._lanes[watch] = watch.new_lane()
-        elif lane.device != watch.device:
+            lane = self._lanes[watch] = watch.new_lane(self.marks)
+            self._sort()
+        elif lane.asked_for is not watch.device:
             watch.aim(lane)
+            self._sort()
         return lane
 
-    def lanes_of(self, enabled: tuple[Watch, ...]) -> list[Lane]:
-        """The lanes that there are for the enabled profilers; those of others are let go."""
+    def _sort(self) -> None:
+        lanes = self._lanes.values()
+        self.on_host = tuple(lane for lane in lanes if lane.on_host)
+        self.on_devices = tuple(lane for lane in lanes if not lane.on_host)
+
+    def know(self, enabled: tuple[Watch, ...]) -> None:
+        """Keep the lanes for the profilers that are enabled, and let go of the others."""
         if enabled is not self._enabled:
             self._enabled = enabled
             self._lanes = {w: lane for w, lane in self._lanes.items() if w in enabled}
@@ -114,8 +138,9 @@ class ThreadState:
                 if lane.n_begun != watch.n_begun:
                     lane.forget(watch.n_begun)
                     watch.aim(lane)
-        return list(self._lanes.values())
+            self._sort()
 
     def is_active(self, enabled: tuple[Watch, ...]) -> bool:
         """Whether a watched frame is on the stack."""
-        return any(lane.active for lane in self.lanes_of(enabled))
+        self.know(enabled)
+        return any(lane.active for lane in self._lanes.values())

@@ -6,6 +6,7 @@ import pytest
 import tenure
 from tenure import _cli
 from tenure._cli import CommandError, main
+from tenure._errors import PagingError
 
 
 def _refused(arguments, capsys):
@@ -97,6 +98,46 @@ def test_an_error_of_the_user_is_one_line_and_exit_code_2(monkeypatch, capsys):
     assert capsys.readouterr().err == (
         "tenure probe: error: no such file: x.py. Give the path of a script.\n"
     )
+
+
+def _failing(monkeypatch):
+    def run(arguments):
+        raise PagingError("No budget of 3 B does.\n  The least is 4 B.")
+
+    _with_verb(monkeypatch, run)
+
+
+@pytest.mark.parametrize("asked", [None, "", "0"])
+def test_an_error_of_tenure_is_one_line_that_says_how_to_see_more(asked, monkeypatch, capsys):
+    monkeypatch.delenv("TENURE_TRACEBACK", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("TENURE_TRACEBACK", asked)
+    _failing(monkeypatch)
+    assert main(["probe"]) == 2
+    assert capsys.readouterr() == (
+        "",
+        "tenure probe: error: No budget of 3 B does. The least is 4 B. "
+        "(PagingError; TENURE_TRACEBACK=1 shows where.)\n",
+    )
+
+
+def test_an_error_of_tenure_shows_where_it_was_raised_when_asked_to(monkeypatch, capsys):
+    monkeypatch.setenv("TENURE_TRACEBACK", "1")
+    _failing(monkeypatch)
+    assert main(["probe"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("Traceback (most recent call last):\n")
+    assert 'raise PagingError("No budget' in told
+    assert told.endswith("\ntenure probe: error: No budget of 3 B does. The least is 4 B.\n")
+
+
+def test_an_error_of_someone_else_keeps_its_traceback(monkeypatch):
+    def run(arguments):
+        raise ZeroDivisionError
+
+    _with_verb(monkeypatch, run)
+    with pytest.raises(ZeroDivisionError):
+        main(["probe"])
 
 
 def test_control_c_ends_in_one_line_and_exit_code_130(monkeypatch, capsys):

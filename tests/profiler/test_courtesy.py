@@ -986,3 +986,15 @@ def test_moving_back_and_forth_with_a_graph_as_memlab_does_in_its_tests(sim):
     with Courtesy():
         assert sim.allocated_bytes == 0
     assert sim.allocated_bytes == held_bytes
+
+
+@pytest.mark.parametrize("named", ["foo", "cuda:x", 3, 2.5])
+def test_what_is_no_device_is_refused_by_name(named):
+    message = (
+        rf"^{named!r} is no device that torch knows here, so nothing can leave it\. Name one as "
+        r'torch does, such as "cuda" or "cuda:1"; without any, all accelerators are meant\.$'
+    )
+    if named == 3 and torch.accelerator.is_available():
+        pytest.skip("with an accelerator an index is a device")
+    with pytest.raises(CourtesyError, match=message):
+        Courtesy(named)

@@ -87,7 +87,7 @@ class Program(RuleBasedStateMachine):
 
     @invariant()
     def sums_are_what_happened(self):
-        figures = self.lane.book.values()
+        figures = self.lane.book().values()
         assert sum(f.allocated_bytes for f in figures) == self.allocated
         assert sum(f.freed_bytes for f in figures) == self.freed
         assert sum(f.hits for f in figures) == self.n_lines
@@ -110,7 +110,7 @@ def test_a_caller_was_at_the_peak_of_what_it_called():
     lane.leave(2, torn_down=True)
     lane.account([-5])
     lane.leave(1, torn_down=False)
-    by_code = {key[0]: figures for key, figures in lane.book.items()}
+    by_code = {key[0]: figures for key, figures in lane.book().items()}
     assert by_code[CODES[0]] == Figures(1, 10, 0, 110)
     assert by_code[CODES[1]] == Figures(1, 100, 105, 110)
     assert not lane.active

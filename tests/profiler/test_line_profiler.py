@@ -420,11 +420,14 @@ def test_a_field_of_memory_stats_is_an_empty_column_on_the_cpu():
     assert text[3].split(maxsplit=1)[1] == "x = torch.ones(n)"
 
 
-@pytest.mark.parametrize("name", ["allocated", "active_bytes.all", 3])
+@pytest.mark.parametrize(
+    "name", ["allocated", "active_bytes.all", 3, "foo.bar.baz", "activ_bytes.all.peak"]
+)
 def test_an_unknown_column_is_refused(name):
     message = (
-        rf"^There is no column {name!r}. There are hits, alloc, freed, net, peak, and any field of "
-        r"the device's memory_stats\(\).$"
+        rf"^There is no column {name!r}. There are hits, alloc, freed, net, peak, and as the "
+        r"fields of a device's memory_stats\(\), one of allocation, .*, active_bytes, .*, with "
+        r".all or .* behind it, as in active_bytes.all.peak.$"
     )
     with pytest.raises(ProfilerUsageError, match=message):
         ran(work).display(columns=[name])

@@ -254,11 +254,34 @@ def test_nothing_runs_under_bad_options(shell):
     assert "ran" not in shell.user_ns
 
 
-def test_a_function_that_never_appears_is_named(shell):
-    assert refused(shell, "%mlrun -f nobody -d cpu ran = True") == (
-        "%mlrun -f nobody: there is no such function, neither before the code nor after."
-    )
+@pytest.mark.parametrize(
+    ("expression", "missing"),
+    [
+        ("nosuch", "name 'nosuch' is not defined"),
+        ("Net.forwrd", "type object 'Net' has no attribute 'forwrd'"),
+        ("Net().forward", None),
+    ],
+)
+def test_what_was_not_found_is_named(shell, expression, missing):
+    ran(shell, "class Net:\n    def forward(self):\n        pass")
+    code = f"%mlrun -f {expression} -d cpu ran = True"
+    if missing is None:
+        ran(shell, code)
+    else:
+        assert refused(shell, code) == (
+            f"%mlrun -f {expression}: {missing}, neither before the code nor after it, which ran. "
+            "Check the spelling, or let the code define it."
+        )
     assert shell.user_ns["ran"] is True
+
+
+def test_nothing_is_shown_of_no_function_and_the_rest_of_several(shell):
+    with capture_output() as captured:
+        shell.run_cell("%mlrun -f nosuch -d cpu 1")
+    assert not [o for o in captured.outputs if "No lines" in o.data["text/plain"]]
+    with capture_output() as captured:
+        shell.run_cell("%mlrun -f nosuch -f work -d cpu work(4)")
+    assert "x = torch.ones(n)" in table(captured)
 
 
 def test_options_end_where_the_statement_begins(shell):

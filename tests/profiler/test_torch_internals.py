@@ -15,7 +15,13 @@ from tenure.profiler import (
 
 @pytest.mark.parametrize(
     "module",
-    [_torch_allocations, _torch_cpu_allocator, _torch_owners, _torch_profilers, _torch_quiet],
+    [
+        _torch_allocations,
+        _torch_cpu_allocator,
+        _torch_owners,
+        _torch_profilers,
+        _torch_quiet,
+    ],
 )
 def test_the_self_test_passes(module):
     assert module.works()
