@@ -79,10 +79,11 @@ class RngState:
             noted.append(_numpy(importlib.import_module("numpy.random")))
         self._noted = noted
 
-    def has_drawn(self) -> bool:
-        """Whether numbers were drawn since the states were noted."""
+    def has_drawn(self, *, elsewhere: bool = False) -> bool:
+        """Whether numbers were drawn since the states were noted; or of others than torch's."""
+        noted = [each for each in self._noted if not (elsewhere and _is_of_torch(each))]
         with persist():
-            return any(not _same(read(), state) for state, read, _ in self._noted)
+            return any(not _same(read(), state) for state, read, _ in noted)
 
     def finish(self) -> None:
         """What was drawn stays drawn."""
@@ -146,6 +147,10 @@ def _accelerator(device: torch.device) -> _Noted:
 
 def _now(read: Callable[[], Any], write: Callable[[Any], object]) -> _Noted:
     return _Noted(read(), read, write)
+
+
+def _is_of_torch(noted: _Noted) -> bool:
+    return isinstance(noted.state, torch.Tensor)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -57,6 +57,9 @@ class StepRun:
         gradients: where new gradients go.
         computed: names captured tensors with a graph of their own, for an error.
         devices: where the work is done.
+
+    Attributes:
+        before_delivery: looks at what a split run gave before any gradient leaves it; may raise.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class StepRun:
         self._gradients = gradients
         self.backward = SplitBackward(gradients, spec.scaler, computed)
         self.devices = devices
+        self.before_delivery: Callable[[StepOutcome], object] | None = None
 
     def run(self, size: int) -> StepOutcome:
         """Run the whole step in micro-batches of ``size`` samples."""
@@ -93,6 +97,8 @@ class StepRun:
         self.backward.begin(is_split=is_split)
         outcome = self._split(size) if is_split else self._whole()
         self.backward.check_ran()
+        if is_split and self.before_delivery is not None:
+            self.before_delivery(outcome)
         self._deliver()
         return outcome
 
@@ -102,15 +108,16 @@ class StepRun:
         spec = self.spec
         if self.inputs.has_graph:  # a leaf of both graphs gets its gradient in two passes
             self._gradients.hold_hooks(self.inputs.leaves)
-        loss, terms = self._whole_loss()
+        loss, terms = self.whole_loss()
         if spec.once is not None:
-            loss = loss + self._once()
+            loss = loss + self.once()
         self.backward.run([self.backward.scaled(loss)], [None])
         self.inputs.collect()
         detached = {name: value.detach() for name, value in terms.items()}
         return StepOutcome(loss.detach(), detached, (self.n_samples,))
 
-    def _whole_loss(self) -> tuple[Tensor, dict[str, Tensor]]:
+    def whole_loss(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run the function on the batch; the loss, and its terms."""
         spec = self.spec
         returned = spec.fn(self.inputs.whole())
         if callable(spec.loss):
@@ -120,7 +127,8 @@ class StepRun:
         check_weight_is_used(terms, spec.weight)
         return whole_loss(terms, spec.then)
 
-    def _once(self) -> Tensor:
+    def once(self) -> Tensor:
+        """What is added once, whatever the split."""
         assert self.spec.once is not None
         return scalar(self.spec.once(), "once() of step()")
 
@@ -132,7 +140,7 @@ class StepRun:
         kind = OutputsPass if callable(self.spec.loss) else TermsPass
         loss, terms = kind(self, chunks).run()
         if self.spec.once is not None:
-            extra = self._once()
+            extra = self.once()
             self.backward.run([self.backward.scaled(extra)], [None])
             loss = loss + extra.detach()
         return StepOutcome(loss, terms, tuple(length for _, length in chunks))

@@ -45,7 +45,14 @@ class Trial:
     calls: list[ModuleCall]
 
 
-def trial(setup: StepSetup, size: int, *, watch: bool = True, other_numbers: bool = False) -> Trial:
+def trial(
+    setup: StepSetup,
+    size: int,
+    *,
+    watch: bool = True,
+    other_numbers: bool = False,
+    names: dict[int, str] | None = None,
+) -> Trial:
     """Run the step at a size, note what it left, and take it back.
 
     Args:
@@ -53,6 +60,7 @@ def trial(setup: StepSetup, size: int, *, watch: bool = True, other_numbers: boo
         size: the samples of a micro-batch.
         watch: look at buffers and at what modules return too; their copies take memory.
         other_numbers: let it draw other random numbers.
+        names: names by identity that leaves without a name have got, in other runs too.
     """
     state: Rollback = Together((setup.state, setup.gradients))
     watched = recorded(setup.roots) if watch else nullcontext([])
@@ -65,23 +73,38 @@ def trial(setup: StepSetup, size: int, *, watch: bool = True, other_numbers: boo
             leaves = [leaf for leaf in setup.gradients.leaves() if leaf.requires_grad]
             setup.run.backward.let_hooks_wait(leaves)
             outcome = setup.run.run(size)
-            return Trial(outcome, _gradients(setup), _buffers(setup) if watch else {}, calls)
+            return Trial(
+                outcome,
+                _gradients(setup, {} if names is None else names),
+                buffers_of(setup) if watch else {},
+                calls,
+            )
         finally:
             state.undo()
             setup.state.finish()  # an error holds this frame, and must not hold copies
 
 
-def _gradients(setup: StepSetup) -> dict[str, Tensor]:
+def _gradients(setup: StepSetup, nameless: dict[int, str]) -> dict[str, Tensor]:
+    """Copies of the gradients that a run made, by name.
+
+    Args:
+        setup: the step.
+        nameless: what leaves without a name are called, which come in no order; gets new ones.
+    """
     names = {id(parameter): name for name, parameter in named_parameters(setup.roots)}
     names |= setup.leaf_names
     found: dict[str, Tensor] = {}
     for leaf, gradient in setup.gradients.new():
-        name = names.get(id(leaf), f"a tensor of shape {list(leaf.shape)}")
+        name = names.get(id(leaf)) or nameless.get(id(leaf))
+        if name is None:
+            name = unused(f"a tensor of shape {list(leaf.shape)}", nameless.values())
+            nameless[id(leaf)] = name
         found[unused(name, found)] = gradient.detach().clone()
     return found
 
 
-def _buffers(setup: StepSetup) -> dict[str, Tensor]:
+def buffers_of(setup: StepSetup) -> dict[str, Tensor]:
+    """Copies of the buffers as they are, by name."""
     return {
         f"{name}.{key} ({type(module).__name__})": buffer.detach().clone()
         for name, module in named_modules(setup.roots)

@@ -1,0 +1,129 @@
+"""Gradients of a few samples, whole and in two parts.
+
+Values alone do not do: a loss may be zero either way, as in the first epoch of PPO, and its
+gradient be off by a third.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..._torch_rounding import RoughRounding
+from .._coupled import coupled_modules
+from .._setup import StepSetup
+from .._split_report import SplitDifference
+from .._trial import Trial, buffers_of, differences, trial
+from ._finding import Finding, worst
+from ._fitting import first_that_fits
+from ._samples import chosen_samples
+from ._subject import Subject, comparable
+
+MOST_SAMPLES = 8
+_RTOL = {torch.float64: 1e-9, torch.float32: 1e-4}
+_COARSE_RTOL = 2e-2
+_ROUNDINGS = 16
+"""How much farther than one more rounding of each operation two kernels may be apart."""
+
+
+class GradientCheck:
+    """Compares the gradients.
+
+    Args:
+        subject: the step.
+        is_random: whether it draws random numbers.
+
+    Attributes:
+        finding: what differs.
+        is_coupled: whether modules mix samples, as was allowed, and can't be kept from it.
+        has_unknown: whether numbers were drawn that differ for parts.
+        loss: the size of the loss of the samples.
+    """
+
+    def __init__(self, subject: Subject, *, is_random: bool) -> None:
+        self._subject = subject
+        self._is_random = is_random
+        self.finding: Finding | None = None
+        self.is_coupled = False
+        self.has_unknown = False
+        self._names: dict[int, str] = {}
+        self.loss = 0.0
+        self.n_run = 0
+
+    def run(self) -> bool:
+        """Compare them; whether that could be done, with whatever result."""
+        n = min(MOST_SAMPLES, self._subject.n_samples)
+        indices = chosen_samples(self._subject.tree, self._subject.n_samples, n)
+        sizes = [size for size in (n, n // 2, n // 4) if size > 1]
+
+        def ends(size: int) -> bool:
+            chosen = [*indices[: -(-size // 2)], *indices[len(indices) - size // 2 :]]
+            return self._compare(chosen, min(-(-size * 5 // 8), size - 1))
+
+        def halves(size: int) -> bool:
+            return self._compare(list(range(size - size % 2)), size // 2)
+
+        return bool(first_that_fits(ends, sizes) or first_that_fits(halves, sizes))
+
+    def _compare(self, indices: list[int], size: int) -> bool:
+        whole = self._trial(indices, len(indices))
+        split = self._trial(indices, size)
+        if whole is None or split is None:
+            self.is_coupled = True
+            return True
+        self.loss = float(whole.outcome.loss.detach().abs().nan_to_num())
+        found = differences(whole, split, _rtol(whole))
+        if found and self._is_explained(found, indices, whole):
+            return True
+        if found:
+            self.finding = worst(found, whole, split)
+        return True
+
+    def _is_explained(self, found: list[SplitDifference], indices: list[int], whole: Trial) -> bool:
+        """Whether rounding, or what the function draws unseen, makes such a difference too."""
+        for rough in (False, True):
+            again = self._trial(indices, len(indices), rough=rough)
+            assert again is not None
+            noise = {each.name: each.relative_error for each in differences(whole, again, 0.0)}
+            found = [
+                each
+                for each in found
+                if not each.relative_error <= _ROUNDINGS * noise.get(each.name, 0.0)
+            ]
+        return not found
+
+    def _trial(self, indices: list[int], size: int, *, rough: bool = False) -> Trial | None:
+        """One run; None where statistics were asked for each micro-batch, and can't be off."""
+        setup = self._subject.of(self._subject.taken(indices))
+        self.n_run += len(indices)
+        with comparable(setup, is_random=self._is_random) as numbers:
+            per_chunk = setup.run.spec.batchnorm == "per_chunk"
+            if per_chunk and coupled_modules(setup.roots):
+                return None
+            result = _rounded(lambda: trial(setup, size, watch=per_chunk, names=self._names), rough)
+        self.has_unknown |= numbers.has_unknown
+        if per_chunk and _writes(setup, result):
+            return None
+        return result
+
+
+def _rounded(work: Callable[[], Trial], rough: bool) -> Trial:
+    if not rough:
+        return work()
+    with RoughRounding():
+        return work()
+
+
+def _writes(setup: StepSetup, result: Trial) -> bool:
+    """Whether a buffer is another after a run."""
+    now = buffers_of(setup)
+    return any(not torch.equal(now[name], buffer) for name, buffer in result.buffers.items())
+
+
+def _rtol(result: Trial) -> float:
+    """What rounding explains before it is asked; the loss is a tensor of its own type."""
+    dtypes = {gradient.dtype for gradient in result.gradients.values()}
+    if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+        return _COARSE_RTOL
+    return max((_RTOL.get(dtype, _COARSE_RTOL) for dtype in dtypes), default=_COARSE_RTOL)
