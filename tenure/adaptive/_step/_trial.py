@@ -26,6 +26,8 @@ _RTOL = {torch.float64: 1e-9, torch.float32: 1e-4}
 _COARSE_RTOL = 5e-2
 _FLOOR = 1e-3
 """A gradient so much smaller than the largest one is zero but for rounding."""
+LeafNames = dict[int, tuple[Tensor, str]]
+"""Leaves without a name by identity, kept so that it stays theirs, and what they are called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ def trial(
     *,
     watch: bool = True,
     other_numbers: bool = False,
-    names: dict[int, str] | None = None,
+    names: LeafNames | None = None,
 ) -> Trial:
     """Run the step at a size, note what it left, and take it back.
 
@@ -60,7 +62,7 @@ def trial(
         size: the samples of a micro-batch.
         watch: look at buffers and at what modules return too; their copies take memory.
         other_numbers: let it draw other random numbers.
-        names: names by identity that leaves without a name have got, in other runs too.
+        names: what leaves without a name are called, in other runs too.
     """
     state: Rollback = Together((setup.state, setup.gradients))
     watched = recorded(setup.roots) if watch else nullcontext([])
@@ -84,7 +86,7 @@ def trial(
             setup.state.finish()  # an error holds this frame, and must not hold copies
 
 
-def _gradients(setup: StepSetup, nameless: dict[int, str]) -> dict[str, Tensor]:
+def _gradients(setup: StepSetup, nameless: LeafNames) -> dict[str, Tensor]:
     """Copies of the gradients that a run made, by name.
 
     Args:
@@ -95,10 +97,13 @@ def _gradients(setup: StepSetup, nameless: dict[int, str]) -> dict[str, Tensor]:
     names |= setup.leaf_names
     found: dict[str, Tensor] = {}
     for leaf, gradient in setup.gradients.new():
-        name = names.get(id(leaf)) or nameless.get(id(leaf))
+        name = names.get(id(leaf))
         if name is None:
-            name = unused(f"a tensor of shape {list(leaf.shape)}", nameless.values())
-            nameless[id(leaf)] = name
+            if id(leaf) not in nameless:
+                known = [other for _, other in nameless.values()]
+                new = unused(f"a tensor of shape {list(leaf.shape)}", known)
+                nameless[id(leaf)] = leaf, new
+            name = nameless[id(leaf)][1]
         found[unused(name, found)] = gradient.detach().clone()
     return found
 
