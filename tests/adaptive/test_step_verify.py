@@ -34,8 +34,11 @@ def same(a, b):
 
 
 def prepared(case):
+    import numpy
+
     fn, batch, options = case()
     random.seed(1)
+    numpy.random.seed(1)
     torch.manual_seed(1)
     return fn, batch, options, options["model"]
 

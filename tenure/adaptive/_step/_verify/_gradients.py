@@ -6,11 +6,8 @@ gradient be off by a third.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from ..._torch_rounding import RoughRounding
 from .._coupled import coupled_modules
 from .._setup import StepSetup
 from .._split_report import SplitDifference
@@ -106,22 +103,15 @@ class GradientCheck:
         """One run; None where statistics were asked for each micro-batch, and can't be off."""
         setup = self._subject.of(self._subject.taken(indices))
         self.n_run += len(indices)
-        with comparable(setup, is_random=self._is_random) as numbers:
+        with comparable(setup, is_random=self._is_random, rough=rough) as numbers:
             per_chunk = setup.run.spec.batchnorm == "per_chunk"
             if per_chunk and coupled_modules(setup.roots):
                 return None
-            result = _rounded(lambda: trial(setup, size, watch=per_chunk, names=self._names), rough)
+            result = trial(setup, size, watch=per_chunk, names=self._names)
         self.has_unknown |= numbers.has_unknown
         if per_chunk and _writes(setup, result):
             return None
         return result
-
-
-def _rounded(work: Callable[[], Trial], rough: bool) -> Trial:
-    if not rough:
-        return work()
-    with RoughRounding():
-        return work()
 
 
 def _writes(setup: StepSetup, result: Trial) -> bool:

@@ -14,6 +14,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..._retry import RngState
 from ..._torch_random import ConstantNumbers
+from ..._torch_rounding import RoughRounding
 from .._module_names import named_modules
 from .._sample_tree import SampleDims, SampleTree
 from .._setup import StepSetup
@@ -72,17 +73,26 @@ class Subject:
 
 
 @contextmanager
-def comparable(setup: StepSetup, *, is_random: bool) -> Iterator[ConstantNumbers]:
+def comparable(
+    setup: StepSetup, *, is_random: bool, rough: bool = False
+) -> Iterator[ConstantNumbers]:
     """A block in which a step draws the same random numbers for any number of samples.
 
     Numbers that torch does not draw are only set back for each call of the function; those of each
     sample are then others where it stands at another place.
+
+    Args:
+        setup: the step.
+        is_random: whether it draws random numbers.
+        rough: round a little worse.
     """
     numbers = ConstantNumbers()
     with ExitStack() as block:
         block.enter_context(without_dropout(setup.roots))
         if setup.run.spec.batchnorm == "per_chunk":
             block.enter_context(_without_statistics(setup.roots))
+        if rough:  # below the constant numbers, for it draws some of its own
+            block.enter_context(RoughRounding())
         if is_random:
             block.enter_context(set_back(setup))
             block.enter_context(numbers)

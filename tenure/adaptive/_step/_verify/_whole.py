@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..._torch_rounding import RoughRounding
 from .._coupled import coupled_modules
 from .._run import StepOutcome
 from .._terms import ONLY
@@ -108,15 +107,12 @@ class WholeCheck:
         part = self._subject.taken(None if is_whole else range(n_samples))
         setup = self._subject.of(part)
         self.n_run += n_samples
-        with comparable(setup, is_random=self._is_random):
+        with comparable(setup, is_random=self._is_random, rough=rough):
             if setup.run.spec.batchnorm == "per_chunk" and coupled_modules(setup.roots):
                 return None
             if sizes is not None:
                 return split_values(setup, sizes)
-            if not rough:
-                return whole_values(setup)
-            with RoughRounding():
-                return whole_values(setup)
+            return whole_values(setup)
 
     def _error(self, whole: Tensor, split: Tensor) -> float:
         a, b = float(whole), float(split)
