@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from .._module_names import named_modules
@@ -21,7 +22,8 @@ from ._values import whole_values
 
 _SPLITS = ((5, 3), (3, 5), (4, 4))
 _N_SAMPLES = 8
-_RTOL = 1e-3
+_RTOL = {torch.float64: 1e-8, torch.float32: 2e-5}
+_COARSE_RTOL = 1e-2
 _IGNORED = (-100, -1, 0, 255)
 _CURVES: dict[str, tuple[str, Callable[[float], float]]] = {
     "then=torch.sqrt": ("without the root", lambda value: value**2),
@@ -34,8 +36,19 @@ _OUTPUTS = (
     "(sum, count) or a dict of pairs, one for each term that has another denominator."
 )
 
-Parts = dict[tuple[int, int], float]
-"""The values of a function for runs of samples, by start and end."""
+
+class Parts(dict[tuple[int, int], float]):
+    """The values of a function for runs of samples, by start and end.
+
+    Attributes:
+        rtol: how far apart two of them may be that are the same.
+    """
+
+    rtol = 0.0
+
+    def agree(self, a: float, b: float, scale: float = 0.0) -> bool:
+        """Whether two numbers made of them are the same."""
+        return abs(a - b) <= self.rtol * max(abs(a), abs(b), scale)
 
 
 def advice_for(subject: Subject, setup: StepSetup, spec: StepSpec, *, is_random: bool) -> str:
@@ -58,7 +71,11 @@ def _declared(subject: Subject, spec: StepSpec, is_random: bool) -> str:
     indices = chosen_samples(subject.tree, subject.n_samples, n)
     splits = [(a, b) for a, b in _SPLITS if a + b == n] or [(n - 1, 1), (1, n - 1)]
     starts = [(0, n), *((0, a) for a, _ in splits), *((a, n) for a, _ in splits)]
-    parts = {run: _value(subject, indices[run[0] : run[1]], is_random) for run in starts}
+    parts = Parts()
+    for start, end in starts:
+        value = _value(subject, indices[start:end], is_random)
+        parts[start, end] = float(value)
+        parts.rtol = max(parts.rtol, _RTOL.get(value.dtype, _COARSE_RTOL))
     if any(not math.isfinite(value) for value in parts.values()):
         splits = [(a, b) for a, b in splits if math.isfinite(parts[0, a] + parts[a, n])]
         if not splits or not math.isfinite(parts[0, n]):
@@ -91,7 +108,7 @@ def _candidates(
     if (
         spec.loss == "sum"
         and len(rests) > 1
-        and _near(min(rests), max(rests), max(map(abs, rests)))
+        and parts.agree(min(rests), max(rests), max(map(abs, rests)))
     ):
         yield (
             f"It has a part of {-rests[0]:.6g} that is there once for each micro-batch, such as a "
@@ -108,7 +125,7 @@ def _candidates(
             if weight is None:
                 right = (
                     all(
-                        _near(inverse(whole), inverse(parts[0, a]) + inverse(parts[a, a + b]))
+                        parts.agree(inverse(whole), inverse(parts[0, a]) + inverse(parts[a, a + b]))
                         for a, b in splits
                     )
                     if _is_safe(inverse, parts)
@@ -131,7 +148,7 @@ def _is_safe(inverse: Callable[[float], float], parts: Parts) -> bool:
 
 
 def _are_sums(parts: Parts, splits: Sequence[tuple[int, int]]) -> bool:
-    return all(_near(parts[0, a + b], parts[0, a] + parts[a, a + b]) for a, b in splits)
+    return all(parts.agree(parts[0, a + b], parts[0, a] + parts[a, a + b]) for a, b in splits)
 
 
 def _is_mean(
@@ -143,20 +160,16 @@ def _is_mean(
 ) -> bool:
     first, second = weight(0, middle), weight(middle, end)
     total = of(parts[0, middle]) * first + of(parts[middle, end]) * second
-    return _near(of(parts[0, end]), total / (first + second))
+    return parts.agree(of(parts[0, end]), total / (first + second))
 
 
-def _near(a: float, b: float, scale: float = 0.0) -> bool:
-    return abs(a - b) <= _RTOL * max(abs(a), abs(b), scale)
-
-
-def _value(subject: Subject, indices: list[int], is_random: bool) -> float:
+def _value(subject: Subject, indices: list[int], is_random: bool) -> Tensor:
     setup = subject.of(subject.taken(indices))
     with comparable(setup, is_random=is_random):
         values = whole_values(setup)
     if len(values) > 1:
         raise ValueError("several terms")  # each may need a weight of its own
-    return float(values[ONLY])
+    return values[ONLY]
 
 
 def _weights(
@@ -226,11 +239,8 @@ def _of_transformers(setup: StepSetup, subject: Subject, declared: str) -> str:
         labels = next((leaf.path for leaf in subject.tree.leaves if "label" in leaf.path), "")
         if not labels:
             return ""
-        shown = (
-            "(batch{0}[:, 1:] != -100).sum()"
-            if "CausalLM" in type(module).__name__
-            else ("(batch{0} != -100).sum()")
-        )
+        shifts = getattr(module.loss_function, "__name__", "") == "ForCausalLMLoss"
+        shown = "(batch{0}[:, 1:] != -100).sum()" if shifts else "(batch{0} != -100).sum()"
         count = shown.format(labels.removeprefix("batch"))
         return (
             f"{type(module).__name__} takes num_items_in_batch: return the pair "
@@ -240,7 +250,8 @@ def _of_transformers(setup: StepSetup, subject: Subject, declared: str) -> str:
 
 
 def _takes_number(module: nn.Module) -> bool:
+    """Whether its forward passes what it is told on to its loss."""
     if not hasattr(module, "config") or not hasattr(type(module), "loss_function"):
         return False
-    parameters = inspect.signature(module.forward).parameters.values()
-    return any(each.kind is each.VAR_KEYWORD for each in parameters)
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "loss_function" in code.co_names

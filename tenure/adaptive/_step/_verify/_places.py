@@ -13,7 +13,7 @@ import functools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -85,15 +85,18 @@ class Visit:
         is_first: whether it is one of the first, that may cost what they do.
     """
 
-    def __init__(self, spec: StepSpec, setup: StepSetup, leaves: Iterable[Leaf]) -> None:
+    def __init__(self, spec: StepSpec, setup: StepSetup, leaves: Sequence[Leaf]) -> None:
         place = _place(spec, setup)
         with _lock:
             self._code = _at(_codes, _identity(stands_for(spec.fn)), _Code)
             self._code.n_samples += setup.n_samples
+            contents, shapes = _contents(leaves), _shapes(leaves)
             self._place = _at(self._code.places, place, _Calls)
-            self._shape = _at(self._code.places, (place, *_shapes(leaves)), _Calls)
-        is_due = [self._place.begin(), self._shape.begin()]
-        self.is_first = self._place.n_calls <= _FIRST and self._code.n_free < _MOST_FREE
+            self._content = _at(self._code.places, (place, contents), _Calls)
+            self._shape = _at(self._code.places, (place, contents, shapes), _Calls)
+        is_due = [each.begin() for each in (self._place, self._content, self._shape)]
+        is_new = self._place.n_calls <= _FIRST or self._content.n_calls == 1
+        self.is_first = is_new and self._code.n_free < _MOST_FREE
         self.is_due = any(is_due) and (self.is_first or self.allows(2 * setup.n_samples))
 
     def allows(self, n_samples: int) -> bool:
@@ -108,8 +111,8 @@ class Visit:
             self._code.n_free += 1
         else:
             self._code.n_extra += n_samples
-        self._place.verified()
-        self._shape.verified()
+        for each in (self._place, self._content, self._shape):
+            each.verified()
 
 
 def _at(known: OrderedDict[Hashable, Any], key: Hashable, make: type) -> Any:
@@ -130,16 +133,24 @@ def _place(spec: StepSpec, setup: StepSetup) -> Hashable:
     return (*(_description(each, frozenset(), 0) for each in functions), hash(modes), options)
 
 
-def _shapes(leaves: Iterable[Leaf]) -> Iterator[Hashable]:
-    """What each leaf is, without the number of samples; whether it has labels that are ignored."""
+def _shapes(leaves: Iterable[Leaf]) -> Hashable:
+    """The shape of each leaf, without the number of samples."""
+    found = []
     for leaf in leaves:
-        value = leaf.value
-        if isinstance(value, Tensor):
-            dim = leaf.dim % value.dim() if isinstance(leaf.dim, int) else -1
-            shape = tuple(n for i, n in enumerate(value.shape) if i != dim)
-            yield leaf.path, shape, value.dtype, _kind_of_content(value)
-        else:
-            yield leaf.path, type(value).__name__
+        shape = getattr(leaf.value, "shape", ())
+        dim = leaf.dim % len(shape) if isinstance(leaf.dim, int) else -1
+        found.append(tuple(n for i, n in enumerate(shape) if i != dim))
+    return tuple(found)
+
+
+def _contents(leaves: Iterable[Leaf]) -> Hashable:
+    """What each leaf is, and whether it has labels that are ignored."""
+    return tuple(
+        (leaf.path, leaf.value.dtype, _kind_of_content(leaf.value))
+        if isinstance(leaf.value, Tensor)
+        else (leaf.path, type(leaf.value).__name__)
+        for leaf in leaves
+    )
 
 
 def _kind_of_content(value: Tensor) -> int:
@@ -183,10 +194,12 @@ def _children(value: Any, attributes: frozenset[str]) -> Iterator[tuple[str, Any
     elif isinstance(value, FunctionType):
         yield from _of_function(value)
     elif isinstance(value, list | tuple):
-        yield from ((str(i), child, attributes) for i, child in enumerate(value[:_MAX_ITEMS]))
+        items = enumerate(value[:_MAX_ITEMS])  # a history, which grows, makes no other place
+        yield from ((str(i), child, attributes) for i, child in items if callable(child))
     elif isinstance(value, dict):
-        items = list(value.items())[:_MAX_ITEMS]
-        yield from ((repr(key), child, attributes) for key, child in items)
+        named = list(value.items())[:_MAX_ITEMS]
+        told = ((key, child) for key, child in named if callable(child) or isinstance(child, str))
+        yield from ((repr(key), child, attributes) for key, child in told)
     elif not isinstance(value, ModuleType | type):
         held = getattr(value, "__dict__", {})
         yield from ((name, held[name], attributes) for name in sorted(attributes & held.keys()))
