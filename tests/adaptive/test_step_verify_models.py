@@ -74,7 +74,7 @@ def test_ignored_labels_are_refused_and_the_weight_is_named_ready_to_paste(name)
     split = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.eval()
     model.zero_grad()
-    if name in ("llama",):  # without dropout
+    if name == "llama":  # without dropout
         model(**batch).loss.backward()
         for p, other in zip(model.parameters(), split, strict=True):
             torch.testing.assert_close(p.grad, other, rtol=1e-3, atol=1e-6)

@@ -51,34 +51,35 @@ class GradientCheck:
     def run(self) -> bool:
         """Compare them; whether that could be done, with whatever result."""
         n = min(MOST_SAMPLES, self._subject.n_samples)
-        indices = chosen_samples(self._subject.tree, self._subject.n_samples, n)
         sizes = [size for size in (n, n // 2, n // 4) if size > 1]
+        return bool(first_that_fits(self._ends, sizes) or first_that_fits(self._halves, sizes))
 
-        def ends(size: int) -> bool:
-            chosen = [*indices[: -(-size // 2)], *indices[len(indices) - size // 2 :]]
-            return self._compare(chosen, min(-(-size * 5 // 8), size - 1))
+    def _ends(self, n: int) -> bool:
+        """Samples at the ends of what the batch holds, in two ways: counts may agree in one."""
+        indices = chosen_samples(self._subject.tree, self._subject.n_samples, n)
+        sizes = dict.fromkeys((min(-(-n * 5 // 8), n - 1), max(n - 2, 1)))
+        return self._compare(indices, list(sizes))
 
-        def halves(size: int) -> bool:
-            return self._compare(list(range(size - size % 2)), size // 2)
+    def _halves(self, n: int) -> bool:
+        """The first samples: a function may want pairs, or as many of each kind."""
+        return self._compare(list(range(n - n % 2)), [n // 2])
 
-        return bool(first_that_fits(ends, sizes) or first_that_fits(halves, sizes))
-
-    def _compare(self, indices: list[int], size: int) -> bool:
+    def _compare(self, indices: list[int], sizes: list[int]) -> bool:
         whole = self._trial(indices, len(indices))
-        split = self._trial(indices, size)
-        if whole is None or split is None:
-            self.is_coupled = True
-            return True
-        self.loss = float(whole.outcome.loss.detach().abs().nan_to_num())
-        found = [
-            each
-            for each in differences(whole, split, _rtol(whole))
-            if not self._is_of_one_run(each.name, whole, split)
-        ]
-        if found and self._is_explained(found, indices, whole):
-            return True
-        if found:
-            self.finding = worst(found, whole, split)
+        for size in sizes:
+            split = self._trial(indices, size)
+            if whole is None or split is None:
+                self.is_coupled = True
+                return True
+            self.loss = float(whole.outcome.loss.detach().abs().nan_to_num())
+            found = [
+                each
+                for each in differences(whole, split, _rtol(whole))
+                if not self._is_of_one_run(each.name, whole, split)
+            ]
+            if found and not self._is_explained(found, indices, whole):
+                self.finding = worst(found, whole, split)
+                break
         return True
 
     def _is_of_one_run(self, name: str, whole: Trial, split: Trial) -> bool:
