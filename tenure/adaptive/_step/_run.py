@@ -59,6 +59,7 @@ class StepRun:
         devices: where the work is done.
 
     Attributes:
+        before_split: is told the size of micro-batches before the first one runs; may raise.
         before_delivery: looks at what a split run gave before any gradient leaves it; may raise.
     """
 
@@ -88,6 +89,7 @@ class StepRun:
         self._gradients = gradients
         self.backward = SplitBackward(gradients, spec.scaler, computed)
         self.devices = devices
+        self.before_split: Callable[[int], object] | None = None
         self.before_delivery: Callable[[StepOutcome], object] | None = None
 
     def run(self, size: int) -> StepOutcome:
@@ -136,6 +138,8 @@ class StepRun:
 
     def _split(self, size: int) -> StepOutcome:
         self._check_splittable(size)
+        if self.before_split is not None:
+            self.before_split(size)
         chunks = self._chunks(size)
         kind = OutputsPass if callable(self.spec.loss) else TermsPass
         loss, terms = kind(self, chunks).run()

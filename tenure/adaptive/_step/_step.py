@@ -155,7 +155,9 @@ def step(
     spec = checked_spec("step", fn, loss, weight, then, once, batchnorm, out_dims, scaler)
     setup = StepSetup(spec, batch, in_dims, model)
     if verify:
-        setup.run.before_delivery = Verification(setup, spec, batch, in_dims, model)
+        verification = Verification(setup, spec, batch, in_dims, model)
+        setup.run.before_split = verification.begin
+        setup.run.before_delivery = verification
     limits = SizeLimits(max(checked_size("minimum", minimum), setup.smallest))
     largest = max(setup.n_samples, 1)
     if maximum is not None:
@@ -175,7 +177,7 @@ def step(
             outcome = attempts.run(search, attempt)
         finally:
             setup.state.finish()  # an error holds this frame, and must not hold copies
-            setup.run.before_delivery = None  # it leads back to what it looks at
+            setup.run.before_split = setup.run.before_delivery = None  # it leads back to its run
     search.finished()
     micro_batch = max(outcome.sizes)
     return _with_terms_to_read(

@@ -104,7 +104,7 @@ def _gradients(setup: StepSetup, nameless: LeafNames) -> dict[str, Tensor]:
                 new = unused(f"a tensor of shape {list(leaf.shape)}", known)
                 nameless[id(leaf)] = leaf, new
             name = nameless[id(leaf)][1]
-        found[unused(name, found)] = gradient.detach().clone()
+        found[unused(name, found)] = gradient.detach().cpu()  # those of two runs need not fit on a device
     return found
 
 

@@ -20,6 +20,7 @@ from .._sample_tree import SampleDims, SampleTree
 from .._setup import StepSetup
 from .._spec import StepSpec
 from .._without_dropout import without_dropout
+from ._fitting import first_that_fits
 from ._samples import part_of
 
 
@@ -37,6 +38,8 @@ class Subject:
             the user's may want as many samples as there are, and sees all of them anyway.
         tree: the batch.
         n_samples: how many it has.
+        is_random: whether it draws random numbers.
+        draws_elsewhere: whether it draws others than torch's.
     """
 
     def __init__(self, spec: StepSpec, batch: Any, in_dims: SampleDims, model: Any) -> None:
@@ -45,6 +48,8 @@ class Subject:
             self.spec = dataclasses.replace(self.spec, loss=_mixed_sum, once=None)
         self.tree = SampleTree(batch, in_dims, name="batch", argument="in_dims")
         self.n_samples = self.tree.n_samples()
+        self.is_random = True
+        self.draws_elsewhere = True
         self._shared: dict[int, Any] = {}
         self._in_dims = in_dims
         self._model = model
@@ -64,6 +69,21 @@ class Subject:
                     self._shared[i] = part_of(leaf, None)
                 parts.append(self._shared[i])
         return self.tree.with_leaves(parts)
+
+    def see_random_numbers(self) -> None:
+        """Run two samples, and see what numbers they draw."""
+
+        def look(n: int) -> tuple[bool, bool]:
+            setup = self.of(self.taken(range(n)))
+            setup.state.begin()
+            try:
+                setup.run.spec.fn(setup.run.inputs.whole())
+                return setup.rng.has_drawn(), setup.rng.has_drawn(elsewhere=True)
+            finally:
+                setup.state.undo()
+                setup.state.finish()
+
+        self.is_random, self.draws_elsewhere = first_that_fits(look, (2,)) or (True, True)
 
     def of(self, part: Any) -> StepSetup:
         """The step on other samples, that are copies."""
