@@ -145,7 +145,8 @@ def _dropout(given: _Args, number: float) -> tuple[Tensor, Tensor]:
 def _drawn(given: _Args, number: float) -> Tensor:
     weights, n = given["self"], given["num_samples"]
     if given.get("replacement"):
-        return weights.argmax(-1, keepdim=True).expand(*weights.shape[:-1], n).contiguous()
+        most: Tensor = weights.argmax(-1, keepdim=True).expand(*weights.shape[:-1], n)
+        return most.contiguous()
     drawn: Tensor = weights.topk(n, dim=-1).indices
     return drawn
 

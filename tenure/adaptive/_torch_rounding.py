@@ -40,7 +40,7 @@ class RoughRounding(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
-        self._generators: dict[torch.device, torch.Generator] = {}
+        self._numbers = torch.Generator().manual_seed(0)
 
     def __torch_dispatch__(
         self,
@@ -53,22 +53,18 @@ class RoughRounding(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if _rounds(func, args):
             for made in _tensors_in(result):
-                self._change(made)
+                self._change(made, _eps(func, made))
         return result
 
-    def _change(self, made: Tensor) -> None:
+    def _change(self, made: Tensor, eps: float) -> None:
         if made.layout is not torch.strided or not made.is_floating_point():
             return
-        device = made.device
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(0)
         if made.dim() and 0 in made.stride() and made.numel() > 1:
             return
         wide = made.dtype if made.dtype is torch.float64 else torch.float32
-        noise = torch.rand(
-            made.shape, dtype=wide, device=device, generator=self._generators[device]
-        )
-        factor = noise.mul_(2).sub_(1).mul_(_eps(made)).add_(1)
+        # of the CPU: not every device lets a program make a generator
+        noise = torch.rand(made.shape, dtype=wide, device="cpu", generator=self._numbers)
+        factor = noise.mul_(2).sub_(1).mul_(eps).add_(1).to(made.device)
         made.copy_(made.to(wide).mul(factor))
 
 
@@ -87,10 +83,15 @@ def _tensors_in(result: Any) -> Iterator[Tensor]:
             yield each
 
 
-def _eps(made: Tensor) -> float:
-    """One rounding; kernels of accelerators may compute float32 in TF32."""
-    if made.dtype is torch.float32 and made.device.type != "cpu":
-        return 2.0**-11
+def _eps(func: Any, made: Tensor) -> float:
+    """One rounding of an operation; CUDA may compute products of float32 in TF32."""
+    if not made.is_floating_point():
+        return 0.0
+    if made.dtype is torch.float32 and made.device.type == "cuda":
+        is_convolution = "convolution" in func.overloadpacket.__name__
+        precision = torch.get_float32_matmul_precision()
+        if torch.backends.cudnn.allow_tf32 if is_convolution else precision != "highest":
+            return 2.0**-11
     return torch.finfo(made.dtype).eps
 
 

@@ -44,11 +44,11 @@ def test_a_failure_at_any_allocation_of_the_verification_changes_nothing(sim):
             assert float(failure.result.loss) == wanted[1]
             for p, gradient in zip(net.parameters(), wanted[0], strict=True):
                 assert torch.equal(p.grad.cpu(), gradient)
-        failure.result = None
+        del failure
         net.zero_grad()
-        assert sim.allocated_bytes <= at_rest + 64
+        assert sim.allocated_bytes <= at_rest + 512
 
-    assert for_each_allocation(sim, lambda: _run(sim, net, x, True), check) > 60
+    assert for_each_allocation(sim, lambda: _run(sim, net, x, True), check) > 40
     assert (4, 4, 4) in whole
 
 

@@ -5,7 +5,7 @@ The one home of what `check_split` and the verification of `step` call the same.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +65,7 @@ def trial(
         names: what leaves without a name are called, in other runs too.
     """
     state: Rollback = Together((setup.state, setup.gradients))
+    watched: AbstractContextManager[list[ModuleCall]]
     watched = recorded(setup.roots) if watch else nullcontext([])
     with watched as calls, no_optimizer_steps(setup.run.spec.entry):
         state.begin()
@@ -104,7 +105,9 @@ def _gradients(setup: StepSetup, nameless: LeafNames) -> dict[str, Tensor]:
                 new = unused(f"a tensor of shape {list(leaf.shape)}", known)
                 nameless[id(leaf)] = leaf, new
             name = nameless[id(leaf)][1]
-        found[unused(name, found)] = gradient.detach().cpu()  # those of two runs need not fit on a device
+        found[unused(name, found)] = (
+            gradient.detach().cpu()
+        )  # those of two runs need not fit on a device
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -182,7 +183,11 @@ def _weights(
         values = leaf.value.detach()[indices].cpu()
         for shown, counts in _counts(leaf, values):
             counted = counts.reshape(len(indices), -1).sum(1).double()
-            yield shown, lambda start, end, counted=counted: float(counted[start:end].sum())
+            yield shown, functools.partial(_sum_of_run, counted)
+
+
+def _sum_of_run(counted: Tensor, start: int, end: int) -> float:
+    return float(counted[start:end].sum())
 
 
 def _counts(leaf: Leaf, values: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -215,7 +220,8 @@ def _of_module(subject: Subject, is_random: bool) -> str:
             setup = subject.of(subject.taken(indices))
             with comparable(setup, is_random=is_random):
                 calls.append(trial(setup, size))
-        found = first_module(*calls, default_rtol(calls[0]))
+        whole, split = calls
+        found = first_module(whole, split, default_rtol(whole))
         if not found:
             return ""
         return (

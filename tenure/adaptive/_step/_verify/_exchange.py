@@ -12,7 +12,7 @@ from ._finding import Finding
 from ._fitting import first_that_fits
 from ._samples import chosen_samples
 from ._subject import Subject, comparable, set_back
-from ._values import sums
+from ._values import Values, sums
 
 _MOST_SAMPLES = 8
 _RTOL = 1e-4
@@ -63,8 +63,8 @@ class ExchangeCheck:
                 return True
         return True
 
-    def _sums(self, indices: list[int]) -> dict[str, object]:
+    def _sums(self, indices: list[int]) -> Values:
         setup = self._subject.of(self._subject.taken(indices))
         self.n_run += len(indices)
         with comparable(setup, is_random=False), set_back(setup):
-            return dict(sums(setup))
+            return sums(setup)

@@ -52,7 +52,8 @@ class GradientCheck:
         """Compare them; whether that could be done, with whatever result."""
         n = min(MOST_SAMPLES, self._subject.n_samples)
         sizes = [size for size in (n, n // 2, n // 4) if size > 1]
-        return bool(first_that_fits(self._ends, sizes) or first_that_fits(self._halves, sizes))
+        could = first_that_fits(self._ends, sizes) or self.finding is not None
+        return bool(could or first_that_fits(self._halves, sizes))
 
     def _ends(self, n: int) -> bool:
         """Samples at the ends of what the batch holds, in two ways: counts may agree in one."""
@@ -65,6 +66,7 @@ class GradientCheck:
         return self._compare(list(range(n - n % 2)), [n // 2])
 
     def _compare(self, indices: list[int], sizes: list[int]) -> bool:
+        self.finding = None
         whole = self._trial(indices, len(indices))
         for size in sizes:
             split = self._trial(indices, size)
@@ -77,9 +79,11 @@ class GradientCheck:
                 for each in differences(whole, split, _rtol(whole))
                 if not self._is_of_one_run(each.name, whole, split)
             ]
-            if found and not self._is_explained(found, indices, whole):
-                self.finding = worst(found, whole, split)
-                break
+            if found:
+                self.finding = worst(found, whole, split)  # also if there is no room for more
+                if not self._is_explained(found, indices, whole):
+                    break
+                self.finding = None
         return True
 
     def _is_of_one_run(self, name: str, whole: Trial, split: Trial) -> bool:

@@ -103,7 +103,7 @@ class Visit:
         """Whether so many more samples are no more than the share of all."""
         if self.is_first or self._place.n_calls in (40, 400, 4000):
             return True
-        return self._code.n_extra + n_samples <= _SHARE * self._code.n_samples
+        return bool(self._code.n_extra + n_samples <= _SHARE * self._code.n_samples)
 
     def verified(self, n_samples: int) -> None:
         """Note that it was, with so many samples."""

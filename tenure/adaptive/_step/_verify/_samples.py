@@ -59,6 +59,7 @@ def _rankings(tree: SampleTree) -> Iterator[list[int]]:
     """The samples in order of what each leaf holds that tells them apart; labels first."""
     leaves = [leaf for leaf in tree.leaves if leaf.is_split and leaf.dim != "items"]
     for leaf in sorted(leaves, key=_is_measured):
+        assert isinstance(leaf.dim, int)
         values = torch.as_tensor(leaf.value)
         if values.is_complex() or values.layout is not torch.strided or values.is_nested:
             continue

@@ -64,9 +64,10 @@ class WholeCheck:
             n = max(n // 2, size + 1) if n > size + 1 else 0
             if size < n <= self._most:
                 sizes.append(n)
-        return bool(first_that_fits(self._compare, sizes))
+        return bool(first_that_fits(self._compare, sizes) or self.finding is not None)
 
     def _compare(self, n_samples: int) -> bool:
+        self.finding = None
         sizes = self._sizes(n_samples)
         whole = self._values(n_samples, None)
         if whole is None:
@@ -75,10 +76,13 @@ class WholeCheck:
         assert split is not None
         for name, value in whole.items():
             error = self._error(value, split[name])
-            if not error <= _rtol(value) and not self._is_explained(name, value, error, n_samples):
+            if not error <= _rtol(value):
                 what = "the loss" if name == ONLY else f"the term {name!r}"
+                # also if there is no room for more
                 self.finding = Finding(what, *farthest(value, split[name]), error, sizes)
-                return True
+                if not self._is_explained(name, value, error, n_samples):
+                    return True
+                self.finding = None
         return True
 
     def _sizes(self, n_samples: int) -> Sequence[int]:
