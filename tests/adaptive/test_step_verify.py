@@ -38,7 +38,7 @@ def prepared(case):
 
     fn, batch, options = case()
     random.seed(1)
-    numpy.random.seed(1)
+    numpy.random.seed(5)
     torch.manual_seed(1)
     return fn, batch, options, options["model"]
 
