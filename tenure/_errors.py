@@ -120,6 +120,33 @@ class BatchCoupledError(TenureError):
         return type(self), (self.args[0], self.names)
 
 
+class SplitMismatchError(TenureError):
+    """A batch had to be split, and its micro-batches don't give what the whole gives.
+
+    Nothing was delivered: gradients, buffers and random state are as before.
+
+    Attributes:
+        whole: a number of the batch in one piece: its loss, or an element of a gradient.
+        split: the same number of its micro-batches.
+        advice: what to declare.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        whole: float = float("nan"),
+        split: float = float("nan"),
+        advice: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.whole = whole
+        self.split = split
+        self.advice = advice
+
+    def __reduce__(self) -> tuple[type[SplitMismatchError], tuple[object, ...]]:
+        return type(self), (self.args[0], self.whole, self.split, self.advice)
+
+
 class ByteSizeError(TenureError, ValueError):
     """A number of bytes was written in a way that can't be read."""
 
@@ -153,6 +180,7 @@ _ROOMS: dict[str, str] = {
     "AdaptiveUsageWarning": "tenure.adaptive",
     "BatchCoupledError": "tenure.adaptive",
     "OutOfRetriesError": "tenure.adaptive",
+    "SplitMismatchError": "tenure.adaptive",
     "AwayTensorError": "tenure.profiler",
     "CourtesyError": "tenure.profiler",
     "CourtesyWarning": "tenure.profiler",

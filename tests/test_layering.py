@@ -77,7 +77,8 @@ def test_a_package_of_a_room_imports_only_packages_below_it(room):
 def test_a_package_of_a_room_is_used_by_what_its_init_exports(room):
     for path in sorted((_ROOT / room).rglob("*.py")):
         for imported in _imports(ast.parse(path.read_text("utf-8")), path):
-            other = imported[1:2] == (room,) and imported[2] != path.parent.name
+            own = _name_of(path)[2:3]
+            other = imported[1:2] == (room,) and imported[2:3] != own
             if other and imported[2] in _PACKAGES[room] and imported[3:4]:
                 assert not imported[3].startswith("_"), f"{path} imports {'.'.join(imported)}"
 

@@ -4,6 +4,7 @@ from tenure._errors import AdaptiveUsageError as AdaptiveUsageError
 from tenure._errors import AdaptiveUsageWarning as AdaptiveUsageWarning
 from tenure._errors import BatchCoupledError as BatchCoupledError
 from tenure._errors import OutOfRetriesError as OutOfRetriesError
+from tenure._errors import SplitMismatchError as SplitMismatchError
 
 from . import execute as execute
 from . import explicit as explicit

@@ -189,7 +189,7 @@ def test_a_computed_tensor_in_a_shared_container_of_the_batch_runs_backward_once
     wanted = gradients(net)
     net.zero_grad()
     log.clear()
-    step(fn, batch(), in_dims={"extra": None, "log": None}, maximum=maximum)
+    step(fn, batch(), in_dims={"extra": None, "log": None}, maximum=maximum, verify=False)
     assert worst_error(gradients(net), wanted) <= _EXACT
     assert sum(log) == 9
 

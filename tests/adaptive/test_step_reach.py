@@ -135,7 +135,7 @@ net = torch.nn.Linear(1, 1)
 def fn(x):
     drawn.append(float(numpy.random.rand()))
     return net(x)
-step(fn, torch.ones(4, 1), loss=lambda out: out.sum(), maximum=2)
+step(fn, torch.ones(4, 1), loss=lambda out: out.sum(), maximum=2, verify=False)
 print(drawn[:2] == drawn[2:], len(drawn))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -310,7 +310,7 @@ def test_what_a_failed_attempt_set_for_a_while_is_as_before(what):
             hook.remove()
         return out.mean()
 
-    step(fn, batch(), cache_type=NoBatchsizeCache)
+    step(fn, batch(), cache_type=NoBatchsizeCache, verify=False)
     assert found == [(True, True)] * 3
     assert net[0].training
     assert not net[0]._forward_hooks

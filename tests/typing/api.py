@@ -46,6 +46,7 @@ from tenure.adaptive import (
     OomKind,
     OomRegistration,
     SplitDifference,
+    SplitMismatchError,
     SplitReport,
     StepResult,
     batch,
@@ -487,6 +488,11 @@ def stepping(x: Tensor, model: nn.Module) -> None:
         assert_type(result.attempts, int)
     except BatchCoupledError as error:
         assert_type(error.names, tuple[str, ...])
+    except SplitMismatchError as mismatch:
+        assert_type(mismatch.whole, float)
+        assert_type(mismatch.split, float)
+        assert_type(mismatch.advice, str)
+    step(loss_of, {"x": x}, verify=False)
     step(counted, Batch(x, x), scaler=torch.amp.GradScaler("cpu"), minimum=2, maximum=8)
     step(named, x, then=lambda terms: terms["mean"].log(), once=lambda: x.sum())
     step(model, x, loss=torch.sum, batchnorm="per_chunk", in_dims=1, out_dims=(0, None))

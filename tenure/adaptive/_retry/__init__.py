@@ -12,6 +12,7 @@ from ._events import statistics as statistics
 from ._events import tell as tell
 from ._module_state import ModuleState as ModuleState
 from ._modules import modules_below as modules_below
+from ._release import release as release
 from ._rng_state import Generator as Generator
 from ._rng_state import RngState as RngState
 from ._rng_state import generator_kinds as generator_kinds

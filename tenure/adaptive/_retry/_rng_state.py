@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tenure.scopes import persist
 
-_Restore = Callable[[], object]
+
+class _Noted(NamedTuple):
+    """A state, and how a generator's is read and set."""
+
+    state: Any
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+
 
 Generator = Any
 """One of torch, of Python's `random`, or of NumPy, which may not be installed."""
@@ -56,7 +64,7 @@ class RngState:
         generators: generators of the user's own.
     """
 
-    __slots__ = ("_devices", "_generators", "_restores")
+    __slots__ = ("_devices", "_generators", "_noted")
 
     def __init__(
         self,
@@ -65,26 +73,32 @@ class RngState:
     ) -> None:
         self._devices = tuple(dict.fromkeys(devices))
         self._generators = _with_state(generators)
-        self._restores: list[_Restore] = []
+        self._noted: list[_Noted] = []
 
     def begin(self) -> None:
         """Note all states."""
-        restores = [_cpu(), _python(), *map(_generator, self._generators)]
+        noted = [_cpu(), _python(), *map(_generator, self._generators)]
         with persist():  # a device may keep its state in tensors, and no scope may let go of them
-            restores += [_accelerator(device) for device in self._devices_in_use()]
+            noted += [_accelerator(device) for device in self._devices_in_use()]
         if "numpy" in sys.modules:  # the work may be the first to ask NumPy for random numbers
-            restores.append(_numpy(importlib.import_module("numpy.random")))
-        self._restores = restores
+            noted.append(_numpy(importlib.import_module("numpy.random")))
+        self._noted = noted
+
+    def has_drawn(self, *, elsewhere: bool = False) -> bool:
+        """Whether numbers were drawn since the states were noted; or of others than torch's."""
+        noted = [each for each in self._noted if not (elsewhere and _is_of_torch(each))]
+        with persist():
+            return any(not _same(read(), state) for state, read, _ in noted)
 
     def add(self, generators: Iterable[Generator]) -> None:
         """Note more of the user's own, before they are used."""
         new = _with_state(generators)
         self._generators += new
-        self._restores += map(_generator, new)
+        self._noted += map(_generator, new)
 
     def finish(self) -> None:
         """What was drawn stays drawn."""
-        self._restores = []
+        self._noted = []
 
     def draw(self) -> None:
         """Draw a number of each generator that was noted, so that the next ones are others."""
@@ -102,8 +116,8 @@ class RngState:
     def undo(self) -> None:
         """Put all states back."""
         with persist():
-            for restore in self._restores:
-                restore()
+            for state, _, write in self._noted:
+                write(state)
 
     def _devices_in_use(self) -> list[torch.device]:
         devices = dict.fromkeys(device for device in self._devices if device.type != "cpu")
@@ -118,38 +132,47 @@ def _with_state(generators: Iterable[Generator]) -> list[Generator]:
     return [each for each in generators if not isinstance(each, random.SystemRandom)]
 
 
-def _cpu() -> _Restore:
-    state = torch.get_rng_state()
-    return lambda: torch.set_rng_state(state)
+def _cpu() -> _Noted:
+    return _now(torch.get_rng_state, torch.set_rng_state)
 
 
-def _python() -> _Restore:
-    state = random.getstate()
-    return lambda: random.setstate(state)
+def _python() -> _Noted:
+    return _now(random.getstate, random.setstate)
 
 
-def _numpy(numpy_random: Any) -> _Restore:
-    state = numpy_random.get_state()
-    return lambda: numpy_random.set_state(state)
+def _numpy(numpy_random: Any) -> _Noted:
+    return _now(numpy_random.get_state, numpy_random.set_state)
 
 
-def _generator(generator: Generator) -> _Restore:
+def _generator(generator: Generator) -> _Noted:
     if isinstance(generator, random.Random):
-        state: Any = generator.getstate()
-        return lambda: generator.setstate(state)
+        return _now(generator.getstate, generator.setstate)
     bits = getattr(generator, "bit_generator", None)  # of NumPy's newer kind
     if bits is not None:
-        state = bits.state
-        return lambda: setattr(bits, "state", state)
-    state = generator.get_state()
-    return lambda: generator.set_state(state)
+        return _now(lambda: bits.state, lambda state: setattr(bits, "state", state))
+    return _now(generator.get_state, generator.set_state)
 
 
-def _accelerator(device: torch.device) -> _Restore:
+def _accelerator(device: torch.device) -> _Noted:
     module: Any = torch.get_device_module(device)
     which = () if device.type == "mps" else (device,)  # Metal has one device and asks for none
-    state = module.get_rng_state(*which)
-    return lambda: module.set_rng_state(state, *which)
+    return _now(
+        lambda: module.get_rng_state(*which), lambda state: module.set_rng_state(state, *which)
+    )
+
+
+def _now(read: Callable[[], Any], write: Callable[[Any], object]) -> _Noted:
+    return _Noted(read(), read, write)
+
+
+def _is_of_torch(noted: _Noted) -> bool:
+    return isinstance(noted.state, torch.Tensor)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    return pickle.dumps(a) == pickle.dumps(b)  # arrays among them have no one truth value
 
 
 def _is_initialized(device: torch.device) -> bool:

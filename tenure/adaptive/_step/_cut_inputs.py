@@ -29,6 +29,9 @@ class CutInputs:
     Args:
         tree: the batch.
         whole: the batch as the user passed it.
+
+    Attributes:
+        expects_writes: whether to warn of nothing: it was done, or the batch is a copy for one run.
     """
 
     def __init__(self, tree: SampleTree, whole: Any) -> None:
@@ -43,6 +46,12 @@ class CutInputs:
         tensors = (leaf.value for leaf in tree.leaves if isinstance(leaf.value, Tensor))
         self._versions = [(t, version_of(t)) for t in tensors]
         self._is_used_up = False
+        self.expects_writes = False
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the batch is no longer what it was."""
+        return any(version_of(tensor) != version for tensor, version in self._versions)
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -64,8 +73,8 @@ class CutInputs:
     def run_again(self) -> None:
         """Warn, once, if the batch is no longer what the function was given the last time."""
         written = [t for t, version in self._versions if version_of(t) != version]
-        if written:
-            self._versions = []
+        if written and not self.expects_writes:
+            self.expects_writes = True
             warn_user(
                 "step() runs its function again, which has written into "
                 f"{describe_tensor(written[0])} of the batch. Where writing twice is not the same "

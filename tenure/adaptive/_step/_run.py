@@ -64,6 +64,10 @@ class StepRun:
         gradients: where new gradients go.
         computed: names captured tensors with a graph of their own, for an error.
         devices: where the work is done.
+
+    Attributes:
+        before_split: is told the size of micro-batches before the first one runs; may raise.
+        before_delivery: looks at what a split run gave before any gradient leaves it; may raise.
     """
 
     def __init__(
@@ -87,15 +91,19 @@ class StepRun:
         self._gradients = gradients
         self.backward = SplitBackward(gradients, spec.scaler, computed)
         self.devices = devices
+        self.before_split: Callable[[int], object] | None = None
+        self.before_delivery: Callable[[StepOutcome], object] | None = None
 
     def run(self, size: int) -> StepOutcome:
         """Run the whole step in micro-batches of ``size`` samples."""
         self.inputs.begin()
         is_split = size < self.n_samples
         self.backward.begin(is_split=is_split)
-        with self._watching():
+        with self.watching():
             outcome = self._split(size) if is_split else self._whole()
         self.backward.check_ran()
+        if is_split and self.before_delivery is not None:
+            self.before_delivery(outcome)
         self._deliver()
         return outcome
 
@@ -106,13 +114,13 @@ class StepRun:
         """
         self.inputs.begin()
         self.backward.begin(is_split=True)
-        with self._watching():
+        with self.watching():
             self._check_splittable(size)
             for chunk in self._chunks(size)[:2]:
                 self._try_chunk(chunk)
 
     @contextmanager
-    def _watching(self) -> Iterator[None]:
+    def watching(self) -> Iterator[None]:
         """A block whose modules are known by running, and noted before they change."""
         with self.models.seeing(), self.models.telling(self.state.learn):
             yield
@@ -131,15 +139,16 @@ class StepRun:
         spec = self.spec
         if self.inputs.has_graph:  # a leaf of both graphs gets its gradient in two passes
             self._gradients.hold_hooks(self.inputs.leaves)
-        loss, terms = self._whole_loss()
+        loss, terms = self.whole_loss()
         if spec.once is not None:
-            loss = loss + self._once()
+            loss = loss + self.once()
         self.backward.run([self.backward.scaled(loss)], [None])
         self.inputs.collect()
         detached = {name: value.detach() for name, value in terms.items()}
         return StepOutcome(loss.detach(), detached, (self.n_samples,))
 
-    def _whole_loss(self) -> tuple[Tensor, dict[str, Tensor]]:
+    def whole_loss(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run the function on the batch; the loss, and its terms."""
         spec = self.spec
         with self.inputs.expecting_other_sizes():
             returned = spec.fn(self.inputs.whole())
@@ -151,7 +160,8 @@ class StepRun:
         check_weight_is_used(terms, spec.weight)
         return whole_loss(terms, spec.then)
 
-    def _once(self) -> Tensor:
+    def once(self) -> Tensor:
+        """What is added once, whatever the split."""
         assert self.spec.once is not None
         return scalar(self.spec.once(), "once() of step()")
 
@@ -159,11 +169,13 @@ class StepRun:
 
     def _split(self, size: int) -> StepOutcome:
         self._check_splittable(size)
+        if self.before_split is not None:
+            self.before_split(size)
         chunks = self._chunks(size)
         kind = OutputsPass if callable(self.spec.loss) else TermsPass
         loss, terms = kind(self, chunks).run()
         if self.spec.once is not None:
-            extra = self._once()
+            extra = self.once()
             self.backward.run([self.backward.scaled(extra)], [None])
             loss = loss + extra.detach()
         return StepOutcome(loss, terms, tuple(length for _, length in chunks))

@@ -32,6 +32,7 @@ from ._spec import BatchNormPolicy
 from ._split_backward import Scaler
 from ._state import DeliveredTogether
 from ._terms import Reduction
+from ._verify import Verification
 
 Batch = TypeVar("Batch")
 
@@ -89,6 +90,7 @@ def step(
     cache_type: type[BatchsizeCache] | None = None,
     context: Hashable | None = None,
     on_retry: OnRetry | None = None,
+    verify: bool = True,
 ) -> StepResult:
     """Run forward and backward, in micro-batches if need be; the gradients are those of the batch.
 
@@ -128,6 +130,8 @@ def step(
         cache_type: what a size that fits is remembered for; None: what ``DEFAULT_CACHE_TYPE`` says.
         context: what shares a memory of sizes; None: the function and the call of ``step``.
         on_retry: called with each AdaptiveEvent.
+        verify: compare a few samples, and the loss of the whole batch, with what micro-batches
+            give: where a place splits for the first times, and rarely later, before it delivers.
 
     Returns:
         The loss, and how the batch was split.
@@ -135,6 +139,7 @@ def step(
     Raises:
         OutOfRetriesError: not even micro-batches of ``minimum`` samples fit.
         BatchCoupledError: the batch has to be split, and a module mixes its samples.
+        SplitMismatchError: the micro-batches don't give what the whole batch gives.
         AdaptiveUsageError: an argument, or what ``fn`` returns, is none of the above. After each of
             these errors gradients, buffers and random state are as before.
 
@@ -157,6 +162,10 @@ def step(
     frame = calling_frame()  # first of all: here dynamo leaves a compiled caller
     spec = checked_spec("step", fn, loss, weight, then, once, batchnorm, out_dims, scaler)
     setup = StepSetup(spec, batch, in_dims, model)
+    if verify:
+        verification = Verification(setup, spec, batch, in_dims, model)
+        setup.run.before_split = verification.begin
+        setup.run.before_delivery = verification
     limits = SizeLimits(max(checked_size("minimum", minimum), setup.smallest))
     largest = max(setup.n_samples, 1)
     if maximum is not None:
@@ -189,6 +198,7 @@ def step(
             outcome = attempts.run(search, attempt)
         finally:
             setup.state.finish()  # an error holds this frame, and must not hold copies
+            setup.run.before_split = setup.run.before_delivery = None  # it leads back to its run
     search.finished()
     micro_batch = max(outcome.sizes)
     return _with_terms_to_read(

@@ -1,0 +1,133 @@
+"""Gradients of a few samples, whole and in two parts.
+
+Values alone do not do: a loss may be zero either way, as in the first epoch of PPO, and its
+gradient be off by a third.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .._coupled import coupled_modules
+from .._setup import StepSetup
+from .._split_report import SplitDifference
+from .._trial import LeafNames, Trial, buffers_of, differences, trial
+from ._finding import Finding, worst
+from ._fitting import first_that_fits
+from ._samples import chosen_samples
+from ._subject import Subject, comparable
+
+MOST_SAMPLES = 8
+_RTOL = {torch.float64: 1e-9, torch.float32: 1e-4}
+_COARSE_RTOL = 2e-2
+_ROUNDINGS = 16
+"""How much farther than one more rounding of each operation two kernels may be apart."""
+
+
+class GradientCheck:
+    """Compares the gradients.
+
+    Args:
+        subject: the step.
+        is_random: whether it draws random numbers.
+
+    Attributes:
+        finding: what differs.
+        is_coupled: whether modules mix samples, as was allowed, and can't be kept from it.
+        has_unknown: whether numbers were drawn that differ for parts.
+        loss: the size of the loss of the samples.
+    """
+
+    def __init__(self, subject: Subject, *, is_random: bool) -> None:
+        self._subject = subject
+        self._is_random = is_random
+        self.finding: Finding | None = None
+        self.is_coupled = False
+        self.has_unknown = False
+        self._names: LeafNames = {}
+        self.loss = 0.0
+        self.n_run = 0
+
+    def run(self) -> bool:
+        """Compare them; whether that could be done, with whatever result."""
+        n = min(MOST_SAMPLES, self._subject.n_samples)
+        sizes = [size for size in (n, n // 2, n // 4) if size > 1]
+        could = first_that_fits(self._ends, sizes) or self.finding is not None
+        return bool(could or first_that_fits(self._halves, sizes))
+
+    def _ends(self, n: int) -> bool:
+        """Samples at the ends of what the batch holds, in two ways: counts may agree in one."""
+        indices = chosen_samples(self._subject.tree, self._subject.n_samples, n)
+        sizes = dict.fromkeys((min(-(-n * 5 // 8), n - 1), max(n - 2, 1)))
+        return self._compare(indices, list(sizes))
+
+    def _halves(self, n: int) -> bool:
+        """The first samples: a function may want pairs, or as many of each kind."""
+        return self._compare(list(range(n - n % 2)), [n // 2])
+
+    def _compare(self, indices: list[int], sizes: list[int]) -> bool:
+        self.finding = None
+        whole = self._trial(indices, len(indices))
+        for size in sizes:
+            split = self._trial(indices, size)
+            if whole is None or split is None:
+                self.is_coupled = True
+                return True
+            self.loss = float(whole.outcome.loss.detach().abs().nan_to_num())
+            found = [
+                each
+                for each in differences(whole, split, _rtol(whole))
+                if not self._is_of_one_run(each.name, whole, split)
+            ]
+            if found:
+                self.finding = worst(found, whole, split)  # also if there is no room for more
+                if not self._is_explained(found, indices, whole):
+                    break
+                self.finding = None
+        return True
+
+    def _is_of_one_run(self, name: str, whole: Trial, split: Trial) -> bool:
+        """Whether a gradient is that of a leaf which the function itself made."""
+        is_nameless = any(name == other for _, other in self._names.values())
+        return is_nameless and not (name in whole.gradients and name in split.gradients)
+
+    def _is_explained(self, found: list[SplitDifference], indices: list[int], whole: Trial) -> bool:
+        """Whether rounding, or what the function draws unseen, makes such a difference too."""
+        for rough in (False, True):
+            again = self._trial(indices, len(indices), rough=rough)
+            assert again is not None
+            noise = {each.name: each.relative_error for each in differences(whole, again, 0.0)}
+            found = [
+                each
+                for each in found
+                if not each.relative_error <= _ROUNDINGS * noise.get(each.name, 0.0)
+            ]
+        return not found
+
+    def _trial(self, indices: list[int], size: int, *, rough: bool = False) -> Trial | None:
+        """One run; None where statistics were asked for each micro-batch, and can't be off."""
+        setup = self._subject.of(self._subject.taken(indices))
+        self.n_run += len(indices)
+        with comparable(setup, is_random=self._is_random, rough=rough) as numbers:
+            per_chunk = setup.run.spec.batchnorm == "per_chunk"
+            if per_chunk and coupled_modules(setup.roots):
+                return None
+            result = trial(setup, size, watch=per_chunk, names=self._names)
+        self.has_unknown |= numbers.has_unknown
+        if per_chunk and _writes(setup, result):
+            return None
+        return result
+
+
+def _writes(setup: StepSetup, result: Trial) -> bool:
+    """Whether a buffer is another after a run."""
+    now = buffers_of(setup)
+    return any(not torch.equal(now[name], buffer) for name, buffer in result.buffers.items())
+
+
+def _rtol(result: Trial) -> float:
+    """What rounding explains before it is asked; the loss is a tensor of its own type."""
+    dtypes = {gradient.dtype for gradient in result.gradients.values()}
+    if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+        return _COARSE_RTOL
+    return max((_RTOL.get(dtype, _COARSE_RTOL) for dtype in dtypes), default=_COARSE_RTOL)

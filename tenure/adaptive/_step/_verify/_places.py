@@ -1,0 +1,270 @@
+"""When a step is verified: at calls 1, 2, 3 and 40 of a place, and then ever more rarely.
+
+A place is code, what the closure holds, what was declared, and the modes of modules. Within it new
+shapes of the batch, and labels or masks of a kind not seen before, are verified too.
+
+Invariant: nothing here holds a function, a model or a tensor; and over a long run at most 2 samples
+in 100 are run for verification, those of the first calls of a place aside.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._sizes import stands_for
+from .._code_names import names_in
+from .._module_names import named_modules
+from .._sample_tree import Leaf
+from .._setup import StepSetup
+from .._spec import StepSpec
+
+_FIRST = 3
+_SHARE = 0.02
+_MOST_PLACES = 1024
+_MOST_FREE = 64
+"""How often a piece of code is verified without a count of samples; each call may be a place."""
+_MAX_DEPTH = 4
+_MAX_ITEMS = 32
+
+
+@dataclass(slots=True)
+class _Calls:
+    """How often something was split, and the next call to verify."""
+
+    n_calls: int = 0
+    due: int = 1
+
+    def begin(self) -> bool:
+        """Count a call; whether it is one to verify."""
+        self.n_calls += 1
+        return self.n_calls >= self.due
+
+    def verified(self) -> None:
+        """Set the next call: after the first ones 40, 400 and so on."""
+        self.due = self.n_calls + 1
+        if self.n_calls >= _FIRST:
+            self.due = 40
+            while self.due <= self.n_calls:
+                self.due *= 10
+
+
+@dataclass(slots=True)
+class _Code:
+    """What is counted for a piece of code."""
+
+    n_samples: int = 0
+    n_extra: int = 0
+    n_free: int = 0
+    places: OrderedDict[Hashable, _Calls] = field(default_factory=OrderedDict)
+
+
+_codes: OrderedDict[Hashable, _Code] = OrderedDict()
+_lock = threading.Lock()
+
+
+class Visit:
+    """One split call.
+
+    Args:
+        spec: what the step does.
+        setup: its parts.
+        leaves: its batch.
+
+    Attributes:
+        is_due: whether it is to be verified.
+        is_first: whether it is one of the first, that may cost what they do.
+    """
+
+    def __init__(self, spec: StepSpec, setup: StepSetup, leaves: Sequence[Leaf]) -> None:
+        place = _place(spec, setup)
+        with _lock:
+            self._code = _at(_codes, _identity(stands_for(spec.fn)), _Code)
+            self._code.n_samples += setup.n_samples
+            contents, shapes = _contents(leaves), _shapes(leaves)
+            self._place = _at(self._code.places, place, _Calls)
+            self._content = _at(self._code.places, (place, contents), _Calls)
+            self._shape = _at(self._code.places, (place, contents, shapes), _Calls)
+        is_due = [each.begin() for each in (self._place, self._content, self._shape)]
+        is_new = self._place.n_calls <= _FIRST or self._content.n_calls == 1
+        self.is_first = is_new and self._code.n_free < _MOST_FREE
+        self.is_due = any(is_due) and (self.is_first or self.allows(2 * setup.n_samples))
+
+    def allows(self, n_samples: int) -> bool:
+        """Whether so many more samples are no more than the share of all."""
+        if self.is_first or self._place.n_calls in (40, 400, 4000):
+            return True
+        return bool(self._code.n_extra + n_samples <= _SHARE * self._code.n_samples)
+
+    def verified(self, n_samples: int) -> None:
+        """Note that it was, with so many samples."""
+        if self.is_first:
+            self._code.n_free += 1
+        else:
+            self._code.n_extra += n_samples
+        for each in (self._place, self._content, self._shape):
+            each.verified()
+
+
+def _at(known: OrderedDict[Hashable, Any], key: Hashable, make: type) -> Any:
+    found = known.get(key)
+    if found is None:
+        found = known[key] = make()
+        if len(known) > _MOST_PLACES:
+            known.popitem(last=False)
+    else:
+        known.move_to_end(key)
+    return found
+
+
+def _place(spec: StepSpec, setup: StepSetup) -> Hashable:
+    functions = (spec.fn, spec.loss, spec.weight, spec.then, spec.once)
+    modes = tuple(module.training for _, module in named_modules(setup.roots))
+    options = spec.batchnorm, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+    return (*(_description(each, frozenset(), 0) for each in functions), hash(modes), options)
+
+
+def _shapes(leaves: Iterable[Leaf]) -> Hashable:
+    """The shape of each leaf, without the number of samples."""
+    found = []
+    for leaf in leaves:
+        shape = getattr(leaf.value, "shape", ())
+        dim = leaf.dim % len(shape) if isinstance(leaf.dim, int) else -1
+        found.append(tuple(n for i, n in enumerate(shape) if i != dim))
+    return tuple(found)
+
+
+def _contents(leaves: Iterable[Leaf]) -> Hashable:
+    """What each leaf is, and whether it has labels that are ignored."""
+    return tuple(
+        (leaf.path, leaf.value.dtype, _kind_of_content(leaf.value))
+        if isinstance(leaf.value, Tensor)
+        else (leaf.path, type(leaf.value).__name__)
+        for leaf in leaves
+    )
+
+
+def _kind_of_content(value: Tensor) -> int:
+    """Of labels and masks the sign of the least one: -100 among labels, 0 in a mask."""
+    if value.is_floating_point() or value.is_complex() or not value.numel() or value.is_meta:
+        return 0
+    least = int(value.detach().amin())
+    return (least > 0) - (least < 0)
+
+
+# --- what a closure holds
+
+
+def _description(value: Any, attributes: frozenset[str], depth: int) -> Hashable:
+    """What tells a value from others that would make another loss; holds nothing."""
+    if value is None or isinstance(value, bool | str | bytes | torch.dtype):
+        return value
+    if isinstance(value, int | float):  # a step or a rate, which changes all the time
+        return type(value).__name__, (value > 0) - (value < 0)
+    if isinstance(value, Tensor):
+        return "Tensor", value.dtype, value.dim()
+    if isinstance(value, nn.Module):
+        return _identity(value), tuple(_plain_attributes(value))
+    if depth >= _MAX_DEPTH:
+        return type(value).__name__
+    children = _children(value, attributes)
+    return _named(value), *(
+        (name, _description(child, names, depth + 1)) for name, child, names in children
+    )
+
+
+def _children(value: Any, attributes: frozenset[str]) -> Iterator[tuple[str, Any, frozenset[str]]]:
+    if isinstance(value, functools.partial):
+        yield "function", value.func, attributes
+        yield from ((str(i), child, attributes) for i, child in enumerate(value.args))
+        yield from ((name, child, attributes) for name, child in value.keywords.items())
+    elif isinstance(value, MethodType):
+        yield "function", value.__func__, attributes
+        names = getattr(value.__func__, "__code__", None)
+        yield "self", value.__self__, names_in(names).attributes if names else attributes
+    elif isinstance(value, FunctionType):
+        yield from _of_function(value)
+    elif isinstance(value, list | tuple):
+        items = enumerate(value[:_MAX_ITEMS])  # a history, which grows, makes no other place
+        yield from ((str(i), child, attributes) for i, child in items if callable(child))
+    elif isinstance(value, dict):
+        named = list(value.items())[:_MAX_ITEMS]
+        told = ((key, child) for key, child in named if callable(child) or isinstance(child, str))
+        yield from ((repr(key), child, attributes) for key, child in told)
+    elif not isinstance(value, ModuleType | type):
+        held = getattr(value, "__dict__", {})
+        yield from ((name, held[name], attributes) for name in sorted(attributes & held.keys()))
+
+
+def _of_function(function: FunctionType) -> Iterator[tuple[str, Any, frozenset[str]]]:
+    if str(function.__module__).partition(".")[0] in ("torch", "numpy"):
+        return
+    code = function.__code__
+    names = names_in(code)
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents, names.attributes
+        except ValueError:  # the variable has no value yet
+            continue
+    for i, default in enumerate(function.__defaults__ or ()):
+        yield f"default {i}", default, names.attributes
+    for name in sorted(names.globals & function.__globals__.keys()):
+        yield name, function.__globals__[name], names.attributes
+
+
+def _plain_attributes(module: nn.Module) -> Iterator[tuple[str, Hashable]]:
+    """How a criterion is set; a model's own settings cost little."""
+    for name, value in vars(module).items():
+        if isinstance(value, bool | str | int | float) and name != "training":
+            yield name, _description(value, frozenset(), 0)
+        elif isinstance(value, Tensor):
+            yield name, value.dim()
+    for name, buffer in module._buffers.items():
+        yield name, buffer is None
+
+
+def _named(value: Any) -> Hashable:
+    """A function by its code, so that a new closure of the same code counts on."""
+    if isinstance(value, FunctionType):
+        return _identity(value.__code__)
+    if isinstance(value, MethodType | functools.partial | list | tuple | dict):
+        return type(value).__name__
+    if isinstance(value, type | ModuleType):
+        return value.__name__
+    return _identity(value)
+
+
+class _Identity:
+    """An object by identity, without keeping it; what took its place in memory is another."""
+
+    __slots__ = ("_id", "_reference")
+
+    def __init__(self, value: object) -> None:
+        self._id = id(value)
+        self._reference = weakref.ref(value)
+
+    def __hash__(self) -> int:
+        return self._id
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Identity)
+            and self._id == other._id
+            and self._reference() is not None
+            and self._reference() is other._reference()
+        )
+
+
+def _identity(value: Any) -> Hashable:
+    if isinstance(value, CodeType) or type(value).__weakrefoffset__:
+        return _Identity(value)
+    return type(value).__qualname__
