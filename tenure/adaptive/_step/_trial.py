@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._callables import unused
 from .._retry import Rollback, Together
 from ._compare import largest_value, relative_error
 from ._module_names import named_modules, named_parameters
 from ._module_outputs import ModuleCall, first_difference, recorded
 from ._optimizer_guard import no_optimizer_steps
-from .._callables import unused
 from ._run import StepOutcome
 from ._setup import StepSetup
 from ._split_report import DifferenceKind, SplitDifference
