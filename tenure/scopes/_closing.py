@@ -16,7 +16,8 @@ from ._deferred import inside_operation
 from ._disposal import Disposal, dispose_tensor
 from ._disposed import Cause
 from ._leaks import build_leak_report
-from ._ledger import Reference, site_of
+from ._ledger import Reference, owns, site_of
+from ._owners import held_by_owners
 
 if TYPE_CHECKING:
     from ._block import Block
@@ -32,6 +33,7 @@ def settle(scope: Block, survivors: Survivors, exc: BaseException | None) -> Non
     Raises:
         ScopeLeakError: the policy is ``"raise"``, tensors leaked, and the block did not fail.
     """
+    survivors = disposable(scope, survivors)
     failed = exc is not None and not isinstance(exc, GeneratorExit)
     if failed and scope.on_error == "keep":
         _keep(scope, survivors)
@@ -40,6 +42,26 @@ def settle(scope: Block, survivors: Survivors, exc: BaseException | None) -> Non
             dispose_all(scope, survivors, Cause(scope.label, scope.site))
     else:
         _report(scope, survivors, masked=exc is not None)
+
+
+def disposable(scope: Block, survivors: Survivors) -> Survivors:
+    """Those of ``survivors`` that are no state of a module or an optimizer; the others go free.
+
+    What a caller has attached by name is the scope's, whoever holds it.
+    """
+    if not survivors:
+        return survivors
+    threads = scope._threads
+    held = held_by_owners(tensor for tensor, _ in survivors)
+    if not held:
+        return survivors
+    mine: Survivors = []
+    for tensor, reference in survivors:
+        if id(tensor) in held and not owns(threads.chosen, tensor):
+            threads.hand_out(reference)
+        else:
+            mine.append((tensor, reference))
+    return mine
 
 
 def dispose_all(scope: Block, owned: Survivors, cause: Cause) -> None:
