@@ -17,12 +17,17 @@ from tenure._describe import describe
 from tenure._errors import DisposedAttributeError, DisposedTensorError
 from tenure._refusals import handles_in, operation_of
 
+from ._blame import holder_of
 from ._sites import Site, SiteStack
 
-_RECORD = "_tenure_record"
+_RECORD, _HOLDER = "_tenure_record", "_tenure_holder"
 _ADVICE = (
     "Keep it with move_to_outer() or detach_from_scope(), make it inside persist() if it is a "
     "cache, or use it inside."
+)
+_ADVICE_ON_HOLDER = (
+    "still holds it: store detach_from_scope(...) there, or make it inside persist(), if it is to "
+    "outlive the block."
 )
 
 
@@ -128,11 +133,25 @@ def refuse(tensor: Tensor, operation: str) -> NoReturn:
     Raises:
         DisposedTensorError: always.
     """
-    raise DisposedTensorError(f"{operation} got {_text_of(tensor)}. {_ADVICE}")
+    raise DisposedTensorError(f"{operation} got {_text_of(tensor)}. {_advice_on(tensor)}")
+
+
+def _advice_on(tensor: Tensor) -> str:
+    holder = _holder_of(tensor)
+    return f"{holder} {_ADVICE_ON_HOLDER}" if holder else _ADVICE
+
+
+def _holder_of(tensor: Tensor) -> str:
+    notes: dict[str, Any] = object.__getattribute__(tensor, "__dict__")
+    if _HOLDER not in notes:  # a program that asks again and again must not search each time
+        notes[_HOLDER] = holder_of(tensor)
+    holder: str = notes[_HOLDER]
+    return holder
 
 
 def _refuse(operation: str, trees: tuple[object, ...]) -> NoReturn:
-    for tensor in handles_in(trees, DisposedTensor):
+    tensor = next(handles_in(trees, DisposedTensor), None)
+    if tensor is not None:
         refuse(tensor, operation)
     raise DisposedTensorError(f"{operation} got a disposed tensor. {_ADVICE}")
 

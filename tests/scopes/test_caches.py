@@ -40,7 +40,10 @@ def test_an_attribute_filled_in_a_block_is_refused_with_the_place_of_both():
     message = str(caught.value)
     assert "disposed when <DisposeScope 'first batch'> (opened at " in message
     assert "it was created at tests/scopes/test_caches.py:" in message
-    assert "make it inside persist() if it is a cache" in message
+    assert message.endswith(
+        "Rotary.table still holds it: store detach_from_scope(...) there, or make it inside "
+        "persist(), if it is to outlive the block."
+    )
 
 
 def test_an_attribute_filled_in_persist_serves_every_block():
@@ -58,7 +61,9 @@ def test_a_cached_function_keeps_the_tensor_it_made_first():
 
     with NewDisposeScope():
         mask(2)
-    with pytest.raises(DisposedTensorError, match="disposed when"):
+    with pytest.raises(
+        DisposedTensorError, match=r"lru_cache of .*mask\[2\] still holds it: store"
+    ):
         mask(2) + 1
 
     mask.cache_clear()
@@ -73,8 +78,41 @@ def test_a_lazy_property_of_a_distribution_belongs_to_the_block_that_read_it():
     distribution = Categorical(logits=torch.zeros(3))
     with NewDisposeScope():
         distribution.probs  # noqa: B018  # reading it fills the cache
-    with pytest.raises(DisposedTensorError, match=r"float32\[3\] on cpu"):
+    with pytest.raises(DisposedTensorError, match=r"distribution\.probs still holds it: store"):
         distribution.probs + 1
+
+
+def test_a_list_item_is_named_and_a_variable_of_a_running_function_is_not():
+    history: list[Tensor] = []
+    with NewDisposeScope():
+        history.append(torch.ones(2))
+        loss = torch.ones(3)
+    with pytest.raises(DisposedTensorError, match=r"history\[0\] still holds it: store detach"):
+        history[0].sum()
+    with pytest.raises(DisposedTensorError, match=r"closed\. Keep it with move_to_outer\(\)"):
+        loss.sum()
+
+
+def test_the_holder_is_looked_for_once_and_its_failure_hides_nothing(monkeypatch):
+    def search(tensors: list[Tensor]) -> list[list[object]]:
+        searches.append(tensors)
+        raise MemoryError
+
+    searches: list[list[Tensor]] = []
+    monkeypatch.setattr("tenure.scopes._blame.find_holders", search)
+    with NewDisposeScope():
+        x = torch.ones(2)
+    for _ in range(2):
+        with pytest.raises(DisposedTensorError, match="Keep it with"):
+            x + 1
+    assert len(searches) == 1
+
+
+def test_asking_whether_a_disposed_tensor_has_an_attribute_searches_nothing(monkeypatch):
+    monkeypatch.setattr("tenure.scopes._blame.find_holders", lambda tensors: 1 / 0)
+    with NewDisposeScope():
+        x = torch.ones(2)
+    assert not hasattr(x, "no_such_name")
 
 
 def test_what_is_loaded_in_a_block_is_the_blocks():
