@@ -47,15 +47,15 @@ class _Owners:
         self._references: dict[int, ref[Any]] = {}
         self._next_prune = _SMALL
         self._knows_the_old = False
-        _call_after(cls, "__init__", self._add)
-        _call_after(cls, "__setstate__", self._add)
+        _tell_after(cls, "__init__")
+        _tell_after(cls, "__setstate__")
 
     def states(self) -> list[Any]:
         """The containers of state of all of them."""
         if not self._knows_the_old:  # one look at the heap, and only where something survived
             self._knows_the_old = True
             for owner in instances(tracked_objects(), lambda kind: is_kind(kind, self._cls)):
-                self._add(owner)
+                self.add(owner)
         # past a __getattribute__ of the user's
         return list(map(self._state_of, map(self._attributes, self._alive())))
 
@@ -63,7 +63,10 @@ class _Owners:
         references = self._references.copy().values()
         return [owner for reference in references if (owner := reference()) is not None]
 
-    def _add(self, owner: object) -> None:
+    def add(self, owner: object) -> None:
+        """Remember ``owner``, if it is one of the class."""
+        if not isinstance(owner, self._cls):
+            return
         self._references[id(owner)] = ref(owner)
         if len(self._references) >= self._next_prune:
             self._references = {id(owner): ref(owner) for owner in self._alive()}
@@ -72,17 +75,13 @@ class _Owners:
 
 def watch_owners() -> None:
     """From now on know each module and each optimizer that is made."""
-    _watched()
-    if _METRICS in sys.modules:
-        _metrics()
+    _kinds()
 
 
 def held_by_owners(tensors: Iterable[Tensor]) -> set[int]:
     """The identities of those ``tensors`` that a module or an optimizer holds as its state."""
-    watch_owners()  # torchmetrics may have been imported since
-    kinds = [*_watched(), _metrics()] if _METRICS in sys.modules else _watched()
     wanted, found = set(map(id, tensors)), set[int]()
-    containers = [state for kind in kinds for state in kind.states()]
+    containers = [state for kind in _kinds() for state in kind.states()]
     for _ in range(_DEPTH):
         if not containers:
             break
@@ -92,13 +91,19 @@ def held_by_owners(tensors: Iterable[Tensor]) -> set[int]:
     return found
 
 
+def _kinds() -> list[_Owners]:
+    # torchmetrics may be imported at any time
+    return [*_of_torch(), _of_torchmetrics()] if _METRICS in sys.modules else _of_torch()
+
+
 @functools.cache
-def _watched() -> list[_Owners]:
+def _of_torch() -> list[_Owners]:
     return [_Owners(nn.Module, _state_of_module), _Owners(Optimizer, _state_of_optimizer)]
 
 
 @functools.cache
-def _metrics() -> _Owners:
+def _of_torchmetrics() -> _Owners:
+    """A metric is a module that has a state of another kind, and is copied in a way of its own."""
     return _Owners(sys.modules[_METRICS].Metric, _state_of_metric)
 
 
@@ -122,11 +127,17 @@ def _state_of_metric(attributes: _Attributes) -> Any:
     return [attributes.get(name) for name in (*declared, *_KEPT_BY_METRICS)]
 
 
-def _call_after(cls: type, name: str, then: Callable[[object], object]) -> None:
-    """Call ``then`` with each instance on which the method ``name`` has run.
+def _remember(owner: object) -> None:
+    for kind in _kinds():
+        kind.add(owner)
+
+
+def _tell_after(cls: type, name: str) -> None:
+    """Remember each instance on which the method ``name`` of ``cls`` has run.
 
     torch has no hook for a module or an optimizer that is made. Dynamo, which wants to know of new
-    modules too, wraps the same two methods.
+    modules too, wraps the same two methods. It may trace what stands here, and so wants to find no
+    more than functions.
 
     Source: ``torch._dynamo.mutation_guard.install_generation_tagging_init``.
     """
@@ -136,7 +147,7 @@ def _call_after(cls: type, name: str, then: Callable[[object], object]) -> None:
     def run(self: object, *args: Any, **kwargs: Any) -> Any:
         result = method(self, *args, **kwargs)
         if not is_dynamo_compiling():
-            then(self)
+            _remember(self)
         return result
 
     setattr(cls, name, run)

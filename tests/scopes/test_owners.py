@@ -157,12 +157,12 @@ def test_state_of_a_module_that_has_died_is_the_blocks():
 
 
 def test_many_modules_leave_no_more_than_the_living_behind():
-    from tenure.scopes._owners import _watched
+    from tenure.scopes._owners import _of_torch
 
     with NewDisposeScope():
         for _ in range(2000):
             nn.ReLU()
-    modules = _watched()[0]
+    modules = _of_torch()[0]
     assert len(modules._references) < 2 * len(modules.states()) + 1000
 
 
@@ -189,10 +189,18 @@ def test_the_signature_of_a_module_stays():
     assert list(inspect.signature(nn.Module.__init__).parameters) == ["self", "args", "kwargs"]
 
 
-def test_a_module_made_in_a_compiled_function_breaks_no_graph():
-    def call(x: Tensor) -> Tensor:
-        return nn.ReLU()(x) + 1
-
-    with NewDisposeScope() as scope:
-        result = scope.detach(torch.compile(call, backend="eager", fullgraph=True)(torch.ones(2)))
-    assert result.tolist() == [2, 2]
+@pytest.mark.parametrize("dynamo_first", [True, False])
+def test_a_module_made_in_a_compiled_function_breaks_no_graph(dynamo_first):
+    program = f"""
+import torch
+from torch import nn
+if {dynamo_first}:
+    import torch._dynamo
+from tenure import NewDisposeScope
+with NewDisposeScope():
+    pass
+compiled = torch.compile(lambda x: nn.ReLU()(x) + 1, backend="eager", fullgraph=True)
+with NewDisposeScope() as scope:
+    assert scope.detach(compiled(torch.ones(2))).tolist() == [2, 2]
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
