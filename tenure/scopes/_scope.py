@@ -177,7 +177,7 @@ class DisposeScope(Block):
         """
         if not is_dynamo_compiling():
             check_open(self, "attach")
-            self._attach(required_tensors(trees, "attach()"))
+            self._attach(required_tensors(trees, "attach()"), "attach()")
         return given_back(trees)
 
     def _move(self, tensors: list[Tensor], target: DisposeScope | None) -> None:
@@ -190,11 +190,11 @@ class DisposeScope(Block):
             else:
                 enter(target._ledger, reference)
 
-    def _attach(self, tensors: list[Tensor]) -> None:
+    def _attach(self, tensors: list[Tensor], call: str) -> None:
         for tensor in tensors:
             if is_disposed(tensor):
-                refuse(tensor, "attach()")
-            check_not_foreign(tensor, "attach()")
+                refuse(tensor, call)
+            check_not_foreign(tensor, call)
         for tensor in tensors:
             owner = self._threads.owner_of(tensor)
             reference = None if owner is None else take(owner._ledger, tensor)
