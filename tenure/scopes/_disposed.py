@@ -20,7 +20,9 @@ from tenure._refusals import handles_in, operation_of
 from ._blame import holder_of
 from ._sites import Site, SiteStack
 
-_RECORD, _HOLDER = "_tenure_record", "_tenure_holder"
+RECORD = "_tenure_record"
+"""Where in its ``__dict__`` a disposed handle says what it was."""
+_HOLDER = "_tenure_holder"
 _ADVICE = (
     "Keep it with move_to_outer() or detach_from_scope(), make it inside persist() if it is a "
     "cache, or use it inside."
@@ -54,6 +56,10 @@ class Cause:
         return f"disposed by {self.call}() at {self.at}" + (
             f" while {owner} owned it" if owner else ""
         )
+
+
+Record = tuple[torch.dtype, tuple[int, ...], torch.device, Site | SiteStack | None, Cause]
+"""What a `DisposalRecord` is made of, when somebody asks: most handles die unasked."""
 
 
 class DisposalRecord(NamedTuple):
@@ -118,13 +124,13 @@ class DisposedTensor(Tensor):
 
 def record_of(tensor: Tensor) -> DisposalRecord | None:
     """The record of a disposed handle."""
-    record: DisposalRecord | None = object.__getattribute__(tensor, "__dict__").get(_RECORD)
-    return record
+    record: Record | None = object.__getattribute__(tensor, "__dict__").get(RECORD)
+    return None if record is None else DisposalRecord(*record)
 
 
-def set_record(tensor: Tensor, record: DisposalRecord) -> None:
+def set_record(tensor: Tensor, record: Record) -> None:
     """Write on a disposed handle what it was."""
-    object.__getattribute__(tensor, "__dict__")[_RECORD] = record
+    object.__getattribute__(tensor, "__dict__")[RECORD] = record
 
 
 def refuse(tensor: Tensor, operation: str) -> NoReturn:
