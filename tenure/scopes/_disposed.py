@@ -12,10 +12,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from tenure._describe import describe
 from tenure._errors import DisposedAttributeError, DisposedTensorError
 from tenure._refusals import handles_in, operation_of
+from tenure._torch_dynamo import never_compiled
 
 from ._blame import holder_of
 from ._sites import Site, SiteStack
@@ -133,6 +135,7 @@ def set_record(tensor: Tensor, record: Record) -> None:
     object.__getattribute__(tensor, "__dict__")[RECORD] = record
 
 
+@never_compiled
 def refuse(tensor: Tensor, operation: str) -> NoReturn:
     """Raise the error that names ``operation`` and what ``tensor`` was.
 
@@ -143,6 +146,8 @@ def refuse(tensor: Tensor, operation: str) -> NoReturn:
 
 
 def _advice_on(tensor: Tensor) -> str:
+    if is_dynamo_compiling():  # it can't trace a search of the heap
+        return _ADVICE
     holder = _holder_of(tensor)
     return f"{holder} {_ADVICE_ON_HOLDER}" if holder else _ADVICE
 

@@ -7,7 +7,7 @@ two states of the world: with it and without it. The handler is the hot path of 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,8 @@ current: ContextVar[Block | None] = ContextVar("tenure_current_scope", default=N
 """The scope that the running code is in; it may be closed by now, or belong to another thread."""
 get_current = current.get
 
+_SEQUENCES = (tuple, list)
+_SOLE_IN_CONTAINER = SOLE + 1 if SOLE else 0
 _MANY = 4096  # code objects: a program that compiles functions as it runs must not fill the memory
 _WITHOUT_TENSORS = frozenset(
     {
@@ -64,6 +66,7 @@ class Manager(TorchFunctionMode):
         self.created = 0
         # code that proved to be no library's, by identity: its hash is that of all its constants
         self._admitted: dict[int, CodeType] = {}
+        self._last: CodeType | None = None  # the newest of them: often the only one that runs
 
     @never_compiled
     def __torch_function__(
@@ -80,14 +83,19 @@ class Manager(TorchFunctionMode):
         if type(out) is Tensor and getrefcount(out) == SOLE:
             scope = get_current()
             if scope is not None and scope._gate is self:
-                if id(getframe(1).f_code) in self._admitted or self._admits(getframe(1)):
+                code = getframe(1).f_code
+                if code is self._last or id(code) in self._admitted or self._admits(getframe(1)):
                     self.created += 1
                     scope._ledger[id(out)] = ref(out)
             elif scope is not None:
                 self._enter([out], scope, getframe(1))
         elif type(out) not in _WITHOUT_TENSORS and not _was_given(out, args, kwargs):
             scope = get_current()
-            if scope is not None:
+            if scope is not None and not (
+                isinstance(out, _SEQUENCES)
+                and scope._gate is self
+                and self._enter_sole(out, scope, getframe(1))
+            ):
                 self._enter(
                     _new_of(out, func, (args, kwargs)), scope, getframe(1), func is DEEPCOPY
                 )
@@ -106,6 +114,8 @@ class Manager(TorchFunctionMode):
     def _admits(self, frame: FrameType) -> bool:
         """Whether tensors made by the code in ``frame`` belong to the block it runs in."""
         code = frame.f_code
+        if id(code) in self._admitted:
+            return True
         if is_library_code(module_of(frame), code.co_name):
             return False
         maker = maker_of(frame)
@@ -113,7 +123,23 @@ class Manager(TorchFunctionMode):
             return not is_library_code(module_of(maker), maker.f_code.co_name)
         if len(self._admitted) >= _MANY:
             self._admitted.clear()
-        self._admitted[id(code)] = code
+        self._admitted[id(code)] = self._last = code
+        return True
+
+    def _enter_sole(self, outs: Sequence[Any], scope: Block, frame: FrameType) -> bool:
+        """Enter outputs of which each is held by its container alone, and so is new.
+
+        Returns:
+            False where the long way has to decide; nothing has been entered then.
+        """
+        for out in outs:
+            if type(out) is not Tensor or getrefcount(out) != _SOLE_IN_CONTAINER:
+                return False
+        if self._admits(frame):
+            self.created += len(outs)
+            ledger = scope._ledger
+            for out in outs:
+                ledger[id(out)] = ref(out)
         return True
 
     def _enter(
