@@ -94,7 +94,12 @@ def op_rows() -> list[Row]:
 def turns_row() -> Row:
     """Functions that take turns at calling torch, as the layers of a model do."""
     a, b = torch.ones(8), torch.ones(8)
-    callers = [lambda: a + b, lambda: a * b, lambda: a - b, lambda: a / b]
+    callers: list[Callable[[], Tensor]] = [
+        lambda: a + b,
+        lambda: a * b,
+        lambda: a - b,
+        lambda: a / b,
+    ]
 
     def every() -> None:
         for call in callers:
