@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 import tracemalloc
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,8 +20,12 @@ from benchmarks._models import ResNet18, Transformer
 from benchmarks._pairs import Loop, Pair, time_pair
 from benchmarks._record import Row, publish
 from tenure import NewDisposeScope
+from tenure.scopes import _torch_swap
+from tenure.scopes._disposed import DisposedTensor
 
 _MIB = 2**20
+_BARS = {"a + b (8 floats)": 1.12, "a.split(2)": 1.25}
+_N_SURVIVORS = 500
 
 
 class BareMode(TorchFunctionMode):
@@ -32,7 +36,7 @@ class BareMode(TorchFunctionMode):
 
 
 def ops() -> dict[str, Callable[[], object]]:
-    """Small operations, where bookkeeping weighs most; the first is the one that is judged."""
+    """Small operations, where bookkeeping weighs most; `_BARS` says which are judged."""
     a, b, matrix = torch.ones(8), torch.ones(8), torch.ones(128, 128)
     return {
         "a + b (8 floats)": lambda: a + b,
@@ -81,11 +85,82 @@ def op_rows() -> list[Row]:
         )
         for name, op in ops().items()
     }
-    judged = next(iter(pairs))
     return [
-        _row(f"tracked op / bare mode: {name}", pair, 1.12 if name == judged else None)
+        _row(f"tracked op / bare mode: {name}", pair, _BARS.get(name))
         for name, pair in pairs.items()
     ]
+
+
+def turns_row() -> Row:
+    """Functions that take turns at calling torch, as the layers of a model do."""
+    a, b = torch.ones(8), torch.ones(8)
+    callers: list[Callable[[], Tensor]] = [
+        lambda: a + b,
+        lambda: a * b,
+        lambda: a - b,
+        lambda: a / b,
+    ]
+
+    def every() -> None:
+        for call in callers:
+            call()
+
+    pair = time_pair(
+        within(BareMode, every),
+        within(NewDisposeScope, every),
+        rounds=100,
+        runs=250,
+        clock=time.process_time,
+    )
+    return _row("tracked op / bare mode: callers that take turns", pair, 1.15)
+
+
+def nested_scope_row() -> Row:
+    """An empty scope in an open one, against an empty ``no_grad`` block outside of any mode."""
+
+    def nested(runs: int) -> None:
+        with NewDisposeScope():
+            blocks(NewDisposeScope)(runs)
+
+    pair = time_pair(blocks(torch.no_grad), nested, rounds=100, runs=2000, clock=time.process_time)
+    return _row("nested scope / no_grad block", pair, 1.2)
+
+
+def disposal_row() -> Row:
+    """The end of a scope for each survivor, against the bare calls that empty a handle."""
+    pairs = sorted(
+        _seconds_of(let_go) / _seconds_of(bare)
+        for bare, let_go in [(_empty_handles, _close_scope)] * 100
+    )
+    ratio = pairs[len(pairs) // 2]
+    note = f"{_N_SURVIVORS} survivors at a time; 10-90 % {pairs[10]:.3f}-{pairs[90]:.3f}"
+    what = "a survivor disposed / make_empty + swap"
+    return Row(what, f"{ratio:.3f}", "<= 1.6", ratio <= 1.6, note)
+
+
+def _empty_handles(kept: list[Tensor]) -> Iterator[None]:
+    kept += [torch.ones(8) for _ in range(_N_SURVIVORS)]
+    yield
+    with _torch_swap.without_modes():
+        for tensor in kept:
+            twin = _torch_swap.make_empty(DisposedTensor, torch.float32)
+            _torch_swap.swap(tensor, twin)
+
+
+def _close_scope(kept: list[Tensor]) -> Iterator[None]:
+    with NewDisposeScope():
+        kept += [torch.ones(8) for _ in range(_N_SURVIVORS)]
+        yield
+
+
+def _seconds_of(work: Callable[[list[Tensor]], Iterator[None]]) -> float:
+    """The time that ``work`` takes after its yield."""
+    kept: list[Tensor] = []
+    steps = contextmanager(work)(kept)
+    steps.__enter__()
+    start = time.process_time()
+    steps.__exit__(None, None, None)
+    return time.process_time() - start
 
 
 def empty_scope_row() -> Row:
@@ -224,7 +299,8 @@ def main() -> None:
     """Measure every row and publish the table."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     torch.set_num_threads(1)  # so that the time of the process is that of the work
-    rows = [*op_rows(), empty_scope_row(), *training_rows(), peak_row(), bookkeeping_row()]
+    rows = [*op_rows(), turns_row(), empty_scope_row(), nested_scope_row(), disposal_row()]
+    rows += [*training_rows(), peak_row(), bookkeeping_row()]
     rows += [compilation_row(), compiled_row()]  # last: dynamo slows what comes after it
     publish("scopes", rows)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from threading import get_ident
 from types import CodeType, FrameType, TracebackType
-from typing import Any, Literal, NoReturn, Self, get_args
+from typing import Any, Literal, Never, NoReturn, Self, get_args
 
 from torch.compiler import is_dynamo_compiling
 
@@ -22,6 +22,7 @@ from ._checks import (
     check_open,
     check_thread,
     refuse_copy,
+    refuse_positional,
     refuse_second_entry,
 )
 from ._closing import settle
@@ -68,11 +69,13 @@ class Block:
     def __init__(
         self,
         name: str | None = None,
-        *,
+        *options: Never,
         policy: Policy = "dispose",
         on_error: OnError = "dispose",
         capture: Capture | None = None,
     ) -> None:
+        if options:
+            refuse_positional(options)
         if name is not None and type(name) is not str:
             check_name(name)
         if not (policy is on_error is _DISPOSE and capture is None):  # by far the most

@@ -41,6 +41,18 @@ def refuse_copy(scope: Block) -> NoReturn:
     )
 
 
+def refuse_positional(options: tuple[object, ...]) -> NoReturn:
+    """Say that all but the name of a scope is passed by keyword.
+
+    Raises:
+        ScopeUsageError: always.
+    """
+    raise ScopeUsageError(
+        f"NewDisposeScope() got {options[0]!r} beside its name, and no scope was made. All else is "
+        f"passed by keyword: write policy={options[0]!r}, or on_error= or capture=."
+    )
+
+
 def refuse_stuck(tensor: Tensor) -> NoReturn:
     """Say that the class of a tensor allows no disposal.
 

@@ -13,10 +13,12 @@ from torch import Tensor
 from tenure._errors import ScopeLeakError
 
 from ._deferred import inside_operation
-from ._disposal import Disposal, dispose_tensor
+from ._disposal import Disposal, dispose_plain, dispose_tensor, swap_is_trusted
 from ._disposed import Cause
 from ._leaks import build_leak_report
-from ._ledger import Reference, site_of
+from ._ledger import Reference, owns, site_of
+from ._owners import held_by_owners
+from ._torch_swap import without_modes
 
 if TYPE_CHECKING:
     from ._block import Block
@@ -32,6 +34,7 @@ def settle(scope: Block, survivors: Survivors, exc: BaseException | None) -> Non
     Raises:
         ScopeLeakError: the policy is ``"raise"``, tensors leaked, and the block did not fail.
     """
+    survivors = disposable(scope, survivors)
     failed = exc is not None and not isinstance(exc, GeneratorExit)
     if failed and scope.on_error == "keep":
         _keep(scope, survivors)
@@ -42,23 +45,69 @@ def settle(scope: Block, survivors: Survivors, exc: BaseException | None) -> Non
         _report(scope, survivors, masked=exc is not None)
 
 
+def disposable(scope: Block, survivors: Survivors) -> Survivors:
+    """Those of ``survivors`` that are no state of a module or an optimizer; the others go free.
+
+    What a caller has attached by name is the scope's, whoever holds it.
+    """
+    if not survivors:
+        return survivors
+    threads = scope._threads
+    held = held_by_owners(tensor for tensor, _ in survivors)
+    if not held:
+        return survivors
+    mine: Survivors = []
+    for tensor, reference in survivors:
+        if id(tensor) in held and not owns(threads.chosen, tensor):
+            threads.hand_out(reference)
+        else:
+            mine.append((tensor, reference))
+    return mine
+
+
 def dispose_all(scope: Block, owned: Survivors, cause: Cause) -> None:
     """Dispose tensors that have been taken from the ledger of ``scope``; ``owned`` ends empty."""
     threads = scope._threads
-    defer = inside_operation(scope._opener)
-    interruption: BaseException | None = None
-    while owned:
-        tensor, reference = owned.pop()
+    if inside_operation(scope._opener):
+        threads.disposed += len(owned)
+        for _, reference in owned:
+            threads.deferred.add(reference, cause)
+        owned.clear()
+        return
+    # what dies with a twin may be a user's and run code, so it dies when all is done
+    rest, twins = list[tuple[Tensor, Reference]](), list[Tensor]()
+    interruptions = _dispose_plain_ones(owned, cause, threads, rest, twins)
+    owned.clear()
+    while rest:
+        tensor, reference = rest.pop()
         try:
-            if defer:
-                threads.disposed += 1
-                threads.deferred.add(reference, cause)
-            else:
-                _dispose(tensor, reference, cause, threads)
-        except BaseException as error:  # Ctrl-C, or a log handler that raises: the rest goes first
-            interruption = error
-    if interruption is not None:
-        raise interruption
+            _dispose(tensor, reference, cause, threads)
+        except BaseException as error:  # as below
+            interruptions.append(error)
+    if interruptions:
+        raise interruptions[-1]
+
+
+def _dispose_plain_ones(
+    owned: Survivors, cause: Cause, threads: ThreadScopes, rest: Survivors, twins: list[Tensor]
+) -> list[BaseException]:
+    """Dispose by far the most, those of no class of their own; ``rest`` gets the others."""
+    interruptions: list[BaseException] = []
+    if not swap_is_trusted():
+        rest += owned
+        return interruptions
+    with without_modes():  # once, because it costs as much as a disposal
+        for tensor, reference in owned:
+            try:
+                if type(tensor) is Tensor and dispose_plain(
+                    tensor, cause, site_of(reference), twins
+                ):
+                    threads.disposed += 1
+                else:
+                    rest.append((tensor, reference))
+            except BaseException as error:  # Ctrl-C, or a log handler that raises: the rest goes
+                interruptions.append(error)
+    return interruptions
 
 
 def _dispose(tensor: Tensor, reference: Reference, cause: Cause, threads: ThreadScopes) -> None:

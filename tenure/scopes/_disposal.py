@@ -18,7 +18,7 @@ from tenure._errors import TenureWarning
 from tenure._storages import inner_tensors
 
 from . import _torch_swap
-from ._disposed import Cause, DisposalRecord, DisposedTensor, set_record
+from ._disposed import RECORD, Cause, DisposedTensor, Record, set_record
 from ._sites import Site, SiteStack
 
 _logger = logging.getLogger("tenure.scopes")
@@ -53,6 +53,39 @@ def dispose_tensor(
     return _take_data(tensor, cls, record)
 
 
+def dispose_plain(
+    tensor: Tensor, cause: Cause, created: Site | SiteStack | None, twins: list[Tensor]
+) -> bool:
+    """As `dispose_tensor` for one of exactly ``Tensor``, in a block of ``without_modes``.
+
+    Args:
+        tensor: a tensor of any shape, dtype, device and layout.
+        cause: what disposes it.
+        created: where it was made.
+        twins: gets the handle that has taken over what ``tensor`` was.
+
+    Returns:
+        False where that was refused; it is the long way's turn then, and nothing has changed.
+    """
+    handle: Any = tensor
+    try:
+        dtype = handle.dtype
+        record = dtype, handle.shape, handle.device, created, cause
+        handle.__class__ = DisposedTensor
+        twin: Any = _torch_swap.make_empty(DisposedTensor, dtype)
+        _torch_swap.swap(handle, twin)
+    except (TypeError, RuntimeError):  # a nested tensor; a C++ weak reference
+        handle.__class__ = Tensor
+        return False
+    # as in _take_data
+    if handle.__dict__:
+        handle.__dict__, twin.__dict__ = {}, handle.__dict__
+    handle.__dict__[RECORD] = record
+    twin.__class__ = Tensor
+    twins.append(twin)
+    return True
+
+
 def is_disposed(tensor: Tensor) -> bool:
     """Whether the handle has been disposed; of a wrapper with slots, whether its inner ones were.
 
@@ -70,7 +103,7 @@ def is_disposed(tensor: Tensor) -> bool:
     return bool(inner) and all(map(is_disposed, inner))
 
 
-def _describe(tensor: Tensor, cause: Cause, created: Site | SiteStack | None) -> DisposalRecord:
+def _describe(tensor: Tensor, cause: Cause, created: Site | SiteStack | None) -> Record:
     # torch's own getters: a subclass may raise from its properties
     getters: Any = torch._C.TensorBase
     with _torch_swap.without_modes():
@@ -79,7 +112,7 @@ def _describe(tensor: Tensor, cause: Cause, created: Site | SiteStack | None) ->
             shape, device = getters.shape.__get__(tensor), getters.device.__get__(tensor)
         except Exception:  # a nested tensor has no shape, and a subclass may compute its own
             shape, device = (), _device_of(tensor)
-    return DisposalRecord(dtype, shape, device, created, cause)
+    return dtype, shape, device, created, cause
 
 
 def _device_of(tensor: Tensor) -> torch.device:
@@ -89,8 +122,8 @@ def _device_of(tensor: Tensor) -> torch.device:
         return torch.device("meta")
 
 
-def _take_data(tensor: Tensor, cls: type[Tensor], record: DisposalRecord) -> Disposal:
-    twin = _twin_of(tensor, record.dtype)
+def _take_data(tensor: Tensor, cls: type[Tensor], record: Record) -> Disposal:
+    twin = _twin_of(tensor, record[0])
     if twin is None:
         set_record(tensor, record)
         return Disposal.SOFT
@@ -104,7 +137,7 @@ def _take_data(tensor: Tensor, cls: type[Tensor], record: DisposalRecord) -> Dis
 
 def _twin_of(tensor: Tensor, dtype: torch.dtype) -> Any:
     """A new handle that has taken over the impl of ``tensor``; None if that was refused."""
-    if not _swap_is_trusted():
+    if not swap_is_trusted():
         return None
     with _torch_swap.without_modes():
         twin = _torch_swap.make_empty(DisposedTensor, dtype)
@@ -129,7 +162,8 @@ def _dispose_inner(tensor: Tensor, cause: Cause, created: Site | SiteStack | Non
     return Disposal.ALREADY if already else Disposal.INNER
 
 
-def _swap_is_trusted() -> bool:
+def swap_is_trusted() -> bool:
+    """Whether handles can be emptied on this torch; warns once where they can't."""
     if _torch_swap.works():
         return True
     global _warned

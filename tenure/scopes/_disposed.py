@@ -12,17 +12,26 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from tenure._describe import describe
 from tenure._errors import DisposedAttributeError, DisposedTensorError
 from tenure._refusals import handles_in, operation_of
+from tenure._torch_dynamo import never_compiled
 
+from ._blame import holder_of
 from ._sites import Site, SiteStack
 
-_RECORD = "_tenure_record"
+RECORD = "_tenure_record"
+"""Where in its ``__dict__`` a disposed handle says what it was."""
+_HOLDER = "_tenure_holder"
 _ADVICE = (
     "Keep it with move_to_outer() or detach_from_scope(), make it inside persist() if it is a "
     "cache, or use it inside."
+)
+_ADVICE_ON_HOLDER = (
+    "still holds it: store detach_from_scope(...) there, or make it inside persist(), if it is to "
+    "outlive the block."
 )
 
 
@@ -49,6 +58,10 @@ class Cause:
         return f"disposed by {self.call}() at {self.at}" + (
             f" while {owner} owned it" if owner else ""
         )
+
+
+Record = tuple[torch.dtype, tuple[int, ...], torch.device, Site | SiteStack | None, Cause]
+"""What a `DisposalRecord` is made of, when somebody asks: most handles die unasked."""
 
 
 class DisposalRecord(NamedTuple):
@@ -113,26 +126,43 @@ class DisposedTensor(Tensor):
 
 def record_of(tensor: Tensor) -> DisposalRecord | None:
     """The record of a disposed handle."""
-    record: DisposalRecord | None = object.__getattribute__(tensor, "__dict__").get(_RECORD)
-    return record
+    record: Record | None = object.__getattribute__(tensor, "__dict__").get(RECORD)
+    return None if record is None else DisposalRecord(*record)
 
 
-def set_record(tensor: Tensor, record: DisposalRecord) -> None:
+def set_record(tensor: Tensor, record: Record) -> None:
     """Write on a disposed handle what it was."""
-    object.__getattribute__(tensor, "__dict__")[_RECORD] = record
+    object.__getattribute__(tensor, "__dict__")[RECORD] = record
 
 
+@never_compiled
 def refuse(tensor: Tensor, operation: str) -> NoReturn:
     """Raise the error that names ``operation`` and what ``tensor`` was.
 
     Raises:
         DisposedTensorError: always.
     """
-    raise DisposedTensorError(f"{operation} got {_text_of(tensor)}. {_ADVICE}")
+    raise DisposedTensorError(f"{operation} got {_text_of(tensor)}. {_advice_on(tensor)}")
+
+
+def _advice_on(tensor: Tensor) -> str:
+    if is_dynamo_compiling():  # it can't trace a search of the heap
+        return _ADVICE
+    holder = _holder_of(tensor)
+    return f"{holder} {_ADVICE_ON_HOLDER}" if holder else _ADVICE
+
+
+def _holder_of(tensor: Tensor) -> str:
+    notes: dict[str, Any] = object.__getattribute__(tensor, "__dict__")
+    if _HOLDER not in notes:  # a program that asks again and again must not search each time
+        notes[_HOLDER] = holder_of(tensor)
+    holder: str = notes[_HOLDER]
+    return holder
 
 
 def _refuse(operation: str, trees: tuple[object, ...]) -> NoReturn:
-    for tensor in handles_in(trees, DisposedTensor):
+    tensor = next(handles_in(trees, DisposedTensor), None)
+    if tensor is not None:
         refuse(tensor, operation)
     raise DisposedTensorError(f"{operation} got a disposed tensor. {_ADVICE}")
 

@@ -78,9 +78,9 @@ def move_to(scope: DisposeScope | None, *trees: Tree) -> Tree:
     if not is_dynamo_compiling():
         check_target(target := scope_or_none(scope))
         if target is None:
-            detach_from_scope(*trees)
+            _detach(trees, "move_to()")
         else:
-            target._attach(required_tensors(trees, "move_to()"))
+            target._attach(required_tensors(trees, "move_to()"), "move_to()")
     return given_back(trees)
 
 
@@ -101,10 +101,7 @@ def detach_from_scope(*trees: Tree) -> Tree:
     Source: ``DetachFromDisposeScope`` of TorchSharp.
     """
     if not is_dynamo_compiling():
-        tensors = required_tensors(trees, "detach_from_scope()")
-        for tensor in tensors:
-            check_not_foreign(tensor, "detach_from_scope()")
-        this_thread().release(tensors)
+        _detach(trees, "detach_from_scope()")
     return given_back(trees)
 
 
@@ -131,12 +128,12 @@ def attach_to_scope(*trees: Tree) -> Tree:
                 "attach_to_scope() was called where no scope is open. Nothing was attached. "
                 "Call it inside `with NewDisposeScope():`, or use attach() of a scope."
             )
-        scope._attach(tensors)
+        scope._attach(tensors, "attach_to_scope()")
     return given_back(trees)
 
 
 @never_compiled
-def dispose(*trees: object) -> None:
+def dispose(*trees: Tree) -> Tree:
     """Let tensors go now, whether a scope of this thread owns them or none; twice is harmless.
 
     Autograd, views and other handles keep the data they need.
@@ -144,30 +141,18 @@ def dispose(*trees: object) -> None:
     Args:
         *trees: tensors of any shape, dtype and device, or nested containers of them.
 
+    Returns:
+        The same object (a tuple if several were given), whose tensors refuse every use.
+
     Raises:
         ScopeUsageError: a scope of another thread owns one of them, or a tree holds no tensor:
             nothing was disposed. Or the class of one allows no disposal: all others were.
 
     Source: ``Dispose`` of TorchSharp's tensors.
     """
-    if is_dynamo_compiling():
-        return
-    tensors = required_tensors(trees, "dispose()")
-    for tensor in tensors:
-        check_not_foreign(tensor, "dispose()")
-    threads, site = this_thread(), user_site()
-    for tensor in tensors:
-        owner = threads.owner_of(tensor)
-        reference = None if owner is None else take(owner._ledger, tensor)
-        if owner is None or reference is None:
-            _dispose_unowned(tensor, threads, Cause(None, None, "dispose", site))
-        else:
-            dispose_all(
-                owner, [(tensor, reference)], Cause(owner.label, owner.site, "dispose", site)
-            )
-    stuck = [tensor for tensor in tensors if not _is_disposed(tensor)]
-    if stuck and not inside_operation(None):
-        refuse_stuck(stuck[0])
+    if not is_dynamo_compiling():
+        _dispose(required_tensors(trees, "dispose()"))
+    return given_back(trees)
 
 
 def is_disposed(tensor: Tensor) -> bool:
@@ -184,6 +169,30 @@ def is_disposed(tensor: Tensor) -> bool:
             f"is_disposed() got a {type(tensor).__name__}, which is no tensor. Pass a tensor."
         )
     return _is_disposed(tensor)
+
+
+def _detach(trees: tuple[object, ...], call: str) -> None:
+    tensors = required_tensors(trees, call)
+    for tensor in tensors:
+        check_not_foreign(tensor, call)
+    this_thread().release(tensors)
+
+
+def _dispose(tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        check_not_foreign(tensor, "dispose()")
+    threads, site = this_thread(), user_site()
+    for tensor in tensors:
+        owner = threads.owner_of(tensor)
+        reference = None if owner is None else take(owner._ledger, tensor)
+        if owner is None or reference is None:
+            _dispose_unowned(tensor, threads, Cause(None, None, "dispose", site))
+        else:
+            cause = Cause(owner.label, owner.site, "dispose", site)
+            dispose_all(owner, [(tensor, reference)], cause)
+    stuck = [tensor for tensor in tensors if not _is_disposed(tensor)]
+    if stuck and not inside_operation(None):
+        refuse_stuck(stuck[0])
 
 
 def _dispose_unowned(tensor: Tensor, threads: ThreadScopes, cause: Cause) -> None:

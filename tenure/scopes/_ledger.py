@@ -10,6 +10,8 @@ import weakref
 
 from torch import Tensor
 
+from tenure._sited import SitedRef
+
 from ._sites import Site, SiteStack
 
 Reference = weakref.ref[Tensor]
@@ -60,4 +62,4 @@ def prune(ledger: Ledger) -> None:
 
 def site_of(reference: Reference) -> Site | SiteStack | None:
     """Where the tensor behind ``reference`` was made, if that was captured."""
-    return getattr(reference, "site", None)
+    return reference.site if type(reference) is SitedRef else None

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tenure._errors import ScopeUsageError
 
+from ._callers import outside_of_mode
 from ._sites import module_of
 from ._trees import tensors_in
 
@@ -52,10 +53,13 @@ def copies_library_object(frame: FrameType | None) -> bool:
 
     Its buffers are copied past every hook of torch; the object being copied tells whose they are.
     """
-    while frame is not None and module_of(frame) in _COPYING:
-        if isinstance(frame.f_locals.get("x"), nn.Module | Optimizer):
+    while frame is not None:
+        if module_of(frame) not in _COPYING:
+            frame = outside_of_mode(frame)
+        elif isinstance(frame.f_locals.get("x"), nn.Module | Optimizer):
             return True
-        frame = frame.f_back
+        else:
+            frame = frame.f_back
     return False
 
 

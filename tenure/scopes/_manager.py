@@ -7,7 +7,7 @@ two states of the world: with it and without it. The handler is the hot path of 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from tenure._sited import SitedRef
 from tenure._torch_dynamo import never_compiled
 
+from ._callers import maker_of
 from ._library import copies_library_object, is_library_code
 from ._newness import DEEPCOPY, SOLE, flat_tensors, is_new, is_parameter, new_among
 from ._sites import capture_site, module_of
@@ -34,6 +35,9 @@ current: ContextVar[Block | None] = ContextVar("tenure_current_scope", default=N
 """The scope that the running code is in; it may be closed by now, or belong to another thread."""
 get_current = current.get
 
+_SEQUENCES = (tuple, list)
+_SOLE_IN_CONTAINER = SOLE + 1 if SOLE else 0
+_MANY = 4096  # code objects: a program that compiles functions as it runs must not fill the memory
 _WITHOUT_TENSORS = frozenset(
     {
         type(None),
@@ -60,7 +64,9 @@ class Manager(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.created = 0
-        self._caller: CodeType | None = None  # the last code object that proved to be no library's
+        # code that proved to be no library's, by identity: its hash is that of all its constants
+        self._admitted: dict[int, CodeType] = {}
+        self._last: CodeType | None = None  # the newest of them: often the only one that runs
 
     @never_compiled
     def __torch_function__(
@@ -77,14 +83,19 @@ class Manager(TorchFunctionMode):
         if type(out) is Tensor and getrefcount(out) == SOLE:
             scope = get_current()
             if scope is not None and scope._gate is self:
-                if getframe(1).f_code is self._caller or self._admits(getframe(1)):
+                code = getframe(1).f_code
+                if code is self._last or id(code) in self._admitted or self._admits(getframe(1)):
                     self.created += 1
                     scope._ledger[id(out)] = ref(out)
             elif scope is not None:
                 self._enter([out], scope, getframe(1))
         elif type(out) not in _WITHOUT_TENSORS and not _was_given(out, args, kwargs):
             scope = get_current()
-            if scope is not None:
+            if scope is not None and not (
+                isinstance(out, _SEQUENCES)
+                and scope._gate is self
+                and self._enter_sole(out, scope, getframe(1))
+            ):
                 self._enter(
                     _new_of(out, func, (args, kwargs)), scope, getframe(1), func is DEEPCOPY
                 )
@@ -102,9 +113,33 @@ class Manager(TorchFunctionMode):
 
     def _admits(self, frame: FrameType) -> bool:
         """Whether tensors made by the code in ``frame`` belong to the block it runs in."""
-        if is_library_code(module_of(frame), frame.f_code.co_name):
+        code = frame.f_code
+        if id(code) in self._admitted:
+            return True
+        if is_library_code(module_of(frame), code.co_name):
             return False
-        self._caller = frame.f_code
+        maker = maker_of(frame)
+        if maker is not frame:  # what a mode does, it does for whoever called torch
+            return not is_library_code(module_of(maker), maker.f_code.co_name)
+        if len(self._admitted) >= _MANY:
+            self._admitted.clear()
+        self._admitted[id(code)] = self._last = code
+        return True
+
+    def _enter_sole(self, outs: Sequence[Any], scope: Block, frame: FrameType) -> bool:
+        """Enter outputs of which each is held by its container alone, and so is new.
+
+        Returns:
+            False where the long way has to decide; nothing has been entered then.
+        """
+        for out in outs:
+            if type(out) is not Tensor or getrefcount(out) != _SOLE_IN_CONTAINER:
+                return False
+        if self._admits(frame):
+            self.created += len(outs)
+            ledger = scope._ledger
+            for out in outs:
+                ledger[id(out)] = ref(out)
         return True
 
     def _enter(
@@ -117,7 +152,8 @@ class Manager(TorchFunctionMode):
         if copied and copies_library_object(frame):
             return
         self.created += len(tensors)
-        site = capture_site(frame, open_scope.capture) if open_scope.capture else None
+        capture = open_scope.capture
+        site = capture_site(maker_of(frame), capture) if capture else None
         ledger = open_scope._ledger
         for tensor in tensors:
             if site is None:

@@ -16,7 +16,7 @@ from tenure._torch_dynamo import never_compiled
 
 from ._block import Block
 from ._checks import check_not_foreign, check_open, check_target, check_thread
-from ._closing import dispose_all
+from ._closing import disposable, dispose_all
 from ._disposal import is_disposed
 from ._disposed import Cause, refuse
 from ._ledger import alive, enter, owns, take
@@ -177,7 +177,7 @@ class DisposeScope(Block):
         """
         if not is_dynamo_compiling():
             check_open(self, "attach")
-            self._attach(required_tensors(trees, "attach()"))
+            self._attach(required_tensors(trees, "attach()"), "attach()")
         return given_back(trees)
 
     def _move(self, tensors: list[Tensor], target: DisposeScope | None) -> None:
@@ -190,15 +190,17 @@ class DisposeScope(Block):
             else:
                 enter(target._ledger, reference)
 
-    def _attach(self, tensors: list[Tensor]) -> None:
+    def _attach(self, tensors: list[Tensor], call: str) -> None:
         for tensor in tensors:
             if is_disposed(tensor):
-                refuse(tensor, "attach()")
-            check_not_foreign(tensor, "attach()")
+                refuse(tensor, call)
+            check_not_foreign(tensor, call)
         for tensor in tensors:
             owner = self._threads.owner_of(tensor)
             reference = None if owner is None else take(owner._ledger, tensor)
-            enter(self._ledger, reference or self._threads.adopt(tensor))
+            reference = reference or self._threads.adopt(tensor)
+            enter(self._ledger, reference)
+            self._threads.choose(reference)
 
     # --- letting go
 
@@ -242,6 +244,7 @@ class DisposeScope(Block):
             for tensor in alive(self._ledger)
             if id(tensor) not in spared and (reference := take(self._ledger, tensor)) is not None
         ]
+        condemned = disposable(self, condemned)
         dispose_all(self, condemned, Cause(self.label, self.site, call, user_site()))
 
 

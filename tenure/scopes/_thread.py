@@ -17,6 +17,7 @@ from ._deferred import DeferredDisposals
 from ._ledger import Ledger, Reference, enter, n_alive, owns, prune, take
 from ._library import install_hooks
 from ._manager import Manager
+from ._owners import watch_owners
 from ._torch_modes import is_active, push
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class ThreadScopes:
         self.manager = Manager()
         self.open: dict[int, Block] = {}
         self.handed_out: Ledger = {}
+        self.chosen: Ledger = {}  # what was attached by name, and so is let go whoever holds it
         self._next_prune = _SMALL
         self.deferred = DeferredDisposals()
         self.attached = self.detached = self.disposed = self.disposed_outside = 0
@@ -80,14 +82,24 @@ class ThreadScopes:
         """A tensor goes on without an owner."""
         self.detached += 1
         enter(self.handed_out, reference)
-        if len(self.handed_out) >= self._next_prune:
-            prune(self.handed_out)
-            self._next_prune = max(_SMALL, 2 * len(self.handed_out))
+        self._prune()
 
     def adopt(self, tensor: Tensor) -> Reference:
         """A tensor without an owner gets one, which is to enter the reference."""
         self.attached += 1
         return take(self.handed_out, tensor) or ref(tensor)
+
+    def choose(self, reference: Reference) -> None:
+        """A caller named this tensor as one that a scope is to let go."""
+        enter(self.chosen, reference)
+        self._prune()
+
+    def _prune(self) -> None:
+        """Forget the dead, once the books have doubled."""
+        if len(self.handed_out) + len(self.chosen) >= self._next_prune:
+            prune(self.handed_out)
+            prune(self.chosen)
+            self._next_prune = max(_SMALL, 2 * (len(self.handed_out) + len(self.chosen)))
 
     def release(self, tensors: list[Tensor]) -> None:
         """Detach those of ``tensors`` that a scope owns."""
@@ -139,3 +151,4 @@ def foreign_owner_of(tensor: Tensor) -> Block | None:
 @functools.cache
 def _install_hooks_once() -> None:
     install_hooks(lambda tensors: this_thread().release(tensors))
+    watch_owners()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 without_modes = torch._C.DisableTorchFunction
 """A context in which neither modes nor ``__torch_function__`` of subclasses run."""
+_META = torch.device("meta")
 _without_dispatch_modes = torch._C._DisableTorchDispatch
 
 
@@ -35,7 +36,7 @@ def make_empty(cls: type[Tensor], dtype: torch.dtype) -> Tensor:
         cls,
         (0,),
         dtype=dtype,
-        device="meta",
+        device=_META,
         dispatch_sizes_strides_policy="sizes",
         dispatch_device=True,
         dispatch_layout=True,

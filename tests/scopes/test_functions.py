@@ -204,3 +204,38 @@ class TestPackedSequences:
             dispose(packed)
             dispose(packed)
             assert statistics().disposed_in_scope == 4
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda scope, x: move_to(scope, x), "move_to()"),
+        (lambda scope, x: attach_to_scope(x), "attach_to_scope()"),
+        (lambda scope, x: scope.attach(x), "attach()"),
+    ],
+)
+def test_taking_in_a_disposed_tensor_is_refused_in_the_name_of_the_verb(call, name):
+    x = dispose(torch.ones(1))
+    with NewDisposeScope() as scope, pytest.raises(DisposedTensorError) as caught:
+        call(scope, x)
+    assert str(caught.value).startswith(f"{name} got float32[1] on cpu")
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda x: move_to(None, x), "move_to()"),
+        (detach_from_scope, "detach_from_scope()"),
+    ],
+)
+def test_a_tree_without_tensors_is_refused_in_the_name_of_the_verb(call, name):
+    with pytest.raises(ScopeUsageError) as caught:
+        call([])
+    assert str(caught.value).startswith(f"{name} got list [], which holds no tensor")
+
+
+def test_dispose_gives_back_what_it_got():
+    x, tree = torch.ones(1), {"y": torch.ones(2)}
+    assert dispose(x) is x
+    assert dispose(tree) is tree
+    assert dispose(x, tree) == (x, tree)
