@@ -153,7 +153,7 @@ def _planned(model: nn.Module, device: torch.device, max_capacity: int | str) ->
         predicted_s=0.0,
         computes_on_host=True,
     )
-    return Planned(plan, table, pieces, Residency(resident, 0))
+    return Planned(plan, table, pieces, Residency(resident, 0), resident)
 
 
 def _first(pieces: Cut, max_capacity: int | str) -> Iterable[Unit]:

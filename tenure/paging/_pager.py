@@ -103,8 +103,8 @@ class Pager:
             self.engine.saves_buffers = True
         if units:
             self._let_go_of_loose()
-            for unit in units:
-                frame.pages.append(self.engine.acquire(unit))
+            for page in self.engine.acquire_all(units):
+                frame.pages.append(page)
             self.engine.prefetch()
         return True
 

@@ -141,12 +141,14 @@ class Planned:
         table: the model's tensors.
         cut: its units.
         division: of the device's memory.
+        kept: the units that stay, whatever happens.
     """
 
     plan: PagingPlan
     table: TensorTable
     cut: Cut
     division: Residency
+    kept: frozenset[Unit]
 
 
 def plan_paging(
@@ -242,7 +244,7 @@ def make_plan(
         limit_s=max(passing_bytes / link.bytes_per_s, compute_s or 0.0),
         predicted_s=predicted_pass_s(draft.cut, division, link, compute_s or 0.0),
     )
-    return Planned(plan, draft.table, draft.cut, division)
+    return Planned(plan, draft.table, draft.cut, division, draft.kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +254,8 @@ class _Draft:
     Attributes:
         table: its tensors.
         cut: its units.
-        kept: those that must stay.
+        kept: those that must stay: what was asked for, and what no forward brackets, for it may be
+            in use beside any other unit. A mask that the first layer gives out is, to the last.
         whole_bytes: what can't be paged.
     """
 
@@ -269,7 +272,9 @@ class _Draft:
         pieces = cut(model, table, size.fits(table), merge_bytes=merge_bytes, apart=kept)
         inside = table.extents_of(each for module in kept for each in module.modules())
         staying = frozenset(
-            unit for unit in pieces.units if any(extent in inside for extent in unit.extents)
+            unit
+            for unit in pieces.units
+            if unit.is_loose or any(extent in inside for extent in unit.extents)
         )
         return cls(table, pieces, staying, table.whole_bytes)
 

@@ -90,7 +90,8 @@ def acquire(
         undoing.callback(store.close)
         undoing.callback(link.close)
         engine = Engine(link, store, planned.division.ring_bytes, max_ahead)
-        reserved = engine.reserve([u for u in planned.cut.units if u in planned.division.resident])
+        resident = [unit for unit in planned.cut.units if unit in planned.division.resident]
+        reserved = engine.reserve(resident, planned.kept)
         whole = WholeTensors(planned.table.whole, link.device)
         resources = Resources(engine, store, whole, planned.cut.units)
         undoing.callback(resources.close)
