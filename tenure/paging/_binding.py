@@ -7,6 +7,7 @@ in a loop is given what the pager shows in their place; what bypasses these meth
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections.abc import ItemsView, ValuesView
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from ._pager import Pager
 from ._table import HostTensor, TensorTable
+from ._torch_calls import is_saving
 
 _Entries = dict[str, Tensor | None]
 _REGISTRIES = ("_parameters", "_buffers")
@@ -45,7 +47,9 @@ class PagedDict(_Entries):
         return self[name] if name in self else default  # noqa: SIM401  # this is that method
 
     def items(self) -> ItemsView[str, Tensor | None]:  # type: ignore[override]
-        """As of a dictionary, of what is shown."""
+        """As of a dictionary, of what is shown; a state dict is of the host wherever it is made."""
+        if is_saving(sys._getframe(1)) and self._pager.is_inside:
+            return self._saved().items()
         return {name: self._shown(name, entry) for name, entry in super().items()}.items()
 
     def values(self) -> ValuesView[Tensor | None]:  # type: ignore[override]
@@ -61,10 +65,10 @@ class PagedDict(_Entries):
                 shown.copy_(entry)  # type: ignore[arg-type]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Entries:
-        return {name: copy.deepcopy(entry, memo) for name, entry in super().items()}
+        return copy.deepcopy(self._saved(), memo)
 
     def __reduce__(self) -> tuple[type[_Entries], tuple[_Entries]]:
-        return dict, (dict(super().items()),)
+        return dict, (self._saved(),)
 
     def registered(self) -> _Entries:
         """The registered objects themselves; what the forward replaced on the device comes home."""
@@ -72,6 +76,12 @@ class PagedDict(_Entries):
             name: entry if entry is None or name not in self._hosts else _at_home(entry)
             for name, entry in super().items()
         }
+
+    def _saved(self) -> _Entries:
+        """The registered objects with what a forward that runs has written so far."""
+        if self._pager.is_inside:
+            self._pager.save()
+        return dict(super().items())
 
     def _shown(self, name: str, entry: Tensor | None) -> Tensor | None:
         host = self._hosts.get(name)

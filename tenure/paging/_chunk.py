@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from tenure._errors import PagingError
 from tenure._units import parse_bytes
 
+from ._arguments import Arguments, moved
+from ._attached import Attached
 from ._checks import checked_device, checked_model
 from ._engine import Engine
 from ._handle import PagedModel
-from ._hooks import ModuleHooks, moved
+from ._hooks import ModuleHooks
 from ._host_buffers import HostBuffers
 from ._link import Link
 from ._page import in_place_of
@@ -67,13 +69,14 @@ def chunk(
     store = HostBuffers(link.module, pin=True)
     resources = acquire(planned, link, store, [u for u in planned.cut.units if u in resident], 0)
     pager = ChunkPager(resources.engine, resources.whole, planned.table.hosts.values())
-    handle = PagedModel(model, planned.plan, pager, resources)
-    handle.bind(
+    attached = Attached(
+        model,
         planned,
+        pager,
         model.modules(),
         lambda module, units, table, _: ChunkHooks(module, units, table, pager),
     )
-    return handle
+    return PagedModel(model, planned.plan, pager, resources, attached)
 
 
 class ChunkPager(Pager):
@@ -113,17 +116,23 @@ class ChunkHooks(ModuleHooks):
         super().__init__(module, there, table, pager)
 
     def begin(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        entry: str = "forward",
     ) -> tuple[Any, Any] | None:
         """Before the forward."""
         if not self._runs_on_host:
-            return super().begin(module, args, kwargs)
+            return super().begin(module, args, kwargs, entry)
         pager = self._chunk
         if not pager.enter(self._token, self._units, module):
             return None
         pager.on_host += 1
         pager.on_leave(pager.leave_host)
-        return moved((args, kwargs), pager.engine.device.type, _HOST)  # type: ignore[no-any-return]
+        arguments = Arguments((args, kwargs), pager.engine.device.type, _HOST)
+        pager.on_leave(arguments.hand_back)
+        return arguments.given  # type: ignore[no-any-return]
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """After the forward."""

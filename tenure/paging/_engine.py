@@ -167,6 +167,15 @@ class Engine:
             if page.unit in self._idle.free():
                 page.last_use = self._marks(page)
 
+    def save(self) -> None:
+        """Stop the host until what was written so far to units in use is there."""
+        for page in [page for page in self._pages.values() if page.users]:
+            changed = page.written(with_buffers=self.saves_buffers)
+            if changed:
+                self._write_back(page, changed)
+        for event in self._unread:
+            self._link.let_host(event)
+
     def prefetch(self) -> None:
         """Let go of pages that are not wanted soon, and fetch those that are."""
         wanted = self._wanted()

@@ -7,7 +7,7 @@ way the block ended, puts everything back.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,7 +19,7 @@ from tenure._errors import PagingError
 from tenure._shrinking import register_shrinkable, unregister_shrinkable
 from tenure._units import format_bytes
 
-from ._binding import Binding
+from ._attached import Attached
 from ._checks import (
     check_host,
     check_inference,
@@ -28,6 +28,7 @@ from ._checks import (
     checked_prefetch,
 )
 from ._disk_link import DiskLink
+from ._entry_points import Method, checked_methods
 from ._file_store import FileStore, SpillStore
 from ._hooks import ModuleHooks
 from ._host_buffers import HostBuffers, HostStore
@@ -38,10 +39,7 @@ from ._plan import PagingPlan, Planned, make_plan, speed_of
 from ._report import PagingReport, make_report
 from ._resources import Resources, acquire
 from ._spill import checked_folder
-from ._table import HostTensor, TensorTable
-from ._units import Unit, hookable
-
-Hook = Callable[[nn.Module, list[Unit], TensorTable, Pager], ModuleHooks]
+from ._units import hookable
 
 
 class PagedModel:
@@ -53,7 +51,12 @@ class PagedModel:
     """
 
     def __init__(
-        self, model: nn.Module, plan: PagingPlan, pager: Pager, resources: Resources
+        self,
+        model: nn.Module,
+        plan: PagingPlan,
+        pager: Pager,
+        resources: Resources,
+        attached: Attached,
     ) -> None:
         self.model = model
         self.plan = plan
@@ -61,8 +64,7 @@ class PagedModel:
         self._resources = resources
         resources.serve(model)
         weakref.finalize(pager, resources.close).atexit = False
-        self._hooks: list[ModuleHooks] = []
-        self._bindings: list[Binding] = []
+        self._attached = attached
 
     @property
     def closed(self) -> bool:
@@ -73,23 +75,6 @@ class PagedModel:
         """Call the model."""
         return self.model(*args, **kwargs)
 
-    def bind(self, planned: Planned, modules: Iterable[nn.Module], hook: Hook) -> None:
-        """Let the model's modules show what the pager shows.
-
-        Args:
-            planned: the plan.
-            modules: those that may be given hooks.
-            hook: gives a module its hooks.
-        """
-        table, needs = planned.table, planned.cut.needs
-        for module in modules:
-            units = needs.get(module) or _bracketed(table.direct[module])
-            if units or table.direct[module] or module is self.model:
-                self._hooks.append(hook(module, units, table, self._pager))
-        for module, hosts in table.direct.items():
-            if hosts:
-                self._bindings.append(Binding(module, table, self._pager))
-
     def unpage(self) -> None:
         """End the paging; the model is on the host again, unchanged. Nothing the second time.
 
@@ -97,10 +82,7 @@ class PagedModel:
         """
         unregister_shrinkable(self._pager)
         with self._pager.closing():
-            while self._hooks:
-                self._hooks.pop().remove()
-            while self._bindings:
-                self._bindings.pop().undo()
+            self._attached.undo()
             self._resources.close()
 
     def report(self) -> PagingReport:
@@ -149,6 +131,7 @@ def page(
     host: str | Path = "pinned",
     keep: Iterable[str] = (),
     prefetch: str | int = "auto",
+    methods: Iterable[str] = (),
     training: bool = False,
 ) -> PagedModel:
     """Run a model on a device that can't hold it: its weights stay on the host and pass through.
@@ -169,6 +152,9 @@ def page(
             and their file goes with the model.
         keep: names of modules whose weights stay on the device.
         prefetch: how many parts are fetched ahead at most; ``"auto"`` for as many as fit.
+        methods: names of methods that use weights beside the forward, such as
+            ``("encode", "decode")``, or ``"text.encode"`` of a module inside. Where one of them
+            runs, weights are seen and inputs are moved as in the forward.
         training: must be False.
 
     Returns:
@@ -196,9 +182,10 @@ def page(
     max_ahead = checked_prefetch(prefetch)
     chosen = checked_device(device, from_disk=isinstance(host, Path))
     checked_model(model)
+    entries = checked_methods(model, methods)
     planned = make_plan(model, chosen, max_layer_size, budget, keep, speed_of(host))
     link, store = _ways_to(chosen, host, planned)
-    return carry_out(model, planned, link, store, max_ahead)
+    return carry_out(model, planned, link, store, max_ahead, entries)
 
 
 def file_link(planned: Planned, device: torch.device, store: FileStore) -> Link:
@@ -210,13 +197,18 @@ def file_link(planned: Planned, device: torch.device, store: FileStore) -> Link:
 
 
 def carry_out(
-    model: nn.Module, planned: Planned, link: Link, store: HostStore, max_ahead: int | None
+    model: nn.Module,
+    planned: Planned,
+    link: Link,
+    store: HostStore,
+    max_ahead: int | None,
+    methods: Iterable[Method] = (),
 ) -> PagedModel:
     """Page a model by a plan."""
     resources = acquire(planned, link, store, planned.cut.units, max_ahead)
     pager = Pager(resources.engine, resources.whole, planned.table.hosts.values())
-    handle = PagedModel(model, planned.plan, pager, resources)
-    handle.bind(planned, hookable(model), ModuleHooks)
+    attached = Attached(model, planned, pager, hookable(model), ModuleHooks, methods)
+    handle = PagedModel(model, planned.plan, pager, resources, attached)
     register_shrinkable(pager)
     return handle
 
@@ -228,9 +220,3 @@ def _ways_to(device: torch.device, host: str | Path, planned: Planned) -> tuple[
         return file_link(planned, device, files), files
     link = Link(device)
     return link, HostBuffers(link.module, pin=host == "pinned")
-
-
-def _bracketed(hosts: list[HostTensor]) -> list[Unit]:
-    """The units of a module's own tensors that its forward may hold until it ends."""
-    units = dict.fromkeys(host.unit for host in hosts)
-    return [unit for unit in units if unit is not None and not unit.is_loose]

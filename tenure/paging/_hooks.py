@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
+from torch import nn
 
+from ._arguments import Arguments
 from ._pager import Pager
 from ._table import HostTensor, TensorTable
 from ._units import Unit
@@ -44,16 +44,21 @@ class ModuleHooks:
         )
 
     def begin(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        entry: str = "forward",
     ) -> tuple[Any, Any] | None:
         """Before the forward: the outermost one gets its inputs on the device."""
-        if not self._pager.enter(self._token, self._units, module):
+        if not self._pager.enter(self._token, self._units, module, entry):
             return None
         self._attributes.show(module)
         if not self._pager.is_outermost:
             return None
-        device = self._pager.engine.device
-        return moved((args, kwargs), "cpu", device)  # type: ignore[no-any-return]
+        arguments = Arguments((args, kwargs), "cpu", self._pager.engine.device)
+        self._pager.on_leave(arguments.leaving(getattr(module, entry)))
+        return arguments.given  # type: ignore[no-any-return]
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """After the forward, also one that raised."""
@@ -136,26 +141,3 @@ def _held_by(value: Any) -> Iterator[object]:
             yield from _held_by(each)
     else:
         yield value
-
-
-def moved(tree: Any, source: str, device: torch.device) -> Any:
-    """A tree of arguments with its tensors on a device; other objects stay as they are.
-
-    Args:
-        tree: tensors in lists, tuples, named tuples and dictionaries, of exactly these types.
-        source: the type of device to take them from.
-        device: where to.
-    """
-    if isinstance(tree, Tensor):
-        return tree.to(device) if tree.device.type == source else tree
-    if isinstance(tree, PackedSequence):
-        packed: Any = tree  # its method takes what a tensor's takes
-        return packed.to(device) if tree.data.device.type == source else tree
-    if type(tree) in (list, tuple):
-        return type(tree)(moved(each, source, device) for each in tree)
-    if type(tree) is dict:
-        return {key: moved(each, source, device) for key, each in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        named: Any = tree
-        return named._make(moved(each, source, device) for each in tree)
-    return tree

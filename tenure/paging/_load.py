@@ -10,6 +10,7 @@ from torch import nn
 
 from ._checkpoint import open_checkpoint
 from ._checks import checked_device, checked_model, checked_prefetch
+from ._entry_points import checked_methods
 from ._file_store import FileStore
 from ._given import given
 from ._handle import PagedModel, carry_out, file_link
@@ -25,6 +26,7 @@ def load_paged(
     budget: int | str | None = None,
     keep: Iterable[str] = (),
     prefetch: str | int = "auto",
+    methods: Iterable[str] = (),
 ) -> PagedModel:
     """Run a model whose weights stay in safetensors files and pass through memory as they are used.
 
@@ -42,6 +44,7 @@ def load_paged(
         budget: the bytes that weights may take where the model computes; as of ``page``.
         keep: as of ``page``.
         prefetch: as of ``page``.
+        methods: as of ``page``.
 
     Returns:
         The handle, as of ``page``. After ``unpage()`` the parameters still lie over the files.
@@ -67,12 +70,14 @@ def load_paged(
     max_ahead = checked_prefetch(prefetch)
     chosen = checked_device(device, from_disk=True)
     checked_model(model, has_values=False)
+    entries = checked_methods(model, methods)
     checkpoint = open_checkpoint(weights)
     try:
         with given(model, checkpoint):
             planned = make_plan(model, chosen, max_layer_size, budget, keep, DISK)
             store = FileStore(checkpoint.files)
-            return carry_out(model, planned, file_link(planned, chosen, store), store, max_ahead)
+            link = file_link(planned, chosen, store)
+            return carry_out(model, planned, link, store, max_ahead, entries)
     except BaseException:
         checkpoint.close()
         raise

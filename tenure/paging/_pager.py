@@ -11,21 +11,23 @@ from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import RLock, get_ident
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tenure._errors import PagingError
+from tenure._errors import PagingError, PagingWarning
 from tenure._torch_dynamo import never_compiled
+from tenure._warn import warn_user
 
+from ._door import Door, name_of, place_of, waits_for_us
 from ._engine import Engine
 from ._page import Page
 from ._table import HostTensor
+from ._torch_calls import calls_of, is_running
 from ._units import Unit
 from ._whole import WholeTensors
 
-_CALL = nn.Module._call_impl.__code__
+_LOOKS_UNTIL_A_WARNING = 4
 
 
 @dataclass(eq=False, slots=True)
@@ -36,13 +38,38 @@ class _Frame:
         token: what tells its module from others.
         handled: the exception that was being handled when it began.
         pages: what it uses.
-        restore: puts back what was changed for it.
+        restores: put back what was changed for it, the last first.
     """
 
     token: object
     handled: BaseException | None
     pages: list[Page] = field(default_factory=list)
-    restore: Callable[[], object] | None = None
+    restores: list[Callable[[], object]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Inside:
+    """Who is inside.
+
+    Attributes:
+        thread: its id.
+        name: of the class of the outermost module.
+        call: the call of that module; None if it is compiled.
+    """
+
+    thread: int
+    name: str
+    call: int | None
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether a KeyboardInterrupt has ended the outermost forward: torch tells no hook then."""
+        if self.call is None:
+            return False
+        # no variable of this frame may be a frame: it would keep all tensors of the stack
+        if self.thread == get_ident():
+            return not is_running(self.call, sys._getframe())
+        return not is_running(self.call, sys._current_frames().get(self.thread))
 
 
 class Pager:
@@ -58,47 +85,52 @@ class Pager:
         self.engine = engine
         self._whole = whole
         self._hosts = hosts
-        self._door = RLock()
-        self._thread: int | None = None
+        self._door = Door()
+        self._leaving = RLock()  # whoever leaves for an interrupted forward: its thread or another
+        self._inside: _Inside | None = None
         self._frames: list[_Frame] = []
         self._loose: list[Page] = []
         self._closed = False
-        self._call: int | None = None
 
     @property
     def is_inside(self) -> bool:
         """Whether a forward of the model runs on this thread."""
-        return self._thread == get_ident()
+        inside = self._inside
+        return inside is not None and inside.thread == get_ident()
 
     @property
     def is_outermost(self) -> bool:
         """Whether the forward that began last is the only one."""
         return len(self._frames) == 1
 
-    def enter(self, token: object, units: list[Unit], module: nn.Module) -> bool:
+    def enter(
+        self, token: object, units: list[Unit], module: nn.Module, entry: str = "forward"
+    ) -> bool:
         """A forward begins: bring its units.
 
         Args:
             token: what tells this module from others.
             units: what its forward needs.
             module: the module.
+            entry: its method that was called; each has an order of use of its own.
 
         Returns:
             Whether it did; not where the model was unpaged while this thread waited at the door.
 
         Raises:
-            PagingError: it would train, or there is no room for what it needs.
+            PagingError: it would train, or there is no room for what it needs, or the thread that
+                is inside waits for this one.
         """
         self._leave_interrupted()
         self._abandon_interrupted(token, module)
-        self._door.acquire()
+        self._door.acquire(self._look)
         if self._closed:
             self._door.release()
             return False
         frame = _Frame(token, sys.exception())
         self._frames.append(frame)
         if self.is_outermost:
-            self._begin(module, (token, module.training, torch.is_grad_enabled()))
+            self._begin(module, (token, entry, module.training, torch.is_grad_enabled()))
         if module.training:
             self.engine.saves_buffers = True
         if units:
@@ -110,7 +142,7 @@ class Pager:
 
     def on_leave(self, restore: Callable[[], object]) -> None:
         """Have something put back when the forward that began last ends."""
-        self._frames[-1].restore = restore
+        self._frames[-1].restores.append(restore)
 
     def leave(self, token: object) -> None:
         """A forward ends: let go of what it used, and of what was interrupted inside it."""
@@ -136,21 +168,29 @@ class Pager:
             self.engine.prefetch()
         return page.shown(host)
 
+    def save(self) -> None:
+        """Have on the host what the forward that runs has written so far."""
+        self.engine.save()
+        self._whole.save()
+
     @contextmanager
     def closing(self) -> Iterator[None]:
         """A block that no other thread is inside in; when it begins, this thread leaves as well.
 
         Who waits at the door meanwhile finds the model unpaged, and runs it as it is then.
         """
-        with self._door:
+        self._door.acquire(self._look)
+        try:
             self._closed = True
             self._abandon()
             yield
+        finally:
+            self._door.release()
 
     def shrink(self, device: str | None, n_bytes: int | None) -> int:
         """Give device memory back: units that stayed pass from now on. See `Shrinkable`."""
         ours = self.engine.device
-        if device not in (None, ours.type, str(ours)) or not self._door.acquire(blocking=False):
+        if device not in (None, ours.type, str(ours)) or not self._door.try_acquire():
             return 0
         try:
             return self.engine.give_back(
@@ -160,8 +200,7 @@ class Pager:
             self._door.release()
 
     def _begin(self, module: nn.Module, kind: Hashable) -> None:
-        self._thread = get_ident()
-        self._call = next(_calls_of(module), None)
+        self._inside = _Inside(get_ident(), type(module).__name__, next(calls_of(module), None))
         self._loose.clear()
         engine = self.engine
         engine.begin()
@@ -188,8 +227,8 @@ class Pager:
     def _pop(self, *, is_end: bool) -> object:
         frame = self._frames.pop()
         try:
-            if frame.restore is not None:
-                frame.restore()
+            while frame.restores:
+                frame.restores.pop()()
             for page in frame.pages:
                 self.engine.release(page)
             if not self._frames:
@@ -198,14 +237,14 @@ class Pager:
                 self.engine.prefetch()
         finally:
             if not self._frames:
-                self._thread = None  # also where the end was not reached
+                self._inside = None  # also where the end was not reached
             self._door.release()
         return frame.token
 
     def _end(self, *, completed: bool) -> None:
         engine = self.engine
         self._let_go_of_loose(held_too=True)
-        self._thread = None
+        self._inside = None
         engine.order.end(completed=completed)
         engine.meter.end()
         engine.prefetch()
@@ -229,35 +268,51 @@ class Pager:
 
     def _leave_interrupted(self) -> None:
         """Leave all forwards where a KeyboardInterrupt has ended the outermost one."""
-        if self.is_inside and self._call is not None and not _is_running(self._call):
-            self._abandon()
+        inside = self._inside
+        if inside is not None and inside.thread == get_ident() and inside.was_interrupted:
+            with self._leaving:
+                if self._inside is inside:
+                    self._abandon()
+
+    def _leave_for(self, gone: _Inside) -> None:
+        """The same for another thread, which may never come back to the model."""
+        with self._leaving:
+            if self._inside is gone:
+                self._door.seize(len(self._frames))
+                self._inside = _Inside(get_ident(), gone.name, None)
+                self._abandon()
+
+    def _look(self, n_looks: int) -> None:
+        """Look who is inside, where this thread waits at the door."""
+        inside = self._inside
+        if inside is None:
+            return
+        if inside.was_interrupted:
+            self._leave_for(inside)
+        elif waits_for_us(inside.thread):
+            raise PagingError(
+                f"{_told(inside)}, waits there for this thread, which called a part of the model: "
+                "one thread at a time can be inside a paged model, and neither would ever go on. "
+                "That call did not run. Call the parts on the thread of the forward, or unpage()."
+            )
+        elif n_looks == _LOOKS_UNTIL_A_WARNING:
+            warn_user(
+                f"{_told(inside)}, and this thread waits until that ends: one thread at a time can "
+                "be inside a paged model. If it waits for this one, neither will ever go on.",
+                PagingWarning,
+            )
 
     def _abandon_interrupted(self, token: object, module: nn.Module) -> None:
         """Leave forwards that a KeyboardInterrupt has ended: torch tells no hook of those."""
         if not self.is_inside or all(frame.token is not token for frame in self._frames):
             return
         n_expected = sum(frame.token is token for frame in self._frames)
-        if sum(1 for _ in _calls_of(module)) <= n_expected:  # this call has no frame of ours yet
+        if sum(1 for _ in calls_of(module)) <= n_expected:  # this call has no frame of ours yet
             while self._pop(is_end=False) is not token:
                 pass
             self._abandon_interrupted(token, module)
 
 
-def _calls_of(module: nn.Module) -> Iterator[int]:
-    """The calls of a module on this thread's stack, the innermost first; none if it is compiled.
-
-    By the ids of their frames, for a frame that is held holds its tensors.
-    """
-    frame: Any = sys._getframe()
-    while frame is not None:
-        if frame.f_code is _CALL and frame.f_locals.get("self") is module:
-            yield id(frame)
-        frame = frame.f_back
-
-
-def _is_running(call: int) -> bool:
-    """Whether a call, by the id of its frame, is on this thread's stack."""
-    frame: Any = sys._getframe()
-    while frame is not None and not (id(frame) == call and frame.f_code is _CALL):
-        frame = frame.f_back
-    return frame is not None
+def _told(inside: _Inside) -> str:
+    thread = inside.thread
+    return f"{inside.name} is paged and runs on thread {name_of(thread)!r}{place_of(thread)}"

@@ -29,7 +29,7 @@ def test_a_thread_that_waited_at_the_door_while_the_model_was_unpaged_runs_it_pl
         with torch.no_grad():
             outputs.extend(model(x) for _ in range(2))
 
-    with door:
+    with door._lock:
         thread = threading.Thread(target=call)
         thread.start()
         thread.join(0.1)  # by then it waits

@@ -30,6 +30,10 @@ def on_device_whole(sim, model, *args):
     return copy.deepcopy(model).to(sim.device)(*(arg.to(sim.device) for arg in args)).cpu()
 
 
+def whole_on(sim, model):
+    return copy.deepcopy(model).to(sim.device)
+
+
 def test_the_model_its_modules_and_its_parameters_stay_the_same_objects(sim, model, x):
     before = [model, *model.modules(), *model.parameters()]
     names = [name for name, _ in model.named_parameters()]
@@ -124,6 +128,44 @@ def test_a_state_dict_has_the_values_and_saves_each_tensor_alone(sim, model, x):
         file = io.BytesIO()
         torch.save(model[0].bias, file)
         assert len(file.getvalue()) < 3000
+
+
+class Saving(nn.Module):
+    """Takes a state dict in the middle of its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+        self.register_buffer("seen", torch.zeros(WIDTH))
+        self.rest = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.states = []
+
+    def forward(self, x):
+        self.seen += 1
+        x = self.first(x)
+        copied = copy.deepcopy(self)
+        self.states = [self.state_dict(), self.state_dict(keep_vars=True), copied]
+        self.seen += 1
+        return self.rest(x)
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_a_state_dict_in_the_middle_of_a_forward_is_the_hosts(sim, x, is_training):
+    torch.manual_seed(0)
+    model = Saving().train(is_training)
+    plain = whole_on(sim, model)
+    with paged(sim, model, 60):
+        outside = dict(model.state_dict(keep_vars=True))
+        for _ in range(2):
+            expected = plain(x.to(sim.device))
+            in_time = plain.states[2].state_dict()
+            assert torch.equal(model(x), expected)
+            state, kept, copied = model.states
+            assert all(kept[name] is each for name, each in outside.items())
+            assert all(each.data_ptr() == outside[name].data_ptr() for name, each in state.items())
+            for name, each in copied.state_dict().items():
+                torch.testing.assert_close(each, in_time[name].cpu(), rtol=0, atol=0)
+            assert model.seen.eq(plain.seen.cpu()).all()
 
 
 def test_a_loaded_state_dict_is_what_the_next_pass_uses(sim, model, x):

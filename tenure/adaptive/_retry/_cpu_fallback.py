@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tenure._replaced import Survey, entries_of, is_mutable, set_entries
 from tenure._torch_versions import version_of, write_back
 
 from ._cpu_copies import cpu_copies_of, shows_one_memory
-from ._replaced import Survey, entries_of, is_mutable, set_entries
 
 _CPU = torch.device("cpu")
 

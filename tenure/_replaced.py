@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import defaultdict, deque
+from collections import UserDict, defaultdict, deque
 from collections.abc import Callable, Container
 from typing import Any
 
@@ -16,15 +16,18 @@ from torch import Tensor, nn
 
 from tenure._torch_pytree import parts_of
 
+_MAPPINGS = (dict, UserDict)
+_SEQUENCES = (list, deque)
+
 
 def is_mutable(node: object) -> bool:
     """Whether a container can be written to: a mapping, a list, a dataclass that is no module."""
-    return isinstance(node, dict | list | deque) or _is_dataclass(node)
+    return isinstance(node, (*_MAPPINGS, *_SEQUENCES)) or _is_dataclass(node)
 
 
 def entries_of(node: Any) -> dict[Any, Any]:
     """What a container that can be written to holds, by key, by index or by attribute."""
-    if isinstance(node, dict):
+    if isinstance(node, _MAPPINGS):
         return dict(node.items())  # a subclass may show others than it stores
     if isinstance(node, list | deque):
         return dict(enumerate(node))
@@ -41,7 +44,7 @@ def set_entries(node: Any, entries: dict[Any, Any]) -> None:
             node.clear()
             node.extend(others)
         return
-    is_mapping = isinstance(node, dict)
+    is_mapping = isinstance(node, _MAPPINGS)
     for key in [key for key in before if key not in entries]:
         node.__delitem__(key) if is_mapping else object.__delattr__(node, key)
     for key, entry in entries.items():
@@ -55,12 +58,18 @@ class Survey:
     Args:
         tree: any object, cyclic or not.
         known: the ids of objects to look no further into.
+        is_leaf: says of a container that it is none.
 
     Attributes:
         nodes: the objects by id, in the order in which a reader meets them.
     """
 
-    def __init__(self, tree: Any, known: Container[int] = ()) -> None:
+    def __init__(
+        self,
+        tree: Any,
+        known: Container[int] = (),
+        is_leaf: Callable[[object], bool] = lambda node: False,
+    ) -> None:
         self._tree = tree
         self.nodes: dict[int, Any] = {}
         self._parts: dict[int, tuple[list[Any], Callable[[list[Any]], Any]]] = {}
@@ -71,7 +80,7 @@ class Survey:
             if id(node) in self.nodes:
                 continue
             self.nodes[id(node)] = node
-            parts = None if id(node) in known else _parts_of(node)
+            parts = None if id(node) in known or is_leaf(node) else _parts_of(node)
             if parts is not None:
                 self._parts[id(node)] = parts  # kept: a container may make its children anew
                 for child in parts[0]:
@@ -112,14 +121,13 @@ def _parts_of(node: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
         return list(entries_of(node).values()), type(node)
     if isinstance(node, tuple):
         kind: Any = type(node)
-        return list(
-            node
-        ), lambda others: kind(*others) if hasattr(kind, "_fields") else kind(others)
+        is_named = hasattr(kind, "_fields")
+        return list(node), lambda others: kind(*others) if is_named else kind(others)
     return parts_of(node)
 
 
 def _set(node: Any, key: Any, entry: Any) -> None:
-    if isinstance(node, dict | list | deque):
+    if isinstance(node, (*_MAPPINGS, *_SEQUENCES)):
         node[key] = entry
     else:
         object.__setattr__(node, key, entry)  # a frozen dataclass refuses its own

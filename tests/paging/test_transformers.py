@@ -1,0 +1,98 @@
+"""Models of transformers, paged from memory and from disk: they generate what they do whole."""
+
+import pytest
+import torch
+import transformers
+from transformers import (
+    BartConfig,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    T5Config,
+    WhisperConfig,
+)
+
+from tenure.paging import PagingError, page, plan_paging
+
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
+_SMALL = {"vocab_size": 60, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_CODER = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "decoder_start_token_id": 1,
+}
+_DECODER = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+MODELS = {
+    "T5ForConditionalGeneration": lambda: T5Config(
+        **_SMALL, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0
+    ),
+    "BartForConditionalGeneration": lambda: BartConfig(
+        **_SMALL, **_CODER, max_position_embeddings=32
+    ),
+    "WhisperForConditionalGeneration": lambda: WhisperConfig(
+        **_SMALL,
+        **_CODER,
+        num_mel_bins=8,
+        max_source_positions=20,
+        max_target_positions=30,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    ),
+    "GPT2LMHeadModel": lambda: GPT2Config(**_SMALL, n_embd=32, n_layer=2, n_head=4, n_positions=32),
+    "LlamaForCausalLM": lambda: LlamaConfig(**_SMALL, **_DECODER),
+    "MixtralForCausalLM": lambda: MixtralConfig(
+        **_SMALL, **_DECODER, num_local_experts=4, experts_implementation="eager"
+    ),
+}
+
+
+def build(name):
+    torch.manual_seed(0)
+    return getattr(transformers, name)(MODELS[name]()).eval()
+
+
+def inputs_of(name):
+    torch.manual_seed(1)
+    if name.startswith("Whisper"):
+        return {"input_features": torch.randn(2, 8, 40)}
+    tokens = torch.randint(3, 60, (2, 7))
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+
+
+def least_budget(model, device, host):
+    weight_bytes = plan_paging(model, device, host=host).weight_bytes
+    try:
+        plan_paging(model, device, budget=weight_bytes // 2, host=host)
+    except PagingError as error:
+        return error.minimum_bytes
+    return weight_bytes // 2
+
+
+# transformers takes the model to be where its parameters are outside of the forward
+@pytest.mark.filterwarnings("ignore:You are calling .generate")
+@pytest.mark.parametrize("is_on_disk", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_generate_with_inputs_on_the_host_and_on_the_device(sim, name, is_on_disk, tmp_path):
+    model, inputs = build(name), inputs_of(name)
+    options = {"max_new_tokens": 3, "do_sample": False}
+    if name.startswith(("T5", "Bart")):
+        options["num_beams"] = 2
+    expected = model.generate(**inputs, **options)
+    host = tmp_path if is_on_disk else "pinned"
+    budget_bytes = least_budget(model, sim.device, host) + 8192
+    with page(model, sim.device, budget=budget_bytes, host=host):
+        for device in ("cpu", sim.device):
+            there = {key: each.to(device) for key, each in inputs.items()}
+            assert torch.equal(model.generate(**there, **options).cpu(), expected)
