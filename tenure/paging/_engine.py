@@ -16,12 +16,12 @@ from torch import Tensor
 
 from tenure._errors import PagingError
 from tenure._named_tensors import NamedTensor
-from tenure._units import format_bytes
 
 from ._host_buffers import HostStore
 from ._idle import IdlePages
 from ._link import Link
 from ._meter import Meter
+from ._no_room import refuse
 from ._order import AccessOrder
 from ._page import RESIDENT, Page
 from ._ring import ByteRing, Fences
@@ -58,6 +58,7 @@ class Engine:
         self._pages: dict[Unit, Page] = {}
         self._idle = IdlePages()
         self._kept: frozenset[Unit] = frozenset()
+        self._beside_bytes = 0
         self._ring = ByteRing(ring_bytes)
         self._fences: Fences[object] = Fences()
         self._arena = self._allocate(ring_bytes)
@@ -91,9 +92,17 @@ class Engine:
         """Host memory that holds the weights."""
         return self._store.host_bytes
 
-    def reserve(self, units: list[Unit], kept: frozenset[Unit]) -> dict[Unit, Tensor]:
-        """Allocate memory for units that are to stay, some of them whatever happens."""
-        self._kept = kept
+    def reserve(
+        self, units: list[Unit], kept: frozenset[Unit], beside_bytes: int
+    ) -> dict[Unit, Tensor]:
+        """Allocate memory for units that are to stay.
+
+        Args:
+            units: those.
+            kept: units that stay whatever happens.
+            beside_bytes: what else of the budget is taken, for who names budgets.
+        """
+        self._kept, self._beside_bytes = kept, beside_bytes
         return {unit: self._allocate(unit.n_bytes) for unit in units}
 
     def settle_in(self, reserved: dict[Unit, Tensor]) -> None:
@@ -147,6 +156,11 @@ class Engine:
         """Whether a unit stays on the device."""
         page = self._pages.get(unit)
         return page is not None and page.is_resident
+
+    def lent_storages(self) -> set[int]:
+        """The ids of the storages of all tensors that are shown, as ``_cdata``."""
+        pages = self._pages.values()
+        return {storage._cdata for page in pages for storage in page.storages}
 
     def page_in_use(self, unit: Unit) -> Page | None:
         """The page of a unit that is acquired now."""
@@ -418,24 +432,17 @@ class Engine:
         return uses if written is None else [*uses, written]
 
     def _refuse(self, unit: Unit) -> NoReturn:
-        in_use = self._passing()
-        in_use_bytes = _n_bytes(in_use)
-        resident_bytes = _n_bytes(self._pages.values()) - in_use_bytes
-        needed_bytes = in_use_bytes + unit.n_bytes
-        names = ", ".join(repr(page.unit.name) for page in in_use) or "nothing else"
-        held = any(page.is_held() for page in in_use)
-        advice = (
-            "Something holds weights of these beyond their use: a graph of autograd, or a variable "
-            "or view outside of the forward; run under torch.no_grad() and clone what is kept, or "
-            if held
-            else "Its forward uses all of these at once: "
-        )
-        raise PagingError(
-            f"{unit.name!r} ({format_bytes(unit.n_bytes)}) has no room on {self._link.device}: "
-            f"{format_bytes(self._ring.capacity_bytes)} are there for passing units, and "
-            f"{format_bytes(in_use_bytes)} are in use by {names}. {advice}"
-            f"allow a budget of {format_bytes(resident_bytes + needed_bytes)}.",
-            resident_bytes + needed_bytes,
+        ring_bytes, here_bytes = self._ring.capacity_bytes, _memory_bytes(self._resident())
+        leaving_bytes = _memory_bytes(self._leaving())
+        needed_bytes = self._ring.used_bytes + here_bytes - leaving_bytes + unit.n_bytes
+        if needed_bytes <= ring_bytes + here_bytes:  # there is room, but in several places
+            needed_bytes = ring_bytes + here_bytes + unit.n_bytes
+        refuse(
+            unit,
+            self._link.device,
+            ring_bytes,
+            [page for page in self._pages.values() if page.users or page.held()],
+            needed_bytes + self._beside_bytes,
         )
 
 

@@ -1,7 +1,7 @@
 """The passing pages that no forward uses, and which of them something still holds.
 
-Invariant: a page in `free` was held by nothing when it was last looked at. Looking takes time, and so
-only those that were held are looked at again.
+Invariant: a page in `free` was held by nothing when it was last looked at. Looking takes time, and
+so only those that were held are looked at again.
 """
 
 from __future__ import annotations

@@ -89,6 +89,11 @@ class Page:
             or any(is_held(self._shown, host) for host in self._shown)
         )
 
+    def held(self) -> list[str]:
+        """The names of its tensors that something else holds, or what shares their bytes."""
+        names = [host.name for host in self._shown if is_held(self._shown, host)]
+        return names or ([host.name for host in self._shown] if self.is_held() else [])
+
     def stale(self) -> list[HostTensor]:
         """The tensors that may have changed on the host since they were copied."""
         versions = zip(self.unit.tensors, self.host_versions, strict=True)

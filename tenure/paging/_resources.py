@@ -91,7 +91,7 @@ def acquire(
         undoing.callback(link.close)
         engine = Engine(link, store, planned.division.ring_bytes, max_ahead)
         resident = [unit for unit in planned.cut.units if unit in planned.division.resident]
-        reserved = engine.reserve(resident, planned.kept)
+        reserved = engine.reserve(resident, planned.kept, planned.table.whole_bytes)
         whole = WholeTensors(planned.table.whole, link.device)
         resources = Resources(engine, store, whole, planned.cut.units)
         undoing.callback(resources.close)

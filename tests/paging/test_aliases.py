@@ -5,12 +5,11 @@ import copy
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from tenure.paging import PagingError, page, plan_paging
+from tenure import DisposedTensorError, NewDisposeScope
+from tenure.paging import page, plan_paging
 from tests.paging.test_zoo import assert_equal, home
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
@@ -43,7 +42,6 @@ ALIASES = {
     "data": (lambda weight: weight.data, lambda kept: kept),
     "view": (lambda weight: weight.view(-1), lambda kept: kept.view(WIDTH, WIDTH)),
     "rows of data": (lambda weight: list(weight.data), torch.stack),
-    "as_subclass": (lambda weight: weight.detach().as_subclass(Marked), lambda kept: kept),
     "list": (lambda weight: [{"w": (weight.detach(),)}], lambda kept: kept[0]["w"][0]),
     "object": (Kept, lambda kept: kept.weight),
     "closure": (in_a_closure, lambda kept: kept()),
@@ -54,7 +52,9 @@ ALIASES = {
     "dlpack": (lambda weight: to_dlpack(weight.detach()), from_dlpack),
     "expand": (lambda weight: weight.data.expand(2, -1, -1), lambda kept: kept[1]),
 }
+# The simulated device makes no subclasses of tensors that Python has seen.
 HOST_ALIASES = {
+    "as_subclass": (lambda weight: weight.detach().as_subclass(Marked), lambda kept: kept),
     "numpy": (lambda weight: weight.detach().numpy(), torch.from_numpy),
     "memoryview": (
         lambda weight: memoryview(weight.detach().numpy()),
@@ -99,3 +99,80 @@ def test_from_a_disk_what_was_read_of_a_weight_stays_right(name, kib, tmp_path):
     with page(model, "cpu", 1, budget=f"{kib}KiB", host=tmp_path):
         for _ in range(3):
             assert torch.equal(model(x), expected)
+
+
+class Returning(nn.Module):
+    """Gives out what it reads of its weights, in a container of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(16, WIDTH))
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.rest = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+
+    def forward(self, x: Tensor) -> dict[str, object]:
+        table = self.table.data[:8]
+        return {
+            "table": table,
+            "same": [table],
+            "weight": (self.first.weight, self.first.weight.t()),
+            "x": self.rest(self.first(x)),
+            "late": self.rest[5].bias.detach(),
+        }
+
+
+def assert_safe_after(model, x, expected, run_between):
+    """What a pass has returned stays as it was, whatever other passes do."""
+    outputs = []
+    for _ in range(24):
+        outputs.append(model(x))
+        run_between()
+    for output in outputs:
+        assert_equal(home(output), expected)
+
+
+@pytest.mark.parametrize("share", [0.35, 0.5, 1.0])
+def test_from_a_disk_what_a_forward_returns_of_its_weights_stays_right(share, tmp_path):
+    torch.manual_seed(0)
+    model, x = Returning().eval(), torch.randn(3, WIDTH)
+    expected = copy.deepcopy(model(x))
+    plan = plan_paging(model, "cpu", 1, host=tmp_path)
+    budget = max(plan.minimum_bytes, int(plan.weight_bytes * share))
+    with page(model, "cpu", 1, budget=budget, host=tmp_path) as handle:
+        assert_safe_after(model, x, expected, lambda: model.rest(x))
+        output = model(x)
+        assert output["same"][0] is output["table"]
+        output["weight"][0].zero_()
+        handle.unpage()
+    assert_equal(model(x), expected)
+
+
+@pytest.mark.parametrize("name", ALIASES)
+@pytest.mark.parametrize("n_units", [2, 3, 5])
+def test_on_a_device_what_was_read_of_a_weight_stays_right(sim, name, n_units):
+    model, x = early(*ALIASES[name])
+    x = x.to(sim.device)
+    expected = copy.deepcopy(model).to(sim.device)(x)
+    with page(model, sim.device, 1, budget=n_units * UNIT_BYTES):
+        for _ in range(3):
+            assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("share", [0.35, 0.5, 1.0])
+def test_on_a_device_what_a_forward_returns_of_its_weights_stays_right(sim, share):
+    torch.manual_seed(0)
+    model, x = Returning().eval(), torch.randn(3, WIDTH)
+    expected = home(copy.deepcopy(model).to(sim.device)(x.to(sim.device)))
+    plan = plan_paging(model, sim.device, 1)
+    with page(model, sim.device, 1, budget=max(plan.minimum_bytes, int(plan.weight_bytes * share))):
+        assert_safe_after(model, x, expected, lambda: model.rest(x))
+
+
+def test_the_scope_of_the_caller_owns_what_a_forward_returns_of_its_weights(tmp_path):
+    model, x = Returning().eval(), torch.randn(3, WIDTH)
+    with page(model, "cpu", 1, budget="60KiB", host=tmp_path):
+        with NewDisposeScope():
+            table = model(x)["table"]
+        with pytest.raises(DisposedTensorError):
+            table.sum()
+        assert_equal(model(x)["table"], model.table[:8])

@@ -212,7 +212,7 @@ def _lent(storage: torch.UntypedStorage) -> Window:
     address, key = storage.data_ptr(), storage_key(storage)
     for block in list(_blocks.values()):
         low = address - block.buffer.data_ptr()
-        if 0 <= low and low + n_bytes <= block.n_bytes:
+        if low >= 0 and low + n_bytes <= block.n_bytes:
             buffer = host_storage_over(block.buffer, low, n_bytes)
             _windows[key] = Window(block, buffer, low, n_bytes)
             weakref.finalize(storage, _windows.pop, key).atexit = False
