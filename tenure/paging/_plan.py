@@ -37,12 +37,13 @@ from ._residency import (
     smallest,
 )
 from ._table import TensorTable
-from ._units import Cut, Unit, UnitSize, cut
+from ._units import Cut, Unit, UnitSize, cut, sizes_with_own
 
 _MIB = 2**20
 _NEIGHBOURS = 4
 _PARTS = (3, 8, 24)
 """Of a budget: what one unit may take of it. Which is best, a simulated pass of each tells."""
+_MOST_SIZES = 6
 PCIE_4 = LinkSpeed(bytes_per_s=24e9)
 """What a plan assumes where nothing was measured: PCIe 4.0 with 16 lanes."""
 DISK = LinkSpeed(bytes_per_s=2e9, latency_s=100e-6)
@@ -308,7 +309,14 @@ def _unit_sizes(model: nn.Module, budget_bytes: int | None) -> list[UnitSize]:
     if budget_bytes is None:
         weight_bytes = sum(tensor.nbytes for tensor in model.parameters())
         return [UnitSize(min(64 * _MIB, weight_bytes // 16))]
-    return [*(UnitSize(budget_bytes // parts) for parts in _PARTS), UnitSize(0)]
+    large = (UnitSize(n_bytes) for n_bytes in _some(sizes_with_own(model, TensorTable(model))))
+    return [*(UnitSize(budget_bytes // parts) for parts in _PARTS), *large, UnitSize(0)]
+
+
+def _some(sizes: set[int]) -> list[int]:
+    """A few sizes that stand for all: each costs a plan."""
+    every = -(-len(sizes) // _MOST_SIZES) or 1
+    return sorted(sizes)[::-1][::every]
 
 
 def _too_small(model: nn.Module, draft: _Draft, budget_bytes: int | None) -> PagingError:
