@@ -58,7 +58,7 @@ class Engine:
         self._pages: dict[Unit, Page] = {}
         self._idle = IdlePages()
         self._kept: frozenset[Unit] = frozenset()
-        self._beside_bytes = 0
+        self._beside_bytes = self._spare_bytes = 0
         self._ring = ByteRing(ring_bytes)
         self._fences: Fences[object] = Fences()
         self._arena = self._allocate(ring_bytes)
@@ -157,10 +157,9 @@ class Engine:
         page = self._pages.get(unit)
         return page is not None and page.is_resident
 
-    def lent_storages(self) -> set[int]:
-        """The ids of the storages of all tensors that are shown, as ``_cdata``."""
-        pages = self._pages.values()
-        return {storage._cdata for page in pages for storage in page.storages}
+    def pages(self) -> list[Page]:
+        """The units that are on the device."""
+        return list(self._pages.values())
 
     def page_in_use(self, unit: Unit) -> Page | None:
         """The page of a unit that is acquired now."""
@@ -408,10 +407,11 @@ class Engine:
             page = min(large, key=lambda p: (p.memory.nbytes, -soon.get(p.unit, len(soon))))
             del self._pages[page.unit]
             return page.memory, self._uses_of(page)
-        if _memory_bytes(leaving) < unit.n_bytes:
+        if self._spare_bytes + _memory_bytes(leaving) < unit.n_bytes:
             self._refuse(unit)
         leaving.sort(key=lambda page: -page.memory.nbytes)
-        self._let_go(_first(leaving, unit.n_bytes))
+        self._spare_bytes += self._let_go(_first(leaving, unit.n_bytes - self._spare_bytes))
+        self._spare_bytes -= unit.n_bytes
         del leaving, large  # what they list is to be free before as much is allocated
         return self._allocate(unit.n_bytes), []
 
@@ -435,8 +435,9 @@ class Engine:
         ring_bytes, here_bytes = self._ring.capacity_bytes, _memory_bytes(self._resident())
         leaving_bytes = _memory_bytes(self._leaving())
         needed_bytes = self._ring.used_bytes + here_bytes - leaving_bytes + unit.n_bytes
-        if needed_bytes <= ring_bytes + here_bytes:  # there is room, but in several places
-            needed_bytes = ring_bytes + here_bytes + unit.n_bytes
+        whole_bytes = ring_bytes + here_bytes + self._spare_bytes
+        if needed_bytes <= whole_bytes:  # there is room, but in several places
+            needed_bytes = whole_bytes + unit.n_bytes
         refuse(
             unit,
             self._link.device,

@@ -62,7 +62,7 @@ class ModuleHooks:
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """After the forward, also one that raised; its output, if that must be another one."""
-        safe = self._pager.apart(output)
+        safe = self._pager.apart(self._token, output)
         self._pager.leave(self._token)
         return None if safe is output else safe
 

@@ -147,11 +147,18 @@ class Pager:
         """Have something put back when the forward that began last ends."""
         self._frames[-1].restores.append(restore)
 
-    def apart(self, output: Any) -> Any:
-        """What the outermost forward returns, with copies of what lies in memory of pages."""
-        if not self.is_inside or not self.is_outermost:
+    def apart(self, token: object, output: Any) -> Any:
+        """What a forward returns, with copies of what lies in memory that others need.
+
+        That of the outermost one is the user's, and all pages are needed again. Of others, the
+        memory of their own units is: a table that the first layer gives out may be used by all.
+        """
+        if not self.is_inside or self._frames[-1].token is not token:
             return output
-        return apart_from(self.engine.lent_storages(), output)
+        passing = (page for page in self._frames[-1].pages if not page.is_resident)
+        pages = self.engine.pages() if self.is_outermost else passing
+        lent = {storage._cdata for page in pages if page.is_held() for storage in page.storages}
+        return apart_from(lent, output) if lent else output
 
     def leave(self, token: object) -> None:
         """A forward ends: let go of what it used, and of what was interrupted inside it."""

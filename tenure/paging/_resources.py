@@ -17,6 +17,7 @@ from ._engine import Engine
 from ._host_buffers import HostStore
 from ._link import Link
 from ._plan import Planned
+from ._residency import n_bytes
 from ._units import Unit
 from ._whole import WholeTensors
 
@@ -91,7 +92,8 @@ def acquire(
         undoing.callback(link.close)
         engine = Engine(link, store, planned.division.ring_bytes, max_ahead)
         resident = [unit for unit in planned.cut.units if unit in planned.division.resident]
-        reserved = engine.reserve(resident, planned.kept, planned.table.whole_bytes)
+        beside_bytes = planned.plan.budget_bytes - planned.division.ring_bytes - n_bytes(resident)
+        reserved = engine.reserve(resident, planned.kept, beside_bytes)
         whole = WholeTensors(planned.table.whole, link.device)
         resources = Resources(engine, store, whole, planned.cut.units)
         undoing.callback(resources.close)
