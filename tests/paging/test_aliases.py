@@ -1,23 +1,24 @@
 """A weight that is read in another way, and used later, has the numbers that it had."""
 
 import copy
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from tenure import DisposedTensorError, NewDisposeScope
-from tenure.paging import page, plan_paging
+from tenure.paging import PagingError, page, plan_paging
 from tests.paging.test_zoo import assert_equal, home
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
 WIDTH = 64
-UNIT_BYTES = plan_paging(
-    nn.Linear(WIDTH, WIDTH), "cpu", 1, host=__import__("pathlib").Path()
-).weight_bytes
+UNIT_BYTES = plan_paging(nn.Linear(WIDTH, WIDTH), "cpu", 1, host=Path()).weight_bytes
 
 
 class Marked(Tensor):
@@ -176,3 +177,66 @@ def test_the_scope_of_the_caller_owns_what_a_forward_returns_of_its_weights(tmp_
         with pytest.raises(DisposedTensorError):
             table.sum()
         assert_equal(model(x)["table"], model.table[:8])
+
+
+class Holding(nn.Module):
+    """Reads what it is told before some layer, and uses it after a later one.
+
+    Args:
+        widths: of the layers inside.
+        readings: each the layer to read, when, how many layers later to use it, and the alias.
+    """
+
+    def __init__(self, widths, readings) -> None:
+        super().__init__()
+        pairs = [(nn.Linear(WIDTH, n), nn.Linear(n, WIDTH)) for n in widths]
+        self.layers = nn.ModuleList([nn.Sequential(*pair) for pair in pairs])
+        self.square = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in widths])
+        self.readings = readings
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: list[tuple[int, str, object]] = []
+        for i, layer in enumerate(self.layers):
+            for number, at, n_later, name in self.readings:
+                if at == i:
+                    weight = self.square[number % len(self.square)].weight
+                    kept.append((i + n_later, name, (ALIASES | HOST_ALIASES)[name][0](weight)))
+                    del weight
+            x = torch.tanh(layer(x))
+            for _, name, value in [each for each in kept if each[0] <= i]:
+                x = x @ (ALIASES | HOST_ALIASES)[name][1](value)
+            kept = [each for each in kept if each[0] > i]
+        return x
+
+
+READINGS = st.tuples(
+    st.integers(0, 5),
+    st.integers(0, 5),
+    st.integers(0, 3),
+    st.sampled_from([*ALIASES, *HOST_ALIASES]),
+)
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    widths=st.lists(st.sampled_from([8, 32, 64, 100]), min_size=3, max_size=6),
+    readings=st.lists(READINGS, max_size=6),
+    percent=st.integers(10, 90),
+)
+def test_any_model_that_holds_aliases_is_right_or_refused(tmp_path, widths, readings, percent):
+    torch.manual_seed(0)
+    model, x = Holding(widths, readings).eval(), torch.randn(2, WIDTH)
+    expected = model(x)
+    plan = plan_paging(model, "cpu", host=tmp_path)
+    budget = max(plan.weight_bytes * percent // 100, 3 * UNIT_BYTES)
+    for _ in range(9):
+        with page(model, "cpu", budget=budget, host=tmp_path):
+            try:
+                found = [model(x) for _ in range(3)]
+            except PagingError as error:
+                budget = error.minimum_bytes
+                continue
+        break
+    assert all(torch.equal(each, expected) for each in found)
