@@ -141,18 +141,6 @@ def needs_more_at_once_than_passes(sim):
     assert all(torch.equal(y.cpu(), expected) for y in outputs)
 
 
-def takes_the_state_in_a_forward(sim):
-    sim(link=Rates(h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e6))
-    torch.manual_seed(0)
-    model, x, counts = Written().eval(), torch.randn(4, WIDTH, device=sim.device), []
-    take = lambda *_: counts.append(model.state_dict()["count.seen"].clone())  # noqa: E731
-    for layer in model.others:
-        layer.register_forward_hook(take)
-    with through_ring(sim, model, 27 << 10, stays=False, n_ahead=1), torch.no_grad():
-        model(x)
-    assert [count.unique().tolist() for count in counts] == [[1], [3], [5]]
-
-
 def through_ring(sim, model, ring_bytes, stays, n_ahead=0):
     planned = make_plan(model, sim.device, 1, "1MiB", ())
     resident = planned.division.resident if stays else frozenset()
@@ -212,7 +200,6 @@ PROGRAMS = (
     gives_memory_back,
     holds_what_it_has_read,
     needs_more_at_once_than_passes,
-    takes_the_state_in_a_forward,
     is_interrupted_while_it_drops_a_page,
 )
 
