@@ -21,6 +21,7 @@ from tenure._describe import describe_tensor
 from tenure._errors import TenureError
 from tenure._replaced import Survey, entries_of, is_mutable, set_entries
 
+_PLAIN = frozenset({bool, int, float, str, type(None)})
 _N_NAMED = 3
 _N_SEARCHED = 2000
 
@@ -41,10 +42,8 @@ class Arguments:
     def __init__(self, tree: Any, source: str, device: torch.device) -> None:
         survey = Survey(tree, is_leaf=is_leaf)
         nodes: dict[int, Any] = survey.nodes
-        moved: dict[int, Any] = {
-            key: node.to(device)
-            for key, node in nodes.items()
-            if isinstance(node, Tensor | PackedSequence) and _device_of(node).type == source
+        moved = {
+            key: node.to(device) for key, node in nodes.items() if _device_type_of(node) == source
         }
         self.given = survey.replaced(moved) if moved else tree
         self._device = device
@@ -97,12 +96,14 @@ def is_leaf(node: object) -> bool:
     """Whether a container is an object like any other, which is left alone."""
     # A PackedSequence has a part that stays on the host; what is registered with torch's pytree
     # may be a cache that a forward writes to, which a copy would keep from its owner.
-    return isinstance(node, PackedSequence) or not (is_mutable(node) or isinstance(node, tuple))
+    if type(node) in _PLAIN or isinstance(node, Tensor | PackedSequence):
+        return True
+    return not (isinstance(node, tuple) or is_mutable(node))
 
 
-def _device_of(node: Any) -> torch.device:
-    device: torch.device = (node.data if isinstance(node, PackedSequence) else node).device
-    return device
+def _device_type_of(node: object) -> str | None:
+    tensor = node.data if isinstance(node, PackedSequence) else node
+    return tensor.device.type if isinstance(tensor, Tensor) else None
 
 
 def _is_about_devices(error: BaseException) -> bool:
@@ -113,7 +114,10 @@ def _is_about_devices(error: BaseException) -> bool:
 def _parameters_of(function: Callable[..., Any], n_args: int) -> list[str]:
     """The names of a function's first parameters, or their numbers where it has no such names."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some functions of C have no signature
+        return [f"argument {i}" for i in range(n_args)]
     names = [each.name for each in parameters if each.kind in kinds]
     return [names[i] if i < len(names) else f"argument {i}" for i in range(n_args)]
 

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from tenure._errors import PagingError
 
+from ._folder import weights_in
 from ._mapped_file import MappedFile
 
-_INDEX_NAME = "model.safetensors.index.json"
-_FILE_NAME = "model.safetensors"
 _LENGTH_BYTES = 8
 # The names of the format, https://github.com/huggingface/safetensors#format
 _DTYPES = {
@@ -49,6 +48,13 @@ class StoredTensor:
     dtype: torch.dtype | str
     shape: tuple[int, ...]
 
+    @property
+    def n_bytes(self) -> int:
+        """Its bytes; 0 where torch does not have the dtype."""
+        if not isinstance(self.dtype, torch.dtype):
+            return 0
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
     def view(self) -> Tensor:
         """A tensor over the file; writing to it does not reach the file."""
         assert isinstance(self.dtype, torch.dtype)
@@ -76,7 +82,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open a safetensors file, the index of several, or a folder with either of the usual names.
+    """Open a safetensors file, the index of several, or a folder with either of them.
 
     Raises:
         PagingError: it is no path, or nothing is there, or it is damaged, or safetensors is not
@@ -85,7 +91,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if not isinstance(path, str | Path):
         raise PagingError(f"weights={path!r}: write the path of a safetensors file or of a folder.")
     try:
-        chosen = _chosen(Path(path))
+        chosen = weights_in(Path(path)) if Path(path).is_dir() else Path(path)
         shards = _shards(chosen)
     except (OSError, ValueError) as error:
         _refuse(Path(path), error)
@@ -97,18 +103,6 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         checkpoint.close()
         raise
     return checkpoint
-
-
-def _chosen(path: Path) -> Path:
-    if not path.is_dir():
-        return path
-    for name in (_INDEX_NAME, _FILE_NAME):
-        if (path / name).exists():
-            return path / name
-    raise PagingError(
-        f"{str(path)!r} is a folder with neither {_INDEX_NAME} nor {_FILE_NAME} in it. Name a "
-        "safetensors file, or the index of several."
-    )
 
 
 def _shards(path: Path) -> Iterator[tuple[Path, set[str] | None]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from enum import Enum
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from tenure._account import available_bytes
 from tenure._describe import describe_tensor
 from tenure._errors import ByteSizeError, PagingError
 from tenure._units import parse_bytes
@@ -42,8 +44,26 @@ def checked_model(model: object, *, has_values: bool = True) -> nn.Module:
     return model
 
 
-def checked_device(device: str | torch.device, *, from_disk: bool = False) -> torch.device:
+class Elsewhere(Enum):
+    """What stands in for an accelerator, by the function that is asked; the advice to take it."""
+
+    NOTHING = ""
+    FOLDER = ", or a folder: host=Path(...)"
+    CPU = ", or 'cpu'"
+
+
+def checked_device(
+    device: str | torch.device,
+    *,
+    from_disk: bool = False,
+    elsewhere: Elsewhere = Elsewhere.NOTHING,
+) -> torch.device:
     """An accelerator that is there, with its index; the CPU where weights come from a disk.
+
+    Args:
+        device: what was asked for.
+        from_disk: whether the CPU is one as well.
+        elsewhere: what the user may name in its place.
 
     Raises:
         PagingError: it is none.
@@ -57,14 +77,13 @@ def checked_device(device: str | torch.device, *, from_disk: bool = False) -> to
     if chosen.type in ("cpu", "meta"):
         raise PagingError(
             f"A model in host memory can't be paged to {chosen.type!r}: there is nothing to gain. "
-            "Name an accelerator, such as 'cuda'"
-            + (", or a folder: host=Path(...)." if chosen.type == "cpu" else ".")
+            f"Name an accelerator, such as 'cuda'{elsewhere.value}."
         )
     module = getattr(torch, chosen.type, None)
     if module is None or not module.is_available():
         raise PagingError(
             f"There is no {chosen.type!r} device here that a model could be paged to. Name one "
-            "that is there; weights on a disk can be paged to 'cpu' as well."
+            f"that is there{elsewhere.value}."
         )
     index = module.current_device() if chosen.index is None else chosen.index
     if not 0 <= index < module.device_count():
@@ -136,6 +155,19 @@ def check_host(host: object) -> None:
     if not isinstance(host, Path) and host not in ("pinned", "pageable"):
         raise PagingError(
             f'host={host!r}: write host="pinned", host="pageable", or a folder: host=Path(...).'
+        )
+
+
+def check_folder(host: object) -> None:
+    """Refuse what is no folder for converted weights.
+
+    Raises:
+        PagingError: it is neither a path nor None.
+    """
+    if host is not None and not isinstance(host, Path):
+        raise PagingError(
+            f"host={host!r}: the weights stay in their own files. Name a folder, host=Path(...), "
+            "for those that have to be converted, or leave it out."
         )
 
 
@@ -217,9 +249,9 @@ def _check_tensor(name: str, tensor: Tensor) -> None:
 
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cpu":
-        return int(psutil.virtual_memory().available)
+        return available_bytes(device, int(psutil.virtual_memory().available))
     free_bytes, _ = torch.get_device_module(device).mem_get_info(device)
-    return int(free_bytes)
+    return available_bytes(device, int(free_bytes))
 
 
 def _share(text: str) -> float:

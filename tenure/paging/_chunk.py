@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tenure._account import taken
 from tenure._errors import PagingError
 from tenure._units import parse_bytes
 
@@ -22,7 +23,7 @@ from ._handle import PagedModel
 from ._hooks import ModuleHooks
 from ._host_buffers import HostBuffers
 from ._link import Link
-from ._page import in_place_of
+from ._page import RESIDENT, in_place_of
 from ._pager import Pager
 from ._plan import PCIE_4, PagingPlan, Planned, PlannedUnit
 from ._residency import Residency, n_bytes
@@ -97,7 +98,8 @@ class ChunkPager(Pager):
         if not self.is_inside or host.unit is None or self.engine.stays(host.unit):
             return super().show(host)
         with aside():
-            return in_place_of(host.tensor, host.tensor.detach().to(self.engine.device))
+            copy = taken(lambda: host.tensor.detach().to(self.engine.device), RESIDENT)
+            return in_place_of(host.tensor, copy)
 
     def leave_host(self) -> None:
         """A module that was computed on the host has ended."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tenure._account import taken
 from tenure._named_tensors import NamedTensor
 
 from ._link import Link
@@ -52,7 +53,7 @@ class DiskLink(Link):
         self._lock = RLock()  # a thread outside of the model may wait for a copy, too
         self._slot_bytes = max(1, min(slot_bytes, largest_bytes))
         self._pinning = Pinning(self.module)
-        self._slots = [self._slot() for _ in range(_N_SLOTS)]
+        self._slots = self._new_slots()
         self._free = list(self._slots)
         self._busy: deque[tuple[Tensor, Any]] = deque()
         self._waiting: deque[_Piece] = deque()
@@ -127,8 +128,17 @@ class DiskLink(Link):
         """Unpin the staging memory."""
         self._pinning.undo()
 
+    def _new_slots(self) -> list[Tensor]:
+        try:
+            return [self._slot() for _ in range(_N_SLOTS)]
+        except BaseException:
+            self._pinning.undo()
+            raise
+
     def _slot(self) -> Tensor:
-        memory = torch.frombuffer(private_memory(self._slot_bytes), dtype=torch.uint8)
+        memory = taken(
+            lambda: torch.frombuffer(private_memory(self._slot_bytes), dtype=torch.uint8), STAGING
+        )
         self._pinning.pin(memory)
         return memory
 

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from tenure._account import taken
 from tenure._errors import PagingError
 from tenure._named_tensors import NamedTensor
 
@@ -61,7 +62,7 @@ class Engine:
         self._beside_bytes = self._spare_bytes = 0
         self._ring = ByteRing(ring_bytes)
         self._fences: Fences[object] = Fences()
-        self._arena = self._allocate(ring_bytes)
+        self._arena = self._allocate(ring_bytes, RING)
         self._fences.add(0, ring_bytes, link.mark(link.current()))
         self._copied: dict[Unit, object] = {}
         self._written: dict[Unit, object] = {}
@@ -103,7 +104,7 @@ class Engine:
             beside_bytes: what else of the budget is taken, for who names budgets.
         """
         self._kept, self._beside_bytes = kept, beside_bytes
-        return {unit: self._allocate(unit.n_bytes) for unit in units}
+        return {unit: self._allocate(unit.n_bytes, RESIDENT) for unit in units}
 
     def settle_in(self, reserved: dict[Unit, Tensor]) -> None:
         """Fill the memory of units that stay.
@@ -242,9 +243,12 @@ class Engine:
             yield NamedTensor(page.memory, page.unit.name, RESIDENT, page.storages)
         yield from self._link.named_tensors()
 
-    def _allocate(self, n_bytes: int) -> Tensor:
-        with aside():
+    def _allocate(self, n_bytes: int, what: str) -> Tensor:
+        def make() -> Tensor:
             return torch.empty(n_bytes, dtype=torch.uint8, device=self._link.device)
+
+        with aside():
+            return taken(make, what)
 
     def _fetch(self, unit: Unit, start: int) -> Page:
         page = Page(unit, self._arena, start, is_resident=False)
@@ -413,7 +417,7 @@ class Engine:
         self._spare_bytes += self._let_go(_first(leaving, unit.n_bytes - self._spare_bytes))
         self._spare_bytes -= unit.n_bytes
         del leaving, large  # what they list is to be free before as much is allocated
-        return self._allocate(unit.n_bytes), []
+        return self._allocate(unit.n_bytes, RESIDENT), []
 
     def _drop(self, page: Page) -> None:
         """Give a page's place back, if nothing holds it; who takes it waits for its last use."""

@@ -46,7 +46,7 @@ class EntryPoint:
         self._function = bound.__func__ if is_bound else None
         self._free = None if is_bound else bound
         self.__name__, self.__doc__ = name, bound.__doc__
-        self.__signature__ = inspect.signature(bound)
+        self.__signature__ = _signature_of(bound)
         vars(module)[name] = self
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -94,6 +94,13 @@ class EntryPoint:
 
 def _itself(method: Any) -> Any:
     return method
+
+
+def _signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except ValueError:  # some functions of C have none
+        return None
 
 
 def checked_methods(model: nn.Module, methods: Iterable[str]) -> list[Method]:

@@ -21,6 +21,7 @@ from tenure._units import format_bytes
 
 from ._attached import Attached
 from ._checks import (
+    Elsewhere,
     check_host,
     check_inference,
     checked_device,
@@ -180,7 +181,9 @@ def page(
     check_inference(training)
     check_host(host)
     max_ahead = checked_prefetch(prefetch)
-    chosen = checked_device(device, from_disk=isinstance(host, Path))
+    from_disk = isinstance(host, Path)
+    elsewhere = Elsewhere.CPU if from_disk else Elsewhere.FOLDER
+    chosen = checked_device(device, from_disk=from_disk, elsewhere=elsewhere)
     checked_model(model)
     entries = checked_methods(model, methods)
     planned = make_plan(model, chosen, max_layer_size, budget, keep, speed_of(host))
@@ -219,4 +222,5 @@ def _ways_to(device: torch.device, host: str | Path, planned: Planned) -> tuple[
         files = SpillStore(checked_folder(host), planned.plan.model)
         return file_link(planned, device, files), files
     link = Link(device)
-    return link, HostBuffers(link.module, pin=host == "pinned")
+    advice = '; or say host="pageable"'
+    return link, HostBuffers(link.module, pin=host == "pinned", advice=advice)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, UntypedStorage
 
+from tenure._account import moved
 from tenure._describe import describe_tensor
 from tenure._errors import PagingError
 from tenure._named_tensors import NamedTensor
@@ -60,13 +61,14 @@ class HostBuffers:
     Args:
         module: the device's module.
         pin: whether to pin.
+        advice: what to do where that is not possible.
     """
 
-    def __init__(self, module: Any, *, pin: bool) -> None:
+    def __init__(self, module: Any, *, pin: bool, advice: str = "") -> None:
         self._bytes: dict[Unit, Tensor] = {}
         self._memory: dict[Unit, Memory] = {}
         self._parts: dict[Unit, list[weakref.ref[UntypedStorage]]] = {}
-        self._pinning = Pinning(module) if pin else None
+        self._pinning = Pinning(module, advice) if pin else None
 
     @property
     def host_bytes(self) -> int:
@@ -95,6 +97,7 @@ class HostBuffers:
                 if host.has_left:
                     _check_form(host, extent)
                     part = self._part(unit, extent, start)
+                    moved(host.tensor, part)
                     with torch.no_grad():
                         _point(host, part, start, keep_values=True)
         return self._bytes[unit]
@@ -126,6 +129,7 @@ class HostBuffers:
 def _move(extent: Extent, new: Tensor, start: int) -> None:
     """Copy an extent to its place in a buffer, and point its tensors there."""
     old = torch.empty(0, dtype=torch.uint8, device="cpu")
+    moved(extent.tensors[0].tensor, new)
     new.copy_(old.set_(extent.storage, extent.low_byte, (extent.n_bytes,), (1,)))
     point_at(extent, new, start)
 

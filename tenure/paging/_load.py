@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ._checkpoint import open_checkpoint
-from ._checks import checked_device, checked_model, checked_prefetch
+from ._checks import Elsewhere, check_folder, checked_device, checked_model, checked_prefetch
+from ._converted import convert_names
 from ._entry_points import checked_methods
 from ._file_store import FileStore
 from ._given import given
@@ -24,6 +25,7 @@ def load_paged(
     max_layer_size: int | str = -1,
     *,
     budget: int | str | None = None,
+    host: Path | None = None,
     keep: Iterable[str] = (),
     prefetch: str | int = "auto",
     methods: Iterable[str] = (),
@@ -38,10 +40,14 @@ def load_paged(
         model: a model on ``meta`` (built under ``torch.device("meta")``) or in host memory, whose
             values there are given up. Shapes and dtypes must be those of the files.
         weights: a safetensors file, the index of several (``model.safetensors.index.json``), or a
-            folder that holds either.
+            folder that holds either, as transformers, diffusers and timm save it. Where a model of
+            transformers saves its tensors under other names than its own, these are used.
         device: the accelerator, or ``"cpu"``.
         max_layer_size: as of ``page``.
         budget: the bytes that weights may take where the model computes; as of ``page``.
+        host: a folder for what the files hold in another form than the model, such as the experts
+            of a mixture one by one: that is written there once, to a file that has no name and
+            goes with the model. Made if it is missing; not used where nothing has to be converted.
         keep: as of ``page``.
         prefetch: as of ``page``.
         methods: as of ``page``.
@@ -67,12 +73,14 @@ def load_paged(
         torch.Size([1, 3])
         >>> folder.cleanup()
     """
+    check_folder(host)
     max_ahead = checked_prefetch(prefetch)
-    chosen = checked_device(device, from_disk=True)
+    chosen = checked_device(device, from_disk=True, elsewhere=Elsewhere.CPU)
     checked_model(model, has_values=False)
     entries = checked_methods(model, methods)
     checkpoint = open_checkpoint(weights)
     try:
+        convert_names(checkpoint, model, host)
         with given(model, checkpoint):
             planned = make_plan(model, chosen, max_layer_size, budget, keep, DISK)
             store = FileStore(checkpoint.files)

@@ -324,9 +324,10 @@ class Pager:
             self._leave_for(inside)
         elif waits_for_us(inside.thread):
             raise PagingError(
-                f"{_told(inside)}, waits there for this thread, which called a part of the model: "
-                "one thread at a time can be inside a paged model, and neither would ever go on. "
-                "That call did not run. Call the parts on the thread of the forward, or unpage()."
+                f"{_told(inside)}, waits there for this thread, which waits to get into the model: "
+                "one thread at a time can be inside, and neither would ever go on. Nothing was "
+                "done on this thread. Call a paged model's parts on the thread of its forward, or "
+                "unpage() before."
             )
         elif n_looks == _LOOKS_UNTIL_A_WARNING:
             warn_user(

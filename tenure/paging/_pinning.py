@@ -25,11 +25,13 @@ class Pinning:
 
     Args:
         module: the device's module.
+        advice: what the user may do beside freeing memory.
 
     Source: cudaHostRegister, https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, advice: str = "") -> None:
+        self._advice = advice
         self._runtime = module.cudart() if hasattr(module, "cudart") else None
         self._addresses: list[int] = []
         self._failed = False
@@ -49,7 +51,7 @@ class Pinning:
         warn_user(
             f"{format_bytes(memory.nbytes)} of host memory could not be pinned ({why}), nor will "
             "what follows be. Copies from it are slower and don't overlap with computation. Free "
-            'host memory, raise its limit of locked memory, or say host="pageable".',
+            f"host memory, or raise its limit of locked memory{self._advice}.",
             PagingWarning,
         )
 

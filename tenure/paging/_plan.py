@@ -17,6 +17,7 @@ from tenure._errors import PagingError
 from tenure._units import format_bytes
 
 from ._checks import (
+    Elsewhere,
     check_host,
     check_seconds_and_speed,
     checked_budget,
@@ -186,7 +187,9 @@ def plan_paging(
     """
     check_host(host)
     checked_model(model, has_values=False)
-    chosen = checked_device(device, from_disk=isinstance(host, Path))
+    from_disk = isinstance(host, Path)
+    elsewhere = Elsewhere.CPU if from_disk else Elsewhere.FOLDER
+    chosen = checked_device(device, from_disk=from_disk, elsewhere=elsewhere)
     check_seconds_and_speed(link_bytes_per_s, compute_s)
     link = speed_of(host)
     if link_bytes_per_s is not None:

@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -38,7 +39,7 @@ def checked_folder(folder: Path) -> Path:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _nameless(folder).close()
+        nameless(folder).close()
     except (OSError, ValueError) as error:  # a ValueError: what no system takes for a name
         why = getattr(error, "strerror", None) or error
         raise PagingError(
@@ -61,11 +62,24 @@ def spill(units: list[Unit], folder: Path, model: str) -> MappedFile:
         PagingError: the file can't be written; the tensors are where they were.
     """
     n_bytes = sum(unit.n_bytes for unit in units)
+    with writing(folder, model, n_bytes), nameless(folder) as file:
+        _reserve(file, n_bytes)
+        _write(file, units)
+        mapped = MappedFile(file, f"The file of {model} in {str(folder)!r}", is_ours=True)
+    for extent, begin, start in _places(units):
+        point_at(extent, mapped.bytes_at(begin + start, extent.n_bytes), start)
+    return mapped
+
+
+@contextmanager
+def writing(folder: Path, model: str, n_bytes: int) -> Iterator[None]:
+    """A block that writes a file of a model.
+
+    Raises:
+        PagingError: it can't be written.
+    """
     try:
-        with _nameless(folder) as file:
-            _reserve(file, n_bytes)
-            _write(file, units)
-            mapped = MappedFile(file, f"The file of {model} in {str(folder)!r}", is_ours=True)
+        yield
     except OSError as error:
         free_bytes = shutil.disk_usage(folder).free
         raise PagingError(
@@ -73,12 +87,10 @@ def spill(units: list[Unit], folder: Path, model: str) -> MappedFile:
             f"{error.strerror}; {format_bytes(free_bytes)} are free there. The model is as before, "
             "and the file is gone. Free space, or name another folder."
         ) from error
-    for extent, begin, start in _places(units):
-        point_at(extent, mapped.bytes_at(begin + start, extent.n_bytes), start)
-    return mapped
 
 
-def _nameless(folder: Path) -> BinaryIO:
+def nameless(folder: Path) -> BinaryIO:
+    """A new file in a folder that nobody else can meet."""
     return cast(BinaryIO, tempfile.TemporaryFile(dir=folder, prefix="tenure-"))
 
 

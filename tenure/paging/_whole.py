@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tenure._account import taken
 from tenure._named_tensors import NamedTensor
 
 from ._page import RESIDENT, in_place_of
@@ -63,7 +64,8 @@ class WholeTensors:
         host.touched = False
         with aside_with_subclasses():
             # a copy of a tensor that is there already would be the same object
-            return in_place_of(host.tensor, host.tensor.detach().to(self._device, copy=True))
+            copy = taken(lambda: host.tensor.detach().to(self._device, copy=True), RESIDENT)
+            return in_place_of(host.tensor, copy)
 
     def _versions_of(self, host: HostTensor) -> tuple[int, int]:
         return host.version, self._copies[host]._version

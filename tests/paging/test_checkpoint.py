@@ -92,8 +92,8 @@ def test_a_dtype_that_torch_lacks_keeps_its_name(tmp_path):
 
 def test_an_empty_folder_is_refused(tmp_path):
     message = (
-        "is a folder with neither model.safetensors.index.json nor model.safetensors in it. Name a "
-        "safetensors file, or the index of several"
+        "is a folder with neither model.safetensors.index.json nor model.safetensors in it, nor "
+        "another safetensors file. Name a safetensors file, or the index of several"
     )
     with pytest.raises(PagingError, match=message):
         open_checkpoint(tmp_path)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tenure import ByteSizeError
-from tenure.paging import PagingError, chunk
+from tenure.paging import PagingError, PagingWarning, chunk
 from tenure.paging._arguments import moved
 
 from .models import ZOO, build, mlp
@@ -86,3 +86,16 @@ def test_what_is_no_capacity_is_refused(sim, capacity):
 def test_bytes_that_can_not_be_read_are_refused(sim):
     with pytest.raises(ByteSizeError, match="is not a number of bytes"):
         chunk(mlp(), sim.device, "many")
+
+
+def test_what_chunk_does_not_take_is_not_advised(sim, monkeypatch):
+    for device, message in [
+        ("cpu", "there is nothing to gain. Name an accelerator, such as 'cuda'."),
+        ("cuda", "that a model could be paged to. Name one that is there."),
+    ]:
+        with pytest.raises(PagingError) as refused:
+            chunk(mlp(), device)
+        assert str(refused.value).endswith(message)
+    monkeypatch.delattr(sim.module, "cudart")
+    with pytest.warns(PagingWarning, match=r"raise its limit of locked memory\.$"):
+        chunk(mlp(), sim.device).unpage()

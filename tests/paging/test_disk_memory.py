@@ -110,7 +110,7 @@ def test_a_model_that_was_in_memory_gives_it_back(tmp_path):
 
 
 @torch.no_grad()
-def test_a_memory_budget_counts_what_a_paged_model_computes_and_not_what_is_paged(tmp_path):
+def test_a_memory_budget_counts_what_is_paged_and_what_the_model_computes(tmp_path):
     model = mlp()
     expected, path = model(X), saved(model, tmp_path / "m.safetensors")
     with torch.device("meta"):
@@ -119,7 +119,7 @@ def test_a_memory_budget_counts_what_a_paged_model_computes_and_not_what_is_page
         for _ in range(3):
             assert_equal(ours(X), expected)
         report = handle.report()
-    assert 0 < budget.peak_bytes < report.resident_bytes + report.ring_bytes
+    assert report.resident_bytes + report.ring_bytes < budget.peak_bytes <= 16 * 2**10
     with pytest.raises(torch.OutOfMemoryError), memory_budget("16KiB"):
         mlp().load_state_dict(model.state_dict())
 

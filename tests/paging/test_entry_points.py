@@ -143,6 +143,13 @@ def test_a_function_set_on_the_model_itself_can_be_named(sim, coder, x):
     assert coder.first is own
 
 
+def test_a_function_without_a_signature_can_be_named(sim, coder, x):
+    coder.most = max
+    with paged(sim, coder, ("most",)):
+        assert coder.most(x, key=len).device.type == "sim"
+    assert coder.most is max
+
+
 def test_what_was_set_on_the_model_meanwhile_stays(sim, coder):
     with paged(sim, coder):
         coder.encode = len

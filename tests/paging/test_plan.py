@@ -1,4 +1,5 @@
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,7 +115,10 @@ def test_max_layer_size_is_in_parameters_or_in_bytes(sim):
         ({"host": "disk"}, r"^host='disk': write .*, or a folder: host=Path\(...\).$"),
         ({"prefetch": -1}, '^prefetch=-1: write prefetch="auto", or how many'),
         ({"training": True}, "^training=True: a paged model can't be trained yet"),
-        ({"device": "cpu"}, "^A model in host memory can't be paged to 'cpu'"),
+        ({"device": "cpu"}, r"^A model in .* 'cpu'.* as 'cuda', or a folder: host=Path\(...\)\.$"),
+        ({"device": "meta"}, r"^A model in .* 'meta'.* as 'cuda', or a folder: host=Path"),
+        ({"device": "cuda"}, r"^There is no 'cuda'.* is there, or a folder: host=Path\(...\)\.$"),
+        ({"device": "cuda", "host": Path()}, "^There is no 'cuda' .* that is there, or 'cpu'.$"),
         ({"device": "nowhere"}, "^'nowhere' is not a device.$"),
         ({"device": "sim:1"}, "^There is no device 'sim:1': there are 1.$"),
     ],

@@ -12,7 +12,7 @@ from transformers import (
     WhisperConfig,
 )
 
-from tenure.paging import PagingError, page, plan_paging
+from tenure.paging import PagingError, load_paged, page, plan_paging
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
@@ -96,3 +96,30 @@ def test_generate_with_inputs_on_the_host_and_on_the_device(sim, name, is_on_dis
         for device in ("cpu", sim.device):
             there = {key: each.to(device) for key, each in inputs.items()}
             assert torch.equal(model.generate(**there, **options).cpu(), expected)
+
+
+def test_a_cache_that_the_caller_keeps_grows_from_call_to_call(sim):
+    model, tokens = build("LlamaForCausalLM"), inputs_of("LlamaForCausalLM")["input_ids"]
+    expected = model(tokens).logits[:, -1:]
+    budget_bytes = least_budget(model, sim.device, "pinned") + 8192
+    with page(model, sim.device, budget=budget_bytes):
+        cache = transformers.DynamicCache(config=model.config)
+        for i in range(tokens.shape[1]):
+            output = model(tokens[:, i : i + 1], past_key_values=cache)
+            assert output.past_key_values is cache
+            assert cache.get_seq_length() == i + 1
+    torch.testing.assert_close(output.logits.cpu(), expected)
+
+
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", "T5ForConditionalGeneration"])
+def test_what_was_saved_generates_on_the_device_from_its_files(sim, name, tmp_path):
+    model, inputs = build(name), inputs_of(name)
+    expected = model.generate(**inputs, max_new_tokens=3, do_sample=False)
+    model.save_pretrained(tmp_path / "saved")
+    budget_bytes = least_budget(model, sim.device, tmp_path) + 8192
+    for each in model.parameters():
+        each.data = torch.full_like(each, torch.nan)
+    folders = {"weights": tmp_path / "saved", "host": tmp_path / "own"}
+    with load_paged(model, device=sim.device, budget=budget_bytes, **folders):
+        found = model.generate(**inputs, max_new_tokens=3, do_sample=False)
+    assert torch.equal(found.cpu(), expected)

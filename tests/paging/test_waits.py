@@ -55,6 +55,22 @@ class Written(nn.Module):
         return x
 
 
+class Saved(nn.Module):
+    """Writes a buffer before and after it takes a state dict, which it reads at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(WIDTH, WIDTH))
+        self.found = []
+
+    def forward(self, x):
+        for _ in range(2):
+            self.seen.add_(1)
+            self.found.append(self.state_dict()["seen"].sum().item())
+        return self.linear(x)
+
+
 def linears():
     return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)]).eval()
 
@@ -191,7 +207,15 @@ def is_interrupted_while_it_drops_a_page(sim):
         model(x)
 
 
+def takes_a_state_dict_in_its_forward(sim):
+    model, x = Saved().eval(), torch.randn(4, WIDTH, device=sim.device)
+    with page(model, sim.device, budget="1MiB"):
+        model(x)
+    assert model.found == [WIDTH * WIDTH, 2 * WIDTH * WIDTH]
+
+
 PROGRAMS = (
+    takes_a_state_dict_in_its_forward,
     streams_through_a_small_ring,
     is_unpaged_while_it_computes,
     takes_memory_after_what_used_it,

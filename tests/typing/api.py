@@ -260,6 +260,8 @@ def paging_from_disk(model: torch.nn.Module) -> None:
     with load_paged(model, Path("folder"), torch.device("cuda"), 10, keep=("head",)) as handle:
         assert_type(handle, PagedModel)
     assert_type(page(model, "cpu", host=Path("folder"), prefetch=2), PagedModel)
+    assert_type(page(model, "cuda", methods=("encode", "text.decode")), PagedModel)
+    assert_type(load_paged(model, "folder", host=Path("own"), methods=["encode"]), PagedModel)
     assert_type(plan_paging(model, "cpu", host=Path("folder"), link_bytes_per_s=5e9), PagingPlan)
 
 

@@ -51,8 +51,8 @@ class memory_budget(ContextDecorator):
 
     On a device whose allocator has a memory fraction (CUDA) the allocator keeps the limit, for all
     threads. Elsewhere the operations of the thread that opened the block are counted, those of its
-    backward passes included. The count is exact between operations: what one allocates and frees
-    inside itself is not seen.
+    backward passes included, and what paging takes there. The count is exact between operations:
+    what one allocates and frees inside itself is not seen.
 
     Args:
         limit: bytes, as an int or like ``"64MiB"``.

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch import UntypedStorage
+from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tenure._account import close_limit, open_limit
 from tenure._units import format_bytes
 
 from .._torch_dispatch import is_held, open_modes, uses_by_torch, without_functions
@@ -79,12 +80,14 @@ class CountingMode(TorchDispatchMode):
         self._process = os.getpid()  # a forked child has the mode on its stack, but not its limit
         self._stacked = _this_thread.stacked
         self._stacked.append(self)
+        open_limit(self)
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def close(self) -> bool:
         """Stop counting; False if a mode that was opened later is still open."""
         self._account.measure_again()
         self._process = _CLOSED
+        close_limit(self)
         self._account.stop()
         in_order = open_modes()[-1:] == [self]
         _pop_closed(self._stacked)
@@ -114,6 +117,25 @@ class CountingMode(TorchDispatchMode):
                 self._refuse(func, made_bytes)
         self.recent_peak_bytes = max(self.recent_peak_bytes, self._account.live_bytes)
         return result
+
+    def note_taken(self, made: list[Tensor], what: str) -> None:
+        """See `tenure._account.Limit`."""
+        if os.getpid() != self._process:
+            return
+        made_bytes = self._account.note_made(storages_in(made))
+        if made_bytes > 0 and self._exceeds():
+            made.clear()
+            self._refuse(what, made_bytes)
+        self.recent_peak_bytes = max(self.recent_peak_bytes, self._account.live_bytes)
+
+    def note_moved(self, before: UntypedStorage, after: UntypedStorage) -> None:
+        """See `tenure._account.Limit`."""
+        if os.getpid() == self._process:
+            self._account.note_moved(before, after)
+
+    def available_on(self, device: torch.device) -> int | None:
+        """See `tenure._account.Limit`."""
+        return self.free_bytes if device == self._device and not self.closed else None
 
     def _before(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -146,11 +168,11 @@ class CountingMode(TorchDispatchMode):
         self._account.measure_again()
         return self._account.live_bytes > self._limit_bytes
 
-    def _refuse(self, func: Any, requested_bytes: int) -> NoReturn:
+    def _refuse(self, what: Any, requested_bytes: int) -> NoReturn:
         live_bytes, free_bytes = self.live_bytes, self.free_bytes
         raise torch.OutOfMemoryError(
             f"{self._device} out of memory. Tried to allocate {_exactly(requested_bytes)} in "
-            f"{func}. memory_budget has a limit of {_exactly(self._limit_bytes)} on "
+            f"{what}. memory_budget has a limit of {_exactly(self._limit_bytes)} on "
             f"{self._device} of which {_exactly(free_bytes)} is free; {_exactly(live_bytes)} is in "
             "use by what was made in its block. Make less at a time, let go of tensors, or raise "
             "the limit."

@@ -59,6 +59,14 @@ class LiveStorages:
                     grown_bytes += self._measure(self._enter(storage, 0), storage)
         return grown_bytes
 
+    def note_moved(self, before: UntypedStorage, after: UntypedStorage) -> None:
+        """Enter a storage that takes the place of another, as counted as that one is."""
+        with self._lock:
+            entry = self._entries.get(before._cdata)
+            if after._cdata not in self._entries and after.device == self._device:
+                is_counted = entry is not None and entry.counted_bytes > 0
+                self._measure(self._enter(after, 0 if is_counted else after.nbytes()), after)
+
     def measure_again(self) -> None:
         """Take up what became of the storages without an operation, as by ``storage.resize_``."""
         with self._lock:
