@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,11 +16,12 @@ from torch import Tensor, nn
 
 from benchmarks._pairs import Loop, Pair, time_pair
 from benchmarks._record import Row, publish
-from tenure.paging import PagedModel, load_paged
+from tenure.paging import PagedModel, load_paged, page
 
 _MIB = 2**20
 _WIDTH, _LAYERS = 2048, 16
 _BUDGET_BYTES = 64 * _MIB
+_UNITS = (50, 400)
 _BATCHES = {"a few rows": 4, "computing about as long as reading": 64}
 
 
@@ -32,6 +35,7 @@ def main() -> None:
         rows = [memory_row(path)]
         for name, n_rows in _BATCHES.items():
             rows += speed_rows(path, name, torch.ones(n_rows, _WIDTH))
+        rows.append(units_row(Path(folder)))
     publish("paging_disk", rows)
 
 
@@ -77,6 +81,31 @@ def speed_rows(path: Path, name: str, x: Tensor) -> list[Row]:
     with load(path) as handle:
         pair = time_pair(passes(plain, x, nothing), passes(handle, x, nothing), rounds=11, runs=1)
     return [*rows, row(f"paged from the page cache / all in memory: {name}", pair)]
+
+
+def units_row(folder: Path) -> Row:
+    """What the pager does for one unit, where there are many against where there are few."""
+    x, elapsed_s = torch.ones(1, 16), []
+    for n_units in _UNITS:
+        model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(n_units)]).eval()
+        plain = copy.deepcopy(model)
+        with page(model, "cpu", 1, budget=n_units * 1536 // 2, host=folder):
+            pair = time_pair(
+                passes(plain, x, nothing),
+                passes(model, x, nothing),
+                rounds=11,
+                runs=3,
+                clock=time.process_time,
+            )
+        elapsed_s.append((pair.ratio - 1) * pair.base_s / n_units)
+    few, many = _UNITS
+    return Row(
+        f"a unit of {many} / a unit of {few}",
+        f"{elapsed_s[1] / elapsed_s[0]:.2f}",
+        "<= 1.3",
+        elapsed_s[1] <= 1.3 * elapsed_s[0],
+        f"{elapsed_s[0] * 1e6:.0f} us a unit",
+    )
 
 
 def passes(model: Callable[[Tensor], Tensor], x: Tensor, before: Callable[[], None]) -> Loop:

@@ -164,7 +164,7 @@ class AdaptiveUsageWarning(TenureWarning):
 
 
 class PagingWarning(TenureWarning):
-    """A model is paged, but slower than it could be."""
+    """A model is paged, but slower than it could be, or not for what it is used for."""
 
 
 class CourtesyWarning(TenureWarning):

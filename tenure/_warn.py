@@ -7,10 +7,12 @@ import warnings
 
 from tenure._errors import TenureWarning
 
+_NOT_OF_USERS = ("tenure.", "torch.")
+
 
 def warn_user(message: str, category: type[TenureWarning]) -> None:
-    """Warn, with the place of the innermost frame outside of tenure."""
+    """Warn, with the place of the innermost frame outside of tenure, and of torch, its caller."""
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("tenure."):
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(_NOT_OF_USERS):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)

@@ -40,7 +40,7 @@ class Arguments:
     """
 
     def __init__(self, tree: Any, source: str, device: torch.device) -> None:
-        survey = Survey(tree, is_leaf=_is_leaf)
+        survey = Survey(tree, is_leaf=is_leaf)
         nodes: dict[int, Any] = survey.nodes
         moved = {
             key: node.to(device) for key, node in nodes.items() if _device_type_of(node) == source
@@ -57,7 +57,7 @@ class Arguments:
     def hand_back(self) -> None:
         """Put into the caller's containers what was put into those that stood for them."""
         for original, given in self._containers:
-            entries = Survey(entries_of(given), self._back, _is_leaf).replaced(self._back)
+            entries = Survey(entries_of(given), self._back, is_leaf).replaced(self._back)
             set_entries(original, entries)
 
     def leaving(self, function: Callable[..., Any]) -> Callable[[], None]:
@@ -92,7 +92,8 @@ def moved(tree: Any, source: str, device: torch.device) -> Any:
     return Arguments(tree, source, device).given
 
 
-def _is_leaf(node: object) -> bool:
+def is_leaf(node: object) -> bool:
+    """Whether a container is an object like any other, which is left alone."""
     # A PackedSequence has a part that stays on the host; what is registered with torch's pytree
     # may be a cache that a forward writes to, which a copy would keep from its owner.
     if type(node) in _PLAIN or isinstance(node, Tensor | PackedSequence):

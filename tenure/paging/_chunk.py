@@ -138,10 +138,10 @@ class ChunkHooks(ModuleHooks):
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """After the forward."""
-        super().end(module, args, output)
+        safe = super().end(module, args, output)
         if self._runs_on_host and not self._chunk.on_host:
-            return moved(output, "cpu", self._chunk.engine.device)
-        return None
+            return moved(output if safe is None else safe, "cpu", self._chunk.engine.device)
+        return safe
 
 
 def _planned(model: nn.Module, device: torch.device, max_capacity: int | str) -> Planned:
@@ -164,7 +164,7 @@ def _planned(model: nn.Module, device: torch.device, max_capacity: int | str) ->
         predicted_s=0.0,
         computes_on_host=True,
     )
-    return Planned(plan, table, pieces, Residency(resident, 0))
+    return Planned(plan, table, pieces, Residency(resident, 0), resident)
 
 
 def _first(pieces: Cut, max_capacity: int | str) -> Iterable[Unit]:

@@ -8,6 +8,7 @@ when it is used. Device memory is allocated at the start, and the host waits onl
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from typing import Any, NoReturn
 
 import torch
@@ -16,11 +17,12 @@ from torch import Tensor
 from tenure._account import taken
 from tenure._errors import PagingError
 from tenure._named_tensors import NamedTensor
-from tenure._units import format_bytes
 
 from ._host_buffers import HostStore
+from ._idle import IdlePages
 from ._link import Link
 from ._meter import Meter
+from ._no_room import refuse
 from ._order import AccessOrder
 from ._page import RESIDENT, Page
 from ._ring import ByteRing, Fences
@@ -55,6 +57,9 @@ class Engine:
         self.saves_buffers = False
         self._link, self._store, self._max_ahead = link, store, max_ahead
         self._pages: dict[Unit, Page] = {}
+        self._idle = IdlePages()
+        self._kept: frozenset[Unit] = frozenset()
+        self._beside_bytes = self._spare_bytes = 0
         self._ring = ByteRing(ring_bytes)
         self._fences: Fences[object] = Fences()
         self._arena = self._allocate(ring_bytes, RING)
@@ -66,7 +71,7 @@ class Engine:
     @property
     def resident_bytes(self) -> int:
         """What the units that stay on the device take."""
-        return _n_bytes(self._resident())
+        return _memory_bytes(self._resident())
 
     @property
     def device(self) -> torch.device:
@@ -88,8 +93,17 @@ class Engine:
         """Host memory that holds the weights."""
         return self._store.host_bytes
 
-    def reserve(self, units: list[Unit]) -> dict[Unit, Tensor]:
-        """Allocate memory for units that are to stay."""
+    def reserve(
+        self, units: list[Unit], kept: frozenset[Unit], beside_bytes: int
+    ) -> dict[Unit, Tensor]:
+        """Allocate memory for units that are to stay.
+
+        Args:
+            units: those.
+            kept: units that stay whatever happens.
+            beside_bytes: what else of the budget is taken, for who names budgets.
+        """
+        self._kept, self._beside_bytes = kept, beside_bytes
         return {unit: self._allocate(unit.n_bytes, RESIDENT) for unit in units}
 
     def settle_in(self, reserved: dict[Unit, Tensor]) -> None:
@@ -106,10 +120,18 @@ class Engine:
 
     def begin(self) -> None:
         """Nothing is in use: take back what an interruption kept from being released."""
+        self._idle.clear()
         for page in self._pages.values():
             page.users = 0
+            if not page.is_resident:
+                self._idle.add(page)
         if self._ring.free_but({page.start for page in self._passing()}):
             self._link.finish()  # nobody noted when the use of those places ends
+
+    def acquire_all(self, units: list[Unit]) -> Iterator[Page]:
+        """Have several units on the device at the same time, each as by ``acquire``."""
+        self._make_way(units)
+        yield from map(self.acquire, units)
 
     def acquire(self, unit: Unit) -> Page:
         """Have a unit on the device, for the current stream to read, until it is released.
@@ -123,17 +145,22 @@ class Engine:
             self.order.note(unit)
         if page is None:
             self.meter.note_fault()
-            page = self._fetch(unit, self._make_room(unit))
+            page = self._fetch_now(unit)
         elif page.stale():
             self._refresh(page)
         self._let_compute(page, may_retry=was_fetched)
         page.users += 1
+        self._idle.discard(page)
         return page
 
     def stays(self, unit: Unit) -> bool:
         """Whether a unit stays on the device."""
         page = self._pages.get(unit)
         return page is not None and page.is_resident
+
+    def pages(self) -> list[Page]:
+        """The units that are on the device."""
+        return list(self._pages.values())
 
     def page_in_use(self, unit: Unit) -> Page | None:
         """The page of a unit that is acquired now."""
@@ -149,8 +176,10 @@ class Engine:
         changed = page.written(with_buffers=self.saves_buffers)
         if changed:
             self._write_back(page, changed)
-        elif not page.is_resident and not page.is_held():
-            page.last_use = self._marks(page)
+        if not page.is_resident:
+            self._idle.add(page)
+            if page.unit in self._idle.free():
+                page.last_use = self._marks(page)
 
     def save(self) -> None:
         """Stop the host until what was written so far to units in use is there."""
@@ -164,7 +193,7 @@ class Engine:
     def prefetch(self) -> None:
         """Let go of pages that are not wanted soon, and fetch those that are."""
         wanted = self._wanted()
-        for page in self._idle():
+        for page in list(self._idle.free().values()):
             if page.unit not in wanted:
                 self._drop(page)
         for unit in wanted:
@@ -193,16 +222,9 @@ class Engine:
         Returns:
             The bytes that were freed; 0 where all residents are in use or too large for the ring.
         """
-        chosen: list[Page] = []
-        for page in sorted(self._resident(), key=lambda page: page.unit.n_bytes):
-            movable = page.unit.n_bytes <= self._ring.capacity_bytes and not page.users
-            if _n_bytes(chosen) < n_bytes and movable and not page.is_held():
-                chosen.append(page)
-        if chosen:
-            self._link.finish()  # before the memory goes: any stream may still read it
-        for page in chosen:
-            del self._pages[page.unit]
-        return _n_bytes(chosen)
+        movable = [p for p in self._leaving() if p.unit.n_bytes <= self._ring.capacity_bytes]
+        movable.sort(key=lambda page: page.memory.nbytes)
+        return self._let_go(_first(movable, n_bytes))
 
     def close(self) -> None:
         """Stop the host until nothing is under way; then let go of the device's memory."""
@@ -210,13 +232,15 @@ class Engine:
         self._link.close()
         self._unread.clear()
         self._pages.clear()
+        self._idle.clear()
         self._arena = torch.empty(0)
 
     def named_tensors(self) -> Iterator[NamedTensor]:
         """The ring, each unit that stays, and what the link stages."""
-        yield NamedTensor(self._arena, "ring", RING)
+        inside = [storage for page in self._passing() for storage in page.storages]
+        yield NamedTensor(self._arena, "ring", RING, tuple(inside))
         for page in self._resident():
-            yield NamedTensor(page.memory, page.unit.name, RESIDENT)
+            yield NamedTensor(page.memory, page.unit.name, RESIDENT, page.storages)
         yield from self._link.named_tensors()
 
     def _allocate(self, n_bytes: int, what: str) -> Tensor:
@@ -228,7 +252,9 @@ class Engine:
 
     def _fetch(self, unit: Unit, start: int) -> Page:
         page = Page(unit, self._arena, start, is_resident=False)
-        return self._page_in(page, self._fences.take(start, start + unit.n_bytes))
+        self._page_in(page, self._fences.take(start, start + unit.n_bytes))
+        self._idle.add(page)
+        return page
 
     def _page_in(self, page: Page, after: list[object]) -> Page:
         unit = page.unit
@@ -285,7 +311,6 @@ class Engine:
             event = self._link.page_out(pairs, self._marks(page))
         self._written[page.unit] = event
         self._unread.append(event)
-        page.last_use = [event]
         page.ready = event  # what is written there next must not overtake the copy
         page.waited.clear()
         page.host_versions = [host.version for host in page.unit.tensors]
@@ -310,9 +335,8 @@ class Engine:
 
     def _wanted(self) -> dict[Unit, None]:
         """The units that come next, as many as the ring can hold beside those in use."""
-        idle = {page.unit for page in self._idle()}
-        in_use = [page for page in self._passing() if page.unit not in idle]
-        room_bytes = self._ring.capacity_bytes - _n_bytes(in_use)
+        idle = self._idle.free()
+        room_bytes = self._ring.capacity_bytes - self._ring.used_bytes + _n_bytes(idle.values())
         wanted: dict[Unit, None] = {}
         for unit in self.order.upcoming():
             if unit in wanted or (unit in self._pages and unit not in idle):
@@ -328,51 +352,115 @@ class Engine:
         return [page for page in pages if page.is_resident]
 
     def _passing(self) -> list[Page]:
-        return [page for page in self._pages.values() if not page.is_resident]
+        pages = list(self._pages.values())  # see above
+        return [page for page in pages if not page.is_resident]
 
-    def _idle(self) -> list[Page]:
-        """The passing pages that nothing uses or holds, in the order of their copies."""
-        return [page for page in self._passing() if not page.users and not page.is_held()]
+    def _leaving(self) -> list[Page]:
+        """The resident pages that could pass from now on: nothing uses, holds or keeps them."""
+        return [
+            page
+            for page in self._resident()
+            if not page.users and page.unit not in self._kept and not page.is_held()
+        ]
 
-    def _make_room(self, unit: Unit) -> int:
-        """A place for a unit that is needed now, at the cost of those needed last."""
+    def _let_go(self, residents: list[Page]) -> int:
+        """Free the memory of residents; how many bytes."""
+        if residents:
+            self._link.finish()  # before the memory goes: any stream may still read it
+        for page in residents:
+            del self._pages[page.unit]
+        return _memory_bytes(residents)
+
+    def _make_way(self, units: list[Unit]) -> None:
+        """Let go of what is in the way of several units, each of which would fit alone."""
+        while not self._ring.has_room([u.n_bytes for u in units if u not in self._pages]):
+            if not self._drop_last_needed():
+                return
+
+    def _fetch_now(self, unit: Unit) -> Page:
+        """Fetch a unit that is needed now, at the cost of those needed last."""
         while (start := self._ring.place(unit.n_bytes)) is None:
-            idle = self._idle()
-            if not idle:
-                self._refuse(unit)
-            soon = {other: i for i, other in reversed(list(enumerate(self.order.upcoming())))}
-            self._drop(max(idle, key=lambda page: soon.get(page.unit, len(soon))))
-        return start
+            if not self._drop_last_needed():
+                return self._fetch_to_stay(unit)
+        return self._fetch(unit, start)
+
+    def _drop_last_needed(self) -> bool:
+        """Give the place of the idle page back that is needed last; whether there was any."""
+        idle = self._idle.free()
+        if not idle:
+            return False
+        soon = self._soon()
+        self._drop(max(idle.values(), key=lambda page: soon.get(page.unit, len(soon))))
+        return True
+
+    def _soon(self) -> dict[Unit, int]:
+        """The units that come next, each with how many come before it."""
+        return {unit: i for i, unit in reversed(list(enumerate(self.order.upcoming())))}
+
+    def _fetch_to_stay(self, unit: Unit) -> Page:
+        """Fetch a unit to where others stayed, as what passes leaves no room; those pass now."""
+        memory, after = self._memory_of_residents(unit)
+        return self._page_in(Page(unit, memory, 0, is_resident=True), after)
+
+    def _memory_of_residents(self, unit: Unit) -> tuple[Tensor, list[object]]:
+        """Memory for a unit, and the events that it is in use until."""
+        leaving = self._leaving()
+        large = [page for page in leaving if page.memory.nbytes >= unit.n_bytes]
+        if large:
+            soon = self._soon()
+            page = min(large, key=lambda p: (p.memory.nbytes, -soon.get(p.unit, len(soon))))
+            del self._pages[page.unit]
+            return page.memory, self._uses_of(page)
+        if self._spare_bytes + _memory_bytes(leaving) < unit.n_bytes:
+            self._refuse(unit)
+        leaving.sort(key=lambda page: -page.memory.nbytes)
+        self._spare_bytes += self._let_go(_first(leaving, unit.n_bytes - self._spare_bytes))
+        self._spare_bytes -= unit.n_bytes
+        del leaving, large  # what they list is to be free before as much is allocated
+        return self._allocate(unit.n_bytes, RESIDENT), []
 
     def _drop(self, page: Page) -> None:
-        """Give a page's place back: who takes it next waits for its last use."""
+        """Give a page's place back, if nothing holds it; who takes it waits for its last use."""
+        if not self._idle.take(page):
+            return
         del self._pages[page.unit]
         end = page.start + page.unit.n_bytes
-        for event in self._marks(page) if page.last_use is None else page.last_use:
+        for event in self._uses_of(page):
             self._fences.add(page.start, end, event)
         self._ring.free(page.start)
 
+    def _uses_of(self, page: Page) -> list[object]:
+        """The events after which nothing reads or writes a page that was let go."""
+        uses = self._marks(page) if page.last_use is None else page.last_use
+        written = self._written.get(page.unit)
+        return uses if written is None else [*uses, written]
+
     def _refuse(self, unit: Unit) -> NoReturn:
-        in_use = self._passing()
-        in_use_bytes = _n_bytes(in_use)
-        resident_bytes = _n_bytes(self._pages.values()) - in_use_bytes
-        needed_bytes = in_use_bytes + unit.n_bytes
-        names = ", ".join(repr(page.unit.name) for page in in_use) or "nothing else"
-        held = any(page.is_held() for page in in_use)
-        advice = (
-            "Something holds weights of these beyond their use: a graph of autograd, or a variable "
-            "or view outside of the forward; run under torch.no_grad() and clone what is kept, or "
-            if held
-            else "Its forward uses all of these at once: "
-        )
-        raise PagingError(
-            f"{unit.name!r} ({format_bytes(unit.n_bytes)}) has no room on {self._link.device}: "
-            f"{format_bytes(self._ring.capacity_bytes)} are there for passing units, and "
-            f"{format_bytes(in_use_bytes)} are in use by {names}. {advice}"
-            f"allow a budget of {format_bytes(resident_bytes + needed_bytes)}.",
-            resident_bytes + needed_bytes,
+        ring_bytes, here_bytes = self._ring.capacity_bytes, _memory_bytes(self._resident())
+        leaving_bytes = _memory_bytes(self._leaving())
+        needed_bytes = self._ring.used_bytes + here_bytes - leaving_bytes + unit.n_bytes
+        whole_bytes = ring_bytes + here_bytes + self._spare_bytes
+        if needed_bytes <= whole_bytes:  # there is room, but in several places
+            needed_bytes = whole_bytes + unit.n_bytes
+        refuse(
+            unit,
+            self._link.device,
+            ring_bytes,
+            [page for page in self._pages.values() if page.users or page.held()],
+            needed_bytes + self._beside_bytes,
         )
 
 
 def _n_bytes(pages: Iterable[Page]) -> int:
     return sum(page.unit.n_bytes for page in pages)
+
+
+def _first(pages: list[Page], n_bytes: int) -> list[Page]:
+    """As many of the pages as take so many bytes together, or all."""
+    taken = accumulate((page.memory.nbytes for page in pages), initial=0)
+    return [page for page, before in zip(pages, taken, strict=False) if before < n_bytes]
+
+
+def _memory_bytes(pages: Iterable[Page]) -> int:
+    """What pages with memory of their own take: others may have used it before."""
+    return sum(page.memory.nbytes for page in pages)

@@ -54,12 +54,14 @@ class EntryPoint:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method, with its inputs on the device as those of a forward."""
         module = self._alive()
+        output, safe = None, None
         try:
             given = self._hooks.begin(module, args, kwargs, self._name)
             args, kwargs = given or (args, kwargs)
-            return self._plain(module)(*args, **kwargs)
+            output = self._plain(module)(*args, **kwargs)
         finally:
-            self._hooks.end(module, args, None)
+            safe = self._hooks.end(module, args, output)
+        return output if safe is None else safe
 
     def remove(self) -> None:
         """Put the method back."""

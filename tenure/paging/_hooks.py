@@ -61,8 +61,10 @@ class ModuleHooks:
         return arguments.given  # type: ignore[no-any-return]
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """After the forward, also one that raised."""
+        """After the forward, also one that raised; its output, if that must be another one."""
+        safe = self._pager.apart(self._token, output)
         self._pager.leave(self._token)
+        return None if safe is output else safe
 
     def remove(self) -> None:
         """Take both away."""

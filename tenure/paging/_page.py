@@ -1,7 +1,7 @@
 """The bytes of one unit on the device, and the tensors that show them in place of the host's.
 
 Invariant: a page's tensors lie in its bytes and in no others. While one of them is held, by a
-variable, a view or a graph, the bytes stay the page's.
+variable, a view, a graph, or something that only shares its bytes, those stay the page's.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from tenure._torch_dynamo import never_compiled
 
 from ._table import HostTensor
 from ._torch_aside import aside
-from ._torch_holders import is_held
+from ._torch_holders import Lent, is_held
 from ._units import Unit
 
 RESIDENT = "paged: resident"
@@ -50,6 +50,7 @@ class Page:
     streams: dict[int, Any] = field(default_factory=dict)
     waited: set[int] = field(default_factory=set)
     last_use: list[Any] | None = field(default_factory=list)
+    _lent: Lent | None = None
     _shown: dict[HostTensor, Tensor] = field(default_factory=dict)
     _shown_versions: dict[HostTensor, int] = field(default_factory=dict)
 
@@ -76,9 +77,22 @@ class Page:
             found.requires_grad = asks  # its method is forbidden within torch.func
         return found
 
+    @property
+    def storages(self) -> tuple[UntypedStorage, ...]:
+        """The storage of its tensors; none before the first is shown."""
+        return () if self._lent is None else (self._lent.storage,)
+
     def is_held(self) -> bool:
-        """Whether anything else holds one of its tensors."""
-        return any(is_held(self._shown, host) for host in self._shown)
+        """Whether anything else holds one of its tensors, or what shares its bytes."""
+        return self._lent is not None and (
+            self._lent.is_shared(len(self._shown))
+            or any(is_held(self._shown, host) for host in self._shown)
+        )
+
+    def held(self) -> list[str]:
+        """The names of its tensors that something else holds, or what shares their bytes."""
+        names = [host.name for host in self._shown if is_held(self._shown, host)]
+        return names or ([host.name for host in self._shown] if self.is_held() else [])
 
     def stale(self) -> list[HostTensor]:
         """The tensors that may have changed on the host since they were copied."""
@@ -116,10 +130,11 @@ class Page:
     @never_compiled
     def _show(self, host: HostTensor) -> Tensor:
         original = host.tensor
+        if self._lent is None:  # aliases hold no more than a storage: the ring's says not whose
+            self._lent = Lent(self.memory, self.start, self.unit.n_bytes)
         view = torch.empty(0, dtype=original.dtype, device=self.memory.device)
-        offset = (self.start + host.at_bytes) // original.element_size()
-        size, stride = original.size(), original.stride()
-        view.set_(self.memory.untyped_storage(), offset, size, stride)
+        offset = host.at_bytes // original.element_size()
+        view.set_(self._lent.storage, offset, original.size(), original.stride())
         return in_place_of(original, view)
 
 

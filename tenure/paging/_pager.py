@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import RLock, get_ident
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from tenure._warn import warn_user
 from ._door import Door, name_of, place_of, waits_for_us
 from ._engine import Engine
 from ._page import Page
+from ._results import apart_from
 from ._table import HostTensor
 from ._torch_calls import calls_of, is_running
 from ._units import Unit
@@ -91,6 +93,7 @@ class Pager:
         self._frames: list[_Frame] = []
         self._loose: list[Page] = []
         self._closed = False
+        self._has_warned = False
 
     @property
     def is_inside(self) -> bool:
@@ -135,14 +138,27 @@ class Pager:
             self.engine.saves_buffers = True
         if units:
             self._let_go_of_loose()
-            for unit in units:
-                frame.pages.append(self.engine.acquire(unit))
+            for page in self.engine.acquire_all(units):
+                frame.pages.append(page)
             self.engine.prefetch()
         return True
 
     def on_leave(self, restore: Callable[[], object]) -> None:
         """Have something put back when the forward that began last ends."""
         self._frames[-1].restores.append(restore)
+
+    def apart(self, token: object, output: Any) -> Any:
+        """What a forward returns, with copies of what lies in memory that others need.
+
+        That of the outermost one is the user's, and all pages are needed again. Of others, the
+        memory of their own units is: a table that the first layer gives out may be used by all.
+        """
+        if not self.is_inside or self._frames[-1].token is not token:
+            return output
+        passing = (page for page in self._frames[-1].pages if not page.is_resident)
+        pages = self.engine.pages() if self.is_outermost else passing
+        lent = {storage._cdata for page in pages if page.is_held() for storage in page.storages}
+        return apart_from(lent, output) if lent else output
 
     def leave(self, token: object) -> None:
         """A forward ends: let go of what it used, and of what was interrupted inside it."""
@@ -213,16 +229,33 @@ class Pager:
                 "would keep the places that weights pass through, and read others there later. "
                 "Call unpage() first."
             )
-        if module.training and torch.is_grad_enabled() and self._asks_for_gradients():
+        if module.training and torch.is_grad_enabled() and self._asking():
             raise PagingError(
                 f"{type(module).__name__} was called in training mode with gradients on, and its "
                 "parameters are paged for inference: they would get no gradients. Nothing ran. "
                 "Call eval(), or run under torch.no_grad(); to train, unpage() first."
             )
+        if torch.is_grad_enabled() and not self._has_warned:
+            self._warn_of_gradients(module)
         engine.prefetch()
 
-    def _asks_for_gradients(self) -> bool:
-        return any(host.tensor.requires_grad for host in self._hosts if not host.is_buffer)
+    def _asking(self) -> list[str]:
+        """The names of the parameters that ask for gradients."""
+        hosts = (host for host in self._hosts if not host.is_buffer)
+        return [host.name for host in hosts if host.tensor.requires_grad]
+
+    def _warn_of_gradients(self, module: nn.Module) -> None:
+        asking = self._asking()
+        if asking:
+            self._has_warned = True
+            which = f"{len(asking)} of its parameters ask" if asking[1:] else "a parameter asks"
+            warn_user(
+                f"{type(module).__name__} is paged for inference and was called with gradients on, "
+                f"and {which} for them, {asking[0]!r} for one: they get none. Call it under "
+                "torch.no_grad(), or freeze them with requires_grad_(False); to train them, "
+                "unpage() first.",
+                PagingWarning,
+            )
 
     def _pop(self, *, is_end: bool) -> object:
         frame = self._frames.pop()

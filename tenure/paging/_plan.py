@@ -38,12 +38,13 @@ from ._residency import (
     smallest,
 )
 from ._table import TensorTable
-from ._units import Cut, Unit, UnitSize, cut
+from ._units import Cut, Unit, UnitSize, cut, sizes_with_own
 
 _MIB = 2**20
 _NEIGHBOURS = 4
 _PARTS = (3, 8, 24)
 """Of a budget: what one unit may take of it. Which is best, a simulated pass of each tells."""
+_MOST_SIZES = 6
 PCIE_4 = LinkSpeed(bytes_per_s=24e9)
 """What a plan assumes where nothing was measured: PCIe 4.0 with 16 lanes."""
 DISK = LinkSpeed(bytes_per_s=2e9, latency_s=100e-6)
@@ -142,12 +143,14 @@ class Planned:
         table: the model's tensors.
         cut: its units.
         division: of the device's memory.
+        kept: the units that stay, whatever happens.
     """
 
     plan: PagingPlan
     table: TensorTable
     cut: Cut
     division: Residency
+    kept: frozenset[Unit]
 
 
 def plan_paging(
@@ -245,7 +248,7 @@ def make_plan(
         limit_s=max(passing_bytes / link.bytes_per_s, compute_s or 0.0),
         predicted_s=predicted_pass_s(draft.cut, division, link, compute_s or 0.0),
     )
-    return Planned(plan, draft.table, draft.cut, division)
+    return Planned(plan, draft.table, draft.cut, division, draft.kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +258,8 @@ class _Draft:
     Attributes:
         table: its tensors.
         cut: its units.
-        kept: those that must stay.
+        kept: those that must stay: what was asked for, and what no forward brackets, for it may be
+            in use beside any other unit. A mask that the first layer gives out is, to the last.
         whole_bytes: what can't be paged.
     """
 
@@ -272,7 +276,9 @@ class _Draft:
         pieces = cut(model, table, size.fits(table), merge_bytes=merge_bytes, apart=kept)
         inside = table.extents_of(each for module in kept for each in module.modules())
         staying = frozenset(
-            unit for unit in pieces.units if any(extent in inside for extent in unit.extents)
+            unit
+            for unit in pieces.units
+            if unit.is_loose or any(extent in inside for extent in unit.extents)
         )
         return cls(table, pieces, staying, table.whole_bytes)
 
@@ -306,7 +312,14 @@ def _unit_sizes(model: nn.Module, budget_bytes: int | None) -> list[UnitSize]:
     if budget_bytes is None:
         weight_bytes = sum(tensor.nbytes for tensor in model.parameters())
         return [UnitSize(min(64 * _MIB, weight_bytes // 16))]
-    return [*(UnitSize(budget_bytes // parts) for parts in _PARTS), UnitSize(0)]
+    large = (UnitSize(n_bytes) for n_bytes in _some(sizes_with_own(model, TensorTable(model))))
+    return [*(UnitSize(budget_bytes // parts) for parts in _PARTS), *large, UnitSize(0)]
+
+
+def _some(sizes: set[int]) -> list[int]:
+    """A few sizes that stand for all: each costs a plan."""
+    every = -(-len(sizes) // _MOST_SIZES) or 1
+    return sorted(sizes)[::-1][::every]
 
 
 def _too_small(model: nn.Module, draft: _Draft, budget_bytes: int | None) -> PagingError:

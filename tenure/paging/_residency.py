@@ -155,7 +155,7 @@ def _small(units: Sequence[Unit]) -> list[Unit]:
     """What stays if it can, in the order of the units: a plan must not depend on addresses."""
     largest_bytes = max((unit.n_bytes for unit in units), default=0)
     most_bytes = largest_bytes * _SMALL_SHARE
-    return [unit for unit in units if unit.is_loose or unit.n_bytes <= most_bytes]
+    return [unit for unit in units if unit.n_bytes <= most_bytes]
 
 
 def _fitting(units: Iterable[Unit], room_bytes: int) -> frozenset[Unit]:

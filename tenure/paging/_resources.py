@@ -17,6 +17,7 @@ from ._engine import Engine
 from ._host_buffers import HostStore
 from ._link import Link
 from ._plan import Planned
+from ._residency import n_bytes
 from ._units import Unit
 from ._whole import WholeTensors
 
@@ -90,7 +91,9 @@ def acquire(
         undoing.callback(store.close)
         undoing.callback(link.close)
         engine = Engine(link, store, planned.division.ring_bytes, max_ahead)
-        reserved = engine.reserve([u for u in planned.cut.units if u in planned.division.resident])
+        resident = [unit for unit in planned.cut.units if unit in planned.division.resident]
+        beside_bytes = planned.plan.budget_bytes - planned.division.ring_bytes - n_bytes(resident)
+        reserved = engine.reserve(resident, planned.kept, beside_bytes)
         whole = WholeTensors(planned.table.whole, link.device)
         resources = Resources(engine, store, whole, planned.cut.units)
         undoing.callback(resources.close)

@@ -6,7 +6,7 @@ Invariant of `ByteRing`: ranges in use never overlap and never leave the buffer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Generic, TypeVar
 
 _Event = TypeVar("_Event")
@@ -40,6 +40,12 @@ class ByteRing:
         if start is not None:
             self._ends[start] = self._head = start + n_bytes
         return start
+
+    def has_room(self, sizes: Iterable[int]) -> bool:
+        """Whether pieces of these sizes could be placed one after the other."""
+        trial = ByteRing(self.capacity_bytes)
+        trial._ends, trial._head = dict(self._ends), self._head
+        return all(trial.place(n_bytes) is not None for n_bytes in sizes)
 
     def free(self, start: int) -> None:
         """Give the range that begins at ``start`` back."""

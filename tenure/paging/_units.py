@@ -55,7 +55,8 @@ class Unit:
     Attributes:
         name: of the modules that it serves.
         extents: its memory.
-        is_loose: whether no module's forward brackets its use: tensors of modules around others.
+        is_loose: whether no module's forward brackets each of its uses: it holds tensors of modules
+            around others, or of such as are never called.
         tensors: its tensors, whose ``at_bytes`` count from its beginning.
         n_bytes: what it takes on the device.
     """
@@ -134,6 +135,8 @@ def cut(
     groups = _Cutter(table, fits, merge_bytes, apart).groups(model, "")
     extents = [table.extents_of(group.modules) for group in groups]
     uses = Counter(id(extent) for extent in chain.from_iterable(extents))
+    unled = (used for group, used in zip(groups, extents, strict=True) if not group.leaders)
+    loose = {id(extent) for extent in chain.from_iterable(unled)}
     shared: dict[int, Unit] = {}
     units: list[Unit] = []
     needs: dict[nn.Module, list[Unit]] = {}
@@ -143,12 +146,32 @@ def cut(
         for extent in used:
             if uses[id(extent)] > 1:
                 if id(extent) not in shared:
-                    shared[id(extent)] = Unit(extent.tensors[0].name, [extent])
+                    name = extent.tensors[0].name
+                    shared[id(extent)] = Unit(name, [extent], id(extent) in loose)
                 needed.append(shared[id(extent)])
         units += [unit for unit in needed if unit not in units]
         for leader in group.leaders:
             needs.setdefault(leader, []).extend(needed)
     return Cut(units, needs)
+
+
+def sizes_with_own(model: nn.Module, table: TensorTable) -> set[int]:
+    """The bytes of modules inside that, if they are cut further, leave tensors that none brackets.
+
+    A layer of experts that holds their weights itself, beside a router, is one.
+    """
+    return {
+        n_bytes_in(table, module.modules())
+        for module in model.modules()
+        if module is not model
+        and not all(_is_whole(child, table) for child in (module, *module.children()))
+    }
+
+
+def _is_whole(module: nn.Module, table: TensorTable) -> bool:
+    """Whether a module's own tensors are used in its forward alone, or it has none."""
+    is_called = type(module).forward is not nn.Module.forward
+    return not table.direct[module] or (is_called and not any(module.children()))
 
 
 def hookable(model: nn.Module) -> Iterator[nn.Module]:

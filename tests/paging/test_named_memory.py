@@ -13,7 +13,10 @@ from tenure.paging import chunk, page
 from tenure.profiler import MemReporter, snapshot
 from tests.paging.models import build
 
-pytestmark = pytest.mark.slow  # each looks through the whole heap, some many times
+pytestmark = [
+    pytest.mark.usefixtures("without_gradients"),
+    pytest.mark.slow,
+]  # each looks through the whole heap, some many times
 
 
 @pytest.fixture(autouse=True)

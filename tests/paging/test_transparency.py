@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tenure import NewDisposeScope
-from tenure.paging import PagingError, page, plan_paging
+from tenure.paging import PagingError, PagingWarning, page, plan_paging
 from tests.simdevice import for_each_allocation
 
 from .models import Recurrent, TiedLanguageModel, build, mlp
@@ -473,8 +473,29 @@ def test_training_mode_with_gradients_is_refused_before_anything_runs(sim, model
     with paged(sim, model), torch.enable_grad():
         with pytest.raises(PagingError, match=r"^Sequential was called in training mode with"):
             model(x)
-        model.eval()
+        model.eval().requires_grad_(False)
         assert not model(x).requires_grad
+
+
+def test_a_parameter_that_will_get_no_gradient_is_warned_of_once(sim, model, x):
+    """As of a backbone in evaluation mode, under a head that is trained."""
+    head = nn.Linear(WIDTH, 2, device=sim.device)
+    told = (
+        r"^Sequential is paged for inference and was called with gradients on, and 12 of its "
+        r"parameters ask for them, '0\.weight' for one: they get none\. Call it under torch\.no_gr"
+    )
+    with paged(sim, model), torch.enable_grad():
+        with pytest.warns(PagingWarning, match=told) as caught:
+            head(model(x)).sum().backward()
+        assert [warning.filename for warning in caught] == [__file__]
+        assert all(p.grad is None for p in model.parameters())
+        head(model(x))  # and warns no more
+    with paged(sim, model.requires_grad_(False)), torch.enable_grad():
+        model(x)
+        model[2].train()
+        model[2].weight.requires_grad_()
+        with pytest.warns(PagingWarning, match=r"and a parameter asks for them, '2\.weight' for"):
+            model(x)
 
 
 def test_whether_parameters_ask_for_gradients_is_looked_at_when_the_model_is_called(sim, model, x):
@@ -491,7 +512,8 @@ def test_whether_parameters_ask_for_gradients_is_looked_at_when_the_model_is_cal
 def test_a_graph_that_holds_weights_is_an_error_and_never_a_wrong_gradient(sim, model, x):
     with paged(sim, model), torch.enable_grad():
         asking = x.clone().requires_grad_()
-        with pytest.raises(PagingError, match=r"has no room on sim:0: .* Something holds weights"):
+        model.requires_grad_(False)
+        with pytest.raises(PagingError, match=r"has no room on sim:0: .* A graph of autograd"):
             model(asking)
 
 
@@ -500,6 +522,7 @@ def test_gradients_of_inputs_are_right_where_all_weights_stay(sim, model, x):
     with torch.enable_grad():
         model(asking).sum().backward()
         expected, asking.grad = asking.grad, None
+        model.requires_grad_(False)
         with paged(sim, model, 100):
             model(asking).sum().backward()
     torch.testing.assert_close(asking.grad, expected)

@@ -25,7 +25,10 @@ EVENTS_OF_THE_PAST = {
     "self._link.page_out(pairs, self._marks(page))": "self._link.page_out(pairs, [])",
     "self._fences.add(0, ring_bytes, link.mark(link.current()))": "pass",
     "is_resident=True), [now])": "is_resident=True), [])",
-    "page.last_use = [event]": "page.last_use = []",
+    "uses if written is None else [*uses, written]": "uses",
+    "self._fences.add(page.start, end, event)": "pass",
+    "return page.memory, self._uses_of(page)": "return page.memory, []",
+    "if page.unit in self._idle.free():": "if True:",
     "page.last_use = self._marks(page)": "page.last_use = []",
     "page.waited.clear()\n\n": "pass\n\n",
     "page.waited.clear()\n        page.host": "page.host",
@@ -111,6 +114,49 @@ def writes_buffers_and_reads_them_again(sim):
                 assert model.count.seen.eq(6 * n_passes).all()
 
 
+class Early(nn.Module):
+    """Reads weights before the rest runs, and uses them after."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.kept = linears(), []
+        self.layers[0].register_forward_hook(self.keep)
+
+    def keep(self, module, args, output):
+        self.kept.append(module.weight.detach())
+
+    def forward(self, x):
+        x = self.layers(x) @ self.kept.pop()
+        weight = self.layers[1].weight.detach()
+        x = self.layers[2:](x) @ weight
+        del weight
+        return self.layers[1:](x)
+
+
+def holds_what_it_has_read(sim):
+    torch.manual_seed(0)
+    model, x = Early(), torch.randn(4, WIDTH, device=sim.device)
+    expected = copy.deepcopy(model).to(sim.device)(x).cpu()
+    for ring_kib in (9, 14):
+        with through_ring(sim, model, ring_kib << 10, stays=False):
+            outputs = [model(x) for _ in range(3)]
+        assert all(torch.equal(y.cpu(), expected) for y in outputs)
+
+
+def needs_more_at_once_than_passes(sim):
+    sim(link=Rates(memory_bytes_per_s=1e9))
+    torch.manual_seed(0)
+    model, x = Early(), torch.randn(4, WIDTH, device=sim.device)
+    planned = make_plan(model, sim.device, 1, "1MiB", ())
+    resident = frozenset(planned.cut.units[2:])
+    planned = replace(planned, division=Residency(resident, planned.cut.units[0].n_bytes))
+    expected = copy.deepcopy(model).to(sim.device)(x).cpu()
+    link = _link.Link(sim.device)
+    with carry_out(model, planned, link, HostBuffers(link.module, pin=True), 0):
+        outputs = [model(x) for _ in range(3)]
+    assert all(torch.equal(y.cpu(), expected) for y in outputs)
+
+
 def through_ring(sim, model, ring_bytes, stays, n_ahead=0):
     planned = make_plan(model, sim.device, 1, "1MiB", ())
     resident = planned.division.resident if stays else frozenset()
@@ -153,7 +199,8 @@ def is_interrupted_while_it_drops_a_page(sim):
     model, x = linears(), torch.randn(4, WIDTH, device=sim.device)
     with through_ring(sim, model, 10 * 1024, stays=False) as handle:
         engine = handle._pager.engine
-        engine._drop = lambda page: engine._pages.pop(page.unit)  # and no further
+        # and no further
+        engine._drop = lambda page: engine._idle.take(page) and engine._pages.pop(page.unit)
         with pytest.raises(PagingError, match="no room"):
             model(x)
         del engine._drop
@@ -175,6 +222,8 @@ PROGRAMS = (
     writes_buffers_and_reads_them_again,
     changes_weights_between_passes,
     gives_memory_back,
+    holds_what_it_has_read,
+    needs_more_at_once_than_passes,
     is_interrupted_while_it_drops_a_page,
 )
 

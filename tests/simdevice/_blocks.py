@@ -16,7 +16,14 @@ from ._memory import MemoryPool
 from ._pinned import extent_bytes
 from ._races import History, RaceDetector, Span, merge_clocks
 from ._streams import current_stream
-from ._torch_backend import DEVICE_TYPE, storage_key, storage_over, tensor_key, tensor_over
+from ._torch_backend import (
+    DEVICE_TYPE,
+    host_storage_over,
+    storage_key,
+    storage_over,
+    tensor_key,
+    tensor_over,
+)
 from ._units import format_bytes
 
 
@@ -33,7 +40,21 @@ class Block:
     is_empty: bool = False
 
 
+@dataclass(slots=True)
+class Window:
+    """A storage over part of a block, which owns none of it: made by DLPack or by pickling.
+
+    Its accesses count as those of the block, `low` bytes further on.
+    """
+
+    block: Block
+    buffer: torch.UntypedStorage
+    low: int
+    n_bytes: int
+
+
 _blocks: dict[int, Block] = {}
+_windows: dict[int, Window] = {}
 _POISON = 0xFF
 
 
@@ -42,10 +63,9 @@ def is_on_device(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE
 
 
-def block_of(tensor: torch.Tensor) -> Block:
-    """The block that a device tensor lies in."""
-    found = _blocks.get(tensor_key(tensor))
-    return _lent_block(tensor.untyped_storage()) if found is None else found
+def room_bytes(tensor: torch.Tensor) -> int:
+    """The bytes that the storage of a device tensor has."""
+    return _window_of(tensor).n_bytes
 
 
 def has_block(storage: torch.UntypedStorage) -> bool:
@@ -131,7 +151,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A host tensor over the bytes of a device tensor: the same memory, size and stride."""
     alias = torch.empty(0, dtype=tensor.dtype, device="cpu")
     geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
-    alias.set_(_filled_block_of(tensor).buffer, *geometry)
+    alias.set_(_filled_window_of(tensor).buffer, *geometry)
     if tensor.is_conj():
         alias = alias.conj()
     return alias._neg_view() if tensor.is_neg() else alias
@@ -145,23 +165,34 @@ def on_device(alias: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tenso
 
 def span_of(tensor: torch.Tensor) -> Span:
     """The bytes of its block that a device tensor touches, from its first to its last."""
-    block = _filled_block_of(tensor)
+    window = _filled_window_of(tensor)
+    block = window.block
     if block.detector is not machine.detector:
         # From before the machine was started afresh: the streams in its history are gone.
         block.home_stream, block.detector = current_stream(), machine.detector
         block.history = History(block.home_stream.stream_id)
-    low = tensor.storage_offset() * tensor.element_size()
+    low = window.low + tensor.storage_offset() * tensor.element_size()
     return Span(block.history, low, low + extent_bytes(tensor))
 
 
-def _filled_block_of(tensor: torch.Tensor) -> Block:
-    block = block_of(tensor)
-    if block.is_empty and tensor.numel():
+def _filled_window_of(tensor: torch.Tensor) -> Window:
+    window = _window_of(tensor)
+    if window.block.is_empty and tensor.numel():
         raise RuntimeError(
             f"{DEVICE_TYPE}:0: illegal memory access: the storage of a {list(tensor.shape)} tensor"
             " was resized to 0 bytes."
         )
-    return block
+    return window
+
+
+def _window_of(tensor: torch.Tensor) -> Window:
+    """The bytes that a device tensor lies in: a whole block, or what C++ lends of one."""
+    key = tensor_key(tensor)
+    block = _blocks.get(key)
+    if block is not None:
+        return Window(block, block.buffer, 0, block.n_bytes)
+    found = _windows.get(key)
+    return _lent(tensor.untyped_storage()) if found is None else found
 
 
 def _host_buffer(n_bytes: int) -> torch.UntypedStorage | None:
@@ -173,14 +204,19 @@ def _host_buffer(n_bytes: int) -> torch.UntypedStorage | None:
         return None
 
 
-def _lent_block(storage: torch.UntypedStorage) -> Block:
-    """The block of a storage that C++ made over memory it does not own, as pickling does."""
-    if storage.nbytes() == 0:
-        return block_of(torch.empty(0, dtype=torch.uint8, device=storage.device))
-    address = storage.data_ptr()
+def _lent(storage: torch.UntypedStorage) -> Window:
+    """The window of a storage that C++ made over memory it does not own, as pickling does."""
+    n_bytes = storage.nbytes()
+    if n_bytes == 0:
+        return _window_of(torch.empty(0, dtype=torch.uint8, device=storage.device))
+    address, key = storage.data_ptr(), storage_key(storage)
     for block in list(_blocks.values()):
-        if block.n_bytes and block.buffer.data_ptr() == address:
-            return block
+        low = address - block.buffer.data_ptr()
+        if low >= 0 and low + n_bytes <= block.n_bytes:
+            buffer = host_storage_over(block.buffer, low, n_bytes)
+            _windows[key] = Window(block, buffer, low, n_bytes)
+            weakref.finalize(storage, _windows.pop, key).atexit = False
+            return _windows[key]
     raise RuntimeError(f"{DEVICE_TYPE}:0 has no memory at address {address:#x}.")
 
 

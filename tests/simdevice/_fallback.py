@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from ._blocks import adopt, block_of, is_on_device, on_device, on_host, reserve, span_of
+from ._blocks import adopt, is_on_device, on_device, on_host, reserve, room_bytes, span_of
 from ._dispatch import kernel
 from ._machine import machine
 from ._mixing import HOST_OUTPUTS, check_host_tensor
@@ -180,7 +180,7 @@ class _Call:
 def _outgrew(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
     """Whether the host function resized an argument past the memory of its block."""
     end = alias.storage_offset() + required_elements(alias.size(), alias.stride())
-    return end * alias.element_size() > block_of(tensor).n_bytes
+    return end * alias.element_size() > room_bytes(tensor)
 
 
 @functools.cache

@@ -38,6 +38,12 @@ def storage_over(host: torch.UntypedStorage, n_bytes: int) -> torch.UntypedStora
     return torch._C._construct_storage_from_data_pointer(pointer, sim_device(), n_bytes)
 
 
+def host_storage_over(host: torch.UntypedStorage, low: int, n_bytes: int) -> torch.UntypedStorage:
+    """A host storage over some bytes of another, which the caller must keep alive."""
+    pointer = host.data_ptr() + low
+    return torch._C._construct_storage_from_data_pointer(pointer, torch.device("cpu"), n_bytes)
+
+
 def tensor_over(
     storage: torch.UntypedStorage,
     dtype: torch.dtype,
