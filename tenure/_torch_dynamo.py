@@ -1,4 +1,4 @@
-"""Keeping dynamo from compiling the library's own frames.
+"""Keeping dynamo from compiling: the library's own frames, and work that is not to be compiled.
 
 What is called from a frame that dynamo gave up on (a graph break inside a ``with`` block, say) is
 compiled by itself. There ``is_dynamo_compiling()`` folds to True, so a verb would do nothing for a
@@ -8,7 +8,9 @@ dynamo does not guard on its ``func``. Traced as a part of the user's function a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -29,8 +31,27 @@ def never_compiled(function: Function) -> Function:
     return function
 
 
+@contextmanager
+def not_compiling() -> Iterator[None]:
+    """A block in which compiled functions run as they are written: nothing is compiled for it.
+
+    Another thread that calls a compiled function meanwhile may run it so too, which is slower.
+    """
+    if "torch._dynamo.eval_frame" not in sys.modules:  # to load it takes seconds
+        yield
+        return
+    eval_frame = _C._dynamo.eval_frame
+    # a stance can't be taken where a graph break of the caller's has left its callback
+    callback = eval_frame.set_eval_frame(None)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        eval_frame.set_eval_frame(callback)
+
+
 def works() -> bool:
-    """Whether a marked function runs as it is although dynamo is asked to compile its frame."""
+    """Whether marked functions run as they are, and in a block that does not compile, all do."""
     seen: list[bool] = []
 
     @never_compiled
@@ -38,5 +59,11 @@ def works() -> bool:
         seen.append(torch.compiler.is_dynamo_compiling())
         return x + 1
 
+    def unmarked(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.compiler.is_dynamo_compiling())
+        return x + 1
+
     torch.compile(marked, backend="eager")(torch.ones(1))
-    return seen == [False]
+    with not_compiling():
+        torch.compile(unmarked, backend="eager")(torch.ones(1))
+    return seen == [False, False]

@@ -240,7 +240,7 @@ def test_modules_that_other_threads_run_belong_to_no_step():
         thread.join()
         return net(b).square().mean()
 
-    assert step(fn, _batch(), maximum=4).sizes == (4, 4)
+    assert step(fn, _batch(), maximum=4, verify=False).sizes == (4, 4)
     assert other[1].num_batches_tracked == 2
 
 

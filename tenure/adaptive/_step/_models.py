@@ -29,6 +29,7 @@ class StepModels:
 
     Attributes:
         roots: those by name, each with what is below it.
+        found: those of them that were known before anything ran.
         all: every module that is known, once.
     """
 
@@ -36,6 +37,7 @@ class StepModels:
         self, roots: dict[str, nn.Module], others: Iterable[nn.Module], *, is_given: bool
     ) -> None:
         self.roots = roots
+        self.found = roots.copy()
         self.all = modules_below(roots.values())
         self._judged = set(map(id, self.all))
         self._is_given = is_given

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._callables import unused
 from .._retry import Rollback, Together
@@ -92,23 +92,27 @@ def _gradients(setup: StepSetup, nameless: LeafNames) -> dict[str, Tensor]:
 
     Args:
         setup: the step.
-        nameless: what leaves without a name are called, which come in no order; gets new ones.
+        nameless: what leaves are called that were not known before they were used, which come in no
+            order, or are others in each run; gets new ones.
     """
-    names = {id(parameter): name for name, parameter in named_parameters(setup.roots)}
-    names |= setup.leaf_names
+    names = _parameter_names(setup.run.models.found) | setup.leaf_names
+    seen = _parameter_names(setup.roots)
     found: dict[str, Tensor] = {}
     for leaf, gradient in setup.gradients.new():
         name = names.get(id(leaf))
         if name is None:
             if id(leaf) not in nameless:
                 known = [other for _, other in nameless.values()]
-                new = unused(f"a tensor of shape {list(leaf.shape)}", known)
-                nameless[id(leaf)] = leaf, new
+                called = seen.get(id(leaf), f"a tensor of shape {list(leaf.shape)}")
+                nameless[id(leaf)] = leaf, unused(called, known)
             name = nameless[id(leaf)][1]
-        found[unused(name, found)] = (
-            gradient.detach().cpu()
-        )  # those of two runs need not fit on a device
+        # those of two runs need not fit on a device
+        found[unused(name, found)] = gradient.detach().cpu()
     return found
+
+
+def _parameter_names(roots: dict[str, nn.Module]) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in named_parameters(roots)}
 
 
 def buffers_of(setup: StepSetup) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, NoReturn
 from torch import Tensor
 
 from tenure._errors import AdaptiveUsageWarning, SplitMismatchError
+from tenure._torch_dynamo import not_compiling
 from tenure._warn import warn_user
 
 from .._run import StepOutcome
@@ -81,7 +82,8 @@ class Verification:
             return
         visit = Visit(self._spec, self._setup, subject.tree.leaves)
         if visit.is_due:
-            self._looked = self._look(subject, visit, size)
+            with not_compiling():  # a graph for each of its sizes and modes would cost minutes
+                self._looked = self._look(subject, visit, size)
 
     def __call__(self, outcome: StepOutcome) -> None:
         """Compare the loss of the whole batch, if it is time, before gradients are delivered.
@@ -105,9 +107,10 @@ class Verification:
                 scale=looked.loss,
                 most=n if looked.visit.is_first or not is_random else n // 2,
             )
-            could = whole.run() or could
+            with not_compiling():
+                could = whole.run() or could
+                self._refuse_if(whole.finding, looked.subject, max(outcome.sizes))
             n_run += whole.n_run
-            self._refuse_if(whole.finding, looked.subject, max(outcome.sizes))
         if not could:
             self._warn()
         looked.visit.verified(n_run)
