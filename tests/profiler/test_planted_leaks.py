@@ -63,8 +63,9 @@ def _empty_store():
 
 def in_a_forward_hook(t):
     STORE["model"] = nn.Linear(1, 1)
-    STORE["model"].register_forward_hook(lambda *_: t)
-    return "closure of in_a_forward_hook.<locals>.<lambda>: t, held by Linear._forward_hooks[0]"
+    handle = STORE["model"].register_forward_hook(lambda *_: t)
+    where = f"Linear._forward_hooks[{handle.id}]"
+    return f"closure of in_a_forward_hook.<locals>.<lambda>: t, held by {where}"
 
 
 def in_a_hook_of_a_tensor(t):
