@@ -122,7 +122,7 @@ def _items(name: str, container: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _contents_of(container: Any) -> _Contents:
-    kind = next(each for each in _CONTAINERS if isinstance(container, each))
+    kind: Any = next(each for each in _CONTAINERS if isinstance(container, each))
     if issubclass(kind, dict):
         return _Contents(kind, container, dict(kind.items(container)))
     return _Contents(kind, container, set(container) if kind is set else list(container))
