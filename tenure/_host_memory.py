@@ -6,6 +6,7 @@ of the machine don't tell; past it the kernel ends the process without an except
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -23,6 +24,8 @@ class _Files(NamedTuple):
 
 _V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _V2 = _Files("memory.max", "memory.current", "inactive_file")
+_UNLIMITED_BYTES = 1 << 60
+"""The first version writes no limit as one of nearly 2**63 bytes."""
 
 
 class _Mount(NamedTuple):
@@ -50,25 +53,38 @@ def free_host_bytes(root: Path = Path("/")) -> int:
 
 def _free_in_groups(root: Path) -> Iterator[int]:
     """What is free in each group that this process belongs to, and that has a limit."""
-    own = _own_groups(_text(root / "proc/self/cgroup"))
+    for folder, files in _folders(root, _text(root / "proc/self/cgroup")):
+        free_bytes = _free_in(folder, files)
+        if free_bytes is not None:
+            yield free_bytes
+
+
+@functools.lru_cache(maxsize=8)
+def _folders(root: Path, groups: str) -> tuple[tuple[Path, _Files], ...]:
+    """The folders of the groups of this process, by the text that names them.
+
+    Kept, for a loop asks at each of its pieces: groups are mounted when a system starts, and to
+    read where takes longer than all else.
+    """
+    own = _own_groups(groups)
+    found: list[tuple[Path, _Files]] = []
     for top, place, files in _mounts(_text(root / "proc/self/mountinfo"), root):
         group = own.get(files)
         if group is None:
             continue
         # the group of another namespace is not below the top: what is mounted is all that is seen
-        below = group.relative_to(top) if group.is_relative_to(top) else PurePosixPath()
-        folder = place / below
-        for each in (folder, *folder.parents):
-            free_bytes = _free_in(each, files)
-            if free_bytes is not None:
-                yield free_bytes
-            if each == place:
-                break
+        folder = place / (group.relative_to(top) if group.is_relative_to(top) else "")
+        above = [each for each in folder.parents if each.is_relative_to(place)]
+        found += [(each, files) for each in (folder, *above)]
+    return tuple(found)
 
 
 def _free_in(folder: Path, files: _Files) -> int | None:
-    limit_bytes, used_bytes = _number(folder / files.limit), _number(folder / files.used)
-    if limit_bytes is None or used_bytes is None:
+    limit_bytes = _number(folder / files.limit)
+    if limit_bytes is None or limit_bytes >= _UNLIMITED_BYTES:
+        return None
+    used_bytes = _number(folder / files.used)
+    if used_bytes is None:
         return None
     # files that were read and are not in use count as used, and make room when that is wanted
     statistics = dict(

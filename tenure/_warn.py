@@ -6,13 +6,12 @@ import sys
 import warnings
 
 from tenure._errors import TenureWarning
-
-_NOT_OF_USERS = ("tenure.", "torch.")
+from tenure._frames import is_internal
 
 
 def warn_user(message: str, category: type[TenureWarning]) -> None:
-    """Warn, with the place of the innermost frame outside of tenure, and of torch, its caller."""
+    """Warn, with the place of the innermost frame that is the user's."""
     level, frame = 1, sys._getframe()
-    while frame.f_back and frame.f_globals.get("__name__", "").startswith(_NOT_OF_USERS):
+    while frame.f_back and is_internal(frame):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)

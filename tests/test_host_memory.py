@@ -128,6 +128,14 @@ def test_files_of_another_form_limit_nothing(system, text):
     assert free_host_bytes(system(text, text)) == MACHINE
 
 
+def test_where_groups_are_mounted_is_read_once_and_what_is_used_each_time(system):
+    root = system("0::/\n", V2.format(top="/"), **v2("", 500, 200))
+    assert free_host_bytes(root) == 300
+    (root / "proc/self/mountinfo").unlink()
+    (root / "sys/fs/cgroup/memory.current").write_text("250")
+    assert free_host_bytes(root) == 250
+
+
 def test_names_with_spaces_are_found(system):
     mounts = V2.format(top="/").replace("/sys/fs/cgroup", "/sys/fs/cgroup/my\\040groups")
     root = system("0::/\n", mounts, **v2("my groups/", 500, 200))

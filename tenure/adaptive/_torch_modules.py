@@ -26,6 +26,7 @@ class _Thread(threading.local):
 
 
 _this_thread = _Thread()
+_lock = threading.Lock()
 
 
 @contextmanager
@@ -34,7 +35,8 @@ def modules_told(seen: Seen) -> Iterator[None]:
 
     Those that run inside compiled code are not told, and where blocks nest, each is.
     """
-    _wrap_calls()
+    with _lock:  # two threads that are the first here wrap once
+        _wrap_calls()
     outer = _this_thread.seen
     _this_thread.seen = seen if outer is None else _both(seen, outer)
     try:

@@ -12,14 +12,15 @@ import sys
 from types import CodeType, FrameType
 from typing import Literal
 
+from tenure._frames import is_internal
+from tenure._frames import module_of as module_of
+
 Capture = Literal["site", "stack"]
 
 CONTEXTLIB = vars(contextlib)
 """The globals of the frames that run an ExitStack or a decorated context manager."""
 _STACK_DEPTH = 16
-_OWN_PACKAGE = __name__.partition(".")[0]
 _OWN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-_COMMAND_LINE = f"{_OWN_PACKAGE}._cli"
 
 
 class Site:
@@ -58,12 +59,6 @@ class SiteStack:
         return " < ".join(map(str, self._sites))
 
 
-def module_of(frame: FrameType) -> str:
-    """The name of the module whose code ``frame`` runs; "" where ``exec`` was given another."""
-    name = frame.f_globals.get("__name__")
-    return name if isinstance(name, str) else ""
-
-
 def site_of(frame: FrameType) -> Site:
     """The place that ``frame`` has reached."""
     return Site(frame.f_code, frame.f_lasti)
@@ -75,7 +70,7 @@ def user_frame(frame: FrameType) -> FrameType:
     Where there is none (torch calls back on a thread of its own), ``frame`` itself.
     """
     outer: FrameType | None = frame
-    while outer is not None and _is_internal(outer):
+    while outer is not None and is_internal(outer):
         outer = outer.f_back
     return outer or frame
 
@@ -113,13 +108,6 @@ def capture_site(frame: FrameType, capture: Capture) -> Site | SiteStack:
         sites.append(site_of(outer))
         outer = outer.f_back
     return SiteStack(tuple(sites))
-
-
-def _is_internal(frame: FrameType) -> bool:
-    name = module_of(frame)
-    if name.startswith(_COMMAND_LINE):  # it uses the library like any program
-        return False
-    return name.partition(".")[0] in {_OWN_PACKAGE, "torch", "contextlib"}
 
 
 def _shorten(path: str) -> str:

@@ -3,6 +3,7 @@
 import random
 import sys
 import types
+from collections import OrderedDict
 
 import numpy.random
 import pytest
@@ -190,6 +191,35 @@ def test_attributes_get_back_what_they_held():
     assert keeps.late is late
     assert (list(keeps.by_length), keeps.n_calls) == ([4], 1)
     assert keeps.linear.weight is dict(model.named_parameters())["0.linear.weight"]
+
+
+class Refusing(OrderedDict):
+    """A dictionary as transformers returns them."""
+
+    def update(self, *args, **kwargs):
+        raise TypeError("You cannot use update on it")
+
+    def copy(self):
+        raise TypeError("You cannot use copy on it")
+
+
+class NoName:
+    def __repr__(self):
+        raise AssertionError("a key may be a whole model")
+
+
+def test_containers_with_methods_and_keys_of_their_own_get_their_items_back():
+    keeps, key = Keeps(), NoName()
+    keeps.last = Refusing(first=torch.ones(2), second=1)
+    keeps.by_object = {key: torch.ones(2)}
+    state = ModuleState([keeps], with_modes=False)
+    state.begin()
+    keeps.last["third"] = keeps.last.pop("first").add_(1)
+    keeps.by_object[key].add_(1)
+    state.undo()
+    assert list(keeps.last) == ["first", "second"]
+    assert keeps.last["first"].tolist() == [1, 1]
+    assert keeps.by_object[key].tolist() == [1, 1]
 
 
 def test_numpy_that_is_only_half_imported_has_no_generators_yet(monkeypatch):

@@ -136,6 +136,28 @@ def test_another_declaration_mode_or_kind_of_label_is_verified_anew(change):
         step(fn, batch, maximum=4, **options)
 
 
+def shared_sparse():
+    return torch.randint(1, 3, (3, 3)).to_sparse()
+
+
+def shared_unsigned():
+    return torch.randint(0, 9, (3, 3)).to(torch.uint16)
+
+
+# torch can't tell the least of either.
+@pytest.mark.parametrize("shared", [shared_sparse, shared_unsigned])
+def test_a_kind_of_numbers_that_has_no_least_one_is_no_obstacle(shared):
+    numbers = shared()
+    net = nn.Linear(3, 1)
+
+    def fn(b):
+        return net(b["x"] @ b["numbers"].to_dense().float()).mean()
+
+    batch = {"x": torch.randn(4, 3), "numbers": numbers}
+    result = step(fn, batch, in_dims={"x": 0, "numbers": None}, maximum=2)
+    assert result.sizes == (2, 2)
+
+
 def test_one_masked_sample_of_many_is_seen():
     net = small_net().float()
     x, y = torch.randn(64, 4), torch.randint(3, (64,))

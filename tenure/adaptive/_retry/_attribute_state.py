@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -15,13 +15,29 @@ from ._tensor_notes import TensorNote, noted, remember_written
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = frozenset((int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device))
-_CONTAINERS = (dict, list, set, deque)
+_CONTAINERS = (OrderedDict, dict, list, set, deque)
 _Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 
 
 class _Noted(NamedTuple):
     module: nn.Module
     attributes: dict[str, Any]
+
+
+class _Contents(NamedTuple):
+    """What a container holds, to be put back by the methods of the builtin that it is a kind of.
+
+    Outputs of transformers, for one, are dictionaries whose own ``update`` refuses.
+    """
+
+    kind: Any
+    container: _Container
+    items: _Container
+
+    def undo(self) -> None:
+        self.kind.clear(self.container)
+        put = self.kind.update if issubclass(self.kind, dict | set) else self.kind.extend
+        put(self.container, self.items)
 
 
 class AttributeState:
@@ -42,7 +58,7 @@ class AttributeState:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = modules
         self._noted: list[_Noted] = []
-        self._contents: list[tuple[_Container, _Container]] = []
+        self._contents: list[_Contents] = []
         self._tensors: list[TensorNote] = []
         self._seen: set[int] = set()  # what is noted is kept, so an id stands for one object
 
@@ -56,7 +72,7 @@ class AttributeState:
         with persist(), torch.no_grad():
             for module in modules:
                 if not _is_of_torch(type(module).__module__):
-                    attributes = attributes_of(module)
+                    attributes = _attributes_of(module)
                     self._noted.append(_Noted(module, attributes))
                     self._note_below(module, attributes)
 
@@ -72,12 +88,8 @@ class AttributeState:
             for name in space.keys() - attributes.keys() - _OF_EVERY_MODULE:
                 del space[name]
             space.update(attributes)
-        for container, items in self._contents:
-            container.clear()
-            if isinstance(container, dict | set):
-                container.update(items)
-            else:
-                container.extend(items)
+        for contents in self._contents:
+            contents.undo()
         for note in self._tensors:
             note.undo()
 
@@ -93,19 +105,27 @@ class AttributeState:
                     self._tensors.append(noted(module, name, value))
                 continue
             if isinstance(value, _CONTAINERS):
-                self._contents.append((value, value.copy()))
+                self._contents.append(_contents_of(value))
             waiting += _items(name, value)
 
 
-def attributes_of(module: nn.Module) -> dict[str, Any]:
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
     """What a module holds besides what every module has."""
     return {k: v for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
 
 
 def _items(name: str, container: Any) -> Iterator[tuple[str, Any]]:
     """What stands in a container and may be changed, with a name for each place."""
-    items = container.items() if isinstance(container, dict) else enumerate(container)
-    return ((f"{name}[{k!r}]", each) for k, each in items if type(each) not in _PLAIN)
+    # by number: the text of a key may be that of a whole model, and keys may be others each time
+    values = container.values() if isinstance(container, dict) else container
+    return ((f"{name}[{i}]", each) for i, each in enumerate(values) if type(each) not in _PLAIN)
+
+
+def _contents_of(container: Any) -> _Contents:
+    kind: Any = next(each for each in _CONTAINERS if isinstance(container, each))
+    if issubclass(kind, dict):
+        return _Contents(kind, container, dict(kind.items(container)))
+    return _Contents(kind, container, set(container) if kind is set else list(container))
 
 
 def _is_of_torch(name: str) -> bool:

@@ -38,6 +38,7 @@ _RISE_BYTES = 1 << 28
 _MANY_FAILURES = 3
 """A call that has met so many goes up carefully: no other size should fail."""
 _MOST_TRIALS = 6
+"""So many parts of the work are run to be measured, and taken back, in a call at the most."""
 _LITTLE = 8
 """What worked before and fails is made smaller by one part in so many, at least."""
 _KINDS_OF_BYTES = ("device", "host")

@@ -35,6 +35,8 @@ _MOST_FREE = 64
 """How often a piece of code is verified without a count of samples; each call may be a place."""
 _MAX_DEPTH = 4
 _MAX_ITEMS = 32
+# not all that are no floats: torch looks for the least of no uint16, and of no quantized number
+_COUNTED = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
 @dataclass(slots=True)
@@ -86,11 +88,10 @@ class Visit:
     """
 
     def __init__(self, spec: StepSpec, setup: StepSetup, leaves: Sequence[Leaf]) -> None:
-        place = _place(spec, setup)
+        place, contents, shapes = _place(spec, setup), _contents(leaves), _shapes(leaves)
         with _lock:
             self._code = _at(_codes, _identity(stands_for(spec.fn)), _Code)
             self._code.n_samples += setup.n_samples
-            contents, shapes = _contents(leaves), _shapes(leaves)
             self._place = _at(self._code.places, place, _Calls)
             self._content = _at(self._code.places, (place, contents), _Calls)
             self._shape = _at(self._code.places, (place, contents, shapes), _Calls)
@@ -155,7 +156,8 @@ def _contents(leaves: Iterable[Leaf]) -> Hashable:
 
 def _kind_of_content(value: Tensor) -> int:
     """Of labels and masks the sign of the least one: -100 among labels, 0 in a mask."""
-    if value.is_floating_point() or value.is_complex() or not value.numel() or value.is_meta:
+    is_plain = value.dtype in _COUNTED and value.layout is torch.strided and not value.is_nested
+    if not is_plain or not value.numel() or value.is_meta:
         return 0
     least = int(value.detach().amin())
     return (least > 0) - (least < 0)
