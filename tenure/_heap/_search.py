@@ -17,6 +17,7 @@ from ._counts import OF_VARIABLE
 from ._frames import RunningFrames
 from ._graph import TensorGraph
 from ._index import Referrers
+from ._neighbours import Neighbours
 from ._nodes import is_node
 from ._roots import Roots
 from ._slots import slots_of
@@ -92,6 +93,7 @@ class Search:
         self._graph: TensorGraph | None = None
         self._untracked: Untracked | None = None
         self._referrers = Referrers()
+        self._neighbours: Neighbours | None = None
         self._ignored = {id(self.alive)}
         if live is not None:
             self._set_graph(TensorGraph(self._referrers, live))
@@ -102,6 +104,8 @@ class Search:
             self._run(list(dict.fromkeys(self.targets)))
         finally:
             self._referrers.close()
+            if self._neighbours is not None:
+                self._neighbours.close()
 
     def unexplained(self, n: int) -> int:
         """References that no object, no local variable and no owner found in C++ accounts for."""
@@ -130,6 +134,7 @@ class Search:
         own += self._graph is not None and found in self._graph
         own += self._untracked is not None and found in self._untracked
         own += found in self._referrers
+        own += self._neighbours is not None and found in self._neighbours
         return sys.getrefcount(found) - own
 
     def _run(self, level: list[int]) -> None:
@@ -146,7 +151,8 @@ class Search:
         met: set[int] = set()
         for n in level:
             self._add_cpp_holders(n)
-        missing = [n for n in level if self._misses_holders(n)]
+        if missing := [n for n in level if self._misses_holders(n)]:
+            self._ask_neighbours(missing, wanted)
         for asked in (missing[:_SAMPLE], missing[_SAMPLE:]):
             if left := [n for n in asked if self._misses_holders(n)]:
                 self._referrers.get_ready(len(left))
@@ -162,7 +168,33 @@ class Search:
 
     def _misses_holders(self, n: int) -> bool:
         """Whether an object has references that something other than C++ must hold."""
-        return self._references(n) - self._explained[n] > cpp_references(self.alive[n])
+        return self._left(n) > 0
+
+    def _left(self, n: int) -> int:
+        """References to an object that nothing found so far accounts for, nor C++."""
+        return self._references(n) - self._explained[n] - cpp_references(self.alive[n])
+
+    def _ask_neighbours(self, missing: list[int], wanted: dict[int, int]) -> None:
+        """Link what is near to the variables; what that accounts for is wanted no more."""
+        if self._neighbours is None:
+            self._neighbours = Neighbours()
+            self._ignored.add(id(self._neighbours.objects))
+        # before anything of this function refers to one of them
+        left = {n: self._left(n) for n in missing}
+        asked = {id(self.alive[n]): n for n in missing}
+        found = [
+            (holder, asked[identity], step)
+            for holder in self._neighbours.of(asked)
+            if not self._is_own(holder)
+            for identity, step in slots_of(holder, asked)
+        ]
+        for _, n, _ in found:
+            left[n] -= 1
+        for holder, n, step in found:
+            if not left[n]:
+                self._explained[n] += 1
+                self._link(self._add(holder), n, step)
+                wanted.pop(id(self.alive[n]), None)
 
     def _ask(self, level: list[int], wanted: dict[int, int], met: set[int]) -> None:
         for holder in self._referrers.of([self.alive[n] for n in level]):
@@ -181,7 +213,8 @@ class Search:
         return id(holder) in self._ignored or id(frame) in self._frames.ids
 
     def _ignore(self, ignore: Iterable[object]) -> None:
-        for container in ignore:
+        # a container that was given twice has no more references than one
+        for container in {id(found): found for found in ignore}.values():
             self._ignored.add(id(container))
             for held in gc.get_referents(container):
                 if id(held) in self._number:
