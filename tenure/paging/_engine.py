@@ -28,6 +28,7 @@ from ._page import RESIDENT, Page
 from ._ring import ByteRing, Fences
 from ._table import HostTensor
 from ._torch_aside import aside
+from ._torch_unseen import note_while
 from ._units import Unit
 
 RING = "paged: ring"
@@ -67,6 +68,7 @@ class Engine:
         self._copied: dict[Unit, object] = {}
         self._written: dict[Unit, object] = {}
         self._unread: list[object] = []
+        self._end_noting = note_while(self)
 
     @property
     def resident_bytes(self) -> int:
@@ -228,6 +230,7 @@ class Engine:
 
     def close(self) -> None:
         """Stop the host until nothing is under way; then let go of the device's memory."""
+        self._end_noting()
         self._link.finish()
         self._link.close()
         self._unread.clear()
