@@ -182,3 +182,12 @@ def test_modes_and_transforms_see_data_as_before(tmp_path):
     with page(model, "cpu", 1, budget="100KiB", host=tmp_path):
         found = torch.vmap(lambda row: model(row[None]))(x)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("write", [decay, lambda weight: weight.mul_(0.5)])
+def test_they_reach_a_model_that_was_made_in_inference_mode(write, tmp_path):
+    with torch.inference_mode():
+        model, x = codebook(write)
+        whole = copy.deepcopy(model)
+        handle = page(model, "cpu", 1, budget="100KiB", host=tmp_path)
+        assert_follows(model, whole, x, x, handle)
