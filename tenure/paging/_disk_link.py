@@ -20,7 +20,7 @@ from torch import Tensor
 from tenure._account import taken
 from tenure._named_tensors import NamedTensor
 
-from ._link import Link
+from ._link import Link, copy_if_other
 from ._pinning import Pinning, private_memory
 from ._reader import Done, Reader, raise_anew
 from ._torch_aside import aside
@@ -83,9 +83,12 @@ class DiskLink(Link):
 
     def page_out(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Iterable[Any]) -> Any:
         """Copy at once: the thread that reads the host knows no events of the device."""
-        event = super().page_out(pairs, after)
-        event.synchronize()
-        return event
+        for event in after:
+            self._out.wait_event(event)
+        with self.module.stream(self._out):
+            for to, source in pairs:
+                copy_if_other(to, source.cpu())
+        return self.mark(self._out)
 
     def check(self, event: Any) -> None:
         """Have a transfer launched; an event of the device itself is fine.

@@ -28,6 +28,7 @@ from ._page import RESIDENT, Page
 from ._ring import ByteRing, Fences
 from ._table import HostTensor
 from ._torch_aside import aside
+from ._torch_unseen import note_while
 from ._units import Unit
 
 RING = "paged: ring"
@@ -67,6 +68,7 @@ class Engine:
         self._copied: dict[Unit, object] = {}
         self._written: dict[Unit, object] = {}
         self._unread: list[object] = []
+        self._end_noting = note_while(self)
 
     @property
     def resident_bytes(self) -> int:
@@ -228,6 +230,7 @@ class Engine:
 
     def close(self) -> None:
         """Stop the host until nothing is under way; then let go of the device's memory."""
+        self._end_noting()
         self._link.finish()
         self._link.close()
         self._unread.clear()
@@ -306,8 +309,12 @@ class Engine:
         return event
 
     def _write_back(self, page: Page, changed: list[HostTensor]) -> None:
-        pairs = [(host.tensor, page.shown(host)) for host in changed]
+        shown = [page.shown(host) for host in changed]
         with aside():
+            pairs = [
+                (_writable(host.tensor), tensor)
+                for host, tensor in zip(changed, shown, strict=True)
+            ]
             event = self._link.page_out(pairs, self._marks(page))
         self._written[page.unit] = event
         self._unread.append(event)
@@ -453,6 +460,15 @@ class Engine:
 
 def _n_bytes(pages: Iterable[Page]) -> int:
     return sum(page.unit.n_bytes for page in pages)
+
+
+def _writable(tensor: Tensor) -> Tensor:
+    """A tensor to write to; one that was made in inference mode is not to be, outside of that."""
+    if not tensor.is_inference():
+        return tensor
+    view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    storage, offset = tensor.untyped_storage(), tensor.storage_offset()
+    return view.set_(storage, offset, tensor.size(), tensor.stride())
 
 
 def _first(pages: list[Page], n_bytes: int) -> list[Page]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._link import Link
+from ._link import Link, copy_if_other
 from ._reader import Done, Reader, raise_anew
 
 
@@ -49,7 +49,7 @@ class HostLink(Link):
     def page_out(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Iterable[Any]) -> HostEvent:
         """As of a link, and at once."""
         for to, source in pairs:
-            to.copy_(source)
+            copy_if_other(to, source)
         return self.mark(self._stream)
 
     def check(self, event: HostEvent) -> None:

@@ -67,6 +67,7 @@ class Page:
                 found = self._show(host)
             self._shown_versions[host] = found._version
             self._shown[host] = found
+            self._lent.tensors[id(found)] = host.name  # type: ignore[union-attr]
         # Some kernels choose their way by this flag, also where no graph is recorded. Where one is,
         # the weights must not be part of it: it would hold their bytes. Autocast keeps a copy of
         # each weight that asks for gradients: it would fill the device.
@@ -121,11 +122,20 @@ class Page:
                 write their statistics without raising a version.
         """
         written = []
+        unseen = self._take_unseen()
         for host, tensor in self._shown.items():
-            if (with_buffers and host.is_buffer) or tensor._version != self._shown_versions[host]:
+            is_unseen = unseen or (with_buffers and host.is_buffer)
+            if is_unseen or tensor._version != self._shown_versions[host]:
                 self._shown_versions[host] = tensor._version
                 written.append(host)
         return written
+
+    def _take_unseen(self) -> bool:
+        """Whether an alias was made that is written unseen; asked again as long as there is one."""
+        if self._lent is None or not self._lent.is_aliased:
+            return False
+        self._lent.is_aliased = self.is_held()
+        return True
 
     @never_compiled
     def _show(self, host: HostTensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 _ALONE_IN_C = 1
+_lent: weakref.WeakValueDictionary[int, Lent] = weakref.WeakValueDictionary()
 _n_uses = torch._C._storage_Use_Count
 
 
@@ -26,15 +28,30 @@ class Lent:
         memory: the tensor, which is contiguous.
         start: the first of the bytes.
         n_bytes: how many.
+
+    Attributes:
+        is_aliased: whether something was made of them that is written without raising a version.
+        tensors: the names of the tensors that show them, by the ``id`` of each.
     """
 
-    __slots__ = ("_holder", "_n_holders", "_n_uses", "_tensor")
+    __slots__ = (
+        "__weakref__",
+        "_holder",
+        "_n_holders",
+        "_n_uses",
+        "_tensor",
+        "is_aliased",
+        "tensors",
+    )
 
     def __init__(self, memory: Tensor, start: int, n_bytes: int) -> None:
         # By DLPack: a storage that is made from an address alone would outlive the memory.
         self._tensor = from_dlpack(to_dlpack(memory[start : start + n_bytes]))
         self._holder = {0: self._tensor.untyped_storage()}
         self._n_uses, self._n_holders = self._counts()
+        self.is_aliased = False
+        self.tensors: dict[int, str] = {}
+        _lent[self._holder[0]._cdata] = self
 
     @property
     def storage(self) -> UntypedStorage:
@@ -51,6 +68,16 @@ class Lent:
 
     def _counts(self) -> tuple[int, int]:
         return int(_n_uses(self._holder[0]._cdata)), _n_holders(self._holder, 0)
+
+
+def lent_to(tensor: Tensor) -> Lent | None:
+    """What was lent out that a tensor lies in; None of what has no plain storage."""
+    if not _lent:
+        return None
+    try:
+        return _lent.get(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # wrapper subclasses, transforms, sparse ones
+        return None
 
 
 def is_held(holder: Mapping[Any, Tensor], key: Any) -> bool:

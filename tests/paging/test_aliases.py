@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack, to_dlpack
@@ -37,6 +37,11 @@ def in_a_closure(weight: Tensor):
     return lambda: data
 
 
+def in_storage(kept):
+    storage, offset = kept  # other tensors of the unit may stand before it
+    return torch.empty(0, device=storage.device).set_(storage, offset, (WIDTH, WIDTH), (WIDTH, 1))
+
+
 # Each makes what is kept of a weight, and the tensor to compute with of what was kept.
 ALIASES = {
     "detach": (Tensor.detach, lambda kept: kept),
@@ -46,10 +51,7 @@ ALIASES = {
     "list": (lambda weight: [{"w": (weight.detach(),)}], lambda kept: kept[0]["w"][0]),
     "object": (Kept, lambda kept: kept.weight),
     "closure": (in_a_closure, lambda kept: kept()),
-    "storage": (
-        Tensor.untyped_storage,
-        lambda kept: torch.empty(0, device=kept.device).set_(kept, 0, (WIDTH, WIDTH), (WIDTH, 1)),
-    ),
+    "storage": (lambda weight: (weight.untyped_storage(), weight.storage_offset()), in_storage),
     "dlpack": (lambda weight: to_dlpack(weight.detach()), from_dlpack),
     "expand": (lambda weight: weight.data.expand(2, -1, -1), lambda kept: kept[1]),
 }
@@ -225,6 +227,7 @@ READINGS = st.tuples(
     readings=st.lists(READINGS, max_size=6),
     percent=st.integers(10, 90),
 )
+@example(widths=[8, 8, 32, 32, 64, 100], readings=[(1, 0, 0, "storage")], percent=44)
 def test_any_model_that_holds_aliases_is_right_or_refused(tmp_path, widths, readings, percent):
     torch.manual_seed(0)
     model, x = Holding(widths, readings).eval(), torch.randn(2, WIDTH)
