@@ -63,6 +63,7 @@ __all__ = [
     "OutOfRetriesError",
     "RangeFunction",
     "SplitDifference",
+    "SplitMismatchError",
     "SplitReport",
     "StacktraceMemoryBatchsizeCache",
     "StepResult",
