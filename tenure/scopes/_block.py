@@ -156,8 +156,10 @@ class Block:
         try:
             if threads.deferred.waiting:
                 threads.deferred.run()
-            scope = current.get()
-            outer: Any = None if scope is None else threads.manager.open_scope(scope)
+            outer: Any = current.get()
+            # by far the most are opened in none, or in one that is open right here
+            if outer is not None and not (outer._status is _OPEN and outer._threads is threads):
+                outer = threads.manager.open_scope(outer)
             self._outer = outer
             self._gate = None if self.capture else threads.manager
             self._world = threads.enter_world()

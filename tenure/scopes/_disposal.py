@@ -69,7 +69,7 @@ def dispose_plain(
     """
     handle: Any = tensor
     try:
-        dtype = handle.dtype
+        dtype, notes = handle.dtype, handle.__dict__  # of a disposed one they are slow to read
         record = dtype, handle.shape, handle.device, created, cause
         handle.__class__ = DisposedTensor
         twin: Any = _torch_swap.make_empty(DisposedTensor, dtype)
@@ -78,9 +78,10 @@ def dispose_plain(
         handle.__class__ = Tensor
         return False
     # as in _take_data
-    if handle.__dict__:
-        handle.__dict__, twin.__dict__ = {}, handle.__dict__
-    handle.__dict__[RECORD] = record
+    if notes:
+        twin.__dict__, notes = notes, {}
+        handle.__dict__ = notes
+    notes[RECORD] = record
     twin.__class__ = Tensor
     twins.append(twin)
     return True

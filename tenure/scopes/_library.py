@@ -31,6 +31,9 @@ _LIBRARY_MODULES = (
     "torch.cuda.amp",
     "torch.nn.modules.module",
     "torch.nn.utils.parametriz",
+    "torch.nn.utils.prune",
+    "torch.nn.utils.spectral_norm",
+    "torch.nn.utils.weight_norm",
     "torch.nn.parallel",
     "torch.distributed",
 )

@@ -26,7 +26,6 @@ _METRICS = "torchmetrics.metric"
 # what a metric computed last, what it puts aside in forward, and what it starts again from
 _KEPT_BY_METRICS = ("_computed", "_forward_cache", "_cache", "_defaults")
 _CONTAINERS = frozenset({list, tuple, dict, defaultdict, OrderedDict, deque})
-_DEPTH = 4  # the state of an optimizer: by parameter, by name, a list of tensors, and one to spare
 _SMALL = 256  # references that are not worth pruning
 _NOTHING: _Attributes = {}
 
@@ -65,7 +64,7 @@ class _Owners:
 
     def add(self, owner: object) -> None:
         """Remember ``owner``, if it is one of the class."""
-        if not isinstance(owner, self._cls):
+        if not is_kind(type(owner), self._cls):  # isinstance would run a __getattribute__
             return
         self._references[id(owner)] = ref(owner)
         if len(self._references) >= self._next_prune:
@@ -82,12 +81,14 @@ def held_by_owners(tensors: Iterable[Tensor]) -> set[int]:
     """The identities of those ``tensors`` that a module or an optimizer holds as its state."""
     wanted, found = set(map(id, tensors)), set[int]()
     containers = [state for kind in _kinds() for state in kind.states()]
-    for _ in range(_DEPTH):
-        if not containers:
-            break
+    # what is made on the way stays in here, so that no identity is given out twice
+    seen: dict[int, Any] = {}
+    while containers:
         held = gc.get_referents(*containers)
         found |= wanted.intersection(map(id, held))
-        containers = [value for value in held if type(value) in _CONTAINERS]
+        inner = {id(value): value for value in held if type(value) in _CONTAINERS}
+        containers = [inner[key] for key in inner.keys() - seen.keys()]
+        seen |= inner
     return found
 
 

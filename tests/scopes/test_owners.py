@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from tenure import (
     DisposedTensorError,
@@ -154,6 +155,48 @@ def test_state_of_a_module_that_has_died_is_the_blocks():
         del module
         gc.collect()
     assert is_disposed(mean)
+
+
+def test_state_of_an_optimizer_is_found_however_deep_it_is_nested():
+    model, optimizer = trained_optimizer()
+    nested = optimizer.state[model.weight]["preconditioner"] = {}
+    nested["itself"] = nested  # a cycle must not keep the search busy
+    with NewDisposeScope():
+        nested["blocks"] = [{"factors": ([torch.ones(2)],)}]
+    assert not is_disposed(nested["blocks"][0]["factors"][0][0])
+
+
+def test_a_module_that_refuses_to_be_asked_for_its_class_keeps_its_state():
+    class Shy(nn.BatchNorm1d):
+        def __getattribute__(self, name):
+            if name == "__class__":
+                raise RuntimeError("mind your own business")
+            return super().__getattribute__(name)
+
+    with NewDisposeScope():
+        module = Shy(2)
+        module._buffers["running_mean"] = torch.zeros(2)
+    assert not is_disposed(module.running_mean)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize(
+    "reparametrize",
+    [
+        lambda module: prune.random_unstructured(module, "weight", amount=1),
+        nn.utils.spectral_norm,
+        nn.utils.weight_norm,
+    ],
+    ids=["prune", "spectral_norm", "weight_norm"],
+)
+def test_the_weight_that_a_reparametrization_computes_is_the_modules(reparametrize):
+    module = nn.Linear(2, 2)
+    with NewDisposeScope():
+        reparametrize(module)
+    assert not is_disposed(module.weight)
+    with NewDisposeScope():
+        module(torch.ones(1, 2))
+    assert not is_disposed(module.weight)
 
 
 def test_many_modules_leave_no_more_than_the_living_behind():
