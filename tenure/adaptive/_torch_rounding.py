@@ -33,7 +33,7 @@ _EXACT = frozenset(
 class RoughRounding(TorchDispatchMode):
     """Each operation that rounds is off by up to one more rounding, at random.
 
-    Whole numbers stay: positions that are counted in floats are exact, and one that is a little less
+    Whole numbers stay: positions that are counted in floats are exact, and one a little less
     would be another index. What is finite stays finite, such as the largest number as a mask.
 
     The numbers are of a generator of its own.
