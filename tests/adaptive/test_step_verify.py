@@ -38,7 +38,7 @@ def prepared(case):
 
     fn, batch, options = case()
     random.seed(1)
-    numpy.random.seed(5)
+    numpy.random.seed(1)
     torch.manual_seed(1)
     return fn, batch, options, options["model"]
 
@@ -92,3 +92,13 @@ def test_a_loss_that_a_split_leaves_alone_has_what_it_has_without_verification(n
         else:
             assert a == b
     torch.testing.assert_close(left[0][1], left[1][1], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_mixing_by_numpys_numbers_is_refused_whatever_the_seed(seed):
+    import numpy
+
+    fn, batch, options, _ = prepared(WRONG["mixup with NumPy"])
+    numpy.random.seed(seed)
+    with pytest.raises(SplitMismatchError):
+        step(fn, batch, maximum=8, cache_type=NoBatchsizeCache, **options)

@@ -384,3 +384,13 @@ def test_a_function_that_runs_on_one_sample_alone_is_warned_of():
 def test_the_declaration_is_checked_before_any_of_that():
     with pytest.raises(AdaptiveUsageError, match="got weight= with"):
         step(lambda b: b.sum(), samples(4), loss="sum", weight=len, maximum=2)
+
+
+def test_a_criterion_that_holds_a_number_of_numpy_is_verified():
+    numpy = pytest.importorskip("numpy")
+    criterion, model = nn.CrossEntropyLoss(), nn.Linear(4, 3)
+    criterion.margin = numpy.float64(0.5)
+    batch = {"x": torch.randn(12, 4), "y": torch.randint(3, (12,))}
+    step(lambda b: criterion(model(b["x"]), b["y"]), batch, maximum=4)
+    with pytest.raises(SplitMismatchError):
+        step(lambda b: criterion(model(b["x"]), b["y"]).sqrt(), batch, maximum=4)

@@ -81,3 +81,14 @@ def test_worse_rounding_leaves_random_numbers_and_weights_alone():
     exact = (weight.t() @ weight).tanh().sum()
     torch.testing.assert_close(result, exact, rtol=1e-5, atol=1e-5)
     assert not torch.equal(result, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_worse_rounding_keeps_positions_and_what_is_finite(dtype):
+    mask = torch.ones(64, dtype=dtype)
+    x = torch.linspace(0.1, 0.9, 64, dtype=dtype)
+    positions, third = mask.cumsum(0), x / 3
+    with RoughRounding():
+        assert torch.equal(mask.cumsum(0), positions)
+        assert ((2 - mask) * torch.finfo(dtype).min).isfinite().all()
+        assert not torch.equal(x / 3, third)

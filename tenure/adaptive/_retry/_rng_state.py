@@ -51,6 +51,8 @@ def generator_kinds() -> tuple[type, ...]:
 
 
 _KINDS = (torch.Generator, random.Random)
+_MANY = 100_003
+"""More than a few samples use; odd, because some numbers are made of two."""
 
 
 class RngState:
@@ -101,17 +103,22 @@ class RngState:
         self._noted = []
 
     def draw(self) -> None:
-        """Draw a number of each generator that was noted, so that the next ones are others."""
-        random.random()
+        """Draw numbers of each generator that was noted, so that the next ones are others.
+
+        Many, because after a single one most of what comes next is what would have come anyway.
+        """
+        random.getrandbits(32 * _MANY)
         for generator in (torch.default_generator, *self._generators):
             if isinstance(generator, torch.Generator):
-                torch.rand(1, generator=generator, device=generator.device)
+                torch.rand(_MANY, generator=generator, device=generator.device)
+            elif isinstance(generator, random.Random):
+                generator.getrandbits(32 * _MANY)
             else:
-                generator.random()
+                generator.random(_MANY)
         for device in self._devices_in_use():
-            torch.rand(1, device=device)
+            torch.rand(_MANY, device=device)
         if "numpy" in sys.modules:
-            importlib.import_module("numpy.random").random()
+            importlib.import_module("numpy.random").random(_MANY)
 
     def undo(self) -> None:
         """Put all states back."""

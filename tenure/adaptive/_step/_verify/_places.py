@@ -171,7 +171,8 @@ def _description(value: Any, attributes: frozenset[str], depth: int) -> Hashable
     if value is None or isinstance(value, bool | str | bytes | torch.dtype):
         return value
     if isinstance(value, int | float):  # a step or a rate, which changes all the time
-        return type(value).__name__, (value > 0) - (value < 0)
+        # of NumPy, the comparisons are no numbers
+        return type(value).__name__, int(value > 0) - int(value < 0)
     if isinstance(value, Tensor):
         return "Tensor", value.dtype, value.dim()
     if isinstance(value, nn.Module):
