@@ -10,6 +10,7 @@ import torch
 
 from tenure import NewDisposeScope, _shrinking, is_disposed, owner_of
 from tenure.adaptive import OutOfRetriesError, add_listener, remove_listener, statistics
+from tenure.adaptive._retry import _attempts
 from tenure.adaptive._retry._attempts import Attempts
 
 OOM = "CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -265,6 +266,31 @@ def test_an_interrupt_during_the_handling_of_an_oom_goes_on(error):
     with pytest.raises(error):
         run(work, state=state)
     assert state.calls == ["begin", "undo"]
+
+
+@pytest.mark.parametrize("place", ["scene_of", "release"])
+def test_an_interrupt_after_an_attempt_that_failed_finds_its_state_undone(place, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_attempts, place, interrupted)
+    state = Recorder()
+    with pytest.raises(KeyboardInterrupt):
+        run(refuse_above(2), state=state)
+    assert state.calls == ["begin", "undo"]
+
+
+def test_an_undoing_that_is_interrupted_is_done_again():
+    class Interrupted(Recorder):
+        def undo(self):
+            super().undo()
+            if self.calls.count("undo") == 1:
+                raise KeyboardInterrupt
+
+    state = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        run(refuse_above(2), state=state)
+    assert state.calls == ["begin", "undo", "undo"]
 
 
 def test_an_error_that_broke_more_than_the_attempt_is_not_retried():

@@ -1,11 +1,14 @@
 """What a step takes back when it begins again, and what that costs where nothing is written."""
 
-from collections import deque
+import weakref
+from collections import OrderedDict, defaultdict, deque
 
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
 
+from tenure import NewDisposeScope, dispose
 from tenure.adaptive import NoBatchsizeCache, memory_budget, step
 from tenure.adaptive._retry import _tensor_notes
 from tenure.adaptive._torch_lazy_copies import lazy_copy
@@ -83,6 +86,138 @@ def test_containers_within_themselves_are_taken_back():
     step(failing_once(fn), samples(8), cache_type=NoBatchsizeCache)
     assert loop[1:] == [4, 4]
     assert loop[0] is loop
+
+
+class Named(OrderedDict):
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+
+class OfLists(defaultdict):
+    def __init__(self):
+        super().__init__(list)
+
+
+class Last(deque):
+    def __init__(self, config):
+        super().__init__(maxlen=config["n"])
+
+
+class Frozen(dict):
+    def clear(self):
+        raise TypeError("not to be cleared")
+
+    update = copy = items = clear
+
+
+class Several(list):
+    def copy(self):
+        raise TypeError("not to be copied")
+
+    clear = extend = copy
+
+
+class Uncopied(set):
+    def copy(self):
+        raise TypeError("not to be copied")
+
+    clear = update = copy
+
+
+def put(container, n):
+    if isinstance(container, dict):
+        container[n] = n
+    elif isinstance(container, set):
+        container.add(n)
+    else:
+        container.append(n)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Named("a"), OfLists, lambda: Last({"n": 9}), Frozen, Several, Uncopied],
+    ids=["OrderedDict", "defaultdict", "deque", "dict", "list", "set"],
+)
+def test_containers_of_classes_of_the_users_are_taken_back(make):
+    net = nn.Linear(4, 1).double()
+    holder = Holder(net, make())
+
+    def fn(b):
+        put(holder.held, len(b))
+        return holder(b).square().mean()
+
+    held = holder.held
+    step(failing_once(fn), samples(8), cache_type=NoBatchsizeCache, verify=False)
+    assert holder.held is held
+    assert set(held) == {4}  # and no 8, of the attempt that failed
+
+
+class Holder(nn.Module):
+    """Holds something, and runs another module."""
+
+    def __init__(self, net, held):
+        super().__init__()
+        self.net = net
+        self.held = held
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def test_a_container_that_keeps_its_items_as_attributes_too_gets_both_back():
+    before = torch.zeros(3)
+    holder = Holder(nn.Linear(4, 1).double(), BaseModelOutput(last_hidden_state=before))
+
+    def fn(b):
+        holder.held["last_hidden_state"] = torch.ones(len(b))
+        raise ValueError("of the user")
+
+    with pytest.raises(ValueError, match="of the user"):
+        step(fn, samples(8), model=holder)
+    assert holder.held["last_hidden_state"] is before
+    assert holder.held.last_hidden_state is before
+
+
+def test_a_weak_proxy_of_what_is_gone_is_left_alone():
+    named = Named("gone soon")
+    holder = Holder(nn.Linear(4, 1).double(), weakref.proxy(named))
+    del named
+    fn = failing_once(lambda b: holder(b).square().mean())
+    assert step(fn, samples(8), cache_type=NoBatchsizeCache).sizes == (4, 4)
+
+
+def test_a_module_may_hold_what_the_scope_of_the_last_step_has_disposed():
+    class Showing(Holder):
+        def forward(self, x):
+            y = self.net(x)
+            self.held = y.detach()
+            return y
+
+    showing = Showing(nn.Linear(4, 1).double(), None)
+    for _ in range(2):
+        with NewDisposeScope():
+            step(lambda b: showing(b).square().mean(), samples(8), maximum=4)
+    fn = failing_once(lambda b: showing(b).square().mean())
+    assert step(fn, samples(8), cache_type=NoBatchsizeCache).sizes == (4, 4)
+
+
+def test_a_module_may_hold_a_buffer_that_was_disposed_and_is_made_again():
+    class Masking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(4, 1)
+            self.register_buffer("mask", torch.ones(4))
+
+        def forward(self, x):
+            self.mask = torch.ones(4, dtype=x.dtype)
+            return self.net(x * self.mask)
+
+    masking = Masking().double()
+    dispose(masking.mask)
+    fn = failing_once(lambda b: masking(b).square().mean())
+    assert step(fn, samples(8), cache_type=NoBatchsizeCache).sizes == (4, 4)
+    assert masking.mask.tolist() == [1.0] * 4
 
 
 def test_buffers_that_an_operation_writes_unseen_are_taken_back_in_both_passes():

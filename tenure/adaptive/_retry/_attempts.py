@@ -49,15 +49,11 @@ class SizeSearch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """What is kept of an attempt that ran out of memory; `error` until it has been let go.
-
-    Without ``is_begun`` the memory ran out while the state was noted, and nothing is to be undone.
-    """
+    """What is kept of an attempt that ran out of memory; `error` until it has been let go."""
 
     error: BaseException
     info: OomInfo
     scene: Scene
-    is_begun: bool
 
 
 class Attempts:
@@ -77,8 +73,8 @@ class Attempts:
     """
 
     __slots__ = (
-        "_advice", "_name", "_on_retry", "_outside", "_scope", "_state", "_statistics", "_unit",
-        "n_begun",
+        "_advice", "_is_noted", "_name", "_on_retry", "_outside", "_scope", "_state", "_statistics",
+        "_unit", "n_begun",
     )  # fmt: skip
 
     def __init__(
@@ -96,6 +92,7 @@ class Attempts:
         self._scope = scope
         self._unit = unit
         self._state = state
+        self._is_noted = False  # without it the memory ran out while the state was noted
         self._statistics = statistics()
         self._on_retry = on_retry
         self._outside = sys.exception()  # what the caller is handling is none of the attempts'
@@ -118,6 +115,16 @@ class Attempts:
         Raises:
             OutOfRetriesError: no size is left. All tensors of the last attempt are let go.
         """
+        try:
+            return self._until_it_fits(search, work, fallback)
+        except BaseException:
+            # an interrupt may come between an attempt that failed and the end of its undoing
+            self._undo()
+            raise
+
+    def _until_it_fits(
+        self, search: SizeSearch, work: Callable[[int], T], fallback: Callable[[], T] | None
+    ) -> T:
         outcome = self._attempt(work, search.size)
         if isinstance(outcome, _Failure):
             sizes: list[int] = []
@@ -144,22 +151,21 @@ class Attempts:
         self._statistics.attempts += 1
         self.n_begun += 1
         state = self._state
-        is_begun = state is None
         try:
             if state is not None:
                 state.begin()
-                is_begun = True
+                self._is_noted = True
             result = work(size)
             if state is not None:
                 state.finish()
+                self._is_noted = False
         except BaseException as error:
             info = oom_of_work(error, self._outside)
             if info is None or not info.retry_safe:
-                if state is not None and is_begun:
-                    state.undo()
+                self._undo()
                 self._hand_on()
                 raise
-            return _Failure(error, info, scene_of(info), is_begun)
+            return _Failure(error, info, scene_of(info))
         self._hand_on()
         return result
 
@@ -173,8 +179,13 @@ class Attempts:
         self._statistics.ooms += 1
         release(failure.error, self._outside)
         self._dispose(f"attempt of {self._name} at {self._unit} {size}")
-        if self._state is not None and failure.is_begun:
+        self._undo()
+
+    def _undo(self) -> None:
+        """Undo what the attempt has changed, if that has not been done; again, if it was begun."""
+        if self._state is not None and self._is_noted:
             self._state.undo()
+            self._is_noted = False
 
     def take_back(self) -> None:
         """Let go of what the attempt that runs has made so far, and undo what it has changed.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -11,12 +10,11 @@ from torch import Tensor, nn
 
 from tenure.scopes import persist
 
-from ._tensor_notes import TensorNote, noted, remember_written
+from ._container_notes import ContainerNote, entries, noted_container
+from ._tensor_notes import TensorNote, is_gone, noted, remember_written
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = frozenset((int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device))
-_CONTAINERS = (OrderedDict, dict, list, set, deque)
-_Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 
 
 class _Noted(NamedTuple):
@@ -58,7 +56,7 @@ class AttributeState:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = modules
         self._noted: list[_Noted] = []
-        self._contents: list[_Contents] = []
+        self._contents: list[ContainerNote] = []
         self._tensors: list[TensorNote] = []
         self._seen: set[int] = set()  # what is noted is kept, so an id stands for one object
 
@@ -97,16 +95,19 @@ class AttributeState:
         waiting = [item for item in attributes.items() if type(item[1]) not in _PLAIN]
         while waiting:
             name, value = waiting.pop()
-            if not isinstance(value, (*_CONTAINERS, tuple, Tensor)) or id(value) in self._seen:
+            if id(value) in self._seen:
                 continue
-            self._seen.add(id(value))
-            if isinstance(value, Tensor):
-                if not value.requires_grad:
+            if issubclass(type(value), Tensor):
+                self._seen.add(id(value))
+                if not (is_gone(value) or value.requires_grad):
                     self._tensors.append(noted(module, name, value))
-                continue
-            if isinstance(value, _CONTAINERS):
-                self._contents.append(_contents_of(value))
-            waiting += _items(name, value)
+            elif issubclass(type(value), tuple):
+                self._seen.add(id(value))
+                waiting += _changeable(name, tuple.__iter__(value))
+            elif (contents := noted_container(value)) is not None:
+                self._seen.add(id(value))
+                self._contents.append(contents)
+                waiting += _changeable(name, contents.items)
 
 
 def _attributes_of(module: nn.Module) -> dict[str, Any]:
@@ -114,18 +115,11 @@ def _attributes_of(module: nn.Module) -> dict[str, Any]:
     return {k: v for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
 
 
-def _items(name: str, container: Any) -> Iterator[tuple[str, Any]]:
+def _changeable(name: str, items: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     """What stands in a container and may be changed, with a name for each place."""
     # by number: the text of a key may be that of a whole model, and keys may be others each time
-    values = container.values() if isinstance(container, dict) else container
-    return ((f"{name}[{i}]", each) for i, each in enumerate(values) if type(each) not in _PLAIN)
-
-
-def _contents_of(container: Any) -> _Contents:
-    kind: Any = next(each for each in _CONTAINERS if isinstance(container, each))
-    if issubclass(kind, dict):
-        return _Contents(kind, container, dict(kind.items(container)))
-    return _Contents(kind, container, set(container) if kind is set else list(container))
+    numbered = enumerate(each for _, each in entries(items))
+    return ((f"{name}[{i}]", each) for i, each in numbered if type(each) not in _PLAIN)
 
 
 def _is_of_torch(name: str) -> bool:

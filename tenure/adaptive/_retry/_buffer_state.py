@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from tenure.scopes import persist
 
 from .._torch_dispatch import without_functions
-from ._tensor_notes import TensorNote, differing, noted, remember_written
+from ._tensor_notes import TensorNote, differing, is_gone, noted, remember_written
 
 _NO_NAMES: frozenset[str] = frozenset()
 
@@ -57,7 +57,9 @@ class BufferState:
                 for name, tensor in buffers.items():
                     # a first call that fails may leave a lazy buffer with a shape
                     if tensor is None or not is_lazy(tensor):
-                        note = None if tensor is None else noted(module, name, tensor)
+                        note = None
+                        if tensor is not None and not is_gone(tensor):
+                            note = noted(module, name, tensor)
                         self._buffers.append(_Buffer(module, name, tensor, note))
 
     def finish(self) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from tenure._torch_versions import version_of, write_back
+from tenure.scopes import is_disposed
 
 from .._torch_dispatch import without_dispatch
 from .._torch_lazy_copies import lazy_copy, share_memory
@@ -73,6 +74,11 @@ def noted(owner: nn.Module, name: str, tensor: Tensor) -> TensorNote:
     if copy is None:
         copy = tensor.detach().clone()
     return TensorNote(owner, name, tensor, version_of(tensor), copy, is_lazy)
+
+
+def is_gone(tensor: Tensor) -> bool:
+    """Whether a module still holds a tensor that was disposed; there are no values to note."""
+    return type(tensor) is not Tensor and is_disposed(tensor)
 
 
 def remember_written(notes: Iterable[TensorNote]) -> None:

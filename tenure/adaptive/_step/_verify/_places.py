@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tenure.scopes import is_disposed
+
 from ..._sizes import stands_for
 from .._code_names import names_in
 from .._module_names import named_modules
@@ -174,7 +176,7 @@ def _description(value: Any, attributes: frozenset[str], depth: int) -> Hashable
         # of NumPy, the comparisons are no numbers
         return type(value).__name__, int(value > 0) - int(value < 0)
     if isinstance(value, Tensor):
-        return "Tensor", value.dtype, value.dim()
+        return "Tensor" if is_disposed(value) else ("Tensor", value.dtype, value.dim())
     if isinstance(value, nn.Module):
         return _identity(value), tuple(_plain_attributes(value))
     if depth >= _MAX_DEPTH:
@@ -227,9 +229,10 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any, frozenset[s
 def _plain_attributes(module: nn.Module) -> Iterator[tuple[str, Hashable]]:
     """How a criterion is set; a model's own settings cost little."""
     for name, value in vars(module).items():
-        if isinstance(value, bool | str | int | float) and name != "training":
+        cls = type(value)  # a weak proxy of nothing raises where isinstance() asks it
+        if issubclass(cls, bool | str | int | float) and name != "training":
             yield name, _description(value, frozenset(), 0)
-        elif isinstance(value, Tensor):
+        elif issubclass(cls, Tensor) and not is_disposed(value):
             yield name, value.dim()
     for name, buffer in module._buffers.items():
         yield name, buffer is None
