@@ -37,12 +37,16 @@ class RoughRounding(TorchDispatchMode):
     would be another index. What is finite stays finite, such as the largest number as a mask.
 
     The numbers are of a generator of its own.
+
+    Args:
+        n_roundings: by up to how many roundings.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, n_roundings: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
+        self._n_roundings = n_roundings
         self._numbers = torch.Generator().manual_seed(0)
 
     def __torch_dispatch__(
@@ -56,7 +60,7 @@ class RoughRounding(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if _rounds(func, args):
             for made in _tensors_in(result):
-                self._change(made, _eps(func, made))
+                self._change(made, self._n_roundings * _eps(func, made))
         return result
 
     def _change(self, made: Tensor, eps: float) -> None:

@@ -108,9 +108,8 @@ def test_names_of_weights_are_those_of_terms():
     ],
 )
 def test_what_is_no_weight_is_described(weight, message):
-    net = nn.Linear(4, 1)
+    net, x = nn.Linear(4, 1), torch.randn(9, 4)
     with pytest.raises(AdaptiveUsageError, match=message):
-        x = torch.randn(9, 4)
         step(lambda b: net(b).mean(), x, weight=weight, maximum=4, verify=False)
 
 

@@ -19,3 +19,4 @@ from ._rng_state import generator_kinds as generator_kinds
 from ._rng_state import generators_in as generators_in
 from ._rollback import Rollback as Rollback
 from ._rollback import Together as Together
+from ._tensor_notes import is_gone as is_gone

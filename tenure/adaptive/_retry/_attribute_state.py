@@ -22,22 +22,6 @@ class _Noted(NamedTuple):
     attributes: dict[str, Any]
 
 
-class _Contents(NamedTuple):
-    """What a container holds, to be put back by the methods of the builtin that it is a kind of.
-
-    Outputs of transformers, for one, are dictionaries whose own ``update`` refuses.
-    """
-
-    kind: Any
-    container: _Container
-    items: _Container
-
-    def undo(self) -> None:
-        self.kind.clear(self.container)
-        put = self.kind.update if issubclass(self.kind, dict | set) else self.kind.extend
-        put(self.container, self.items)
-
-
 class AttributeState:
     """What the attributes of some modules hold.
 

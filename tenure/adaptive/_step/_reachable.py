@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tenure._errors import AdaptiveUsageError
 
 from .._callables import short_name_of, unused
-from .._retry import Generator, generator_kinds
+from .._retry import Generator, generator_kinds, is_gone
 from ._code_names import names_in
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class Reachable:
         if isinstance(value, nn.Module):
             _note(self.modules, name, value)
         elif isinstance(value, Tensor):
-            if value.requires_grad:
+            if not is_gone(value) and value.requires_grad:
                 _note(self.tensors, name, value)
         elif isinstance(value, self._generator_kinds):
             self.generators.append(value)

@@ -74,7 +74,12 @@ class StepSetup:
         self.gradients = IsolatedGradients(leaves)
         tensors = found.tensors | rest.tensors
         self.leaf_names = {id(tensor): name for name, tensor in tensors.items()}
-        self.leaf_names |= {id(leaf.value): leaf.path for leaf in tree.leaves}
+        # one that the function itself lets require grad has a gradient of no interest
+        self.leaf_names |= {
+            id(leaf.value): leaf.path
+            for leaf in tree.leaves
+            if isinstance(leaf.value, Tensor) and leaf.value.requires_grad
+        }
         self.run = StepRun(
             spec,
             inputs,

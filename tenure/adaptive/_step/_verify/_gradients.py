@@ -6,6 +6,8 @@ gradient be off by a third.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from .._coupled import coupled_modules
@@ -14,14 +16,13 @@ from .._split_report import SplitDifference
 from .._trial import LeafNames, Trial, buffers_of, differences, trial
 from ._finding import Finding, worst
 from ._fitting import first_that_fits
+from ._noise import is_noise
 from ._samples import chosen_samples
 from ._subject import Subject, comparable
 
 MOST_SAMPLES = 8
 _RTOL = {torch.float64: 1e-9, torch.float32: 1e-4}
 _COARSE_RTOL = 2e-2
-_ROUNDINGS = 16
-"""How much farther than one more rounding of each operation two kernels may be apart."""
 
 
 class GradientCheck:
@@ -93,22 +94,23 @@ class GradientCheck:
 
     def _is_explained(self, found: list[SplitDifference], indices: list[int], whole: Trial) -> bool:
         """Whether rounding, or what the function draws unseen, makes such a difference too."""
-        for rough in (False, True):
-            again = self._trial(indices, len(indices), rough=rough)
-            assert again is not None
-            noise = {each.name: each.relative_error for each in differences(whole, again, 0.0)}
-            found = [
-                each
-                for each in found
-                if not each.relative_error <= _ROUNDINGS * noise.get(each.name, 0.0)
-            ]
-        return not found
 
-    def _trial(self, indices: list[int], size: int, *, rough: bool = False) -> Trial | None:
+        @functools.cache
+        def again(roughness: int) -> dict[str, float]:
+            run = self._trial(indices, len(indices), roughness=roughness)
+            assert run is not None
+            return {each.name: each.relative_error for each in differences(whole, run, 0.0)}
+
+        def is_explained(each: SplitDifference) -> bool:
+            return is_noise(each.relative_error, lambda n: again(n).get(each.name, 0.0))
+
+        return all(map(is_explained, found))
+
+    def _trial(self, indices: list[int], size: int, *, roughness: int = 0) -> Trial | None:
         """One run; None where statistics were asked for each micro-batch, and can't be off."""
         setup = self._subject.of(self._subject.taken(indices))
         self.n_run += len(indices)
-        with comparable(setup, is_random=self._is_random, rough=rough) as numbers:
+        with comparable(setup, is_random=self._is_random, roughness=roughness) as numbers:
             per_chunk = setup.run.spec.batchnorm == "per_chunk"
             if per_chunk and coupled_modules(setup.roots):
                 return None

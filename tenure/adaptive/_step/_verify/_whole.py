@@ -16,12 +16,12 @@ from .._run import StepOutcome
 from .._terms import ONLY
 from ._finding import Finding, farthest
 from ._fitting import first_that_fits
+from ._noise import is_noise
 from ._subject import Subject, comparable
 from ._values import Values, split_values, whole_values
 
 _RTOL = {torch.float64: 1e-9, torch.float32: 2e-5}
 _COARSE_RTOL = 1e-2
-_ROUNDINGS = 16
 
 
 class WholeCheck:
@@ -104,14 +104,14 @@ class WholeCheck:
         return {**self._outcome.terms, ONLY: self._outcome.loss}
 
     def _values(
-        self, n_samples: int, sizes: Sequence[int] | None, *, rough: bool = False
+        self, n_samples: int, sizes: Sequence[int] | None, *, roughness: int = 0
     ) -> Values | None:
         """Those of the whole, or of parts; None where statistics can't be turned off."""
         is_whole = n_samples == self._subject.n_samples
         part = self._subject.taken(None if is_whole else range(n_samples))
         setup = self._subject.of(part)
         self.n_run += n_samples
-        with comparable(setup, is_random=self._is_random, rough=rough):
+        with comparable(setup, is_random=self._is_random, roughness=roughness):
             if setup.run.spec.batchnorm == "per_chunk" and coupled_modules(setup.roots):
                 return None
             if sizes is not None:
@@ -126,12 +126,13 @@ class WholeCheck:
 
     def _is_explained(self, name: str, value: Tensor, error: float, n_samples: int) -> bool:
         """Whether rounding, or what the function draws unseen, makes such a difference too."""
-        for rough in (False, True):
-            again = self._values(n_samples, None, rough=rough)
+
+        def noise(roughness: int) -> float:
+            again = self._values(n_samples, None, roughness=roughness)
             assert again is not None
-            if error <= _ROUNDINGS * self._error(value, again[name]):
-                return True
-        return False
+            return self._error(value, again[name])
+
+        return is_noise(error, noise)
 
 
 def _rtol(value: Tensor) -> float:
