@@ -447,8 +447,8 @@ class Engine:
         leaving_bytes = _memory_bytes(self._leaving())
         needed_bytes = self._ring.used_bytes + here_bytes - leaving_bytes + unit.n_bytes
         whole_bytes = ring_bytes + here_bytes + self._spare_bytes
-        if needed_bytes <= whole_bytes:  # there is room, but in several places
-            needed_bytes = whole_bytes + unit.n_bytes
+        # there may be room, but in several places; and what holds weights, holds others next time
+        needed_bytes = max(needed_bytes, whole_bytes + max(unit.n_bytes, whole_bytes // 4))
         refuse(
             unit,
             self._link.device,

@@ -37,7 +37,8 @@ def without_neighbours(monkeypatch, objects):
         return find_holders(objects, ignore=[objects])
 
 
-def test_what_a_variable_leads_to_is_named_without_a_look_at_the_heap(asked):
+def test_what_a_variable_leads_to_is_named_without_a_look_at_the_heap(asked, monkeypatch):
+    monkeypatch.setattr(_neighbours, "_MAX_OBJECTS", 1 << 20)  # pytest's own frames may hold many
     root = Box([Box({"deep": [Box((torch.ones(1),))]})])
     ((holder,),) = find_holders([root.held[0].held["deep"][0].held[0]])
     assert holder.chain.endswith("<locals>.root.held[0].held['deep'][0].held[0]")
