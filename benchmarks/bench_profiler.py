@@ -79,7 +79,8 @@ class Block(nn.Module):
         h = self.second(x)
         h = F.gelu(self.up(h))
         h = self.down(h)
-        return x + h
+        both: Tensor = x + h
+        return both
 
 
 class PlainGpt(nn.Module):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 _C: Any = torch._C
+_torch: Any = torch
 _ALONE = 2
 """Uses of a storage with one tensor, while a Python object asks."""
 
@@ -31,7 +32,7 @@ def lazy_copy(tensor: Tensor) -> Tensor | None:
     ):
         return None
     try:
-        copy: Tensor = torch._lazy_clone(tensor)
+        copy: Tensor = _torch._lazy_clone(tensor)
     except RuntimeError:  # memory that is shared with other processes, or of another library
         return None
     return copy

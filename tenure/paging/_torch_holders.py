@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch._C import _to_dlpack as to_dlpack
+from torch.utils.dlpack import from_dlpack
 
 _ALONE_IN_C = 1
 _lent: weakref.WeakValueDictionary[int, Lent] = weakref.WeakValueDictionary()

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-_C: Any = torch._C._autograd
+_torch: Any = torch
+_C: Any = _torch._C._autograd
 _FIRST = -(2**62)
 _NAME = "tenure"
 _LIBRARY = "libc10.dylib" if sys.platform == "darwin" else "libc10.so"

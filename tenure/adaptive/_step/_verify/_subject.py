@@ -51,7 +51,7 @@ class Subject:
         self.is_random = True
         self.draws_elsewhere = True
         self._shared: dict[int, Any] = {}
-        self._in_dims = in_dims
+        self._in_dims: SampleDims = in_dims
         self._model = model
 
     def taken(self, indices: Sequence[int] | None) -> Any:

@@ -60,7 +60,7 @@ class Verification:
         self._setup = setup
         self._spec = spec
         self._batch = batch
-        self._in_dims = in_dims
+        self._in_dims: SampleDims = in_dims
         self._model = model
         self._looked: _Looked | None = None
         self._is_begun = False
