@@ -154,6 +154,8 @@ class GraphHoldings:
     ) -> None:
         # a function of its own, so that its variables count for no reference later
         referents = {id(held): held for held in gc.get_referents(holder)}
+        if not referents:  # as of most nodes, which have no Python side
+            return
         for key, step in slots_of(holder, referents):
             held = referents[key]
             text, following = ("", None) if is_packed else step.spelled(namer)
