@@ -13,7 +13,7 @@ from tenure.scopes import NewDisposeScope
 from .._sizes import checked_size
 from ._checks import checked_spec
 from ._coupled import coupled_modules
-from ._sample_tree import SampleDims, SampleTree
+from ._sample_tree import SampleDims, SampleTree, cut_off
 from ._setup import StepSetup
 from ._split_backward import Scaler
 from ._split_report import SplitDifference, SplitReport
@@ -111,13 +111,7 @@ def _first_samples(batch: Any, in_dims: SampleDims, samples: int) -> Any:
     """The first samples, cut off the graph that they come of: it can run backward only once."""
     tree = SampleTree(batch, in_dims, name="batch", argument="in_dims")
     n_samples = min(samples, tree.n_samples())
-    return tree.with_leaves([_cut_off(leaf.part(0, n_samples)) for leaf in tree.leaves])
-
-
-def _cut_off(value: Any) -> Any:
-    if not isinstance(value, Tensor) or not value.requires_grad:
-        return value
-    return value.detach().requires_grad_()
+    return tree.with_leaves([cut_off(leaf.part(0, n_samples)) for leaf in tree.leaves])
 
 
 def _random(setup: StepSetup, found: list[SplitDifference]) -> SplitDifference:

@@ -34,6 +34,13 @@ _Build = Callable[[Iterator[Any]], Any]
 _SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
+def cut_off(value: Any) -> Any:
+    """A tensor that requires grad as a leaf of its own, without its graph; all else as it is."""
+    if not isinstance(value, Tensor) or not value.requires_grad:
+        return value
+    return value.detach().requires_grad_()
+
+
 def has_graph(value: object) -> bool:
     """Whether it is a tensor that was computed from others that get gradients."""
     return isinstance(value, Tensor) and value.grad_fn is not None

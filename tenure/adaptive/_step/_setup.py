@@ -34,7 +34,8 @@ class StepSetup:
     Attributes:
         name: what errors and events call the work.
         n_samples: the samples of the batch.
-        values: what the batch holds.
+        leaves: the parts of the batch.
+        values: what they hold.
         smallest: the fewest samples that its modules can run on.
         roots: the modules that the function runs, by name.
         rng: random state.
@@ -52,6 +53,7 @@ class StepSetup:
         model: nn.Module | Iterable[nn.Module] | None,
     ) -> None:
         tree = SampleTree(batch, in_dims, name="batch", argument="in_dims")
+        self.leaves = tree.leaves
         self.n_samples = tree.n_samples()
         self.values = tuple(leaf.value for leaf in tree.leaves)
         self.name = short_name_of(spec.fn)

@@ -60,7 +60,7 @@ def advice_for(subject: Subject, setup: StepSetup, spec: StepSpec, *, is_random:
             "what each sample gives alone, and do the rest in loss=, which gets all outputs."
         )
     declared = first_that_fits(lambda _: _declared(subject, spec, is_random), (1,))
-    numbered = _of_transformers(setup, subject, declared or "")
+    numbered = _of_transformers(setup, subject)
     if declared:
         return f"{declared} {numbered}".rstrip()
     return f"{_of_module(subject, is_random)} {numbered or _OUTPUTS}".lstrip()
@@ -231,7 +231,7 @@ def _of_module(subject: Subject, is_random: bool) -> str:
     return first_that_fits(look, [min(_N_SAMPLES, subject.n_samples)]) or ""
 
 
-def _of_transformers(setup: StepSetup, subject: Subject, declared: str) -> str:
+def _of_transformers(setup: StepSetup, subject: Subject) -> str:
     """Models of transformers divide by what they are told, so that sums can be had of them."""
     for name, module in named_modules(setup.roots):
         if not _takes_number(module):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._sample_tree import Leaf, SampleTree
+from .._sample_tree import Leaf, SampleTree, cut_off
 
 
 def chosen_samples(tree: SampleTree, n_samples: int, most: int) -> list[int]:
@@ -39,7 +39,7 @@ def part_of(leaf: Leaf, indices: Sequence[int] | None) -> Any:
     """A copy of some samples of a leaf; of all of them (None) the leaf itself; without graph."""
     value = leaf.value
     if indices is None or leaf.dim is None:
-        return _cut_off(value)
+        return cut_off(value)
     if leaf.dim == "items":
         return type(value)([value[i] for i in indices])
     if isinstance(value, Tensor):
@@ -47,12 +47,6 @@ def part_of(leaf: Leaf, indices: Sequence[int] | None) -> Any:
             picked = value.index_select(leaf.dim, torch.tensor(indices, device=value.device))
         return picked.requires_grad_() if value.requires_grad else picked
     return value.take(indices, axis=leaf.dim)
-
-
-def _cut_off(value: Any) -> Any:
-    if not isinstance(value, Tensor) or not value.requires_grad:
-        return value
-    return value.detach().requires_grad_()
 
 
 def _rankings(tree: SampleTree) -> Iterator[list[int]]:

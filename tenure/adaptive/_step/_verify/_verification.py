@@ -77,11 +77,11 @@ class Verification:
         if self._is_begun or not 1 < self._setup.n_samples > size:
             return
         self._is_begun = True  # another attempt of this call splits in another way, as right
-        subject = Subject(self._spec, self._batch, self._in_dims, self._model)
         if any(isinstance(v, Tensor) and v.is_meta for v in self._setup.values):
             return
-        visit = Visit(self._spec, self._setup, subject.tree.leaves)
+        visit = Visit(self._spec, self._setup, self._setup.leaves)
         if visit.is_due:
+            subject = Subject(self._spec, self._batch, self._in_dims, self._model)
             with not_compiling():  # a graph for each of its sizes and modes would cost minutes
                 self._looked = self._look(subject, visit, size)
 
