@@ -12,7 +12,8 @@ demo: $(VENV)/.test
 
 # A worker for each core, and so one thread for each torch: the tests are many and small. Those that
 # look through the whole heap run apart: the tests of all operators, once imported, fill it.
-# The simulated accelerator renames torch's PrivateUse1 backend for a whole process, so it gets its own.
+# The simulated accelerator renames torch's PrivateUse1 backend for a whole process, so it gets its own,
+# and a second one with the rules of CUDA's allocator.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 HEAP_TESTS := tests/profiler tests/heap tenure docs examples README.md
 
@@ -20,6 +21,7 @@ test: $(VENV)/.test
 	$(PYTEST) -m "not simdevice" $(HEAP_TESTS)
 	$(PYTEST) -m "not simdevice" tests --ignore=tests/profiler --ignore=tests/heap
 	$(PYTEST) -m simdevice tests --ignore=tests/scopes/test_opinfo.py
+	$(PYTEST) -m "simdevice and not slow" --sim-allocator=cuda tests/adaptive tests/paging tests/profiler
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .

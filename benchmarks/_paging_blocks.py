@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-# by name, so that type checkers, which the tests are not written for, don't follow
-_blocks: Any = import_module("tests.simdevice._blocks")
-_streams: Any = import_module("tests.simdevice._streams")
-_machine: Any = import_module("tests.simdevice._machine")
+from tenure.testing import Simulator
 
 _PARTS = 6
 _PASSES = 2
@@ -40,30 +35,29 @@ class Workload:
 class Part(nn.Module):
     """A layer whose kernel takes a given virtual time."""
 
-    def __init__(self, n_bytes: int, compute_s: float) -> None:
+    def __init__(self, sim: Simulator, n_bytes: int, compute_s: float) -> None:
         super().__init__()
+        self._sim = sim
         self.weight = nn.Parameter(torch.zeros(n_bytes, dtype=torch.uint8), requires_grad=False)
         self.compute_s = compute_s
 
     def forward(self, x: Tensor) -> Tensor:
-        stream, machine = _streams.current_stream(), _machine.machine
-        machine.launch("kernel", stream, [_blocks.span_of(self.weight)], [])
-        machine.clock.host_s += machine.clock.rates.host_launch_s
-        machine.clock._occupy(stream, "compute", self.compute_s)
+        self._sim.launch_kernel(self.compute_s, reads=[self.weight])
         return x
 
     @classmethod
-    def block(cls, n_bytes: int, compute_s: float) -> nn.Sequential:
+    def block(cls, sim: Simulator, n_bytes: int, compute_s: float) -> nn.Sequential:
         """A block of several such layers."""
-        return nn.Sequential(*[cls(n_bytes // _PARTS, compute_s / _PARTS) for _ in range(_PARTS)])
+        parts = [cls(sim, n_bytes // _PARTS, compute_s / _PARTS) for _ in range(_PARTS)]
+        return nn.Sequential(*parts)
 
 
-def pass_s(sim: Any, model: nn.Module) -> float:
+def pass_s(sim: Simulator, model: nn.Module) -> float:
     """The time of a pass, in a row of them."""
     x = torch.zeros(0, device=sim.device)
     for _ in range(3):
         model(x)
-    stream = _streams.current_stream()
+    stream = sim.module.current_stream()
     begin_s = stream.ready_s  # without a stop: passes follow each other, as tokens do
     for _ in range(_PASSES):
         model(x)

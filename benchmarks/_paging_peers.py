@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks._paging_blocks import Part, Workload, pass_s
 from benchmarks._record import Row
-
-_device: Any = import_module("tests.simdevice")
+from tenure.testing import RaceError, Rates, Simulator
 
 _SMALLER = 1000
 _HEAD_BYTES = 6
@@ -27,11 +26,12 @@ _MAX_REASON = 160
 class _Blocks(nn.Module):
     """Blocks in a list, as libraries expect them, and a layer outside of it."""
 
-    def __init__(self, workload: Workload, ratio: float, bytes_per_s: float) -> None:
+    def __init__(self, sim: Simulator, workload: Workload, ratio: float) -> None:
         super().__init__()
+        byte_s = ratio / sim.rates.h2d_bytes_per_s
         sizes = [n_bytes // _SMALLER for n_bytes in workload.block_bytes]
-        self.blocks = nn.ModuleList(Part.block(n, ratio * n / bytes_per_s) for n in sizes)
-        self.head = Part(_HEAD_BYTES, 0.0)
+        self.blocks = nn.ModuleList(Part.block(sim, n, n * byte_s) for n in sizes)
+        self.head = Part(sim, _HEAD_BYTES, 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -59,14 +59,14 @@ class _Peer:
     reason: str = ""
 
 
-def peer_rows(sim: Any, workloads: list[Workload]) -> Iterator[Row]:
+def peer_rows(sim: Simulator, workloads: list[Workload]) -> Iterator[Row]:
     """A row for each way of each library and each workload; nothing stays on the device."""
     for peer in _peers():
         for workload in workloads:
             yield _row(sim, peer, workload)
 
 
-def _row(sim: Any, peer: _Peer, workload: Workload) -> Row:
+def _row(sim: Simulator, peer: _Peer, workload: Workload) -> Row:
     try:
         name = f"{peer.package} {metadata.version(peer.package)}"
     except metadata.PackageNotFoundError:
@@ -91,21 +91,21 @@ def _title(workload: Workload, name: str, peer: _Peer) -> str:
 
 
 def _share(
-    sim: Any, peer: _Peer, workload: Workload, ratio: float, *, detect_races: bool = False
+    sim: Simulator, peer: _Peer, workload: Workload, ratio: float, *, detect_races: bool = False
 ) -> tuple[float, int]:
     """The share of the limit, and the peak of the device.
 
     Bytes and speeds are a thousandth of what the row says, so that every time is the same.
     """
-    plain = _device.Rates()
-    rates = _device.Rates(
+    plain = Rates()
+    rates = Rates(
         h2d_bytes_per_s=plain.h2d_bytes_per_s / _SMALLER,
         d2h_bytes_per_s=plain.d2h_bytes_per_s / _SMALLER,
         pageable_bytes_per_s=plain.pageable_bytes_per_s / _SMALLER,
         memory_bytes_per_s=plain.memory_bytes_per_s / _SMALLER,
     )
     sim(link=rates, detect_races=detect_races)
-    model = _Blocks(workload, ratio, rates.h2d_bytes_per_s).eval()
+    model = _Blocks(sim, workload, ratio).eval()
     parts = [module for module in model.modules() if isinstance(module, Part)]
     copied_s = sum(part.weight.nbytes for part in parts) / rates.h2d_bytes_per_s
     limit_s = max(copied_s, sum(part.compute_s for part in parts))
@@ -115,10 +115,11 @@ def _share(
     return limit_s / elapsed_s, sim.peak_bytes
 
 
-def _race(sim: Any, peer: _Peer, workload: Workload) -> str:
+def _race(sim: Simulator, peer: _Peer, workload: Workload) -> str:
     try:
         _share(sim, peer, workload, workload.ratios[0], detect_races=True)
-    except _device.RaceError as error:
+    except RaceError as error:
+        sim.take_faults()
         return f"; a race: {_in_short(error)}"
     return ""
 

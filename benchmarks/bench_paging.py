@@ -7,9 +7,7 @@ has to be computed. Every time here is virtual, so the same numbers come out on 
 from __future__ import annotations
 
 import os
-from importlib import import_module
 from itertools import cycle, islice
-from typing import Any
 
 import psutil
 from torch import nn
@@ -18,10 +16,7 @@ from benchmarks._paging_blocks import Part, Workload, pass_s
 from benchmarks._paging_peers import peer_rows
 from benchmarks._record import Row, publish
 from tenure.paging import PagedModel, page
-
-# by name, so that type checkers, which the tests are not written for, don't follow
-_device: Any = import_module("tests.simdevice")
-_setup: Any = import_module("tests.simdevice._setup")
+from tenure.testing import Simulator, simulated_accelerator
 
 _MB = 10**6
 
@@ -40,17 +35,17 @@ def workloads() -> list[Workload]:
     ]  # fmt: skip
 
 
-def blocks(workload: Workload, ratio: float, rates: Any) -> nn.Sequential:
+def blocks(sim: Simulator, workload: Workload, ratio: float) -> nn.Sequential:
     """The model of a workload."""
-    bytes_per_s = rates.h2d_bytes_per_s
-    made = (Part.block(n_bytes, ratio * n_bytes / bytes_per_s) for n_bytes in workload.block_bytes)
+    byte_s = ratio / sim.rates.h2d_bytes_per_s
+    made = (Part.block(sim, n_bytes, n_bytes * byte_s) for n_bytes in workload.block_bytes)
     return nn.Sequential(*made).eval()
 
 
-def share(sim: Any, workload: Workload, ratio: float, unit: str) -> tuple[float, float]:
+def share(sim: Simulator, workload: Workload, ratio: float, unit: str) -> tuple[float, float]:
     """The share of the limit, and by what the peak exceeds the budget, as a ratio to it."""
     sim(detect_races=False)
-    model = blocks(workload, ratio, sim.rates)
+    model = blocks(sim, workload, ratio)
     size: int | str = f"{max(workload.block_bytes)}B" if unit == "block" else -1
     with page(model, sim.device, size, budget=workload.budget_bytes) as handle:
         elapsed_s = pass_s(sim, model)
@@ -65,7 +60,7 @@ def _passing_bytes(handle: PagedModel) -> int:
     return sum(unit.n_bytes for unit in handle.plan.units if not unit.resident)
 
 
-def host_ratio(sim: Any) -> float:
+def host_ratio(sim: Simulator) -> float:
     """Host memory of a paged model, by its weights."""
     sim(detect_races=False)
     process = psutil.Process(os.getpid())
@@ -79,10 +74,14 @@ def host_ratio(sim: Any) -> float:
 
 def main() -> None:
     """Measure every row and publish the table."""
-    _setup.install()
-    sim = _device.Simulator()
+    with simulated_accelerator() as sim:
+        publish("paging", rows(sim))
+
+
+def rows(sim: Simulator) -> list[Row]:
+    """Every row of the table."""
     ratio = host_ratio(sim)  # first: what is freed later stays with the C library
-    rows: list[Row] = []
+    made: list[Row] = []
     peaks: list[float] = []
     for workload in workloads():
         for unit in ("block", "auto"):
@@ -96,14 +95,14 @@ def main() -> None:
             units = "a unit a block" if unit == "block" else "units of the planner's choice"
             bar = f">= {workload.bar}" if unit == "block" else ""
             reached = least >= workload.bar
-            rows.append(
+            made.append(
                 Row(f"share of the limit: {workload.what}; {units}", f"{least:.3f}", bar, reached,
                     f"computation / copy {shares}")
             )  # fmt: skip
-    rows += peer_rows(sim, workloads()[:3])  # where all weights pass, as they do there
-    rows.append(Row("peak / budget", f"{max(peaks):.4f}", "<= 1", max(peaks) <= 1))
-    rows.append(Row("host memory / weights", f"{ratio:.3f}", "<= 1.05", ratio <= 1.05))
-    publish("paging", rows)
+    made += peer_rows(sim, workloads()[:3])  # where all weights pass, as they do there
+    made.append(Row("peak / budget", f"{max(peaks):.4f}", "<= 1", max(peaks) <= 1))
+    made.append(Row("host memory / weights", f"{ratio:.3f}", "<= 1.05", ratio <= 1.05))
+    return made
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from . import paging as paging
     from . import profiler as profiler
     from . import scopes as scopes
+    from . import testing as testing
     from ._errors import ByteSizeError as ByteSizeError
     from ._errors import DisposedTensorError as DisposedTensorError
     from ._errors import ScopeLeakError as ScopeLeakError
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ROOMS = ("adaptive", "paging", "profiler", "scopes")
+_ROOMS = ("adaptive", "paging", "profiler", "scopes", "testing")
 _NAMES = {
     "tenure._errors": (
         "ByteSizeError", "DisposedTensorError", "ScopeLeakError", "ScopeUsageError",

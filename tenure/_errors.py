@@ -86,6 +86,14 @@ class PagingError(TenureError):
         return type(self), (self.args[0], self.minimum_bytes)
 
 
+class SimulatorUsageError(TenureError):
+    """The simulated accelerator can't be set up here, or is not running; nothing was changed."""
+
+
+class RaceError(TenureError):
+    """Two streams of the simulated accelerator touched the same bytes, and nothing orders them."""
+
+
 class OutOfRetriesError(TenureError):
     """Work ran out of memory at every size that was allowed; its cause is the last of the errors.
 
@@ -186,6 +194,8 @@ _ROOMS: dict[str, str] = {
     "CourtesyWarning": "tenure.profiler",
     "ProfilerUsageError": "tenure.profiler",
     "ProfilerUsageWarning": "tenure.profiler",
+    "RaceError": "tenure.testing",
+    "SimulatorUsageError": "tenure.testing",
     "PagingError": "tenure.paging",
     "PagingWarning": "tenure.paging",
 }

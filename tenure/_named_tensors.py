@@ -20,7 +20,8 @@ class NamedTensor(NamedTuple):
         tensor: it shows all bytes of its storage.
         name: what it is to the model that it serves.
         category: what its bytes count as, beside parameters, buffers and so on.
-        inside: other storages that lie in the same bytes, and so take none of their own.
+        inside: other storages whose bytes are counted with these, or with several such as these:
+            what lies in them, and what they lie in.
     """
 
     tensor: Tensor

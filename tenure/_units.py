@@ -40,6 +40,21 @@ def format_bytes(n_bytes: int) -> str:
     return f"{value:.1f} {_SHOWN[power - 1]}"
 
 
+def format_bytes_as_torch(n_bytes: int) -> str:
+    """Spell a number of bytes as torch's own out-of-memory texts do, so that both read alike.
+
+    Example:
+        >>> format_bytes_as_torch(512), format_bytes_as_torch(1536), format_bytes_as_torch(1 << 20)
+        ('512 bytes', '1.50 KiB', '1024.00 KiB')
+
+    Source: ``format_size`` in ``c10/cuda/CUDACachingAllocator.cpp``.
+    """
+    for power in (3, 2, 1):
+        if n_bytes > _STEP**power:
+            return f"{n_bytes / _STEP**power:.2f} {_BINARY[power - 1]}"
+    return f"{n_bytes} bytes"
+
+
 def parse_bytes(size: int | str) -> int:
     """Read a number of bytes as people write it.
 

@@ -1,5 +1,11 @@
-"""Fixtures for every test: the simulated accelerator."""
+"""For every test: the simulated accelerator, and the lines of the checks on a GPU."""
 
-from .simdevice._pytest_plugin import pytest_collection_modifyitems, sim
+from .cuda._lines import pytest_terminal_summary
+from .testing._pytest_plugin import pytest_addoption, pytest_collection_modifyitems, sim
 
-__all__ = ["pytest_collection_modifyitems", "sim"]
+__all__ = [
+    "pytest_addoption",
+    "pytest_collection_modifyitems",
+    "pytest_terminal_summary",
+    "sim",
+]

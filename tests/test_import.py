@@ -9,6 +9,7 @@ import tenure
 import tenure.adaptive
 import tenure.paging
 import tenure.profiler
+import tenure.testing
 
 
 def _run(code):
@@ -55,7 +56,7 @@ def test_errors_and_warnings_read_as_tenure_names():
             assert value.__module__ == "tenure"
 
 
-@pytest.mark.parametrize("room", [tenure.adaptive, tenure.paging, tenure.profiler])
+@pytest.mark.parametrize("room", [tenure.adaptive, tenure.paging, tenure.profiler, tenure.testing])
 def test_the_reference_names_every_error_and_warning_of_a_room(room):
     reference = (Path(__file__).parents[1] / "docs" / "reference.md").read_text(encoding="utf-8")
     problems = [

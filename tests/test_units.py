@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tenure import TenureError
 from tenure._errors import ByteSizeError
-from tenure._units import format_bytes, parse_bytes
+from tenure._units import format_bytes, format_bytes_as_torch, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,20 @@ from tenure._units import format_bytes, parse_bytes
 )
 def test_unit_is_the_largest_that_leaves_a_number_below_1024(n_bytes, text):
     assert format_bytes(n_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1536, "1.50 KiB"),
+        (1 << 20, "1024.00 KiB"),
+        (5 << 40, "5120.00 GiB"),
+    ],
+)
+def test_sizes_in_the_texts_of_torch_are_spelled_as_torch_does(n_bytes, text):
+    assert format_bytes_as_torch(n_bytes) == text
 
 
 @given(st.integers(min_value=1, max_value=2**60))

@@ -6,10 +6,13 @@ answered from it.
 """
 
 import gc
+import operator
+import sys
 from bisect import bisect_left
 from collections.abc import Iterator
 
 from ._collector import has_frozen, tracked_objects
+from ._counts import OF_VARIABLE
 from ._fast_locals import take_out_emptied
 from ._identities import Identities, IdentitySet, References
 
@@ -48,7 +51,11 @@ class Referrers:
         """The objects that refer to any of those asked for, in the collector's order."""
         if self._index is not None:
             return self._index.referrers_of(asked)
-        return [found for found in gc.get_referrers(*asked) if found is not asked]
+        return [
+            found
+            for found in gc.get_referrers(*asked)
+            if found is not asked and not _is_leftover(found, asked)
+        ]
 
     def close(self) -> None:
         """Let everything go that was held; this object is among it."""
@@ -118,6 +125,18 @@ class _Index:
         if not _DICT_OFFSET(type(holder)):
             return []
         return [o for o in gc.get_referents(holder) if type(o) is dict and o not in self]
+
+
+def _is_leftover(found: object, asked: list[object]) -> bool:
+    """Whether this is the tuple of a call's arguments, which Python 3.13 finds itself.
+
+    It is over by now, and held by nobody but the answer.
+    """
+    if type(found) is not tuple or len(found) != len(asked):
+        return False
+    # the answer, the loop over it, and this function's variable
+    is_held = sys.getrefcount(found) > 2 + OF_VARIABLE
+    return not is_held and all(map(operator.is_, found, asked))
 
 
 def _refer(wanted: frozenset[int], *holders: object) -> bool:

@@ -56,9 +56,11 @@ class Arguments:
 
     def hand_back(self) -> None:
         """Put into the caller's containers what was put into those that stood for them."""
-        for original, given in self._containers:
-            entries = Survey(entries_of(given), self._back, is_leaf).replaced(self._back)
-            set_entries(original, entries)
+        # All of them before the first is replaced, which adds the id of its entries to `_back`: a
+        # dictionary of entries that had died would lend its id, and what it held, to a later one.
+        surveys = [Survey(entries_of(given), self._back, is_leaf) for _, given in self._containers]
+        for (original, _), survey in zip(self._containers, surveys, strict=True):
+            set_entries(original, survey.replaced(self._back))
 
     def leaving(self, function: Callable[..., Any]) -> Callable[[], None]:
         """What has to be done when a call of a function with these arguments has ended."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -19,8 +20,11 @@ from tenure._host_memory import free_host_bytes
 from tenure._units import parse_bytes
 
 from ._binding import PagedDict
+from ._captured import check_capture
 from ._units import UnitSize
 
+_ON_STREAMS = ("Stream", "Event", "stream", "current_stream", "current_device", "device")
+"""What a device's module must have for weights to be copied while it computes."""
 _FOREIGN_HOOKS = {"_hf_hook": "accelerate", "_diffusers_hook": "diffusers"}
 
 
@@ -66,7 +70,7 @@ def checked_device(
         elsewhere: what the user may name in its place.
 
     Raises:
-        PagingError: it is none.
+        PagingError: it is none, or a graph is being captured.
     """
     try:
         chosen = torch.device(device)
@@ -85,14 +89,30 @@ def checked_device(
             f"There is no {chosen.type!r} device here that a model could be paged to. Name one "
             f"that is there{elsewhere.value}."
         )
+    _check_streams(chosen, module)
     index = module.current_device() if chosen.index is None else chosen.index
     if not 0 <= index < module.device_count():
         raise PagingError(f"There is no device {str(chosen)!r}: there are {module.device_count()}.")
-    return torch.device(chosen.type, index)
+    found = torch.device(chosen.type, index)
+    check_capture(found, "A model was to be paged")
+    return found
 
 
-def checked_budget(budget: int | str | None, device: torch.device) -> int | None:
-    """Bytes of a budget; ``"80%"`` is that share of what is free on the device now.
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What weights may take.
+
+    Attributes:
+        n_bytes: allocated.
+        free_bytes: reserved, where the budget is a share of what is free; else the user's affair.
+    """
+
+    n_bytes: int
+    free_bytes: int | None = None
+
+
+def checked_budget(budget: int | str | None, device: torch.device) -> Budget | None:
+    """The bytes of a budget; ``"80%"`` is that share of what is free on the device now.
 
     Raises:
         PagingError: the share can't be read.
@@ -101,8 +121,10 @@ def checked_budget(budget: int | str | None, device: torch.device) -> int | None
     if budget is None:
         return None
     if isinstance(budget, str) and budget.strip().endswith("%"):
-        return int(_free_bytes(device) * _share(budget))
-    return parse_bytes(budget)
+        free_bytes = _free_bytes(device)
+        allowed_bytes = available_bytes(device, free_bytes)
+        return Budget(int(allowed_bytes * _share(budget)), free_bytes)
+    return Budget(parse_bytes(budget))
 
 
 def checked_kept(model: nn.Module, keep: Iterable[str]) -> list[nn.Module]:
@@ -211,6 +233,23 @@ def check_inference(training: object) -> None:
         )
 
 
+def _check_streams(device: torch.device, module: Any) -> None:
+    missing = [name for name in _ON_STREAMS if not hasattr(module, name)]
+    if not missing:
+        return
+    advice = "Name another accelerator."
+    if device.type == "mps":  # its memory is the host's own
+        advice = (
+            "Its memory is that of the host, where a paged model is anyway: move the model there "
+            "with model.to('mps'), or run one that does not fit from a folder: page(model, 'cpu', "
+            "host=Path(...))."
+        )
+    raise PagingError(
+        f"A model can't be paged to {device.type!r}: weights are copied on streams beside the one "
+        f"that computes, and torch.{device.type} lacks {', '.join(missing)}. {advice}"
+    )
+
+
 def _check_unpaged(name: str, module: nn.Module) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise PagingError(
@@ -249,9 +288,15 @@ def _check_tensor(name: str, tensor: Tensor) -> None:
 
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cpu":
-        return available_bytes(device, free_host_bytes())
-    free_bytes, _ = torch.get_device_module(device).mem_get_info(device)
-    return available_bytes(device, int(free_bytes))
+        return free_host_bytes()
+    module = torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        raise PagingError(
+            f"torch.{device.type} can't tell how much of {str(device)!r} is free, of which a share "
+            'was asked for. Write budget= as a number of bytes, such as "6GiB".'
+        )
+    free_bytes, _ = module.mem_get_info(device)
+    return int(free_bytes)
 
 
 def _share(text: str) -> float:

@@ -15,7 +15,9 @@ from tenure._account import taken
 from tenure._errors import PagingError
 from tenure._units import parse_bytes
 
+from ._allocator import taken_by
 from ._arguments import Arguments, moved
+from ._arrangement import Arrangement, arrange
 from ._attached import Attached
 from ._checks import checked_device, checked_model
 from ._engine import Engine
@@ -67,7 +69,7 @@ def chunk(
     planned = _planned(model, chosen, max_capacity)
     resident = planned.division.resident
     link = Link(chosen)
-    store = HostBuffers(link.module, pin=True)
+    store = HostBuffers(chosen, pin=True)
     resources = acquire(planned, link, store, [u for u in planned.cut.units if u in resident], 0)
     pager = ChunkPager(resources.engine, resources.whole, planned.table.hosts.values())
     attached = Attached(
@@ -147,24 +149,40 @@ class ChunkHooks(ModuleHooks):
 def _planned(model: nn.Module, device: torch.device, max_capacity: int | str) -> Planned:
     table = TensorTable(model)
     pieces = cut(model, table, lambda module: False)
-    resident = frozenset(_first(pieces, max_capacity))
-    resident_bytes = table.whole_bytes + n_bytes(resident)
+    division, arrangement = _division(pieces, max_capacity, device)
+    resident = division.resident
+    taken = taken_by(arrangement.sizes + table.whole_sizes, device)
     plan = PagingPlan(
         model=type(model).__name__,
         device=str(device),
         units=tuple(PlannedUnit(u.name, u.n_bytes, u in resident) for u in pieces.units),
         weight_bytes=table.whole_bytes + n_bytes(pieces.units),
-        resident_bytes=resident_bytes,
+        resident_bytes=table.whole_bytes + arrangement.resident_bytes,
         ring_bytes=0,
-        device_bytes=resident_bytes,
-        budget_bytes=resident_bytes,
-        minimum_bytes=table.whole_bytes,
+        allocated_bytes=taken.allocated_bytes,
+        reserved_bytes=taken.reserved_bytes,
+        budget_bytes=taken.allocated_bytes,
+        minimum_bytes=taken_by(table.whole_sizes, device).allocated_bytes,
         link_bytes_per_s=PCIE_4.bytes_per_s,
         limit_s=0.0,
         predicted_s=0.0,
         computes_on_host=True,
     )
-    return Planned(plan, table, pieces, Residency(resident, 0), resident)
+    return Planned(plan, table, pieces, division, resident)
+
+
+def _division(
+    pieces: Cut, max_capacity: int | str, device: torch.device
+) -> tuple[Residency, Arrangement]:
+    """The units from the first on that fit, as the device's allocator rounds them."""
+    first = list(_first(pieces, max_capacity))
+    while True:
+        division = Residency(frozenset(first), 0)
+        arrangement = arrange(pieces.units, division, division.resident, device)
+        allocated_bytes = taken_by(arrangement.sizes, device).allocated_bytes
+        if not isinstance(max_capacity, str) or allocated_bytes <= parse_bytes(max_capacity):
+            return division, arrangement
+        first.pop()
 
 
 def _first(pieces: Cut, max_capacity: int | str) -> Iterable[Unit]:

@@ -21,7 +21,7 @@ from tenure._account import taken
 from tenure._named_tensors import NamedTensor
 
 from ._link import Link, copy_if_other
-from ._pinning import Pinning, private_memory
+from ._pinning import Pinning
 from ._reader import Done, Reader, raise_anew
 from ._torch_aside import aside
 
@@ -52,7 +52,7 @@ class DiskLink(Link):
         self._reader = reader
         self._lock = RLock()  # a thread outside of the model may wait for a copy, too
         self._slot_bytes = max(1, min(slot_bytes, largest_bytes))
-        self._pinning = Pinning(self.module)
+        self._pinning = Pinning(device)
         self._slots = self._new_slots()
         self._free = list(self._slots)
         self._busy: deque[tuple[Tensor, Any]] = deque()
@@ -63,6 +63,11 @@ class DiskLink(Link):
     def staging_bytes(self) -> int:
         """Host memory between files and the device."""
         return _N_SLOTS * self._slot_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """How much of it is pinned."""
+        return self._pinning.n_bytes
 
     def named_tensors(self) -> Iterator[NamedTensor]:
         """The staging memory."""
@@ -85,7 +90,7 @@ class DiskLink(Link):
         """Copy at once: the thread that reads the host knows no events of the device."""
         for event in after:
             self._out.wait_event(event)
-        with self.module.stream(self._out):
+        with self._on(self._out):
             for to, source in pairs:
                 copy_if_other(to, source.cpu())
         return self.mark(self._out)
@@ -139,11 +144,10 @@ class DiskLink(Link):
             raise
 
     def _slot(self) -> Tensor:
-        memory = taken(
-            lambda: torch.frombuffer(private_memory(self._slot_bytes), dtype=torch.uint8), STAGING
-        )
-        self._pinning.pin(memory)
-        return memory
+        def make() -> Tensor:
+            return torch.frombuffer(self._pinning.memory(self._slot_bytes), dtype=torch.uint8)
+
+        return taken(make, STAGING)
 
     def _pieces(self, to: Tensor, source: Any, transfer: _Transfer) -> Iterator[_Piece]:
         for low in range(0, to.nbytes, self._slot_bytes):
@@ -154,9 +158,13 @@ class DiskLink(Link):
         """Launch the copies of what is read, and have more read, without waiting."""
         while self._reading and self._reading[0].read.done():
             self._launch_first()
-        while self._busy and self._busy[0][1].query():
+        while self._busy and self._is_past(self._busy[0][1]):
             self._take_back_slot()
         self._read_on()
+
+    def _is_past(self, event: Any) -> bool:
+        with self._here():
+            return bool(event.query())
 
     def _read_on(self) -> None:
         while self._waiting and self._free:
@@ -167,7 +175,7 @@ class DiskLink(Link):
 
     def _take_back_slot(self) -> None:
         memory, event = self._busy.popleft()
-        event.synchronize()
+        self.let_host(event)
         self._free.append(memory)
 
     def _launch_first(self) -> None:
@@ -177,10 +185,10 @@ class DiskLink(Link):
         if transfer.begin is None:
             for event in transfer.after:
                 self._in.wait_event(event)
-            transfer.begin = self.mark(self._in)
-        with aside(), self.module.stream(self._in):
+            transfer.begin = self.mark(self._in, timed=True)
+        with aside(), self._on(self._in):
             to.copy_(first.slot[: to.nbytes], non_blocking=True)
-        transfer.end = self.mark(self._in)
+        transfer.end = self.mark(self._in, timed=True)
         self._busy.append((first.slot, transfer.end))
 
 

@@ -8,24 +8,26 @@ when it is used. Device memory is allocated at the start, and the host waits onl
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import accumulate
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from tenure._account import taken
-from tenure._errors import PagingError
 from tenure._named_tensors import NamedTensor
 
+from ._allocator import whole_block_bytes
+from ._arrangement import Arrangement
+from ._copies import Copies
 from ._host_buffers import HostStore
 from ._idle import IdlePages
 from ._link import Link
-from ._meter import Meter
 from ._no_room import refuse
 from ._order import AccessOrder
 from ._page import RESIDENT, Page
+from ._residents import Residents, memory_bytes
 from ._ring import ByteRing, Fences
+from ._slabs import Place, Slab, joined, nowhere, places_in
 from ._table import HostTensor
 from ._torch_aside import aside
 from ._torch_unseen import note_while
@@ -41,7 +43,6 @@ class Engine:
     Args:
         link: the streams of the device.
         store: the host bytes.
-        ring_bytes: the memory that passing units share.
         max_ahead: how many units may be fetched ahead; None for as many as fit.
 
     Attributes:
@@ -50,30 +51,36 @@ class Engine:
         saves_buffers: whether every buffer that a forward used is to be written back.
     """
 
-    def __init__(
-        self, link: Link, store: HostStore, ring_bytes: int, max_ahead: int | None = None
-    ) -> None:
+    def __init__(self, link: Link, store: HostStore, max_ahead: int | None = None) -> None:
         self.order = AccessOrder()
-        self.meter = Meter(link)
+        self._copies = Copies(link, store)
+        self.meter = self._copies.meter
         self.saves_buffers = False
         self._link, self._store, self._max_ahead = link, store, max_ahead
         self._pages: dict[Unit, Page] = {}
         self._idle = IdlePages()
-        self._kept: frozenset[Unit] = frozenset()
-        self._beside_bytes = self._spare_bytes = 0
-        self._ring = ByteRing(ring_bytes)
+        self._residents = Residents(self._pages)
+        self._beside_bytes = 0
+        self._ring = ByteRing(0)
         self._fences: Fences[object] = Fences()
-        self._arena = self._allocate(ring_bytes, RING)
-        self._fences.add(0, ring_bytes, link.mark(link.current()))
-        self._copied: dict[Unit, object] = {}
-        self._written: dict[Unit, object] = {}
-        self._unread: list[object] = []
+        self._ring_place = nowhere()
         self._end_noting = note_while(self)
 
     @property
     def resident_bytes(self) -> int:
         """What the units that stay on the device take."""
-        return _memory_bytes(self._resident())
+        return self._residents.n_bytes
+
+    @property
+    def staying_bytes(self) -> int:
+        """The bytes of these units themselves."""
+        return _n_bytes(self._residents.pages())
+
+    @property
+    def slab_sizes(self) -> list[int]:
+        """The bytes of each piece of the device's memory that units have."""
+        slabs = dict.fromkeys([self._ring_place.slab, *self._residents.slabs()])
+        return [slab.memory.nbytes for slab in slabs]
 
     @property
     def device(self) -> torch.device:
@@ -95,28 +102,42 @@ class Engine:
         """Host memory that holds the weights."""
         return self._store.host_bytes
 
+    @property
+    def pinned_bytes(self) -> int:
+        """How much of it, and of what is between files and the device, is pinned."""
+        return self._store.pinned_bytes + self._link.pinned_bytes
+
     def reserve(
-        self, units: list[Unit], kept: frozenset[Unit], beside_bytes: int
-    ) -> dict[Unit, Tensor]:
-        """Allocate memory for units that are to stay.
+        self, arrangement: Arrangement, kept: frozenset[Unit], beside_bytes: int
+    ) -> dict[Unit, Place]:
+        """Allocate the ring, and memory for units that are to stay.
 
         Args:
-            units: those.
+            arrangement: where these are to stand.
             kept: units that stay whatever happens.
             beside_bytes: what else of the budget is taken, for who names budgets.
         """
-        self._kept, self._beside_bytes = kept, beside_bytes
-        return {unit: self._allocate(unit.n_bytes, RESIDENT) for unit in units}
+        self._residents.kept, self._beside_bytes = kept, beside_bytes
+        reserved: dict[Unit, Place] = {}
+        ring_bytes = arrangement.ring_bytes
+        for slab_plan in arrangement.slabs:
+            slab = self._allocate(slab_plan.n_bytes, RING if ring_bytes else RESIDENT)
+            if ring_bytes:
+                self._give_to_ring(slab, ring_bytes)
+            with aside():
+                reserved.update(places_in(slab, ring_bytes, slab_plan.units))
+            ring_bytes = 0
+        return reserved
 
-    def settle_in(self, reserved: dict[Unit, Tensor]) -> None:
+    def settle_in(self, reserved: dict[Unit, Place]) -> None:
         """Fill the memory of units that stay.
 
         Raises:
             PagingError: a file that holds them can't be read.
         """
-        for unit, memory in reserved.items():
+        for unit, place in reserved.items():
             now = self._link.mark(self._link.current())
-            self._page_in(Page(unit, memory, 0, is_resident=True), [now])
+            self._page_in(Page(unit, place.memory, 0, place), [now])
         for page in self._pages.values():
             self._link.check(page.ready)
 
@@ -149,8 +170,8 @@ class Engine:
             self.meter.note_fault()
             page = self._fetch_now(unit)
         elif page.stale():
-            self._refresh(page)
-        self._let_compute(page, may_retry=was_fetched)
+            self._copies.refresh(page)
+        self._copies.let_compute(page, may_retry=was_fetched)
         page.users += 1
         self._idle.discard(page)
         return page
@@ -165,9 +186,12 @@ class Engine:
         return list(self._pages.values())
 
     def page_in_use(self, unit: Unit) -> Page | None:
-        """The page of a unit that is acquired now."""
+        """The page of a unit that is acquired now, for the current stream to read as well."""
         page = self._pages.get(unit)
-        return page if page is not None and page.users else None
+        if page is None or not page.users:
+            return None
+        self._copies.let_compute(page)
+        return page
 
     def release(self, page: Page) -> None:
         """End one use of a page: what was written to it goes back to the host."""
@@ -177,20 +201,19 @@ class Engine:
         page.last_use = None
         changed = page.written(with_buffers=self.saves_buffers)
         if changed:
-            self._write_back(page, changed)
+            self._copies.write_back(page, changed)
         if not page.is_resident:
             self._idle.add(page)
             if page.unit in self._idle.free():
-                page.last_use = self._marks(page)
+                page.last_use = self._copies.marks_of(page)
 
     def save(self) -> None:
         """Stop the host until what was written so far to units in use is there."""
         for page in [page for page in self._pages.values() if page.users]:
             changed = page.written(with_buffers=self.saves_buffers)
             if changed:
-                self._write_back(page, changed)
-        for event in self._unread:
-            self._link.let_host(event)
+                self._copies.write_back(page, changed)
+        self._copies.let_host_look()
 
     def prefetch(self) -> None:
         """Let go of pages that are not wanted soon, and fetch those that are."""
@@ -207,138 +230,65 @@ class Engine:
 
     def let_host_read(self) -> None:
         """Stop the host until what was written back is there; at once where nothing was."""
-        for event in self._unread:
-            self._link.let_host(event)
-        self._unread.clear()
-        self._written.clear()
+        self._copies.let_host_read()
 
     def let_host_write(self, host: HostTensor) -> None:
         """Stop the host until no copy reads a tensor; it counts as changed from now on."""
         host.touched = True
         if host.unit is not None:
-            self._settle(host.unit)
+            self._copies.settle(host.unit)
 
     def give_back(self, n_bytes: int) -> int:
-        """Let go of idle resident units, until so many bytes are free; they pass from now on.
+        """Let go of slabs of idle resident units, until so many bytes are free; they pass then.
 
         Returns:
-            The bytes that were freed; 0 where all residents are in use or too large for the ring.
+            The bytes that were freed; 0 where in each slab one is in use or too large for the ring.
         """
-        movable = [p for p in self._leaving() if p.unit.n_bytes <= self._ring.capacity_bytes]
-        movable.sort(key=lambda page: page.memory.nbytes)
-        return self._let_go(_first(movable, n_bytes))
+        return self._let_go(self._residents.to_give_back(n_bytes, self._ring.capacity_bytes))
 
     def close(self) -> None:
         """Stop the host until nothing is under way; then let go of the device's memory."""
         self._end_noting()
         self._link.finish()
         self._link.close()
-        self._unread.clear()
+        self._copies.clear()
         self._pages.clear()
         self._idle.clear()
-        self._arena = torch.empty(0)
+        self._ring_place = nowhere()
 
     def named_tensors(self) -> Iterator[NamedTensor]:
         """The ring, each unit that stays, and what the link stages."""
-        inside = [storage for page in self._passing() for storage in page.storages]
-        yield NamedTensor(self._arena, "ring", RING, tuple(inside))
-        for page in self._resident():
-            yield NamedTensor(page.memory, page.unit.name, RESIDENT, page.storages)
+        ring = self._ring_place
+        if ring.memory.nbytes:
+            inside = [storage for page in self._passing() for storage in page.storages]
+            yield NamedTensor(ring.memory, "ring", RING, (*inside, *ring.around))
+        yield from self._residents.named_tensors()
         yield from self._link.named_tensors()
 
-    def _allocate(self, n_bytes: int, what: str) -> Tensor:
+    def _allocate(self, n_bytes: int, what: str) -> Slab:
         def make() -> Tensor:
             return torch.empty(n_bytes, dtype=torch.uint8, device=self._link.device)
 
         with aside():
-            return taken(make, what)
+            return Slab(taken(make, what))
+
+    def _give_to_ring(self, slab: Slab, n_bytes: int) -> None:
+        slab.has_ring = True
+        self._ring = ByteRing(n_bytes)
+        with aside():
+            self._ring_place = slab.place(0, n_bytes)
+        self._fences.add(0, n_bytes, self._link.mark(self._link.current()))
 
     def _fetch(self, unit: Unit, start: int) -> Page:
-        page = Page(unit, self._arena, start, is_resident=False)
+        page = Page(unit, self._ring_place.memory, start)
         self._page_in(page, self._fences.take(start, start + unit.n_bytes))
         self._idle.add(page)
         return page
 
     def _page_in(self, page: Page, after: list[object]) -> Page:
-        unit = page.unit
-        with aside():
-            pair = page.bytes_of(0, unit.n_bytes), self._host_bytes(unit)
-        page.note_copied()
-        page.ready = self._copy_in(unit, [pair], after)
-        self._pages[unit] = page
+        self._copies.fill(page, after)
+        self._pages[page.unit] = page
         return page
-
-    def _host_bytes(self, unit: Unit) -> Any:
-        if any(host.has_left for host in unit.tensors):
-            self._settle(unit)  # before it is brought back to where copies read
-        return self._store.bytes_of(unit)
-
-    def _settle(self, unit: Unit) -> None:
-        """Stop the host until no copy reads a unit's host bytes."""
-        copied = self._copied.pop(unit, None)
-        if copied is not None:
-            self._link.let_host(copied)
-
-    def _refresh(self, page: Page) -> None:
-        """Copy anew what may have changed on the host."""
-        changed = page.stale()
-        with aside():
-            source = self._host_bytes(page.unit)
-        page.note_copied()
-        spans = dict(map(page.unit.span_of, changed))
-        with aside():
-            pairs = [
-                (page.bytes_of(start, n_bytes), source[start : start + n_bytes])
-                for start, n_bytes in spans.items()
-            ]
-        try:
-            page.ready = self._copy_in(page.unit, pairs, self._marks(page))
-        except BaseException:  # an interruption, too: what was noted was not copied
-            page.forget_copied()
-            raise
-        page.waited.clear()
-
-    def _copy_in(
-        self, unit: Unit, pairs: list[tuple[Tensor, Tensor]], after: list[object]
-    ) -> object:
-        if unit in self._written:
-            after = [*after, self._written.pop(unit)]
-        with aside():
-            event = self.meter.page_in(pairs, after)
-        self._copied[unit] = event
-        return event
-
-    def _write_back(self, page: Page, changed: list[HostTensor]) -> None:
-        shown = [page.shown(host) for host in changed]
-        with aside():
-            pairs = [
-                (_writable(host.tensor), tensor)
-                for host, tensor in zip(changed, shown, strict=True)
-            ]
-            event = self._link.page_out(pairs, self._marks(page))
-        self._written[page.unit] = event
-        self._unread.append(event)
-        page.ready = event  # what is written there next must not overtake the copy
-        page.waited.clear()
-        page.host_versions = [host.version for host in page.unit.tensors]
-
-    def _let_compute(self, page: Page, *, may_retry: bool = False) -> None:
-        stream = self._link.current()
-        if stream.stream_id not in page.waited:
-            try:
-                self.meter.let_compute(stream, page.ready)
-            except PagingError:  # its file could not be read; ahead of use that need not be the end
-                page.forget_copied()
-                if not may_retry:
-                    raise
-                self._refresh(page)
-                return self._let_compute(page)
-            page.waited.add(stream.stream_id)
-        page.streams[stream.stream_id] = stream
-
-    def _marks(self, page: Page) -> list[object]:
-        """Events after all that was launched so far on the streams that have used a page."""
-        return [self._link.mark(stream) for stream in page.streams.values()]
 
     def _wanted(self) -> dict[Unit, None]:
         """The units that come next, as many as the ring can hold beside those in use."""
@@ -354,29 +304,18 @@ class Engine:
             wanted[unit] = None
         return wanted
 
-    def _resident(self) -> list[Page]:
-        pages = list(self._pages.values())  # at once: another thread may ask for a report
-        return [page for page in pages if page.is_resident]
-
     def _passing(self) -> list[Page]:
-        pages = list(self._pages.values())  # see above
+        pages = list(self._pages.values())  # at once: another thread may ask for a report
         return [page for page in pages if not page.is_resident]
 
-    def _leaving(self) -> list[Page]:
-        """The resident pages that could pass from now on: nothing uses, holds or keeps them."""
-        return [
-            page
-            for page in self._resident()
-            if not page.users and page.unit not in self._kept and not page.is_held()
-        ]
-
-    def _let_go(self, residents: list[Page]) -> int:
-        """Free the memory of residents; how many bytes."""
-        if residents:
+    def _let_go(self, slabs: list[Slab]) -> int:
+        """Free slabs with all that is in them; how many bytes."""
+        n_bytes = sum(slab.memory.nbytes for slab in slabs)
+        if slabs:
             self._link.finish()  # before the memory goes: any stream may still read it
-        for page in residents:
+        for page in self._residents.on(slabs):
             del self._pages[page.unit]
-        return _memory_bytes(residents)
+        return n_bytes
 
     def _make_way(self, units: list[Unit]) -> None:
         """Let go of what is in the way of several units, each of which would fit alone."""
@@ -396,35 +335,39 @@ class Engine:
         idle = self._idle.free()
         if not idle:
             return False
-        soon = self._soon()
+        soon = self.order.soon()
         self._drop(max(idle.values(), key=lambda page: soon.get(page.unit, len(soon))))
         return True
 
-    def _soon(self) -> dict[Unit, int]:
-        """The units that come next, each with how many come before it."""
-        return {unit: i for i, unit in reversed(list(enumerate(self.order.upcoming())))}
-
     def _fetch_to_stay(self, unit: Unit) -> Page:
         """Fetch a unit to where others stayed, as what passes leaves no room; those pass now."""
-        memory, after = self._memory_of_residents(unit)
-        return self._page_in(Page(unit, memory, 0, is_resident=True), after)
+        place, after = self._place_of_others(unit)
+        return self._page_in(Page(unit, place.memory, 0, place), after)
 
-    def _memory_of_residents(self, unit: Unit) -> tuple[Tensor, list[object]]:
-        """Memory for a unit, and the events that it is in use until."""
-        leaving = self._leaving()
-        large = [page for page in leaving if page.memory.nbytes >= unit.n_bytes]
-        if large:
-            soon = self._soon()
-            page = min(large, key=lambda p: (p.memory.nbytes, -soon.get(p.unit, len(soon))))
+    def _place_of_others(self, unit: Unit) -> tuple[Place, list[object]]:
+        """A place for a unit, and the events that it is in use until."""
+        row = self._residents.to_stand_in_for(unit.n_bytes, self.order.soon())
+        if not row:
+            return self._place_in_new_slab(unit), []
+        after = [event for page in row for event in self._copies.uses_of(page)]
+        for page in row:
             del self._pages[page.unit]
-            return page.memory, self._uses_of(page)
-        if self._spare_bytes + _memory_bytes(leaving) < unit.n_bytes:
+        with aside():
+            return joined([page.place for page in row if page.place is not None]), after
+
+    def _place_in_new_slab(self, unit: Unit) -> Place:
+        """A place in the stead of whole slabs."""
+        residents = self._residents
+        n_bytes = whole_block_bytes(unit.n_bytes, self.device)
+        slabs = residents.to_replace(n_bytes)
+        if slabs is None:
             self._refuse(unit)
-        leaving.sort(key=lambda page: -page.memory.nbytes)
-        self._spare_bytes += self._let_go(_first(leaving, unit.n_bytes - self._spare_bytes))
-        self._spare_bytes -= unit.n_bytes
-        del leaving, large  # what they list is to be free before as much is allocated
-        return self._allocate(unit.n_bytes, RESIDENT), []
+        residents.spare_bytes += self._let_go(slabs)
+        del slabs  # which are to be free before as much is allocated
+        self._link.release_cached()  # or they would stay reserved beside what is allocated now
+        slab = self._allocate(n_bytes, RESIDENT)
+        residents.spare_bytes -= n_bytes
+        return slab.place(0, n_bytes)
 
     def _drop(self, page: Page) -> None:
         """Give a page's place back, if nothing holds it; who takes it waits for its last use."""
@@ -432,21 +375,15 @@ class Engine:
             return
         del self._pages[page.unit]
         end = page.start + page.unit.n_bytes
-        for event in self._uses_of(page):
+        for event in self._copies.uses_of(page):
             self._fences.add(page.start, end, event)
         self._ring.free(page.start)
 
-    def _uses_of(self, page: Page) -> list[object]:
-        """The events after which nothing reads or writes a page that was let go."""
-        uses = self._marks(page) if page.last_use is None else page.last_use
-        written = self._written.get(page.unit)
-        return uses if written is None else [*uses, written]
-
     def _refuse(self, unit: Unit) -> NoReturn:
-        ring_bytes, here_bytes = self._ring.capacity_bytes, _memory_bytes(self._resident())
-        leaving_bytes = _memory_bytes(self._leaving())
+        ring_bytes, here_bytes = self._ring.capacity_bytes, self.resident_bytes
+        leaving_bytes = memory_bytes(self._residents.leaving())
         needed_bytes = self._ring.used_bytes + here_bytes - leaving_bytes + unit.n_bytes
-        whole_bytes = ring_bytes + here_bytes + self._spare_bytes
+        whole_bytes = ring_bytes + here_bytes + self._residents.spare_bytes
         # there may be room, but in several places; and what holds weights, holds others next time
         needed_bytes = max(needed_bytes, whole_bytes + max(unit.n_bytes, whole_bytes // 4))
         refuse(
@@ -460,23 +397,3 @@ class Engine:
 
 def _n_bytes(pages: Iterable[Page]) -> int:
     return sum(page.unit.n_bytes for page in pages)
-
-
-def _writable(tensor: Tensor) -> Tensor:
-    """A tensor to write to; one that was made in inference mode is not to be, outside of that."""
-    if not tensor.is_inference():
-        return tensor
-    view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    storage, offset = tensor.untyped_storage(), tensor.storage_offset()
-    return view.set_(storage, offset, tensor.size(), tensor.stride())
-
-
-def _first(pages: list[Page], n_bytes: int) -> list[Page]:
-    """As many of the pages as take so many bytes together, or all."""
-    taken = accumulate((page.memory.nbytes for page in pages), initial=0)
-    return [page for page, before in zip(pages, taken, strict=False) if before < n_bytes]
-
-
-def _memory_bytes(pages: Iterable[Page]) -> int:
-    """What pages with memory of their own take: others may have used it before."""
-    return sum(page.memory.nbytes for page in pages)

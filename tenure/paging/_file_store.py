@@ -110,6 +110,11 @@ class FileStore:
         """Host memory that holds weights: none, but for what was written to them."""
         return 0
 
+    @property
+    def pinned_bytes(self) -> int:
+        """None of it."""
+        return 0
+
     def adopt(self, units: Iterable[Unit]) -> None:
         """Take units as they lie: over the files, or in memory."""
         for unit in units:

@@ -20,6 +20,7 @@ from tenure._shrinking import register_shrinkable, unregister_shrinkable
 from tenure._units import format_bytes
 
 from ._attached import Attached
+from ._captured import after_captures, check_capture
 from ._checks import (
     Elsewhere,
     check_host,
@@ -64,7 +65,9 @@ class PagedModel:
         self._pager = pager
         self._resources = resources
         resources.serve(model)
-        weakref.finalize(pager, resources.close).atexit = False
+        # a collection may come while a graph is captured, which closing would break
+        device = resources.engine.device
+        weakref.finalize(pager, after_captures, device, resources.close).atexit = False
         self._attached = attached
 
     @property
@@ -80,7 +83,12 @@ class PagedModel:
         """End the paging; the model is on the host again, unchanged. Nothing the second time.
 
         Stops the host until the device has nothing left to do.
+
+        Raises:
+            PagingError: a graph is being captured; the model is still paged.
         """
+        if not self.closed:
+            check_capture(self._resources.engine.device, f"unpage() was called of {self!r}")
         unregister_shrinkable(self._pager)
         with self._pager.closing():
             self._attached.undo()
@@ -92,10 +100,11 @@ class PagedModel:
         Stops the host until that pass has ended.
 
         Raises:
-            PagingError: no pass has ended, or the model is unpaged.
+            PagingError: no pass has ended, or the model is unpaged, or a graph is being captured.
         """
         if self.closed:
             raise PagingError(f"{self!r} has nothing to report: it is unpaged.")
+        check_capture(self._resources.engine.device, f"report() was called of {self!r}")
         return make_report(self._resources, self.plan.weight_bytes)
 
     def __enter__(self) -> Self:
@@ -118,8 +127,8 @@ class PagedModel:
         self.unpage()
 
     def __repr__(self) -> str:
-        used_bytes = self._resources.resident_bytes + self._resources.engine.ring_bytes
-        state = "unpaged" if self.closed else f"{format_bytes(used_bytes)} in use"
+        allocated_bytes = self._resources.taken.allocated_bytes
+        state = "unpaged" if self.closed else f"{format_bytes(allocated_bytes)} in use"
         return f"<PagedModel {self.plan.model} on {self.plan.device}, {state}>"
 
 
@@ -223,4 +232,4 @@ def _ways_to(device: torch.device, host: str | Path, planned: Planned) -> tuple[
         return file_link(planned, device, files), files
     link = Link(device)
     advice = '; or say host="pageable"'
-    return link, HostBuffers(link.module, pin=host == "pinned", advice=advice)
+    return link, HostBuffers(device, pin=host == "pinned", advice=advice)

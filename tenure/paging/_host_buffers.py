@@ -34,6 +34,11 @@ class HostStore(Protocol):
         """The host memory that holds weights."""
         ...
 
+    @property
+    def pinned_bytes(self) -> int:
+        """How much of it is pinned."""
+        ...
+
     def adopt(self, units: Iterable[Unit]) -> None:
         """Take units over, before anything is asked about them; their tensors keep their values."""
         ...
@@ -59,30 +64,37 @@ class HostBuffers:
     """Buffers in ordinary memory, pinned in place where the device can.
 
     Args:
-        module: the device's module.
+        device: the device, with its index.
         pin: whether to pin.
         advice: what to do where that is not possible.
+
+    Raises:
+        torch.AcceleratorError: an earlier call of the user's has left an error behind.
     """
 
-    def __init__(self, module: Any, *, pin: bool, advice: str = "") -> None:
+    def __init__(self, device: torch.device, *, pin: bool, advice: str = "") -> None:
         self._bytes: dict[Unit, Tensor] = {}
         self._memory: dict[Unit, Memory] = {}
         self._parts: dict[Unit, list[weakref.ref[UntypedStorage]]] = {}
-        self._pinning = Pinning(module, advice) if pin else None
+        self._pinning = Pinning(device, advice) if pin else None
 
     @property
     def host_bytes(self) -> int:
         """The buffers' bytes."""
         return sum(memory.nbytes for memory in self._bytes.values())
 
+    @property
+    def pinned_bytes(self) -> int:
+        """How much of them is pinned."""
+        return 0 if self._pinning is None else self._pinning.n_bytes
+
     def adopt(self, units: Iterable[Unit]) -> None:
         """Move the tensors of units into buffers; values, strides and identity stay."""
         for unit in units:
-            memory = self._memory[unit] = private_memory(unit.n_bytes)
+            make = private_memory if self._pinning is None else self._pinning.memory
+            memory = self._memory[unit] = make(unit.n_bytes)
             self._parts[unit] = []
             self._bytes[unit] = torch.frombuffer(memory, dtype=torch.uint8, count=unit.n_bytes)
-            if self._pinning is not None:
-                self._pinning.pin(self._bytes[unit])
             for extent, start in unit.starts():
                 _move(extent, self._part(unit, extent, start), start)
 

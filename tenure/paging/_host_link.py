@@ -34,7 +34,7 @@ class HostLink(Link):
         """The host, computing."""
         return self._stream
 
-    def mark(self, stream: Any) -> HostEvent:
+    def mark(self, stream: Any, *, timed: bool = False) -> HostEvent:
         """Now: all that was asked for is computed."""
         now_s = time.perf_counter()
         return HostEvent(_settled(Done(now_s, now_s)))
@@ -67,6 +67,13 @@ class HostLink(Link):
             PagingError: it failed.
         """
         event.check()
+
+    def release_cached(self) -> None:
+        """Nothing is cached."""
+
+    def let_host(self, event: HostEvent) -> None:
+        """Stop the host until a read is over, whether it failed or not."""
+        event.synchronize()
 
     def finish(self) -> None:
         """Stop the host until nothing is being read."""

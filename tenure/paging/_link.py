@@ -1,11 +1,16 @@
 """The streams of a device and the copies over its link; every stream that waits waits here.
 
 Written against the device's module, so that it is the same on every accelerator.
+
+Invariant: the device is the current one wherever the module is asked to do something, and what was
+current before is so again after. Otherwise CUDA would make a context on whichever device is current
+now: torch leaves it on leaving a stream of another device, or where the host waits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -32,6 +37,11 @@ class Link:
         """Host memory between files and the device: none, weights are in memory."""
         return 0
 
+    @property
+    def pinned_bytes(self) -> int:
+        """How much of it is pinned."""
+        return 0
+
     def named_tensors(self) -> Iterator[NamedTensor]:
         """The staging memory, for reports of memory."""
         return iter(())
@@ -40,16 +50,16 @@ class Link:
         """The stream that computes now."""
         return self.module.current_stream(self.device)
 
-    def mark(self, stream: Any) -> Any:
-        """An event after all that a stream was given so far."""
-        event = self.module.Event(enable_timing=True)
+    def mark(self, stream: Any, *, timed: bool = False) -> Any:
+        """An event after all that a stream was given so far; a timed one costs the device more."""
+        event = self.module.Event(enable_timing=timed)
         event.record(stream)
         return event
 
     def page_in(
         self, pairs: Iterable[tuple[Tensor, Tensor]], after: Iterable[Any]
     ) -> tuple[Any, Any]:
-        """Copy host bytes into device bytes; the events before the copies and after them.
+        """Copy host bytes into device bytes; the timed events before the copies and after them.
 
         Args:
             pairs: each a destination on the device and its source on the host.
@@ -57,17 +67,17 @@ class Link:
         """
         for event in after:
             self._in.wait_event(event)
-        before = self.mark(self._in)
-        with self.module.stream(self._in):
+        before = self.mark(self._in, timed=True)
+        with self._on(self._in):
             for to, source in pairs:
                 to.copy_(source, non_blocking=True)
-        return before, self.mark(self._in)
+        return before, self.mark(self._in, timed=True)
 
     def page_out(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Iterable[Any]) -> Any:
         """Copy device tensors to host tensors; the event after which the host may read them."""
         for event in after:
             self._out.wait_event(event)
-        with self.module.stream(self._out):
+        with self._on(self._out):
             for to, source in pairs:
                 to.copy_(source, non_blocking=True)
         return self.mark(self._out)
@@ -81,14 +91,30 @@ class Link:
 
     def let_host(self, event: Any) -> None:
         """Stop the host until an event."""
-        event.synchronize()
+        with self._here():
+            event.synchronize()
 
     def close(self) -> None:
         """Give back what the link itself took."""
 
+    def release_cached(self) -> None:
+        """Have the device's allocator let go of what nothing uses."""
+        with self._here():
+            self.module.empty_cache()
+
     def finish(self) -> None:
         """Stop the host until the device has nothing left to do."""
         self.module.synchronize(self.device)
+
+    def _here(self) -> AbstractContextManager[Any]:
+        """A block in which the device is the current one."""
+        return self.module.device(self.device)  # type: ignore[no-any-return]
+
+    @contextmanager
+    def _on(self, stream: Any) -> Iterator[None]:
+        """The same, and a stream of it the current one."""
+        with self._here(), self.module.stream(stream):
+            yield
 
 
 def copy_if_other(to: Tensor, source: Tensor) -> None:

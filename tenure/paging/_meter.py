@@ -57,11 +57,11 @@ class Meter:
 
     def begin(self) -> None:
         """A pass begins on the current stream."""
-        self._began = self._link.mark(self._link.current())
+        self._began = self._mark(self._link.current())
 
     def end(self) -> None:
         """It ends."""
-        self._now.whole = self._began, self._link.mark(self._link.current())
+        self._now.whole = self._began, self._mark(self._link.current())
         self.total_faults += self._now.faults
         self.passes += 1
         self.last, self._now = self._now, PassRecord()
@@ -79,6 +79,21 @@ class Meter:
 
     def let_compute(self, stream: Any, event: Any) -> None:
         """As the link's, counted."""
-        before = self._link.mark(stream)
+        before = self._mark(stream)
         self._link.let_compute(stream, event)
-        self._now.stalls.append((before, self._link.mark(stream)))
+        self._now.stalls.append((before, self._mark(stream)))
+
+    def finished(self) -> PassRecord | None:
+        """The last pass that ended, when all of it is over: stops the host until then.
+
+        A stream beside that of the pass may go on after it; torch reads no time between events that
+        have not both happened.
+        """
+        if self.last is not None and self.last.whole is not None:
+            for span in (self.last.whole, *self.last.copies, *self.last.stalls):
+                for event in span:
+                    self._link.let_host(event)
+        return self.last
+
+    def _mark(self, stream: Any) -> Any:
+        return self._link.mark(stream, timed=True)

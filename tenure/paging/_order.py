@@ -53,3 +53,7 @@ class AccessOrder:
         """The units to come, in order: the rest of this pass, then the pass that follows it."""
         yield from self._predicted[self._position :]
         yield from self._learned.get(self._next_kind.get(self._kind), [])
+
+    def soon(self) -> dict[Unit, int]:
+        """The units to come, each with how many come before it."""
+        return {unit: i for i, unit in reversed(list(enumerate(self.upcoming())))}

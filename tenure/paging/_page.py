@@ -14,6 +14,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from tenure._torch_dynamo import never_compiled
 
+from ._slabs import Place
 from ._table import HostTensor
 from ._torch_aside import aside
 from ._torch_holders import Lent, is_held
@@ -29,9 +30,9 @@ class Page:
 
     Attributes:
         unit: what it holds.
-        memory: uint8, on the device; the ring, or memory of its own.
+        memory: uint8, on the device; the ring, or that of its place.
         start: its first byte in the memory.
-        is_resident: whether it stays.
+        place: where it stays, in a slab; None of a unit that passes.
         ready: the event after which its bytes are there.
         host_versions: of each tensor of the unit, the version that was copied.
         users: how many running forwards use it.
@@ -43,7 +44,7 @@ class Page:
     unit: Unit
     memory: Tensor
     start: int
-    is_resident: bool
+    place: Place | None = None
     ready: Any = None
     host_versions: list[int] = field(default_factory=list)
     users: int = 0
@@ -53,6 +54,11 @@ class Page:
     _lent: Lent | None = None
     _shown: dict[HostTensor, Tensor] = field(default_factory=dict)
     _shown_versions: dict[HostTensor, int] = field(default_factory=dict)
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether it stays."""
+        return self.place is not None
 
     def bytes_of(self, start: int, n_bytes: int) -> Tensor:
         """Part of the page, from ``start``, as uint8."""

@@ -20,6 +20,7 @@ from tenure._errors import PagingError, PagingWarning
 from tenure._torch_dynamo import never_compiled
 from tenure._warn import warn_user
 
+from ._captured import captures, check_capture
 from ._door import Door, name_of, place_of, waits_for_us
 from ._engine import Engine
 from ._page import Page
@@ -121,17 +122,17 @@ class Pager:
             Whether it did; not where the model was unpaged while this thread waited at the door.
 
         Raises:
-            PagingError: it would train, or there is no room for what it needs, or the thread that
-                is inside waits for this one.
+            PagingError: it would train, or a graph is being captured, or there is no room for
+                what it needs, or the thread that is inside waits for this one.
         """
+        check_capture(self.engine.device, f"{type(module).__name__} is paged and was called")
         self._leave_interrupted()
         self._abandon_interrupted(token, module)
         self._door.acquire(self._look)
         if self._closed:
             self._door.release()
             return False
-        frame = _Frame(token, sys.exception())
-        self._frames.append(frame)
+        frame = self._new_frame(token, module)
         if self.is_outermost:
             self._begin(module, (token, entry, module.training, torch.is_grad_enabled()))
         if module.training:
@@ -142,6 +143,20 @@ class Pager:
                 frame.pages.append(page)
             self.engine.prefetch()
         return True
+
+    def _new_frame(self, token: object, module: nn.Module) -> _Frame:
+        """The frame of a forward that begins; where there can be none, the door is let go."""
+        frame = _Frame(token, sys.exception())
+        try:
+            if not self._frames:
+                call = next(calls_of(module), None)
+                self._inside = _Inside(get_ident(), type(module).__name__, call)
+            self._frames.append(frame)
+        except BaseException:  # an interruption, too: nobody leaves for a frame that is not there
+            self._inside = self._inside if self._frames else None
+            self._door.release()
+            raise
+        return frame
 
     def on_leave(self, restore: Callable[[], object]) -> None:
         """Have something put back when the forward that began last ends."""
@@ -169,7 +184,12 @@ class Pager:
 
     @never_compiled
     def show(self, host: HostTensor) -> Tensor:
-        """What stands for a host tensor where the caller is: on the device inside, else itself."""
+        """What stands for a host tensor where the caller is: on the device inside, else itself.
+
+        Raises:
+            PagingError: a graph is being captured: it would keep an address, or a wait break it.
+        """
+        check_capture(self.engine.device, f"{host.name!r} is paged and was read")
         self._leave_interrupted()
         if not self.is_inside:
             self.engine.let_host_write(host)
@@ -204,9 +224,13 @@ class Pager:
             self._door.release()
 
     def shrink(self, device: str | None, n_bytes: int | None) -> int:
-        """Give device memory back: units that stayed pass from now on. See `Shrinkable`."""
+        """Give device memory back: units that stayed pass from now on. See `Shrinkable`.
+
+        Nothing while a graph is captured: to wait for the device would break it.
+        """
         ours = self.engine.device
-        if device not in (None, ours.type, str(ours)) or not self._door.try_acquire():
+        is_asked = device in (None, ours.type, str(ours)) and not captures(ours)
+        if not is_asked or not self._door.try_acquire():
             return 0
         try:
             return self.engine.give_back(
@@ -216,7 +240,6 @@ class Pager:
             self._door.release()
 
     def _begin(self, module: nn.Module, kind: Hashable) -> None:
-        self._inside = _Inside(get_ident(), type(module).__name__, next(calls_of(module), None))
         self._loose.clear()
         engine = self.engine
         engine.begin()

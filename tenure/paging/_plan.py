@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import torch
 from torch import nn
 
-from tenure._errors import PagingError
 from tenure._units import format_bytes
 
+from ._arrangement import Arrangement, arrange
 from ._checks import (
+    Budget,
     Elsewhere,
     check_host,
     check_seconds_and_speed,
@@ -26,25 +26,11 @@ from ._checks import (
     checked_layer_size,
     checked_model,
 )
-from ._residency import (
-    LinkSpeed,
-    Residency,
-    divide,
-    expected_s,
-    minimum_ring_bytes,
-    n_bytes,
-    predicted_pass_s,
-    preferred,
-    smallest,
-)
+from ._draft import Draft, too_small, unit_sizes
+from ._residency import LinkSpeed, Residency, expected_s, n_bytes, predicted_pass_s, preferred
 from ._table import TensorTable
-from ._units import Cut, Unit, UnitSize, cut, sizes_with_own
+from ._units import Cut, Unit
 
-_MIB = 2**20
-_NEIGHBOURS = 4
-_PARTS = (3, 8, 24)
-"""Of a budget: what one unit may take of it. Which is best, a simulated pass of each tells."""
-_MOST_SIZES = 6
 PCIE_4 = LinkSpeed(bytes_per_s=24e9)
 """What a plan assumes where nothing was measured: PCIe 4.0 with 16 lanes."""
 DISK = LinkSpeed(bytes_per_s=2e9, latency_s=100e-6)
@@ -75,10 +61,13 @@ class PagingPlan:
         device: where it is paged to.
         units: its parts, in the order of registration.
         weight_bytes: all units together, and the tensors that can't be paged.
-        resident_bytes: what stays on the device, those tensors included.
+        resident_bytes: what stays on the device, those tensors included, and what the rounding of
+            the device's allocator leaves over.
         ring_bytes: the room that the others pass through.
-        device_bytes: both: what paging takes of the device, until it gives some back.
-        budget_bytes: what it was allowed to take.
+        allocated_bytes: both: what paging takes of the device, until it gives some back.
+        reserved_bytes: the memory of the device that goes for it: its allocator takes whole
+            segments, which it shares out to others as well. As of one that is empty before.
+        budget_bytes: what it was allowed to allocate.
         minimum_bytes: the least budget that would do.
         link_bytes_per_s: the assumed speed of copies.
         limit_s: the least time of a pass: ``max((W-R)/BW, C)``.
@@ -92,7 +81,8 @@ class PagingPlan:
     weight_bytes: int
     resident_bytes: int
     ring_bytes: int
-    device_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
     budget_bytes: int
     minimum_bytes: int
     link_bytes_per_s: float
@@ -113,8 +103,16 @@ class PagingPlan:
             f"(at least {format_bytes(self.minimum_bytes)})",
             f"  stays   {_in_units(self.resident_bytes, n_resident)}",
             *self._rest(_in_units(passing_bytes, len(passing))),
+            *self._taken_lines(),
             *self._unit_lines(),
         ]
+
+    def _taken_lines(self) -> Iterator[str]:
+        if self.reserved_bytes != self.resident_bytes + self.ring_bytes:
+            yield (
+                f"  takes   {format_bytes(self.allocated_bytes)} of {self.device}, in "
+                f"{format_bytes(self.reserved_bytes)} that its allocator reserves"
+            )
 
     def _rest(self, passing: str) -> list[str]:
         if self.computes_on_host:
@@ -151,6 +149,11 @@ class Planned:
     cut: Cut
     division: Residency
     kept: frozenset[Unit]
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """The slabs that the division stands in."""
+        return arrange(self.cut.units, self.division, self.kept, torch.device(self.plan.device))
 
 
 def plan_paging(
@@ -213,24 +216,23 @@ def make_plan(
 ) -> Planned:
     """As ``plan_paging``, of a model that is checked, with what carrying it out needs."""
     size = checked_layer_size(max_layer_size)
-    budget_bytes = checked_budget(budget, device)
+    allowed = checked_budget(budget, device)
     kept = checked_kept(model, keep)
-    sizes = _unit_sizes(model, budget_bytes) if size is None else [size]
-    drafts = [_Draft.of(model, each, kept) for each in sizes]
-    minimum_bytes = min(draft.minimum_bytes for draft in drafts)
-    divided = [draft.divide(budget_bytes, link, compute_s) for draft in drafts]
+    sizes = unit_sizes(model, allowed) if size is None else [size]
+    drafts = [Draft.of(model, device, each, kept) for each in sizes]
+    divided = [draft.divide(allowed, link, compute_s) for draft in drafts]
     possible = [
         (expected_s(draft.cut, division, link, compute_s), _Choice(draft, division))
         for draft, division in zip(drafts, divided, strict=True)
         if division is not None
     ]
     choice = preferred(possible)
+    smallest = min(drafts, key=lambda draft: draft.minimum_bytes)
     if choice is None:
-        raise _too_small(model, min(drafts, key=lambda draft: draft.minimum_bytes), budget_bytes)
+        raise too_small(model, smallest, allowed or Budget(0))
     draft, division = choice.draft, choice.division
     passing_bytes = n_bytes(unit for unit in draft.cut.units if unit not in division.resident)
-    resident_bytes = draft.whole_bytes + n_bytes(division.resident)
-    device_bytes = resident_bytes + division.ring_bytes
+    arrangement, taken = draft.arranged(division), draft.taken_by(division)
     plan = PagingPlan(
         model=type(model).__name__,
         device=str(device),
@@ -238,12 +240,13 @@ def make_plan(
             PlannedUnit(unit.name, unit.n_bytes, unit in division.resident)
             for unit in draft.cut.units
         ),
-        weight_bytes=n_bytes(draft.cut.units) + draft.whole_bytes,
-        resident_bytes=resident_bytes,
-        ring_bytes=division.ring_bytes,
-        device_bytes=device_bytes,
-        budget_bytes=device_bytes if budget_bytes is None else budget_bytes,
-        minimum_bytes=minimum_bytes,
+        weight_bytes=n_bytes(draft.cut.units) + draft.table.whole_bytes,
+        resident_bytes=arrangement.resident_bytes + draft.table.whole_bytes,
+        ring_bytes=arrangement.ring_bytes,
+        allocated_bytes=taken.allocated_bytes,
+        reserved_bytes=taken.reserved_bytes,
+        budget_bytes=taken.allocated_bytes if allowed is None else allowed.n_bytes,
+        minimum_bytes=smallest.minimum_bytes,
         link_bytes_per_s=link.bytes_per_s,
         limit_s=max(passing_bytes / link.bytes_per_s, compute_s or 0.0),
         predicted_s=predicted_pass_s(draft.cut, division, link, compute_s or 0.0),
@@ -252,88 +255,13 @@ def make_plan(
 
 
 @dataclass(frozen=True, slots=True)
-class _Draft:
-    """A model cut in one way.
-
-    Attributes:
-        table: its tensors.
-        cut: its units.
-        kept: those that must stay: what was asked for, and what no forward brackets, for it may be
-            in use beside any other unit. A mask that the first layer gives out is, to the last.
-        whole_bytes: what can't be paged.
-    """
-
-    table: TensorTable
-    cut: Cut
-    kept: frozenset[Unit]
-    whole_bytes: int
-
-    @classmethod
-    def of(cls, model: nn.Module, size: UnitSize, kept: list[nn.Module]) -> Self:
-        """Cut a model into units of a size."""
-        table = TensorTable(model)
-        merge_bytes = size.n_bytes or 0
-        pieces = cut(model, table, size.fits(table), merge_bytes=merge_bytes, apart=kept)
-        inside = table.extents_of(each for module in kept for each in module.modules())
-        staying = frozenset(
-            unit
-            for unit in pieces.units
-            if unit.is_loose or any(extent in inside for extent in unit.extents)
-        )
-        return cls(table, pieces, staying, table.whole_bytes)
-
-    @property
-    def minimum_bytes(self) -> int:
-        """The least budget for this cut."""
-        passing_bytes = minimum_ring_bytes(self.cut, self.kept)
-        return self.whole_bytes + n_bytes(self.kept) + passing_bytes
-
-    def divide(
-        self, budget_bytes: int | None, link: LinkSpeed, compute_s: float | None
-    ) -> Residency | None:
-        """The best division of a budget; without one, what keeps the link busy."""
-        if budget_bytes is None:
-            return smallest(self.cut, self.kept, _NEIGHBOURS)
-        return divide(self.cut, self.kept, budget_bytes - self.whole_bytes, link, compute_s)
-
-
-@dataclass(frozen=True, slots=True)
 class _Choice:
-    draft: _Draft
+    draft: Draft
     division: Residency
 
     @property
     def ring_bytes(self) -> int:
         return self.division.ring_bytes
-
-
-def _unit_sizes(model: nn.Module, budget_bytes: int | None) -> list[UnitSize]:
-    """How large units may be: large ones spare the latency of copies, small ones the ring."""
-    if budget_bytes is None:
-        weight_bytes = sum(tensor.nbytes for tensor in model.parameters())
-        return [UnitSize(min(64 * _MIB, weight_bytes // 16))]
-    large = (UnitSize(n_bytes) for n_bytes in _some(sizes_with_own(model, TensorTable(model))))
-    return [*(UnitSize(budget_bytes // parts) for parts in _PARTS), *large, UnitSize(0)]
-
-
-def _some(sizes: set[int]) -> list[int]:
-    """A few sizes that stand for all: each costs a plan."""
-    every = -(-len(sizes) // _MOST_SIZES) or 1
-    return sorted(sizes)[::-1][::every]
-
-
-def _too_small(model: nn.Module, draft: _Draft, budget_bytes: int | None) -> PagingError:
-    minimum_bytes = draft.minimum_bytes
-    stays_bytes = draft.whole_bytes + n_bytes(draft.kept)
-    ring_bytes = minimum_bytes - stays_bytes
-    stays = f", beside {format_bytes(stays_bytes)} that stay" if stays_bytes else ""
-    return PagingError(
-        f"{type(model).__name__} can't be paged within {format_bytes(budget_bytes or 0)}: the "
-        f"least is {format_bytes(minimum_bytes)} ({minimum_bytes} bytes), because "
-        f"{format_bytes(ring_bytes)} of its weights are needed at once{stays}. "
-        "Allow a larger budget.",
-        minimum_bytes,
-    )
 
 
 def _in_units(bytes_in_all: int, n_units: int) -> str:

@@ -5,12 +5,14 @@ Invariant: every figure is measured, by the device's own events; nothing is esti
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from tenure._errors import PagingError
 from tenure._units import format_bytes
 
+from ._allocator import whole_block_bytes
 from ._resources import Resources
 
 Bound = Literal["link", "compute"]
@@ -34,10 +36,15 @@ class PagingReport:
         bound: what sets that limit, ``"link"`` or ``"compute"``.
         helpful_budget_bytes: the budget at which computation would take as long as the copies;
             None where it does already.
-        resident_bytes: what stays on the device, with tensors that can't be paged.
+        resident_bytes: what stays on the device, with tensors that can't be paged, and with what
+            the rounding of the allocator leaves over.
         ring_bytes: the room that the rest passes through.
+        allocated_bytes: both: what paging takes of the device now.
+        reserved_bytes: the memory of the device that goes for it, as in the plan.
         staging_bytes: host memory between files and the device.
         host_bytes: the host memory that holds the weights.
+        pinned_bytes: how much of these last two is pinned; copies from the rest are slower, and
+            wait.
     """
 
     passes: int
@@ -53,8 +60,11 @@ class PagingReport:
     helpful_budget_bytes: int | None
     resident_bytes: int
     ring_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
     staging_bytes: int
     host_bytes: int
+    pinned_bytes: int
 
     def __str__(self) -> str:
         helpful = self.helpful_budget_bytes
@@ -67,11 +77,25 @@ class PagingReport:
             f"  computed   {self.compute_s * 1e3:.3f} ms, waited {self.stall_s * 1e3:.3f} ms",
             f"  device     {format_bytes(self.resident_bytes)} stay, "
             f"{format_bytes(self.ring_bytes)} to pass through",
-            f"  host       {format_bytes(self.host_bytes)}",
+            *self._taken_lines(),
+            f"  host       {format_bytes(self.host_bytes)}{self._pageable()}",
         ]
         if helpful is not None:
             lines.append(f"  a budget of {format_bytes(helpful)} would hide the copies")
         return "\n".join(lines)
+
+    def _taken_lines(self) -> Iterator[str]:
+        if self.reserved_bytes != self.resident_bytes + self.ring_bytes:
+            yield (
+                f"  takes      {format_bytes(self.allocated_bytes)}, in "
+                f"{format_bytes(self.reserved_bytes)} that the allocator reserves"
+            )
+
+    def _pageable(self) -> str:
+        """What part of the host's bytes is not pinned; nothing where all of them are, or none."""
+        held_bytes = self.host_bytes + self.staging_bytes
+        pageable_bytes = held_bytes - self.pinned_bytes
+        return f", of which {format_bytes(pageable_bytes)} not pinned" if pageable_bytes else ""
 
 
 def make_report(resources: Resources, weight_bytes: int) -> PagingReport:
@@ -84,12 +108,10 @@ def make_report(resources: Resources, weight_bytes: int) -> PagingReport:
     Raises:
         PagingError: no pass has ended.
     """
-    engine, resident_bytes = resources.engine, resources.resident_bytes
-    record = engine.meter.last
+    engine, taken = resources.engine, resources.taken
+    record = engine.meter.finished()
     if record is None or record.whole is None:
         raise PagingError("There is nothing to report yet: call the model first.")
-    for span in (record.whole, *record.copies[-1:]):
-        span[1].synchronize()
     whole_s = _seconds(record.whole)
     stall_s = min(whole_s, sum(map(_seconds, record.stalls)))
     compute_s = whole_s - stall_s
@@ -108,22 +130,28 @@ def make_report(resources: Resources, weight_bytes: int) -> PagingReport:
         share_of_limit=min(1.0, limit_s / whole_s) if whole_s else 1.0,
         bound="link" if copy_s > compute_s else "compute",
         helpful_budget_bytes=_helpful_bytes(
-            weight_bytes, resident_bytes, engine.ring_bytes, compute_s * link_bytes_per_s
+            whole_block_bytes(weight_bytes, engine.device),
+            weight_bytes - resources.staying_bytes,
+            engine.ring_bytes,
+            compute_s * link_bytes_per_s,
         ),
-        resident_bytes=resident_bytes,
+        resident_bytes=resources.resident_bytes,
         ring_bytes=engine.ring_bytes,
+        allocated_bytes=taken.allocated_bytes,
+        reserved_bytes=taken.reserved_bytes,
         staging_bytes=engine.staging_bytes,
         host_bytes=engine.host_bytes,
+        pinned_bytes=engine.pinned_bytes,
     )
 
 
 def _helpful_bytes(
-    weight_bytes: int, resident_bytes: int, ring_bytes: int, hidden_bytes: float
+    most_bytes: int, passing_bytes: int, ring_bytes: int, hidden_bytes: float
 ) -> int | None:
     """A ring, and what has to stay for the rest to be copied while the device computes."""
-    if weight_bytes - resident_bytes <= hidden_bytes:
+    if passing_bytes <= hidden_bytes:
         return None
-    return min(weight_bytes, int(weight_bytes - hidden_bytes) + ring_bytes)
+    return min(most_bytes, int(most_bytes - hidden_bytes) + ring_bytes)
 
 
 def _seconds(span: tuple[Any, Any]) -> float:

@@ -13,11 +13,11 @@ from torch import nn
 
 from tenure._named_tensors import NamedTensor, register_namer, unregister_namer
 
+from ._allocator import Taken, taken_by
 from ._engine import Engine
 from ._host_buffers import HostStore
 from ._link import Link
 from ._plan import Planned
-from ._residency import n_bytes
 from ._units import Unit
 from ._whole import WholeTensors
 
@@ -44,8 +44,18 @@ class Resources:
 
     @property
     def resident_bytes(self) -> int:
-        """What stays on the device now."""
+        """The memory of what stays on the device now."""
         return self.engine.resident_bytes + self.whole.n_bytes
+
+    @property
+    def staying_bytes(self) -> int:
+        """The weights among it."""
+        return self.engine.staying_bytes + self.whole.n_bytes
+
+    @property
+    def taken(self) -> Taken:
+        """What all of it takes of the device now."""
+        return taken_by([*self.engine.slab_sizes, *self.whole.sizes], self.engine.device)
 
     def serve(self, model: nn.Module) -> None:
         """Be named in reports of memory as the model's, from now until it is given back."""
@@ -90,11 +100,11 @@ def acquire(
     with ExitStack() as undoing:
         undoing.callback(store.close)
         undoing.callback(link.close)
-        engine = Engine(link, store, planned.division.ring_bytes, max_ahead)
-        resident = [unit for unit in planned.cut.units if unit in planned.division.resident]
-        beside_bytes = planned.plan.budget_bytes - planned.division.ring_bytes - n_bytes(resident)
-        reserved = engine.reserve(resident, planned.kept, beside_bytes)
-        whole = WholeTensors(planned.table.whole, link.device)
+        engine = Engine(link, store, max_ahead)
+        arrangement = planned.arrangement
+        beside_bytes = planned.plan.budget_bytes - sum(arrangement.sizes)
+        reserved = engine.reserve(arrangement, planned.kept, beside_bytes)
+        whole = WholeTensors(planned.table.whole, link)
         resources = Resources(engine, store, whole, planned.cut.units)
         undoing.callback(resources.close)
         store.adopt(units)

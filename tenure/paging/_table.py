@@ -126,7 +126,12 @@ class TensorTable:
     @property
     def whole_bytes(self) -> int:
         """What copies of the tensors in ``whole`` take on a device."""
-        return sum(n_bytes_of_whole(host.tensor) for host in self.whole)
+        return sum(self.whole_sizes)
+
+    @property
+    def whole_sizes(self) -> list[int]:
+        """The bytes of each block of such copies."""
+        return [n_bytes for host in self.whole for n_bytes in sizes_of_whole(host.tensor)]
 
     def extents_of(self, modules: Iterable[nn.Module]) -> list[Extent]:
         """The extents that the modules themselves use, in the order of their registration."""
@@ -159,12 +164,12 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
-def n_bytes_of_whole(tensor: Tensor) -> int:
-    """The bytes that a copy of a tensor takes which is not plain."""
+def sizes_of_whole(tensor: Tensor) -> list[int]:
+    """The bytes of each block that a copy of a tensor takes which is not plain."""
     inside = inner_tensors(tensor)
     if inside:
-        return sum(map(n_bytes_of_whole, inside))
-    return sum(storage.nbytes() for storage in storages_of(tensor)) if tensor.numel() else 0
+        return [n_bytes for each in inside for n_bytes in sizes_of_whole(each)]
+    return [storage.nbytes() for storage in storages_of(tensor)] if tensor.numel() else []
 
 
 def _registered(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor, bool]]:

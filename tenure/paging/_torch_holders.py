@@ -46,8 +46,7 @@ class Lent:
     )
 
     def __init__(self, memory: Tensor, start: int, n_bytes: int) -> None:
-        # By DLPack: a storage that is made from an address alone would outlive the memory.
-        self._tensor = from_dlpack(to_dlpack(memory[start : start + n_bytes]))
+        self._tensor = in_own_storage(memory, start, start + n_bytes)
         self._holder = {0: self._tensor.untyped_storage()}
         self._n_uses, self._n_holders = self._counts()
         self.is_aliased = False
@@ -69,6 +68,13 @@ class Lent:
 
     def _counts(self) -> tuple[int, int]:
         return int(_n_uses(self._holder[0]._cdata)), _n_holders(self._holder, 0)
+
+
+def in_own_storage(memory: Tensor, start: int, end: int) -> Tensor:
+    """Some bytes of a plain uint8 tensor, in a storage of their own that keeps it alive."""
+    # By DLPack: a storage that is made from an address alone would outlive the memory.
+    part: Tensor = from_dlpack(to_dlpack(memory[start:end]))
+    return part
 
 
 def lent_to(tensor: Tensor) -> Lent | None:

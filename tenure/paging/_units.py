@@ -13,6 +13,7 @@ from itertools import chain
 
 from torch import nn
 
+from ._allocator import up_to
 from ._table import Extent, HostTensor, TensorTable
 
 EXTENT_ALIGNMENT_BYTES = 256
@@ -72,15 +73,15 @@ class Unit:
             for host in extent.tensors:
                 host.join(self, self.n_bytes)
                 self.tensors.append(host)
-            self.n_bytes = _aligned(self.n_bytes + extent.n_bytes, EXTENT_ALIGNMENT_BYTES)
-        self.n_bytes = _aligned(self.n_bytes, UNIT_ALIGNMENT_BYTES)
+            self.n_bytes = up_to(self.n_bytes + extent.n_bytes, EXTENT_ALIGNMENT_BYTES)
+        self.n_bytes = up_to(self.n_bytes, UNIT_ALIGNMENT_BYTES)
 
     def starts(self) -> Iterator[tuple[Extent, int]]:
         """Its extents, each with the byte of the unit that it begins at."""
         start = 0
         for extent in self.extents:
             yield extent, start
-            start = _aligned(start + extent.n_bytes, EXTENT_ALIGNMENT_BYTES)
+            start = up_to(start + extent.n_bytes, EXTENT_ALIGNMENT_BYTES)
 
     def span_of(self, host: HostTensor) -> tuple[int, int]:
         """Where the extent of one of its tensors begins in the unit, and its bytes."""
@@ -272,7 +273,3 @@ def _leaders(module: nn.Module) -> Iterator[nn.Module]:
     else:
         for child in module.children():
             yield from _leaders(child)
-
-
-def _aligned(n_bytes: int, alignment_bytes: int) -> int:
-    return -(-n_bytes // alignment_bytes) * alignment_bytes

@@ -64,7 +64,15 @@ def _allocated_only(module: Any, device: torch.device) -> AllocatorBytes | None:
             allocated = int(module.current_allocated_memory())
     except (AttributeError, RuntimeError, NotImplementedError):
         return None
-    return AllocatorBytes(allocated, allocated, allocated, None)
+    return AllocatorBytes(allocated, allocated, _driver_bytes(module) or allocated, None)
+
+
+def _driver_bytes(module: Any) -> int | None:
+    """What MPS has taken from the driver, its cache and its libraries' memory among it."""
+    try:
+        return int(module.driver_allocated_memory())
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def _device_used(module: Any, device: torch.device) -> int | None:

@@ -36,12 +36,14 @@ class Column:
         value: the number that a record has in it, or None.
         is_exact: whether that number is not just a lower bound.
         in_bytes: whether it is a number of bytes.
+        of_bytes_moved: whether it says what was allocated or freed: that may be another thread's.
     """
 
     name: str
     value: Callable[[LineRecord], int | None]
     is_exact: Callable[[LineRecord], bool]
     in_bytes: bool = True
+    of_bytes_moved: bool = False
 
     def cell(self, record: LineRecord) -> str:
         """The number as people read it."""
@@ -49,16 +51,18 @@ class Column:
         if value is None:
             return ""
         text = format_bytes(value) if self.in_bytes else str(value)
-        return text if self.is_exact(record) else f">= {text}"
+        if self.is_exact(record):
+            return text
+        return f"~ {text}" if record.shared and self.of_bytes_moved else f">= {text}"
 
 
 _COLUMNS = {
     column.name: column
     for column in (
         Column("hits", lambda r: r.hits, lambda _: True, in_bytes=False),
-        Column("alloc", lambda r: r.allocated_bytes, lambda r: r.exact),
-        Column("freed", lambda r: r.freed_bytes, lambda r: r.exact),
-        Column("net", lambda r: r.net_bytes, lambda _: True),
+        Column("alloc", lambda r: r.allocated_bytes, lambda r: r.exact, of_bytes_moved=True),
+        Column("freed", lambda r: r.freed_bytes, lambda r: r.exact, of_bytes_moved=True),
+        Column("net", lambda r: r.net_bytes, lambda r: not r.shared, of_bytes_moved=True),
         Column("peak", lambda r: r.peak_bytes, lambda r: r.peak_exact),
     )
 }

@@ -15,11 +15,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor, UntypedStorage
 
+from tenure._capture import is_capturing
 from tenure._errors import CourtesyError, CourtesyWarning
+from tenure._torch_workspaces import clear_workspaces
 from tenure._units import format_bytes
 from tenure._warn import warn_user
 
 from . import _conveyor
+from ._allocator import allocator_bytes
 from ._courtesy_report import CourtesyReport, Stay
 from ._departure import depart
 from ._inventory import Holding, take_inventory
@@ -40,7 +43,8 @@ class Courtesy:
     gradients, optimizer states, and what only a graph of autograd holds. All objects stay what
     they are, with their identities, sharing, strides, versions and hooks, so a graph that was
     recorded before can run backward afterwards. The allocator's cached memory is returned to the
-    driver as well, for other processes.
+    driver as well, for other processes, and with it what torch keeps for cuBLAS, if no other thread
+    runs, and autocast's cache of cast weights, which are then cast anew.
 
     Meanwhile a tensor that is away answers what it is (``shape``, ``device``, ``grad``) and
     refuses everything else with an AwayTensorError, and so does a backward pass that needs it. It
@@ -88,12 +92,14 @@ class Courtesy:
             What was moved and what stayed.
 
         Raises:
-            CourtesyError: the host has no memory for it, and nothing was moved.
+            CourtesyError: the host has no memory for it, or a graph is being captured, and nothing
+                was moved.
 
         Warns:
             CourtesyWarning: some of it can't be moved.
         """
         with _turn, quietly():
+            _refuse_capture(self._devices_to_leave(), "moved to host memory", self)
             going, report = self._leave()
         self.report = report
         if report.stays:
@@ -110,9 +116,11 @@ class Courtesy:
 
         Raises:
             CourtesyError: a device has no memory for all of it. The rest stays in host memory, and
-                another call brings it back once there is room.
+                another call brings it back once there is room. Or a graph is being captured, and
+                nothing was brought back.
         """
         with _turn, quietly():
+            _refuse_capture({moved.device for moved in self._moved.values()}, "brought back", self)
             failure = self._return(list(self._moved.values()))
         if failure is not None:
             raise CourtesyError(self._still_away("this error"), self) from failure
@@ -149,11 +157,12 @@ class Courtesy:
         self._is_entered = False
         try:
             self.restore()
-        except CourtesyError:
+        except CourtesyError as error:
             if exc is None:
                 raise
             any_use = "the AwayTensorError that any use of these tensors raises"
-            exc.add_note(self._still_away(any_use))
+            is_for_room = error.__cause__ is not None
+            exc.add_note(self._still_away(any_use) if is_for_room else str(error))
 
     def __repr__(self) -> str:
         return f"<Courtesy of {self._where}, {format_bytes(self.away_bytes)} away>"
@@ -161,6 +170,7 @@ class Courtesy:
     # --- leaving
 
     def _leave(self) -> tuple[list[Moved], CourtesyReport]:
+        torch.clear_autocast_cache()  # what it holds is none of Python's, and could not be moved
         holdings = [held for held in take_inventory() if self._concerns(held.storage.device)]
         devices = list(dict.fromkeys(held.storage.device for held in holdings))
         departures = [
@@ -180,6 +190,13 @@ class Courtesy:
             return True
         return device.type == mine.type and mine.index in (None, device.index)
 
+    def _devices_to_leave(self) -> set[torch.device]:
+        """The devices that may be meant; a stream that captures is one of the current device."""
+        if self.device is not None:
+            return {self.device}
+        found = torch.accelerator.current_accelerator()
+        return set() if found is None else {found}
+
     def _let_leave(self, ready: list[tuple[Holding, Moved]]) -> None:
         """Let go of device memory whose bytes are on the host now: of all of it or of none."""
         begun: list[Moved] = []
@@ -193,6 +210,7 @@ class Courtesy:
             self._return(begun)
             raise
         for device in {moved.device for moved in begun}:
+            clear_workspaces(device)  # their blocks are the cache's then
             module: Any = torch.get_device_module(device)
             if hasattr(module, "empty_cache"):
                 module.empty_cache()
@@ -200,12 +218,14 @@ class Courtesy:
     def _reported(
         self, going: list[Moved], stays: list[Stay], devices: list[torch.device]
     ) -> CourtesyReport:
+        left = {str(d): told for d in devices if (told := allocator_bytes(d)) is not None}
         return CourtesyReport(
             moved_bytes=sum(moved.n_bytes for moved in going),
             n_storages=len(going),
             n_tensors=sum(moved.n_tensors for moved in going),
             stays=tuple(stays),
-            left_bytes={str(d): n for d in devices if (n := _allocated_bytes(d)) is not None},
+            left_bytes={name: told.allocated for name, told in left.items()},
+            left_reserved_bytes={name: told.reserved for name, told in left.items()},
             note="" if devices else self._nothing_there(),
         )
 
@@ -253,9 +273,20 @@ class Courtesy:
         return "every accelerator" if self.device is None else str(self.device)
 
 
-def _allocated_bytes(device: torch.device) -> int | None:
-    module: Any = torch.get_device_module(device)
-    return int(module.memory_allocated(device)) if hasattr(module, "memory_allocated") else None
+def _refuse_capture(devices: Iterable[torch.device], done: str, courtesy: Courtesy) -> None:
+    """Raise while a graph is captured: a copy would break it, and what it uses must stay.
+
+    Raises:
+        CourtesyError: a stream captures.
+    """
+    for device in devices:
+        if is_capturing(device):
+            raise CourtesyError(
+                f"A graph is being captured on {device}. A copy or a wait would end the capture "
+                f"with an error, and what it uses must stay where it is: nothing was {done}. Do it "
+                "before the capture begins.",
+                courtesy,
+            )
 
 
 def _device(named: str | int | torch.device) -> torch.device:

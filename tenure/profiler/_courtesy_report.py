@@ -42,6 +42,7 @@ class CourtesyReport:
         stays: what stayed on its device although a tensor of the program has it.
         left_bytes: by device, what its allocator still counts as allocated; without statistics
             the device is missing.
+        left_reserved_bytes: by device, what its allocator still keeps from other processes.
         note: why there was nothing to move; else empty.
     """
 
@@ -50,6 +51,7 @@ class CourtesyReport:
     n_tensors: int
     stays: tuple[Stay, ...] = ()
     left_bytes: Mapping[str, int] = field(default_factory=dict)
+    left_reserved_bytes: Mapping[str, int] = field(default_factory=dict)
     note: str = ""
 
     @property
@@ -67,11 +69,17 @@ class CourtesyReport:
         if self.stays:
             lines.append(f"{format_bytes(self.stays_bytes)} stay where they are:")
             lines += [f"  {stay}" for stay in self.stays]
-        lines += [
-            f"{device} has {format_bytes(n_bytes)} allocated now."
-            for device, n_bytes in self.left_bytes.items()
-        ]
+        lines += [self._left_line(device) for device in self.left_bytes]
         return "\n".join(lines)
+
+    def _left_line(self, device: str) -> str:
+        allocated_bytes = self.left_bytes[device]
+        reserved_bytes = self.left_reserved_bytes.get(device, allocated_bytes)
+        reserved = f", and {format_bytes(reserved_bytes)} reserved"
+        return (
+            f"{device} has {format_bytes(allocated_bytes)} allocated"
+            f"{reserved if reserved_bytes != allocated_bytes else ''} now."
+        )
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"

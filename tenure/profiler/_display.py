@@ -33,6 +33,17 @@ class Section:
     rows: tuple[tuple[int, str, LineRecord | None], ...] = ()
     note: str = ""
 
+    @property
+    def footnote(self) -> str:
+        """What ``~`` means, where it stands before a number; else empty."""
+        shared = next((r for _, _, r in self.rows if r is not None and r.shared), None)
+        if shared is None:
+            return ""
+        return (
+            f"~ other threads used {shared.device} while the line ran. Its counters are the "
+            "process's: some of their bytes may stand here, or some of these on their lines."
+        )
+
     def cells(self, columns: Sequence[Column]) -> list[list[str]]:
         """The texts of each row."""
         return [
@@ -84,6 +95,8 @@ class RecordsDisplay:
         for *cells, source in table:
             numbers = "  ".join(cell.rjust(w) for cell, w in zip(cells, widths, strict=False))
             lines.append(f"{numbers}  {source}".rstrip())
+        if section.footnote:
+            lines.append(section.footnote)
         return "\n".join(lines)
 
 

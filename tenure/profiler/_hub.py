@@ -17,6 +17,8 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Protocol
 
+from tenure._torch_backward import is_running_node
+
 from . import _torch_allocations as allocations
 from . import _torch_cpu_allocator as allocator
 from ._existing import enter_existing
@@ -199,7 +201,12 @@ class Hub:
         thread.entered = 0
         thread.know(self._watches)
         if not thread.in_session:
-            for lane in (*thread.on_host, *thread.on_devices):
+            for lane in thread.on_host:
+                if _is_lent_to_this_one(thread):
+                    lane.pass_by()
+                else:
+                    lane.account(None)
+            for lane in thread.on_devices:
                 lane.account(None)
             return thread
         thread.marks.set(thread.on_host)
@@ -312,8 +319,22 @@ class Hub:
         allocator.keep_sizes(False)
 
 
-class _ThisThread(threading.local):
-    """The state of the thread that asks."""
+def _is_lent_to_this_one(thread: ThreadState) -> bool:
+    """Whether this is a thread of autograd's engine, and its events go to who called backward()."""
+    return not thread.n_backwards and is_running_node() and allocations.is_profiling()
 
-    def __init__(self) -> None:
-        self.state = ThreadState()
+
+class _ThisThread(threading.local):
+    """The state of the thread that asks, made when it first does.
+
+    Not in ``__init__``: monitoring reports that call too, and to report it is to ask for the state.
+    """
+
+    state: ThreadState
+
+    def __getattr__(self, name: str) -> ThreadState:
+        if name != "state":
+            raise AttributeError(name)
+        made = ThreadState()  # reported as well, by which the thread may have one already
+        found: ThreadState = self.__dict__.setdefault("state", made)
+        return found

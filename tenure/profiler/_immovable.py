@@ -5,18 +5,14 @@ Whatever is in doubt stays; a reason is a sentence about one storage or about it
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from tenure._heap import is_kind, tracked_objects
+from tenure._capture import kind_of_live_graph
 
 from ._away import can_guard
 from ._inventory import Holding
 from ._segments import Segments
 from ._torch_owners import shared_keys
-
-_GRAPHS = ("CUDAGraph", "XPUGraph")
 
 
 class Judge:
@@ -62,11 +58,8 @@ def _of_owners(holding: Holding) -> str:
 def _reason_of_device(device: torch.device) -> str:
     if not _can_resize(device):
         return f"torch can't empty a storage of {device}, and fill it again, in place"
-    module: Any = torch.get_device_module(device)
-    classes = [getattr(module, name) for name in _GRAPHS if hasattr(module, name)]
-    if classes and any(is_kind(type(found), *classes) for found in tracked_objects()):
-        return f"a live {classes[0].__name__} replays on the addresses it was captured with"
-    return ""
+    graph = kind_of_live_graph(device)
+    return "" if graph is None else f"a live {graph} replays on the addresses it was captured with"
 
 
 def _can_resize(device: torch.device) -> bool:

@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ._meters import Interval, Meter
+from ._device_meter import DeviceMeter
+from ._fields import Stats, keep_largest
+from ._meters import CpuMeter, Interval
 from ._torch_allocations import Changes
 
+Meter = CpuMeter | DeviceMeter
 Key = tuple[int, int]
 """A line: the identity of its code, whose hash takes long, and its number."""
 
@@ -30,14 +33,18 @@ class Figures:
     exact: bool = True
     peak_exact: bool = True
     statistics: dict[str, int] = field(default_factory=dict)
+    is_shared: bool = False
+    _last: Stats = field(default_factory=dict, compare=False)
 
     def add(self, interval: Interval) -> None:
         """Take an interval in; of statistics each field's largest value."""
         self.allocated_bytes += interval.allocated_bytes
         self.freed_bytes += interval.freed_bytes
         self.exact &= interval.exact
-        for name, value in interval.statistics.items():
-            self.statistics[name] = max(value, self.statistics.get(name, value))
+        self.is_shared |= interval.is_shared
+        if interval.after:
+            keep_largest(self.statistics, self._last, interval.before, interval.after)
+            self._last = interval.after
 
     def reach(self, peak_bytes: int, exact: bool) -> None:
         """Take a peak in; one that is only a bound makes the largest a bound."""
@@ -51,6 +58,7 @@ class Figures:
         self.allocated_bytes += other.allocated_bytes
         self.freed_bytes += other.freed_bytes
         self.exact &= other.exact
+        self.is_shared |= other.is_shared
         if other.peak_bytes is not None:
             self.reach(other.peak_bytes, other.peak_exact)
         for name, value in other.statistics.items():
@@ -178,8 +186,10 @@ class Lane:
 
     def aim(self, meter: Meter, base_bytes: int) -> None:
         """Measure another device from here on, or the same against another base."""
+        self.meter.use(False)
         self.meter = meter
         self.on_host = meter.device.type == "cpu"
+        self._tell_use()
         known = self._pages.get(meter.device)
         lines = {} if known is None else known.lines
         self._turn_to(_Page(meter.device, base_bytes, lines))
@@ -192,10 +202,19 @@ class Lane:
         else:
             visit.take(self.meter.read(changes))
 
+    def pass_by(self) -> None:
+        """Book no bytes: what happens here is told to another thread, which books it."""
+        visit, was_bytes = self.look(), self.meter.level_bytes
+        self.meter.start()
+        if visit is not None:
+            peak_bytes = max(was_bytes, self.meter.level_bytes)
+            visit.take(Interval(0, 0, peak_bytes, False, False))
+
     def look(self) -> Visit | None:
         """Whose the time since the last look is; None where it is nobody's."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
+            self._tell_use()
             return leaving
         return self._frames[-1].visit if self._frames else None
 
@@ -203,6 +222,7 @@ class Lane:
         """A watched frame begins, or goes on after a ``yield`` or an ``await``."""
         caller = self._frames[-1].visit if self._frames else None
         self._frames.append(_Frame(identity, key, Visit(self._page, key, caller, None)))
+        self._tell_use()
 
     def line(self, identity: int, key: Key) -> None:
         """A watched frame begins with a line."""
@@ -218,17 +238,23 @@ class Lane:
         if self._unwind_to(identity):
             frame = self._frames.pop()
             self._leaving = frame.visit if torn_down else None
+            self._tell_use()
 
     def forget(self, n_begun: int) -> None:
         """Know of no frame: what is said of one was said before the profiler was enabled anew."""
         self._frames.clear()
         self._leaving = None
         self.n_begun = n_begun
+        self._tell_use()
 
     def clear(self) -> None:
         """Begin a new book."""
         self._pages.clear()
         self._turn_to(_Page(self._page.device, self._page.base_bytes))
+
+    def _tell_use(self) -> None:
+        if not self.on_host:
+            self.meter.use(self.active)
 
     def _turn_to(self, page: _Page) -> None:
         """Write on another page; what is told later of the time before goes to the old one."""

@@ -300,6 +300,7 @@ def _record(
         peak_bytes=figures.peak_bytes or 0,
         device=device,
         exact=figures.exact,
+        shared=figures.is_shared,
         peak_exact=figures.peak_exact,
         source=source,
         file=function.file,

@@ -43,7 +43,9 @@ def _rich_table(display: RecordsDisplay, section: Section) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(section.title), title_justify="left")
+    table = Table(title=Text(section.title), title_justify="left", caption_justify="left")
+    if section.footnote:
+        table.caption = Text(section.footnote)
     *numbers, source = display.headings
     for heading in numbers:
         table.add_column(heading, justify="right", no_wrap=True)
@@ -65,7 +67,8 @@ def _html_section(display: RecordsDisplay, section: Section) -> str:
         f"<td {_LEFT}>{html.escape(source)}</td></tr>"
         for line, source, record in section.rows
     )
-    return f"<table><caption>{caption}</caption><tr>{head}</tr>{rows}</table>"
+    footnote = f"<p>{html.escape(section.footnote)}</p>" if section.footnote else ""
+    return f"<table><caption>{caption}</caption><tr>{head}</tr>{rows}</table>{footnote}"
 
 
 def _html_numbers(

@@ -15,12 +15,14 @@ import torch
 from tenure._units import format_bytes
 
 from ._allocator import allocator_bytes
+from ._cached_memory import bytes_of_workspaces, cached_memory
 from ._census import CATEGORIES, StorageEntry, TensorRow
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 ROUNDING = "allocator rounding"
+WORKSPACES = "library workspaces"
 UNEXPLAINED = "unexplained"
 
 
@@ -37,6 +39,10 @@ class DeviceReport:
         is_counted: the total is the allocator's.
         reserved_bytes: what the allocator took from the device, in use or cached; None if unknown.
         device_used_bytes: what all processes use of the device; None if unknown.
+        largest_free_bytes: the largest block that is free in the allocator's cache; None where it
+            tells nothing of its blocks.
+        inactive_split_bytes: cached bytes that lie beside blocks in use, so that ``empty_cache()``
+            can't give them back; None as above.
     """
 
     device: str
@@ -46,6 +52,8 @@ class DeviceReport:
     is_counted: bool = False
     reserved_bytes: int | None = None
     device_used_bytes: int | None = None
+    largest_free_bytes: int | None = None
+    inactive_split_bytes: int | None = None
 
     @property
     def unexplained_bytes(self) -> int:
@@ -154,9 +162,14 @@ def _device_report(name: str, rows: Sequence[TensorRow]) -> DeviceReport:
     categories: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     for row in rows:
         categories[row.category] = categories.get(row.category, 0) + row.n_bytes
-    counted = allocator_bytes(torch.device(name))
+    device = torch.device(name)
+    counted = allocator_bytes(device)
     if counted is None:
         return DeviceReport(name, tuple(rows), categories, sum(categories.values()))
+    cached = cached_memory(device)
+    workspaces = bytes_of_workspaces(device, cached, (row.n_bytes for row in rows))
+    if workspaces is not None:
+        categories[WORKSPACES] = workspaces
     categories[ROUNDING] = counted.allocated - counted.requested
     return DeviceReport(
         name,
@@ -166,6 +179,8 @@ def _device_report(name: str, rows: Sequence[TensorRow]) -> DeviceReport:
         True,
         counted.reserved,
         counted.device_used,
+        None if cached is None else cached.largest_free_bytes,
+        None if cached is None else cached.inactive_split_bytes,
     )
 
 
@@ -182,6 +197,8 @@ def _device_dict(device: DeviceReport) -> dict[str, object]:
         "is_counted": device.is_counted,
         "reserved_bytes": device.reserved_bytes,
         "device_used_bytes": device.device_used_bytes,
+        "largest_free_bytes": device.largest_free_bytes,
+        "inactive_split_bytes": device.inactive_split_bytes,
         "categories": dict(device.categories),
         "tensors": _tensor_dicts(device.rows),
     }

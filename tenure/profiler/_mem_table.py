@@ -87,6 +87,13 @@ def _allocator_lines(device: DeviceReport) -> list[str]:
         f"The allocated memory on {device.device}: {format_bytes(device.total_bytes)}, of "
         f"{format_bytes(device.reserved_bytes or 0)} that the allocator has reserved."
     ]
+    cached_bytes = (device.reserved_bytes or 0) - device.total_bytes
+    if device.largest_free_bytes is not None and cached_bytes > 0:
+        lines.append(
+            f"Free of that: {format_bytes(cached_bytes)}, the largest block "
+            f"{format_bytes(device.largest_free_bytes)}; beside blocks in use, where "
+            f"empty_cache() can't reach it: {format_bytes(device.inactive_split_bytes or 0)}."
+        )
     if device.device_used_bytes is not None:
         used = format_bytes(device.device_used_bytes)
         lines.append(f"In use on {device.device} by all processes and the driver: {used}.")

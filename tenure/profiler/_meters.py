@@ -1,4 +1,4 @@
-"""How much memory of one device an interval of the program took, gave back, and held at most.
+"""How much memory an interval of the program took, gave back, and held at most; the host's meter.
 
 Invariant: what a meter gives for two neighbouring intervals adds up to what it gives for both; an
 interval whose inside could not be seen says so, and its numbers are then lower bounds.
@@ -6,22 +6,18 @@ interval whose inside could not be seen says so, and its numbers are then lower 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from . import _torch_cpu_allocator as allocator
+from ._fields import Stats, reached
 from ._torch_allocations import Changes
 
-_CURRENT = "allocated_bytes.all.current"
-_PEAK = "allocated_bytes.all.peak"
-_ALLOCATED = "allocated_bytes.all.allocated"
-_FREED = "allocated_bytes.all.freed"
-
-Statistics = Mapping[str, int]
+_NO_STATS: Stats = MappingProxyType({})
 
 
 class Interval(NamedTuple):
@@ -33,8 +29,9 @@ class Interval(NamedTuple):
         peak_bytes: the most that was live, on the scale of the meter's ``level_bytes``.
         exact: whether the allocator's events were seen, or counted.
         peak_exact: whether the peak is the peak, and not the larger of the two ends.
-        statistics: the device's ``memory_stats()`` at the end, peaks as far as the interval's own
-            can be told; empty for the CPU, which has none.
+        is_shared: whether other threads may have done some of it, and this one more than is told.
+        before: the device's statistics at its start; empty for the CPU, which has none.
+        after: those at its end.
     """
 
     allocated_bytes: int
@@ -42,7 +39,14 @@ class Interval(NamedTuple):
     peak_bytes: int
     exact: bool
     peak_exact: bool
-    statistics: Statistics = MappingProxyType({})
+    is_shared: bool = False
+    before: Stats = _NO_STATS
+    after: Stats = _NO_STATS
+
+    @property
+    def statistics(self) -> dict[str, int]:
+        """The fields at the end, peaks as far as the interval's own can be told."""
+        return reached(self.before, self.after)
 
 
 class CpuMeter:
@@ -52,6 +56,9 @@ class CpuMeter:
         self.device = torch.device("cpu")
         self.level_bytes = allocator.live_bytes()
         self._known = allocator.is_known()
+
+    def use(self, is_used: bool) -> None:
+        """Take no note: each thread's events are told to it alone."""
 
     def start(self) -> None:
         """Begin an interval here."""
@@ -69,44 +76,6 @@ class CpuMeter:
         return cpu_interval(changes.cpu, self.level_bytes)
 
 
-class DeviceMeter:
-    """A device whose module offers ``memory_stats``; nothing of it is reset or emptied."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._module: Any = torch.get_device_module(device)
-        self._statistics = self._read()
-
-    @property
-    def level_bytes(self) -> int:
-        """Live bytes of the device at the last look."""
-        return self._statistics.get(_CURRENT, 0)
-
-    def start(self) -> None:
-        """Begin an interval here."""
-        self._statistics = self._read()
-
-    def read(self, changes: Changes | None) -> Interval:
-        """The interval since ``start`` or the last read, of which ``changes`` are the events."""
-        before, after = self._statistics, self._read()
-        self._statistics = after
-        allocated = _counted(before, after, _ALLOCATED)
-        freed = _counted(before, after, _FREED)
-        statistics = {name: _at_most(before, after, name) for name in after}
-        net = self.level_bytes - before.get(_CURRENT, 0)
-        if allocated - freed != net:  # reset meanwhile, or never counted, as by cudaMallocAsync
-            return _ends(before, after)._replace(statistics=statistics)
-        seen = changes.cuda if changes is not None else []
-        peak, peak_exact = _peak(before, after, allocated, freed, seen)
-        return Interval(allocated, freed, peak, True, peak_exact, statistics)
-
-    def _read(self) -> dict[str, int]:
-        return dict(self._module.memory_stats(self.device))  # empty while CUDA is not initialised
-
-
-Meter = CpuMeter | DeviceMeter
-
-
 def cpu_interval(changes: list[int], level_bytes: int) -> Interval:
     """The interval of changes of host memory that ended at a level."""
     if not changes:
@@ -122,11 +91,6 @@ def unseen_interval(was_bytes: int, level_bytes: int) -> Interval:
     return _unseen(level_bytes - was_bytes, max(was_bytes, level_bytes))
 
 
-def meter_for(device: torch.device) -> Meter:
-    """The meter of a device that can be measured."""
-    return CpuMeter() if device.type == "cpu" else DeviceMeter(device)
-
-
 def _summed(changes: Sequence[int]) -> tuple[int, int]:
     """The sum, and the highest of the sums on the way, 0 at the start among them."""
     return sum(changes), max(accumulate(changes, initial=0))
@@ -134,41 +98,3 @@ def _summed(changes: Sequence[int]) -> tuple[int, int]:
 
 def _unseen(net_bytes: int, peak_bytes: int) -> Interval:
     return Interval(max(0, net_bytes), max(0, -net_bytes), peak_bytes, False, False)
-
-
-def _ends(before: Statistics, after: Statistics) -> Interval:
-    """What the two ends tell, and a peak that is a new one."""
-    start, end = before.get(_CURRENT, 0), after.get(_CURRENT, 0)
-    if after.get(_PEAK, 0) > before.get(_PEAK, 0):
-        return _unseen(end - start, after[_PEAK])._replace(peak_exact=True)
-    return _unseen(end - start, max(start, end))
-
-
-def _counted(before: Statistics, after: Statistics, name: str) -> int:
-    """What a counter has counted; if it was reset meanwhile, what it has counted since."""
-    grown = after.get(name, 0) - before.get(name, 0)
-    return grown if grown >= 0 else after.get(name, 0)
-
-
-def _peak(
-    before: Statistics, after: Statistics, allocated: int, freed: int, changes: list[int]
-) -> tuple[int, bool]:
-    """The peak of an interval, and whether it is known although no counter is reset."""
-    start, end = before.get(_CURRENT, 0), after.get(_CURRENT, 0)
-    if after.get(_PEAK, 0) > before.get(_PEAK, 0):
-        return after[_PEAK], True
-    if not allocated or not freed:
-        return max(start, end), True
-    net, highest = _summed(changes)
-    if net == end - start and sum(n for n in changes if n > 0) == allocated:
-        return start + highest, True
-    return max(start, end), False
-
-
-def _at_most(before: Statistics, after: Statistics, name: str) -> int:
-    """A field at the end; of a peak, as much as the interval is known to have reached."""
-    stem, _, figure = name.rpartition(".")
-    if figure != "peak" or after[name] > before.get(name, 0):
-        return after[name]
-    current = f"{stem}.current"
-    return max(before.get(current, 0), after.get(current, 0))

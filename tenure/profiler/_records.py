@@ -27,7 +27,10 @@ class LineRecord:
             profiler was enabled.
         device: the device that is meant.
         exact: False where another profiler kept the allocator's events to itself: the line has
-            allocated and freed at least as much as it says.
+            allocated and freed at least as much as it says; or where it is ``shared``.
+        shared: True where other threads used the device while the line ran, and its counters don't
+            tell whose is what: some of the line's bytes may stand on their lines, or theirs here.
+            Together the lines of all threads add up. Never ``exact``.
         peak_exact: False where the peak is only known to be at least as high.
         source: the line as it stands in the file; empty where there is none.
         file: the path of the file.
@@ -43,6 +46,7 @@ class LineRecord:
     peak_bytes: int
     device: torch.device
     exact: bool = True
+    shared: bool = False
     peak_exact: bool = True
     source: str = ""
     file: str = ""
@@ -67,6 +71,7 @@ class LineRecord:
             "net_bytes": self.net_bytes,
             "peak_bytes": self.peak_bytes,
             "exact": self.exact,
+            "shared": self.shared,
             "peak_exact": self.peak_exact,
             "statistics": dict(self.statistics),
         }

@@ -7,10 +7,15 @@ allocated on that stream again. Devices that tell nothing of this have one strea
 from __future__ import annotations
 
 from bisect import bisect_right
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+
+from tenure._torch_allocator import segments_of
+
+from ._conveyor import on_device
 
 _DEFAULT_STREAM = 0
 _SHARED_POOL = (0, 0)
@@ -43,7 +48,7 @@ class Segments:
     """
 
     def __init__(self, device: torch.device) -> None:
-        found = [_segment(entry) for entry in _snapshot(device)]
+        found = [_segment(entry) for entry in _told(device)]
         self._segments = sorted(found)
         self._lows = [segment.low for segment in self._segments]
 
@@ -55,28 +60,29 @@ class Segments:
         return _UNKNOWN
 
 
-def on_stream(device: torch.device, segment: Segment) -> AbstractContextManager[Any]:
-    """A context in which memory of the device is allocated for the stream of a segment."""
+@contextmanager
+def on_stream(device: torch.device, segment: Segment) -> Iterator[None]:
+    """A context in which memory of the device is allocated for the stream of a segment.
+
+    The device is current around it: ``torch.cuda.stream`` leaves by turning to the device that was
+    current before, which makes a context there.
+    """
     if segment is _UNKNOWN:
-        return nullcontext()
+        yield
+        return
     module: Any = torch.get_device_module(device)
     if segment.stream == _DEFAULT_STREAM:
         stream = module.default_stream(device)
     else:
         stream = module.ExternalStream(segment.stream, device=device)
-    context: AbstractContextManager[Any] = module.stream(stream)
-    return context
+    with on_device(device), module.stream(stream):
+        yield
 
 
-def _snapshot(device: torch.device) -> list[dict[str, Any]]:
+def _told(device: torch.device) -> list[dict[str, Any]]:
+    """What the allocator tells, where memory can be allocated for a stream that it names."""
     module: Any = torch.get_device_module(device)
-    if not (hasattr(module, "memory_snapshot") and hasattr(module, "ExternalStream")):
-        return []
-    try:
-        entries: list[dict[str, Any]] = module.memory_snapshot()
-    except (RuntimeError, NotImplementedError):  # another allocator than torch's own
-        return []
-    return [entry for entry in entries if entry["device"] == device.index]
+    return segments_of(module, device) if hasattr(module, "ExternalStream") else []
 
 
 def _segment(entry: dict[str, Any]) -> Segment:

@@ -22,6 +22,11 @@ from ._watches import Codes
 Trace = Any  # as sys.gettrace gives it: a function of frame, event and argument
 RETURNS = frozenset(dis.opmap[n] for n in ("RETURN_VALUE", "RETURN_CONST") if n in dis.opmap)
 """Instructions that end a call: only Python 3.12 and 3.13 have the second."""
+_OPCODES_ARE_SWITCHED_ON_BY_SETTRACE = sys.version_info[:2] == (3, 12)
+"""Whether a frame's wish for opcodes is granted from the next ``sys.settrace`` on, to all frames.
+
+So one wish before that call makes those of ``_AfterCall`` come true.
+"""
 
 
 class Tracer:
@@ -44,6 +49,11 @@ class Tracer:
     def start(self) -> None:
         """Trace this thread, the watched frames that run on it, and the threads to come."""
         self.on = True
+        if _OPCODES_ARE_SWITCHED_ON_BY_SETTRACE:
+            own = sys._getframe()
+            wanted = own.f_trace_opcodes
+            own.f_trace_opcodes = True
+            own.f_trace_opcodes = wanted  # by who may trace this very frame
         self.thread_below = threading.gettrace()
         threading.settrace(self._first)
         self._this_thread.tracer.start(sys.gettrace())

@@ -11,9 +11,10 @@ from types import CodeType
 
 import torch
 
-from ._lanes import Book, Lane, Place
+from ._device_meter import DeviceAccount, DeviceMeter
+from ._lanes import Book, Lane, Meter, Place
 from ._marks import Marks
-from ._meters import meter_for
+from ._meters import CpuMeter
 
 Codes = Mapping[int, CodeType]
 """Code objects by identity: their hashes take longer than a line's bookkeeping."""
@@ -35,16 +36,18 @@ class Watch:
         self._lanes: list[Lane] = []
         self._marks: list[Marks] = []
         self._bases: dict[torch.device, int] = {}
+        self._accounts: dict[torch.device, DeviceAccount] = {}
 
     def begin(self) -> None:
         """Count peaks from what is live now, and no frame as running."""
         self.n_begun += 1
         self._bases.clear()
+        self._accounts.clear()
         self.base_bytes(self.device)
 
     def new_lane(self, marks: Marks) -> Lane:
         """The lane of a thread that has none, and that has these marks."""
-        lane = Lane(meter_for(self.device), self.base_bytes(self.device), self.n_begun)
+        lane = Lane(self._meter_for(self.device), self.base_bytes(self.device), self.n_begun)
         lane.asked_for = self.device
         self._lanes.append(lane)
         self._marks.append(marks)
@@ -52,14 +55,23 @@ class Watch:
 
     def aim(self, lane: Lane) -> None:
         """Let a lane measure what is to be measured now."""
-        lane.aim(meter_for(self.device), self.base_bytes(self.device))
+        lane.aim(self._meter_for(self.device), self.base_bytes(self.device))
         lane.asked_for = self.device
 
     def base_bytes(self, device: torch.device) -> int:
         """What was live on a device when it was first looked at, which peaks leave out."""
         if device not in self._bases:
-            self._bases[device] = meter_for(device).level_bytes
+            self._bases[device] = self._meter_for(device).level_bytes
         return self._bases[device]
+
+    def _meter_for(self, device: torch.device) -> Meter:
+        """A meter for one lane; those of an accelerator share what its counters tell."""
+        if device.type == "cpu":
+            return CpuMeter()
+        account = self._accounts.get(device)
+        if account is None:
+            account = self._accounts.setdefault(device, DeviceAccount(device))
+        return DeviceMeter(account)
 
     def books(self) -> list[Book]:
         """The book of each thread."""

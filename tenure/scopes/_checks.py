@@ -1,4 +1,4 @@
-"""What scopes refuse, and in which words: every check raises before anything has changed."""
+"""What scopes refuse, and in which words: every check speaks before anything has changed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from torch import Tensor
 
-from tenure._errors import ScopeUsageError
+from tenure._describe import describe_tensor
+from tenure._errors import ScopeUsageError, ScopeUsageWarning
+from tenure._warn import warn_user
 
 from ._thread import foreign_owner_of
 
@@ -63,6 +65,16 @@ def refuse_stuck(tensor: Tensor) -> NoReturn:
         f"dispose() got a {type(tensor).__name__}, whose class has __slots__ and no "
         "__tensor_flatten__ that works, so its handle can't be emptied. It stays alive; all other "
         "tensors of the call were disposed. Delete the references to it instead."
+    )
+
+
+def warn_of_graph(tensor: Tensor) -> None:
+    """Say that a tensor stays because a CUDA graph will hand it out again."""
+    warn_user(
+        f"dispose() left {describe_tensor(tensor)} as it is: a CUDA graph of torch.compile hands "
+        'this very tensor out at each replay (mode="reduce-overhead"), and its memory goes with '
+        "the graph. Clone it to have one that can be disposed.",
+        ScopeUsageWarning,
     )
 
 

@@ -18,6 +18,7 @@ from ._disposed import Cause
 from ._leaks import build_leak_report
 from ._ledger import Reference, owns, site_of
 from ._owners import held_by_owners
+from ._torch_graph_outputs import belongs_to_graph
 from ._torch_swap import without_modes
 
 if TYPE_CHECKING:
@@ -46,19 +47,22 @@ def settle(scope: Block, survivors: Survivors, exc: BaseException | None) -> Non
 
 
 def disposable(scope: Block, survivors: Survivors) -> Survivors:
-    """Those of ``survivors`` that are no state of a module or an optimizer; the others go free.
+    """Those of ``survivors`` that are no state of a module, an optimizer or a CUDA graph.
 
-    What a caller has attached by name is the scope's, whoever holds it.
+    The others go free. What a caller has attached by name is the scope's, whoever holds it; only
+    from a graph, which hands the same handle out again, nothing can be taken.
     """
     if not survivors:
         return survivors
     threads = scope._threads
     held = held_by_owners(tensor for tensor, _ in survivors)
-    if not held:
+    of_graphs = {id(tensor) for tensor, _ in survivors if belongs_to_graph(tensor)}
+    if not held and not of_graphs:
         return survivors
     mine: Survivors = []
     for tensor, reference in survivors:
-        if id(tensor) in held and not owns(threads.chosen, tensor):
+        is_held = id(tensor) in held and not owns(threads.chosen, tensor)
+        if is_held or id(tensor) in of_graphs:
             threads.hand_out(reference)
         else:
             mine.append((tensor, reference))
@@ -66,7 +70,10 @@ def disposable(scope: Block, survivors: Survivors) -> Survivors:
 
 
 def dispose_all(scope: Block, owned: Survivors, cause: Cause) -> None:
-    """Dispose tensors that have been taken from the ledger of ``scope``; ``owned`` ends empty."""
+    """Dispose tensors that have been taken from the ledger of ``scope``; ``owned`` ends empty.
+
+    None of them may be a CUDA graph's.
+    """
     threads = scope._threads
     if inside_operation(scope._opener):
         threads.disposed += len(owned)
@@ -112,7 +119,7 @@ def _dispose_plain_ones(
 
 def _dispose(tensor: Tensor, reference: Reference, cause: Cause, threads: ThreadScopes) -> None:
     disposal = dispose_tensor(tensor, cause, site_of(reference))
-    if disposal is Disposal.IMPOSSIBLE:
+    if disposal in {Disposal.IMPOSSIBLE, Disposal.GRAPHS}:
         threads.hand_out(reference)
     elif disposal is not Disposal.ALREADY:
         threads.disposed += 1

@@ -20,6 +20,7 @@ from tenure._storages import inner_tensors
 from . import _torch_swap
 from ._disposed import RECORD, Cause, DisposedTensor, Record, set_record
 from ._sites import Site, SiteStack
+from ._torch_graph_outputs import belongs_to_graph
 
 _logger = logging.getLogger("tenure.scopes")
 _set_class = vars(object)["__class__"].__set__  # past a __setattr__ of the subclass
@@ -32,6 +33,7 @@ class Disposal(enum.Enum):
     SOFT = "the handle refuses every use, but pins its data until it dies"
     INNER = "the handle stays, the tensors inside it are disposed"
     ALREADY = "it had been disposed before"
+    GRAPHS = "a CUDA graph hands the very tensor out again; it stays as it is, owned by no scope"
     IMPOSSIBLE = "its class allows none of these; it stays alive and is owned by no scope"
 
 
@@ -45,6 +47,8 @@ def dispose_tensor(
     cls = type(tensor)
     if cls is DisposedTensor:
         return Disposal.ALREADY
+    if belongs_to_graph(tensor):  # a soft disposal would come out of the next replay as well
+        return Disposal.GRAPHS
     record = _describe(tensor, cause, created)
     try:
         _set_class(tensor, DisposedTensor)
@@ -56,7 +60,9 @@ def dispose_tensor(
 def dispose_plain(
     tensor: Tensor, cause: Cause, created: Site | SiteStack | None, twins: list[Tensor]
 ) -> bool:
-    """As `dispose_tensor` for one of exactly ``Tensor``, in a block of ``without_modes``.
+    """As `dispose_tensor` for one of exactly ``Tensor`` that is no graph's.
+
+    It runs in a block of ``without_modes``.
 
     Args:
         tensor: a tensor of any shape, dtype, device and layout.

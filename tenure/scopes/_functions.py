@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 from tenure._errors import ScopeUsageError
 from tenure._torch_dynamo import never_compiled
 
-from ._checks import check_not_foreign, check_target, refuse_stuck
+from ._checks import check_not_foreign, check_target, refuse_stuck, warn_of_graph
 from ._closing import dispose_all
 from ._deferred import inside_operation
 from ._disposal import Disposal, dispose_tensor
@@ -21,7 +21,10 @@ from ._ledger import take
 from ._scope import DisposeScope, current_scope, scope_or_none
 from ._sites import user_site
 from ._thread import ThreadScopes, this_thread
+from ._torch_graph_outputs import belongs_to_graph
 from ._trees import Tree, given_back, required_tensors
+
+_DISPOSED = frozenset({Disposal.HARD, Disposal.SOFT, Disposal.INNER})
 
 
 def owner_of(tensor: Tensor) -> DisposeScope | None:
@@ -142,7 +145,8 @@ def dispose(*trees: Tree) -> Tree:
         *trees: tensors of any shape, dtype and device, or nested containers of them.
 
     Returns:
-        The same object (a tuple if several were given), whose tensors refuse every use.
+        The same object (a tuple if several were given), whose tensors refuse every use. Only a
+        tensor that a CUDA graph hands out again at each replay stays as it is, with a warning.
 
     Raises:
         ScopeUsageError: a scope of another thread owns one of them, or a tree holds no tensor:
@@ -181,6 +185,10 @@ def _detach(trees: tuple[object, ...], call: str) -> None:
 def _dispose(tensors: list[Tensor]) -> None:
     for tensor in tensors:
         check_not_foreign(tensor, "dispose()")
+    of_graphs = [tensor for tensor in tensors if belongs_to_graph(tensor)]
+    if of_graphs:
+        warn_of_graph(of_graphs[0])
+        tensors = [tensor for tensor in tensors if not belongs_to_graph(tensor)]
     threads, site = this_thread(), user_site()
     for tensor in tensors:
         owner = threads.owner_of(tensor)
@@ -200,5 +208,5 @@ def _dispose_unowned(tensor: Tensor, threads: ThreadScopes, cause: Cause) -> Non
     if inside_operation(None):
         threads.deferred.add(reference or ref(tensor), cause)
         threads.disposed_outside += 1
-    elif dispose_tensor(tensor, cause) not in {Disposal.ALREADY, Disposal.IMPOSSIBLE}:
+    elif dispose_tensor(tensor, cause) in _DISPOSED:
         threads.disposed_outside += 1

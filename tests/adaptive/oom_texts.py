@@ -30,6 +30,15 @@ CUDA_OOM = (
     "memory, this process has 18.17 GiB memory in use. Of the allocated memory 17.88 GiB is "
     "allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated."
 )
+CUDA_MALLOC_ASYNC_OOM = (
+    "Allocation on device 1 would exceed allowed memory. (out of memory)\n"
+    "Currently allocated     : 14.27 GiB\n"
+    "Requested               : 4.00 GiB\n"
+    "Device limit            : 14.58 GiB\n"
+    "Free (according to CUDA): 15.62 MiB\n"
+    "PyTorch limit (set by user-supplied memory fraction)\n"
+    "                        : 17179869184.00 GiB"
+)
 CUDA_ERROR_OOM = f"CUDA error: out of memory{_CUDA_ADVICE}"
 _TRACEBACK = """Original Traceback (most recent call last):
   File "torch/nn/parallel/parallel_apply.py", line 96, in _worker
@@ -107,6 +116,22 @@ ROWS = (
         "device",
         "mps",
         256,
+    ),
+    Row("cudaMallocAsync", CUDA_MALLOC_ASYNC_OOM, "device", "cuda:1", 4 * GIB),
+    Row(
+        "cuda, before asking the driver",
+        "CUDA out of memory. Allocation was preemptively rejected because it would exceed "
+        "per_process_memory_fraction limit. Requested size: 20.00 MiB. GPU 0 has a total capacity",
+        "device",
+        "cuda:0",
+        20 * MIB,
+    ),
+    Row(
+        "Gaudi",
+        "[Rank:7] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::2123366400 (2025)MB",
+        "device",
+        "hpu",
+        2_123_366_400,
     ),
     Row("CUDA error", CUDA_ERROR_OOM, "device", "cuda"),
     Row("HIP error", "HIP error: out of memory\nHIP kernel errors might be", "device", "cuda"),
@@ -329,14 +354,40 @@ ROWS = (
         "host",
         "cpu",
     ),
+    Row("NVRTC, its log", "nvrtc: error: out of memory", "host", "cpu"),
+    Row("NVRTC", "CUDA NVRTC error: NVRTC_ERROR_OUT_OF_MEMORY", "host", "cpu"),
     Row("C++", "std::bad_alloc", "host", "cpu"),
     Row("C++, Windows", "bad allocation", "host", "cpu"),
 )
+
+HANDLES = {
+    "cuBLAS": "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    "cuSOLVER": (
+        "cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)`. "
+        "If you keep seeing this error, you may use `torch.backends.cuda.preferred_linalg_library"
+    ),
+    "cuSPARSE": "CUDA error: insufficient resources when calling `cusparseCreate(handle)`",
+    "cuSPARSE, begun": "CUDA error: initialization error when calling `cusparseCreate(handle)`",
+    "cuSPARSE, by name": (
+        "CUDA error: CUSPARSE_STATUS_INSUFFICIENT_RESOURCES when calling `cusparseCreate(handle)`"
+    ),
+    "hipBLAS": "CUDA error: HIPBLAS_STATUS_NOT_INITIALIZED when calling `hipblasCreate(handle)`",
+    "cuDNN": "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
+}
+"""What a library says that could not make its handle, for want of memory or for another reason."""
 
 LOOK_ALIKES = {
     "illegal access": (f"CUDA error: an illegal memory access was encountered{_CUDA_ADVICE}"),
     "device assert": f"CUDA error: device-side assert triggered{_CUDA_ADVICE}",
     "launch failure": f"CUDA error: unspecified launch failure{_CUDA_ADVICE}",
+    "launch timeout": f"CUDA error: the launch timed out and was terminated{_CUDA_ADVICE}",
+    "ECC": f"CUDA error: uncorrectable ECC error encountered{_CUDA_ADVICE}",
+    "stack": f"CUDA error: hardware stack error{_CUDA_ADVICE}",
+    "instruction": f"CUDA error: an illegal instruction was encountered{_CUDA_ADVICE}",
+    "program counter": f"CUDA error: invalid program counter{_CUDA_ADVICE}",
+    "address space": (
+        f"CUDA error: operation not supported on global/shared address space{_CUDA_ADVICE}"
+    ),
     "Triton": (
         "out of resource: shared memory, Required: 180224, Hardware limit: 101376. Reducing block "
         "sizes or `num_stages` may help."
@@ -353,6 +404,19 @@ OTHERS = {
         '":3022, please report a bug to PyTorch. '
     ),
     "NVML elsewhere": 'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/Devices.cpp":1',
+    "capture": f"CUDA error: operation not permitted when stream is capturing{_CUDA_ADVICE}",
+    "capture, before": (
+        f"CUDA error: operation failed due to a previous error during capture{_CUDA_ADVICE}"
+    ),
+    "capture, isolated": (
+        "CUDA error: dependency created on uncaptured work in another stream" + _CUDA_ADVICE
+    ),
+    "random state": "Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture.",
+    "descriptor": (
+        "CUDA error: insufficient resources when calling `cusparseSpGEMM_compute( handle, opA`"
+    ),
+    "cuDNN": "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+    "driver": "CUDA error: initialization error",
     "library": "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( handle`",
     "mmap of a file": "unable to mmap 16 bytes from file <weights.bin>: Permission denied (13)",
     "disk": "unable to write to file <weights.bin>: No space left on device (28)",

@@ -150,11 +150,11 @@ def test_bytes_of_the_failed_attempt_are_gone_although_the_callee_kept_its_tenso
 
     def work(size):
         live.append(sim.allocated_bytes)
-        kept.append(torch.ones(size * 100, device="sim"))
-        return torch.ones(size * 100, device="sim").sum().item()
+        kept.append(torch.ones(size * 5 << 18, device="sim"))
+        return torch.ones(size * 5 << 18, device="sim").sum().item()
 
-    sim.budget_bytes = 2000
-    assert run(work) == 200
+    sim.budget_bytes = 24 << 20
+    assert run(work) == 2 * 5 << 18
     assert live == [0, 0]
 
 
@@ -494,3 +494,33 @@ def test_an_oom_of_the_attempt_counts_also_inside_a_handler_and_under_another_er
         raise torch.OutOfMemoryError(OOM)
     except torch.OutOfMemoryError:
         assert run(work, 64) == 16
+
+
+# --- memory in pieces
+
+
+def on_sim(n_bytes):
+    return torch.empty(n_bytes, dtype=torch.uint8, device="sim")
+
+
+def test_giving_up_tells_how_the_memory_was_cut_up(sim):
+    sim(allocator="cuda", budget="100MiB")
+    kept = [on_sim(4 << 20) for _ in range(25)][::5]
+    with pytest.raises(OutOfRetriesError) as caught:
+        run(lambda size: on_sim(size * 20 << 20), size=2)
+    assert str(caught.value) == (
+        "2 attempts of 'work' ran out of sim:0 memory (size 2, 1; needed 20.0 MiB, free 0 B). At "
+        "the last, 80.0 MiB of 100.0 MiB reserved were not allocated, yet in pieces of 16.0 MiB at "
+        "the most (80.0 MiB beside tensors in one segment): set "
+        "PYTORCH_ALLOC_CONF=expandable_segments:True before the program starts. Not even 1 fits: "
+        "free memory, make the model or the sample smaller, or page the model."
+    )
+    del kept
+
+
+def test_giving_up_says_nothing_of_pieces_where_the_memory_was_in_use(sim):
+    sim(allocator="cuda", budget="100MiB")
+    kept = [on_sim(4 << 20) for _ in range(25)]
+    with pytest.raises(OutOfRetriesError, match=r"free 0 B\)\. Not even 1 fits"):
+        run(lambda size: on_sim(size * 20 << 20), size=2)
+    del kept

@@ -1,5 +1,6 @@
-"""A limit that the allocator keeps: its fraction is lowered, never raised, and always restored."""
+"""A budget on a device with a caching allocator: counted exactly, with a loose net below."""
 
+import random
 import threading
 from types import SimpleNamespace
 
@@ -7,127 +8,211 @@ import pytest
 import torch
 
 from tenure.adaptive import AdaptiveUsageError, memory_budget
+from tenure.adaptive._memory._fraction import _NEEDED, keeps_fractions, net_bytes
 
-TOTAL_BYTES = 10_000
+MIB = 1 << 20
+NET_BYTES = 44 * MIB
+"""What the net allows beside twice the limit: a segment in each pool of two streams."""
 
 
-class FakeDevice:
-    """As much of ``torch.cuda`` as a budget uses; one device of 10,000 bytes."""
-
-    def __init__(self):
-        self.fraction = 0.75
-        self.allocated_bytes = self.peak_bytes = 0
-        self.n_emptied = 0
-
-    def is_available(self):
-        return True
-
-    def device_count(self):
-        return 1
-
-    def current_device(self):
-        return 0
-
-    def get_device_properties(self, device):
-        return SimpleNamespace(total_memory=TOTAL_BYTES)
-
-    def get_per_process_memory_fraction(self, device):
-        return self.fraction
-
-    def set_per_process_memory_fraction(self, fraction, device):
-        assert 0 <= fraction <= 1
-        self.fraction = fraction
-
-    def memory_allocated(self, device):
-        return self.allocated_bytes
-
-    def max_memory_allocated(self, device):
-        return self.peak_bytes
-
-    def reset_peak_memory_stats(self, device):
-        self.peak_bytes = self.allocated_bytes
-
-    def empty_cache(self):
-        self.n_emptied += 1
-
-    def allocate(self, n_bytes):
-        if self.allocated_bytes + n_bytes > round(self.fraction * TOTAL_BYTES):
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        self.allocated_bytes += n_bytes
-        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
-
-    def free(self, n_bytes):
-        self.allocated_bytes -= n_bytes
+def on_device(n_bytes):
+    return torch.empty(n_bytes, dtype=torch.uint8, device="sim")
 
 
 @pytest.fixture
-def device(monkeypatch):
-    fake = FakeDevice()
-    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
-    return fake
+def cuda_like(sim):
+    sim(allocator="cuda", budget=8 << 30)
+    return sim
 
 
-def test_the_block_may_allocate_its_limit_beside_what_was_there(device):
-    device.allocate(2000)
-    with memory_budget(1000, "cuda") as budget:
-        device.allocate(1000)
-        with pytest.raises(torch.OutOfMemoryError):
-            device.allocate(1)
-        device.free(400)
-        assert (budget.live_bytes, budget.peak_bytes) == (600, 1000)
-    assert device.fraction == 0.75
-    device.free(600)
-    assert repr(budget) == "<memory_budget 1000 B on cuda:0, closed, 600 B live, 1000 B peak>"
+@pytest.fixture
+def fraction(cuda_like):
+    cuda_like.module.set_per_process_memory_fraction(0.75)
+    read = cuda_like.module.get_per_process_memory_fraction
+    return lambda: read()
 
 
-def test_a_limit_above_the_fraction_of_the_program_changes_nothing(device):
-    with memory_budget(9000, "cuda:0"):
-        assert device.fraction == 0.75
-    assert device.fraction == 0.75
+# --- the limit itself
 
 
-def test_the_strictest_of_nested_budgets_holds_and_each_has_its_own_peak(device):
-    with memory_budget(1000, "cuda") as outer:
-        device.allocate(800)
-        device.free(600)
-        with memory_budget(5000, "cuda") as inner:
-            device.allocate(700)
-            with pytest.raises(torch.OutOfMemoryError):
-                device.allocate(101)
-            device.free(700)
-        with memory_budget(100, "cuda"), pytest.raises(torch.OutOfMemoryError):
-            device.allocate(101)
-        device.allocate(800)
-    assert (outer.peak_bytes, inner.peak_bytes) == (1000, 700)
-    assert device.fraction == 0.75
+def test_a_fragmented_cache_lends_a_budget_nothing(cuda_like):
+    kept = [on_device(4 * MIB) for _ in range(100)][::5]
+    assert cuda_like.reserved_bytes == 400 * MIB
+    with memory_budget("8MiB", "sim") as budget:
+        made = [on_device(4 * MIB), on_device(4 * MIB)]
+        with pytest.raises(torch.OutOfMemoryError, match=r"memory_budget has a limit of 8\.0 MiB"):
+            on_device(1)
+        assert cuda_like.allocated_bytes == (20 + 2) * 4 * MIB
+        assert budget.live_bytes == budget.peak_bytes == 8 * MIB
+    del kept, made
 
 
-def test_budgets_of_a_process_may_end_in_any_order(device):
-    first, second = memory_budget(1000, "cuda"), memory_budget(500, "cuda")
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert device.fraction == 0.05
-    second.__exit__(None, None, None)
-    assert device.fraction == 0.75
+@pytest.mark.parametrize(("limit", "n_bytes"), [("12MiB", 2 * MIB), ("1MiB", 1024), ("1KiB", 1)])
+def test_what_is_within_the_limit_fits_though_a_segment_is_larger(cuda_like, limit, n_bytes):
+    with memory_budget(limit, "sim") as budget:
+        kept = on_device(n_bytes)
+        assert budget.live_bytes == n_bytes
+    del kept
 
 
-def test_what_was_there_before_the_block_is_no_use_and_no_peak_of_it(device):
-    device.allocate(2000)
-    budget = memory_budget(1000, "cuda")
-    assert (budget.live_bytes, budget.peak_bytes) == (0, 0)
-    with budget:
-        device.allocate(300)
-    assert (budget.live_bytes, budget.peak_bytes) == (300, 300)
+def test_rounding_to_blocks_is_the_allocators_and_not_the_programs(cuda_like):
+    with memory_budget(1000, "sim") as budget:
+        kept = [on_device(1) for _ in range(1000)]
+        assert (budget.live_bytes, cuda_like.allocated_bytes) == (1000, 512 * 1000)
+    del kept
 
 
-def test_an_exception_restores_the_fraction(device):
-    with pytest.raises(KeyError), memory_budget(500, "cuda"):
+def churned(seed, limit_bytes, draw):
+    """A random program that never holds more than the limit; how often it was refused."""
+    numbers, held, held_bytes, refused = random.Random(seed), [], 0, 0
+    for _ in range(400):
+        n_bytes = draw(numbers)
+        while held and (held_bytes + n_bytes > limit_bytes or numbers.random() < 0.2):
+            held_bytes -= held.pop(numbers.randrange(len(held))).nbytes
+        try:
+            held.append(on_device(n_bytes))
+        except torch.OutOfMemoryError:
+            refused += 1
+        else:
+            held_bytes += n_bytes
+    return refused
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda numbers: int(2 ** numbers.uniform(10, 24)),
+        lambda numbers: int(numbers.uniform(6.7, 7) * MIB),
+        lambda numbers: int(numbers.uniform(10, 12) * MIB),
+    ],
+    ids=["of all sizes", "two to a segment", "rounded to 2 MiB"],
+)
+def test_the_net_never_refuses_what_is_within_the_limit(cuda_like, draw):
+    with memory_budget("256MiB", "sim"):
+        assert sum(churned(seed, 256 * MIB, draw) for seed in range(5)) == 0
+
+
+# --- the net
+
+
+def hidden(n_bytes):
+    """Memory that another thread takes: counting doesn't see it."""
+    made = []
+
+    def take():
+        try:
+            made.append(on_device(n_bytes))
+        except torch.OutOfMemoryError as error:
+            made.append(error)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return made[0]
+
+
+def test_the_net_catches_what_counting_cannot_see(cuda_like):
+    with memory_budget("100MiB", "sim") as budget:
+        kept = hidden(200 * MIB)
+        assert isinstance(kept, torch.Tensor)
+        assert budget.live_bytes == 0
+        error = hidden(46 * MIB)
+        assert isinstance(error, torch.OutOfMemoryError)
+        assert "244.00 MiB allowed" in str(error)
+    assert isinstance(hidden(400 * MIB), torch.Tensor)
+    del kept
+
+
+def test_a_library_gets_its_workspace_in_the_smallest_budget(cuda_like):
+    with memory_budget("1KiB", "sim") as budget:
+        workspace = hidden(8_519_680)
+        assert isinstance(workspace, torch.Tensor)
+        assert budget.live_bytes == 0
+    del workspace
+
+
+def test_the_net_lies_above_what_is_reserved_already(cuda_like):
+    kept = on_device(300 * MIB)
+    with memory_budget("10MiB", "sim"):
+        more = hidden(60 * MIB)
+        assert isinstance(more, torch.Tensor)
+        assert isinstance(hidden(10 * MIB), torch.OutOfMemoryError)
+    del kept, more
+
+
+def test_the_workspaces_of_the_libraries_are_allowed_for(monkeypatch):
+    device = torch.device("cuda:0")
+    assert net_bytes(MIB, device) == 2 * MIB + NET_BYTES
+    monkeypatch.setattr(
+        "tenure.adaptive._memory._fraction.workspace_bytes",
+        lambda device: {"cuBLAS": 8 * MIB, "cuBLASLt": MIB},
+    )
+    assert net_bytes(MIB, device) == 2 * MIB + NET_BYTES + 2 * 9 * MIB
+
+
+def test_unused_memory_is_given_back_before_the_net_is_spread(cuda_like):
+    on_device(1 << 30)
+    with memory_budget("10MiB", "sim"):
+        assert cuda_like.reserved_bytes == 0
+
+
+def test_the_peak_of_the_allocator_stays_the_programs(cuda_like):
+    on_device(4 * MIB)
+    with memory_budget("1MiB", "sim"):
+        pass
+    assert cuda_like.module.max_memory_allocated() == 4 * MIB
+
+
+# --- the fraction of the process
+
+
+def test_a_net_above_the_fraction_of_the_program_changes_nothing(fraction):
+    with memory_budget("4GiB", "sim"):
+        assert fraction() == 0.75
+    assert fraction() == 0.75
+
+
+def allowed(limit_bytes):
+    return (2 * limit_bytes + NET_BYTES) / (8 << 30)
+
+
+def test_the_strictest_of_nested_nets_holds(fraction):
+    with memory_budget("100MiB", "sim"):
+        assert fraction() == pytest.approx(allowed(100 * MIB))
+        with memory_budget("500MiB", "sim"):
+            assert fraction() == pytest.approx(allowed(100 * MIB))
+        with memory_budget("10MiB", "sim"):
+            assert fraction() == pytest.approx(allowed(10 * MIB))
+        assert fraction() == pytest.approx(allowed(100 * MIB))
+    assert fraction() == 0.75
+
+
+def test_nets_of_two_threads_may_end_in_any_order(fraction):
+    opened, close = threading.Event(), threading.Event()
+
+    def hold():
+        with memory_budget("10MiB", "sim"):
+            opened.set()
+            close.wait()
+
+    thread = threading.Thread(target=hold)
+    with memory_budget("100MiB", "sim"):
+        thread.start()
+        opened.wait()
+        assert fraction() == pytest.approx(allowed(10 * MIB))
+    assert fraction() == pytest.approx(allowed(10 * MIB))
+    close.set()
+    thread.join()
+    assert fraction() == 0.75
+
+
+def test_an_exception_restores_the_fraction(fraction):
+    with pytest.raises(KeyError), memory_budget("10MiB", "sim"):
         raise KeyError
-    assert device.fraction == 0.75
+    assert fraction() == 0.75
 
 
-def test_another_thread_cannot_end_the_limit(device):
+def test_another_thread_cannot_end_the_limit(fraction):
     errors = []
 
     def work(budget):
@@ -136,44 +221,106 @@ def test_another_thread_cannot_end_the_limit(device):
         except AdaptiveUsageError as error:
             errors.append(str(error))
 
-    with memory_budget(500, "cuda") as budget:
+    with memory_budget("10MiB", "sim") as budget:
         thread = threading.Thread(target=work, args=(budget,))
         thread.start()
         thread.join()
-        assert device.fraction == 0.05
+        assert fraction() == pytest.approx(allowed(10 * MIB))
     assert "stays open" in errors[0]
 
 
-class DeviceWithoutAnIndex:
-    """What torch has for a kind of device of which a machine has one at the most: MPS."""
-
-    def __init__(self, n_devices):
-        self.device_count = lambda: n_devices
-        self.is_available = lambda: n_devices > 0
+# --- other devices
 
 
-def test_a_device_that_is_the_only_one_of_its_kind_has_index_0(monkeypatch):
-    monkeypatch.setattr(torch, "get_device_module", lambda device: DeviceWithoutAnIndex(1))
-    assert memory_budget(500, "mps").device == torch.device("mps:0")
-    monkeypatch.setattr(torch, "get_device_module", lambda device: DeviceWithoutAnIndex(0))
-    with pytest.raises(
-        AdaptiveUsageError, match="'mps': this machine, or this build of torch, has"
-    ):
-        memory_budget(500, "mps")
+def module_with(names, **more):
+    """A device module with functions that must not be called, and others."""
+    functions = {name: lambda *_: pytest.fail("it was called") for name in names}
+    return SimpleNamespace(**{**functions, **more})
 
 
-def test_a_device_with_too_small_an_index_is_named(device):
-    with pytest.raises(AdaptiveUsageError, match="'cuda:1': this machine has 1 of its type"):
-        memory_budget(500, "cuda:1")
+OF_MPS = (
+    "current_allocated_memory", "driver_allocated_memory", "empty_cache", "get_rng_state",
+    "recommended_max_memory", "set_per_process_memory_fraction", "set_rng_state", "synchronize",
+)  # fmt: skip
+"""The functions of ``torch.mps``: its fraction can be set, but not read, so not restored."""
+
+
+@pytest.mark.parametrize("n_devices", [0, 1])
+def test_a_device_that_is_the_only_one_of_its_kind_has_index_0(monkeypatch, n_devices):
+    mps = module_with(OF_MPS, device_count=lambda: n_devices, is_available=lambda: n_devices > 0)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: mps)
+    if n_devices:
+        budget = memory_budget(500, "mps")
+        assert budget.device == torch.device("mps:0")
+        with budget:
+            pass
+    else:
+        with pytest.raises(AdaptiveUsageError, match="'mps': this machine, or this build of torch"):
+            memory_budget(500, "mps")
+
+
+def test_an_allocator_of_the_programs_own_has_no_net(fraction, cuda_like, monkeypatch):
+    def get_per_process_memory_fraction(device):
+        raise RuntimeError("CUDAPluggableAllocator does not yet support getMemoryFraction.")
+
+    monkeypatch.setattr(
+        cuda_like.module, "get_per_process_memory_fraction", get_per_process_memory_fraction
+    )
+    with memory_budget("1MiB", "sim"), pytest.raises(torch.OutOfMemoryError):
+        on_device(2 * MIB)
+    assert fraction() == 0.75
+
+
+def test_xpu_has_a_net(monkeypatch):
+    assert all(hasattr(torch.xpu, name) for name in _NEEDED)
+    assert not keeps_fractions(torch.device("mps"))
+    fractions = [1.0]
+    xpu = module_with(
+        (),
+        current_device=lambda: 0,
+        device_count=lambda: 1,
+        empty_cache=lambda: None,
+        get_device_properties=lambda device: SimpleNamespace(total_memory=1 << 30),
+        get_per_process_memory_fraction=lambda device: fractions[-1],
+        is_available=lambda: True,
+        memory_reserved=lambda device: 22 * MIB,
+        set_per_process_memory_fraction=lambda fraction, device: fractions.append(fraction),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: xpu)
+    with memory_budget("23MiB", "xpu"):
+        assert fractions == [1.0, 112 / 1024]
+    assert fractions == [1.0, 112 / 1024, 1.0]
+
+
+def test_a_device_with_too_small_an_index_is_named(sim):
+    with pytest.raises(AdaptiveUsageError, match="'sim:1': this machine has 1 of its type"):
+        memory_budget(500, "sim:1")
+
+
+def test_a_budget_during_a_capture_is_refused(cuda_like, monkeypatch):
+    capturing = [True]
+    monkeypatch.setattr(
+        cuda_like.module, "is_current_stream_capturing", lambda: capturing[0], raising=False
+    )
+    budget = memory_budget("1MiB", "sim")
+    with pytest.raises(AdaptiveUsageError, match="while a graph is being captured on sim:0"):
+        budget.__enter__()
+    with memory_budget("1MiB", "cpu"):
+        pass
+    capturing[0] = False
+    with budget:
+        capturing[0] = True
+    assert cuda_like.module.get_per_process_memory_fraction() == 1.0
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_allocator_of_cuda_refuses_what_is_past_the_limit():
+def test_a_budget_on_cuda_is_exact_and_its_net_is_taken_away():
     before = torch.cuda.get_per_process_memory_fraction()
     with memory_budget("256MiB", "cuda") as budget:
-        kept = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
-        with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
-            torch.empty(160 << 20, dtype=torch.uint8, device="cuda")
+        kept = torch.empty(128 * MIB, dtype=torch.uint8, device="cuda")
+        with pytest.raises(torch.OutOfMemoryError, match="memory_budget has a limit of 256"):
+            torch.empty(160 * MIB, dtype=torch.uint8, device="cuda")
         assert budget.live_bytes == kept.nbytes
+        assert torch.cuda.get_per_process_memory_fraction() < before
     assert torch.cuda.get_per_process_memory_fraction() == before

@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 from tenure import DisposedTensorError, ScopeUsageError, TenureError
 from tenure.adaptive import AdaptiveUsageError, OomInfo, is_oom, oom_info
 
-from .oom_texts import CUDA_ERROR_OOM, CUDA_OOM, LOOK_ALIKES, OTHERS, ROWS
+from .oom_texts import (
+    CUDA_ERROR_OOM,
+    CUDA_MALLOC_ASYNC_OOM,
+    CUDA_OOM,
+    GIB,
+    HANDLES,
+    LOOK_ALIKES,
+    MIB,
+    OTHERS,
+    ROWS,
+)
 
 _INTERRUPTS = [KeyboardInterrupt(), SystemExit(1), GeneratorExit(), asyncio.CancelledError()]
 
@@ -88,6 +98,54 @@ class TestTexts:
         assert "\n[...]\n" in info.text
 
 
+class TestHandles:
+    """A library that could not begin tells no reason: the memory that is free does."""
+
+    @staticmethod
+    def _free(monkeypatch, free_bytes, *, initialized=True):
+        """Three devices: the current one is not in use, the next has room, the last this much."""
+        free = {1: 40 * GIB, 2: free_bytes}
+
+        def mem_get_info(index):
+            assert initialized, "this would bring a context to life"
+            assert index in free, "this would bring a context to life"
+            if free[index] is None:
+                raise RuntimeError("CUDA error: device-side assert triggered")
+            return free[index], 80 * GIB
+
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 20 * MIB * (index in free))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+
+    @pytest.mark.parametrize("text", HANDLES.values(), ids=HANDLES)
+    def test_it_is_for_want_of_memory_where_little_is_free(self, monkeypatch, text):
+        self._free(monkeypatch, 40 * MIB)
+        info = oom_info(RuntimeError(text))
+        assert (info.kind, info.device, info.retry_safe) == ("workspace", "cuda:2", True)
+        assert oom_info(ValueError(text)) is None
+
+    @pytest.mark.parametrize("text", HANDLES.values(), ids=HANDLES)
+    def test_it_is_for_another_reason_where_much_is_free(self, monkeypatch, text):
+        self._free(monkeypatch, 2 * GIB)
+        assert oom_info(RuntimeError(text)) is None
+
+    @pytest.mark.parametrize("text", HANDLES.values(), ids=HANDLES)
+    def test_a_broken_device_is_no_want_of_memory(self, monkeypatch, text):
+        self._free(monkeypatch, None)
+        assert oom_info(RuntimeError(text)) is None
+
+    @pytest.mark.parametrize("text", HANDLES.values(), ids=HANDLES)
+    def test_a_device_that_is_not_in_use_is_not_asked(self, monkeypatch, text):
+        self._free(monkeypatch, 0, initialized=False)
+        assert oom_info(RuntimeError(text)) is None
+
+    @pytest.mark.parametrize("text", OTHERS.values(), ids=OTHERS)
+    def test_other_errors_stay_others_where_little_is_free(self, monkeypatch, text):
+        self._free(monkeypatch, 0)
+        assert oom_info(RuntimeError(text)) is None
+
+
 class TestTypes:
     @pytest.mark.parametrize(
         ("text", "device"), [(CUDA_OOM, "cuda:1"), ("", None), ("no room left", None)]
@@ -96,6 +154,14 @@ class TestTypes:
         info = oom_info(torch.OutOfMemoryError(text))
         assert (info.kind, info.device, info.retry_safe) == ("device", device, True)
         assert info.chain == ("torch.OutOfMemoryError",)
+
+    def test_torchs_own_type_is_read_by_the_rules_for_its_device(self):
+        info = oom_info(torch.OutOfMemoryError(CUDA_MALLOC_ASYNC_OOM))
+        assert (info.kind, info.device, info.requested_bytes) == ("device", "cuda:1", 4 * GIB)
+
+    @pytest.mark.parametrize("text", ["std::bad_alloc", "Invalid buffer size: 9.75 GB"])
+    def test_torchs_own_type_is_of_a_device_whatever_its_text_says(self, text):
+        assert oom_info(torch.OutOfMemoryError(text)).kind == "device"
 
     def test_a_memory_error_is_the_hosts(self):
         info = oom_info(MemoryError())

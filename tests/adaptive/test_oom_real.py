@@ -107,11 +107,17 @@ def test_under_a_limit_of_the_address_space():
 
 
 def test_the_simulated_device(sim):
-    sim(budget="64KiB")
+    sim(allocator="exact", budget="64KiB")
     error = _failure(lambda: torch.empty(65_540, dtype=torch.uint8, device=sim.device))
     info = oom_info(error)
     assert (info.kind, info.device, info.requested_bytes) == ("device", "sim:0", 65_540)
     assert info.chain == ("torch.OutOfMemoryError",)
+
+
+def test_cudas_allocator_asks_for_a_segment(sim):
+    sim(allocator="cuda", budget="64KiB")
+    info = oom_info(_failure(lambda: torch.empty(4, device=sim.device)))
+    assert (info.kind, info.device, info.requested_bytes) == ("device", "sim:0", 2 << 20)
 
 
 def test_the_simulated_device_in_a_backward_pass(sim):

@@ -10,6 +10,7 @@ from tenure import NewDisposeScope, _shrinking
 from tenure.adaptive import oom_info
 from tenure.adaptive._retry import _relief
 from tenure.adaptive._retry._attempts import Attempts
+from tenure.adaptive._retry._fragmentation import Fragmentation
 from tenure.adaptive._retry._relief import Relief, Scene, free_bytes_of, scene_of
 
 from .test_attempts import Halving
@@ -78,6 +79,145 @@ def test_a_cache_that_was_too_small_at_the_error_promises_nothing(allocator):
     fake.cached_bytes = 64 * MIB  # what the failed attempt has let go
     assert Relief().make_room(info, scene, 8) == 0
     assert fake.calls == ["synchronize cuda:0", "collect"]
+
+
+def test_what_the_error_says_was_unallocated_counts_before_what_died_since(allocator):
+    fake = allocator(cached_bytes=64 * MIB)
+    text = "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 8.00 GiB"
+    info = error_of(f"{text}. Of it, 0 bytes is reserved by PyTorch but unallocated.")
+    assert scene_of(info) == Scene(0)
+    assert Relief().make_room(info, scene_of(info), 8) == 0
+    assert "empty_cache" not in fake.calls
+    info = error_of(f"{text}. Of it, 3.50 MiB is reserved by PyTorch but unallocated.")
+    assert scene_of(info).unused_bytes == 7 * MIB // 2
+    assert Relief().make_room(info, scene_of(info), 8) == 64 * MIB
+
+
+def test_a_cache_cut_up_by_older_tensors_promises_nothing(sim):
+    sim(allocator="cuda", budget="100MiB")
+    kept = [torch.empty(4 * MIB, dtype=torch.uint8, device="sim") for _ in range(25)][::5]
+    try:
+        torch.empty(30 * MIB, dtype=torch.uint8, device="sim")
+    except torch.OutOfMemoryError as error:
+        info = oom_info(error)
+    scene = scene_of(info)
+    assert scene == Scene(
+        80 * MIB, Fragmentation(80 * MIB, 100 * MIB, 80 * MIB, 16 * MIB, is_expandable=False)
+    )
+    assert str(scene.pieces) == (
+        "80.0 MiB of 100.0 MiB reserved were not allocated, yet in pieces of 16.0 MiB at the most "
+        "(80.0 MiB beside tensors in one segment): set PYTORCH_ALLOC_CONF=expandable_segments:True "
+        "before the program starts"
+    )
+    assert Relief().make_room(info, scene, 8) == 0
+    del kept
+
+
+def test_the_advice_on_segments_is_left_out_where_it_was_taken(allocator, monkeypatch):
+    fake = allocator(allocated_bytes=6 * MIB, cached_bytes=3 * MIB)
+    settings = "max_split_size_mb:100,expandable_segments:True"
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings)
+    text = "CUDA out of memory. Tried to allocate 2.00 MiB. Of the allocated memory"
+    info = error_of(f"{text} 3.00 MiB is reserved by PyTorch but unallocated.")
+    told = "3.0 MiB of 9.0 MiB reserved were not allocated, yet in pieces"
+    assert str(scene_of(info).pieces) == told
+    fake.memory_snapshot = lambda include_traces: [
+        {"device": 1, "blocks": [{"size": MIB, "state": "inactive"}]},
+        {"device": 0, "blocks": [{"size": MIB, "state": "active_allocated"}]},
+    ]
+    assert str(scene_of(info).pieces) == told
+    fake.memory_snapshot = lambda: [{"device": 0, "blocks": [{"size": 512, "state": "inactive"}]}]
+    assert str(scene_of(info).pieces) == f"{told} of 512 B at the most"
+    assert scene_of(error_of(f"{text} 1.50 MiB is reserved by PyTorch but unallocated.")) == Scene(
+        3 * MIB // 2
+    )
+
+
+def test_libraries_let_their_memory_go_once_before_giving_up(allocator, monkeypatch):
+    fake = allocator(allocated_bytes=MIB)
+    fake.workspace_bytes = 2 * MIB
+    fake.memory_allocated = lambda device: fake.allocated_bytes + fake.workspace_bytes
+
+    def clear(device):
+        assert device == torch.device("cuda:0")
+        fake.calls.append("clear")
+        fake.workspace_bytes, fake.cached_bytes = 0, fake.workspace_bytes
+
+    monkeypatch.setattr(_relief, "clear_workspaces", clear)
+    info, relief = error_of(), Relief()
+    assert relief.make_room(info, scene_of(info), 1) == 0
+    assert "clear" not in fake.calls
+    assert relief.last_resort(info) == 2 * MIB
+    assert fake.calls[-2:] == ["clear", "empty_cache"]
+    fake.workspace_bytes = 2 * MIB
+    assert relief.last_resort(info) == 0
+
+
+def test_less_than_was_wanted_of_libraries_promises_nothing(allocator, monkeypatch):
+    fake = allocator(allocated_bytes=2 * MIB)
+    monkeypatch.setattr(
+        _relief, "clear_workspaces", lambda device: setattr(fake, "allocated_bytes", MIB)
+    )
+    assert Relief().last_resort(error_of()) == 0
+
+
+def test_casts_of_weights_are_let_go_before_giving_up(sim):
+    weight = torch.ones(512, 512, device=sim.device, requires_grad=True)
+    with torch.autocast("sim", dtype=torch.bfloat16):
+        (torch.ones(2, 512, device=sim.device) @ weight).sum()
+        cast_bytes = weight.nbytes // 2
+        before_bytes = sim.allocated_bytes
+        text = f"sim:0 out of memory. Tried to allocate 512.0 KiB ({cast_bytes} bytes)."
+        assert Relief().last_resort(oom_info(torch.OutOfMemoryError(text))) == cast_bytes
+        assert before_bytes - sim.allocated_bytes == cast_bytes
+
+
+class OfMps:
+    """The functions of ``torch.mps`` that tell and change memory; all those that there are."""
+
+    def __init__(self, allocated_bytes, cached_bytes):
+        self.allocated_bytes, self.cached_bytes = allocated_bytes, cached_bytes
+        self.calls = []
+
+    def current_allocated_memory(self):
+        return self.allocated_bytes
+
+    def driver_allocated_memory(self):
+        return self.allocated_bytes + self.cached_bytes
+
+    def recommended_max_memory(self):
+        return 64 * MIB
+
+    def synchronize(self):
+        self.calls.append("synchronize")
+
+    def empty_cache(self):
+        self.calls.append("empty_cache")
+        self.cached_bytes = 0
+
+
+def test_the_cache_of_mps_is_given_back_too(monkeypatch):
+    fake = OfMps(4 * MIB, 3 * MIB)
+    assert all(hasattr(torch.mps, name) for name in vars(OfMps) if not name.startswith("_"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
+    text = "MPS backend out of memory (MPS allocated: 4.00 MB). Tried to allocate 2.00 MB on"
+    info, relief = oom_info(RuntimeError(text)), Relief()
+    assert scene_of(info) == Scene(3 * MIB)
+    assert relief.make_room(info, scene_of(info), 8) == 3 * MIB
+    assert fake.calls == ["synchronize", "empty_cache"]
+    assert relief.last_resort(info) == 0
+    assert free_bytes_of(info) is None
+
+
+def test_an_allocator_that_must_not_be_emptied_hides_nothing(allocator):
+    fake = allocator(cached_bytes=2 * MIB)
+
+    def empty_cache():
+        raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+    fake.empty_cache = empty_cache
+    info = error_of()
+    assert Relief().make_room(info, scene_of(info), 8) == 0
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tenure.adaptive import NoBatchsizeCache, SplitMismatchError, step
-from tests.simdevice import for_each_allocation
+from tenure.testing import for_each_allocation
 
 
 def _rig(sim):
@@ -26,6 +26,7 @@ def _run(sim, net, x, verify):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:step.. split a batch:UserWarning")
 def test_a_failure_at_any_allocation_of_the_verification_changes_nothing(sim):
     net, x = _rig(sim)
@@ -48,15 +49,16 @@ def test_a_failure_at_any_allocation_of_the_verification_changes_nothing(sim):
         net.zero_grad()
         assert sim.allocated_bytes <= at_rest + 512
 
-    assert for_each_allocation(sim, lambda: _run(sim, net, x, True), check) > 40
+    assert for_each_allocation(lambda: _run(sim, net, x, True), check) > 40
     assert (4, 4, 4) in whole
 
 
+@pytest.mark.sim_allocator("exact")  # the budget is less than a segment
 def test_a_budget_for_the_micro_batches_alone_is_kept_and_wrong_losses_are_refused(sim):
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)]
     net = nn.Sequential(*layers).to(sim.device)
-    x = torch.randn(256, 64).to(sim.device)
+    x = torch.randn(16384, 64).to(sim.device)  # each activation takes 4 MiB
     sim.reset_peak()
     at_rest = sim.allocated_bytes
     step(lambda b: net(b).square().mean(), x)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tenure.adaptive import (
     AdaptiveUsageError,
@@ -15,6 +16,8 @@ from tenure.adaptive import (
     memory_budget,
     step,
 )
+from tenure.adaptive._step._sample_tree import Leaf
+from tenure.adaptive._step._verify._places import _contents
 
 from .failures import out_of_memory_above
 from .step_cases import samples, small_net
@@ -156,6 +159,47 @@ def test_a_kind_of_numbers_that_has_no_least_one_is_no_obstacle(shared):
     batch = {"x": torch.randn(4, 3), "numbers": numbers}
     result = step(fn, batch, in_dims={"x": 0, "numbers": None}, maximum=2)
     assert result.sizes == (2, 2)
+
+
+class _Reads(TorchDispatchMode):
+    """Counts how often the host reads a value of a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.n_reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        to = (kwargs or {}).get("device")
+        is_copy = func is torch.ops.aten._to_copy.default and to == torch.device("cpu")
+        if is_copy or func is torch.ops.aten._local_scalar_dense.default:
+            self.n_reads += args[0].device.type == "sim"
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_once_for_what_kind_of_labels_there_are(sim):
+    on = sim.device
+    values = {
+        "x": torch.ones(3, 2, device=on),
+        "labels": torch.tensor([5, -100, 2]).to(on),
+        "mask": torch.tensor([True, False, True]).to(on),
+        "lengths": torch.tensor([3, 1, 2], dtype=torch.uint8).to(on),
+        "on the host": torch.tensor([0, 0, -1]),
+        "none": torch.empty(3, 0, dtype=torch.int64, device=on),
+        "name": "a",
+    }
+    leaves = [Leaf(path, value, 0) for path, value in values.items()]
+    with _Reads() as reads:
+        contents = _contents(leaves)
+    assert [kind for _, *kind in contents] == [
+        [torch.float32, 0],
+        [torch.int64, -1],
+        [torch.bool, 0],
+        [torch.uint8, 1],
+        [torch.int64, -1],
+        [torch.int64, 0],
+        ["str"],
+    ]
+    assert reads.n_reads == 1
 
 
 def test_one_masked_sample_of_many_is_seen():

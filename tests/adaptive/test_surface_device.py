@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tenure import adaptive
-from tests.simdevice import for_each_allocation
+from tenure.testing import for_each_allocation
 
 pytestmark = pytest.mark.usefixtures("forgetful")
 
@@ -38,19 +38,19 @@ def test_a_failure_of_any_allocation_loses_and_repeats_nothing(sim):
         results.clear()
         assert sim.allocated_bytes == resting_bytes
 
-    assert for_each_allocation(sim, run, check) >= 6
+    assert for_each_allocation(run, check) >= 6
 
 
 def test_tensors_of_a_failed_attempt_that_escaped_are_gone_before_the_next(sim):
-    sim(budget=10_000)
+    sim(budget="100MiB")
     escaped = []
 
     @adaptive.batch(initial_batchsize=8)
     def f(batchsize):
         assert sim.allocated_bytes == 0
-        escaped.append(torch.empty(batchsize * 900, dtype=torch.uint8, device=sim.device))
-        escaped.append(torch.empty(batchsize * 900, dtype=torch.uint8, device=sim.device))
+        escaped.append(torch.empty(batchsize * 9 << 20, dtype=torch.uint8, device=sim.device))
+        escaped.append(torch.empty(batchsize * 9 << 20, dtype=torch.uint8, device=sim.device))
         return batchsize
 
     assert f() == 4
-    assert sim.allocated_bytes == 2 * 4 * 900
+    assert sim.allocated_bytes == 2 * 4 * 9 << 20

@@ -120,6 +120,8 @@ def test_weights_larger_than_their_memory_give_the_same_loss(done):
     chapter = _chapter(done, 5)
     title = re.match(r"5\. (.+) of weights in (.+) of memory\n", chapter)
     assert _bytes(title[2]) < 0.6 * _bytes(title[1])
+    # the least times of the two differ
+    assert re.search(r"ms by this plan, .*\nThe plan times the copies alone, .*\npass 3:", chapter)
     resident, ring = re.search(r"device +(.+) stay, (.+) to pass through", chapter).groups()
     assert _bytes(resident) + _bytes(ring) <= _bytes(title[2]) + 103  # what rounding hides
     assert "The loss of the paged model is the same to the last bit." in chapter

@@ -57,6 +57,23 @@ def test_what_is_frozen_is_found_and_stays_frozen(case):
     assert (done.stdout, done.stderr) == (f"{answer}\n", "")
 
 
+def test_only_a_freeze_counts_as_one():
+    """Python 3.12 counts immortal tuples of its own as frozen, from its start on."""
+    code = """
+import gc
+from tenure._heap._collector import has_frozen
+gc.collect()
+print(has_frozen())
+gc.freeze()
+print(has_frozen())
+gc.unfreeze()
+gc.collect()
+print(has_frozen())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("False\nTrue\nFalse\n", "")
+
+
 def test_only_the_user_holds_a_local_variable_after_a_freeze():
     code = f"""{PRELUDE}
 from tenure.profiler import holders

@@ -241,3 +241,32 @@ def build(name):
     make, draw = ZOO[name]
     torch.manual_seed(0)
     return make().eval(), *draw()
+
+
+class Side:
+    """A stream that no copy of a model copies."""
+
+    def __init__(self, sim):
+        self.module, self.stream = sim.module, sim.module.Stream()
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+class Beside(nn.Module):
+    """Reads its weight on a stream of its own, which nothing joins but who asks for it."""
+
+    def __init__(self, side, *, joins):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.side, self.joins = side, joins
+        self.seen = []
+
+    def forward(self, x):
+        with self.side.module.stream(self.side.stream):
+            doubled = self.weight * 2
+        self.seen.append(doubled)
+        if self.joins:
+            self.side.module.current_stream().wait_stream(self.side.stream)
+            return F.linear(x, doubled)
+        return x + 1

@@ -162,6 +162,16 @@ def test_what_is_put_into_a_container_arrives_in_the_callers():
     assert tree["same"] is same
 
 
+def test_what_is_put_into_one_of_many_containers_arrives_in_no_other():
+    x = torch.ones(2)
+    tree = [{"x": x, "n": n} for n in range(50)]
+    arguments = Arguments(tree, "cpu", META)
+    for n, given in enumerate(arguments.given):
+        given["y"] = n
+    arguments.hand_back()
+    assert tree == [{"x": x, "n": n, "y": n} for n in range(50)]
+
+
 class Remembering(nn.Module):
     def __init__(self):
         super().__init__()

@@ -36,10 +36,10 @@ def test_a_budget_counts_what_the_device_has_allocated(sim, name):
     with memory_budget("16MiB", sim.device) as budget:
         with page(model, sim.device, budget=2 * budget_bytes) as handle:
             taken_bytes = budget.live_bytes
-            assert taken_bytes == sim.allocated_bytes == handle.plan.device_bytes
+            assert taken_bytes == sim.allocated_bytes == handle.plan.allocated_bytes
             for _ in range(2):
                 output = model(*args, **kwargs)
-                assert budget.live_bytes == sim.allocated_bytes
+                assert budget.live_bytes == sim.requested_bytes
             del output
             assert budget.live_bytes == taken_bytes
         assert budget.live_bytes == sim.allocated_bytes == 0
@@ -53,7 +53,7 @@ def test_what_is_counted_is_what_reports_name(sim, model, x, host, tmp_path):
     with memory_budget("1MiB", sim.device) as device, memory_budget("1MiB") as ours:
         with page(model, sim.device, budget="16KiB", host=where):
             model(x)
-            assert device.live_bytes == sim.allocated_bytes
+            assert device.live_bytes == sim.requested_bytes
             in_buffers = host != "disk"  # where the model's own memory was moved
             assert ours.live_bytes == (0 if in_buffers else named_bytes("cpu"))
         assert (device.live_bytes, ours.live_bytes) == (0, 0)
@@ -115,7 +115,7 @@ def test_paging_and_what_it_computes_share_one_budget_on_the_cpu(tmp_path, x):
         model = mlp().eval()
     with memory_budget("10KiB") as budget:
         with load_paged(model, tmp_path, "cpu", budget="9KiB") as handle:
-            taken_bytes = handle.plan.device_bytes
+            taken_bytes = handle.plan.allocated_bytes
             assert budget.live_bytes == taken_bytes
             assert model(x).equal(expected)
             with pytest.raises(OOM, match="cpu out of memory"):
@@ -130,7 +130,7 @@ def test_a_share_of_what_is_free_is_a_share_of_the_budget(tmp_path, model):
         kept = torch.ones(8 * 2**10, dtype=torch.uint8)
         with page(model, "cpu", budget="75%", host=tmp_path) as handle:
             assert handle.plan.budget_bytes == 12 * 2**10
-            assert budget.live_bytes == len(kept) + handle.plan.device_bytes
+            assert budget.live_bytes == len(kept) + handle.plan.allocated_bytes
 
 
 def test_what_was_paged_before_the_block_does_not_count(sim, model, x):

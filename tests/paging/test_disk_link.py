@@ -12,8 +12,8 @@ from torch import nn
 from tenure.paging import PagingError, PagingWarning, _disk_link, load_paged, page
 from tenure.paging._disk_link import DiskLink
 from tenure.paging._reader import Reader
-from tests.simdevice import RaceError
-from tests.simdevice._pinned import pinned_memory
+from tenure.testing import RaceError
+from tenure.testing._device._pinned import pinned_memory
 
 from .models import WIDTH, mlp
 from .test_disk_zoo import home, saved
@@ -175,7 +175,7 @@ def test_a_link_that_waits_is_clean(sim):
     ("wait", "without"),
     [
         ("self._in.wait_event(event)", "pass"),
-        ("event.synchronize()\n        self._free", "self._free"),
+        ("self.let_host(event)\n        self._free", "self._free"),
         ("self._out.wait_event(event)", "pass"),
         ("stream.wait_event(event.inner if isinstance(event, TransferEvent) else event)", "pass"),
     ],
@@ -191,9 +191,9 @@ def test_without_one_wait_it_is_caught(sim, monkeypatch, wait, without):
     sim.take_faults()
 
 
-def test_staging_memory_that_can_not_be_pinned_is_used_with_one_warning(sim, tmp_path, monkeypatch):
-    monkeypatch.delattr(sim.module, "cudart")
-    with pytest.warns(PagingWarning, match="could not be pinned .this device can't pin") as caught:
+def test_staging_memory_that_can_not_be_pinned_is_used_with_one_warning(sim, tmp_path):
+    sim(fail_pinning="all")
+    with pytest.warns(PagingWarning, match="could not be pinned .the driver says 2") as caught:
         handle = page(mlp(), sim.device, budget="12KiB", host=tmp_path)
     assert [each.filename for each in caught] == [__file__]
     handle.unpage()

@@ -76,7 +76,7 @@ def test_a_model_of_128_mib_takes_its_budget_of_24_and_little_more(tmp_path):
             """
             paged = lambda: load_paged(model("meta"), os.environ["WEIGHTS"], "cpu", budget="24MiB")
             handle, _, peak_bytes = measured(paged)
-            print(handle.plan.device_bytes, peak_bytes)
+            print(handle.plan.allocated_bytes, peak_bytes)
             """,
             WEIGHTS=str(path),
         ),

@@ -208,3 +208,26 @@ def test_many_threads_take_turns_while_some_are_interrupted(x, tmp_path):
             assert model(x).equal(expected)
     finally:
         sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["_pager.calls_of", "_meter.Meter.begin", "_engine.Engine.begin"])
+def test_a_call_that_fails_as_it_begins_leaves_the_door_open(
+    sim, model, x, monkeypatch, error, where
+):
+    def fail(*_):
+        raise error("as it begins")
+
+    with page(model, sim.device, budget="12KiB"), ThreadPoolExecutor(1) as pool:
+        expected = model(x)
+        with monkeypatch.context() as patch:
+            patch.setattr(f"tenure.paging.{where}", fail)
+            with pytest.raises(error, match="as it begins"):
+                model(x)
+        assert torch.equal(model(x), expected)  # what is left of the call would have no room here
+        assert torch.equal(pool.submit(in_inference, model, x).result(10), expected)
+
+
+def in_inference(model, x):
+    with torch.inference_mode():
+        return model(x)

@@ -8,7 +8,7 @@ from torch import nn
 
 from tenure._shrinking import Shrinkable, ask_to_shrink
 from tenure.paging import PagingError, PagingWarning, chunk, page
-from tests.simdevice import Rates
+from tenure.testing import Rates
 
 from .models import Conditional, mlp, resnet
 
@@ -37,6 +37,7 @@ def test_a_report_sets_a_pass_against_the_limit(sim, model):
             "  moved      1.2 MiB at 1.0 GB/s, 0 faults (5 in all passes)\n"
             "  computed   0.032 ms, waited 1.299 ms\n"
             "  device     768.0 KiB stay, 256.0 KiB to pass through\n"
+            "  takes      1.0 MiB, in 2.0 MiB that the allocator reserves\n"
             "  host       2.0 MiB\n"
             "  a budget of 2.0 MiB would hide the copies"
         )
@@ -119,13 +120,12 @@ def test_memory_is_given_back_when_it_is_short_elsewhere(sim, model):
     assert ask_to_shrink("sim:0", 1) == 0
 
 
-def test_memory_that_can_not_be_pinned_is_used_as_it_is_with_one_warning(sim, model, monkeypatch):
-    monkeypatch.delattr(sim.module, "cudart")
+def test_memory_that_can_not_be_pinned_is_used_as_it_is_with_one_warning(sim, model):
     x = torch.randn(2, 256)
     expected = copy.deepcopy(model).to(sim.device)(x.to(sim.device)).cpu()
+    sim(fail_pinning="all")
     with pytest.warns(
-        PagingWarning,
-        match='could not be pinned .this device can\'t pin.*; or say host="pageable".$',
+        PagingWarning, match='could not be pinned .the driver says 2.*; or say host="pageable".$'
     ) as caught:
         handle = page(model, sim.device, budget="1MiB")
     assert [each.filename for each in caught] == [__file__]
@@ -133,10 +133,10 @@ def test_memory_that_can_not_be_pinned_is_used_as_it_is_with_one_warning(sim, mo
         assert torch.equal(model(x).cpu(), expected)
 
 
-def test_pageable_memory_is_asked_for_without_a_warning(sim, model, monkeypatch):
+def test_pageable_memory_is_asked_for_without_a_warning(sim, model):
     with page(model, sim.device, budget="1MiB"):
         assert model[0].weight.is_pinned()
-    monkeypatch.delattr(sim.module, "cudart")  # pinning would warn
+    sim(fail_pinning="all")  # pinning would warn
     with page(model, sim.device, budget="1MiB", host="pageable"):
         model(torch.randn(2, 256))
         assert not model[0].weight.is_pinned()

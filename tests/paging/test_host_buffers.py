@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from tenure.paging import _host_buffers, page
+from tenure.paging import _pinning, page
 
 from .models import build, mlp
 
@@ -53,7 +53,7 @@ def test_parameters_made_in_inference_mode_can_be_paged(sim):
 
 
 def test_host_memory_that_runs_out_leaves_the_model_as_it_was(sim, monkeypatch):
-    plain, made = _host_buffers.private_memory, []
+    plain, made = _pinning.private_memory, []
 
     def fail_at_the_third(n_bytes):
         made.append(n_bytes)
@@ -61,7 +61,7 @@ def test_host_memory_that_runs_out_leaves_the_model_as_it_was(sim, monkeypatch):
             raise MemoryError("no more")
         return plain(n_bytes)
 
-    monkeypatch.setattr(_host_buffers, "private_memory", fail_at_the_third)
+    monkeypatch.setattr(_pinning, "private_memory", fail_at_the_third)
     model, x = mlp().eval(), torch.ones(1, 32)
     expected = model(x)
     with pytest.raises(MemoryError, match=r"^no more$"):

@@ -74,7 +74,7 @@ def test_transformers_run_in_the_least_budget_that_an_error_names(name, tmp_path
     expected = tensors_of(model(**arguments))
     budget_bytes = least_budget_of(model, "cpu", tmp_path)
     plan = plan_paging(model, "cpu", budget=budget_bytes, host=tmp_path)
-    assert plan.device_bytes <= budget_bytes == plan.minimum_bytes < plan.weight_bytes // 2
+    assert plan.allocated_bytes <= budget_bytes == plan.minimum_bytes < plan.weight_bytes // 2
     with page(model, "cpu", budget=budget_bytes, host=tmp_path):
         for _ in range(2):
             found = tensors_of(model(**arguments))

@@ -71,6 +71,27 @@ def test_the_bytes_of_a_paged_model_are_the_allocators_total(sim, name, round_to
     del output
 
 
+@pytest.mark.parametrize("budget", ["21MiB", "41MiB"])
+def test_in_slabs_each_unit_has_a_row_and_no_byte_counts_twice(sim, budget):
+    sim(allocator="cuda")
+    model = nn.Sequential(*[nn.Linear(1024, 900, bias=False) for _ in range(12)]).eval()
+    with page(model, sim.device, "4MiB", budget=budget) as handle:
+        model[0](torch.randn(2, 1024))
+        device = assert_exact(sim, report_on(model))
+        assert device.categories["paged: resident"] == handle.report().resident_bytes
+        assert device.categories["paged: ring"] == handle.report().ring_bytes
+        rows = [row.name for row in device.rows if row.category == "paged: resident"]
+        assert rows == [unit.name for unit in handle.plan.units if unit.resident]
+        before = snapshot()
+        model[1](torch.randn(2, 1024))
+        assert not snapshot().diff(before).device_bytes.get(str(sim.device))
+        ask_to_shrink(str(sim.device), 1)
+        assert_exact(sim, report_on(model))
+    del model
+    gc.collect()
+    assert sim.allocated_bytes == 0
+
+
 def test_two_paged_models_have_rows_of_their_own(sim):
     first, second = layers(), nn.ModuleDict({"a": layers(32), "b": layers(32, 2)}).eval()
     one = page(first, sim.device, "17KiB", budget="60KiB")
@@ -239,6 +260,7 @@ In use on sim:0 by all processes and the driver: 50.0 KiB.
 -------------------------------------------------------------------------------------"""
 
 
+@pytest.mark.sim_allocator("exact")
 def test_the_table_of_a_paged_model(sim):
     model = layers(n=4)
     with page(model, sim.device, "17KiB", budget="50KiB"):

@@ -25,6 +25,7 @@ def test_a_plan_is_printable_before_anything_runs(sim, model):
         "  stays   768.0 KiB in 3 units\n"
         "  passes  768.0 KiB in 3 units, through a ring of 256.0 KiB\n"
         "  a pass  takes 0.033 ms at the least, and 0.133 ms by this plan, at 24.0 GB/s\n"
+        "  takes   1.0 MiB of sim:0, in 2.0 MiB that its allocator reserves\n"
         "    0   256.0 KiB  stays\n"
         "    1   256.0 KiB  passes\n"
         "    2   256.0 KiB  stays\n"
@@ -54,7 +55,7 @@ def test_an_impossible_budget_is_refused_and_the_named_minimum_does(sim, model):
     assert caught.value.minimum_bytes == 256 * 1024
     assert sim.allocation_count == 0
     plan = plan_paging(model, sim.device, budget=caught.value.minimum_bytes)
-    assert plan.device_bytes == plan.minimum_bytes == caught.value.minimum_bytes
+    assert plan.allocated_bytes == plan.minimum_bytes == caught.value.minimum_bytes
 
 
 @pytest.mark.parametrize("make", [mlp, TiedLanguageModel])
@@ -77,12 +78,12 @@ def test_kept_modules_stay(sim, model):
 def test_everything_stays_where_everything_fits(sim, model):
     plan = plan_paging(model, sim.device, budget="2MiB")
     assert plan.ring_bytes == 0
-    assert plan.device_bytes == plan.weight_bytes == 6 * 256 * 1024
+    assert plan.allocated_bytes == plan.weight_bytes == 6 * 256 * 1024
 
 
 def test_without_a_budget_a_plan_takes_what_keeps_the_link_busy(sim, model):
     plan = plan_paging(model, sim.device, "256KiB")
-    assert plan.ring_bytes == plan.device_bytes == plan.budget_bytes == 4 * 256 * 1024
+    assert plan.ring_bytes == plan.allocated_bytes == plan.budget_bytes == 4 * 256 * 1024
 
 
 def test_a_share_is_of_what_is_free(sim, model):

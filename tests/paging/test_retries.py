@@ -1,5 +1,6 @@
 """Adaptive retries and the pager: memory is given back before a batch gets smaller."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -7,6 +8,8 @@ from tenure.adaptive import batch
 from tenure.paging import page
 
 
+# a little less than the activations take is part of a segment
+@pytest.mark.sim_allocator("exact")
 def test_a_retry_has_the_pager_give_memory_back_before_the_batch_shrinks(sim):
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]).eval()
     weight_bytes = sum(p.nbytes for p in model.parameters())

@@ -15,10 +15,12 @@ from tenure.paging._host_buffers import HostBuffers
 from tenure.paging._link import Link
 from tenure.paging._plan import make_plan
 from tenure.paging._residency import LinkSpeed
-from tests.simdevice import Rates
-from tests.simdevice._blocks import span_of
-from tests.simdevice._machine import machine
-from tests.simdevice._streams import current_stream
+from tenure.testing import Rates
+from tenure.testing._device._blocks import span_of
+from tenure.testing._device._machine import machine
+from tenure.testing._device._streams import current_stream
+
+pytestmark = pytest.mark.sim_allocator("exact")  # about times, which no allocator changes
 
 LINK_BYTES_PER_S = 24e6
 UNEVEN = list(islice(cycle([56_000, 8_000]), 12))
@@ -49,7 +51,7 @@ def share_of_limit(sim, block_bytes, budget_bytes, ratio):
     planned = make_plan(model, sim.device, "0B", budget_bytes, (), link, sum(times))
     x, stream = torch.zeros(1, device=sim.device), current_stream()
     link = Link(sim.device)
-    store = HostBuffers(link.module, pin=True)
+    store = HostBuffers(sim.device, pin=True)
     with carry_out(model, planned, link, store, None) as handle:
         for _ in range(3):
             model(x)
@@ -62,7 +64,7 @@ def share_of_limit(sim, block_bytes, budget_bytes, ratio):
     passing_bytes = sum(unit.n_bytes for unit in handle.plan.units if not unit.resident)
     # no byte is moved twice; where a pass ends, more or less of the next one may be there
     assert abs(copied_bytes - 3 * passing_bytes) <= handle.plan.ring_bytes
-    assert sim.peak_bytes - x.nbytes <= handle.plan.device_bytes <= budget_bytes
+    assert sim.peak_bytes - x.nbytes <= handle.plan.allocated_bytes <= budget_bytes
     assert handle.plan.predicted_s == pytest.approx(pass_s, rel=0.05)
     return max(passing_bytes / LINK_BYTES_PER_S, sum(times)) / pass_s
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from tenure import NewDisposeScope
 from tenure.paging import PagingError, PagingWarning, page, plan_paging
-from tests.simdevice import for_each_allocation
+from tenure.testing import for_each_allocation
 
 from .models import Recurrent, TiedLanguageModel, build, mlp
 
@@ -376,6 +376,7 @@ def test_leaving_the_block_by_an_exception_unpages_and_masks_nothing(sim, model)
     assert sim.allocated_bytes == 0
 
 
+@pytest.mark.slow
 def test_a_failing_allocation_at_every_index_leaves_the_model_usable(sim, model, x):
     expected = on_device_whole(sim, model, x)
     weights = list(model.parameters())
@@ -391,14 +392,14 @@ def test_a_failing_allocation_at_every_index_leaves_the_model_usable(sim, model,
         assert all(a is b for a, b in zip(model.parameters(), weights, strict=True))
         assert not any(m._forward_hooks for m in model.modules())
 
-    assert for_each_allocation(sim, run, check) > 10
+    assert for_each_allocation(run, check) > 10
     assert all(torch.equal(output, expected) for output in run())
 
 
 def test_a_failing_allocation_in_a_pass_leaves_the_paging_usable(sim, model, x):
     expected = on_device_whole(sim, model, x)
     with paged(sim, model):
-        assert for_each_allocation(sim, lambda: model(x).cpu()) > 5
+        assert for_each_allocation(lambda: model(x).cpu()) > 5
         assert torch.equal(model(x).cpu(), expected)
 
 

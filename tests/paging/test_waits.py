@@ -9,27 +9,33 @@ import pytest
 import torch
 from torch import nn
 
-from tenure.paging import PagingError, _engine, _link, page
+from tenure.paging import PagingError, _copies, _engine, _link, page
 from tenure.paging._handle import carry_out
 from tenure.paging._host_buffers import HostBuffers
 from tenure.paging._plan import make_plan
 from tenure.paging._residency import Residency
-from tests.simdevice import RaceError, Rates
+from tenure.testing import RaceError, Rates
+
+from .models import Beside, Side
 
 WIDTH = 32
-WAITING = {"wait_event", "synchronize", "let_compute", "let_host", "finish"}
+WAITING = {
+    *("wait_event", "synchronize", "let_compute", "finish"),
+    *("let_host", "let_host_look", "let_host_read"),
+}
+CLASSES = {_engine: _engine.Engine, _copies: _copies.Copies, _link: _link.Link}
 EVENTS_OF_THE_PAST = {
     "self._fences.take(start, start + unit.n_bytes)": "[]",
-    "self._copy_in(page.unit, pairs, self._marks(page))": "self._copy_in(page.unit, pairs, [])",
+    "self._copy_in(page.unit, pairs, self.marks_of(page))": "self._copy_in(page.unit, pairs, [])",
     "after = [*after, self._written.pop(unit)]": "self._written.pop(unit)",
-    "self._link.page_out(pairs, self._marks(page))": "self._link.page_out(pairs, [])",
-    "self._fences.add(0, ring_bytes, link.mark(link.current()))": "pass",
-    "is_resident=True), [now])": "is_resident=True), [])",
+    "self._link.page_out(pairs, self.marks_of(page))": "self._link.page_out(pairs, [])",
+    "self._fences.add(0, n_bytes, self._link.mark(self._link.current()))": "pass",
+    "0, place), [now])": "0, place), [])",
     "uses if written is None else [*uses, written]": "uses",
     "self._fences.add(page.start, end, event)": "pass",
-    "return page.memory, self._uses_of(page)": "return page.memory, []",
+    "for event in self._copies.uses_of(page)]": "for event in []]",
     "if page.unit in self._idle.free():": "if True:",
-    "page.last_use = self._marks(page)": "page.last_use = []",
+    "page.last_use = self._copies.marks_of(page)": "page.last_use = []",
     "page.waited.clear()\n\n": "pass\n\n",
     "page.waited.clear()\n        page.host": "page.host",
 }
@@ -152,7 +158,7 @@ def needs_more_at_once_than_passes(sim):
     planned = replace(planned, division=Residency(resident, planned.cut.units[0].n_bytes))
     expected = copy.deepcopy(model).to(sim.device)(x).cpu()
     link = _link.Link(sim.device)
-    with carry_out(model, planned, link, HostBuffers(link.module, pin=True), 0):
+    with carry_out(model, planned, link, HostBuffers(sim.device, pin=True), 0):
         outputs = [model(x) for _ in range(3)]
     assert all(torch.equal(y.cpu(), expected) for y in outputs)
 
@@ -162,7 +168,7 @@ def through_ring(sim, model, ring_bytes, stays, n_ahead=0):
     resident = planned.division.resident if stays else frozenset()
     planned = replace(planned, division=Residency(resident, ring_bytes))
     link = _link.Link(sim.device)
-    store = HostBuffers(link.module, pin=True)
+    store = HostBuffers(sim.device, pin=True)
     return carry_out(model, planned, link, store, n_ahead)
 
 
@@ -214,7 +220,16 @@ def takes_a_state_dict_in_its_forward(sim):
     assert model.found == [WIDTH * WIDTH, 2 * WIDTH * WIDTH]
 
 
+def reads_a_weight_on_a_second_stream(sim):
+    sim(link=Rates(memory_bytes_per_s=1e8))
+    model = nn.Sequential(*[Beside(Side(sim), joins=False) for _ in range(6)]).eval()
+    with page(model, sim.device, budget="10KiB", prefetch=1):
+        for _ in range(3):
+            model(torch.randn(4, WIDTH, device=sim.device))
+
+
 PROGRAMS = (
+    reads_a_weight_on_a_second_stream,
     takes_a_state_dict_in_its_forward,
     streams_through_a_small_ring,
     is_unpaged_while_it_computes,
@@ -228,9 +243,9 @@ PROGRAMS = (
 )
 
 
-def run_all(sim):
+def run_all(sim, **options):
     for program in PROGRAMS:
-        sim()
+        sim(**options)
         with torch.no_grad():
             program(sim)
         sim.finish()
@@ -238,17 +253,18 @@ def run_all(sim):
 
 def mutants():
     """Every source of the engine without one of its waits, with what is missing."""
-    for module in (_engine, _link):
+    for module in CLASSES:
         source = inspect.getsource(module)
         for line in sorted(_lines_that_wait(source)):
             lines = source.splitlines()
             text = lines[line - 1]
             lines[line - 1] = text[: len(text) - len(text.lstrip())] + "pass"
             yield pytest.param(module, "\n".join(lines), id=f"{module.__name__}:{text.strip()}")
-    source = inspect.getsource(_engine)
+    sources = {module: inspect.getsource(module) for module in CLASSES}
     for text, without in EVENTS_OF_THE_PAST.items():
+        [(module, source)] = [each for each in sources.items() if text in each[1]]
         assert source.count(text) == 1, text
-        yield pytest.param(_engine, source.replace(text, without), id=text)
+        yield pytest.param(module, source.replace(text, without), id=text)
 
 
 def _lines_that_wait(source):
@@ -266,12 +282,16 @@ def test_the_programs_as_written_are_clean(sim):
     run_all(sim)
 
 
+def test_the_programs_as_written_give_the_same_where_kernels_run_late(sim):
+    run_all(sim, late_kernels=True, detect_races=False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("module", "source"), list(mutants()))
 def test_without_one_wait_a_program_is_caught(sim, monkeypatch, module, source):
     mutant = dict(vars(module))
     exec(compile(source, module.__file__, "exec"), mutant)
-    original = _engine.Engine if module is _engine else _link.Link
+    original = CLASSES[module]
     for name, function in vars(mutant[original.__name__]).items():
         if inspect.isfunction(function):
             monkeypatch.setattr(original, name, function)

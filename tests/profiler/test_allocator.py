@@ -76,9 +76,10 @@ def test_no_allocator_is_asked_where_torch_keeps_no_count(device):
     assert allocator_bytes(torch.device(device)) is None
 
 
-def test_the_simulated_device_is_read_like_any_other(sim):
-    sim(round_to_bytes=512, budget="1MiB")
+@pytest.mark.parametrize(("allocator", "used_bytes"), [("exact", 512), ("cuda", 2 << 20)])
+def test_the_simulated_device_is_read_like_any_other(sim, allocator, used_bytes):
+    sim(allocator=allocator, round_to_bytes=512, budget="4MiB")
     kept = torch.ones(3, device=sim.device)
     found = allocator_bytes(sim.device)
-    assert (found.allocated, found.requested, found.device_used) == (512, 12, 512)
+    assert (found.allocated, found.requested, found.device_used) == (512, 12, used_bytes)
     assert kept.nbytes == 12

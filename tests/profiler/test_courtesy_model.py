@@ -5,7 +5,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tenure.profiler import AwayTensorError, Courtesy, CourtesyError, _immovable, _inventory
+from tenure import _capture
+from tenure.profiler import AwayTensorError, Courtesy, CourtesyError, _inventory
 
 OPERATIONS = st.sampled_from(["make", "view", "drop", "write", "yield", "restore", "starve"])
 PROGRAMS = st.lists(st.tuples(OPERATIONS, st.integers(0, 7)), max_size=25)
@@ -67,7 +68,7 @@ class Program:
     def check(self):
         away_bytes = sum(courtesy.away_bytes for courtesy in self.courtesies)
         live_bytes = sum(twin.untyped_storage().nbytes() for _, twin in self.distinct())
-        assert self.sim.allocated_bytes + away_bytes == live_bytes
+        assert self.sim.requested_bytes + away_bytes == live_bytes
         for t, twin in self.pairs:
             assert self.is_away(t) or torch.equal(t.cpu(), twin)
             assert t.stride() == twin.stride()
@@ -88,7 +89,7 @@ def test_no_program_loses_a_byte_or_holds_one_twice(sim, program):
     with pytest.MonkeyPatch.context() as patch:
         # the heap of this process is large, and all that matters here is known
         patch.setattr(_inventory, "tracked_objects", lambda: [t for t, _ in run.pairs])
-        patch.setattr(_immovable, "tracked_objects", list)
+        patch.setattr(_capture, "tracked_objects", list)
         for operation, n in program:
             run.step(operation, n)
         for courtesy in run.courtesies:

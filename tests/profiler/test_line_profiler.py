@@ -209,7 +209,8 @@ def test_a_file_that_was_edited_meanwhile_loses_no_numbers(tmp_path, edited):
         namespace["f"]()
     path.write_text(edited)
     assert [(record.line, record.hits) for record in profiler.records] == [(3, 1)]
-    assert str(profiler).splitlines()[2].split()[:2] == ["3", "1"]
+    # newer Pythons read what stands there now as source
+    assert ["3", "1"] in [row.split()[:2] for row in str(profiler).splitlines()]
 
 
 def test_two_functions_of_one_name_are_two():
@@ -502,6 +503,7 @@ def test_a_dict_of_it_is_json():
         "net_bytes": 1024,
         "peak_bytes": 1024,
         "exact": True,
+        "shared": False,
         "peak_exact": True,
         "statistics": {},
     }

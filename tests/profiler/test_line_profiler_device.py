@@ -99,7 +99,7 @@ def test_the_target_can_change_inside_a_function(sim):
     def work():
         host = torch.ones(100)
         profiler.device = "sim"
-        device = torch.ones(200, device="sim")
+        device = torch.ones(256, device="sim")
         profiler.device = "cpu"
         more = torch.ones(300)
         return host, device, more
@@ -111,7 +111,7 @@ def test_the_target_can_change_inside_a_function(sim):
     facts = [(r.line - first, str(r.device), r.allocated_bytes) for r in profiler.records]
     assert {fact for fact in facts if fact[2]} == {
         (1, "cpu", 400),
-        (3, "sim:0", 800),
+        (3, "sim:0", 1024),
         (5, "cpu", 1200),
     }
     titles = [section.title.rpartition(", ")[2] for section in profiler.display().sections]

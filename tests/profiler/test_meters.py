@@ -12,8 +12,9 @@ from tenure.profiler import (
     _devices,
     set_target_gpu,
 )
+from tenure.profiler._device_meter import DeviceAccount, DeviceMeter
 from tenure.profiler._devices import checked_device, default_device, device_of_gpu
-from tenure.profiler._meters import CpuMeter, DeviceMeter
+from tenure.profiler._meters import CpuMeter
 from tenure.profiler._torch_allocations import Changes
 
 FIELDS = ("current", "peak", "allocated", "freed")
@@ -45,7 +46,7 @@ def fake(monkeypatch):
 
 
 def cuda_meter():
-    return DeviceMeter(torch.device("cuda:0"))
+    return DeviceMeter(DeviceAccount(torch.device("cuda:0")))
 
 
 def facts(interval):
@@ -66,8 +67,8 @@ def facts(interval):
         ((-50,), None, (0, 50, 100, True, True)),  # only down: the start is
         ((50, -30), None, (50, 30, 120, True, False)),  # below the old peak nobody can tell
         ((50, -30), [50, -30], (50, 30, 150, True, True)),  # unless the events were seen
-        ((50, -30), [50], (50, 30, 120, True, False)),  # all of them
-        ((50, -30), [50, -30, 20, -20], (50, 30, 120, True, False)),  # and of this device alone
+        ((50, -30), [50], (50, 0, 120, False, False)),  # all of them: the rest did another thread
+        ((50, -30), [50, -30, 20, -20], (50, 30, 120, False, False)),  # and of this device alone
         ((500, -500), None, (500, 500, 600, True, True)),  # a new peak is a peak
     ],
 )

@@ -135,3 +135,23 @@ def test_threads_that_run_already_are_seen():
         done.wait(10)
     thread.join()
     assert [(r.hits, r.allocated_bytes) for r in profiler.records] == [(1, 40)]
+
+
+@has_monitoring
+def test_a_thread_may_enable_a_profiler_that_is_on_as_the_first_thing_it_does():
+    """Its state is made while all calls are reported, its own making among them."""
+    profiler, failures = LineProfiler(work, device="cpu"), []
+
+    def collect():
+        try:
+            with profiler:
+                work()
+        except BaseException as error:
+            failures.append(error)
+
+    with profiler:
+        thread = threading.Thread(target=collect)
+        thread.start()
+        thread.join()
+    assert failures == []
+    assert profiler.records[0].hits == 1

@@ -52,9 +52,9 @@ def cnn():
 )
 def test_the_bytes_on_a_device_are_those_of_its_allocator(sim, build, shape):
     model, x = build().to(sim.device), torch.randn(shape).to(sim.device)
-    before = sim.allocated_bytes
+    before = sim.requested_bytes
     loss = model(x).square().sum()
-    assert saved_for_backward(loss).total_bytes == sim.allocated_bytes - before - loss.nbytes
+    assert saved_for_backward(loss).total_bytes == sim.requested_bytes - before - loss.nbytes
     loss.backward()
     assert saved_for_backward(loss).total_bytes == 0
 

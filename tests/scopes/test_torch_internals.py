@@ -3,9 +3,17 @@
 import pytest
 import torch
 
-from tenure import _torch_backward, _torch_dynamo, _torch_pytree, _torch_versions
+from tenure import (
+    _torch_allocator,
+    _torch_backward,
+    _torch_dynamo,
+    _torch_pytree,
+    _torch_versions,
+    _torch_workspaces,
+)
 from tenure.scopes import (
     _newness,
+    _torch_graph_outputs,
     _torch_modes,
     _torch_swap,
 )
@@ -14,12 +22,15 @@ from tenure.scopes import (
 @pytest.mark.parametrize(
     "module",
     [
+        _torch_allocator,
         _torch_backward,
         _torch_dynamo,
+        _torch_graph_outputs,
         _torch_modes,
         _torch_pytree,
         _torch_swap,
         _torch_versions,
+        _torch_workspaces,
     ],
 )
 def test_the_self_test_passes(module):

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, assert_type
@@ -105,6 +105,15 @@ from tenure.profiler import (
     set_target_device,
     set_target_gpu,
     snapshot,
+)
+from tenure.testing import (
+    AllocationFailure,
+    RaceError,
+    Rates,
+    Simulator,
+    SimulatorUsageError,
+    for_each_allocation,
+    simulated_accelerator,
 )
 
 
@@ -544,6 +553,22 @@ def failing(x: Tensor) -> str:
         pass
     warnings: list[type[TenureWarning]] = [ScopeUsageWarning, tenure.TenureWarning]
     return f"{tenure.scopes.__name__} {tenure.__version__} {warnings}"
+
+
+def testing(work: Callable[[], int]) -> None:
+    with simulated_accelerator(budget="1MiB", link=Rates(flops_per_s=1e9), fail_at=3) as sim:
+        assert_type(sim, Simulator)
+        assert_type(sim(allocator="cuda", devices=2), Simulator)
+        assert_type(sim.device, torch.device)
+        assert_type(sim.peak_bytes, int)
+        assert_type(sim.elapsed_s, float)
+        sim.launch_kernel(1e-3, reads=[torch.ones(1)])
+        assert_type(for_each_allocation(work, lambda failure: print(failure.error)), int)
+    simulated_accelerator(bugdet="1MiB")  # type: ignore[call-arg]
+    simulated_accelerator(allocator="native")  # type: ignore[arg-type]
+    errors: list[type[TenureError]] = [RaceError, SimulatorUsageError]
+    assert errors
+    assert_type(AllocationFailure(1, None, 2).number, int)
 
 
 def paging(model: torch.nn.Module, x: Tensor) -> None:

@@ -40,6 +40,9 @@ def run_paged(screen: Screen, corpus: Corpus, settings: Settings) -> None:
         page(model, "cpu", budget=budget_bytes, host=Path(folder)) as handle,
     ):
         screen.say(str(handle.plan).partition("\n    ")[0])
+        screen.say(
+            "The plan times the copies alone, at an assumed speed; the next lines are measured."
+        )
         paged = [model.loss(windows, following) for _ in range(_PASSES)]
         screen.say(str(handle.report()))
     same = "the same" if all(map(whole.equal, paged)) else "NOT the same"

@@ -1,6 +1,7 @@
 """A limit on the memory that a block may hold, on whatever device, the CPU included.
 
-Two ways to keep it, chosen by device: the allocator's own fraction, or counting each operation.
+One way to keep it on every device: counting what each operation makes. Where the allocator has a
+fraction of its own, that is a net below, for what counting can't see.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from contextlib import ContextDecorator
 from threading import get_ident
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Protocol, Self, TypeVar
+from typing import Any, Literal, NoReturn, Self, TypeVar
 
 import torch
 
@@ -18,28 +19,17 @@ from tenure._units import format_bytes
 
 from ._budget_checks import (
     check_new,
+    check_not_capturing,
     check_open,
     check_plain_function,
     checked_device,
     checked_limit,
 )
 from ._counting import CountingMode
-from ._fraction import FractionLimit, keeps_fractions
+from ._fraction import FractionNet, keeps_fractions
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Status = Literal["not yet open", "open", "closed"]
-
-
-class _Limit(Protocol):
-    @property
-    def live_bytes(self) -> int: ...
-
-    @property
-    def peak_bytes(self) -> int: ...
-
-    def open(self) -> None: ...
-
-    def close(self) -> bool: ...
 
 
 class memory_budget(ContextDecorator):
@@ -49,10 +39,10 @@ class memory_budget(ContextDecorator):
     each once, whoever holds them; what was there before counts only by what it grows. An operation
     whose results don't fit raises ``torch.OutOfMemoryError``, and its results are gone.
 
-    On a device whose allocator has a memory fraction (CUDA) the allocator keeps the limit, for all
-    threads. Elsewhere the operations of the thread that opened the block are counted, those of its
-    backward passes included, and what paging takes there. The count is exact between operations:
-    what one allocates and frees inside itself is not seen.
+    The operations of the thread that opened the block are counted, those of its backward passes
+    included, and what paging takes there. The count is exact between operations: what one allocates
+    and frees inside itself is not seen. Where the allocator has a memory fraction (CUDA, XPU), a
+    looser net catches that, libraries, and other threads: see ``docs/adaptive.md``.
 
     Args:
         limit: bytes, as an int or like ``"64MiB"``.
@@ -83,28 +73,34 @@ class memory_budget(ContextDecorator):
     def __init__(self, limit: int | str, device: str | torch.device = "cpu") -> None:
         self.limit_bytes = checked_limit(limit)
         self.device = checked_device(device)
-        self._limit = _limit_for(self.device, self.limit_bytes)
+        self._counting = CountingMode(self.limit_bytes, self.device)
+        self._net: FractionNet | None = None
         self._status: _Status = "not yet open"
         self._thread_id = 0
 
     @property
     def live_bytes(self) -> int:
         """The bytes that count now; once the block has ended, those that counted at its end."""
-        return self._limit.live_bytes
+        return self._counting.live_bytes
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes that counted at once; a refused operation's results are not among them."""
-        return self._limit.peak_bytes
+        return self._counting.peak_bytes
 
     def __enter__(self) -> Self:
         """Begin to limit what this thread makes.
 
         Raises:
-            AdaptiveUsageError: the budget was entered before.
+            AdaptiveUsageError: the budget was entered before, or a graph is being captured on its
+                device.
         """
         check_new(self, self._status)
-        self._limit.open()
+        check_not_capturing(self)
+        if self.device.type != "cpu" and keeps_fractions(self.device):
+            self._net = FractionNet(self.limit_bytes, self.device)
+            self._net.open()
+        self._counting.open()
         self._status = "open"
         self._thread_id = get_ident()
         return self
@@ -123,7 +119,9 @@ class memory_budget(ContextDecorator):
         """
         check_open(self, self._status, self._thread_id)
         self._status = "closed"
-        if not self._limit.close() and (exc is None or isinstance(exc, GeneratorExit)):
+        if self._net is not None:
+            self._net.close()
+        if not self._counting.close() and (exc is None or isinstance(exc, GeneratorExit)):
             raise AdaptiveUsageError(
                 f"{self!r} ended before a budget, or another dispatch mode, that was opened inside "
                 "it. It limits nothing any more. Close what was opened last first."
@@ -152,9 +150,3 @@ class memory_budget(ContextDecorator):
 
     def _recreate_cm(self) -> Self:
         return type(self)(self.limit_bytes, self.device)  # calls may overlap, on several threads
-
-
-def _limit_for(device: torch.device, limit_bytes: int) -> _Limit:
-    if device.type != "cpu" and keeps_fractions(device):
-        return FractionLimit(limit_bytes, device)
-    return CountingMode(limit_bytes, device)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tenure._capture import is_capturing
 from tenure._errors import AdaptiveUsageError
 from tenure._units import parse_bytes
 
@@ -65,6 +66,20 @@ def check_new(budget: memory_budget, status: str) -> None:
     """
     if status != "not yet open":
         raise AdaptiveUsageError(f"{budget!r} was entered a second time. {_ONE_BLOCK}")
+
+
+def check_not_capturing(budget: memory_budget) -> None:
+    """Make sure that the limit is set before or after a graph is captured.
+
+    Raises:
+        AdaptiveUsageError: the device captures one.
+    """
+    if is_capturing(budget.device):
+        raise AdaptiveUsageError(
+            f"{budget!r} was entered while a graph is being captured on {budget.device}: it gives "
+            "cached memory back, which breaks the capture, and a replay makes nothing that it "
+            "could count. Open it around the capture."
+        )
 
 
 def check_open(budget: memory_budget, status: str, thread_id: int) -> None:

@@ -13,8 +13,9 @@ import torch
 
 from ._counting import CountingMode, counting_on
 from ._devices import accelerator_of
-from ._fraction import allowed_bytes, note_peaks
+from ._fraction import allowed_bytes
 from ._host_memory import available_host_bytes
+from ._statistics import held_by
 
 
 class _Source(Protocol):
@@ -67,7 +68,11 @@ def meter_for(device: str | None) -> MemoryMeter | None:
 
 
 class _Allocator:
-    """The caching allocator of a device; what it holds and no tensor uses is available."""
+    """The caching allocator of a device.
+
+    What it holds and nothing uses is available, save the free parts of segments that are in use:
+    they serve only what is smaller than they are, and are never given back.
+    """
 
     def __init__(self, module: Any, device: torch.device) -> None:
         self._module = module
@@ -75,14 +80,14 @@ class _Allocator:
         self._base_bytes = 0
 
     def available_bytes(self) -> int:
-        used_bytes = int(self._module.memory_allocated(self._device))
-        cached_bytes = int(self._module.memory_reserved(self._device)) - used_bytes
-        free_bytes = int(self._module.mem_get_info(self._device)[0]) + cached_bytes
+        held = held_by(self._module, self._device)
+        new_bytes = int(self._module.mem_get_info(self._device)[0])
         allowed = allowed_bytes(self._device)
-        return free_bytes if allowed is None else min(free_bytes, allowed - used_bytes)
+        if allowed is not None:  # a program may lower a fraction below what is reserved
+            new_bytes = max(0, min(new_bytes, allowed - held.reserved_bytes))
+        return new_bytes + held.spare_bytes
 
     def restart(self) -> None:
-        note_peaks(self._device)
         self._module.reset_peak_memory_stats(self._device)
         self._base_bytes = int(self._module.memory_allocated(self._device))
 

@@ -19,11 +19,14 @@ class Oom(NamedTuple):
     retry_safe: bool = True
 
 
-# After the first four the device no longer works, so that nothing may be tried again; the kernels
-# that Triton refuses need smaller blocks; overflowing sizes are a bug in a shape.
+# After those of the first three lines the device no longer works, so nothing may be tried again;
+# the kernels that Triton refuses need smaller blocks; overflowing sizes are a bug in a shape.
+# https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html
 NEVER_TEXT = re.compile(
     r"illegal memory access|device-side assert triggered|misaligned address"
-    r"|unspecified launch failure|out of resources?: |OutOfResources"
+    r"|unspecified launch failure|the launch timed out|uncorrectable ECC error|hardware stack error"
+    r"|illegal instruction|invalid program counter|not supported on global/shared address space"
+    r"|out of resources?: |OutOfResources"
     r"|Storage size calculation overflowed|overflow while computing numel"
     r"|integer multiplication overflow"
 )
@@ -65,6 +68,7 @@ _RULES: tuple[tuple[re.Pattern[str], Oom], ...] = tuple(
             Oom("workspace", "cuda"),
         ),
         (r"\bmiopenStatusAllocFailed\b", Oom("workspace", "cuda")),
+        (r"\bnvrtc: error: out of memory\b|\bNVRTC_ERROR_OUT_OF_MEMORY\b", Oom("host", "cpu")),
         (r"\bCUDNN_STATUS_NOT_SUPPORTED\b", Oom("workspace", "cuda")),
         (r"(?i:\bunable to find a valid cuDNN algorithm)\b", Oom("workspace", "cuda")),
         (
@@ -79,6 +83,12 @@ _RULES: tuple[tuple[re.Pattern[str], Oom], ...] = tuple(
             Oom("device", "cuda"),
         ),
         (r"\bcuda runtime error \(2\) : out of memory\b", Oom("device", "cuda")),
+        # of the backend cudaMallocAsync
+        (
+            r"\bAllocation on device \d{1,4} would exceed allowed memory\. \(out of memory\)",
+            Oom("device", "cuda"),
+        ),
+        (r"\bMODULE:PT_DEVMEM Allocation failed for size\b", Oom("device", "hpu")),
         (r"\bThere is not enough GPU video memory available\b", Oom("device")),
         (r"\bRESOURCE_EXHAUSTED: Out of memory\b", Oom("device")),
         (r"\AOut of memory allocating [0-9,]{1,30} bytes\b", Oom("device", "cuda")),

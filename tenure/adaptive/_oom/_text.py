@@ -25,8 +25,11 @@ _REQUESTS = tuple(
         rf"Could not allocate tensor with {_SIZE}",
         rf"Out of memory allocating {_SIZE}",
         rf"Failed to CUDA \w*alloc(?: async)? {_SIZE}",
+        rf"\bRequested(?: size)?\s{{0,40}}: {_SIZE}",
+        rf"Allocation failed for size::{_NUMBER}()",
     )
 )
+_UNALLOCATED = re.compile(rf"\b{_SIZE} is reserved by PyTorch but unallocated\b")
 # The allocators' GB of 2**30 bytes: older MPS and mmap texts say 19.45 GB for 19.45 GiB.
 # https://github.com/pytorch/pytorch/issues/141909
 _DECIMAL_UNIT = re.compile(r"([KMGTPE])B")
@@ -63,13 +66,13 @@ def requested_bytes_in(text: str) -> int | None:
     """The bytes that an allocation asked for, in any unit that allocators print."""
     matches = (pattern.search(text) for pattern in _REQUESTS)
     match = next(filter(None, matches), None)
-    if match is None:
-        return None
-    number, unit = match[1].replace(",", ""), _DECIMAL_UNIT.sub(r"\1iB", match[2])
-    try:
-        return parse_bytes(f"{number} {unit}") or None
-    except ByteSizeError:
-        return None
+    return (_bytes_of(match) or None) if match is not None else None
+
+
+def unallocated_bytes_in(text: str) -> int | None:
+    """What the allocator held for no tensor when it failed, as CUDA's and XPU's texts end."""
+    match = _UNALLOCATED.search(text)
+    return _bytes_of(match) if match is not None else None
 
 
 def device_in(text: str, default: str | None) -> str | None:
@@ -80,3 +83,11 @@ def device_in(text: str, default: str | None) -> str | None:
     device = place[1].lower().replace("hip", "cuda") if place else default
     index = None if device in (None, "cpu", "mps") else _INDEX.search(text)
     return f"{device}:{index[1]}" if index else device
+
+
+def _bytes_of(match: re.Match[str]) -> int | None:
+    number, unit = match[1].replace(",", ""), _DECIMAL_UNIT.sub(r"\1iB", match[2] or "bytes")
+    try:
+        return parse_bytes(f"{number} {unit}")
+    except ByteSizeError:
+        return None

@@ -10,6 +10,7 @@ import torch
 
 from tenure._errors import OutOfRetriesError, TenureError
 
+from ._handles import oom_of_handle
 from ._registry import registered_oom
 from ._rules import NEVER_TEXT, Oom, builtin_oom
 
@@ -42,7 +43,8 @@ def verdict_on(exc: BaseException, text: str) -> Oom | _Never | None:
 def _by_type(exc: BaseException, text: str) -> Oom | None:
     kind = type(exc)
     if issubclass(kind, torch.OutOfMemoryError):
-        return _DEVICE
+        found = builtin_oom(text)  # not every allocator names the device in its first words
+        return found if found is not None and found.kind == "device" else _DEVICE
     if issubclass(kind, MemoryError):
         return builtin_oom(text) or _HOST  # allocators of other libraries name the device
     if issubclass(kind, torch.AcceleratorError) and _number(exc, "error_code") == _ALLOCATION:
@@ -65,7 +67,7 @@ def _by_text(kind: type[BaseException], text: str) -> Oom | None:
         return None
     if issubclass(kind, _DIST_ERROR) and "out of memory" in text:
         return _BROKEN_GROUP
-    return registered_oom(text) or builtin_oom(text)
+    return registered_oom(text) or builtin_oom(text) or oom_of_handle(text)
 
 
 def _number(exc: BaseException, attribute: str) -> int | None:

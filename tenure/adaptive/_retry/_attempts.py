@@ -3,6 +3,9 @@
 Invariant: when work is tried again, every tensor that the failed attempt made is let go, and the
 state that it changed is what it was. On the way without an error nothing is collected, emptied or
 inspected.
+
+While a graph is captured nothing is tried again: noting and undoing state, waiting for the device
+and giving memory back would each break the capture, and hide that memory ran out.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn, Protocol, TypeVar
 
+from tenure._capture import accelerator_is_capturing
 from tenure._errors import OutOfRetriesError
 from tenure._torch_dynamo import never_compiled
 from tenure._units import format_bytes
@@ -151,6 +155,8 @@ class Attempts:
         self._statistics.attempts += 1
         self.n_begun += 1
         state = self._state
+        if state is not None and accelerator_is_capturing():
+            state = None
         try:
             if state is not None:
                 state.begin()
@@ -161,13 +167,22 @@ class Attempts:
                 self._is_noted = False
         except BaseException as error:
             info = oom_of_work(error, self._outside)
-            if info is None or not info.retry_safe:
-                self._undo()
-                self._hand_on()
+            if info is None or not info.retry_safe or accelerator_is_capturing():
+                self._leave()
                 raise
             return _Failure(error, info, scene_of(info))
         self._hand_on()
         return result
+
+    def _leave(self) -> None:
+        """Undo what was changed and hand on what was made, because an error goes on."""
+        try:
+            self._undo()
+        except Exception:
+            if not accelerator_is_capturing():
+                raise
+            self._is_noted = False  # random state can't be set then: the error says what matters
+        self._hand_on()
 
     def _hand_on(self) -> None:
         made = self._scope.owned()
@@ -234,7 +249,8 @@ class Attempts:
         facts = [f"{self._unit} {', '.join(map(str, sizes))}", *_bytes_of(info)]
         raise OutOfRetriesError(
             f"{len(sizes)} attempt{'' if len(sizes) == 1 else 's'} of {self._name!r} ran out of "
-            f"{memory_of(info)} ({'; '.join(facts)}). {self._advice_for(sizes[-1], limited_by)}",
+            f"{memory_of(info)} ({'; '.join(facts)}). {_in_pieces(failure.scene)}"
+            f"{self._advice_for(sizes[-1], limited_by)}",
             tuple(sizes),
             info,
         ) from failure.error
@@ -255,6 +271,11 @@ def _bytes_of(info: OomInfo) -> list[str]:
         # what the attempt held is let go by now, and would fit as it is
         needed, free = [f"{needed[0]} beside what it held"], [f"{free[0]} without that"]
     return [", ".join(needed + free)] if needed or free else []
+
+
+def _in_pieces(scene: Scene) -> str:
+    """What is to say where enough memory was there, in pieces that were too small."""
+    return "" if scene.pieces is None else f"At the last, {scene.pieces}. "
 
 
 def _ignoring_the_size(fallback: Callable[[], T]) -> Callable[[int], T]:

@@ -10,13 +10,17 @@ import contextlib
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
+import torch
 
 from tenure._shrinking import ask_to_shrink
+from tenure._torch_workspaces import clear_workspaces
 
-from .._memory import accelerator_of, meter_for
-from .._oom import OomInfo
+from .._memory import accelerator_of, held_by, meter_for
+from .._oom import OomInfo, unallocated_bytes_in
+from ._fragmentation import Fragmentation, fragmentation_of
 
 _HOST = (None, "cpu")
 _OUTSIDE_THE_ALLOCATOR = ("workspace", "driver")
@@ -31,21 +35,28 @@ class Scene:
 
     Attributes:
         unused_bytes: what the allocator held and no tensor used; None where it can't be told.
+        pieces: how that lay, if there was enough of it for the request.
     """
 
     unused_bytes: int | None
+    pieces: Fragmentation | None = None
 
 
 def scene_of(info: OomInfo) -> Scene:
-    """Read the allocator; called inside ``except``."""
-    found = accelerator_of(info.device)
+    """Read the error, or the allocator; called inside ``except``.
+
+    The error is of the moment when memory ran out. Since then, values that the interpreter held
+    for the operation have died.
+    """
+    found, told_bytes = accelerator_of(info.device), unallocated_bytes_in(info.text)
     if found is None:
-        return Scene(None)
-    module, device = found
+        return Scene(told_bytes)
     try:
-        return Scene(module.memory_reserved(device) - module.memory_allocated(device))
+        if told_bytes is None:
+            return Scene(held_by(*found).unused_bytes)
+        return Scene(told_bytes, fragmentation_of(*found, told_bytes, info.requested_bytes))
     except Exception:  # a device without statistics
-        return Scene(None)
+        return Scene(told_bytes)
 
 
 class Relief:
@@ -55,10 +66,10 @@ class Relief:
         collected: whether garbage has been collected; what that frees is older than the work.
     """
 
-    __slots__ = ("_size", "collected")
+    __slots__ = ("_asked_libraries", "_size", "collected")
 
     def __init__(self) -> None:
-        self.collected = False
+        self.collected = self._asked_libraries = False
         self._size: int | None = None
 
     def make_room(self, info: OomInfo, scene: Scene, size: int) -> int:
@@ -80,12 +91,34 @@ class Relief:
         return freed_bytes or self._collect(info) or _given_back(info)
 
     def last_resort(self, info: OomInfo) -> int:
-        """What is worth its time only before giving up: collecting garbage of the host."""
-        if self.collected or info.kind == "size_limit" or info.device not in _HOST:
+        """What is worth its time only before giving up: the host's garbage, libraries' memory."""
+        if info.kind == "size_limit":
+            return 0
+        if info.device not in _HOST:
+            return self._let_libraries_go(info)
+        if self.collected:
             return 0
         self.collected = True
         freed_bytes = _freed_by_collecting(lambda: psutil.Process().memory_info().rss)
         return freed_bytes if freed_bytes >= _NOISE_BYTES and _serves(freed_bytes, info) else 0
+
+    def _let_libraries_go(self, info: OomInfo) -> int:
+        """Free what torch keeps outside of tensors: casts of weights, workspaces of cuBLAS.
+
+        The next attempt makes anew what it needs of them, so this comes last.
+        """
+        found, used_bytes = accelerator_of(info.device), _used_bytes_of(info.device)
+        if self._asked_libraries or found is None or used_bytes is None:
+            return 0
+        self._asked_libraries = True
+        module, device = found
+        before_bytes = used_bytes()
+        torch.clear_autocast_cache()
+        clear_workspaces(device)
+        freed_bytes = max(0, before_bytes - used_bytes())
+        if freed_bytes:
+            _empty_cache(module)
+        return freed_bytes if info.requested_bytes is None or _serves(freed_bytes, info) else 0
 
     def _collect(self, info: OomInfo) -> int:
         """Collect cycles that hold device memory, older ones: the attempt's are gone."""
@@ -121,24 +154,49 @@ def _drain(info: OomInfo) -> None:
         return
     module, device = found
     with contextlib.suppress(Exception):
+        _wait_for_engine(device)
+    with contextlib.suppress(Exception):
         try:
             module.synchronize(device)
         except TypeError:  # MPS, of which there is one
             module.synchronize()
 
 
+def _wait_for_engine(device: torch.device) -> None:
+    """Wait until autograd's thread of a device has let go of what it ran last.
+
+    A pass that fails wakes its caller first, and the thread lets go of the last node and its
+    gradients a moment later: a retry would begin with less memory. It takes the next node, here one
+    without any bytes or kernel, only when it is done with that.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = torch.empty(0, device=device, requires_grad=True)
+        torch.autograd.grad(leaf.view(0), leaf, torch.empty(0, device=device))
+
+
 def _free_cache(info: OomInfo, scene: Scene) -> int:
-    """Give the allocator's cache back, if the request failed although the cache could hold it."""
+    """Give the allocator's cache back, if the request failed for how it was cut up.
+
+    An allocator that runs out gives back by itself what nothing uses. Left are free parts of
+    segments: those that the attempt held go back now, and a fresh start may use them better, while
+    older tensors still hold theirs.
+    """
     found = accelerator_of(info.device)
     if found is None or scene.unused_bytes is None:
         return 0
     module, device = found
-    if info.kind not in _OUTSIDE_THE_ALLOCATOR and not _serves(scene.unused_bytes, info):
+    before = held_by(module, device)
+    set_free_bytes = scene.unused_bytes - before.split_bytes
+    if info.kind not in _OUTSIDE_THE_ALLOCATOR and not _serves(set_free_bytes, info):
         return 0
-    before_bytes: int = module.memory_reserved(device)
-    module.empty_cache()
-    after_bytes: int = module.memory_reserved(device)
-    return max(0, before_bytes - after_bytes)
+    _empty_cache(module)
+    return max(0, before.reserved_bytes - held_by(module, device).reserved_bytes)
+
+
+def _empty_cache(module: Any) -> None:
+    # While another thread captures a graph it fails: that must not hide what ran out.
+    with contextlib.suppress(RuntimeError):
+        module.empty_cache()
 
 
 def _used_bytes_of(device: str | None) -> Callable[[], int] | None:
@@ -148,10 +206,10 @@ def _used_bytes_of(device: str | None) -> Callable[[], int] | None:
         return None
     module, place = found
     try:
-        module.memory_allocated(place)
+        held_by(module, place)
     except Exception:  # a device without statistics
         return None
-    return lambda: int(module.memory_allocated(place))
+    return lambda: held_by(module, place).allocated_bytes
 
 
 def _freed_by_collecting(used_bytes: Callable[[], int]) -> int:

@@ -58,11 +58,11 @@ _MANY = 100_003
 class RngState:
     """torch's default generators, Python's, numpy's where it is loaded, and the user's own.
 
-    Of torch's: that of the CPU, and those of the devices named and of the current accelerator,
-    unless it has not been used yet.
+    Of torch's: that of the CPU, and those of all accelerators, unless they have not been used yet,
+    whichever is current: a part may move its work to any.
 
     Args:
-        devices: devices whose work uses random numbers.
+        devices: devices whose work uses random numbers, accelerators of another kind among them.
         generators: generators of the user's own.
     """
 
@@ -81,7 +81,7 @@ class RngState:
         """Note all states."""
         noted = [_cpu(), _python(), *map(_generator, self._generators)]
         with persist():  # a device may keep its state in tensors, and no scope may let go of them
-            noted += [_accelerator(device) for device in self._devices_in_use()]
+            noted += [_accelerator(device) for device in self._all_devices()]
         if "numpy" in sys.modules:  # the work may be the first to ask NumPy for random numbers
             noted.append(_numpy(importlib.import_module("numpy.random")))
         self._noted = noted
@@ -115,8 +115,9 @@ class RngState:
                 generator.getrandbits(32 * _MANY)
             else:
                 generator.random(_MANY)
-        for device in self._devices_in_use():
-            torch.rand(_MANY, device=device)
+        for device in self._all_devices():
+            if device in self._devices or _has_memory(device):
+                torch.rand(_MANY, device=device)
         if "numpy" in sys.modules:
             importlib.import_module("numpy.random").random(_MANY)
 
@@ -126,13 +127,13 @@ class RngState:
             for state, _, write in self._noted:
                 write(state)
 
-    def _devices_in_use(self) -> list[torch.device]:
-        devices = dict.fromkeys(device for device in self._devices if device.type != "cpu")
-        current = torch.accelerator.current_accelerator(check_available=True)
-        if current is not None and _is_initialized(current):
-            index = torch.accelerator.current_device_index()
-            devices[torch.device(current.type, index)] = None
-        return [device for device in devices if device.type != "meta"]
+    def _all_devices(self) -> list[torch.device]:
+        devices = dict.fromkeys(self._devices)
+        found = torch.accelerator.current_accelerator(check_available=True)
+        if found is not None and _is_initialized(found):
+            indexes = range(torch.accelerator.device_count())
+            devices |= dict.fromkeys(torch.device(found.type, index) for index in indexes)
+        return [device for device in devices if device.type not in ("cpu", "meta")]
 
 
 def _with_state(generators: Iterable[Generator]) -> list[Generator]:
@@ -186,3 +187,9 @@ def _is_initialized(device: torch.device) -> bool:
     """Whether its generator exists; asking one of an unused CUDA would start CUDA."""
     module: Any = torch.get_device_module(device)
     return bool(getattr(module, "is_initialized", lambda: True)())
+
+
+def _has_memory(device: torch.device) -> bool:
+    """Whether it is in use already: a kernel on one that is not would make a context there."""
+    module: Any = torch.get_device_module(device)
+    return not hasattr(module, "memory_reserved") or module.memory_reserved(device) > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, get_args
 
+from tenure._capture import accelerator_is_capturing
 from tenure._errors import AdaptiveUsageError
 
 from .._callables import is_suspendable
@@ -28,8 +29,10 @@ def checked_spec(
     """The arguments of `step` or `check_split`, which is the ``entry``, as one thing.
 
     Raises:
-        AdaptiveUsageError: one of them is unknown, or two don't go together.
+        AdaptiveUsageError: one of them is unknown, two don't go together, or a graph is being
+            captured.
     """
+    _refuse_capture(entry)
     _check_function(entry, "fn", fn)
     for name, function in (("weight", weight), ("then", then), ("once", once)):
         if function is not None:
@@ -56,6 +59,15 @@ def checked_spec(
             f"{entry}() got a {type(scaler).__name__} as scaler=. Pass a torch.amp.GradScaler."
         )
     return StepSpec(entry, fn, loss, weight, then, once, batchnorm, out_dims, scaler)
+
+
+def _refuse_capture(entry: str) -> None:
+    if accelerator_is_capturing():
+        raise AdaptiveUsageError(
+            f"{entry}() was called while a graph is being captured: it notes random state, reads "
+            "numbers and chooses sizes, which breaks the capture, or which no replay repeats. "
+            "Capture forward and backward of one size without it, or call it outside."
+        )
 
 
 def _refuse_beside_outputs(entry: str, weight: object, then: object) -> None:

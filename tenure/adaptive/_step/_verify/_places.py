@@ -148,21 +148,34 @@ def _shapes(leaves: Iterable[Leaf]) -> Hashable:
 
 def _contents(leaves: Iterable[Leaf]) -> Hashable:
     """What each leaf is, and whether it has labels that are ignored."""
+    found = [(leaf.path, leaf.value) for leaf in leaves]
+    counted = [(path, value) for path, value in found if _is_counted(value)]
+    signs = dict(zip((path for path, _ in counted), _signs(counted), strict=True))
     return tuple(
-        (leaf.path, leaf.value.dtype, _kind_of_content(leaf.value))
-        if isinstance(leaf.value, Tensor)
-        else (leaf.path, type(leaf.value).__name__)
-        for leaf in leaves
+        (path, value.dtype, signs.get(path, 0))
+        if isinstance(value, Tensor)
+        else (path, type(value).__name__)
+        for path, value in found
     )
 
 
-def _kind_of_content(value: Tensor) -> int:
-    """Of labels and masks the sign of the least one: -100 among labels, 0 in a mask."""
-    is_plain = value.dtype in _COUNTED and value.layout is torch.strided and not value.is_nested
-    if not is_plain or not value.numel() or value.is_meta:
-        return 0
-    least = int(value.detach().amin())
-    return (least > 0) - (least < 0)
+def _is_counted(value: Any) -> bool:
+    if not isinstance(value, Tensor) or value.dtype not in _COUNTED or value.is_meta:
+        return False
+    return value.layout is torch.strided and not value.is_nested and bool(value.numel())
+
+
+def _signs(named: Sequence[tuple[str, Tensor]]) -> list[int]:
+    """Of labels and masks the sign of the least one: -100 among labels, 0 in a mask.
+
+    The host waits for each device once, not for each of them.
+    """
+    signs = [value.detach().amin().to(torch.int64).sign() for _, value in named]
+    found: dict[torch.device, list[int]] = {}
+    for device in dict.fromkeys(sign.device for sign in signs):
+        there = [sign for sign in signs if sign.device == device]
+        found[device] = torch.stack(there).tolist()[::-1]
+    return [found[sign.device].pop() for sign in signs]
 
 
 # --- what a closure holds

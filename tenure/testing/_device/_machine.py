@@ -1,0 +1,209 @@
+"""The state of the simulated machine: its devices, clock, streams, races and host copies.
+
+There is one machine per process, because torch has one device type `sim`; `start` gives it fresh
+parts. Tensors from before a start keep working and keep their own, older pool.
+"""
+
+import os
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .._torch_backend import DEVICE_TYPE
+from ._caching import CachingPool
+from ._capture import Capture
+from ._clock import Clock
+from ._generator import DeviceRandom
+from ._host_copies import HostCopies
+from ._late import Later, LateWork
+from ._memory import ExactPool, MemoryPool
+from ._races import RaceDetector, Span, VectorClock, merge_clocks
+from ._rates import Rates
+from ._runtime import last_error
+from ._segments import SMALLEST_BLOCK
+
+Allocator = Literal["exact", "cuda"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a start of the machine may choose; see `Simulator.__call__`."""
+
+    devices: int = 1
+    allocator: Allocator = "exact"
+    budget_bytes: int | None = None
+    round_to_bytes: int = 1
+    rates: Rates = field(default_factory=Rates)
+    detect_races: bool = True
+    late_kernels: bool = False
+    late_engine: bool = False
+
+    def __post_init__(self) -> None:
+        _check_whole("devices", self.devices)
+        _check_whole("round_to_bytes", self.round_to_bytes)
+        if self.allocator == "cuda" and self.round_to_bytes not in (1, SMALLEST_BLOCK):
+            raise ValueError(
+                f'round_to_bytes={self.round_to_bytes}: allocator="cuda" rounds as CUDA does, to'
+                f" {SMALLEST_BLOCK} bytes always. Leave it out."
+            )
+        if not isinstance(self.rates, Rates):
+            raise ValueError(f"link={self.rates!r}: give Rates(...), which names each speed.")
+        for name in ("detect_races", "late_kernels", "late_engine"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False.")
+
+
+def _check_whole(name: str, value: int) -> None:
+    if type(value) is not int or value < 1:  # True is no number of anything
+        raise ValueError(f"{name}={value!r}: must be a whole number, 1 or more.")
+
+
+@dataclass(slots=True)
+class Device:
+    """What each device has of its own; its streams are among the machine's.
+
+    Attributes:
+        has_context: whether a program has used it since the start, or turned to it; on CUDA that
+            takes some hundred MiB of its memory.
+    """
+
+    pool: MemoryPool
+    random: DeviceRandom
+    has_context: bool = False
+
+
+class Machine:
+    """The simulated devices and the host beside them."""
+
+    clock: Clock
+    devices: list[Device]
+    detector: RaceDetector
+    host_copies: HostCopies
+    host_seen: VectorClock
+    streams: dict[int, Any]
+    capture: Capture | None
+    late: LateWork | None
+    passing: Any  # the backward pass under way
+    is_in_bad_fork = False  # this process was forked from one that had used a device
+
+    def __init__(self) -> None:
+        self._random: list[DeviceRandom] = []  # a fresh start seeds none of them anew
+        self.start(Settings())
+
+    def start(self, settings: Settings) -> None:
+        """Begin afresh: virtual time zero, nothing allocated, no streams."""
+        self.settings = settings
+        self.clock = Clock(settings.rates)
+        self.devices = [self._device(index) for index in range(settings.devices)]
+        self.detector = RaceDetector(enabled=settings.detect_races)
+        self.host_copies = HostCopies(self.detector)
+        self.host_seen = {}
+        self.streams = {}
+        self.capture = None
+        self.passing = None
+        self.late = LateWork(self.detector) if settings.late_kernels else None
+
+    def _device(self, index: int) -> Device:
+        if index == len(self._random):
+            self._random.append(DeviceRandom())
+        return Device(_pool(self.settings, self.clock, index), self._random[index])
+
+    @property
+    def contexts(self) -> set[int]:
+        """The indexes of the devices that have a context."""
+        return {index for index, device in enumerate(self.devices) if device.has_context}
+
+    def owns(self, stream: Any) -> bool:
+        """Whether the stream was made since the last start."""
+        return self.streams.get(stream.number) is stream
+
+    def launch(
+        self,
+        by: str,
+        stream: Any,
+        reads: list[Span],
+        writes: list[Span],
+        later: Later | None = None,
+    ) -> None:
+        """Count a launch of the operator `by`: it runs after all that the host has waited for.
+
+        What it does comes as `later`, where kernels run late; None says that it has run.
+        """
+        self.devices[stream.device_index].has_context = True
+        merge_clocks(stream.seen, self.host_seen)
+        for span in (*reads, *writes) if self.passing is not None else ():
+            if (
+                span.history.made_in is self.passing
+                and span.history.home_stream_id != stream.number
+            ):
+                span.history.recorded_stream_ids.add(stream.number)
+        try:
+            self.detector.launch(by, stream.number, stream.seen, reads, writes)
+        finally:  # a race is told and then happens
+            if later is not None and self.late is not None:
+                self.late.add(later, stream)
+
+    def forbid_in_bad_fork(self) -> None:
+        """Refuse the use of a device in a forked child, where CUDA's context is not valid.
+
+        Source: `_lazy_init` of torch.cuda, whose words these are.
+        """
+        if self.is_in_bad_fork:
+            raise RuntimeError(
+                f"Cannot re-initialize {DEVICE_TYPE} in forked subprocess. To use {DEVICE_TYPE}"
+                " with multiprocessing, you must use the 'spawn' start method. A worker of a"
+                " DataLoader gives host tensors; move them in the process that reads them."
+            )
+
+    def forbid_in_capture(self) -> None:
+        """Refuse what may not be done while a stream captures a graph, which that breaks."""
+        if self.capture is not None:
+            self.capture.fail()
+
+    def host_waits(self, until_s: float, seen: VectorClock) -> None:
+        """Stop the host until work that ends at `until_s`, with vector clock `seen`, is done."""
+        self.forbid_in_capture()
+        self.clock.wait(until_s)
+        self._host_passes(seen)
+
+    def host_polls(self, until_s: float, seen: VectorClock) -> bool:
+        """Ask whether that work is done; a yes orders the host after it."""
+        self.forbid_in_capture()
+        done = self.clock.poll(until_s)
+        if done:
+            self._host_passes(seen)
+        else:
+            last_error.clear()  # torch clears "not ready", and with it what was there before
+        return done
+
+    def synchronize(self, index: int) -> None:
+        """Stop the host until the work of every stream of a device is done."""
+        self.forbid_in_bad_fork()
+        self.devices[index].has_context = True
+        streams = [s for s in self.streams.values() if s.device_index == index]
+        seen = VectorClock()
+        for stream in streams:
+            merge_clocks(seen, stream.seen)
+        self.host_waits(max((stream.ready_s for stream in streams), default=0.0), seen)
+
+    def _host_passes(self, seen: VectorClock) -> None:
+        merge_clocks(self.host_seen, seen)
+        if self.late is not None:
+            self.late.settle(self.host_seen)
+        self.host_copies.settle(self.host_seen)
+
+
+def _pool(settings: Settings, clock: Clock, index: int) -> MemoryPool:
+    if settings.allocator == "cuda":
+        return CachingPool(settings.budget_bytes, clock.wait, clock.finished_s, index)
+    return ExactPool(settings.budget_bytes, settings.round_to_bytes, clock.wait, index)
+
+
+machine = Machine()
+
+
+def _note_fork() -> None:
+    machine.is_in_bad_fork = machine.is_in_bad_fork or bool(machine.contexts)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)

@@ -1,0 +1,167 @@
+"""Pinned host memory: the address ranges that the device may copy from and to on its own.
+
+A range counts as pinned from `register` to `unregister`, whoever owns the memory; what
+`pin_memory()` made is unpinned when its storage dies. Each range has a history for the race
+detector, because two streams can race over host bytes too.
+"""
+
+import math
+import weakref
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import torch
+
+from tenure._units import parse_bytes
+
+from ._races import History, Span
+from ._runtime import (
+    ALREADY_REGISTERED,
+    INVALID_VALUE,
+    NOT_REGISTERED,
+    OUT_OF_MEMORY,
+    SUCCESS,
+    error_of,
+    last_error,
+)
+
+_HOST_STREAM_ID = -1  # no stream: the home of memory that the host owns
+
+
+@dataclass(slots=True)
+class _Range:
+    low: int
+    high: int
+    history: History
+    is_registered: bool = False
+    is_of_this_start: bool = True
+
+    def overlaps(self, low: int, high: int) -> bool:
+        return self.low < high and low < self.high
+
+
+def check_failure(when: int | str | None) -> None:
+    """Refuse what `fail_pinning` can't mean."""
+    if isinstance(when, str):
+        _ = when == "all" or parse_bytes(when)
+    elif when is not None and (type(when) is not int or when < 1):
+        raise ValueError(
+            f'fail_pinning={when!r}: give "all", a size as "64KiB", or a number: what is pinned is'
+            " counted from 1."
+        )
+
+
+class PinnedMemory:
+    """The pinned ranges, by address."""
+
+    def __init__(self) -> None:
+        self._ranges: dict[int, _Range] = {}
+        self._lows: list[int] = []
+        self.fail(None)
+
+    def fail(self, when: int | str | None) -> None:
+        """Make pinning fail: the `when`-th from now, once; `"all"`; or what exceeds a size.
+
+        Args:
+            when: a number from 1; `"all"`; the most bytes that may be pinned, as `"64KiB"`, which
+                stands for the system's limit of locked memory; None lets all succeed.
+        """
+        check_failure(when)
+        self._until_failure = when if isinstance(when, int) else None
+        self._limit_bytes: float = math.inf
+        if isinstance(when, str):
+            self._limit_bytes = 0 if when == "all" else parse_bytes(when)
+
+    def register(self, address: int, n_bytes: int) -> int:
+        """Pin `n_bytes` from `address`; returns the code of `cudaHostRegister`."""
+        if n_bytes <= 0:
+            return last_error.note(INVALID_VALUE)
+        if any(pinned.overlaps(address, address + n_bytes) for pinned in self._ranges.values()):
+            return last_error.note(ALREADY_REGISTERED)
+        if self._fails(n_bytes):
+            return last_error.note(OUT_OF_MEMORY)
+        self._pin(address, n_bytes, is_registered=True)
+        return SUCCESS
+
+    def unregister(self, address: int) -> int:
+        """Undo `register`; returns the code of `cudaHostUnregister`."""
+        found = self._ranges.get(address)
+        if found is None or not found.is_registered:
+            return last_error.note(NOT_REGISTERED)
+        self._unpin(address)
+        return SUCCESS
+
+    def pin_storage(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Pin the storage of a host tensor until it dies; returns the tensor.
+
+        Raises:
+            torch.AcceleratorError: it was made to fail; torch clears the thread's last error then.
+        """
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if storage.nbytes():
+            if self._fails(storage.nbytes()):
+                raise error_of(OUT_OF_MEMORY)
+            self._pin(address, storage.nbytes())
+            weakref.finalize(storage, self._unpin, address).atexit = False
+        return tensor
+
+    def span(self, tensor: torch.Tensor) -> Span | None:
+        """The bytes of a host tensor within its pinned range; None if it is not pinned."""
+        found = self._range_of(tensor)
+        if found is None:
+            return None
+        low = tensor.data_ptr() - found.low
+        return Span(found.history, low, low + extent_bytes(tensor))
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether all bytes of a host tensor lie in one pinned range."""
+        return self._range_of(tensor) is not None
+
+    def start(self) -> None:
+        """Drop what earlier programs registered, and what they did to all other ranges."""
+        self.fail(None)
+        last_error.start()
+        for address, pinned in list(self._ranges.items()):
+            pinned.history.accesses.clear()
+            pinned.is_of_this_start = False
+            if pinned.is_registered:
+                self._unpin(address)
+
+    def _fails(self, n_bytes: int) -> bool:
+        if self._until_failure is not None:
+            self._until_failure -= 1
+            if self._until_failure == 0:
+                self._until_failure = None
+                return True
+        ranges = [pinned for pinned in self._ranges.values() if pinned.is_of_this_start]
+        pinned_bytes = sum(pinned.high - pinned.low for pinned in ranges)
+        return pinned_bytes + n_bytes > self._limit_bytes
+
+    def _pin(self, address: int, n_bytes: int, *, is_registered: bool = False) -> None:
+        history = History(_HOST_STREAM_ID)
+        self._ranges[address] = _Range(address, address + n_bytes, history, is_registered)
+        self._lows = sorted(self._ranges)
+
+    def _unpin(self, address: int) -> None:
+        self._ranges.pop(address, None)
+        self._lows = sorted(self._ranges)
+
+    def _range_of(self, tensor: torch.Tensor) -> _Range | None:
+        address = tensor.data_ptr()
+        index = bisect_right(self._lows, address) - 1
+        if index < 0:
+            return None
+        found = self._ranges[self._lows[index]]
+        return found if address + extent_bytes(tensor) <= found.high else None
+
+
+def extent_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the tensor's first element to the end of its last."""
+    if tensor.numel() == 0:
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((n - 1) * step for n, step in steps)) * tensor.element_size()
+
+
+pinned_memory = PinnedMemory()

@@ -1,0 +1,106 @@
+"""The end of a backward pass on the device: its error reaches the caller, its memory is let go.
+
+While C++ unwinds from a hook that raised, it asks the device guard for its type. With a guard in
+Python and the error still pending, that call fails inside a `noexcept` function and would end the
+process. This guard takes the pending error out of the interpreter first, and `backward` raises it
+once the pass has stopped.
+"""
+
+import functools
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.autograd
+from torch._C._acc import DeviceGuard
+from torch._C._autograd import DeviceType
+from torch.autograd.graph import get_gradient_edge
+
+from tenure._torch_backward import is_running_node
+
+from .._device._machine import machine
+from .._device._streams import lent_to_autograd
+from .._torch_backend import sim_device
+
+# What `backward` and `grad` call.
+_RUN = "_engine_run_backward"
+# Oldest first: what a failed pass finds without an error of its own.
+_taken: list[BaseException] = []
+
+
+class _Callable:
+    """A plain call that the interpreter checks: SystemError if an error was pending before it."""
+
+    def __call__(self) -> None:
+        return None
+
+
+_check_pending = _Callable()
+
+
+class SafeGuard(DeviceGuard):
+    """The device guard; its one question may come while an error is on its way."""
+
+    def type_(self) -> Any:
+        """The device type; a pending error is kept for `backward`."""
+        try:
+            _check_pending()
+        except SystemError as wrapped:
+            if wrapped.__cause__ is not None:
+                _taken.append(wrapped.__cause__)
+        return DeviceType.PrivateUse1
+
+
+def install() -> None:
+    """Let `backward` and `grad` raise what the guard has taken, and return when memory is exact."""
+    _empty_pass()  # made now, so that no mode of a program sees it made
+    run: Any = getattr(torch.autograd, _RUN)
+    setattr(torch.autograd, _RUN, _ending_well(run))
+
+
+def _ending_well(run: Any) -> Any:
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            with lent_to_autograd(_roots(args[0])), _on_a_thread_that_torch_has():
+                return run(*args, **kwargs)
+        except SystemError:
+            if not _taken:
+                raise
+        finally:
+            if not is_running_node() and not machine.settings.late_engine:
+                _wait_for_engine(run)
+        raise _taken.pop(0)
+
+    return run_backward
+
+
+def _roots(outputs: Any) -> list[Any]:
+    """The nodes of what a pass begins with: tensors or edges; torch refuses all others."""
+    edges = [each for each in outputs if isinstance(each, tuple)]
+    tensors = [each for each in outputs if isinstance(each, torch.Tensor) and each.requires_grad]
+    return [edge[0] for edge in (*edges, *map(get_gradient_edge, tensors))]
+
+
+def _on_a_thread_that_torch_has() -> AbstractContextManager[object]:
+    """Context in which nodes of any device find a thread: with several devices, the caller's.
+
+    Autograd keeps a thread for each device that the guard tells of; a Python guard tells of one.
+    """
+    several = len(machine.devices) > 1
+    return torch.autograd.set_multithreading_enabled(False) if several else nullcontext()
+
+
+def _wait_for_engine(run: Any) -> None:
+    """Wait until autograd's thread for the device has let go of the last node that it ran.
+
+    It wakes the caller first, so the node's tensors would stay allocated for a moment more. The
+    thread takes the next node, here one without any bytes, only when it is done with the last.
+    """
+    leaf, grad = _empty_pass()
+    run((leaf,), (grad,), False, False, (leaf,), allow_unreachable=True, accumulate_grad=False)
+
+
+@functools.cache
+def _empty_pass() -> tuple[torch.Tensor, torch.Tensor]:
+    leaf, grad = (torch.empty(0, device=sim_device()) for _ in range(2))
+    return leaf.requires_grad_(), grad

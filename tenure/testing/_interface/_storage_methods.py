@@ -1,0 +1,103 @@
+"""Making and copying whole storages on the device, which torch does without its dispatcher.
+
+`copy.deepcopy`, `torch.load` and pickle come through here. Python has no allocator to give to torch
+(`torch.UntypedStorage(n, device="sim")` ends the process), so what makes a storage is led to the
+device's own; in place a storage can only be emptied and, later, filled again.
+"""
+
+from typing import Any
+
+import torch
+from torch.storage import _StorageBase
+
+from .._device._blocks import allocate_bytes, empty_block, has_block, n_bytes_of, refill_block
+from .._device._which import index_of
+from .._torch_backend import DEVICE_TYPE
+
+
+def install() -> None:
+    """Replace the constructor, `new`, `clone`, `resize_` and what tells of sizes."""
+    torch.UntypedStorage.__new__ = _constructor()  # type: ignore[method-assign]
+    torch.UntypedStorage.new = _renewer()  # type: ignore[method-assign]
+    _StorageBase.clone = _cloner()  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = _resizer()  # type: ignore[method-assign]
+    torch.UntypedStorage.resizable = _resizability()  # type: ignore[method-assign]
+    for name in ("nbytes", "size"):
+        setattr(torch.UntypedStorage, name, _sizer(name))
+
+
+def _constructor() -> Any:
+    plain: Any = torch.UntypedStorage.__new__
+
+    def new(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+        if device is None:
+            return plain(cls, *args, **kwargs)
+        target = torch.device(device)
+        if target.type != DEVICE_TYPE:
+            return plain(cls, *args, device=device, **kwargs)
+        return allocate_bytes(args[0] if args else 0, index_of(target))
+
+    return staticmethod(new)
+
+
+def _renewer() -> Any:
+    plain = torch.UntypedStorage.new
+
+    def new(storage: torch.UntypedStorage) -> Any:
+        if storage.device.type != DEVICE_TYPE:
+            return plain(storage)
+        return torch.UntypedStorage(0, device=storage.device)
+
+    return new
+
+
+def _cloner() -> Any:
+    plain: Any = _StorageBase.clone
+
+    def clone(storage: Any) -> Any:
+        if storage.device.type != DEVICE_TYPE:
+            return plain(storage)
+        return torch.UntypedStorage(storage.nbytes(), device=storage.device).copy_(storage)
+
+    return clone
+
+
+def _sizer(name: str) -> Any:
+    plain = getattr(torch.UntypedStorage, name)
+
+    def size(storage: torch.UntypedStorage) -> int:
+        n_bytes = n_bytes_of(storage)
+        return plain(storage) if n_bytes is None else n_bytes
+
+    return size
+
+
+def _resizability() -> Any:
+    plain = torch.UntypedStorage.resizable
+
+    def resizable(storage: torch.UntypedStorage) -> bool:
+        return has_block(storage) or plain(storage)
+
+    return resizable
+
+
+def _resizer() -> Any:
+    plain: Any = torch.UntypedStorage.resize_
+    full_size = torch.UntypedStorage.nbytes
+
+    def resize_(storage: torch.UntypedStorage, n_bytes: int) -> Any:
+        if storage.device.type != DEVICE_TYPE:
+            return plain(storage, n_bytes)
+        if n_bytes == 0:
+            empty_block(storage)
+        elif n_bytes == full_size(storage):
+            refill_block(storage)
+        else:
+            raise NotImplementedError(
+                f"a storage on {storage.device} cannot be resized in place but to 0 bytes and back"
+                " (torch gives a Python device no hook for it); Tensor.resize_ works, with a new"
+                " storage where it grows."
+            )
+        return storage
+
+    return resize_

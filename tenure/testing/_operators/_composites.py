@@ -1,0 +1,154 @@
+"""Operators that torch calls by another name on a PrivateUse1 device than on the CPU.
+
+Convolution has `_overrideable` entry points, recurrent cells have fused ones that no CPU kernel
+backs; each is given the arithmetic of its CPU counterpart. Attention takes torch's math path.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .._dispatch import kernel
+from .._torch_backend import operator_named
+from ._fallback import run_as
+
+_SDP_MATH = 0  # at::SDPBackend::math
+
+
+@kernel
+def convolution(*args: Any) -> Any:
+    """Kernel of `aten::convolution_overrideable`."""
+    operator = operator_named("convolution_overrideable")
+    return run_as(operator, torch.ops.aten.convolution.default, args, {})
+
+
+@kernel
+def convolution_backward(
+    grad: torch.Tensor,
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    output_mask: Sequence[bool],
+) -> Any:
+    """Kernel of `aten::convolution_backward_overrideable`."""
+    bias_size = [grad.shape[1]] if output_mask[2] else None
+    geometry = (stride, padding, dilation, transposed, output_padding, groups, output_mask)
+    operator = torch.ops.aten.convolution_backward.default
+    return run_as(operator, operator, (grad, inputs, weight, bias_size, *geometry), {})
+
+
+@kernel
+def choose_attention(*args: Any, **kwargs: Any) -> int:
+    """Kernel of `aten::_fused_sdp_choice`."""
+    return _SDP_MATH
+
+
+def _lstm_cell(
+    input_gates: torch.Tensor,
+    hidden_gates: torch.Tensor,
+    cell: torch.Tensor,
+    input_bias: torch.Tensor | None = None,
+    hidden_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gates = _add_all(input_gates, input_bias, hidden_gates, hidden_bias)
+    enter, forget, candidate, leave = gates.chunk(4, 1)
+    enter, forget, leave = enter.sigmoid(), forget.sigmoid(), leave.sigmoid()
+    candidate = candidate.tanh()
+    new_cell = forget * cell + enter * candidate
+    workspace = torch.cat([enter, forget, candidate, leave], 1)
+    return leave * new_cell.tanh(), new_cell, workspace
+
+
+def _lstm_cell_backward(
+    grad_hidden: torch.Tensor | None,
+    grad_new_cell: torch.Tensor | None,
+    cell: torch.Tensor,
+    new_cell: torch.Tensor,
+    workspace: torch.Tensor,
+    has_bias: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    if grad_hidden is None and grad_new_cell is None:
+        return None, None, None
+    enter, forget, candidate, leave = workspace.chunk(4, 1)
+    grad_hidden = torch.zeros_like(cell) if grad_hidden is None else grad_hidden
+    squashed = new_cell.tanh()
+    grad_cell = grad_hidden * leave * (1 - squashed * squashed)
+    if grad_new_cell is not None:
+        grad_cell = grad_cell + grad_new_cell
+    grad_gates = torch.cat(
+        [
+            grad_cell * candidate * enter * (1 - enter),
+            grad_cell * cell * forget * (1 - forget),
+            grad_cell * enter * (1 - candidate * candidate),
+            grad_hidden * squashed * leave * (1 - leave),
+        ],
+        1,
+    )
+    return grad_gates, grad_cell * forget, grad_gates.sum(0) if has_bias else None
+
+
+def _gru_cell(
+    input_gates: torch.Tensor,
+    hidden_gates: torch.Tensor,
+    hidden: torch.Tensor,
+    input_bias: torch.Tensor | None = None,
+    hidden_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    reset_in, update_in, new_in = _add_all(input_gates, input_bias).chunk(3, 1)
+    reset_hidden, update_hidden, new_hidden = _add_all(hidden_gates, hidden_bias).chunk(3, 1)
+    reset = (reset_in + reset_hidden).sigmoid()
+    update = (update_in + update_hidden).sigmoid()
+    new = (new_in + reset * new_hidden).tanh()
+    workspace = torch.cat([reset, update, new, hidden, new_hidden], 1)
+    return new + update * (hidden - new), workspace
+
+
+def _gru_cell_backward(
+    grad: torch.Tensor, workspace: torch.Tensor, has_bias: bool
+) -> tuple[torch.Tensor | None, ...]:
+    reset, update, new, hidden, new_hidden = workspace.chunk(5, 1)
+    grad_update = grad * (hidden - new) * (1 - update) * update
+    grad_new = grad * (1 - update) * (1 - new * new)
+    grad_reset = grad_new * new_hidden * (1 - reset) * reset
+    grad_input = torch.cat([grad_reset, grad_update, grad_new], 1)
+    grad_hidden = torch.cat([grad_reset, grad_update, grad_new * reset], 1)
+    biases = (grad_input.sum(0), grad_hidden.sum(0)) if has_bias else (None, None)
+    return (grad_input, grad_hidden, grad * update, *biases)
+
+
+def _add_all(first: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+    total = first
+    for other in others:
+        total = total if other is None else total + other
+    return total
+
+
+_CELLS = {
+    "_thnn_fused_lstm_cell": _lstm_cell,
+    "_thnn_fused_lstm_cell_backward_impl": _lstm_cell_backward,
+    "_thnn_fused_gru_cell": _gru_cell,
+    "_thnn_fused_gru_cell_backward": _gru_cell_backward,
+}
+
+
+def _cell_kernel(name: str) -> Any:
+    operator = operator_named(name)
+
+    @kernel
+    def cell(*args: Any) -> Any:
+        return run_as(operator, _CELLS[name], args, {})
+
+    return cell
+
+
+KERNELS = {
+    "convolution_overrideable": convolution,
+    "convolution_backward_overrideable": convolution_backward,
+    "_fused_sdp_choice": choose_attention,
+} | {name: _cell_kernel(name) for name in _CELLS}

@@ -1,0 +1,265 @@
+"""Copies: within the device, and over the link between the device and the host.
+
+A copy over the link is asynchronous only if the caller asks for it, the host side is pinned, and
+both sides have one type and one dense layout: CUDA takes any other copy through pageable memory.
+Otherwise the host waits for the stream.
+"""
+
+import functools
+
+import torch
+
+from .._device._blocks import is_on_device, on_host, span_of, true_bytes_of
+from .._device._capture import Work
+from .._device._clock import Engine
+from .._device._late import Later, touch, touch_of_host
+from .._device._machine import machine
+from .._device._pinned import extent_bytes, pinned_memory
+from .._device._races import Span
+from .._device._runtime import last_error
+from .._device._streams import Stream, current_stream, number_of
+from .._device._which import context_for_pinning, index_of
+from .._dispatch import kernel
+from .._torch_backend import DEVICE_TYPE, operator_named, sim_device
+from ._fallback import run_as
+
+_NAME = "aten::copy_"
+_UNPINNED_IN_CAPTURE = (
+    "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is"
+    " pinned. Please use tensor.pin_memory() or allocate the tensor with pin_memory=True."
+)
+
+
+@kernel
+def copy_from(
+    source: torch.Tensor, destination: torch.Tensor, non_blocking: bool = False
+) -> torch.Tensor:
+    """Kernel of `aten::_copy_from`, which `copy_` comes down to."""
+    if not is_on_device(destination):
+        _copy_out(source, destination, non_blocking=non_blocking)
+    elif not is_on_device(source):
+        _copy_in(source, destination, non_blocking=non_blocking)
+    else:
+        _copy_within(source, destination)
+    return destination
+
+
+@kernel
+def copy_from_and_resize(source: torch.Tensor, destination: torch.Tensor) -> torch.Tensor:
+    """Kernel of `aten::_copy_from_and_resize`."""
+    destination.resize_(source.size())
+    return destination.copy_(source)
+
+
+@kernel
+def to_copy(
+    tensor: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> torch.Tensor:
+    """Kernel of `aten::_to_copy`: converts on the side of the source, then moves."""
+    target = tensor.device if device is None else device
+    if target.type == DEVICE_TYPE:
+        target = sim_device(index_of(target))
+    source = tensor if dtype in (None, tensor.dtype) else _convert(tensor, dtype)
+    if source is not tensor and source.device == target:
+        return source
+    order = memory_format or torch.preserve_format
+    result = torch.empty_like(source, memory_format=order, device=target)
+    if target.type == "meta":
+        return result
+    if non_blocking and target.type == "cpu":
+        pinned_memory.pin_storage(result)  # as on CUDA, which allocates such results pinned
+    return result.copy_(source, non_blocking)
+
+
+@kernel
+def record_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:
+    """Kernel of `aten::record_stream`: keep the block until `stream` has passed its last use."""
+    history, number = span_of(tensor).history, number_of(stream)
+    if number != history.home_stream_id:
+        history.recorded_stream_ids.add(number)
+
+
+@kernel
+def pin_memory(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """Kernel of `aten::_pin_memory` for host tensors."""
+    context_for_pinning()
+    return pinned_memory.pin_storage(torch.empty_like(tensor).copy_(tensor))
+
+
+@kernel
+def is_pinned(tensor: torch.Tensor, device: torch.device | None = None) -> bool:
+    """Kernel of `aten::is_pinned` for host tensors."""
+    return pinned_memory.is_pinned(tensor)
+
+
+def _convert(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    if not is_on_device(tensor):
+        return tensor.to(dtype)
+    operator = operator_named("_to_copy")
+    converted: torch.Tensor = run_as(operator, operator, (tensor,), {"dtype": dtype})
+    return converted
+
+
+def _copy_within(source: torch.Tensor, destination: torch.Tensor) -> None:
+    # Between two devices the source's stream copies, and the two streams wait for each other
+    # before and after: copy_device_to_device in aten/src/ATen/native/cuda/Copy.cu.
+    stream, beside = current_stream(source.device), current_stream(destination.device)
+    if stream is not beside:
+        stream.wait_stream(beside)
+    into, out_of = on_host(destination), on_host(source)
+    reads, writes = [span_of(source)], [span_of(destination)]
+    n_bytes = source.nbytes + destination.nbytes
+    if stream.capture is not None:
+
+        def run(_stream: Stream) -> None:
+            into.copy_(out_of)
+
+        work = Work(name=_NAME, run=run, reads=reads, writes=writes, n_bytes=n_bytes)
+        stream.capture.add(work, stream)
+        return
+    into.copy_(out_of)
+    machine.launch(_NAME, stream, reads, writes, _later_within(source, destination))
+    machine.clock.launch_kernel(stream, 0, n_bytes)
+    if stream is not beside:
+        beside.wait_stream(stream)
+    last_error.check()
+
+
+def _copy_in(source: torch.Tensor, destination: torch.Tensor, *, non_blocking: bool) -> None:
+    stream, span = current_stream(destination.device), pinned_memory.span(source)
+    if stream.capture is not None:
+        _record_copy(stream, "h2d", source, destination, non_blocking=non_blocking)
+        return
+    pinned = span is not None and _same_layout(source, destination)
+    later = _later_in(source, destination, span) if span and pinned and non_blocking else None
+    if later is not None and machine.late is not None:
+        machine.late.settle_before(later.touches[0], stream.seen)  # what is expected is read now
+    machine.launch(_NAME, stream, [span] if span else [], [span_of(destination)], later)
+    machine.clock.launch_copy(stream, "h2d", destination.nbytes, pinned=pinned)
+    if pinned and non_blocking:
+        machine.host_copies.deliver(stream.seen)
+        on_host(destination).copy_(source)
+        machine.host_copies.send(source, stream.number, stream.seen)
+        return
+    stream.synchronize()
+    on_host(destination).copy_(source)
+    if machine.late is not None:
+        true_bytes_of(destination).copy_(source)
+
+
+def _copy_out(source: torch.Tensor, destination: torch.Tensor, *, non_blocking: bool) -> None:
+    stream, span = current_stream(source.device), pinned_memory.span(destination)
+    if stream.capture is not None:
+        _record_copy(stream, "d2h", source, destination, non_blocking=non_blocking)
+        return
+    pinned = span is not None and _same_layout(source, destination)
+    later = _later_out(source, destination, span) if span and pinned and non_blocking else None
+    if later is not None and machine.late is not None:
+        machine.late.settle_before(later.touches[1], stream.seen)  # the poison is written now
+    machine.launch(_NAME, stream, [span_of(source)], [span] if span else [], later)
+    machine.host_copies.deliver(stream.seen)
+    n_bytes = destination.numel() * source.element_size()  # the host converts what arrives
+    machine.clock.launch_copy(stream, "d2h", n_bytes, pinned=pinned)
+    if later is not None:
+        machine.host_copies.expect(destination, stream.seen)
+    elif pinned and non_blocking:
+        machine.host_copies.receive(destination, on_host(source), stream.number, stream.seen)
+    else:
+        stream.synchronize()
+        destination.copy_(on_host(source) if machine.late is None else true_bytes_of(source))
+
+
+def _record_copy(
+    stream: Stream,
+    engine: Engine,
+    source: torch.Tensor,
+    destination: torch.Tensor,
+    *,
+    non_blocking: bool,
+) -> None:
+    """Put a copy over the link into the graph that the stream captures.
+
+    Raises:
+        RuntimeError: the host side is not pinned.
+        torch.AcceleratorError: the host would wait for the copy.
+    """
+    capture = stream.capture
+    assert capture is not None
+    host, there = (source, destination) if engine == "h2d" else (destination, source)
+    span = pinned_memory.span(host)
+    if span is None:
+        raise RuntimeError(_UNPINNED_IN_CAPTURE)
+    if not non_blocking:
+        capture.fail()
+    alias, sides = on_host(there), ([span], [span_of(there)])
+    reads, writes = sides if engine == "h2d" else reversed(sides)
+
+    def run(on: Stream) -> None:
+        machine.host_copies.deliver(on.seen)
+        if engine == "h2d":
+            alias.copy_(source)
+            machine.host_copies.send(source, on.number, on.seen)
+        else:
+            machine.host_copies.receive(destination, alias, on.number, on.seen)
+
+    n_bytes = there.nbytes
+    work = Work(name=_NAME, run=run, reads=reads, writes=writes, engine=engine, n_bytes=n_bytes)
+    capture.add(work, stream)
+
+
+def _later_within(source: torch.Tensor, destination: torch.Tensor) -> Later | None:
+    if machine.late is None:
+        return None
+    into, out_of = true_bytes_of(destination), true_bytes_of(source)
+    touches = touch(out_of, is_write=False), touch(into, is_write=True)
+    return Later(_NAME, functools.partial(_copy, into, out_of), touches)
+
+
+def _later_in(source: torch.Tensor, destination: torch.Tensor, span: Span) -> Later | None:
+    if machine.late is None:
+        return None
+    into, out_of = true_bytes_of(destination), source.detach()
+    touches = touch_of_host(span, is_write=False), touch(into, is_write=True)
+    return Later(_NAME, functools.partial(_copy, into, out_of), touches)
+
+
+def _later_out(source: torch.Tensor, destination: torch.Tensor, span: Span) -> Later | None:
+    if machine.late is None:
+        return None
+    into, out_of = destination.detach(), true_bytes_of(source)
+    touches = touch(out_of, is_write=False), touch_of_host(span, is_write=True)
+    return Later(_NAME, functools.partial(_copy, into, out_of), touches)
+
+
+def _copy(into: torch.Tensor, out_of: torch.Tensor) -> None:
+    into.copy_(out_of)
+
+
+def _same_layout(first: torch.Tensor, second: torch.Tensor) -> bool:
+    # copy_requires_temporaries in aten/src/ATen/native/cuda/Copy.cu
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    if first.is_contiguous() and second.is_contiguous():
+        return True
+    return first.stride() == second.stride() and extent_bytes(first) == first.nbytes
+
+
+DEVICE_KERNELS = {
+    "_copy_from": copy_from,
+    "_copy_from_and_resize": copy_from_and_resize,
+    "_to_copy": to_copy,
+    "record_stream": record_stream,
+}
+
+HOST_KERNELS = {"_pin_memory": pin_memory, "is_pinned": is_pinned}
+
+# Torch resolves a lazy conjugate or negative by copying; the copy itself must take it as it is.
+LAZY_KEYS = ("Conjugate", "Negative")
+LAZY_KERNELS = {"_copy_from": torch.library.fallthrough_kernel}

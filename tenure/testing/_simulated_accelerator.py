@@ -1,0 +1,120 @@
+"""The block in which the simulated accelerator runs; there is one at a time.
+
+The device is put into torch at the first block and stays there for the life of the process.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Concatenate, ParamSpec
+
+from tenure._errors import SimulatorUsageError
+
+from ._simulator import Simulator
+
+P = ParamSpec("P")
+
+_running: list[Simulator] = []
+
+
+def _with_options_of(
+    start: Callable[Concatenate[Simulator, P], Simulator],
+) -> Callable[[Callable[..., Any]], Callable[P, AbstractContextManager[Simulator]]]:
+    """Decorator: the options are those of `start`, and are declared and checked there alone."""
+    signature = inspect.signature(start)
+    options = list(signature.parameters.values())[1:]  # without self
+
+    def decorate(block: Callable[..., Any]) -> Callable[P, AbstractContextManager[Simulator]]:
+        annotation = AbstractContextManager[Simulator]
+
+        @functools.wraps(block)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[Simulator]:
+            signature.bind(None, *args, **kwargs)  # here, and not only where the block is entered
+            made: AbstractContextManager[Simulator] = block(*args, **kwargs)
+            return made
+
+        vars(checked)["__signature__"] = inspect.Signature(options, return_annotation=annotation)
+        return checked
+
+    return decorate
+
+
+@_with_options_of(Simulator.__call__)
+@contextlib.contextmanager
+def simulated_accelerator(**options: Any) -> Iterator[Simulator]:
+    """Run a block with an accelerator in Python, `sim:0`: exact memory, a virtual clock, no GPU.
+
+    The first block makes `sim` a device of torch, by renaming torch's PrivateUse1 backend, for as
+    long as the process lives; importing this changes nothing. Each block starts the device afresh.
+
+    Args:
+        **options: those of the `Simulator` itself, which, called, starts the device afresh within
+            the block: `budget="64MiB"`, `link=Rates(...)`, `fail_at=3`, ...
+
+    Yields:
+        The `Simulator`; its figures can still be read after the block.
+
+    Raises:
+        SimulatorUsageError: PrivateUse1 has another name in this process, or a block is open.
+        RaceError: at the end of a block that raised nothing itself, if it had races that were not
+            taken with `take_faults()`.
+
+    Example:
+        >>> import torch
+        >>> from tenure.testing import simulated_accelerator
+        >>> def largest_that_fits(n_rows, device):
+        ...     while True:
+        ...         try:
+        ...             return len(torch.ones(n_rows, 1024, device=device))
+        ...         except torch.OutOfMemoryError:
+        ...             n_rows //= 2
+        >>> with simulated_accelerator(budget="1MiB") as sim:
+        ...     n_rows = largest_that_fits(1000, sim.device)
+        >>> n_rows, sim.peak_bytes, sim.oom_count
+        (250, 1024000, 2)
+    """
+    if _running:
+        raise SimulatorUsageError(
+            "A simulated accelerator is running already, and a process has one. Within its block"
+            " call what it gave to start it afresh: sim(budget=...)."
+        )
+    from ._interface._setup import install  # this is what changes torch
+
+    install()
+    simulator = Simulator()
+    simulator(**options)
+    _running.append(simulator)
+    try:
+        yield simulator
+    except BaseException as error:
+        _note_races(error, simulator)
+        raise
+    else:
+        simulator.finish()
+    finally:
+        _running.clear()
+        simulator.fail_at(None)
+        simulator.fail_pinning(None)
+
+
+def running_simulator(asker: str) -> Simulator:
+    """The simulator of the open block.
+
+    Raises:
+        SimulatorUsageError: none is open; `asker` needs one.
+    """
+    if not _running:
+        raise SimulatorUsageError(
+            f"{asker} found no simulated accelerator that runs, and without one no allocation can"
+            " be made to fail. Call it inside `with simulated_accelerator() as sim:`, and let the"
+            " program use sim.device."
+        )
+    return _running[-1]
+
+
+def _note_races(error: BaseException, simulator: Simulator) -> None:
+    races = [fault for fault in simulator.faults if fault not in str(error)]
+    if races:
+        error.add_note("The simulated accelerator found races before this:\n" + "\n".join(races))

@@ -1,0 +1,178 @@
+"""The private torch functions that make a device out of Python, each behind a plain name.
+
+A torch release that moves one of them is mended here, and `test_torch_backend.py` says which one
+moved. What replaces a function of torch stands elsewhere, one module for each purpose: storages,
+`.data`, backward passes, the accelerator.
+"""
+
+import ctypes
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
+
+import torch
+from torch._C._acc import DeviceGuard, create_empty_tensor
+from torch._prims_common import compute_required_storage_length
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.dlpack import from_dlpack
+
+DEVICE_TYPE = "sim"
+# c10::DeviceType::PrivateUse1, by number:
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/headeronly/core/DeviceType.h
+DEVICE_TYPE_NUMBER = 20
+CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+# torch's stubs do not list this key.
+_AUTOCAST_KEYS = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, "AutocastPrivateUse1"))  # noqa: B009
+
+
+_UNNAMED = "privateuseone"
+
+
+def name_of_privateuse1() -> str | None:
+    """What PrivateUse1 was renamed to in this process, `sim` or by another package; None if not."""
+    name = torch._C._get_privateuse1_backend_name()
+    return None if name == _UNNAMED else name
+
+
+def register_device(module: object, guard: DeviceGuard) -> None:
+    """Rename PrivateUse1 to `sim` and make `module` its device module; possible once a process."""
+    _setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=module, device_guard=guard)
+
+
+def sim_device(index: int = 0) -> torch.device:
+    """A simulated device, `sim:0` where no other is meant."""
+    return torch.device(DEVICE_TYPE, index)
+
+
+def storage_over(host: torch.UntypedStorage, n_bytes: int, index: int = 0) -> torch.UntypedStorage:
+    """A storage on a device over the bytes of `host`, which the caller must keep alive."""
+    pointer = host.data_ptr()
+    return _storage_at(pointer, sim_device(index), n_bytes)
+
+
+def host_storage_over(host: torch.UntypedStorage, low: int, n_bytes: int) -> torch.UntypedStorage:
+    """A host storage over some bytes of another, which the caller must keep alive."""
+    pointer = host.data_ptr() + low
+    return _storage_at(pointer, torch.device("cpu"), n_bytes)
+
+
+def _storage_at(pointer: int, device: torch.device, n_bytes: int) -> torch.UntypedStorage:
+    # The stubs name a class that torch no longer has.
+    made: Any = torch._C._construct_storage_from_data_pointer(pointer, device, n_bytes)
+    return cast(torch.UntypedStorage, made)
+
+
+def tensor_over(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    size: Sequence[int],
+    stride: Sequence[int],
+    offset: int | torch.SymInt,
+) -> torch.Tensor:
+    """A tensor over part of a device's `storage`; size, stride and offset are in elements."""
+    return set_geometry(_empty(storage.device.index, dtype), storage, size, stride, offset)
+
+
+def _empty(index: int, dtype: torch.dtype) -> torch.Tensor:
+    if index == 0:
+        return create_empty_tensor((0,), dtype)
+    empty: torch.Tensor = torch.ops.aten.view.dtype.redispatch(CPU_KEYS, _first_of(index), dtype)
+    return empty
+
+
+@functools.cache
+def _first_of(index: int) -> torch.Tensor:
+    """A tensor without elements on another device than the first.
+
+    `create_empty_tensor` knows index 0 alone, and a tensor may not be set to a storage of another
+    device; but DLPack takes whatever index its capsule names.
+    """
+    capsule = torch.to_dlpack(_empty(0, torch.uint8))
+    address = ctypes.pythonapi.PyCapsule_GetPointer
+    address.restype, address.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    # DLTensor begins with a pointer and DLDevice's type and index:
+    # https://github.com/dmlc/dlpack/blob/v1.0/include/dlpack/dlpack.h
+    ctypes.c_int32.from_address(address(capsule, b"dltensor") + 12).value = index
+    return from_dlpack(capsule)
+
+
+def set_geometry(
+    tensor: torch.Tensor,
+    storage: torch.UntypedStorage,
+    size: Sequence[int],
+    stride: Sequence[int],
+    offset: int | torch.SymInt,
+) -> torch.Tensor:
+    """Point `tensor` at another storage or another part of its own, in place."""
+    set_ = torch.ops.aten.set_.source_Storage_storage_offset
+    pointed: torch.Tensor = set_.redispatch(CPU_KEYS, tensor, storage, offset, size, stride)
+    return pointed
+
+
+def required_elements(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements that a storage needs to hold a tensor of this size and stride at offset 0."""
+    return int(compute_required_storage_length(list(size), list(stride), 0))
+
+
+def swap_implementation(first: torch.Tensor, second: torch.Tensor) -> None:
+    """Exchange what two tensor objects refer to; the objects keep their identity."""
+    torch._C._swap_tensor_impl(first, second)
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """The identity of the storage's C++ object, equal for every Python object over it."""
+    return int(storage._cdata)
+
+
+def tensor_key(tensor: torch.Tensor) -> int:
+    """`storage_key` of the tensor's storage."""
+    return storage_key(tensor.untyped_storage())
+
+
+# at::sequence_number gives no number to the nodes that add gradients to leaves.
+LEAF_NUMBER = 2**64 - 1
+
+
+def next_node_number() -> int:
+    """The number that the next node of autograd made in this thread will have."""
+    return int(torch._C._autograd._get_sequence_nr())  # pyright: ignore[reportAttributeAccessIssue]  # no stub
+
+
+def node_number(node: Any) -> int:
+    """The number of a node among those that its thread has made."""
+    return int(node._sequence_nr())
+
+
+def current_node() -> Any:
+    """The node that this thread is running in a backward pass; None outside."""
+    return torch._C._current_autograd_node()
+
+
+def is_node_on_device(node: Any) -> bool:
+    """Whether a node gets gradients that lie on the simulated device."""
+    return any(each.device.type == DEVICE_TYPE for each in node._input_metadata)
+
+
+def below_autocast() -> AbstractContextManager[None]:
+    """Context in which operators on the device skip the autocast kernels."""
+    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS)
+
+
+@contextmanager
+def below_everything() -> Iterator[None]:
+    """Context in which operators on the host are seen by no mode, no autograd and no autocast."""
+    with (
+        _disable_current_modes(),
+        torch._C.DisableTorchFunction(),
+        torch.inference_mode(),
+        torch.autocast("cpu", enabled=False),
+    ):
+        yield
+
+
+def operator_named(qualified: str) -> Any:
+    """The overload object of `aten` named like `addmm` or `set_.source_Tensor`."""
+    name, _, overload = qualified.partition(".")
+    return getattr(getattr(torch.ops.aten, name), overload or "default")

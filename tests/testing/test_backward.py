@@ -1,0 +1,142 @@
+import contextlib
+import threading
+
+import pytest
+import torch
+
+
+class HookError(Exception):
+    pass
+
+
+def fail(*args):
+    raise HookError("raised by a hook")
+
+
+def leaf(sim):
+    return torch.ones(4, device=sim.device, requires_grad=True)
+
+
+def test_an_error_in_a_tensor_hook_reaches_the_caller(sim):
+    x = leaf(sim)
+    x.register_hook(fail)
+    with pytest.raises(HookError, match="raised by a hook"):
+        x.exp().sum().backward()
+
+
+def test_an_error_in_a_post_accumulate_hook_reaches_the_caller(sim):
+    x = leaf(sim)
+    x.register_post_accumulate_grad_hook(fail)
+    with pytest.raises(HookError, match="raised by a hook"):
+        x.exp().sum().backward()
+
+
+def test_an_error_in_an_unpack_hook_reaches_the_caller(sim):
+    x = leaf(sim)
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, fail):
+        loss = (x * 2).exp().sum()
+    with pytest.raises(HookError, match="raised by a hook"):
+        loss.backward()
+    with pytest.raises(HookError, match="raised by a hook"):
+        torch.autograd.grad(loss, [x])
+
+
+def test_an_error_in_a_backward_function_reaches_the_caller(sim):
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise HookError("raised by a hook")
+
+    with pytest.raises(HookError, match="raised by a hook"):
+        Failing.apply(leaf(sim)).sum().backward()
+
+
+def test_running_out_of_memory_in_backward_reaches_the_caller_and_leaves_it_repeatable(sim):
+    x = torch.ones(100, device=sim.device, requires_grad=True)
+    loss = x.exp().sum()
+    sim.budget_bytes = sim.allocated_bytes + 100
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 400 bytes\."):
+        loss.backward(retain_graph=True)
+    sim.budget_bytes = None
+    loss.backward()
+    torch.testing.assert_close(x.grad, x.detach().exp())
+
+
+def test_a_failed_pass_does_not_disturb_the_next(sim):
+    x, y = leaf(sim), leaf(sim)
+    x.register_hook(fail)
+    with pytest.raises(HookError, match="raised by a hook"):
+        (x * 2).sum().backward()
+    (y * 2).sum().backward()
+    assert y.grad.tolist() == [2, 2, 2, 2]
+
+
+def test_the_error_of_one_thread_is_not_raised_in_another(sim):
+    x, y = leaf(sim), leaf(sim)
+    x.register_hook(fail)
+    raised = []
+
+    def work():
+        try:
+            (x * 2).sum().backward()
+        except HookError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    (y * 2).sum().backward()
+    assert len(raised) == 1
+
+
+@pytest.mark.parametrize("retains", [False, True])
+def test_memory_is_exact_as_soon_as_a_pass_has_ended(sim, retains):
+    x = torch.ones(100, device=sim.device, requires_grad=True)
+    resting_bytes = sim.allocated_bytes
+    for number in range(1, 200):
+        sim.fail_at(3 + number % 3)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            x.exp().sin().sum().backward(retain_graph=retains)
+        x.grad = None
+        assert sim.allocated_bytes == resting_bytes
+
+
+def bytes_left_by_failing_passes(sim):
+    """What is still allocated just after each of many passes that ran out of memory."""
+    x = torch.ones(100, device=sim.device, requires_grad=True)
+    resting_bytes = sim.allocated_bytes
+    for number in range(5_000):
+        sim.fail_at(3 + number % 3)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            x.exp().sin().sum().backward()
+        x.grad = None
+        yield sim.allocated_bytes - resting_bytes
+
+
+def test_the_engine_may_let_go_of_the_last_node_a_moment_later(sim):
+    sim(late_engine=True)
+    assert any(bytes_left_by_failing_passes(sim))
+
+
+def test_threads_that_fail_together_each_raise_an_error_of_a_hook(sim):
+    raised = []
+
+    def work():
+        for _ in range(30):
+            x = leaf(sim)
+            x.register_hook(fail)
+            try:
+                (x * 2).sum().backward()
+            except Exception as error:
+                raised.append(type(error))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert raised == [HookError] * 120

@@ -1,0 +1,96 @@
+from types import SimpleNamespace
+
+import pytest
+
+from tenure.testing._device._clock import Clock
+from tenure.testing._device._rates import Rates
+
+pytestmark = pytest.mark.simdevice
+
+RATES = Rates(
+    h2d_bytes_per_s=100.0,
+    d2h_bytes_per_s=50.0,
+    pageable_bytes_per_s=10.0,
+    copy_latency_s=1.0,
+    flops_per_s=1000.0,
+    memory_bytes_per_s=1000.0,
+    kernel_launch_s=0.5,
+    host_launch_s=0.25,
+    host_copy_s=0.125,
+    host_poll_s=0.0625,
+)
+
+
+def queue():
+    return SimpleNamespace(ready_s=0.0, device_index=0)
+
+
+def test_a_kernel_takes_the_slowest_of_arithmetic_traffic_and_launch():
+    assert RATES.kernel_s(flops=2000, n_bytes=10) == 2.0
+    assert RATES.kernel_s(flops=0, n_bytes=3000) == 3.0
+    assert RATES.kernel_s(flops=0, n_bytes=0) == 0.5
+
+
+def test_a_copy_takes_its_latency_and_the_speed_of_its_kind():
+    assert RATES.copy_s(100, to_device=True, pinned=True) == 2.0
+    assert RATES.copy_s(100, to_device=False, pinned=True) == 3.0
+    assert RATES.copy_s(100, to_device=True, pinned=False) == 11.0
+
+
+def test_work_of_two_streams_on_two_engines_overlaps():
+    clock, compute, copies = Clock(RATES), queue(), queue()
+    clock.launch_kernel(compute, flops=4000, n_bytes=0)
+    clock.launch_copy(copies, "h2d", 100, pinned=True)
+    assert compute.ready_s == 0.25 + 4.0
+    assert copies.ready_s == 0.375 + 2.0
+    assert clock.finished_s() == 4.25
+
+
+def test_work_of_two_streams_on_one_engine_runs_in_launch_order():
+    clock, first, second = Clock(RATES), queue(), queue()
+    clock.launch_copy(first, "h2d", 100, pinned=True)
+    clock.launch_copy(second, "h2d", 100, pinned=True)
+    assert second.ready_s == first.ready_s + 2.0
+
+
+def test_the_host_runs_ahead_until_it_waits():
+    clock, stream = Clock(RATES), queue()
+    clock.launch_kernel(stream, flops=4000, n_bytes=0)
+    assert clock.host_s == 0.25
+    clock.wait(stream.ready_s)
+    assert clock.host_s == 4.25
+    assert clock.host_waits == 1
+
+
+def test_asking_whether_work_is_done_takes_the_host_on():
+    clock = Clock(RATES)
+    answers = [clock.poll(0.125) for _ in range(3)]
+    assert answers == [False, True, True]
+
+
+def test_bytes_and_busy_time_are_counted_by_engine():
+    clock, stream = Clock(RATES), queue()
+    clock.launch_copy(stream, "h2d", 100, pinned=True)
+    clock.launch_copy(stream, "h2d", 50, pinned=True)
+    assert clock.copied_bytes[0, "h2d"] == 150
+    assert clock.busy_s[0, "h2d"] == 3.5
+    assert clock.launches[0, "h2d"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "least"),
+    [
+        ("h2d_bytes_per_s", 0, "more than 0"),
+        ("flops_per_s", float("nan"), "more than 0"),
+        ("copy_latency_s", -1e-6, "0 or more"),
+    ],
+)
+def test_a_speed_that_no_machine_has_is_refused(name, value, least):
+    with pytest.raises(ValueError, match=rf"Rates\({name}=.*\): must be {least}\."):
+        Rates(**{name: value})
+
+
+def test_an_engine_that_does_not_exist_is_refused(sim):
+    for figure in (sim.busy_s, sim.copied_bytes, sim.launches):
+        with pytest.raises(ValueError, match="there is no engine 'H2D'; the engines are"):
+            figure("H2D")

@@ -1,0 +1,134 @@
+import gc
+
+import pytest
+import torch
+
+from tenure.testing import SimulatorUsageError, for_each_allocation
+
+
+def three_allocations(sim):
+    a = torch.ones(10, device=sim.device)
+    b = a + 1
+    return (a * b).tolist()
+
+
+def test_each_allocation_fails_once_and_the_last_run_passes(sim):
+    failures, runs = [], []
+
+    def program():
+        runs.append(1)
+        return three_allocations(sim)
+
+    assert for_each_allocation(program, failures.append) == 3
+    assert [failure.number for failure in failures] == [1, 2, 3]
+    assert len(runs) == 4
+    assert not sim.failure_is_planted
+
+
+def test_the_check_sees_memory_without_the_frames_of_the_failed_run(sim):
+    def check(failure):
+        assert "planted" in str(failure.error)
+        assert failure.error.__traceback__ is None
+        assert sim.allocated_bytes == 0
+
+    assert for_each_allocation(lambda: three_allocations(sim), check) == 3
+
+
+def test_a_program_that_copes_hands_its_result_to_the_check(sim):
+    results = []
+
+    def program():
+        try:
+            return three_allocations(sim)
+        except torch.OutOfMemoryError:
+            return "coped"
+
+    met = for_each_allocation(program, lambda failure: results.append(failure.result))
+    assert met == 3
+    assert results == ["coped"] * 3
+
+
+def test_a_program_that_retries_meets_more_failures_than_it_has_allocations(sim):
+    def program():
+        for _ in range(2):
+            try:
+                return three_allocations(sim)
+            except torch.OutOfMemoryError:
+                gc.collect()
+        raise AssertionError("failed twice")
+
+    assert for_each_allocation(program) == 3
+
+
+def test_another_error_says_which_allocation_had_failed(sim):
+    def program():
+        try:
+            return three_allocations(sim)
+        except torch.OutOfMemoryError:
+            raise KeyError("lost") from None
+
+    with pytest.raises(KeyError, match="lost") as caught:
+        for_each_allocation(program)
+    assert caught.value.__notes__[0].startswith("raised while allocation 1 of")
+    assert not sim.failure_is_planted
+
+
+def test_a_budget_that_is_too_small_is_not_taken_for_the_planted_failure(sim):
+    sim(budget=60)
+
+    def program():
+        torch.ones(1, device=sim.device)
+        torch.ones(100, device=sim.device)
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"budget of 60 bytes .*streams\.$"):
+        for_each_allocation(program)
+
+
+def test_a_program_without_an_end_is_given_up(sim):
+    with pytest.raises(AssertionError, match="still allocates after 5 runs; raise limit="):
+        for_each_allocation(
+            lambda: [torch.ones(1, device=sim.device) for _ in range(9)],
+            lambda _: None,
+            limit=5,
+        )
+
+
+def test_the_causes_of_a_failure_hold_no_memory_either(sim):
+    def program():
+        x = torch.ones(100, device=sim.device)
+        try:
+            return x + 1
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError("gave up") from error
+
+    def check(failure):
+        assert failure.number == 1 or failure.error.__cause__ is not None
+        assert sim.allocated_bytes == 0
+
+    assert for_each_allocation(program, check) == 2
+
+
+def test_a_sweep_of_the_wrong_device_says_how_to_choose_another(sim):
+    sim(devices=2)
+    match = r"nothing on sim:0, .* Let it use sim:0, or choose another of the 2 devices with index="
+    with pytest.raises(SimulatorUsageError, match=match):
+        for_each_allocation(lambda: torch.ones(3, device="sim:1"))
+    assert for_each_allocation(lambda: torch.ones(3, device="sim:1"), index=1) == 1
+
+
+def test_a_sweep_in_a_sweep_is_refused_and_the_outer_failure_stays(sim):
+    def program():
+        with pytest.raises(SimulatorUsageError, match=r"planted on sim:0 already.*around this one"):
+            for_each_allocation(lambda: torch.ones(1, device=sim.device))
+        assert sim.failure_is_planted
+        return torch.ones(1, device=sim.device)
+
+    assert for_each_allocation(program) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("fn", (3,)), ("fn", (None,)), ("check", (lambda: None, 3))]
+)
+def test_what_can_not_be_called_is_refused_by_name(sim, name, arguments):
+    with pytest.raises(SimulatorUsageError, match=rf"\({name}=(3|None)\): it can't be called"):
+        for_each_allocation(*arguments)

@@ -1,0 +1,263 @@
+import doctest
+import inspect
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import tenure
+from tenure import testing
+from tenure.testing import (
+    RaceError,
+    Rates,
+    Simulator,
+    SimulatorUsageError,
+    for_each_allocation,
+    simulated_accelerator,
+)
+
+pytestmark = pytest.mark.simdevice
+
+_SNAPSHOT = """
+    import sys
+    import torch
+
+    def state():
+        held = torch, torch._C, torch.autograd, torch.Tensor, torch.UntypedStorage
+        return torch._C._get_privateuse1_backend_name(), [dict(vars(each)) for each in held]
+
+    before, modules = state(), set(sys.modules)
+"""
+
+
+def _in_a_process_of_its_own(*parts):
+    code = "".join(textwrap.dedent(part) for part in parts)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _leave_a_race(sim):
+    x = torch.ones(4).pin_memory()
+    x.to(sim.device, non_blocking=True)
+    x.fill_(2)
+
+
+def test_importing_it_changes_nothing_in_torch_and_the_first_block_does():
+    out = _in_a_process_of_its_own(
+        _SNAPSHOT,
+        """
+        import tenure.testing
+        assert state() == before
+        assert not [name for name in set(sys.modules) - modules if name.startswith("torch")]
+        with tenure.testing.simulated_accelerator() as sim:
+            print(torch.ones(2, device=sim.device).device)
+        assert state() != before
+        """,
+    )
+    assert out == "sim:0\n"
+
+
+def test_importing_tenure_does_not_import_it_and_its_name_does():
+    _in_a_process_of_its_own(
+        """
+        import sys
+        import tenure, tenure.adaptive, tenure.paging, tenure.profiler
+        assert "tenure.testing" not in sys.modules
+        assert tenure.testing.__name__ in sys.modules
+        """
+    )
+
+
+def test_a_process_whose_privateuse1_has_a_name_is_refused_by_that_name():
+    out = _in_a_process_of_its_own(
+        """
+        import torch
+        torch.utils.rename_privateuse1_backend("npu")
+        from tenure.testing import SimulatorUsageError, simulated_accelerator
+        for _ in range(2):
+            try:
+                with simulated_accelerator():
+                    raise SystemExit("it ran")
+            except SimulatorUsageError as error:
+                print(error)
+        """
+    )
+    first, second = out.splitlines()
+    assert first == second
+    assert first.startswith("torch's PrivateUse1 backend is 'npu' in this process already, and")
+    assert "run its tests in a process of their own, in which nothing sets up 'npu'." in first
+
+
+def test_the_options_are_those_of_the_simulator_and_are_checked_there():
+    declared = list(inspect.signature(Simulator.__call__).parameters.values())[1:]
+    assert list(inspect.signature(simulated_accelerator).parameters.values()) == declared
+    with simulated_accelerator(budget="1KiB", link=Rates(copy_latency_s=1.0)) as sim:
+        assert (sim.budget_bytes, sim.rates.copy_latency_s) == (1024, 1.0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bugdet'"):
+        simulated_accelerator(bugdet=1)  # not first where the block is entered
+    with simulated_accelerator() as sim:  # the refused one is not left open
+        assert sim.budget_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "match"),
+    [
+        *[("devices", value, "a whole number, 1 or more") for value in (0, -1, "2", 1.0, True)],
+        *[("round_to_bytes", value, "a whole number, 1 or more") for value in (0, 1.5, True)],
+        *[("fail_pinning", value, 'give "all", a size') for value in (0, True, 1.5)],
+        *[("fail_at", value, "are counted from 1") for value in (0, True)],
+        *[("detect_races", value, "True or False") for value in (0, None, "no")],
+        *[(name, 1, "True or False") for name in ("late_kernels", "late_engine")],
+        ("link", 5, r"give Rates\(\.\.\.\)"),
+    ],
+)
+def test_a_value_that_means_nothing_is_refused_by_name_and_changes_nothing(
+    sim, option, value, match
+):
+    x = torch.ones(100, device=sim.device)
+    with pytest.raises(ValueError, match=f"{option}={value!r}: .*{match}"):
+        sim(**{option: value})
+    assert sim.allocated_bytes == x.nbytes
+
+
+def test_another_rounding_than_that_of_cuda_is_refused_with_its_allocator(sim):
+    with pytest.raises(ValueError, match=r'round_to_bytes=256: allocator="cuda" .* 512 bytes'):
+        sim(allocator="cuda", round_to_bytes=256)
+    assert sim(allocator="cuda", round_to_bytes=512).allocator == "cuda"
+
+
+@pytest.mark.parametrize("name", ["budget", "fail_at", "allocated_bytes"])
+def test_what_is_no_setting_can_not_be_set(sim, name):
+    with pytest.raises(AttributeError, match=name):
+        setattr(sim, name, 1)
+
+
+def test_each_block_starts_afresh_and_its_figures_outlive_it():
+    with simulated_accelerator(budget=400) as sim:
+        x = torch.ones(100, device=sim.device)
+    assert (sim.allocated_bytes, sim.peak_bytes) == (400, 400)
+    with simulated_accelerator() as again:
+        assert (again.allocated_bytes, again.peak_bytes) == (0, 0)
+        assert x.sum().item() == 100
+
+
+def test_the_budget_holds_and_races_are_raised_after_the_block():
+    with simulated_accelerator(budget=400) as sim:
+        x = torch.ones(50, device=sim.device)
+    with pytest.raises(torch.OutOfMemoryError, match="budget of 400 bytes"):
+        torch.ones(51, device=sim.device)
+    with sim.module.stream(sim.module.Stream()), pytest.raises(RaceError, match="no wait orders"):
+        x.fill_(2)
+
+
+def test_a_block_in_a_block_is_refused_and_the_outer_one_goes_on(sim):
+    x = torch.ones(2, device=sim.device)
+    with (
+        pytest.raises(SimulatorUsageError, match=r"running already, .* call what it gave to start"),
+        simulated_accelerator(),
+    ):
+        pytest.fail("it ran")
+    assert sim.allocated_bytes == x.nbytes
+    assert for_each_allocation(lambda: x + 1) == 1
+
+
+def test_a_race_that_is_not_taken_is_raised_at_the_end():
+    with pytest.raises(RaceError, match=r"^host overwrite"), simulated_accelerator() as sim:
+        _leave_a_race(sim)
+
+
+def test_a_race_that_is_taken_is_not_raised():
+    with simulated_accelerator() as sim:
+        _leave_a_race(sim)
+        with pytest.raises(RaceError):
+            sim.module.synchronize()
+        assert len(sim.take_faults()) == 1
+
+
+def test_an_error_of_the_block_comes_out_and_is_told_of_the_races():
+    def block():
+        with simulated_accelerator() as sim:
+            _leave_a_race(sim)
+            with pytest.raises(RaceError):
+                sim.module.synchronize()
+            raise KeyError("the block's own")
+
+    with pytest.raises(KeyError) as caught:
+        block()
+    [note] = caught.value.__notes__
+    assert note.startswith("The simulated accelerator found races before this:\nhost overwrite")
+    with simulated_accelerator() as sim:
+        assert sim.faults == []
+
+
+def test_the_error_of_a_race_is_not_told_of_itself():
+    def block():
+        with simulated_accelerator() as sim:
+            _leave_a_race(sim)
+            sim.module.synchronize()
+
+    with pytest.raises(RaceError) as caught:
+        block()
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_a_planted_failure_ends_with_the_block():
+    with simulated_accelerator(fail_at=1) as sim:
+        pass
+    assert torch.ones(3, device=sim.device).tolist() == [1, 1, 1]
+
+
+def test_a_sweep_without_a_simulator_says_what_to_do():
+    with simulated_accelerator() as sim:
+        pass
+    match = r"^for_each_allocation\(\) found no simulated accelerator that runs.*inside `with simul"
+    with pytest.raises(SimulatorUsageError, match=match):
+        for_each_allocation(lambda: torch.ones(1, device=sim.device))
+
+
+def test_a_sweep_over_what_runs_elsewhere_is_refused(sim):
+    with pytest.raises(SimulatorUsageError, match=r"allocated nothing on sim:0, .*nothing was"):
+        for_each_allocation(lambda: torch.ones(1))
+
+
+@pytest.mark.parametrize("name", testing.__all__)
+def test_a_public_name_reads_as_where_it_is_imported_from(name):
+    assert getattr(testing, name).__module__ == "tenure.testing"
+    assert inspect.getdoc(getattr(testing, name))
+
+
+def test_its_errors_are_tenures():
+    assert issubclass(RaceError, tenure.TenureError)
+    assert issubclass(SimulatorUsageError, tenure.TenureError)
+
+
+@pytest.mark.parametrize("shown", [simulated_accelerator, for_each_allocation, Simulator, Rates])
+def test_the_example_of_a_docstring_runs(shown):
+    found = doctest.DocTestParser().get_doctest(
+        inspect.getdoc(shown), {}, shown.__name__, inspect.getfile(inspect.unwrap(shown))
+        if inspect.isfunction(shown) else None, 0
+    )  # fmt: skip
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    assert found.examples
+    assert runner.run(found, out=sys.stderr.write).failed == 0
+
+
+def test_a_launched_kernel_takes_its_time_and_touches_what_it_says(sim):
+    sim(link=Rates(host_launch_s=0.0, kernel_launch_s=0.0))
+    x, y = torch.zeros(4, device=sim.device), torch.zeros(4, device=sim.device)
+    sim.module.synchronize()
+    begin_s, launches = sim.elapsed_s, sim.launches("compute")
+    sim.launch_kernel(0.25, reads=[x], writes=[y])
+    assert sim.elapsed_s == pytest.approx(begin_s + 0.25)
+    assert sim.launches("compute") == launches + 1
+    with sim.module.stream(sim.module.Stream()):
+        sim.launch_kernel(0.25, reads=[x])
+        with pytest.raises(RaceError, match=r"RAW: .*\(aten::sum after a kernel of launch_kernel"):
+            y.sum()
+    sim.module.synchronize()
+    assert len(sim.take_faults()) == 1
+    with pytest.raises(ValueError, match="takes 0 seconds or more"):
+        sim.launch_kernel(-1.0)
