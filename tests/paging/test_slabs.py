@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -255,6 +255,7 @@ class Together(nn.Module):
     sizes=st.lists(st.sampled_from([0.5, 2, 3, 7, 12]), min_size=5, max_size=10),
     n_held=st.integers(2, 4),
 )
+@example(sizes=[0.5, 0.5, 2, 3, 7, 7, 2, 12, 12, 12], n_held=2)
 def test_what_is_needed_at_once_takes_the_place_of_neighbours_and_no_more(sim, sizes, n_held):
     sim(allocator="cuda")
     model = Together(sizes, n_held).eval()
@@ -266,7 +267,8 @@ def test_what_is_needed_at_once_takes_the_place_of_neighbours_and_no_more(sim, s
             sim.module.empty_cache()
             assert handle._resources.taken.allocated_bytes <= plan.budget_bytes
             assert sim.allocated_bytes <= plan.budget_bytes + MIB
-            assert sim.reserved_bytes <= plan.budget_bytes + SEGMENT
+            # a segment begun and not filled, and the small one of the batch and of what pins
+            assert sim.reserved_bytes <= plan.budget_bytes + SEGMENT + 2 * MIB
         assert found or needed_bytes > plan.budget_bytes
         plan = plan_within(model, sim.device, needed_bytes)
     assert all(torch.equal(each, expected) for each in found)

@@ -128,10 +128,10 @@ def test_a_report_names_parameters_and_gradients_before_and_after_backward(sim, 
     batch = torch.empty(512, 1024, device=sim.device)
     reporter = MemReporter(linear)
     out = linear(batch).mean()
-    before = reported(capsys, reporter)
+    before = reported(capsys, reporter, device=sim.device)
     assert "weight.grad" not in before
     out.backward()
-    after = reported(capsys, reporter)
+    after = reported(capsys, reporter, device=sim.device)
     for name in ("weight", "bias", "weight.grad", "bias.grad"):
         assert sum(line.split("(")[0].split()[:1] == [name] for line in after.splitlines()) == 1
 
