@@ -20,7 +20,7 @@ from benchmarks._models import ResNet18, Transformer
 from benchmarks._pairs import Loop, Pair, time_pair
 from benchmarks._record import Row, publish
 from tenure import NewDisposeScope
-from tenure.scopes import _torch_swap
+from tenure._torch import swap
 from tenure.scopes._disposed import DisposedTensor
 
 _MIB = 2**20
@@ -141,10 +141,10 @@ def disposal_row() -> Row:
 def _empty_handles(kept: list[Tensor]) -> Iterator[None]:
     kept += [torch.ones(8) for _ in range(_N_SURVIVORS)]
     yield
-    with _torch_swap.without_modes():
+    with swap.without_modes():
         for tensor in kept:
-            twin = _torch_swap.make_empty(DisposedTensor, torch.float32)
-            _torch_swap.swap(tensor, twin)
+            twin = swap.make_empty(DisposedTensor, torch.float32)
+            swap.swap(tensor, twin)
 
 
 def _close_scope(kept: list[Tensor]) -> Iterator[None]:

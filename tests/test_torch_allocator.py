@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import torch
 
-from tenure._torch_allocator import free_block_bytes, segments_of
+from tenure._torch.allocator import free_block_bytes, segments_of
 
 DEVICE = torch.device("cuda", 1)
 

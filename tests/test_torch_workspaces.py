@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tenure import _torch_workspaces
-from tenure._torch_workspaces import clear_workspaces, workspace_bytes
+from tenure._torch import workspaces
+from tenure._torch.workspaces import clear_workspaces, workspace_bytes
 
 CUDA = torch.device("cuda:0")
 BLOCK_BYTES = 8_519_680
@@ -110,6 +110,6 @@ def test_a_build_without_the_names_keeps_no_blocks(cuda, monkeypatch):
 
 def test_the_self_test_finds_the_names_of_a_build_with_cuda(cuda, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
-    assert _torch_workspaces.works()
+    assert workspaces.works()
     monkeypatch.delattr(torch._C, "_cuda_getCublasLtWorkspaceSize")
-    assert not _torch_workspaces.works()
+    assert not workspaces.works()

@@ -20,7 +20,6 @@ from ._slots import slots_of as slots_of
 from ._static import instance_attributes as instance_attributes
 from ._static import is_kind as is_kind
 from ._static import type_name as type_name
-from ._steps import Namer as Namer
 from ._tensors import cpp_references as cpp_references
 from ._tensors import cpp_uses as cpp_uses
 from ._tensors import gradient_of as gradient_of
@@ -31,3 +30,4 @@ from ._tensors import storage_bytes as storage_bytes
 from ._tensors import storage_key as storage_key
 from ._tensors import storage_of as storage_of
 from ._tensors import storage_uses as storage_uses
+from ._words import Namer as Namer

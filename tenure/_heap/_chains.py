@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ._search import Edge, Search
 from ._static import is_kind, type_name
-from ._steps import Namer, Root, Step, inside
+from ._words import Namer, Root, Step, inside
 
 # of all that is true of a chain, the first of these is its kind
 _TELLING = (

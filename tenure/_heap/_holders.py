@@ -12,7 +12,7 @@ import torch
 from ._chains import Chain, Chains
 from ._frames import RunningFrames
 from ._search import Balance, Edge, Search
-from ._steps import Step
+from ._words import Step
 
 # kinds whose holder may be a plain variable itself, with as many steps as that takes
 _BORROWED = {"view": 1, "autograd": 1, "numpy": 1, "closure": 3}

@@ -6,10 +6,10 @@ import sys
 import types
 from collections.abc import Iterator
 
-from ._contexts import root_of_context
 from ._frames import RunningFrames, Variable
+from ._slots import root_of_context
 from ._static import class_attributes, is_kind, type_name
-from ._steps import Root, attribute
+from ._words import Root, attribute
 
 # an exception that a variable holds as well is better named by the variable
 _IN_FLIGHT = Root("", "traceback", cost=2)

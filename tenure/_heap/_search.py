@@ -14,18 +14,17 @@ from typing import NamedTuple
 import torch
 
 from ._counts import OF_VARIABLE
+from ._cpp_holders import TensorGraph
 from ._frames import RunningFrames
-from ._graph import TensorGraph
 from ._index import Referrers
 from ._neighbours import Neighbours
 from ._nodes import is_node
 from ._roots import Roots
-from ._slots import slots_of
+from ._slots import frame_of, slots_of
 from ._static import is_kind
-from ._steps import Root, Step
-from ._suspended import frame_of
 from ._tensors import cpp_references, cpp_uses, storage_key, storage_uses
 from ._untracked import SHARES, Untracked
+from ._words import Root, Step
 
 _MAX_LEVELS = 24
 _MAX_OBJECTS = 50_000

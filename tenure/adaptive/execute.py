@@ -10,10 +10,10 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 
 from torch import Tensor
 
-from tenure._torch_dynamo import never_compiled
+from tenure._torch.dynamo import never_compiled
 
 from ._callables import check_function, name_of
-from ._functions import (
+from ._decorators import (
     AdaptiveOptions,
     Chunk,
     Collect,

@@ -10,10 +10,18 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from tenure._torch_dynamo import never_compiled
+from tenure._torch.dynamo import never_compiled
 
 from ._callables import check_function, name_of
-from ._functions import PLAIN, Chunk, Piece, checked_dimension, checked_range, run_batch, run_pieces
+from ._decorators import (
+    PLAIN,
+    Chunk,
+    Piece,
+    checked_dimension,
+    checked_range,
+    run_batch,
+    run_pieces,
+)
 from ._sizes import BatchsizeCache, calling_frame, checked_size, memory_for, stands_for
 
 T = TypeVar("T")

@@ -7,10 +7,18 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from tenure._torch_dynamo import never_compiled
+from tenure._torch.dynamo import never_compiled
 
 from ._callables import check_function, name_of
-from ._functions import PLAIN, Chunk, Piece, checked_dimension, checked_range, run_batch, run_pieces
+from ._decorators import (
+    PLAIN,
+    Chunk,
+    Piece,
+    checked_dimension,
+    checked_range,
+    run_batch,
+    run_pieces,
+)
 from ._sizes import REMEMBERS_NOTHING, checked_size
 
 P = ParamSpec("P")

@@ -7,7 +7,7 @@ from ._chunk import chunk as chunk
 from ._handle import PagedModel as PagedModel
 from ._handle import page as page
 from ._load import load_paged as load_paged
-from ._plan import PagingPlan as PagingPlan
-from ._plan import PlannedUnit as PlannedUnit
-from ._plan import plan_paging as plan_paging
+from ._planning import PagingPlan as PagingPlan
+from ._planning import PlannedUnit as PlannedUnit
+from ._planning import plan_paging as plan_paging
 from ._report import PagingReport as PagingReport

@@ -9,13 +9,9 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
-from ._binding import Binding
-from ._entry_points import EntryPoint, Method
-from ._hooks import ModuleHooks
-from ._pager import Pager
-from ._plan import Planned
-from ._table import HostTensor, TensorTable
-from ._units import Unit
+from ._inside import Binding, EntryPoint, Method, ModuleHooks, Pager
+from ._model import HostTensor, TensorTable, Unit
+from ._planning import Planned
 
 Hook = Callable[[nn.Module, list[Unit], TensorTable, Pager], ModuleHooks]
 

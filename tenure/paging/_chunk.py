@@ -13,27 +13,20 @@ from torch import Tensor, nn
 
 from tenure._account import taken
 from tenure._errors import PagingError
+from tenure._segments import taken_by
+from tenure._torch.aside import aside
 from tenure._units import parse_bytes
 
-from ._allocator import taken_by
-from ._arguments import Arguments, moved
-from ._arrangement import Arrangement, arrange
 from ._attached import Attached
-from ._checks import checked_device, checked_model
-from ._engine import Engine
+from ._device import RESIDENT, Engine, WholeTensors, in_place_of
 from ._handle import PagedModel
-from ._hooks import ModuleHooks
-from ._host_buffers import HostBuffers
+from ._host import HostBuffers
+from ._inside import Arguments, ModuleHooks, Pager, moved
 from ._link import Link
-from ._page import RESIDENT, in_place_of
-from ._pager import Pager
-from ._plan import PCIE_4, PagingPlan, Planned, PlannedUnit
-from ._residency import Residency, n_bytes
+from ._model import Cut, HostTensor, TensorTable, Unit, cut
+from ._planning import PCIE_4, PagingPlan, Planned, PlannedUnit, checked_device, checked_model
 from ._resources import acquire
-from ._table import HostTensor, TensorTable
-from ._torch_aside import aside
-from ._units import Cut, Unit, cut
-from ._whole import WholeTensors
+from ._room import Arrangement, Residency, arrange, n_bytes
 
 _HOST = torch.device("cpu")
 

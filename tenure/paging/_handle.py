@@ -20,28 +20,24 @@ from tenure._shrinking import register_shrinkable, unregister_shrinkable
 from tenure._units import format_bytes
 
 from ._attached import Attached
-from ._captured import after_captures, check_capture
-from ._checks import (
+from ._host import FileStore, HostBuffers, HostStore, SpillStore, checked_folder
+from ._inside import Method, ModuleHooks, Pager, after_captures, check_capture, checked_methods
+from ._link import DiskLink, HostLink, Link
+from ._model import hookable
+from ._planning import (
     Elsewhere,
+    PagingPlan,
+    Planned,
     check_host,
     check_inference,
     checked_device,
     checked_model,
     checked_prefetch,
+    make_plan,
+    speed_of,
 )
-from ._disk_link import DiskLink
-from ._entry_points import Method, checked_methods
-from ._file_store import FileStore, SpillStore
-from ._hooks import ModuleHooks
-from ._host_buffers import HostBuffers, HostStore
-from ._host_link import HostLink
-from ._link import Link
-from ._pager import Pager
-from ._plan import PagingPlan, Planned, make_plan, speed_of
 from ._report import PagingReport, make_report
 from ._resources import Resources, acquire
-from ._spill import checked_folder
-from ._units import hookable
 
 
 class PagedModel:

@@ -8,14 +8,19 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ._checkpoint import open_checkpoint
-from ._checks import Elsewhere, check_folder, checked_device, checked_model, checked_prefetch
-from ._converted import convert_names
-from ._entry_points import checked_methods
-from ._file_store import FileStore
-from ._given import given
+from ._checkpoint import convert_names, given, open_checkpoint
 from ._handle import PagedModel, carry_out, file_link
-from ._plan import DISK, make_plan
+from ._host import FileStore
+from ._inside import checked_methods
+from ._planning import (
+    DISK,
+    Elsewhere,
+    check_folder,
+    checked_device,
+    checked_model,
+    checked_prefetch,
+    make_plan,
+)
 
 
 def load_paged(

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tenure._errors import PagingError
+from tenure._segments import whole_block_bytes
 from tenure._units import format_bytes
 
-from ._allocator import whole_block_bytes
 from ._resources import Resources
 
 Bound = Literal["link", "compute"]

@@ -12,14 +12,13 @@ from contextlib import ExitStack
 from torch import nn
 
 from tenure._named_tensors import NamedTensor, register_namer, unregister_namer
+from tenure._segments import Taken, taken_by
 
-from ._allocator import Taken, taken_by
-from ._engine import Engine
-from ._host_buffers import HostStore
+from ._device import Engine, WholeTensors
+from ._host import HostStore
 from ._link import Link
-from ._plan import Planned
-from ._units import Unit
-from ._whole import WholeTensors
+from ._model import Unit
+from ._planning import Planned
 
 
 class Resources:

@@ -14,7 +14,8 @@ from typing import Any, Literal, Never, NoReturn, Self, get_args
 
 from torch.compiler import is_dynamo_compiling
 
-from tenure._torch_dynamo import never_compiled
+from tenure._torch.dynamo import never_compiled
+from tenure._torch.modes import remove
 
 from ._checks import (
     check_choice,
@@ -29,10 +30,9 @@ from ._closing import settle
 from ._generators import SUSPENDABLE, warn_in_generator
 from ._leaks import LeakReport
 from ._ledger import Ledger, n_alive, take_all
-from ._manager import Manager, current
 from ._sites import CONTEXTLIB, Capture, Site, opening_site, user_frame
 from ._thread import ThreadScopes, World, this_thread
-from ._torch_modes import remove
+from ._tracker import Manager, current
 
 Policy = Literal["dispose", "report", "raise"]
 OnError = Literal["dispose", "keep"]

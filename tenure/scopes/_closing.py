@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from tenure._errors import ScopeLeakError
+from tenure._torch.graph_outputs import belongs_to_graph
+from tenure._torch.swap import without_modes
 
 from ._deferred import inside_operation
 from ._disposal import Disposal, dispose_plain, dispose_tensor, swap_is_trusted
@@ -18,8 +20,6 @@ from ._disposed import Cause
 from ._leaks import build_leak_report
 from ._ledger import Reference, owns, site_of
 from ._owners import held_by_owners
-from ._torch_graph_outputs import belongs_to_graph
-from ._torch_swap import without_modes
 
 if TYPE_CHECKING:
     from ._block import Block

@@ -11,11 +11,11 @@ import sys
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING
 
-from tenure._torch_backward import ENGINE_CODE
+from tenure._torch.backward import ENGINE_CODE
 
 from ._disposal import dispose_tensor
 from ._ledger import Reference, site_of
-from ._manager import HANDLER_CODE
+from ._tracker import HANDLER_CODE
 
 if TYPE_CHECKING:
     from ._disposed import Cause

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from tenure._errors import TenureWarning
 from tenure._storages import inner_tensors
+from tenure._torch import swap
+from tenure._torch.graph_outputs import belongs_to_graph
 
-from . import _torch_swap
 from ._disposed import RECORD, Cause, DisposedTensor, Record, set_record
 from ._sites import Site, SiteStack
-from ._torch_graph_outputs import belongs_to_graph
 
 _logger = logging.getLogger("tenure.scopes")
 _set_class = vars(object)["__class__"].__set__  # past a __setattr__ of the subclass
@@ -78,8 +78,8 @@ def dispose_plain(
         dtype, notes = handle.dtype, handle.__dict__  # of a disposed one they are slow to read
         record = dtype, handle.shape, handle.device, created, cause
         handle.__class__ = DisposedTensor
-        twin: Any = _torch_swap.make_empty(DisposedTensor, dtype)
-        _torch_swap.swap(handle, twin)
+        twin: Any = swap.make_empty(DisposedTensor, dtype)
+        swap.swap(handle, twin)
     except (TypeError, RuntimeError):  # a nested tensor; a C++ weak reference
         handle.__class__ = Tensor
         return False
@@ -113,7 +113,7 @@ def is_disposed(tensor: Tensor) -> bool:
 def _describe(tensor: Tensor, cause: Cause, created: Site | SiteStack | None) -> Record:
     # torch's own getters: a subclass may raise from its properties
     getters: Any = torch._C.TensorBase
-    with _torch_swap.without_modes():
+    with swap.without_modes():
         dtype = getters.dtype.__get__(tensor)
         try:
             shape, device = getters.shape.__get__(tensor), getters.device.__get__(tensor)
@@ -146,10 +146,10 @@ def _twin_of(tensor: Tensor, dtype: torch.dtype) -> Any:
     """A new handle that has taken over the impl of ``tensor``; None if that was refused."""
     if not swap_is_trusted():
         return None
-    with _torch_swap.without_modes():
-        twin = _torch_swap.make_empty(DisposedTensor, dtype)
+    with swap.without_modes():
+        twin = swap.make_empty(DisposedTensor, dtype)
         try:
-            _torch_swap.swap(tensor, twin)
+            swap.swap(tensor, twin)
         except RuntimeError:  # a C++ weak reference: retain_grad() of a non-leaf, autocast's cache
             return None
     return twin
@@ -171,7 +171,7 @@ def _dispose_inner(tensor: Tensor, cause: Cause, created: Site | SiteStack | Non
 
 def swap_is_trusted() -> bool:
     """Whether handles can be emptied on this torch; warns once where they can't."""
-    if _torch_swap.works():
+    if swap.works():
         return True
     global _warned
     if not _warned:

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from tenure._errors import ScopeUsageError
-from tenure._torch_dynamo import never_compiled
+from tenure._torch.dynamo import never_compiled
+from tenure._torch.graph_outputs import belongs_to_graph
 
 from ._checks import check_not_foreign, check_target, refuse_stuck, warn_of_graph
 from ._closing import dispose_all
@@ -21,7 +22,6 @@ from ._ledger import take
 from ._scope import DisposeScope, current_scope, scope_or_none
 from ._sites import user_site
 from ._thread import ThreadScopes, this_thread
-from ._torch_graph_outputs import belongs_to_graph
 from ._trees import Tree, given_back, required_tensors
 
 _DISPOSED = frozenset({Disposal.HARD, Disposal.SOFT, Disposal.INNER})

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from torch.compiler import is_dynamo_compiling
 
 from tenure._errors import ScopeUsageError
-from tenure._torch_dynamo import never_compiled
+from tenure._torch.dynamo import never_compiled
 
-from ._manager import current
+from ._tracker import current
 
 if TYPE_CHECKING:
     from ._block import Block

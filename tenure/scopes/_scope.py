@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from tenure._errors import ScopeUsageError
-from tenure._torch_dynamo import never_compiled
+from tenure._torch.dynamo import never_compiled
 
 from ._block import Block
 from ._checks import check_not_foreign, check_open, check_target, check_thread
@@ -20,10 +20,10 @@ from ._closing import disposable, dispose_all
 from ._disposal import is_disposed
 from ._disposed import Cause, refuse
 from ._ledger import alive, enter, owns, take
-from ._manager import current
 from ._sites import user_site
 from ._storages import storage_bytes
 from ._thread import this_thread
+from ._tracker import current
 from ._trees import Tree, given_back, required_tensors
 
 

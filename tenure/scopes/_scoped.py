@@ -15,7 +15,7 @@ from typing import Any, TypeVar, overload
 from torch.compiler import is_dynamo_compiling
 
 from tenure._errors import ScopeUsageError
-from tenure._torch_dynamo import never_compiled
+from tenure._torch.dynamo import never_compiled
 
 from ._block import OnError, Policy
 from ._checks import check_thread

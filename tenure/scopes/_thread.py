@@ -13,12 +13,13 @@ from weakref import WeakSet, ref
 
 from torch import Tensor
 
+from tenure._torch.modes import is_active, push
+
 from ._deferred import DeferredDisposals
 from ._ledger import Ledger, Reference, enter, n_alive, owns, prune, take
-from ._library import install_hooks
-from ._manager import Manager
+from ._library_objects import install_hooks
 from ._owners import watch_owners
-from ._torch_modes import is_active, push
+from ._tracker import Manager
 
 if TYPE_CHECKING:
     from ._block import Block

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tenure._errors import ScopeUsageError
 from tenure._storages import inner_tensors
-from tenure._torch_pytree import children_of
+from tenure._torch.pytree import children_of
 
 Tree = TypeVar("Tree")
 """What the functions of ``*trees`` take and give back."""

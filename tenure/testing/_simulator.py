@@ -12,10 +12,10 @@ import torch
 from tenure._errors import RaceError
 from tenure._units import parse_bytes
 
+from ._allocator import MemoryPool, check_number
 from ._device._blocks import span_of
 from ._device._clock import Engine
 from ._device._machine import Allocator, Settings, machine
-from ._device._memory import MemoryPool, check_number
 from ._device._pinned import check_failure, pinned_memory
 from ._device._rates import Rates
 from ._device._streams import current_stream, forget_choices

@@ -4,7 +4,7 @@ import pytest
 
 from tenure import adaptive
 
-from .failures import oom
+from .attempt.failures import oom
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from tenure.adaptive import (
     simple,
 )
 
-from .failures import oom
+from .attempt.failures import oom
 
 pytestmark = pytest.mark.usefixtures("forgetful")
 

@@ -75,7 +75,7 @@ def pin_for_the_second(device: torch.device) -> list[int]:
 
 def replay_allocations(device: torch.device) -> dict[str, Any]:
     """Drive the device's allocator and the model of it alike; the first figure that differs."""
-    from tenure.testing._device._caching import CachingPool
+    from tenure.testing._allocator._caching import CachingPool
 
     module = torch.get_device_module(device)
     module.empty_cache()

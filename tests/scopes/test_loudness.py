@@ -31,9 +31,10 @@ from tenure import (
     is_disposed,
     statistics,
 )
-from tenure.scopes import _disposal, _torch_swap
+from tenure._torch import swap
+from tenure._torch.modes import _length as mode_stack_depth
+from tenure.scopes import _disposal
 from tenure.scopes._ledger import enter
-from tenure.scopes._torch_modes import _length as mode_stack_depth
 
 Use = Callable[[Tensor], object]
 
@@ -577,7 +578,7 @@ def test_a_subclass_whose_own_code_raises_is_disposed_all_the_same():
 
 
 def test_without_the_private_swap_disposal_is_soft_and_says_so_once(monkeypatch):
-    monkeypatch.setattr(_torch_swap, "works", lambda: False)
+    monkeypatch.setattr(swap, "works", lambda: False)
     monkeypatch.setattr(_disposal, "_warned", False)
     with pytest.warns(TenureWarning, match="no longer swaps tensors as tenure expects") as warned:
         first, second = disposed_tensor(), disposed_tensor()

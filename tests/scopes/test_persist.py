@@ -3,14 +3,7 @@
 import pytest
 import torch
 
-from tenure import (
-    NewDisposeScope,
-    ScopeUsageError,
-    current_scope,
-    is_disposed,
-    owner_of,
-    persist,
-)
+from tenure import NewDisposeScope, ScopeUsageError, current_scope, is_disposed, owner_of, persist
 
 
 def test_what_is_made_inside_belongs_to_no_scope():

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenure.testing._device._memory import ExactPool
+from tenure.testing._allocator._memory import ExactPool
 
 pytestmark = pytest.mark.simdevice
 

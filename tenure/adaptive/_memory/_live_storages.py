@@ -16,8 +16,7 @@ from torch import Tensor, UntypedStorage
 from torch.nn import Buffer, Parameter
 
 from tenure._storages import inner_tensors, storages_of
-
-from .._torch_dispatch import without_dispatch
+from tenure._torch.dispatch import without_dispatch
 
 _PLAIN = frozenset({Tensor, Parameter, Buffer})
 _NESTED = (list, tuple)

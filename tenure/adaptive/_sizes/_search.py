@@ -12,9 +12,9 @@ from typing import Protocol
 
 from tenure._errors import AdaptiveUsageError
 
+from .._attempt import AdaptiveEvent, OnRetry, tell
 from .._memory import MemoryMeter, meter_for
 from .._oom import OomInfo
-from .._retry import AdaptiveEvent, OnRetry, tell
 from ._limits import NO_LIMITS, SizeLimits
 from ._policy import (
     COARSE,

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from tenure._errors import AdaptiveUsageError
-from tenure._torch_dynamo import never_compiled
+from tenure._torch.dynamo import never_compiled
 from tenure.scopes import DisposeScope
 
-from .._retry import Attempts, OnRetry
+from .._attempt import Attempts, OnRetry
 from .._sizes import (
     AdaptiveSearch,
     BatchsizeCache,
@@ -23,15 +23,11 @@ from .._sizes import (
     memory_for,
     stands_for,
 )
-from ._checks import checked_spec
-from ._optimizer_guard import no_optimizer_steps
-from ._run import StepOutcome
-from ._sample_tree import SampleDims
-from ._setup import StepSetup
-from ._spec import BatchNormPolicy
-from ._split_backward import Scaler
-from ._state import DeliveredTogether
-from ._terms import Reduction
+from ._gradients import Scaler
+from ._loss import Reduction
+from ._modules import no_optimizer_steps
+from ._samples import SampleDims
+from ._split import BatchNormPolicy, DeliveredTogether, StepOutcome, StepSetup, checked_spec
 from ._verify import Verification
 
 Batch = TypeVar("Batch")

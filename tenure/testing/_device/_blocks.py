@@ -13,6 +13,7 @@ import torch
 
 from tenure._units import format_bytes_as_torch
 
+from .._allocator import MemoryPool
 from .._torch_backend import (
     DEVICE_TYPE,
     host_storage_over,
@@ -23,7 +24,6 @@ from .._torch_backend import (
 )
 from ._bytes import POISON, bytes_in
 from ._machine import machine
-from ._memory import MemoryPool
 from ._pinned import extent_bytes
 from ._races import History, RaceDetector, Span, merge_clocks
 from ._streams import current_stream

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from ._clock import Clock, Engine
-from ._races import Span, VectorClock
-from ._runtime import (
+from .._allocator import (
     CAPTURE_INVALIDATED,
     CAPTURE_UNJOINED,
     CAPTURE_UNSUPPORTED,
     error_of,
     last_error,
 )
+from ._clock import Clock, Engine
+from ._races import Span, VectorClock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,18 +8,15 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from .._allocator import SMALLEST_BLOCK, CachingPool, ExactPool, MemoryPool, last_error
 from .._torch_backend import DEVICE_TYPE
-from ._caching import CachingPool
 from ._capture import Capture
 from ._clock import Clock
 from ._generator import DeviceRandom
 from ._host_copies import HostCopies
 from ._late import Later, LateWork
-from ._memory import ExactPool, MemoryPool
 from ._races import RaceDetector, Span, VectorClock, merge_clocks
 from ._rates import Rates
-from ._runtime import last_error
-from ._segments import SMALLEST_BLOCK
 
 Allocator = Literal["exact", "cuda"]
 

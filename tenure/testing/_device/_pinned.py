@@ -14,8 +14,7 @@ import torch
 
 from tenure._units import parse_bytes
 
-from ._races import History, Span
-from ._runtime import (
+from .._allocator import (
     ALREADY_REGISTERED,
     INVALID_VALUE,
     NOT_REGISTERED,
@@ -24,6 +23,7 @@ from ._runtime import (
     error_of,
     last_error,
 )
+from ._races import History, Span
 
 _HOST_STREAM_ID = -1  # no stream: the home of memory that the host owns
 

@@ -14,15 +14,15 @@ from typing import Any, Self
 
 import torch
 
-from tenure._torch_backward import is_running_node
+from tenure._torch.backward import is_running_node
 
+from .._allocator import CAPTURE_ISOLATION, CAPTURED_EVENT, error_of
 from .._torch_backend import DEVICE_TYPE, DEVICE_TYPE_NUMBER
 from ._backward_streams import Pass, StreamLog
 from ._capture import Capture
 from ._clock import Clock
 from ._machine import machine
 from ._races import VectorClock, default_number, merge_clocks
-from ._runtime import CAPTURE_ISOLATION, CAPTURED_EVENT, error_of
 from ._which import current_index, index_of, made_current, turn_back, turn_to
 
 _stream_ids = itertools.count(1)

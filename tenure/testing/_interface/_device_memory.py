@@ -8,10 +8,9 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+from .._allocator import CachingPool, MemoryPool
 from .._device._blocks import live_blocks
-from .._device._caching import CachingPool
 from .._device._machine import machine
-from .._device._memory import MemoryPool
 from .._device._which import index_of
 from ._graphs import forbid_emptying_in_capture
 

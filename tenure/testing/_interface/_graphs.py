@@ -7,11 +7,11 @@ in the order of its launches over the same memory, as one launch.
 from types import TracebackType
 from typing import Any
 
+from .._allocator import last_error
 from .._device._blocks import live_blocks
 from .._device._capture import Capture
 from .._device._machine import machine
 from .._device._races import History, Span
-from .._device._runtime import last_error
 from .._device._streams import Stream, current_stream, default_stream, stream
 
 # CUDAGeneratorImpl.cpp and CUDACachingAllocator.cpp of torch 2.13.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .._allocator import last_error
 from .._device._blocks import (
     adopt,
     is_on_device,
@@ -26,7 +27,6 @@ from .._device._generator import DeviceRandom
 from .._device._late import Later
 from .._device._machine import machine
 from .._device._races import Span
-from .._device._runtime import last_error
 from .._device._streams import Stream, current_stream
 from .._device._which import index_of
 from .._dispatch import kernel

@@ -14,13 +14,7 @@ from .._device._bytes import POISON, bytes_of
 from .._device._machine import machine
 from .._device._which import index_of
 from .._dispatch import kernel
-from .._torch_backend import (
-    CPU_KEYS,
-    operator_named,
-    required_elements,
-    set_geometry,
-    tensor_over,
-)
+from .._torch_backend import CPU_KEYS, operator_named, required_elements, set_geometry, tensor_over
 
 # Their CPU kernels only compute a geometry, so they serve every device.
 _VIEWS = (

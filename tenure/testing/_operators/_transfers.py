@@ -9,6 +9,7 @@ import functools
 
 import torch
 
+from .._allocator import last_error
 from .._device._blocks import is_on_device, on_host, span_of, true_bytes_of
 from .._device._capture import Work
 from .._device._clock import Engine
@@ -16,7 +17,6 @@ from .._device._late import Later, touch, touch_of_host
 from .._device._machine import machine
 from .._device._pinned import extent_bytes, pinned_memory
 from .._device._races import Span
-from .._device._runtime import last_error
 from .._device._streams import Stream, current_stream, number_of
 from .._device._which import context_for_pinning, index_of
 from .._dispatch import kernel

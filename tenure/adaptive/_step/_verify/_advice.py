@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from .._module_names import named_modules
-from .._sample_tree import Leaf
-from .._setup import StepSetup
-from .._spec import StepSpec
-from .._terms import ONLY
-from .._trial import default_rtol, first_module, trial
+from .._check import default_rtol, first_module, trial
+from .._loss import ONLY
+from .._modules import named_modules
+from .._samples import Leaf
+from .._split import StepSetup, StepSpec
 from ._fitting import first_that_fits
 from ._samples import chosen_samples
 from ._subject import Subject, comparable

@@ -7,7 +7,7 @@ f(a, b) - f(a', b) - f(a, b') + f(a', b') is zero.
 
 from __future__ import annotations
 
-from .._terms import ONLY
+from .._loss import ONLY
 from ._finding import Finding
 from ._fitting import first_that_fits
 from ._samples import chosen_samples

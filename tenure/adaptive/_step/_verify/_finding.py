@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._split_report import SplitDifference
-from .._terms import ONLY
-from .._trial import Trial
+from .._check import SplitDifference, Trial
+from .._loss import ONLY
 
 
 @dataclass(frozen=True, slots=True)

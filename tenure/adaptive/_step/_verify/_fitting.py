@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from tenure.scopes import DisposeScope
 
+from ..._attempt import release
 from ..._oom import oom_of_work
-from ..._retry import release
 
 T = TypeVar("T")
 

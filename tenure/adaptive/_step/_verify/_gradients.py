@@ -10,10 +10,9 @@ import functools
 
 import torch
 
-from .._coupled import coupled_modules
-from .._setup import StepSetup
-from .._split_report import SplitDifference
-from .._trial import LeafNames, Trial, buffers_of, differences, trial
+from .._check import LeafNames, SplitDifference, Trial, buffers_of, differences, trial
+from .._modules import coupled_modules
+from .._split import StepSetup
 from ._finding import Finding, worst
 from ._fitting import first_that_fits
 from ._noise import is_noise

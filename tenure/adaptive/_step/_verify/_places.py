@@ -24,11 +24,9 @@ from torch import Tensor, nn
 from tenure.scopes import is_disposed
 
 from ..._sizes import stands_for
-from .._code_names import names_in
-from .._module_names import named_modules
-from .._sample_tree import Leaf
-from .._setup import StepSetup
-from .._spec import StepSpec
+from .._modules import named_modules, names_in
+from .._samples import Leaf
+from .._split import StepSetup, StepSpec
 
 _FIRST = 3
 _SHARE = 0.02

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._sample_tree import Leaf, SampleTree, cut_off
+from .._samples import Leaf, SampleTree, cut_off
 
 
 def chosen_samples(tree: SampleTree, n_samples: int, most: int) -> list[int]:

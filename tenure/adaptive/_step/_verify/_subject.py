@@ -12,15 +12,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from ..._retry import RngState
-from ..._torch_random import ConstantNumbers
-from ..._torch_rounding import RoughRounding
-from .._module_names import named_modules
-from .._sample_tree import SampleDims, SampleTree
-from .._setup import StepSetup
-from .._spec import StepSpec
-from .._without_dropout import without_dropout
+from ..._undo import RngState
+from .._modules import named_modules, without_dropout
+from .._samples import SampleDims, SampleTree
+from .._split import StepSetup, StepSpec
 from ._fitting import first_that_fits
+from ._random import ConstantNumbers
+from ._rounding import RoughRounding
 from ._samples import part_of
 
 

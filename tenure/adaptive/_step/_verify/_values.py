@@ -9,12 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._chunk_terms import ChunkTerms
-from .._outputs import JoinedOutputs, Outputs
-from .._precision import widened, widened_count
-from .._setup import StepSetup
-from .._spec import Chunk
-from .._terms import ONLY, combined, finished_loss, terms_of, whole_loss
+from .._loss import ONLY, combined, finished_loss, terms_of, whole_loss, widened, widened_count
+from .._samples import JoinedOutputs, Outputs
+from .._split import Chunk, ChunkTerms, StepSetup
 
 Values = dict[str, Tensor]
 

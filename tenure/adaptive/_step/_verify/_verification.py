@@ -7,13 +7,11 @@ from typing import Any, NamedTuple, NoReturn
 from torch import Tensor
 
 from tenure._errors import AdaptiveUsageWarning, SplitMismatchError
-from tenure._torch_dynamo import not_compiling
+from tenure._torch.dynamo import not_compiling
 from tenure._warn import warn_user
 
-from .._run import StepOutcome
-from .._sample_tree import SampleDims
-from .._setup import StepSetup
-from .._spec import StepSpec
+from .._samples import SampleDims
+from .._split import StepOutcome, StepSetup, StepSpec
 from ._advice import advice_for
 from ._exchange import ExchangeCheck
 from ._finding import Finding

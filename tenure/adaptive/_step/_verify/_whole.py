@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._coupled import coupled_modules
-from .._run import StepOutcome
-from .._terms import ONLY
+from .._loss import ONLY
+from .._modules import coupled_modules
+from .._split import StepOutcome
 from ._finding import Finding, farthest
 from ._fitting import first_that_fits
 from ._noise import is_noise

@@ -1,0 +1,1 @@
+"""The story of ``tenure demo``: a transformer trained in scopes, a leak planted in its loop."""

@@ -1,0 +1,92 @@
+"""The slots of code that stands still: generators, coroutines, dead frames and their tracebacks.
+
+A frame that is running is never read here; `RunningFrames` knows its variables.
+"""
+
+import gc
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any, cast
+
+from .._frames import read_locals
+from .._static import type_name
+from .._words import Slot, Step, Wanted, variables
+
+# the builtin type, its name in a chain, and the attribute that has its frame
+_KINDS: tuple[tuple[type, str, str], ...] = (
+    (types.GeneratorType, "generator", "gi_frame"),
+    (types.CoroutineType, "coroutine", "cr_frame"),
+    (types.AsyncGeneratorType, "async generator", "ag_frame"),
+)
+
+
+def frame_of(holder: object) -> types.FrameType | None:
+    """The frame of a generator or coroutine that has not finished; None for anything else."""
+    for cls, _, name in _KINDS:
+        if type(holder) is cls:
+            return cast("types.FrameType | None", getattr(holder, name))
+    return None
+
+
+def suspended_slots(holder: Any, wanted: Wanted) -> Iterator[Slot]:
+    """Local variables of a suspended generator, coroutine or async generator."""
+    kind = next(kind for cls, kind, _ in _KINDS if type(holder) is cls)
+    anchor = f"{kind} {holder.__qualname__}"
+    for value, name in _variables(holder, frame_of(holder), wanted):
+        text = f": local {name}" if name else ": a value in flight"
+        yield value, Step(text, "generator", anchor=anchor)
+
+
+def frame_slots(holder: types.FrameType, wanted: Wanted) -> Iterator[Slot]:
+    """Local variables of a frame that outlived its call."""
+    function = holder.f_code.co_qualname
+    yield holder.f_back, Step("", "traceback")
+    for value, name in _variables(holder, holder, wanted):
+        if type(value) is dict and name is None:
+            # the snapshot of the variables that reading `f_locals` left in the frame
+            yield value, Step(f" in {function}()", "traceback", namer=variables((), "local "))
+        else:
+            yield value, Step(f" in {function}(): local {name}", "traceback")
+
+
+def traceback_slots(holder: types.TracebackType, wanted: Wanted) -> Iterator[Slot]:
+    """The frame of a traceback and the traceback of what it called."""
+    yield holder.tb_frame, Step("", "traceback")
+    yield holder.tb_next, Step("", "traceback")
+
+
+def exception_slots(holder: BaseException, wanted: Wanted) -> Iterator[Slot]:
+    """The traceback of an exception, and the exceptions that it came from."""
+    read = BaseException.__dict__
+    name = type_name(type(holder))
+    anchored = Step("", "traceback", anchor=f"traceback of {name}")
+    yield read["__traceback__"].__get__(holder), anchored
+    for attribute in ("__context__", "__cause__", "args"):
+        yield read[attribute].__get__(holder), Step(f".{attribute}", "attribute")
+
+
+def future_slots(holder: Any, wanted: Wanted) -> Iterator[Slot]:
+    """What a future of asyncio will give, and whom it will call."""
+    cls: Any = sys.modules["_asyncio"].Future
+    for attribute, text in (("_result", ".result()"), ("_exception", ".exception()")):
+        yield getattr(cls, attribute).__get__(holder), Step(text, "attribute")
+
+
+def task_slots(holder: Any, wanted: Wanted) -> Iterator[Slot]:
+    """The coroutine that a task of asyncio runs."""
+    step = Step("", "generator", anchor=f"task {type(holder).get_name(holder)}")
+    return ((held, step) for held in gc.get_referents(holder) if type(held) is types.CoroutineType)
+
+
+def _variables(
+    holder: object, frame: types.FrameType | None, wanted: Wanted
+) -> Iterator[tuple[object, str | None]]:
+    """What the holder refers to with the variable's name; a captured one is in its cell."""
+    if frame is None:
+        return
+    names = {id(value): name for name, value in read_locals(frame)}
+    for value in gc.get_referents(holder):
+        if id(value) in wanted:
+            contents = value.cell_contents if type(value) is types.CellType else value
+            yield value, names.get(id(contents))

@@ -1,0 +1,282 @@
+"""The one routine by which every entry point runs work that may run out of memory.
+
+Invariant: when work is tried again, every tensor that the failed attempt made is let go, and the
+state that it changed is what it was. On the way without an error nothing is collected, emptied or
+inspected.
+
+While a graph is captured nothing is tried again: noting and undoing state, waiting for the device
+and giving memory back would each break the capture, and hide that memory ran out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn, Protocol, TypeVar
+
+from tenure._capture import accelerator_is_capturing
+from tenure._errors import OutOfRetriesError
+from tenure._torch.dynamo import never_compiled
+from tenure._units import format_bytes
+from tenure.scopes import DisposeScope
+
+from .._oom import OomInfo, oom_of_work
+from .._undo import Rollback
+from ._events import AdaptiveEvent, EventKind, OnRetry, memory_of, statistics, tell
+from ._release import forget_traceback, release
+from ._relief import Relief, Scene, free_bytes_of, scene_of
+
+T = TypeVar("T")
+
+
+class SizeSearch(Protocol):
+    """Which size to try next; local to one call of an entry point."""
+
+    @property
+    def size(self) -> int:
+        """The size to try now."""
+        ...
+
+    @property
+    def limited_by(self) -> str:
+        """The arguments that allow no smaller size than this one, as errors name them."""
+        ...
+
+    def succeeded(self) -> None:
+        """Work of this size returned."""
+
+    def failed(self, info: OomInfo) -> bool:
+        """Work of this size ran out of memory; the size is smaller now, or False: none is left."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """What is kept of an attempt that ran out of memory; `error` until it has been let go."""
+
+    error: BaseException
+    info: OomInfo
+    scene: Scene
+
+
+class Attempts:
+    """Runs pieces of work, each again until it fits; for one call of an entry point.
+
+    Args:
+        name: what errors and events call the work.
+        scope: an open scope that is this call's own. After each success the tensors that it owns
+            move to the scope around it, after each failure they are disposed.
+        unit: what the sizes count.
+        state: what else an attempt changes, and how that is undone.
+        on_retry: called with each AdaptiveEvent.
+        advice: what errors say where not even 1 fits; None: that memory has to be made.
+
+    Attributes:
+        n_begun: how many attempts there were.
+    """
+
+    __slots__ = (
+        "_advice", "_is_noted", "_name", "_on_retry", "_outside", "_scope", "_state", "_statistics",
+        "_unit", "n_begun",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        name: str,
+        scope: DisposeScope,
+        *,
+        unit: str = "size",
+        state: Rollback | None = None,
+        on_retry: OnRetry | None = None,
+        advice: str | None = None,
+    ) -> None:
+        self._name = name
+        self._advice = advice
+        self._scope = scope
+        self._unit = unit
+        self._state = state
+        self._is_noted = False  # without it the memory ran out while the state was noted
+        self._statistics = statistics()
+        self._on_retry = on_retry
+        self._outside = sys.exception()  # what the caller is handling is none of the attempts'
+        self.n_begun = 0
+
+    @never_compiled
+    def run(
+        self,
+        search: SizeSearch,
+        work: Callable[[int], T],
+        fallback: Callable[[], T] | None = None,
+    ) -> T:
+        """Return ``work(search.size)``, tried until it fits.
+
+        Args:
+            search: gives the sizes; what it learns from this piece is used for the next.
+            work: the piece of work, a function of the size; has to be one that can run again.
+            fallback: runs instead, once, when no size is left.
+
+        Raises:
+            OutOfRetriesError: no size is left. All tensors of the last attempt are let go.
+        """
+        try:
+            return self._until_it_fits(search, work, fallback)
+        except BaseException:
+            # an interrupt may come between an attempt that failed and the end of its undoing
+            self._undo()
+            raise
+
+    def _until_it_fits(
+        self, search: SizeSearch, work: Callable[[int], T], fallback: Callable[[], T] | None
+    ) -> T:
+        outcome = self._attempt(work, search.size)
+        if isinstance(outcome, _Failure):
+            sizes: list[int] = []
+            relief = Relief()
+            while isinstance(outcome, _Failure):
+                sizes.append(search.size)
+                self._let_go(outcome, search.size)
+                if not self._has_next(outcome, search, relief):
+                    if fallback is None:
+                        last = [outcome]
+                        del outcome  # the traceback in it leads back to this frame
+                        self._give_up(last, sizes, search.limited_by)
+                    self._tell("fallback", search.size, search.size, outcome.info)
+                    work = _ignoring_the_size(fallback)
+                    fallback = None
+                forget_traceback(outcome.error, self._outside)
+                del outcome  # nothing of the failed attempt is there when the next one begins
+                outcome = self._attempt(work, search.size)
+        search.succeeded()
+        return outcome
+
+    def _attempt(self, work: Callable[[int], T], size: int) -> T | _Failure:
+        """Run the work once; its result, or what is to know of its failure."""
+        self._statistics.attempts += 1
+        self.n_begun += 1
+        state = self._state
+        if state is not None and accelerator_is_capturing():
+            state = None
+        try:
+            if state is not None:
+                state.begin()
+                self._is_noted = True
+            result = work(size)
+            if state is not None:
+                state.finish()
+                self._is_noted = False
+        except BaseException as error:
+            info = oom_of_work(error, self._outside)
+            if info is None or not info.retry_safe or accelerator_is_capturing():
+                self._leave()
+                raise
+            return _Failure(error, info, scene_of(info))
+        self._hand_on()
+        return result
+
+    def _leave(self) -> None:
+        """Undo what was changed and hand on what was made, because an error goes on."""
+        try:
+            self._undo()
+        except Exception:
+            if not accelerator_is_capturing():
+                raise
+            self._is_noted = False  # random state can't be set then: the error says what matters
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        made = self._scope.owned()
+        if made:
+            self._scope.move_to_outer(made)
+
+    def _let_go(self, failure: _Failure, size: int) -> None:
+        """Free what the attempt made, whoever keeps its exception or its tensors."""
+        self._statistics.ooms += 1
+        release(failure.error, self._outside)
+        self._dispose(f"attempt of {self._name} at {self._unit} {size}")
+        self._undo()
+
+    def _undo(self) -> None:
+        """Undo what the attempt has changed, if that has not been done; again, if it was begun."""
+        if self._state is not None and self._is_noted:
+            self._state.undo()
+            self._is_noted = False
+
+    def take_back(self) -> None:
+        """Let go of what the attempt that runs has made so far, and undo what it has changed.
+
+        Called by the work itself; state whose ``undo`` forgets it has to be noted again.
+        """
+        self._dispose(f"trial of {self._name}")
+        if self._state is not None:
+            self._state.undo()
+
+    def _dispose(self, name: str) -> None:
+        """Dispose what the scope owns; errors about it then say that it is of ``name``."""
+        scope = self._scope
+        own_name, scope.name = scope.name, name
+        scope.dispose_everything()
+        scope.name = own_name
+
+    def _has_next(self, failure: _Failure, search: SizeSearch, relief: Relief) -> bool:
+        """Whether there is something to try: the same size with more room, or a smaller one."""
+        info, size = failure.info, search.size
+        freed_bytes = relief.make_room(info, failure.scene, size)
+        if not freed_bytes and search.failed(info):
+            assert search.size < size
+            self._tell("shrink", size, search.size, info)
+            return True
+        freed_bytes = freed_bytes or relief.last_resort(info)
+        if freed_bytes:
+            self._tell("retry", size, size, info, freed_bytes)
+        return freed_bytes > 0
+
+    def _tell(
+        self,
+        kind: EventKind,
+        size: int,
+        next_size: int | None,
+        info: OomInfo,
+        freed_bytes: int = 0,
+    ) -> None:
+        event = AdaptiveEvent(kind, self._name, self._unit, size, next_size, info, freed_bytes)
+        tell(event, self._on_retry)
+
+    def _give_up(self, last: list[_Failure], sizes: list[int], limited_by: str) -> NoReturn:
+        failure = last.pop()
+        info = failure.info
+        self._tell("give_up", sizes[-1], None, info)
+        facts = [f"{self._unit} {', '.join(map(str, sizes))}", *_bytes_of(info)]
+        raise OutOfRetriesError(
+            f"{len(sizes)} attempt{'' if len(sizes) == 1 else 's'} of {self._name!r} ran out of "
+            f"{memory_of(info)} ({'; '.join(facts)}). {_in_pieces(failure.scene)}"
+            f"{self._advice_for(sizes[-1], limited_by)}",
+            tuple(sizes),
+            info,
+        ) from failure.error
+
+    def _advice_for(self, size: int, limited_by: str) -> str:
+        if size > 1:
+            return f"Allow less than {size} with {limited_by}, or page the model."
+        return self._advice or (
+            "Not even 1 fits: free memory, make the model or the sample smaller, or page the model."
+        )
+
+
+def _bytes_of(info: OomInfo) -> list[str]:
+    needed_bytes, free_bytes = info.requested_bytes, free_bytes_of(info)
+    needed = [] if needed_bytes is None else [f"needed {format_bytes(needed_bytes)}"]
+    free = [] if free_bytes is None else [f"free {format_bytes(free_bytes)}"]
+    if needed_bytes is not None and free_bytes is not None and free_bytes >= needed_bytes:
+        # what the attempt held is let go by now, and would fit as it is
+        needed, free = [f"{needed[0]} beside what it held"], [f"{free[0]} without that"]
+    return [", ".join(needed + free)] if needed or free else []
+
+
+def _in_pieces(scene: Scene) -> str:
+    """What is to say where enough memory was there, in pieces that were too small."""
+    return "" if scene.pieces is None else f"At the last, {scene.pieces}. "
+
+
+def _ignoring_the_size(fallback: Callable[[], T]) -> Callable[[int], T]:
+    return lambda size: fallback()

@@ -1,0 +1,228 @@
+"""Making room after an out-of-memory error, so that the same size may fit after all.
+
+Each way gives a number of bytes, and only where those promise that a second try is not in vain.
+Called outside of ``except``, when the failed attempt has been let go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from tenure._shrinking import ask_to_shrink
+from tenure._torch.workspaces import clear_workspaces
+
+from .._memory import accelerator_of, held_by, meter_for
+from .._oom import OomInfo, unallocated_bytes_in
+from ._fragmentation import Fragmentation, fragmentation_of
+
+_HOST = (None, "cpu")
+_OUTSIDE_THE_ALLOCATOR = ("workspace", "driver")
+"""Kinds of memory that a library or the driver wanted, and that torch's cache may have taken."""
+_NOISE_BYTES = 1 << 20
+"""What the resident memory of a process may change by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """The memory of a device at the moment of the error, before anything was let go.
+
+    Attributes:
+        unused_bytes: what the allocator held and no tensor used; None where it can't be told.
+        pieces: how that lay, if there was enough of it for the request.
+    """
+
+    unused_bytes: int | None
+    pieces: Fragmentation | None = None
+
+
+def scene_of(info: OomInfo) -> Scene:
+    """Read the error, or the allocator; called inside ``except``.
+
+    The error is of the moment when memory ran out. Since then, values that the interpreter held
+    for the operation have died.
+    """
+    found, told_bytes = accelerator_of(info.device), unallocated_bytes_in(info.text)
+    if found is None:
+        return Scene(told_bytes)
+    try:
+        if told_bytes is None:
+            return Scene(held_by(*found).unused_bytes)
+        return Scene(told_bytes, fragmentation_of(*found, told_bytes, info.requested_bytes))
+    except Exception:  # a device without statistics
+        return Scene(told_bytes)
+
+
+class Relief:
+    """The ways to make room, for one piece of work; none is taken twice where it can't help twice.
+
+    Attributes:
+        collected: whether garbage has been collected; what that frees is older than the work.
+    """
+
+    __slots__ = ("_asked_libraries", "_size", "collected")
+
+    def __init__(self) -> None:
+        self.collected = self._asked_libraries = False
+        self._size: int | None = None
+
+    def make_room(self, info: OomInfo, scene: Scene, size: int) -> int:
+        """Give memory back, so that the same size may fit.
+
+        Args:
+            info: the error.
+            scene: the memory at that moment.
+            size: the size that failed.
+
+        Returns:
+            The bytes given back, if they promise that the same size fits now; 0 otherwise.
+        """
+        if info.kind == "size_limit":
+            return 0
+        _drain(info)
+        first, self._size = size != self._size, size
+        freed_bytes = _free_cache(info, scene) if first else 0
+        return freed_bytes or self._collect(info) or _given_back(info)
+
+    def last_resort(self, info: OomInfo) -> int:
+        """What is worth its time only before giving up: the host's garbage, libraries' memory."""
+        if info.kind == "size_limit":
+            return 0
+        if info.device not in _HOST:
+            return self._let_libraries_go(info)
+        if self.collected:
+            return 0
+        self.collected = True
+        freed_bytes = _freed_by_collecting(lambda: psutil.Process().memory_info().rss)
+        return freed_bytes if freed_bytes >= _NOISE_BYTES and _serves(freed_bytes, info) else 0
+
+    def _let_libraries_go(self, info: OomInfo) -> int:
+        """Free what torch keeps outside of tensors: casts of weights, workspaces of cuBLAS.
+
+        The next attempt makes anew what it needs of them, so this comes last.
+        """
+        found, used_bytes = accelerator_of(info.device), _used_bytes_of(info.device)
+        if self._asked_libraries or found is None or used_bytes is None:
+            return 0
+        self._asked_libraries = True
+        module, device = found
+        before_bytes = used_bytes()
+        torch.clear_autocast_cache()
+        clear_workspaces(device)
+        freed_bytes = max(0, before_bytes - used_bytes())
+        if freed_bytes:
+            _empty_cache(module)
+        return freed_bytes if info.requested_bytes is None or _serves(freed_bytes, info) else 0
+
+    def _collect(self, info: OomInfo) -> int:
+        """Collect cycles that hold device memory, older ones: the attempt's are gone."""
+        if self.collected or info.device in _HOST:
+            return 0
+        self.collected = True
+        used_bytes = _used_bytes_of(info.device)
+        if used_bytes is None:  # it may help, but nothing tells
+            gc.collect()
+            return 0
+        freed_bytes = _freed_by_collecting(used_bytes)
+        return freed_bytes if _serves(freed_bytes, info) else 0
+
+
+def free_bytes_of(info: OomInfo) -> int | None:
+    """The free memory of what was short, as a budget, the device or the host tells it."""
+    meter, found = meter_for(info.device), accelerator_of(info.device)
+    try:
+        if meter is not None:
+            return max(0, meter.available_bytes())  # a program may lower a fraction below its use
+        if found is None:
+            return None
+        module, device = found
+        return int(module.mem_get_info(device)[0])
+    except Exception:  # a device without statistics
+        return None
+
+
+def _drain(info: OomInfo) -> None:
+    """Let an asynchronous error that waits on the device surface here rather than in the retry."""
+    found = accelerator_of(info.device)
+    if found is None:
+        return
+    module, device = found
+    with contextlib.suppress(Exception):
+        _wait_for_engine(device)
+    with contextlib.suppress(Exception):
+        try:
+            module.synchronize(device)
+        except TypeError:  # MPS, of which there is one
+            module.synchronize()
+
+
+def _wait_for_engine(device: torch.device) -> None:
+    """Wait until autograd's thread of a device has let go of what it ran last.
+
+    A pass that fails wakes its caller first, and the thread lets go of the last node and its
+    gradients a moment later: a retry would begin with less memory. It takes the next node, here one
+    without any bytes or kernel, only when it is done with that.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = torch.empty(0, device=device, requires_grad=True)
+        torch.autograd.grad(leaf.view(0), leaf, torch.empty(0, device=device))
+
+
+def _free_cache(info: OomInfo, scene: Scene) -> int:
+    """Give the allocator's cache back, if the request failed for how it was cut up.
+
+    An allocator that runs out gives back by itself what nothing uses. Left are free parts of
+    segments: those that the attempt held go back now, and a fresh start may use them better, while
+    older tensors still hold theirs.
+    """
+    found = accelerator_of(info.device)
+    if found is None or scene.unused_bytes is None:
+        return 0
+    module, device = found
+    before = held_by(module, device)
+    set_free_bytes = scene.unused_bytes - before.split_bytes
+    if info.kind not in _OUTSIDE_THE_ALLOCATOR and not _serves(set_free_bytes, info):
+        return 0
+    _empty_cache(module)
+    return max(0, before.reserved_bytes - held_by(module, device).reserved_bytes)
+
+
+def _empty_cache(module: Any) -> None:
+    # While another thread captures a graph it fails: that must not hide what ran out.
+    with contextlib.suppress(RuntimeError):
+        module.empty_cache()
+
+
+def _used_bytes_of(device: str | None) -> Callable[[], int] | None:
+    """What reads the bytes that tensors use on a device; None where it has no such statistics."""
+    found = accelerator_of(device)
+    if found is None:
+        return None
+    module, place = found
+    try:
+        held_by(module, place)
+    except Exception:  # a device without statistics
+        return None
+    return lambda: held_by(module, place).allocated_bytes
+
+
+def _freed_by_collecting(used_bytes: Callable[[], int]) -> int:
+    before_bytes = used_bytes()
+    gc.collect()
+    return max(0, before_bytes - used_bytes())
+
+
+def _given_back(info: OomInfo) -> int:
+    """What pagers and caches gave back; 0 where that is known to be less than was wanted."""
+    given_bytes = ask_to_shrink(info.device, info.requested_bytes)
+    return given_bytes if info.requested_bytes is None or _serves(given_bytes, info) else 0
+
+
+def _serves(n_bytes: int, info: OomInfo) -> bool:
+    return info.requested_bytes is not None and n_bytes >= info.requested_bytes

@@ -1,0 +1,118 @@
+"""The arguments that all entry points share, checked once, where a function is decorated."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from tenure._errors import AdaptiveUsageError
+
+from .._attempt import OnRetry
+from .._sizes import (
+    NO_LIMITS,
+    BatchsizeCache,
+    Reduce,
+    SizeLimits,
+    check_context,
+    checked_cache_type,
+    checked_limits,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How the calls of one function are run: AdaptiveOptions, checked."""
+
+    cache_type: type[BatchsizeCache] | None = None
+    context: Any = None
+    limits: SizeLimits = NO_LIMITS
+    reduce: Reduce | None = None
+    restore_rng: bool = False
+    on_retry: OnRetry | None = None
+    cpu_fallback: bool = False
+
+
+class AdaptiveOptions(TypedDict, total=False):
+    """The arguments that all decorators share.
+
+    Attributes:
+        cache_type: what sizes are remembered for; None: what ``DEFAULT_CACHE_TYPE`` says then.
+        context: what shares a memory of sizes; None: the function and the call.
+        minimum: no smaller size is tried.
+        maximum: how far the size may grow; None: not beyond the initial one.
+        align: sizes are multiples of it, except an initial size below it.
+        reduce: a function of the failed size and its OomInfo that gives the next size.
+        restore_rng: whether a failed attempt leaves random generators as they were.
+        on_retry: called with each AdaptiveEvent.
+        cpu_fallback: whether what fits at no size runs with its tensors on the CPU.
+    """
+
+    cache_type: type[BatchsizeCache] | None
+    context: Any
+    minimum: int
+    maximum: int | None
+    align: int
+    reduce: Reduce | None
+    restore_rng: bool
+    on_retry: OnRetry | None
+    cpu_fallback: bool
+
+
+_WORDS_FOR_SIZES = ("size", "step", "batch", "chunk")
+PLAIN = Options()
+"""The options of a call that names none."""
+
+
+def checked_options(
+    initial_name: str,
+    /,
+    *,
+    cache_type: type[BatchsizeCache] | None = None,
+    context: Any = None,
+    minimum: int = 1,
+    maximum: int | None = None,
+    align: int = 1,
+    reduce: Reduce | None = None,
+    restore_rng: bool = False,
+    on_retry: OnRetry | None = None,
+    cpu_fallback: bool = False,
+    **unknown: object,
+) -> Options:
+    """Options as a user gave them, to a function that has ``initial_name`` besides.
+
+    Raises:
+        AdaptiveUsageError: one can't be used, or is none.
+    """
+    for name in unknown:
+        raise AdaptiveUsageError(_no_such_option(name, initial_name))
+    if cache_type is not None:
+        checked_cache_type(cache_type)
+    if context is not None:
+        check_context(context)
+    check_callable("reduce", reduce)
+    check_callable("on_retry", on_retry)
+    limits = checked_limits(minimum, maximum, align)
+    return Options(cache_type, context, limits, reduce, restore_rng, on_retry, cpu_fallback)
+
+
+def _no_such_option(name: str, initial_name: str) -> str:
+    known = [initial_name, *AdaptiveOptions.__annotations__]
+    near = difflib.get_close_matches(name, known, n=1)
+    if any(word in name for word in _WORDS_FOR_SIZES):
+        bounds = [f"{word}imum" for word in ("min", "max") if word in name]
+        near = [*bounds, initial_name]
+    hint = (
+        f"Did you mean {near[0]!r}?" if near else f"The options of all are {', '.join(known[1:])}."
+    )
+    return f"{name!r} is no argument of this function. {hint}"
+
+
+def check_callable(name: str, value: object) -> None:
+    """Make sure that an optional function can be called.
+
+    Raises:
+        AdaptiveUsageError: it can't.
+    """
+    if value is not None and not callable(value):
+        raise AdaptiveUsageError(f"{name}={value!r} can't be called. Give a function, or None.")

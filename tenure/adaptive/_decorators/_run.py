@@ -1,0 +1,209 @@
+"""Running a function with a size, over a range, or over a tensor in chunks, until it fits.
+
+Invariant: of a range every number is worked on once, in order, whatever failed in between; how far
+the work has come is known to this call alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch._C import DisableTorchFunction
+
+from tenure._torch.dynamic import mark_dynamic
+from tenure.scopes import DisposeScope
+
+from .._attempt import Attempts, on_cpu
+from .._sizes import AdaptiveSearch, Remembered
+from .._undo import RngState, generators_in
+from ._collect import Collector
+from ._options import Options
+from ._progress import Bar
+
+_Function = Callable[..., Any]
+_Args = tuple[Any, ...]
+_Kwargs = Mapping[str, Any]
+
+
+def run_batch(
+    name: str,
+    function: _Function,
+    initial: int,
+    *,
+    args: _Args,
+    kwargs: _Kwargs,
+    options: Options,
+    remembered: Remembered,
+) -> Any:
+    """Return ``function(size, *args, **kwargs)``, tried until it fits."""
+    search = AdaptiveSearch(
+        name, "batch size", initial, options.limits, remembered, options.reduce, options.on_retry
+    )
+
+    def work(size: int) -> Any:
+        return function(size, *args, **kwargs)
+
+    fallback = None
+    if options.cpu_fallback:
+        fallback = functools.partial(_on_cpu, search, function, args, kwargs)
+    with DisposeScope(name) as scope:
+        attempts = _attempts(name, scope, "batch size", options, args, kwargs)
+        result = attempts.run(search, work, fallback)
+    search.finished()
+    return result
+
+
+def _on_cpu(search: AdaptiveSearch, function: _Function, args: _Args, kwargs: _Kwargs) -> Any:
+    return on_cpu(function, search.goes_elsewhere(), *args, **kwargs)
+
+
+class Piece:
+    """The part of a range that is worked on next, as a function of its size.
+
+    Attributes:
+        start: the first number.
+        end: the number after the last; known once the work began.
+        dimension: along which results are put together.
+        args: what the function gets besides the piece.
+        kwargs: the same by name.
+    """
+
+    __slots__ = ("_function", "args", "end", "kwargs", "start")
+
+    dimension = 0
+
+    def __init__(self, function: _Function, start: int, args: _Args, kwargs: _Kwargs) -> None:
+        self._function = function
+        self.args = args
+        self.kwargs = kwargs
+        self.start = self.end = start
+
+    def __call__(self, size: int) -> Any:
+        """Work on so many."""
+        self.end = self.start + size
+        return self._function(self.start, self.end, *self.args, **self.kwargs)
+
+    def on_cpu(self, size: int) -> Any:
+        """Work on so many, with the arguments on the CPU."""
+        function = self._function
+        self._function = functools.partial(on_cpu, function)
+        try:
+            return self(size)
+        finally:
+            self._function = function
+
+
+class Chunk(Piece):
+    """The part of a tensor that is worked on next, as a function of its size."""
+
+    __slots__ = ("_tensor", "dimension")
+
+    def __init__(
+        self, function: _Function, tensor: Tensor, dimension: int, args: _Args, kwargs: _Kwargs
+    ) -> None:
+        super().__init__(function, 0, args, kwargs)
+        self._tensor = tensor
+        self.dimension = dimension
+
+    def __call__(self, size: int) -> Any:
+        """Work on so many.
+
+        The chunk has no memory of its own: it is a view, which no scope has to own.
+        """
+        start, tensor = self.start, self._tensor
+        self.end = end = start + size
+        if type(tensor) is Tensor:
+            with DisableTorchFunction():
+                chunk = tensor.narrow(self.dimension, start, size)
+        else:
+            chunk = tensor.narrow(self.dimension, start, size)
+        mark_dynamic(chunk, self.dimension)
+        return self._function(chunk, start, end, *self.args, **self.kwargs)
+
+
+def run_pieces(
+    name: str,
+    piece: Piece,
+    end: int,
+    *,
+    initial: int | None,
+    options: Options,
+    remembered: Remembered,
+    collector: Collector | None = None,
+    progress: bool = False,
+) -> Any:
+    """Work on one piece after the other, each as large as fits, from its start to ``end``.
+
+    Args:
+        name: what errors and events call the work.
+        piece: the first piece; the start of the next is moved to the end of the one before.
+        end: the number after the last.
+        initial: the size of the first piece, where nothing else is known; None: of the whole.
+        options: how failures are handled.
+        remembered: where sizes are remembered.
+        collector: puts the results together; None: they are let go.
+        progress: whether to show a progress bar.
+
+    Returns:
+        What the collector made of the results.
+    """
+    if initial is None:
+        initial = max(end - piece.start, options.limits.floor)
+    search = AdaptiveSearch(
+        name,
+        "step",
+        initial,
+        options.limits,
+        remembered,
+        options.reduce,
+        options.on_retry,
+        in_pieces=True,
+    )
+    results: list[Any] | None = None if collector is None else []
+    if progress:
+        with Bar(name, end - piece.start) as bar:
+            _run_pieces(name, piece, end, search=search, options=options, results=results, bar=bar)
+    else:
+        _run_pieces(name, piece, end, search=search, options=options, results=results)
+    return None if collector is None else collector(results or [], piece.dimension)
+
+
+def _run_pieces(
+    name: str,
+    piece: Piece,
+    end: int,
+    *,
+    search: AdaptiveSearch,
+    options: Options,
+    results: list[Any] | None,
+    bar: Bar | None = None,
+) -> None:
+    fallback = (lambda: piece.on_cpu(search.goes_elsewhere())) if options.cpu_fallback else None
+    with DisposeScope(name) as scope:
+        attempts = _attempts(name, scope, "step", options, piece.args, piece.kwargs)
+        while piece.start < end:
+            left = end - piece.start
+            if search.room is not None:
+                search.go_on(search.room)
+            if search.size > left:
+                search.at_most(left)
+            if results is None:
+                attempts.run(search, piece, fallback)
+            else:
+                results.append(attempts.run(search, piece, fallback))
+            if bar is not None:
+                bar.advance(piece.end - piece.start)
+            piece.start = piece.end
+    search.finished()
+
+
+def _attempts(
+    name: str, scope: DisposeScope, unit: str, options: Options, args: _Args, kwargs: _Kwargs
+) -> Attempts:
+    state = None
+    if options.restore_rng:
+        state = RngState(generators=generators_in((*args, *kwargs.values())))
+    return Attempts(name, scope, unit=unit, state=state, on_retry=options.on_retry)

@@ -1,0 +1,117 @@
+"""Is this loss one that can be split? Run a few samples whole and in parts, and compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from tenure._errors import AdaptiveUsageError
+from tenure.scopes import NewDisposeScope
+
+from ..._sizes import checked_size
+from .._gradients import Scaler
+from .._loss import Reduction
+from .._modules import coupled_modules, without_dropout
+from .._samples import SampleDims, SampleTree, cut_off
+from .._split import StepSetup, checked_spec
+from ._split_report import SplitDifference, SplitReport
+from ._trial import default_rtol, differences, first_module, trial
+
+Batch = TypeVar("Batch")
+
+
+def check_split(
+    fn: Callable[[Batch], Any],
+    batch: Batch,
+    *,
+    loss: Reduction | Callable[[Any], Tensor] = "mean",
+    weight: Callable[[Batch], object] | None = None,
+    then: Callable[..., Tensor] | None = None,
+    once: Callable[[], Tensor] | None = None,
+    model: nn.Module | Iterable[nn.Module] | None = None,
+    scaler: Scaler | None = None,
+    in_dims: SampleDims = 0,
+    out_dims: SampleDims = 0,
+    samples: int = 8,
+    rtol: float | None = None,
+) -> SplitReport:
+    """Say whether `step` gives the same in micro-batches, and which module or parameter differs.
+
+    Runs forward and backward on the first samples of the batch, in one piece and in two (of unequal
+    length, except of 2 or 4 samples), and compares loss, terms, gradients and buffers. Dropout
+    modules are off meanwhile. Gradients, buffers, random state and the modes of modules are as
+    before afterwards.
+
+    Args:
+        fn: as for `step`, and so are ``batch`` and the arguments up to ``out_dims``.
+        batch: as for `step`; at least 2 samples, or 4 where a module such as BatchNorm needs 2.
+        loss: as for `step`.
+        weight: as for `step`.
+        then: as for `step`.
+        once: as for `step`.
+        model: as for `step`.
+        scaler: as for `step`.
+        in_dims: as for `step`.
+        out_dims: as for `step`.
+        samples: the most samples to use.
+        rtol: the largest relative error that passes; by default 1e-9 for float64, 1e-4 for float32
+            and 5e-2 for less.
+
+    Raises:
+        AdaptiveUsageError: as for `step`, or there are too few samples.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from tenure.adaptive import check_split
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).double()
+        >>> def loss_of(x):
+        ...     return net(x).square().mean()
+        >>> report = check_split(loss_of, torch.randn(8, 4, dtype=torch.float64))
+        >>> report.ok, report.differences[0].name
+        (False, 'net.1 (BatchNorm1d)')
+    """
+    spec = checked_spec("check_split", fn, loss, weight, then, once, "per_chunk", out_dims, scaler)
+    part = _first_samples(batch, in_dims, checked_size("samples", samples))
+    setup = StepSetup(spec, part, in_dims, model)
+    _check_number(setup)
+    size = min(-(-setup.n_samples * 5 // 8), setup.n_samples - 1)
+    with NewDisposeScope("check_split"), without_dropout(setup.roots):
+        whole = trial(setup, setup.n_samples)
+        again = trial(setup, setup.n_samples, other_numbers=True)
+        split = trial(setup, size)
+        rtol = default_rtol(whole) if rtol is None else rtol
+        sizes = split.outcome.sizes
+        if by_chance := differences(whole, again, rtol):
+            return SplitReport(sizes, rtol, (_random(setup, by_chance),))
+        found = first_module(whole, split, rtol), differences(whole, split, rtol)
+        return SplitReport(sizes, rtol, (*found[0], *found[1]))
+
+
+def _check_number(setup: StepSetup) -> None:
+    """Make sure that both parts have samples enough.
+
+    Raises:
+        AdaptiveUsageError: they don't.
+    """
+    fewest = 2 * setup.smallest
+    if setup.n_samples < fewest:
+        needs = f", 2 in each part for {coupled_modules(setup.roots)[0]}" if fewest > 2 else ""
+        raise AdaptiveUsageError(
+            f"check_split() got {setup.n_samples} sample(s), and a split needs {fewest} at "
+            f"least{needs}."
+        )
+
+
+def _first_samples(batch: Any, in_dims: SampleDims, samples: int) -> Any:
+    """The first samples, cut off the graph that they come of: it can run backward only once."""
+    tree = SampleTree(batch, in_dims, name="batch", argument="in_dims")
+    n_samples = min(samples, tree.n_samples())
+    return tree.with_leaves([cut_off(leaf.part(0, n_samples)) for leaf in tree.leaves])
+
+
+def _random(setup: StepSetup, found: list[SplitDifference]) -> SplitDifference:
+    worst = max(difference.relative_error for difference in found)
+    return SplitDifference("random", setup.name, worst)

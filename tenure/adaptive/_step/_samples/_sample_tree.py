@@ -1,0 +1,380 @@
+"""Containers whose tensors hold one sample a row: what `step` splits, and what it concatenates.
+
+Invariant: a tensor without a declared dimension is never passed on whole by accident; what can't be
+told is refused by its path. What all samples share is passed on itself, unless a tensor in it has
+to be reached.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from tenure._describe import describe_tensor
+from tenure._errors import AdaptiveUsageError
+from tenure._torch.dispatch import without_functions
+from tenure._torch.pytree import parts_of
+
+SampleDims: TypeAlias = (
+    int | Literal["items"] | Mapping[Any, Any] | list[Any] | tuple[Any, ...] | None
+)
+"""Where the samples are: a dimension; None for what all samples share; ``"items"`` for a list with
+one item a sample; or a container of these, shaped like the outer levels of the tree."""
+
+_Dim = int | None | Literal["items"]
+_Build = Callable[[Iterator[Any]], Any]
+_SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def cut_off(value: Any) -> Any:
+    """A tensor that requires grad as a leaf of its own, without its graph; all else as it is."""
+    if not isinstance(value, Tensor) or not value.requires_grad:
+        return value
+    return value.detach().requires_grad_()
+
+
+def has_graph(value: object) -> bool:
+    """Whether it is a tensor that was computed from others that get gradients."""
+    return isinstance(value, Tensor) and value.grad_fn is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """What stands at one place of a tree.
+
+    Attributes:
+        path: the place, as an expression.
+        value: a tensor of any shape, dtype and device, or a value that is not taken apart.
+        dim: where its samples are; None if all samples share it.
+    """
+
+    path: str
+    value: Any
+    dim: _Dim
+
+    @property
+    def is_split(self) -> bool:
+        """Whether it has a part for each sample."""
+        return self.dim is not None
+
+    @property
+    def n_samples(self) -> int:
+        """How many samples it has; only where it is split."""
+        if self.dim == "items":
+            return len(self.value)
+        return int(self.value.shape[self.dim])
+
+    def part(self, start: int, length: int) -> Any:
+        """The samples from ``start``, as a view where it is a tensor; all of it if it is shared."""
+        if self.dim is None:
+            return self.value
+        if self.dim == "items":
+            return self.value[start : start + length]
+        if type(self.value) is Tensor:
+            with without_functions():  # a view has no memory that a scope would have to own
+                return self.value.narrow(self.dim, start, length)
+        if isinstance(self.value, Tensor):
+            return self.value.narrow(self.dim, start, length)
+        before = (slice(None),) * (self.dim % self.value.ndim)
+        return self.value[(*before, slice(start, start + length))]
+
+
+class SampleTree:
+    """A container, taken apart once.
+
+    Args:
+        tree: a tensor, or a container of tensors and plain values.
+        dims: where the samples are.
+        name: what errors call the tree.
+        argument: what errors call the argument that ``dims`` comes from.
+        reaches: which values have to be leaves of their own; containers that all samples share are
+            taken apart only where they hold one.
+
+    Attributes:
+        leaves: what it holds, in order.
+
+    Raises:
+        AdaptiveUsageError: something in it can't be split, or ``dims`` does not fit.
+    """
+
+    def __init__(
+        self,
+        tree: Any,
+        dims: SampleDims,
+        *,
+        name: str,
+        argument: str,
+        reaches: Callable[[object], bool] = has_graph,
+    ) -> None:
+        self.leaves: list[Leaf] = []
+        self._reaches = reaches
+        self._around: set[int] = set()
+        self._name = name
+        self._argument = argument
+        self._plain: list[tuple[str, int]] = []
+        self._build = self._take_apart(tree, dims, name)
+
+    @property
+    def structure(self) -> list[str]:
+        """The paths of its leaves."""
+        return [leaf.path for leaf in self.leaves]
+
+    def with_leaves(self, values: list[Any]) -> Any:
+        """A container like this one, of other leaves."""
+        return self._build(iter(values))
+
+    def like(self, values: list[Any]) -> SampleTree:
+        """The same, of other leaves."""
+        other = copy.copy(self)
+        other.leaves = [
+            dataclasses.replace(leaf, value=value)
+            for leaf, value in zip(self.leaves, values, strict=True)
+        ]
+        return other
+
+    def n_samples(self) -> int:
+        """How many samples it has.
+
+        Raises:
+            AdaptiveUsageError: its leaves don't agree, or none of them is split.
+        """
+        split = [leaf for leaf in self.leaves if leaf.is_split]
+        if not split:
+            raise AdaptiveUsageError(
+                f"{self._name} holds no tensor with samples, so there is nothing to split. "
+                "Pass the tensors of the batch in it, not through a closure."
+            )
+        first = split[0]
+        for leaf in split[1:]:
+            if leaf.n_samples != first.n_samples:
+                raise AdaptiveUsageError(
+                    f"{_counted(first)}, and {_counted(leaf)}. {self._advice(leaf)}"
+                )
+        self._refuse_plain_lists(first.n_samples)
+        return first.n_samples
+
+    # --- taking apart
+
+    def _take_apart(self, value: Any, dims: Any, path: str) -> _Build:
+        if isinstance(value, Tensor):
+            return self._leaf(value, self._dim_of_tensor(value, dims, path), path)
+        if dims == "items":
+            return self._leaf(value, self._items(value, path), path)
+        if hasattr(type(value), "__array_interface__"):  # an instance may have any attribute
+            return self._leaf(value, self._dim_in_range(value, value.ndim, dims, path), path)
+        if isinstance(value, _SIMPLE):
+            return self._leaf(value, None, path)
+        container = _container_of(value)
+        if dims is None:
+            return self._shared(value, container, path)
+        if container is None:
+            raise AdaptiveUsageError(
+                f"{path} is a {type(value).__name__}, which can't be taken apart. Register it with "
+                f"torch.utils._pytree, pass the tensors in it, or say with {self._argument}=None "
+                "at its place that all samples share it."
+            )
+        if isinstance(value, list | tuple) and value and all(isinstance(x, _SIMPLE) for x in value):
+            self._plain.append((path, len(value)))
+        self._refuse_hidden(value, container, path)
+        return self._inner(value, container, dims, path)
+
+    def _refuse_hidden(self, value: Any, container: _Container, path: str) -> None:
+        """Make sure that no tensor would stay whole beside those that are split."""
+        if not isinstance(value, dict) and not _has_fields(value):
+            return
+        space = getattr(value, "__dict__", {})
+        names = [] if space is value else [name for name in space if name not in container.keys]
+        hidden = [name for name in names if isinstance(space[name], Tensor)]
+        if hidden:
+            raise AdaptiveUsageError(
+                f"{path} is a {type(value).__name__} that keeps {_listed(hidden)} as an attribute, "
+                "beside its items, where nothing splits it. Pass it as an item, or the tensors in "
+                "a plain dict."
+            )
+
+    def _shared(self, value: Any, container: _Container | None, path: str) -> _Build:
+        is_within_itself = id(value) in self._around
+        if container is None or is_within_itself or not _holds(value, self._reaches, {}):
+            return self._leaf(value, None, path)
+        self._around.add(id(value))
+        build = self._inner(value, container, None, path)
+        self._around.discard(id(value))
+        return build
+
+    def _inner(self, value: Any, container: _Container, dims: Any, path: str) -> _Build:
+        below = self._dims_below(container.keys, dims, path)
+        builds = [
+            self._take_apart(child, below[key], _step(path, value, key))
+            for key, child in zip(container.keys, container.children, strict=True)
+        ]
+        return lambda values: container.make([build(values) for build in builds])
+
+    def _leaf(self, value: Any, dim: _Dim, path: str) -> _Build:
+        self.leaves.append(Leaf(path, value, dim))
+        return next
+
+    def _dims_below(self, keys: list[Any], dims: Any, path: str) -> dict[Any, Any]:
+        if dims is None or isinstance(dims, int):
+            return dict.fromkeys(keys, dims)
+        if isinstance(dims, Mapping):
+            unknown = [key for key in dims if key not in keys]
+            if not unknown:
+                return {key: dims.get(key, 0) for key in keys}
+        elif isinstance(dims, list | tuple) and len(dims) == len(keys):
+            return dict(zip(keys, dims, strict=True))
+        raise AdaptiveUsageError(
+            f"{self._argument} has {dims!r} for {path}, which has {_listed(keys)}. Give a "
+            'dimension, None, "items", or a container of these of the same shape.'
+        )
+
+    def _dim_of_tensor(self, value: Tensor, dims: Any, path: str) -> _Dim:
+        dim = self._dim_in_range(value, value.dim(), dims, path)
+        if dim is None:
+            return None
+        if value.layout is not torch.strided or value.is_nested:
+            raise AdaptiveUsageError(
+                f"{path} is {describe_tensor(value)} of layout {value.layout}, which can't be "
+                f"split. Pass a dense tensor, or say with {self._argument}=None at its place "
+                "that all samples share it."
+            )
+        return dim
+
+    def _dim_in_range(self, value: Any, n_dims: int, dims: Any, path: str) -> _Dim:
+        dim = _whole_if_scalar(dims, n_dims)
+        is_int = isinstance(dim, int) and not isinstance(dim, bool)
+        if dim is None or (is_int and -n_dims <= dim < n_dims):
+            return cast("int | None", dim)
+        described = describe_tensor(value) if isinstance(value, Tensor) else _array_of(value)
+        raise AdaptiveUsageError(
+            f"{self._argument} has {dims!r} for {path}, which is {described}. "
+            "Give one of its dimensions, or None if all samples share it."
+        )
+
+    def _items(self, value: Any, path: str) -> _Dim:
+        if isinstance(value, list | tuple):
+            return "items"
+        raise AdaptiveUsageError(
+            f'{self._argument} has "items" for {path}, which is a {type(value).__name__}. '
+            "Only a list or a tuple has items."
+        )
+
+    def _refuse_plain_lists(self, n_samples: int) -> None:
+        for path, length in self._plain:
+            if length == n_samples > 1:
+                raise AdaptiveUsageError(
+                    f"{path} is a list of {length} plain values, as many as there are samples: it "
+                    f"may belong to them or not. Say which with {self._argument}: "
+                    '"items" at its place splits it, None lets all samples share it.'
+                )
+
+    def _advice(self, leaf: Leaf) -> str:
+        return (
+            f"Say with {self._argument} which dimension of {leaf.path} has the samples, or None if "
+            "all samples share it."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Container:
+    """One level of a container.
+
+    Attributes:
+        keys: the keys, indices or names of fields.
+        children: what stands there.
+        make: makes a container like it of other children.
+    """
+
+    keys: list[Any]
+    children: list[Any]
+    make: Callable[[list[Any]], Any]
+
+
+def _container_of(value: Any) -> _Container | None:
+    """One level of a container, or None if it is none that can be put together again."""
+    if isinstance(value, list | tuple):
+        return _Container(list(range(len(value))), list(value), _sequence_maker(value))
+    if isinstance(value, dict | UserDict):  # copies of other mappings may share what they hold
+        keys = list(value)
+        return _Container(keys, [value[key] for key in keys], _mapping_maker(value, keys))
+    parts = parts_of(value)
+    if parts is not None:
+        children, make = parts
+        return _Container(list(range(len(children))), children, make)
+    if _has_fields(value):
+        names = [each.name for each in dataclasses.fields(value) if hasattr(value, each.name)]
+        children = [getattr(value, name) for name in names]
+        return _Container(names, children, _field_setter(value, names))
+    return None
+
+
+def _has_fields(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _holds(value: Any, wanted: Callable[[object], bool], seen: dict[int, Any]) -> bool:
+    """Whether something that is wanted stands at or below a value."""
+    container = None if isinstance(value, (*_SIMPLE, Tensor)) else _container_of(value)
+    if container is None:
+        return wanted(value)
+    if id(value) in seen:
+        return False
+    seen[id(value)] = value  # kept, so that nothing else gets its id
+    return any(_holds(child, wanted, seen) for child in container.children)
+
+
+def _sequence_maker(value: Any) -> Callable[[list[Any]], Any]:
+    kind = type(value)
+    if hasattr(kind, "_fields"):
+        return lambda items: kind(*items)
+    return cast("Callable[[list[Any]], Any]", kind)
+
+
+def _mapping_maker(value: Any, keys: list[Any]) -> Callable[[list[Any]], Any]:
+    def make(items: list[Any]) -> Any:
+        made = {} if type(value) is dict else copy.copy(value)
+        if getattr(value, "__dict__", None) is value:  # its items are its attributes
+            made.__dict__ = made
+        for key, item in zip(keys, items, strict=True):
+            made[key] = item
+        return made
+
+    return make
+
+
+def _field_setter(value: Any, names: list[str]) -> Callable[[list[Any]], Any]:
+    def make(items: list[Any]) -> Any:
+        made = copy.copy(value)
+        for name, item in zip(names, items, strict=True):
+            object.__setattr__(made, name, item)  # a frozen dataclass refuses its own
+        return made
+
+    return make
+
+
+def _step(path: str, value: Any, key: Any) -> str:
+    is_named = dataclasses.is_dataclass(value) and not isinstance(value, Mapping)
+    return f"{path}.{key}" if is_named else f"{path}[{key!r}]"
+
+
+def _whole_if_scalar(dims: Any, n_dims: int) -> Any:
+    return None if n_dims == 0 else dims
+
+
+def _array_of(value: Any) -> str:
+    return f"an array of {value.dtype}{list(value.shape)}"
+
+
+def _counted(leaf: Leaf) -> str:
+    along = "" if leaf.dim == "items" else f" along dimension {leaf.dim}"
+    return f"{leaf.path} has {leaf.n_samples} samples{along}"
+
+
+def _listed(keys: list[Any]) -> str:
+    return ", ".join(map(repr, keys[:8])) + (", ..." if len(keys) > 8 else "") or "nothing"

@@ -1,0 +1,195 @@
+"""A split step whose loss is a mean or a sum over samples, or several of them.
+
+Three ways, the cheapest that is exact: with weights that are known, one pass; with one weight that
+is known only at the end and no other term, one pass, and the gradients are multiplied by it then;
+with a count among several terms, or several terms and ``then``, a pass without graphs that finds
+what each is multiplied by, and another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tenure._errors import AdaptiveUsageError
+from tenure._torch.dispatch import without_functions
+
+from .._loss import (
+    Count,
+    Term,
+    Terms,
+    check_same_terms,
+    check_weight_is_used,
+    finished_loss,
+    widened,
+    widened_count,
+    widest_float,
+)
+from ._chunk_terms import ChunkTerms
+from ._spec import Chunk
+from ._surveyed_terms import SurveyedTerms
+
+if TYPE_CHECKING:
+    from ._run import StepRun
+
+
+class TermsPass:
+    """Forward and backward of each chunk, weighted.
+
+    Args:
+        run: the step.
+        chunks: how it is split.
+    """
+
+    def __init__(self, run: StepRun, chunks: Sequence[Chunk]) -> None:
+        self._run = run
+        self._chunks = ChunkTerms(run, chunks)
+
+    def run(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run it; the loss, and its terms."""
+        first = self._chunks.of(0)
+        check_weight_is_used(first, self._run.spec.weight)
+        with_counts, named = first.with_counts(), first.named
+        needs_all = any(with_counts.values()) or self._run.spec.then is not None
+        if len(with_counts) > 1 and needs_all:
+            del first
+            return SurveyedTerms(self._chunks, with_counts, named).run()
+        weighted = _WeightedTerms(self._chunks, first)
+        weighted.take(0, first)
+        del first  # its graph must not be there beside the next one
+        for i in range(1, len(self._chunks.lengths)):
+            weighted.take(i, self._chunks.of(i))
+        return weighted.finish()
+
+
+class _WeightedTerms:
+    """Terms whose gradients are sent back with their weight, or with a part of it, at once.
+
+    Args:
+        chunks: the terms of each chunk.
+        first: those of the first; the others have to have the same.
+    """
+
+    def __init__(self, chunks: ChunkTerms, first: Terms) -> None:
+        self._chunks = chunks
+        self._run = chunks.run
+        self._then = chunks.run.spec.then
+        self._named = first.named
+        self._with_counts = first.with_counts()
+        self._totals = {name: _Total(self._guess(term)) for name, term in first.by_name.items()}
+
+    def take(self, i: int, terms: Terms) -> None:
+        """Send the gradient of one chunk back, and count its terms in."""
+        check_same_terms(self._with_counts, terms.by_name)
+        values, seeds = [], []
+        with without_functions():  # nothing here outlives the step
+            for name, term in terms.by_name.items():
+                share = self._share(name, i)
+                if share:  # the mean of no elements is nan, which a weight of zero does not undo
+                    total = self._totals[name]
+                    total.add(term, share)
+                    values.append(term.value)
+                    seeds.append(self._run.backward.scaled(total.seed(term.value, share)))
+        self._run.send_back(values, seeds)
+
+    def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss and its terms; the gradients get the rest of their weight."""
+        values = {name: total.value() for name, total in self._totals.items()}
+        return self._rescaled(values), values
+
+    def _share(self, name: str, i: int) -> float:
+        if self._chunks.reduction == "sum" or self._totals[name].is_late:
+            return 1.0
+        return self._chunks.shares.of(name)[i]
+
+    def _guess(self, term: Term) -> Count | None:
+        """One part of what a late weight will be, so that half-precision gradients stay in range.
+
+        A power of two, so that multiplying by it and dividing by it later is exact.
+        """
+        if term.count is None:
+            return None
+        n_samples, length = self._run.n_samples, self._chunks.lengths[0]
+        if isinstance(term.count, Tensor):
+            finite = term.count.float().nan_to_num(posinf=1.0)
+            expected = finite.clamp(min=1) * (n_samples / length)
+            return torch.exp2(-expected.log2().round())
+        count = term.count if math.isfinite(term.count) else 1
+        return 2.0 ** -round(math.log2(max(count, 1) * n_samples / length))
+
+    def _rescaled(self, values: dict[str, Tensor]) -> Tensor:
+        """Give the gradients the weight that is known now."""
+        (total, *others) = self._totals.values()
+        loss, leaves = None, {}
+        factor: Tensor | None = None if others else total.factor()
+        if self._then is not None:
+            leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
+            loss = finished_loss(leaves, self._named, self._then)
+            slope = _slope(loss, next(iter(leaves.values())))
+            factor = slope if factor is None else factor * slope
+        if factor is not None:
+            self._run.scale(factor)
+        if loss is not None:  # what then() itself is trained by comes after the factor
+            scaled = self._run.backward.scaled(loss)
+            self._run.backward.run([scaled], [None], leaves.values())
+            return loss.detach()
+        return finished_loss(values, self._named, None)
+
+
+class _Total:
+    """A term summed over the chunks so far.
+
+    Args:
+        guess: a weight near the right one, if that is known only at the end.
+    """
+
+    def __init__(self, guess: Count | None) -> None:
+        self._sum: Tensor | None = None
+        self._count: Any = 0
+        self._guess = guess
+
+    @property
+    def is_late(self) -> bool:
+        """Whether its weight is known only at the end."""
+        return self._guess is not None
+
+    def add(self, term: Term, share: float) -> None:
+        value = widened(term.value.detach()) * share
+        self._sum = value if self._sum is None else self._sum + value
+        if term.count is not None:
+            self._count = self._count + widened_count(term.count)
+
+    def seed(self, value: Tensor, share: float) -> Tensor:
+        """What the gradient of the term for a chunk is multiplied by now."""
+        if isinstance(self._guess, Tensor):
+            return self._guess.to(value)
+        return torch.full_like(value, share if self._guess is None else self._guess)
+
+    def factor(self) -> Tensor | None:
+        """What it is to be multiplied by later; None for 1."""
+        if self._guess is None:
+            return None
+        assert self._sum is not None
+        device = self._sum.device
+        count = torch.as_tensor(self._count, device=device).to(widest_float(device))
+        return 1 / (count * self._guess)
+
+    def value(self) -> Tensor:
+        """The term of the whole batch."""
+        assert self._sum is not None  # shares sum up to 1, so one of them is not zero
+        return self._sum / self._count if self.is_late else self._sum
+
+
+def _slope(loss: Tensor, total: Tensor) -> Tensor:
+    if loss.requires_grad:
+        (slope,) = torch.autograd.grad(loss, total, retain_graph=True, allow_unused=True)
+        if slope is not None:
+            return slope
+    raise AdaptiveUsageError(
+        "then() of step() returned what is no function of the loss it got, so that no gradient "
+        "comes back from it. Compute its result from its argument, with gradients enabled."
+    )

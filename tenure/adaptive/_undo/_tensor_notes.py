@@ -1,0 +1,115 @@
+"""Tensors that modules hold, noted so that what is written into them can be taken back.
+
+Invariant: a note of a tensor that nobody writes takes no memory, as far as torch can copy it lazily
+(``_torch_lazy_copies``). One that was written once is copied at once from then on, so that it does
+not move to other memory each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from tenure._torch.dispatch import without_dispatch
+from tenure._torch.lazy_copies import lazy_copy, share_memory
+from tenure._torch.versions import version_of, write_back
+from tenure.scopes import is_disposed
+
+
+class TensorNote(NamedTuple):
+    """A tensor as it was.
+
+    Attributes:
+        owner: the module that holds it.
+        name: what the module calls it.
+        tensor: it.
+        version: how often it had been written.
+        copy: its values.
+        is_lazy: whether the copy took no memory when it was made.
+    """
+
+    owner: nn.Module
+    name: str
+    tensor: Tensor
+    version: int | None
+    copy: Tensor
+    is_lazy: bool
+
+    def was_left_alone(self) -> bool:
+        """Whether it certainly has the values that it had."""
+        same_version = version_of(self.tensor) == self.version
+        return self.is_lazy and same_version and share_memory(self.tensor, self.copy)
+
+    def has_other_version(self) -> bool:
+        """Whether an operation has written it and said so; batch norm does not."""
+        return self.version is not None and version_of(self.tensor) != self.version
+
+    def undo(self) -> None:
+        """Write its values back."""
+        if self.was_left_alone():
+            return
+        if self.tensor.shape != self.copy.shape:
+            with torch.no_grad():
+                self.tensor.resize_(self.copy.shape)
+        write_back(self.tensor, self.copy, self.version)
+
+
+_written: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+"""What has been written since its lazy copy was made, or had its address taken."""
+
+
+def noted(owner: nn.Module, name: str, tensor: Tensor) -> TensorNote:
+    """Note a tensor of a module; to be called without gradients, in ``persist()``."""
+    copy = None
+    if not _is_written(owner, name):
+        with without_dispatch():  # it takes no memory, and no budget is to count it
+            copy = lazy_copy(tensor)
+    is_lazy = copy is not None
+    if copy is None:
+        copy = tensor.detach().clone()
+    return TensorNote(owner, name, tensor, version_of(tensor), copy, is_lazy)
+
+
+def is_gone(tensor: Tensor) -> bool:
+    """Whether a module still holds a tensor that was disposed; there are no values to note."""
+    return type(tensor) is not Tensor and is_disposed(tensor)
+
+
+def remember_written(notes: Iterable[TensorNote]) -> None:
+    """Learn from notes that are no longer needed."""
+    for note in notes:
+        if note.is_lazy and not share_memory(note.tensor, note.copy):
+            _written.setdefault(note.owner, set()).add(note.name)
+
+
+def differing(pairs: list[tuple[Tensor, Tensor]]) -> list[bool]:
+    """Whether the values of two tensors differ, of each pair; asks each device once.
+
+    Two that are both nan don't.
+    """
+    answers = [False] * len(pairs)
+    flags: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    for i, (one, other) in enumerate(pairs):
+        if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+            answers[i] = True
+        elif type(one) is Tensor and type(other) is Tensor and one.layout is torch.strided:
+            same = (one == other) | ((one != one) & (other != other))
+            flags.setdefault(one.device, []).append((i, same.all()))
+        else:
+            answers[i] = not torch.equal(one, other)
+    for found in flags.values():
+        same_values = torch.stack([flag for _, flag in found]).tolist()
+        for (i, _), is_same in zip(found, same_values, strict=True):
+            answers[i] = not is_same
+    return answers
+
+
+def _is_written(owner: nn.Module, name: str) -> bool:
+    if isinstance(owner, _NormBase):
+        return owner.training
+    return name in _written.get(owner, ())

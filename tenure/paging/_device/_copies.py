@@ -1,0 +1,159 @@
+"""What goes between the host's bytes and the pages of the device, and who waits for what of it.
+
+Invariant: a copy waits for what used its place and its source before, computation waits for the
+copy, and the host waits only for what it reads or is about to change.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tenure._errors import PagingError
+from tenure._torch.aside import aside
+
+from .._host import HostStore
+from .._link import Link, Meter
+from .._model import HostTensor, Unit
+from ._page import Page
+
+
+class Copies:
+    """The copies over one link.
+
+    Args:
+        link: the streams of the device.
+        store: the host bytes.
+
+    Attributes:
+        meter: what was moved.
+    """
+
+    def __init__(self, link: Link, store: HostStore) -> None:
+        self.meter = Meter(link)
+        self._link, self._store = link, store
+        self._copied: dict[Unit, object] = {}
+        self._written: dict[Unit, object] = {}
+        self._unread: list[object] = []
+
+    def fill(self, page: Page, after: list[object]) -> None:
+        """Copy a unit to its page, after these events."""
+        unit = page.unit
+        with aside():
+            pair = page.bytes_of(0, unit.n_bytes), self._host_bytes(unit)
+        page.note_copied()
+        page.ready = self._copy_in(unit, [pair], after)
+
+    def let_host_look(self) -> None:
+        """Stop the host until what was written back is there."""
+        for event in self._unread:
+            self._link.let_host(event)
+
+    def let_host_read(self) -> None:
+        """The same, once for all."""
+        self.let_host_look()
+        self._unread.clear()
+        self._written.clear()
+
+    def clear(self) -> None:
+        """Forget what was under way."""
+        self._unread.clear()
+
+    def settle(self, unit: Unit) -> None:
+        """Stop the host until no copy reads a unit's host bytes."""
+        copied = self._copied.pop(unit, None)
+        if copied is not None:
+            self._link.let_host(copied)
+
+    def refresh(self, page: Page) -> None:
+        """Copy anew what may have changed on the host."""
+        changed = page.stale()
+        with aside():
+            source = self._host_bytes(page.unit)
+        page.note_copied()
+        spans = dict(map(page.unit.span_of, changed))
+        with aside():
+            pairs = [
+                (page.bytes_of(start, n_bytes), source[start : start + n_bytes])
+                for start, n_bytes in spans.items()
+            ]
+        try:
+            page.ready = self._copy_in(page.unit, pairs, self.marks_of(page))
+        except BaseException:  # an interruption, too: what was noted was not copied
+            page.forget_copied()
+            raise
+        page.waited.clear()
+
+    def write_back(self, page: Page, changed: list[HostTensor]) -> None:
+        """Copy tensors of a page to the host, after what the device was given so far."""
+        shown = [page.shown(host) for host in changed]
+        with aside():
+            pairs = [
+                (_writable(host.tensor), tensor)
+                for host, tensor in zip(changed, shown, strict=True)
+            ]
+            event = self._link.page_out(pairs, self.marks_of(page))
+        self._written[page.unit] = event
+        self._unread.append(event)
+        page.ready = event  # what is written there next must not overtake the copy
+        page.waited.clear()
+        page.host_versions = [host.version for host in page.unit.tensors]
+
+    def let_compute(self, page: Page, *, may_retry: bool = False) -> None:
+        """Let the current stream use a page once its copy is there.
+
+        Args:
+            page: the page.
+            may_retry: whether it is copied anew where its file could not be read.
+
+        Raises:
+            PagingError: its file can't be read.
+        """
+        stream = self._link.current()
+        if stream.stream_id not in page.waited:
+            try:
+                self.meter.let_compute(stream, page.ready)
+            except PagingError:  # read ahead of use, that need not be the end
+                page.forget_copied()
+                if not may_retry:
+                    raise
+                self.refresh(page)
+                return self.let_compute(page)
+            page.waited.add(stream.stream_id)
+        page.streams[stream.stream_id] = stream
+
+    def marks_of(self, page: Page) -> list[object]:
+        """Events after all that was launched so far on the streams that have used a page."""
+        return [self._link.mark(stream) for stream in page.streams.values()]
+
+    def uses_of(self, page: Page) -> list[object]:
+        """The events after which nothing reads or writes a page that was let go."""
+        uses = self.marks_of(page) if page.last_use is None else page.last_use
+        written = self._written.get(page.unit)
+        return uses if written is None else [*uses, written]
+
+    def _host_bytes(self, unit: Unit) -> Any:
+        if any(host.has_left for host in unit.tensors):
+            self.settle(unit)  # before it is brought back to where copies read
+        return self._store.bytes_of(unit)
+
+    def _copy_in(
+        self, unit: Unit, pairs: list[tuple[Tensor, Tensor]], after: list[object]
+    ) -> object:
+        if unit in self._written:
+            after = [*after, self._written.pop(unit)]
+        with aside():
+            event = self.meter.page_in(pairs, after)
+        self._copied[unit] = event
+        return event
+
+
+def _writable(tensor: Tensor) -> Tensor:
+    """A tensor to write to; one that was made in inference mode is not to be, outside of that."""
+    if not tensor.is_inference():
+        return tensor
+    view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    storage, offset = tensor.untyped_storage(), tensor.storage_offset()
+    return view.set_(storage, offset, tensor.size(), tensor.stride())

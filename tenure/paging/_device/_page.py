@@ -1,0 +1,166 @@
+"""The bytes of one unit on the device, and the tensors that show them in place of the host's.
+
+Invariant: a page's tensors lie in its bytes and in no others. While one of them is held, by a
+variable, a view, a graph, or something that only shares its bytes, those stay the page's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+
+from tenure._torch.aside import aside
+from tenure._torch.dynamo import never_compiled
+from tenure._torch.lending import Lent, is_held
+
+from .._model import HostTensor, Unit
+from .._room import Place
+
+RESIDENT = "paged: resident"
+"""What reports of memory call bytes of the device that units keep."""
+
+
+@dataclass(eq=False, slots=True)
+class Page:
+    """A unit on the device.
+
+    Attributes:
+        unit: what it holds.
+        memory: uint8, on the device; the ring, or that of its place.
+        start: its first byte in the memory.
+        place: where it stays, in a slab; None of a unit that passes.
+        ready: the event after which its bytes are there.
+        host_versions: of each tensor of the unit, the version that was copied.
+        users: how many running forwards use it.
+        streams: the streams that have used it, by id.
+        waited: the ids of those that have waited for ``ready``.
+        last_use: the events that its last use ends with; None while that can't be known.
+    """
+
+    unit: Unit
+    memory: Tensor
+    start: int
+    place: Place | None = None
+    ready: Any = None
+    host_versions: list[int] = field(default_factory=list)
+    users: int = 0
+    streams: dict[int, Any] = field(default_factory=dict)
+    waited: set[int] = field(default_factory=set)
+    last_use: list[Any] | None = field(default_factory=list)
+    _lent: Lent | None = None
+    _shown: dict[HostTensor, Tensor] = field(default_factory=dict)
+    _shown_versions: dict[HostTensor, int] = field(default_factory=dict)
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether it stays."""
+        return self.place is not None
+
+    def bytes_of(self, start: int, n_bytes: int) -> Tensor:
+        """Part of the page, from ``start``, as uint8."""
+        return self.memory[self.start + start : self.start + start + n_bytes]
+
+    @never_compiled
+    def shown(self, host: HostTensor) -> Tensor:
+        """The tensor on the device that stands for a host tensor; the same one each time."""
+        found = self._shown.get(host)
+        if found is None:
+            with aside():
+                found = self._show(host)
+            self._shown_versions[host] = found._version
+            self._shown[host] = found
+            self._lent.tensors[id(found)] = host.name  # type: ignore[union-attr]
+        # Some kernels choose their way by this flag, also where no graph is recorded. Where one is,
+        # the weights must not be part of it: it would hold their bytes. Autocast keeps a copy of
+        # each weight that asks for gradients: it would fill the device.
+        asks = host.tensor.requires_grad and not (
+            torch.is_grad_enabled() or torch.is_autocast_enabled(found.device.type)
+        )
+        if found.requires_grad is not asks:
+            found.requires_grad = asks  # its method is forbidden within torch.func
+        return found
+
+    @property
+    def storages(self) -> tuple[UntypedStorage, ...]:
+        """The storage of its tensors; none before the first is shown."""
+        return () if self._lent is None else (self._lent.storage,)
+
+    def is_held(self) -> bool:
+        """Whether anything else holds one of its tensors, or what shares its bytes."""
+        return self._lent is not None and (
+            self._lent.is_shared(len(self._shown))
+            or any(is_held(self._shown, host) for host in self._shown)
+        )
+
+    def held(self) -> list[str]:
+        """The names of its tensors that something else holds, or what shares their bytes."""
+        names = [host.name for host in self._shown if is_held(self._shown, host)]
+        return names or ([host.name for host in self._shown] if self.is_held() else [])
+
+    def stale(self) -> list[HostTensor]:
+        """The tensors that may have changed on the host since they were copied."""
+        versions = zip(self.unit.tensors, self.host_versions, strict=True)
+        return [
+            host
+            for host, version in versions
+            if host.touched or host.version != version or host.has_left
+        ]
+
+    def note_copied(self) -> None:
+        """Remember that what is on the host now is what the page will hold."""
+        for host in self.unit.tensors:
+            host.touched = False
+        self.host_versions = [host.version for host in self.unit.tensors]
+
+    def forget_copied(self) -> None:
+        """Take no byte of it for what is on the host: its copy failed."""
+        self.host_versions = [-1] * len(self.unit.tensors)
+
+    def written(self, *, with_buffers: bool) -> list[HostTensor]:
+        """The tensors that have been written on the device since this was last asked.
+
+        Args:
+            with_buffers: count every buffer that was shown: some kernels, batch norm's for one,
+                write their statistics without raising a version.
+        """
+        written = []
+        unseen = self._take_unseen()
+        for host, tensor in self._shown.items():
+            is_unseen = unseen or (with_buffers and host.is_buffer)
+            if is_unseen or tensor._version != self._shown_versions[host]:
+                self._shown_versions[host] = tensor._version
+                written.append(host)
+        return written
+
+    def _take_unseen(self) -> bool:
+        """Whether an alias was made that is written unseen; asked again as long as there is one."""
+        if self._lent is None or not self._lent.is_aliased:
+            return False
+        self._lent.is_aliased = self.is_held()
+        return True
+
+    @never_compiled
+    def _show(self, host: HostTensor) -> Tensor:
+        original = host.tensor
+        if self._lent is None:  # aliases hold no more than a storage: the ring's says not whose
+            self._lent = Lent(self.memory, self.start, self.unit.n_bytes)
+        view = torch.empty(0, dtype=original.dtype, device=self.memory.device)
+        offset = host.at_bytes // original.element_size()
+        view.set_(self._lent.storage, offset, original.size(), original.stride())
+        return in_place_of(original, view)
+
+
+@never_compiled
+def in_place_of(original: Tensor, copy: Tensor) -> Tensor:
+    """Make a copy pass for the original: its class, and what was set on it as attributes.
+
+    What the copy has itself stays: the tensors that a subclass is made of are attributes, too.
+    """
+    if isinstance(original, nn.Parameter) and not isinstance(copy, nn.Parameter):
+        copy = nn.Parameter(copy, requires_grad=False)
+    for name, value in vars(original).items():
+        vars(copy).setdefault(name, value)
+    return copy

@@ -1,0 +1,151 @@
+"""The units that stay: where they stand, which of them could go, and the room that would make.
+
+Invariant: nothing is chosen to go that a forward uses, that something holds, or that must stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate, pairwise
+
+from tenure._named_tensors import NamedTensor
+
+from .._model import Unit
+from .._room import Slab
+from ._page import RESIDENT, Page
+
+
+class Residents:
+    """Those among the pages on the device that stay.
+
+    Args:
+        pages: all pages on the device, those that pass among them.
+
+    Attributes:
+        kept: the units that stay whatever happens.
+        spare_bytes: of slabs that were let go, what nothing took since.
+    """
+
+    def __init__(self, pages: Mapping[Unit, Page]) -> None:
+        self._pages = pages
+        self.kept: frozenset[Unit] = frozenset()
+        self.spare_bytes = 0
+
+    @property
+    def n_bytes(self) -> int:
+        """What their places take: a unit may stand where a larger one stood."""
+        return memory_bytes(self.pages())
+
+    def pages(self) -> list[Page]:
+        """All of them."""
+        return [page for page in self._pages_now() if page.is_resident]
+
+    def named_tensors(self) -> Iterator[NamedTensor]:
+        """The memory of each."""
+        for page in self.pages():
+            around = () if page.place is None else page.place.around
+            inside = (*page.storages, *around)
+            yield NamedTensor(page.memory, page.unit.name, RESIDENT, inside)
+
+    def leaving(self) -> list[Page]:
+        """Those that could pass from now on: nothing uses, holds or keeps them."""
+        return [
+            page
+            for page in self.pages()
+            if not page.users and page.unit not in self.kept and not page.is_held()
+        ]
+
+    def slabs(self) -> list[Slab]:
+        """Where they stand."""
+        return list(self._rows())
+
+    def on(self, slabs: list[Slab]) -> list[Page]:
+        """Those that stand in these slabs."""
+        rows = self._rows()
+        return [page for slab in slabs for page in rows[slab]]
+
+    def to_give_back(self, n_bytes: int, most_unit_bytes: int) -> list[Slab]:
+        """The smallest slabs of so many bytes together, or all, whose units could pass.
+
+        Args:
+            n_bytes: how many.
+            most_unit_bytes: how large a unit can be that passes.
+        """
+        leaving = {page for page in self.leaving() if page.unit.n_bytes <= most_unit_bytes}
+        return _first(sorted(self._free_of_others(leaving), key=_n_bytes), n_bytes)
+
+    def to_replace(self, n_bytes: int) -> list[Slab] | None:
+        """The largest slabs that with what is spare have so many bytes; None if there are none."""
+        slabs = sorted(self._free_of_others(set(self.leaving())), key=_n_bytes, reverse=True)
+        if self.spare_bytes + sum(map(_n_bytes, slabs)) < n_bytes:
+            return None
+        return _first(slabs, n_bytes - self.spare_bytes)
+
+    def to_stand_in_for(self, n_bytes: int, soon: Mapping[Unit, int]) -> list[Page]:
+        """The smallest neighbours whose places have so many bytes together; none if there are none.
+
+        Args:
+            n_bytes: how many.
+            soon: the units that come next, each with how many come before it; of those that take
+                as much, the ones that are needed later go.
+        """
+
+        def price(row: list[Page]) -> tuple[int, int]:
+            return memory_bytes(row), -min(soon.get(page.unit, len(soon)) for page in row)
+
+        leaving = set(self.leaving())
+        rows = (
+            _beginning(row[i:], leaving, n_bytes)
+            for row in self._rows().values()
+            for i in range(len(row))
+        )
+        return min(filter(None, rows), key=price, default=[])
+
+    def _pages_now(self) -> list[Page]:
+        return list(self._pages.values())  # at once: another thread may ask for a report
+
+    def _free_of_others(self, leaving: set[Page]) -> list[Slab]:
+        """The slabs in which nothing else is."""
+        rows = self._rows().items()
+        return [slab for slab, row in rows if not slab.has_ring and leaving.issuperset(row)]
+
+    def _rows(self) -> dict[Slab, list[Page]]:
+        """What stands in each slab, in the order of the places."""
+        placed = [(page.place, page) for page in self._pages_now() if page.place is not None]
+        rows: dict[Slab, list[Page]] = {}
+        for place, page in sorted(placed, key=lambda each: each[0].start):
+            rows.setdefault(place.slab, []).append(page)
+        return rows
+
+
+def memory_bytes(pages: Iterable[Page]) -> int:
+    """What the places of pages take."""
+    return sum(page.memory.nbytes for page in pages)
+
+
+def _beginning(row: list[Page], leaving: set[Page], n_bytes: int) -> list[Page]:
+    """As many pages from the first one on as have so many bytes; none if one of them can't go."""
+    before = accumulate((page.memory.nbytes for page in row), initial=0)
+    needed = [
+        page for page, bytes_before in zip(row, before, strict=False) if bytes_before < n_bytes
+    ]
+    has_room = memory_bytes(needed) >= n_bytes
+    return needed if has_room and leaving.issuperset(needed) and _are_neighbours(needed) else []
+
+
+def _are_neighbours(row: list[Page]) -> bool:
+    """Whether nothing was lost between them, as by an interruption."""
+    places = [page.place for page in row]
+    return all(a and b and a.end == b.start for a, b in pairwise(places))
+
+
+def _first(slabs: list[Slab], n_bytes: int) -> list[Slab]:
+    """As many of the slabs as take so many bytes together, or all."""
+    before = accumulate(map(_n_bytes, slabs), initial=0)
+    return [
+        slab for slab, bytes_before in zip(slabs, before, strict=False) if bytes_before < n_bytes
+    ]
+
+
+def _n_bytes(slab: Slab) -> int:
+    return slab.memory.nbytes

@@ -1,0 +1,14 @@
+"""The host's side of a paged model: buffers, pinned memory, files."""
+
+from ._file_store import FileStore as FileStore
+from ._file_store import SpillStore as SpillStore
+from ._host_buffers import HostBuffers as HostBuffers
+from ._host_buffers import HostStore as HostStore
+from ._mapped_file import MappedFile as MappedFile
+from ._pinning import Pinning as Pinning
+from ._reader import Done as Done
+from ._reader import Reader as Reader
+from ._reader import raise_anew as raise_anew
+from ._spill import checked_folder as checked_folder
+from ._spill import nameless as nameless
+from ._spill import writing as writing

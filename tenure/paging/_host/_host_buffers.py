@@ -1,0 +1,180 @@
+"""The host's side: one flat buffer for each unit, which the parameters of the unit alias.
+
+Invariant: the model's bytes are on the host once. A unit is copied into its buffer and its tensors
+are pointed there before the next unit's buffer is made, and each tensor keeps a storage of its own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from tenure._account import moved
+from tenure._describe import describe_tensor
+from tenure._errors import PagingError
+from tenure._named_tensors import NamedTensor
+
+from .._model import Extent, HostTensor, Unit
+from ._pinning import Memory, Pinning, private_memory
+
+HOST = "paged: host"
+"""What reports of memory call the buffers; the model's tensors lie in them."""
+
+
+class HostStore(Protocol):
+    """Where the host bytes of units come from."""
+
+    @property
+    def host_bytes(self) -> int:
+        """The host memory that holds weights."""
+        ...
+
+    @property
+    def pinned_bytes(self) -> int:
+        """How much of it is pinned."""
+        ...
+
+    def adopt(self, units: Iterable[Unit]) -> None:
+        """Take units over, before anything is asked about them; their tensors keep their values."""
+        ...
+
+    def bytes_of(self, unit: Unit) -> Any:
+        """The bytes of a unit as they are now, for the link to copy.
+
+        Returns:
+            A tensor, uint8[unit.n_bytes]; or what is sliced like one, for a link that reads it.
+        """
+        ...
+
+    def named_tensors(self) -> Iterator[NamedTensor]:
+        """The host memory that it keeps, for reports of memory."""
+        ...
+
+    def close(self) -> None:
+        """Give back what paging needed; the tensors of the model stay as they are."""
+        ...
+
+
+class HostBuffers:
+    """Buffers in ordinary memory, pinned in place where the device can.
+
+    Args:
+        device: the device, with its index.
+        pin: whether to pin.
+        advice: what to do where that is not possible.
+
+    Raises:
+        torch.AcceleratorError: an earlier call of the user's has left an error behind.
+    """
+
+    def __init__(self, device: torch.device, *, pin: bool, advice: str = "") -> None:
+        self._bytes: dict[Unit, Tensor] = {}
+        self._memory: dict[Unit, Memory] = {}
+        self._parts: dict[Unit, list[weakref.ref[UntypedStorage]]] = {}
+        self._pinning = Pinning(device, advice) if pin else None
+
+    @property
+    def host_bytes(self) -> int:
+        """The buffers' bytes."""
+        return sum(memory.nbytes for memory in self._bytes.values())
+
+    @property
+    def pinned_bytes(self) -> int:
+        """How much of them is pinned."""
+        return 0 if self._pinning is None else self._pinning.n_bytes
+
+    def adopt(self, units: Iterable[Unit]) -> None:
+        """Move the tensors of units into buffers; values, strides and identity stay."""
+        for unit in units:
+            make = private_memory if self._pinning is None else self._pinning.memory
+            memory = self._memory[unit] = make(unit.n_bytes)
+            self._parts[unit] = []
+            self._bytes[unit] = torch.frombuffer(memory, dtype=torch.uint8, count=unit.n_bytes)
+            for extent, start in unit.starts():
+                _move(extent, self._part(unit, extent, start), start)
+
+    def bytes_of(self, unit: Unit) -> Tensor:
+        """The buffer of a unit, with what was given other memory meanwhile back in it.
+
+        Raises:
+            PagingError: a tensor has another type, shape or device than when it was paged.
+        """
+        for extent, start in unit.starts():
+            for host in extent.tensors:
+                if host.has_left:
+                    _check_form(host, extent)
+                    part = self._part(unit, extent, start)
+                    moved(host.tensor, part)
+                    with torch.no_grad():
+                        _point(host, part, start, keep_values=True)
+        return self._bytes[unit]
+
+    def named_tensors(self) -> Iterator[NamedTensor]:
+        """The buffers, and for each the storages of the model's tensors in it."""
+        for unit, parts in list(self._parts.items()):
+            alive = (part() for part in list(parts))
+            inside = tuple(storage for storage in alive if storage is not None)
+            yield NamedTensor(self._bytes[unit], unit.name, HOST, inside)
+
+    def close(self) -> None:
+        """Unpin the buffers; the tensors of the model keep them as ordinary memory."""
+        if self._pinning is not None:
+            self._pinning.undo()
+        self._parts.clear()
+        self._bytes.clear()
+        self._memory.clear()
+
+    def _part(self, unit: Unit, extent: Extent, start: int) -> Tensor:
+        """The bytes of an extent in the buffer of its unit, as a storage of their own."""
+        memory, n_bytes = self._memory[unit], extent.n_bytes
+        part = torch.frombuffer(memory, dtype=torch.uint8, count=n_bytes, offset=start)
+        known = [each for each in self._parts[unit] if each() is not None]
+        self._parts[unit] = [*known, weakref.ref(part.untyped_storage())]
+        return part
+
+
+def _move(extent: Extent, new: Tensor, start: int) -> None:
+    """Copy an extent to its place in a buffer, and point its tensors there."""
+    old = torch.empty(0, dtype=torch.uint8, device="cpu")
+    moved(extent.tensors[0].tensor, new)
+    new.copy_(old.set_(extent.storage, extent.low_byte, (extent.n_bytes,), (1,)))
+    point_at(extent, new, start)
+
+
+def point_at(extent: Extent, part: Tensor, start: int) -> None:
+    """Let the tensors of an extent lie in other memory that holds the same bytes.
+
+    Args:
+        extent: the extent.
+        part: uint8[extent.n_bytes], with a storage of its own.
+        start: where the extent begins in its unit.
+    """
+    extent.low_byte = 0
+    for host in extent.tensors:
+        _point(host, part, start)
+
+
+def _point(host: HostTensor, part: Tensor, start: int, *, keep_values: bool = False) -> None:
+    """Let a tensor lie in a part of a buffer that begins at byte ``start`` of its unit."""
+    tensor = host.tensor
+    there = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    offset = (host.at_bytes - start) // tensor.element_size()
+    strides = tensor.stride() if not host.home else host.home_strides
+    there.set_(part.untyped_storage(), offset, tensor.size(), strides)
+    if keep_values:
+        there.copy_(tensor.detach())
+    tensor.data = there
+    host.settle()
+
+
+def _check_form(host: HostTensor, extent: Extent) -> None:
+    if host.form != host.home_form or len(extent.tensors) > 1:
+        raise PagingError(
+            f"{host.name!r} was given other memory while it is paged, through .data or a method "
+            f"such as half(), and is now {describe_tensor(host.tensor)}: that can't be paged in "
+            "its place. Call unpage(), change the model, and page it again."
+        )

@@ -1,0 +1,147 @@
+"""A file whose bytes are read as they are, and seen by tensors that may be written.
+
+Invariant: the file is never written. What is written through a tensor over it stays in memory, and
+is what the next read gives; a file that somebody else changes is refused, not read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from tenure._errors import PagingError
+from tenure._units import format_bytes
+
+from ._pagemap import written_runs
+
+# Without it Linux refuses to map a file larger than the memory there is, though few pages of it
+# will ever be written; Python before 3.13 does not name it.
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+
+_Seen = tuple[int, int]
+
+
+class MappedFile:
+    """A file, open for reading until this is closed or gone.
+
+    Args:
+        file: the open file; it may be closed then.
+        name: what messages call it.
+        is_ours: whether nobody else can reach it; then it is never found changed.
+
+    Attributes:
+        name: what messages call it.
+        n_bytes: its size.
+        address: where it is mapped.
+    """
+
+    def __init__(self, file: BinaryIO, name: str, *, is_ours: bool = False) -> None:
+        self.name = name
+        self._is_ours = is_ours
+        self._descriptor = os.dup(file.fileno())
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        self._close.atexit = False
+        self._seen = self._look()
+        self.n_bytes = self._seen[0]
+        self._memory = _mapped(self._descriptor, self.n_bytes)
+        self.address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+
+    def tensor(self, dtype: torch.dtype, shape: Sequence[int], offset: int) -> Tensor:
+        """A tensor over part of the file, in a storage of its own; it keeps the mapping alive."""
+        n_elements = torch.Size(shape).numel()
+        if not n_elements:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        flat = torch.frombuffer(self._memory, dtype=dtype, count=n_elements, offset=offset)
+        return flat.view(shape)
+
+    def bytes_at(self, offset: int, n_bytes: int) -> Tensor:
+        """As ``tensor``: uint8[n_bytes]."""
+        return self.tensor(torch.uint8, (n_bytes,), offset)
+
+    def copy_of(self, offset: int, n_bytes: int) -> bytes:
+        """Part of the file, in memory of its own."""
+        return self._memory[offset : offset + n_bytes]
+
+    def offset_of(self, address: int) -> int | None:
+        """Which byte of the file is mapped at an address, if any."""
+        offset = address - self.address
+        return offset if 0 <= offset < self.n_bytes else None
+
+    def read_into(self, address: int, offset: int, n_bytes: int) -> None:
+        """Copy part of the file to memory, with all that was written to tensors over it.
+
+        Args:
+            address: of the memory.
+            offset: where in the file the part begins.
+            n_bytes: its size.
+
+        Raises:
+            PagingError: the file has changed, or can't be read.
+        """
+        self.check_unchanged()
+        here = self.address + offset
+        written = written_runs(here, n_bytes) if hasattr(os, "preadv") else None
+        if written is None:
+            ctypes.memmove(address, here, n_bytes)
+        else:
+            self._read(address, offset, n_bytes)
+            for low, high in written:
+                ctypes.memmove(address + low, here + low, high - low)
+        self.check_unchanged()
+
+    def check_unchanged(self) -> None:
+        """Refuse a file that was written or cut since it was opened.
+
+        Raises:
+            PagingError: it was.
+        """
+        now = self._seen if self._is_ours else self._look()
+        if now != self._seen:
+            was, is_now = format_bytes(self._seen[0]), format_bytes(now[0])
+            raise PagingError(
+                f"{self.name} was changed while a model is paged from it (it had {was}, and has "
+                f"{is_now}): its weights can't be told from others any more, and none were used. "
+                "Load the model anew. To replace such a file, write another and rename it."
+            )
+
+    def close(self) -> None:
+        """Close the file; tensors over it stay as they are."""
+        self._close()
+
+    def _look(self) -> _Seen:
+        status = os.fstat(self._descriptor)
+        return status.st_size, status.st_mtime_ns
+
+    def _read(self, address: int, offset: int, n_bytes: int) -> None:
+        target = memoryview((ctypes.c_ubyte * n_bytes).from_address(address)).cast("B")
+        while target:
+            try:
+                n_read = os.preadv(self._descriptor, [target], offset)
+            except OSError as error:
+                raise PagingError(
+                    f"{self.name} can't be read at byte {offset}: {error.strerror}. No weights of "
+                    "it were used. Check the disk, then call the model again."
+                ) from error
+            if not n_read:
+                self.check_unchanged()
+                raise PagingError(
+                    f"{self.name} ends at byte {offset}, before its weights do. No weights of it "
+                    "were used. Fetch or save it again, and load the model anew."
+                )
+            target, offset = target[n_read:], offset + n_read
+
+
+def _mapped(descriptor: int, n_bytes: int) -> mmap.mmap:
+    """Memory that shows a file and takes writes for itself."""
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(descriptor, n_bytes, access=mmap.ACCESS_COPY)
+    flags, protection = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+    return mmap.mmap(descriptor, n_bytes, flags=flags, prot=protection)

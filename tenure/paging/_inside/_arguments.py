@@ -1,0 +1,153 @@
+"""The arguments of a call on the device that computes: moved, handed back, named if left behind.
+
+Invariant: containers keep their class and what is set on them, and one that leads to nothing moved
+is passed itself. What a forward puts into a container arrives in the caller's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from tenure._describe import describe_tensor
+from tenure._errors import TenureError
+from tenure._tree_copies import Survey, entries_of, is_mutable, set_entries
+
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+_N_NAMED = 3
+_N_SEARCHED = 2000
+
+
+class Arguments:
+    """What a call is given, with its tensors on a device.
+
+    Args:
+        tree: tensors in lists, tuples, dictionaries and dataclasses, and subclasses of these. Other
+            objects stay as they are: a cache is the caller's, and moves with what it is given.
+        source: the type of device to take them from.
+        device: where to.
+
+    Attributes:
+        given: the tree with its tensors moved.
+    """
+
+    def __init__(self, tree: Any, source: str, device: torch.device) -> None:
+        survey = Survey(tree, is_leaf=is_leaf)
+        nodes: dict[int, Any] = survey.nodes
+        moved = {
+            key: node.to(device) for key, node in nodes.items() if _device_type_of(node) == source
+        }
+        self.given = survey.replaced(moved) if moved else tree
+        self._device = device
+        self._containers = [
+            (node, moved[key]) for key, node in nodes.items() if key in moved and is_mutable(node)
+        ]
+        if self._containers:
+            self._kept = survey, moved  # what the ids belong to
+            self._back = {id(other): nodes[key] for key, other in moved.items()}
+
+    def hand_back(self) -> None:
+        """Put into the caller's containers what was put into those that stood for them."""
+        # All of them before the first is replaced, which adds the id of its entries to `_back`: a
+        # dictionary of entries that had died would lend its id, and what it held, to a later one.
+        surveys = [Survey(entries_of(given), self._back, is_leaf) for _, given in self._containers]
+        for (original, _), survey in zip(self._containers, surveys, strict=True):
+            set_entries(original, survey.replaced(self._back))
+
+    def leaving(self, function: Callable[..., Any]) -> Callable[[], None]:
+        """What has to be done when a call of a function with these arguments has ended."""
+        handled = sys.exception()
+
+        def leave() -> None:
+            self.hand_back()
+            error = sys.exception()
+            if error is not None and error is not handled and _is_about_devices(error):
+                self._name_misplaced(function, error)
+
+        return leave
+
+    def _name_misplaced(self, function: Callable[..., Any], error: BaseException) -> None:
+        """Add to an error which arguments are elsewhere than on the device."""
+        args, kwargs = self.given
+        roots = {**dict(zip(_parameters_of(function, len(args)), args, strict=True)), **kwargs}
+        found = list(islice(_misplaced(roots, self._device), _N_NAMED))
+        if found:
+            named = "; ".join(f"{name} is {describe_tensor(tensor)}" for name, tensor in found)
+            error.add_note(
+                f"The model is paged to {self._device}, and of its arguments {named}. Tensors on "
+                "the host are moved there in lists, tuples, dictionaries and dataclasses; other "
+                f"objects are left as they are. Move these to {str(self._device)!r} before the "
+                "call."
+            )
+
+
+def moved(tree: Any, source: str, device: torch.device) -> Any:
+    """A tree with its tensors moved; see `Arguments`."""
+    return Arguments(tree, source, device).given
+
+
+def is_leaf(node: object) -> bool:
+    """Whether a container is an object like any other, which is left alone."""
+    # A PackedSequence has a part that stays on the host; what is registered with torch's pytree
+    # may be a cache that a forward writes to, which a copy would keep from its owner.
+    if type(node) in _PLAIN or isinstance(node, Tensor | PackedSequence):
+        return True
+    return not (isinstance(node, tuple) or is_mutable(node))
+
+
+def _device_type_of(node: object) -> str | None:
+    tensor = node.data if isinstance(node, PackedSequence) else node
+    return tensor.device.type if isinstance(tensor, Tensor) else None
+
+
+def _is_about_devices(error: BaseException) -> bool:
+    is_other = isinstance(error, TenureError | torch.OutOfMemoryError)
+    return isinstance(error, RuntimeError) and not is_other and "device" in str(error)
+
+
+def _parameters_of(function: Callable[..., Any], n_args: int) -> list[str]:
+    """The names of a function's first parameters, or their numbers where it has no such names."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some functions of C have no signature
+        return [f"argument {i}" for i in range(n_args)]
+    names = [each.name for each in parameters if each.kind in kinds]
+    return [names[i] if i < len(names) else f"argument {i}" for i in range(n_args)]
+
+
+def _misplaced(roots: dict[str, Any], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Tensors elsewhere than on a device, with what they are called; also inside other objects."""
+    waiting = deque(roots.items())
+    seen: set[int] = set()
+    while waiting and len(seen) < _N_SEARCHED:
+        name, node = waiting.popleft()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, PackedSequence):
+            node = node.data
+        if isinstance(node, Tensor):
+            if node.device != device and node.dim():  # numbers may be anywhere
+                yield name, node
+        else:
+            waiting += [(name + key, child) for key, child in _inside(node)]
+
+
+def _inside(node: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(node, nn.Module | type):
+        return
+    if isinstance(node, list | deque | tuple):
+        yield from ((f"[{i}]", child) for i, child in enumerate(node))
+    elif isinstance(node, dict):
+        yield from ((f"[{key!r}]", child) for key, child in dict.items(node))
+    else:
+        yield from ((f".{key}", child) for key, child in getattr(node, "__dict__", {}).items())

@@ -1,0 +1,147 @@
+"""How a module shows device tensors inside its forward, and stays what it is for everyone else.
+
+Invariant: the registered objects never leave the module's dictionaries. What reads them by name or
+in a loop is given what the pager shows in their place; what bypasses these methods gets the host's.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from collections.abc import ItemsView, ValuesView
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tenure._torch.entry_calls import is_saving
+
+from .._model import HostTensor, TensorTable
+from ._pager import Pager
+
+_Entries = dict[str, Tensor | None]
+_REGISTRIES = ("_parameters", "_buffers")
+
+
+class PagedDict(_Entries):
+    """A module's parameters or buffers, shown where the reader is.
+
+    Args:
+        entries: the module's own dictionary.
+        hosts: the paged tensors among them, by name.
+        pager: what shows them.
+    """
+
+    __slots__ = ("_hosts", "_pager")
+
+    def __init__(self, entries: _Entries, hosts: dict[str, HostTensor], pager: Pager) -> None:
+        super().__init__(entries)
+        self._hosts = hosts
+        self._pager = pager
+
+    def __getitem__(self, name: str) -> Tensor | None:
+        return self._shown(name, super().__getitem__(name))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of a dictionary."""
+        return self[name] if name in self else default  # noqa: SIM401  # this is that method
+
+    def items(self) -> ItemsView[str, Tensor | None]:  # type: ignore[override]
+        """As of a dictionary, of what is shown; a state dict is of the host wherever it is made."""
+        if is_saving(sys._getframe(1)) and self._pager.is_inside:
+            return self._saved().items()
+        return {name: self._shown(name, entry) for name, entry in super().items()}.items()
+
+    def values(self) -> ValuesView[Tensor | None]:  # type: ignore[override]
+        """As of a dictionary, of what is shown."""
+        return dict(self.items()).values()
+
+    def __setitem__(self, name: str, entry: Tensor | None) -> None:
+        shown = self._shown_if_inside(name)
+        if shown is None or not _can_hold(shown, entry):
+            super().__setitem__(name, entry)
+        elif entry is not shown:
+            with torch.no_grad():
+                shown.copy_(entry)  # type: ignore[arg-type]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Entries:
+        return copy.deepcopy(self._saved(), memo)
+
+    def __reduce__(self) -> tuple[type[_Entries], tuple[_Entries]]:
+        return dict, (self._saved(),)
+
+    def registered(self) -> _Entries:
+        """The registered objects themselves; what the forward replaced on the device comes home."""
+        return {
+            name: entry if entry is None or name not in self._hosts else _at_home(entry)
+            for name, entry in super().items()
+        }
+
+    def _saved(self) -> _Entries:
+        """The registered objects with what a forward that runs has written so far."""
+        if self._pager.is_inside:
+            self._pager.save()
+        return dict(super().items())
+
+    def _shown(self, name: str, entry: Tensor | None) -> Tensor | None:
+        host = self._hosts.get(name)
+        if host is None or host.tensor is not entry:
+            return entry
+        return self._pager.show(host)
+
+    def _shown_if_inside(self, name: str) -> Tensor | None:
+        return (
+            self[name] if name in self._hosts and name in self and self._pager.is_inside else None
+        )
+
+
+class Binding:
+    """A module with its dictionaries replaced, until it is undone.
+
+    Args:
+        module: the module.
+        table: the tensors of its model.
+        pager: what shows them.
+    """
+
+    def __init__(self, module: nn.Module, table: TensorTable, pager: Pager) -> None:
+        self._module = weakref.ref(module)
+        self._originals: dict[str, _Entries] = {}
+        for registry in _REGISTRIES:
+            entries = module.__dict__[registry]
+            hosts = {
+                name: table.hosts[id(tensor)]
+                for name, tensor in entries.items()
+                if tensor is not None
+            }
+            if hosts:
+                self._originals[registry] = entries
+                module.__dict__[registry] = PagedDict(entries, hosts, pager)
+
+    def undo(self) -> None:
+        """Put the module's own dictionaries back, with all that was registered meanwhile."""
+        module = self._module()
+        if module is None:
+            return
+        for registry, original in self._originals.items():
+            paged = module.__dict__[registry]
+            if isinstance(paged, PagedDict):
+                entries = paged.registered()
+                original.clear()
+                original.update(entries)
+                module.__dict__[registry] = original
+
+
+def _can_hold(shown: Tensor, entry: Tensor | None) -> bool:
+    return (
+        entry is not None
+        and not isinstance(entry, nn.Parameter)
+        and (entry.shape, entry.dtype, entry.device) == (shown.shape, shown.dtype, shown.device)
+    )
+
+
+def _at_home(entry: Tensor) -> Tensor:
+    if entry.device.type == "cpu" or isinstance(entry, nn.Parameter):
+        return entry
+    return entry.cpu()

@@ -1,0 +1,169 @@
+"""A model cut in one of several ways, and how each divides the device's memory.
+
+Invariant: a division is taken only if all of it, as the allocator rounds it, is within the budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import nn
+
+from tenure._errors import PagingError
+from tenure._segments import (
+    MIB,
+    OWN_SEGMENT_BYTES,
+    SEGMENT_STEP_BYTES,
+    Taken,
+    is_rounding,
+    taken_by,
+    up_to,
+)
+from tenure._units import format_bytes
+
+from .._model import UNIT_ALIGNMENT_BYTES, Cut, TensorTable, Unit, UnitSize, cut, sizes_with_own
+from .._room import (
+    Arrangement,
+    LinkSpeed,
+    Residency,
+    arrange,
+    divide,
+    minimum_ring_bytes,
+    n_bytes,
+    smallest,
+)
+from ._checks import Budget
+
+_NEIGHBOURS = 4
+_PARTS = (3, 8, 24)
+"""Of a budget: what one unit may take of it. Which is best, a simulated pass of each tells."""
+_MOST_SIZES = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A model cut in one way.
+
+    Attributes:
+        device: where it is paged to.
+        table: its tensors.
+        cut: its units.
+        kept: those that must stay: what was asked for, and what no forward brackets, for it may be
+            in use beside any other unit. A mask that the first layer gives out is, to the last.
+    """
+
+    device: torch.device
+    table: TensorTable
+    cut: Cut
+    kept: frozenset[Unit]
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, device: torch.device, size: UnitSize, kept: list[nn.Module]
+    ) -> Self:
+        """Cut a model into units of a size."""
+        table = TensorTable(model)
+        merge_bytes = size.n_bytes or 0
+        pieces = cut(model, table, size.fits(table), merge_bytes=merge_bytes, apart=kept)
+        inside = table.extents_of(each for module in kept for each in module.modules())
+        staying = frozenset(
+            unit
+            for unit in pieces.units
+            if unit.is_loose or any(extent in inside for extent in unit.extents)
+        )
+        return cls(device, table, pieces, staying)
+
+    @property
+    def minimum_bytes(self) -> int:
+        """The least budget for this cut."""
+        return self.taken_by(self._least).allocated_bytes
+
+    def arranged(self, division: Residency) -> Arrangement:
+        """The slabs of a division."""
+        return arrange(self.cut.units, division, self.kept, self.device)
+
+    def taken_by(self, division: Residency) -> Taken:
+        """What a division takes of the device, with what can't be paged."""
+        sizes = self.arranged(division).sizes + self.table.whole_sizes
+        return taken_by(sizes, self.device)
+
+    def divide(
+        self, budget: Budget | None, link: LinkSpeed, compute_s: float | None
+    ) -> Residency | None:
+        """The best division of a budget; without one, what keeps the link busy."""
+        if budget is None:
+            return smallest(self.cut, self.kept, _NEIGHBOURS)
+        room_bytes = budget.n_bytes - self.table.whole_bytes
+        while True:
+            found = divide(self.cut, self.kept, room_bytes, link, compute_s)
+            if found is None:
+                least = self._least
+                return None if self._excess_bytes(least, budget) else least
+            excess_bytes = self._excess_bytes(found, budget)
+            if not excess_bytes:
+                return found
+            # at whole steps, for between two of them all is rounded to the same
+            is_in_steps = is_rounding(self.device) and room_bytes >= OWN_SEGMENT_BYTES
+            step_bytes = SEGMENT_STEP_BYTES if is_in_steps else UNIT_ALIGNMENT_BYTES
+            over_bytes = room_bytes % step_bytes
+            room_bytes -= over_bytes or up_to(excess_bytes, step_bytes)
+
+    @property
+    def _least(self) -> Residency:
+        return Residency(self.kept, minimum_ring_bytes(self.cut, self.kept))
+
+    def _excess_bytes(self, division: Residency, budget: Budget) -> int:
+        """By what a division exceeds a budget; 0 where it does not."""
+        taken = self.taken_by(division)
+        excess_bytes = taken.allocated_bytes - budget.n_bytes
+        if budget.free_bytes is not None:
+            excess_bytes = max(excess_bytes, taken.reserved_bytes - budget.free_bytes)
+        return max(0, excess_bytes)
+
+
+def unit_sizes(model: nn.Module, budget: Budget | None) -> list[UnitSize]:
+    """How large units may be: large ones spare the latency of copies, small ones the ring."""
+    if budget is None:
+        weight_bytes = sum(tensor.nbytes for tensor in model.parameters())
+        return [UnitSize(min(64 * MIB, weight_bytes // 16))]
+    large = (UnitSize(n_bytes) for n_bytes in _some(sizes_with_own(model, TensorTable(model))))
+    return [*(UnitSize(budget.n_bytes // parts) for parts in _PARTS), *large, UnitSize(0)]
+
+
+def too_small(model: nn.Module, draft: Draft, budget: Budget) -> PagingError:
+    """The error of a budget that no cut fits in.
+
+    Args:
+        model: the model.
+        draft: the cut that needs the least.
+        budget: the budget.
+    """
+    minimum_bytes = draft.minimum_bytes
+    stays_bytes = draft.table.whole_bytes + n_bytes(draft.kept)
+    ring_bytes = minimum_ring_bytes(draft.cut, draft.kept)
+    stays = f", beside {format_bytes(stays_bytes)} that stay" if stays_bytes else ""
+    name = type(model).__name__
+    if budget.free_bytes is not None and minimum_bytes <= budget.n_bytes:
+        reserved_bytes = draft.taken_by(draft._least).reserved_bytes
+        return PagingError(
+            f"{name} can't be paged on {draft.device}, where {format_bytes(budget.free_bytes)} are "
+            f"free: the least is {format_bytes(minimum_bytes)}, for which the allocator reserves "
+            f"{format_bytes(reserved_bytes)}. Free memory of the device, or name a budget in "
+            "bytes, if what is reserved already has room for it.",
+            minimum_bytes,
+        )
+    return PagingError(
+        f"{name} can't be paged within {format_bytes(budget.n_bytes)}: the "
+        f"least is {format_bytes(minimum_bytes)} ({minimum_bytes} bytes), because "
+        f"{format_bytes(ring_bytes)} of its weights are needed at once{stays}. "
+        "Allow a larger budget.",
+        minimum_bytes,
+    )
+
+
+def _some(sizes: set[int]) -> list[int]:
+    """A few sizes that stand for all: each costs a plan."""
+    every = -(-len(sizes) // _MOST_SIZES) or 1
+    return sorted(sizes)[::-1][::every]

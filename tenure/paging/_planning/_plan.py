@@ -1,0 +1,275 @@
+"""The plan of a paged model: what stays, what passes, and how near to the limit that can run.
+
+Invariant: a plan is made from the model's sizes alone. Nothing is allocated, moved or run for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tenure._units import format_bytes
+
+from .._model import Cut, TensorTable, Unit
+from .._room import (
+    Arrangement,
+    LinkSpeed,
+    Residency,
+    arrange,
+    expected_s,
+    n_bytes,
+    predicted_pass_s,
+    preferred,
+)
+from ._checks import (
+    Budget,
+    Elsewhere,
+    check_host,
+    check_seconds_and_speed,
+    checked_budget,
+    checked_device,
+    checked_kept,
+    checked_layer_size,
+    checked_model,
+)
+from ._draft import Draft, too_small, unit_sizes
+
+PCIE_4 = LinkSpeed(bytes_per_s=24e9)
+"""What a plan assumes where nothing was measured: PCIe 4.0 with 16 lanes."""
+DISK = LinkSpeed(bytes_per_s=2e9, latency_s=100e-6)
+"""What it assumes of a disk, as most with flash memory reach."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedUnit:
+    """Part of a model that is moved in one piece.
+
+    Attributes:
+        name: of its modules or its tensor.
+        n_bytes: its bytes on the device.
+        resident: whether it stays there.
+    """
+
+    name: str
+    n_bytes: int
+    resident: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PagingPlan:
+    """How a model is paged; printable before anything runs.
+
+    Attributes:
+        model: the name of its class.
+        device: where it is paged to.
+        units: its parts, in the order of registration.
+        weight_bytes: all units together, and the tensors that can't be paged.
+        resident_bytes: what stays on the device, those tensors included, and what the rounding of
+            the device's allocator leaves over.
+        ring_bytes: the room that the others pass through.
+        allocated_bytes: both: what paging takes of the device, until it gives some back.
+        reserved_bytes: the memory of the device that goes for it: its allocator takes whole
+            segments, which it shares out to others as well. As of one that is empty before.
+        budget_bytes: what it was allowed to allocate.
+        minimum_bytes: the least budget that would do.
+        link_bytes_per_s: the assumed speed of copies.
+        limit_s: the least time of a pass: ``max((W-R)/BW, C)``.
+        predicted_s: the time of a pass in the steady state by this plan.
+        computes_on_host: whether what does not stay is computed on the host, by ``chunk``.
+    """
+
+    model: str
+    device: str
+    units: tuple[PlannedUnit, ...]
+    weight_bytes: int
+    resident_bytes: int
+    ring_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    budget_bytes: int
+    minimum_bytes: int
+    link_bytes_per_s: float
+    limit_s: float
+    predicted_s: float
+    computes_on_host: bool = False
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> list[str]:
+        passing = [unit for unit in self.units if not unit.resident]
+        n_resident = len(self.units) - len(passing)
+        passing_bytes = sum(unit.n_bytes for unit in passing)
+        weights = _in_units(self.weight_bytes, len(self.units))
+        return [
+            f"{self.model} on {self.device}: {weights}, within {format_bytes(self.budget_bytes)} "
+            f"(at least {format_bytes(self.minimum_bytes)})",
+            f"  stays   {_in_units(self.resident_bytes, n_resident)}",
+            *self._rest(_in_units(passing_bytes, len(passing))),
+            *self._taken_lines(),
+            *self._unit_lines(),
+        ]
+
+    def _taken_lines(self) -> Iterator[str]:
+        if self.reserved_bytes != self.resident_bytes + self.ring_bytes:
+            yield (
+                f"  takes   {format_bytes(self.allocated_bytes)} of {self.device}, in "
+                f"{format_bytes(self.reserved_bytes)} that its allocator reserves"
+            )
+
+    def _rest(self, passing: str) -> list[str]:
+        if self.computes_on_host:
+            return [f"  host    {passing}, computed there"]
+        return [
+            f"  passes  {passing}, through a ring of {format_bytes(self.ring_bytes)}",
+            f"  a pass  takes {self.limit_s * 1e3:.3f} ms at the least, and "
+            f"{self.predicted_s * 1e3:.3f} ms by this plan, at "
+            f"{self.link_bytes_per_s / 1e9:.1f} GB/s",
+        ]
+
+    def _unit_lines(self) -> Iterator[str]:
+        width = max((len(unit.name) for unit in self.units), default=0)
+        elsewhere = "host" if self.computes_on_host else "passes"
+        for unit in self.units:
+            place = "stays" if unit.resident else elsewhere
+            yield f"    {unit.name:{width}}  {format_bytes(unit.n_bytes):>10}  {place}"
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, and what carrying it out needs.
+
+    Attributes:
+        plan: for the user.
+        table: the model's tensors.
+        cut: its units.
+        division: of the device's memory.
+        kept: the units that stay, whatever happens.
+    """
+
+    plan: PagingPlan
+    table: TensorTable
+    cut: Cut
+    division: Residency
+    kept: frozenset[Unit]
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """The slabs that the division stands in."""
+        return arrange(self.cut.units, self.division, self.kept, torch.device(self.plan.device))
+
+
+def plan_paging(
+    model: nn.Module,
+    device: str | torch.device = "cuda",
+    max_layer_size: int | str = -1,
+    *,
+    budget: int | str | None = None,
+    host: str | Path = "pinned",
+    keep: Iterable[str] = (),
+    link_bytes_per_s: float | None = None,
+    compute_s: float | None = None,
+) -> PagingPlan:
+    """Say how ``page`` would divide the device, without doing it.
+
+    Args:
+        model: a model in host memory, or on ``meta``.
+        device: the accelerator; ``"cpu"`` where the host is a folder.
+        max_layer_size: as of ``page``.
+        budget: as of ``page``.
+        host: as of ``page``; for ``load_paged``, the path of the weights. Nothing is read or made.
+        keep: as of ``page``.
+        link_bytes_per_s: the speed of copies to the device; by default that of PCIe 4.0, or, where
+            the host is a path, 2 GB/s.
+        compute_s: seconds that a pass computes, if known.
+
+    Returns:
+        The plan: printable, and with its bytes and times as attributes.
+
+    Raises:
+        PagingError: the model can't be paged, or not within the budget; ``minimum_bytes`` then is
+            the least that would do. Or a speed or a time is none.
+        ByteSizeError: the budget is no number of bytes.
+    """
+    check_host(host)
+    checked_model(model, has_values=False)
+    from_disk = isinstance(host, Path)
+    elsewhere = Elsewhere.CPU if from_disk else Elsewhere.FOLDER
+    chosen = checked_device(device, from_disk=from_disk, elsewhere=elsewhere)
+    check_seconds_and_speed(link_bytes_per_s, compute_s)
+    link = speed_of(host)
+    if link_bytes_per_s is not None:
+        link = LinkSpeed(link_bytes_per_s)
+    return make_plan(model, chosen, max_layer_size, budget, keep, link, compute_s).plan
+
+
+def speed_of(host: str | Path) -> LinkSpeed:
+    """What copies from a host are assumed to take."""
+    return DISK if isinstance(host, Path) else PCIE_4
+
+
+def make_plan(
+    model: nn.Module,
+    device: torch.device,
+    max_layer_size: int | str,
+    budget: int | str | None,
+    keep: Iterable[str],
+    link: LinkSpeed = PCIE_4,
+    compute_s: float | None = None,
+) -> Planned:
+    """As ``plan_paging``, of a model that is checked, with what carrying it out needs."""
+    size = checked_layer_size(max_layer_size)
+    allowed = checked_budget(budget, device)
+    kept = checked_kept(model, keep)
+    sizes = unit_sizes(model, allowed) if size is None else [size]
+    drafts = [Draft.of(model, device, each, kept) for each in sizes]
+    divided = [draft.divide(allowed, link, compute_s) for draft in drafts]
+    possible = [
+        (expected_s(draft.cut, division, link, compute_s), _Choice(draft, division))
+        for draft, division in zip(drafts, divided, strict=True)
+        if division is not None
+    ]
+    choice = preferred(possible)
+    smallest = min(drafts, key=lambda draft: draft.minimum_bytes)
+    if choice is None:
+        raise too_small(model, smallest, allowed or Budget(0))
+    draft, division = choice.draft, choice.division
+    passing_bytes = n_bytes(unit for unit in draft.cut.units if unit not in division.resident)
+    arrangement, taken = draft.arranged(division), draft.taken_by(division)
+    plan = PagingPlan(
+        model=type(model).__name__,
+        device=str(device),
+        units=tuple(
+            PlannedUnit(unit.name, unit.n_bytes, unit in division.resident)
+            for unit in draft.cut.units
+        ),
+        weight_bytes=n_bytes(draft.cut.units) + draft.table.whole_bytes,
+        resident_bytes=arrangement.resident_bytes + draft.table.whole_bytes,
+        ring_bytes=arrangement.ring_bytes,
+        allocated_bytes=taken.allocated_bytes,
+        reserved_bytes=taken.reserved_bytes,
+        budget_bytes=taken.allocated_bytes if allowed is None else allowed.n_bytes,
+        minimum_bytes=smallest.minimum_bytes,
+        link_bytes_per_s=link.bytes_per_s,
+        limit_s=max(passing_bytes / link.bytes_per_s, compute_s or 0.0),
+        predicted_s=predicted_pass_s(draft.cut, division, link, compute_s or 0.0),
+    )
+    return Planned(plan, draft.table, draft.cut, division, draft.kept)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    draft: Draft
+    division: Residency
+
+    @property
+    def ring_bytes(self) -> int:
+        return self.division.ring_bytes
+
+
+def _in_units(bytes_in_all: int, n_units: int) -> str:
+    return f"{format_bytes(bytes_in_all)} in {n_units} {'unit' if n_units == 1 else 'units'}"

@@ -1,0 +1,66 @@
+"""What an allocator holds block by block: what is free in its cache, and what libraries took.
+
+A library's working memory is known by its size alone: as many blocks of it as no tensor has.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from tenure._torch.allocator import FREE, free_block_bytes, segments_of
+from tenure._torch.workspaces import workspace_bytes
+
+_IN_USE = "active_allocated"
+
+
+class CachedMemory(NamedTuple):
+    """The blocks of one device's caching allocator, as it tells of them.
+
+    Attributes:
+        largest_free_bytes: the largest block that it has free; more than that needs a new segment.
+        inactive_split_bytes: free bytes that lie beside blocks in use: ``empty_cache()`` can't give
+            them back.
+        n_blocks_in_use: by the bytes that were asked for, how many blocks are in use.
+    """
+
+    largest_free_bytes: int
+    inactive_split_bytes: int
+    n_blocks_in_use: Counter[int]
+
+
+def cached_memory(device: torch.device) -> CachedMemory | None:
+    """What is cached on a device; None where its allocator tells nothing of it."""
+    module: Any = torch.get_device_module(device)
+    found = segments_of(module, device)
+    segments = [segment["blocks"] for segment in found if segment.get("blocks")]
+    if not segments:
+        return None
+    free = [[b["size"] for b in blocks if b["state"] == FREE] for blocks in segments]
+    split = (sum(f) for f, blocks in zip(free, segments, strict=True) if len(f) < len(blocks))
+    in_use = (b for blocks in segments for b in blocks if b["state"] == _IN_USE)
+    return CachedMemory(
+        max(free_block_bytes(found), default=0),
+        sum(split),
+        Counter(b.get("requested_size", b["size"]) for b in in_use),
+    )
+
+
+def bytes_of_workspaces(
+    device: torch.device, cached: CachedMemory | None, storage_bytes: Iterable[int]
+) -> int | None:
+    """What cuBLAS and its like have taken of the allocator; None where they take nothing of it.
+
+    Args:
+        device: the device, with its index.
+        cached: its blocks.
+        storage_bytes: the bytes of each storage that a tensor has.
+    """
+    sizes = set(workspace_bytes(device).values())
+    if not sizes or cached is None:
+        return None
+    n_of_tensors = Counter(storage_bytes)
+    return sum(n * max(0, cached.n_blocks_in_use[n] - n_of_tensors[n]) for n in sizes)

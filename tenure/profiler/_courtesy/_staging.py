@@ -1,0 +1,159 @@
+"""Bytes of whole storages from a device to the host and back.
+
+Two small pinned buffers take turns, so that the link runs at its full speed while nothing but
+these is pinned; the host memory itself stays pageable. When a function here returns, every byte
+has arrived.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from tenure._torch.quiet import quietly
+
+_BUFFER_BYTES = 32 * 2**20
+_N_BUFFERS = 2
+
+Load = tuple[UntypedStorage, Tensor]
+"""A storage of the device, and uint8[n_bytes] in host memory for it."""
+
+
+class _Piece(NamedTuple):
+    """Parts of equal length on the device and on the host, and where the part has its place."""
+
+    device: Tensor
+    host: Tensor
+    start: int
+
+    def within(self, buffer: Tensor) -> Tensor:
+        return buffer[self.start : self.start + self.host.numel()]
+
+
+def host_bytes(n_bytes: int) -> Tensor:
+    """uint8[n_bytes] of host memory, which no mode and no scope of the program sees.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    with quietly(), torch.inference_mode(False):
+        return torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
+
+
+def to_host(loads: list[Load], device: torch.device) -> None:
+    """Copy storages of one device into host memory, after all work that the device has."""
+    with _undisturbed(device) as module:
+        buffers = _buffers(loads, device)
+        if not buffers:
+            for storage, host in loads:
+                host.copy_(_bytes_of(storage))
+            return
+        waiting: deque[tuple[Any, list[_Piece], Tensor]] = deque()
+        for number, batch in enumerate(_batches(loads, buffers[0].numel())):
+            if len(waiting) == _N_BUFFERS:
+                _unload(*waiting.popleft())
+            buffer = buffers[number % _N_BUFFERS]
+            for piece in batch:
+                piece.within(buffer).copy_(piece.device, non_blocking=True)
+            waiting.append((_recorded(module), batch, buffer))
+        while waiting:
+            _unload(*waiting.popleft())
+
+
+def to_device(loads: list[Load], device: torch.device) -> None:
+    """Copy host memory into storages of one device."""
+    with _undisturbed(device) as module:
+        buffers = _buffers(loads, device)
+        if not buffers:
+            for storage, host in loads:
+                _bytes_of(storage).copy_(host)
+            return
+        busy: dict[int, Any] = {}
+        for number, batch in enumerate(_batches(loads, buffers[0].numel())):
+            turn = number % _N_BUFFERS
+            if turn in busy:
+                busy[turn].synchronize()
+            for piece in batch:
+                part = piece.within(buffers[turn])
+                piece.device.copy_(part.copy_(piece.host), non_blocking=True)
+            busy[turn] = _recorded(module)
+
+
+@contextmanager
+def _undisturbed(device: torch.device) -> Iterator[Any]:
+    """Begin after, and end before, all other work of the device; no mode sees what happens."""
+    module: Any = torch.get_device_module(device)
+    with (
+        quietly(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        on_device(device),
+    ):
+        module.synchronize()
+        try:
+            yield module
+        finally:
+            module.synchronize()
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which a device is the current one of its kind."""
+    module: Any = torch.get_device_module(device)
+    context: AbstractContextManager[Any] = (
+        module.device(device.index) if hasattr(module, "device") else nullcontext()
+    )
+    return context
+
+
+def _buffers(loads: list[Load], device: torch.device) -> list[Tensor]:
+    """Pinned buffers, no larger than they need to be; none where nothing can be pinned."""
+    module: Any = torch.get_device_module(device)
+    n_bytes = min(_BUFFER_BYTES, sum(host.numel() for _, host in loads))
+    if not hasattr(module, "Event"):
+        return []
+    plain = [host_bytes(n_bytes) for _ in range(_N_BUFFERS)]
+    try:
+        return [buffer.pin_memory() for buffer in plain]
+    except (RuntimeError, NotImplementedError):  # no pinned memory there, or none left
+        return []
+
+
+def _batches(loads: Iterable[Load], capacity: int) -> Iterator[list[_Piece]]:
+    """All bytes, in pieces that fill one buffer after the other."""
+    batch: list[_Piece] = []
+    start = 0
+    for storage, host in loads:
+        source, done = _bytes_of(storage), 0
+        while done < host.numel():
+            length = min(capacity - start, host.numel() - done)
+            part = slice(done, done + length)
+            batch.append(_Piece(source[part], host[part], start))
+            done, start = done + length, start + length
+            if start == capacity:
+                yield batch
+                batch, start = [], 0
+    if batch:
+        yield batch
+
+
+def _recorded(module: Any) -> Any:
+    event = module.Event()
+    event.record()
+    return event
+
+
+def _unload(event: Any, batch: list[_Piece], buffer: Tensor) -> None:
+    event.synchronize()
+    for piece in batch:
+        piece.host.copy_(piece.within(buffer))
+
+
+def _bytes_of(storage: UntypedStorage) -> Tensor:
+    empty: Any = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    whole: Tensor = empty.set_(storage)
+    return whole

@@ -1,0 +1,166 @@
+"""Who holds a tensor or a module, with a balance of the references that proves the answer whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, SupportsIndex, overload
+
+from torch import Tensor, nn
+
+from tenure._describe import describe_tensor
+from tenure._errors import DisposedTensorError, ProfilerUsageError
+from tenure._heap import is_kind, type_name, weigh_holders
+from tenure._show import Column, html_table, rich_table
+from tenure._sited import created_at
+from tenure._units import format_bytes
+
+from ._naming import named_tensors_of
+from ._parts import parts_of
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_COLUMNS = (Column("held by"), Column("kind"))
+
+
+class HolderList(list[str]):
+    """The names of what holds a tensor or a module, the shortest first.
+
+    It is a list like any other: what is changed in it shows when it is printed, and a slice or a
+    copy of it knows the kinds and the balance as well.
+
+    Attributes:
+        n_references: how many references there are to the object, without those of this library.
+        n_unexplained: how many of them have no name; the last name then says so.
+        tensor: the tensor or module in words.
+    """
+
+    def __init__(
+        self,
+        names: Iterable[str] = (),
+        *,
+        kinds: Iterable[str] = (),
+        n_references: int = 0,
+        n_unexplained: int = 0,
+        tensor: str = "a tensor",
+    ) -> None:
+        super().__init__(names)
+        self._kinds = dict(zip(self, kinds, strict=False))
+        self.n_references = n_references
+        self.n_unexplained = n_unexplained
+        self.tensor = tensor
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """For each name its kind, empty for a name that was added to the list.
+
+        One of "frame-local", "global", "attribute", "container", "closure", "default", "generator",
+        "thread", "traceback", "partial", "method", "cache", "context", "numpy", "view", "autograd",
+        "cycle" and "unknown".
+        """
+        return tuple(self._kinds.get(name, "") for name in self)
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> HolderList: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> str | HolderList:
+        found = super().__getitem__(index)
+        return found if isinstance(found, str) else self._with(found)
+
+    def copy(self) -> HolderList:
+        """The same names with the same balance, in a list of its own."""
+        return self._with(self)
+
+    def __str__(self) -> str:
+        return "\n".join((f"{self.summary()}{':' if self else '.'}", *(f"  {n}" for n in self)))
+
+    def __rich__(self) -> RenderableType:
+        return rich_table(self.summary(), _COLUMNS, self._rows())
+
+    def _repr_html_(self) -> str:
+        return html_table(self.summary(), _COLUMNS, self._rows())
+
+    def summary(self) -> str:
+        """The tensor or module and the balance of its references, in one line."""
+        noun = "reference" if self.n_references == 1 else "references"
+        explained = self.n_references - self.n_unexplained
+        balance = f"{explained} explained, {self.n_unexplained} unexplained"
+        return f"{self.tensor}: {self.n_references} {noun}, {balance}"
+
+    def _with(self, names: list[str]) -> HolderList:
+        return HolderList(
+            names,
+            kinds=(self._kinds.get(name, "") for name in names),
+            n_references=self.n_references,
+            n_unexplained=self.n_unexplained,
+            tensor=self.tensor,
+        )
+
+    def _rows(self) -> list[tuple[str, str]]:
+        return list(zip(self, self.kinds, strict=True))
+
+
+def holders(target: Tensor | nn.Module) -> HolderList:
+    """Name everything that keeps a tensor or a module alive, with a few passes over the heap.
+
+    Local variables of every running function and thread, globals, attributes, containers,
+    closures, defaults, generators, tracebacks, partials, context variables, NumPy arrays (of
+    objects too, and pandas' columns of them), views and graphs of autograd are named. No operation
+    runs, no unpack hook, and no code of the objects that are read.
+
+    Args:
+        target: a tensor of any shape, dtype, layout and device, also one that a scope let go; or a
+            module. What has the module's parameters without the module is asked of a parameter.
+
+    Returns:
+        A list of names, such as ``train.<locals>.history[3]``; printed, it begins with the balance
+        of references. What shares a tensor's memory under another handle (views, arrays, a detached
+        twin that autograd saved) is named too, and is no reference to this one.
+
+    Raises:
+        ProfilerUsageError: the argument is neither a tensor nor a module.
+
+    Example:
+        >>> import torch
+        >>> from tenure.profiler import holders
+        >>> history = [torch.ones(3)]
+        >>> holders(history[0])
+        ["...history...[0]"]
+    """
+    if not is_kind(type(target), Tensor, nn.Module):
+        raise ProfilerUsageError(
+            f"holders() wants a tensor or a module, and got {type(target).__name__}. Pass the "
+            "tensor or the module itself."
+        )
+    named, balance = weigh_holders(target)
+    return HolderList(
+        (holder.chain for holder in named),
+        kinds=tuple(holder.kind for holder in named),
+        n_references=balance.references,
+        n_unexplained=balance.unexplained,
+        tensor=_spelled(target),
+    )
+
+
+def _spelled(found: Tensor | nn.Module) -> str:
+    if is_kind(type(found), nn.Module):
+        return _spelled_module(found)  # type: ignore[arg-type]
+    return _spelled_tensor(found)  # type: ignore[arg-type]
+
+
+def _spelled_module(module: nn.Module) -> str:
+    tensors = {id(t): t for _, _, t in named_tensors_of(module)}
+    storages = {part.key: part.n_bytes for t in tensors.values() for part in parts_of(t)}
+    noun = "tensor" if len(tensors) == 1 else "tensors"
+    size = format_bytes(sum(storages.values()))
+    return f"{type_name(type(module))} with {len(tensors)} {noun}, {size}"
+
+
+def _spelled_tensor(t: Tensor) -> str:
+    try:
+        text = describe_tensor(t)
+    except DisposedTensorError:
+        return repr(t)  # which says what it was, and where it was made
+    site = created_at(t)
+    return text + (f", created at {site}" if site else "")

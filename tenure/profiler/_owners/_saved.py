@@ -1,0 +1,316 @@
+"""What autograd keeps for a backward pass, storage by storage, without disturbing it."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tenure._describe import describe
+from tenure._errors import ProfilerUsageError
+from tenure._heap import (
+    OF_VARIABLE,
+    cpp_references,
+    is_kind,
+    live_tensors,
+    read,
+    storage_key,
+    storage_uses,
+)
+from tenure._show import Column, html_table, rich_table, text_table
+from tenure._sited import created_at
+from tenure._torch.quiet import quietly
+from tenure._units import format_bytes
+
+from ._graph_holdings import GraphHoldings, Kept
+from ._parts import Part, device_of, dtype_of, identity_of, parts_of, shape_or_empty
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_MAX_ROWS = 20
+_MAX_PLACES = 2
+_COLUMNS = (Column("saved by"), Column("tensor"), Column("created at"), Column("bytes", ">"))
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRecord:
+    """One storage that a graph keeps for its backward pass.
+
+    Attributes:
+        shape: the shape of the saved tensor; of several over the storage, the first.
+        dtype: its dtype.
+        device: its device.
+        n_bytes: bytes of the whole storage.
+        saved_by: the nodes and their names for it, as ``AddmmBackward0.mat1``.
+        created_at: "file.py:17" where a scope with ``capture=`` saw it made; otherwise None.
+        is_leaf: a parameter, a buffer or an input: a tensor that came out of no operation that
+            autograd follows, and that something other than the graph holds as well.
+        is_packed: an unpack hook stands between it and the backward pass, as of a checkpoint or
+            of ``save_on_cpu``; the record is of what the hook was given.
+    """
+
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype
+    device: torch.device
+    n_bytes: int
+    saved_by: tuple[str, ...]
+    created_at: str | None = None
+    is_leaf: bool = False
+    is_packed: bool = False
+
+    def __str__(self) -> str:
+        return describe(self.dtype, self.shape, self.device, self.n_bytes)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class SavedReport:
+    """What the graphs of some tensors keep alive, each storage once.
+
+    Attributes:
+        records: a record for each storage, in the order of the backward pass.
+        n_nodes: how many nodes the graphs have.
+    """
+
+    records: tuple[SavedRecord, ...]
+    n_nodes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that the graphs add to the memory in use: all records but those of leaves."""
+        return sum(record.n_bytes for record in self.records if not record.is_leaf)
+
+    @property
+    def leaf_bytes(self) -> int:
+        """Bytes of the leaves (parameters, buffers, inputs), which would live without the graph."""
+        return sum(record.n_bytes for record in self.records if record.is_leaf)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __bool__(self) -> bool:
+        return bool(self.records)
+
+    def __iter__(self) -> Iterator[SavedRecord]:
+        return iter(self.records)
+
+    def __repr__(self) -> str:
+        return f"<SavedReport of {self.summary()}>"
+
+    def __str__(self) -> str:
+        return f"{self.summary()}\n{text_table(_COLUMNS, self._rows())}"
+
+    def __rich__(self) -> RenderableType:
+        return rich_table(self.summary(), _COLUMNS, self._rows())
+
+    def _repr_html_(self) -> str:
+        return html_table(self.summary(), _COLUMNS, self._rows())
+
+    def to_dict(self) -> dict[str, object]:
+        """The report as numbers and text."""
+        return {
+            "total_bytes": self.total_bytes,
+            "leaf_bytes": self.leaf_bytes,
+            "n_nodes": self.n_nodes,
+            "records": [
+                {
+                    "shape": list(record.shape),
+                    "dtype": str(record.dtype).removeprefix("torch."),
+                    "device": str(record.device),
+                    "n_bytes": record.n_bytes,
+                    "saved_by": list(record.saved_by),
+                    "created_at": record.created_at,
+                    "is_leaf": record.is_leaf,
+                    "is_packed": record.is_packed,
+                }
+                for record in self.records
+            ],
+        }
+
+    def summary(self) -> str:
+        """How many nodes there are and what they keep, in one line."""
+        noun = "node" if self.n_nodes == 1 else "nodes"
+        kept = sum(not record.is_leaf for record in self.records)
+        storages = "storage" if kept == 1 else "storages"
+        return (
+            f"{self.n_nodes} {noun} of autograd: {format_bytes(self.total_bytes)} saved in {kept} "
+            f"{storages}, and {format_bytes(self.leaf_bytes)} of leaves"
+        )
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        ranked = sorted(self.records, key=lambda record: (record.is_leaf, -record.n_bytes))
+        rows = [_row(record) for record in ranked[:_MAX_ROWS]]
+        if rest := ranked[_MAX_ROWS:]:
+            n_bytes = format_bytes(sum(record.n_bytes for record in rest))
+            rows.append((f"and {len(rest)} more", "", "", n_bytes))
+        return rows
+
+
+def saved_for_backward(*roots: Tensor | Iterable[Tensor] | Mapping[str, Tensor]) -> SavedReport:
+    """Find every byte that the graphs of some tensors keep for their backward pass.
+
+    No unpack hook runs and no checkpoint is recomputed; the graph, its tensors and its gradients
+    stay as they are.
+
+    Args:
+        *roots: results that autograd follows, such as losses, of any shape, dtype and device; or
+            lists, tuples, sets, iterators and dictionaries of them.
+
+    Returns:
+        The report. It keeps no tensor alive. ``total_bytes`` is what the graphs add to the memory
+        in use: each storage once, those of parameters, buffers and inputs left out. What a hook of
+        a tensor or node closes over is not seen, nor what a custom function in C++ saves.
+
+    Raises:
+        ProfilerUsageError: an argument is no tensor and holds none.
+
+    Example:
+        >>> import torch
+        >>> from tenure.profiler import saved_for_backward
+        >>> x = torch.ones(256, requires_grad=True)
+        >>> report = saved_for_backward(x.exp().sin().sum())
+        >>> report.total_bytes, [record.saved_by for record in report.records]
+        (1024, [('SinBackward0.self', 'ExpBackward0.result'), ('AccumulateGrad.variable',)])
+    """
+    with quietly():
+        found, n_nodes = saved_storages([read(t, "grad_fn") for t in _tensors_of(roots)])
+    return SavedReport(tuple(saved.record for saved in found.values()), n_nodes)
+
+
+class SavedStorage(NamedTuple):
+    """A record, and its storage by a weak reference; None for memory that a library hides."""
+
+    record: SavedRecord
+    identity: weakref.ref[torch.UntypedStorage] | None
+
+
+def saved_storages(nodes: Iterable[object]) -> tuple[dict[int, SavedStorage], int]:
+    """Every storage that the graphs below some nodes keep, and how many nodes they have.
+
+    Returns:
+        The storages by their address, which is unique while the graphs live.
+    """
+    holdings = GraphHoldings(nodes)
+    by_storage: dict[int, list[tuple[Kept, Part]]] = {}
+    for entry in holdings.tensors:
+        for part in parts_of(entry.found):
+            by_storage.setdefault(part.key, []).append((entry, part))
+    leaves = _leaf_storages(by_storage)
+    found = {
+        key: SavedStorage(_record(entries, key in leaves), identity_of(entries[0][1].tensor))
+        for key, entries in by_storage.items()
+    }
+    return found, holdings.n_nodes
+
+
+def _record(entries: list[tuple[Kept, Part]], is_leaf: bool) -> SavedRecord:
+    part = entries[0][1]
+    places = dict.fromkeys(place + part.label for entry, part in entries for place in entry.places)
+    sites = (created_at(t) for entry, part in entries for t in (entry.found, part.tensor))
+    return SavedRecord(
+        shape_or_empty(part.tensor),
+        dtype_of(part.tensor),
+        device_of(part.tensor),
+        part.n_bytes,
+        tuple(places),
+        next(filter(None, sites), None),
+        is_leaf,
+        any(entry.is_packed for entry, _ in entries),
+    )
+
+
+def _leaf_storages(by_storage: dict[int, list[tuple[Kept, Part]]]) -> set[int]:
+    is_held = {id(e.found): e.is_held for entries in by_storage.values() for e, _ in entries}
+    known: dict[int, set[int]] = {}
+    leaves: set[int] = set()
+    for key, entries in by_storage.items():
+        known[key] = {id(t) for entry, part in entries for t in (entry.found, part.tensor)}
+        for entry, part in entries:
+            if entry.is_held and _is_leaf(entry.found):
+                leaves.add(key)
+            base = read(part.tensor, "_base")
+            if base is not None:
+                known[key].add(id(base))
+                others = _is_in_python(sys.getrefcount(base), base)
+                if is_held.get(id(base), others) and _is_leaf(base):
+                    leaves.add(key)
+    unsure = {
+        key
+        for key, entries in by_storage.items()
+        if key not in leaves and storage_uses(entries[0][1].tensor) > len(known[key])
+    }
+    return leaves | (_leaves_elsewhere(unsure, known) if unsure else set())
+
+
+def _leaves_elsewhere(unsure: set[int], known: dict[int, set[int]]) -> set[int]:
+    """Storages that a leaf outside of the graph shows, by one pass over the heap."""
+    found: set[int] = set()
+    heap = live_tensors()
+    while heap:
+        t = heap.pop()
+        key = storage_key(t)
+        if key in unsure and id(t) not in known[key] and _is_held_leaf(sys.getrefcount(t), t):
+            found.add(key)
+    return found
+
+
+def _is_leaf(t: Tensor) -> bool:
+    return read(t, "grad_fn") is None
+
+
+def _is_held_leaf(n_references: int, t: Tensor) -> bool:
+    return _is_leaf(t) and _is_in_python(n_references, t)
+
+
+# the count is the first argument, as one before it would be one reference more
+def _is_in_python(n_references: int, t: Tensor) -> bool:
+    """Whether anything in Python holds a tensor, beside the variable that was asked about."""
+    return n_references - OF_VARIABLE > cpp_references(t)
+
+
+def _tensors_of(roots: Iterable[object]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for root in roots:
+        inside = list(_tensors_in(root))
+        if not inside:
+            raise ProfilerUsageError(
+                f"saved_for_backward() got {type(root).__name__} without a tensor in it. Pass "
+                "the results that you would call backward() on, such as the loss."
+            )
+        found += inside
+    if not found:
+        raise ProfilerUsageError(
+            "saved_for_backward() was called without an argument. Pass the results that you would "
+            "call backward() on, such as the loss."
+        )
+    return found
+
+
+def _tensors_in(root: object) -> Iterator[Tensor]:
+    if is_kind(type(root), Tensor):
+        yield root  # type: ignore[misc]
+    elif isinstance(root, Mapping):
+        for value in root.values():
+            yield from _tensors_in(value)
+    elif isinstance(root, list | tuple | set | frozenset | Iterator):
+        for value in root:
+            yield from _tensors_in(value)
+
+
+def _row(record: SavedRecord) -> tuple[str, ...]:
+    shown, more = record.saved_by[:_MAX_PLACES], len(record.saved_by) - _MAX_PLACES
+    place = ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+    notes = [note for note, is_true in _notes(record) if is_true]
+    label = f"{place} ({', '.join(notes)})" if notes else place
+    sizes = describe(record.dtype, record.shape, record.device, record.n_bytes)
+    tensor = sizes.rpartition(", ")[0]
+    return (label, tensor, record.created_at or "", format_bytes(record.n_bytes))
+
+
+def _notes(record: SavedRecord) -> list[tuple[str, bool]]:
+    return [("a leaf", record.is_leaf), ("packed", record.is_packed)]

@@ -1,0 +1,10 @@
+"""Reports of memory: of a model, of a group of ranks, of one moment, of the time between two."""
+
+from ._findings import Finding as Finding
+from ._group import GroupReport as GroupReport
+from ._mem_report import DeviceReport as DeviceReport
+from ._mem_report import MemReport as MemReport
+from ._reporter import MemReporter as MemReporter
+from ._snapshot import Snapshot as Snapshot
+from ._snapshot import SnapshotDiff as SnapshotDiff
+from ._snapshot import snapshot as snapshot

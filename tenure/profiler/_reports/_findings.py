@@ -1,0 +1,121 @@
+"""What looks like a leak among storages: growth in one place, cycles, views of large storages.
+
+A finding is a sentence with a number, and says what to do about it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tenure._units import format_bytes
+
+from .._owners import SAVED, StorageEntry
+
+FindingKind = Literal["growth", "graph", "cycle", "view"]
+
+# a view of less than half of a storage that is worth mentioning
+_MIN_WASTED_BYTES = 4096
+_MAX_ROOTS = 3
+_INDEX = re.compile(r"\[[^\]]*\]")
+_ADVICE = {
+    "growth": "Bound it, or keep numbers instead of tensors.",
+    "graph": "Call backward(), or keep loss.detach() or loss.item() instead of the loss.",
+    "cycle": "gc.collect() frees it; break the cycle, or open a scope around what makes it.",
+    "view": "Keep a clone() of the part that is needed.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that looks like a leak.
+
+    Attributes:
+        kind: "growth" where several new tensors are in one container or place; "graph" where
+            graphs of autograd stay alive; "cycle" where only a reference cycle holds a tensor;
+            "view" where a small view keeps a large storage alive.
+        what: the tensor or place, by name.
+        text: what was found.
+        n_bytes: the bytes at stake.
+    """
+
+    kind: FindingKind
+    what: str
+    text: str
+    n_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.text}. {_ADVICE[self.kind]}"
+
+
+def find_growth(new: Sequence[StorageEntry]) -> tuple[Finding, ...]:
+    """Places where several tensors came to be, and graphs that came to stay."""
+    return _ranked([*_growth(new), *_graphs(new)])
+
+
+def find_standing(entries: Sequence[StorageEntry]) -> tuple[Finding, ...]:
+    """Cycles, and views of large storages."""
+    return _ranked([*_cycles(entries), *_views(entries)])
+
+
+def _ranked(found: list[Finding]) -> tuple[Finding, ...]:
+    return tuple(sorted(found, key=lambda finding: (-finding.n_bytes, finding.text)))
+
+
+def _growth(new: Sequence[StorageEntry]) -> list[Finding]:
+    by_place: dict[str, list[StorageEntry]] = {}
+    for entry in new:
+        place = _place(entry)
+        if place != entry.owner.name and entry.kind:
+            by_place.setdefault(place, []).append(entry)
+    found = []
+    for place, entries in by_place.items():
+        n_bytes = sum(entry.owner.n_bytes for entry in entries)
+        if len(entries) > 1:
+            text = f"{place} grew by {len(entries)} tensors, {format_bytes(n_bytes)}"
+            found.append(Finding("growth", place, text, n_bytes))
+    return found
+
+
+def _graphs(new: Sequence[StorageEntry]) -> list[Finding]:
+    saved = [entry.owner for entry in new if entry.owner.category == SAVED]
+    roots = dict.fromkeys(_place(entry) for entry in new if entry.has_graph)
+    if not saved or not roots:
+        return []
+    n_bytes = sum(row.n_bytes for row in saved)
+    noun = "storage" if len(saved) == 1 else "storages"
+    names = ", ".join(list(roots)[:_MAX_ROOTS]) + (", …" if len(roots) > _MAX_ROOTS else "")
+    text = f"{names} keep graphs of autograd alive, with {len(saved)} {noun}, "
+    return [Finding("graph", names, text + format_bytes(n_bytes), n_bytes)]
+
+
+def _place(entry: StorageEntry) -> str:
+    """The name of an owner, its indices left out."""
+    return _INDEX.sub("[…]", entry.owner.name)
+
+
+def _cycles(entries: Sequence[StorageEntry]) -> list[Finding]:
+    found = []
+    for entry in entries:
+        if entry.kind == "cycle":
+            row = entry.owner
+            text = (
+                f"{row.name} is garbage that waits for the collector, {format_bytes(row.n_bytes)}"
+            )
+            found.append(Finding("cycle", row.name, text, row.n_bytes))
+    return found
+
+
+def _views(entries: Sequence[StorageEntry]) -> list[Finding]:
+    found = []
+    for entry in entries:
+        row, wasted = entry.owner, entry.owner.n_bytes - entry.shown_bytes
+        if wasted >= max(_MIN_WASTED_BYTES, entry.shown_bytes):
+            text = (
+                f"{row.name} shows {format_bytes(entry.shown_bytes)} and keeps "
+                f"{format_bytes(row.n_bytes)} alive"
+            )
+            found.append(Finding("view", row.name, text, wasted))
+    return found

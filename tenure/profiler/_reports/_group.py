@@ -1,0 +1,120 @@
+"""Memory reports of all ranks of a process group, side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from tenure._errors import ProfilerUsageError
+from tenure._show import Column, html_table, rich_table, text_table
+from tenure._units import format_bytes
+
+from ._mem_report import UNEXPLAINED, MemReport
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class GroupReport:
+    """The memory of every rank.
+
+    Attributes:
+        reports: the report of each rank, by rank within the group.
+        rank: the rank that holds this object.
+    """
+
+    reports: tuple[MemReport, ...]
+    rank: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that prints."""
+        return self.rank == 0
+
+    @property
+    def total_bytes(self) -> int:
+        """The totals of all ranks together."""
+        return sum(report.total_bytes for report in self.reports)
+
+    @property
+    def unexplained_bytes(self) -> int:
+        """The unexplained bytes of all ranks together."""
+        return sum(report.unexplained_bytes for report in self.reports)
+
+    @property
+    def categories(self) -> dict[str, int]:
+        """Bytes by category over all ranks."""
+        by_rank = [report.categories for report in self.reports]
+        # some categories are there only where they take something
+        names = dict.fromkeys(name for categories in by_rank for name in categories)
+        return {name: sum(found.get(name, 0) for found in by_rank) for name in names}
+
+    def to_dict(self) -> dict[str, object]:
+        """The report as numbers and text, fit for JSON."""
+        return {
+            "total_bytes": self.total_bytes,
+            "unexplained_bytes": self.unexplained_bytes,
+            "categories": self.categories,
+            "ranks": [report.to_dict() for report in self.reports],
+        }
+
+    def __repr__(self) -> str:
+        return f"<GroupReport of {self.summary()}>"
+
+    def __str__(self) -> str:
+        return f"{self.summary()}\n{text_table(self._columns(), self._rows())}"
+
+    def __rich__(self) -> RenderableType:
+        return rich_table(self.summary(), self._columns(), self._rows())
+
+    def _repr_html_(self) -> str:
+        return html_table(self.summary(), self._columns(), self._rows())
+
+    def summary(self) -> str:
+        """How many ranks there are, what they take, and which takes the most, in one line."""
+        totals = [report.total_bytes for report in self.reports]
+        most = format_bytes(max(totals))
+        noun = "rank" if len(totals) == 1 else "ranks"
+        return (
+            f"{len(totals)} {noun}, {format_bytes(self.total_bytes)}; "
+            f"the most on rank {totals.index(max(totals))}: {most}"
+        )
+
+    def _columns(self) -> list[Column]:
+        ranks = [Column(f"rank {rank}", ">") for rank in range(len(self.reports))]
+        return [Column("category"), *ranks, Column("all", ">")]
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows = [
+            _row(name, [report.categories.get(name, 0) for report in self.reports])
+            for name, n_bytes in self.categories.items()
+            if n_bytes
+        ]
+        rows.append(_row(UNEXPLAINED, [report.unexplained_bytes for report in self.reports]))
+        rows.append(_row("total", [report.total_bytes for report in self.reports]))
+        return rows
+
+
+def _row(name: str, sizes: list[int]) -> tuple[str, ...]:
+    return (name, *map(format_bytes, sizes), format_bytes(sum(sizes)))
+
+
+def gather_reports(report: MemReport, group: dist.ProcessGroup | None) -> GroupReport:
+    """Exchange the reports of all ranks; each of them must call it.
+
+    Raises:
+        ProfilerUsageError: no process group has been set up.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ProfilerUsageError(
+            "A report over ranks needs a process group, and none has been set up. Call "
+            "torch.distributed.init_process_group() first, or report() for this process alone."
+        )
+    gathered: list[MemReport] = [report] * dist.get_world_size(group)
+    with torch._C.DisableTorchFunction():
+        dist.all_gather_object(gathered, report, group=group)
+    return GroupReport(tuple(gathered), dist.get_rank(group))

@@ -1,0 +1,178 @@
+"""`MemReporter`: which tensors are alive, what they are called, and what they take.
+
+The reporter refers to models and optimizers weakly and keeps no tensor: between two calls it has
+text and numbers only.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tenure._errors import ProfilerUsageError
+from tenure._heap import is_kind
+
+from .._owners import StorageEntry, TensorRow, take_census
+from ._group import GroupReport, gather_reports
+from ._mem_report import MemReport, build_report
+
+
+class MemReporter:
+    """Reports every tensor of the process by name, and sums that add up to the total.
+
+    Parameters, buffers, gradients and optimizer state are called by their names in the model;
+    other tensors after the variable, attribute or container that holds them; and what only
+    autograd holds after the node that saved it. Models and optimizers that are not given are found,
+    and their names then begin with the name of their class.
+
+    Args:
+        model: the module whose dotted names are used.
+        pre_collect: collect garbage before each report, so that reference cycles do not show.
+
+    Raises:
+        ProfilerUsageError: the model is no ``nn.Module``.
+
+    Example:
+        >>> import torch
+        >>> from tenure.profiler import MemReporter
+        >>> model = torch.nn.Linear(4, 2, bias=False)
+        >>> report = MemReporter(model).report()
+        Element type                                           Size  Used MEM Category...
+        Storage on cpu
+        weight                                               (2, 4)      32 B parameters
+        ...
+        >>> report.total_bytes == sum(report.categories.values()) + report.unexplained_bytes
+        True
+
+    Source: ``MemReporter`` of pytorch_memlab, https://github.com/Stonesjtu/pytorch_memlab.
+    """
+
+    def __init__(self, model: nn.Module | None = None, pre_collect: bool = False) -> None:
+        if model is not None and not is_kind(type(model), nn.Module):
+            raise ProfilerUsageError(
+                f"MemReporter() wants the nn.Module whose names to use, and got "
+                f"{type(model).__name__}. Pass the model, or nothing."
+            )
+        self._model = None if model is None else weakref.ref(model)
+        self._pre_collect = pre_collect
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._entries: list[StorageEntry] = []
+        self._hollow: list[TensorRow] = []
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Name the state of an optimizer, now and whatever it makes later.
+
+        Raises:
+            ProfilerUsageError: it is no ``torch.optim.Optimizer``.
+        """
+        if not is_kind(type(optimizer), Optimizer):
+            raise ProfilerUsageError(
+                f"add_optimizer() wants a torch.optim.Optimizer, and got "
+                f"{type(optimizer).__name__}. Pass the optimizer itself."
+            )
+        self._optimizers.append(weakref.ref(optimizer))
+
+    def collect_tensor(self) -> None:
+        """Look at every tensor that is alive; none is kept."""
+        if self._pre_collect:
+            gc.collect()
+        model = None if self._model is None else self._model()
+        optimizers = [o for reference in self._optimizers if (o := reference()) is not None]
+        models = [] if model is None else [model]
+        self._entries, self._hollow = take_census(models, optimizers)
+
+    def get_stats(
+        self, verbose: bool = False, device: torch.device | str | int | None = None
+    ) -> MemReport:
+        """Sum up what `collect_tensor` saw.
+
+        Args:
+            verbose: name the owner of the storage where several tensors share one.
+            device: the only device to report: a device, its name, or the index of an accelerator.
+
+        Raises:
+            ProfilerUsageError: the device can't be read as one.
+        """
+        only = None if device is None else _device_of(device)
+        return build_report(self._entries, self._hollow, device=only, verbose=verbose)
+
+    def print_stats(
+        self, verbose: bool = False, target_device: torch.device | str | int | None = None
+    ) -> None:
+        """Print what `collect_tensor` saw; the arguments are those of `get_stats`."""
+        sys.stdout.write(f"{self.get_stats(verbose, target_device)}\n")
+
+    def report(
+        self, verbose: bool = False, device: torch.device | str | int | None = None
+    ) -> MemReport:
+        """Look, print the table, and return it.
+
+        Args:
+            verbose: name the owner of the storage where several tensors share one.
+            device: the only device to report: a device, its name, or the index of an accelerator.
+
+        Returns:
+            The report: text, numbers, a rich table and HTML. On a device whose allocator counts
+            its bytes (CUDA and other accelerators) the total is the allocator's; on the CPU, where
+            torch keeps no such count, it is that of all storages found, so that nothing is
+            unexplained there.
+
+        Raises:
+            ProfilerUsageError: the device can't be read as one.
+        """
+        only = None if device is None else _device_of(device)
+        self.collect_tensor()
+        report = self.get_stats(verbose, only)
+        sys.stdout.write(f"{report}\n")
+        return report
+
+    def report_group(
+        self,
+        group: torch.distributed.ProcessGroup | None = None,
+        *,
+        verbose: bool = False,
+        device: torch.device | str | int | None = None,
+    ) -> GroupReport:
+        """Report every rank of a process group; each of them must call it.
+
+        Args:
+            group: the group; None for all ranks.
+            verbose: as for `report`.
+            device: as for `report`.
+
+        Returns:
+            On every rank, the reports of all ranks and their sums. The first rank prints them.
+
+        Raises:
+            ProfilerUsageError: no process group has been set up, or the device can't be read.
+        """
+        only = None if device is None else _device_of(device)
+        self.collect_tensor()
+        gathered = gather_reports(self.get_stats(verbose, only), group)
+        if gathered.is_first:
+            sys.stdout.write(f"{gathered}\n")
+        return gathered
+
+
+def _device_of(device: torch.device | str | int) -> torch.device:
+    """The device with the index that tensors on it show."""
+    try:
+        found = torch.device(device)
+        if found.type in {"cpu", "meta"}:
+            return torch.device(found.type)
+        if found.index is None:
+            module = torch.get_device_module(found)
+            # where only one device can be there, as with MPS, none is the current one
+            has_current = hasattr(module, "current_device")
+            return torch.device(found.type, module.current_device() if has_current else 0)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ProfilerUsageError(
+            f"{device!r} is no device that this torch knows. Pass a torch.device, a name such as "
+            '"cuda:0" or "cpu", or the index of an accelerator.'
+        ) from error
+    return found

@@ -1,0 +1,197 @@
+"""The device that is meant is the one the work is on, whichever is current."""
+
+import pytest
+import torch
+from torch import nn
+
+from tenure import adaptive
+from tenure.adaptive import NoBatchsizeCache, memory_budget, step
+from tenure.adaptive._undo._rng_state import RngState
+
+from ..attempt.failures import oom
+
+
+@pytest.fixture
+def two(sim):
+    return sim(devices=2)
+
+
+def numbers_of_the_second_device(n):
+    return nn.functional.dropout(torch.rand(n, dtype=torch.float64, device="sim:1"))
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_retried_part_draws_what_it_had_drawn_on_every_device(two, current):
+    def run(largest):
+        @adaptive.batch(initial_batchsize=4, restore_rng=True, cache_type=NoBatchsizeCache)
+        def draw(batchsize):
+            drawn = [
+                torch.rand(8, device="sim:0").cpu(),
+                numbers_of_the_second_device(8).cpu(),
+            ]
+            if batchsize > largest:
+                oom()
+            return drawn
+
+        torch.manual_seed(0)
+        return draw()
+
+    with two.module.device(current):
+        plain, retried = run(4), run(1)
+    assert all(torch.equal(*pair) for pair in zip(plain, retried, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["range", "chunked"])
+def test_pieces_too_draw_what_they_had_drawn_on_the_second_device(two, kind):
+    def run(largest):
+        def draw(n):
+            drawn = numbers_of_the_second_device(n).sum().item()
+            if n > largest:
+                oom()
+            return [drawn] * n
+
+        options = {"initial_step": 4, "restore_rng": True, "cache_type": NoBatchsizeCache}
+        torch.manual_seed(0)
+        if kind == "range":
+            seen = []
+            adaptive.range(**options)(lambda start, end: seen.extend(draw(end - start)))(0, 4)
+            return seen
+        take = adaptive.chunked(collect="cat", **options)(
+            lambda x, *_: torch.tensor(draw(len(x)), dtype=x.dtype)
+        )
+        return take(torch.ones(4, dtype=torch.float64)).tolist()
+
+    first = run(2)[0]
+    torch.manual_seed(0)
+    assert first == numbers_of_the_second_device(2).sum().item()
+
+
+class Dropped(nn.Module):
+    """A layer on one device, dropout on another."""
+
+    def __init__(self, weights, dropout):
+        super().__init__()
+        self.dropout = dropout
+        self.lin = nn.Linear(6, 4).double().to(weights)
+
+    def forward(self, x):
+        x = self.lin(x.to(self.lin.weight.device)).tanh()
+        return nn.functional.dropout(x.to(self.dropout))
+
+
+def spread(outputs):
+    return outputs.logsumexp(0).sum()
+
+
+@pytest.mark.parametrize("weights", ["sim:0", "sim:1"])
+@pytest.mark.parametrize("place", ["cpu", "sim:0", "sim:1"])
+def test_a_second_pass_finds_the_dropout_of_the_first_on_the_second_device(two, weights, place):
+    """Gradients are exact only if each part drops in both passes what it dropped in the first."""
+    x = torch.randn(8, 6, dtype=torch.float64).to(place)
+    net = Dropped(weights, "sim:1")
+    torch.manual_seed(0)
+    spread(torch.cat([net(part) for part in x.split(2)])).backward()
+    expected, net.lin.weight.grad = net.lin.weight.grad, None
+    torch.manual_seed(0)
+    step(net, x, loss=spread, maximum=2, cache_type=NoBatchsizeCache, verify=False)
+    torch.testing.assert_close(net.lin.weight.grad, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_a_failed_step_leaves_the_numbers_of_every_device_as_they_were(two):
+    net = nn.Linear(6, 4).to("sim:1")
+
+    def fn(x):
+        torch.rand(4, device="sim:0"), torch.rand(4, device="sim:1")
+        raise ValueError("in the step")
+
+    states = [two.module.get_rng_state(index) for index in (0, 1)]
+    with pytest.raises(ValueError, match="in the step"):
+        step(lambda x: fn(net(x.to("sim:1"))), torch.ones(4, 6), verify=False)
+    for index, state in enumerate(states):
+        assert torch.equal(two.module.get_rng_state(index), state)
+
+
+def test_noting_the_numbers_of_a_device_makes_no_context_there(two):
+    weight = torch.ones(2, device="sim:1", requires_grad=True)
+
+    @adaptive.batch(initial_batchsize=4, restore_rng=True, cache_type=NoBatchsizeCache)
+    def draw(batchsize):
+        if batchsize > 1:
+            oom()
+        return (torch.rand(1) * weight.cpu()).tolist()
+
+    draw()
+    step(lambda x: (x.to("sim:1") * weight).sum(), torch.ones(4, 2))
+    assert two.contexts == {1}
+
+
+def test_numbers_are_drawn_away_where_there_is_memory_only(two):
+    torch.ones(1, device="sim:1").sum()
+    kept = torch.ones(1, device="sim:1")
+    state = RngState()
+    state.begin()
+    states = [two.module.get_rng_state(index) for index in (0, 1)]
+    state.draw()
+    assert [torch.equal(two.module.get_rng_state(i), states[i]) for i in (0, 1)] == [True, False]
+    assert state.has_drawn()
+    state.undo()
+    assert not state.has_drawn()
+    assert torch.equal(two.module.get_rng_state(1), states[1])
+    assert (two.contexts, kept.item()) == ({1}, 1)
+
+
+@pytest.mark.parametrize("allocator", ["exact", "cuda"])
+def test_a_retry_finds_room_on_the_second_device_and_leaves_the_first_alone(two, allocator, caplog):
+    two(devices=2, allocator=allocator, budget="64MiB")
+    kept = torch.ones(1 << 22, device="sim:1")
+
+    @adaptive.batch(initial_batchsize=64, cache_type=NoBatchsizeCache)
+    def fill(batchsize):
+        return torch.ones(batchsize << 20, device="sim:1").shape[0]
+
+    assert 1 <= fill() >> 20 <= 12
+    assert "ran out of sim:1 memory" in caplog.text
+    assert (two.contexts, two.allocation_count, kept.device.index) == ({1}, 0, 1)
+
+
+@pytest.mark.parametrize("allocator", ["exact", "cuda"])
+@pytest.mark.parametrize(("current", "named"), [(0, "sim:1"), (1, "sim")])
+def test_a_budget_bounds_the_device_that_is_meant(two, allocator, current, named):
+    two(devices=2, allocator=allocator, budget="512MiB")
+    with two.module.device(current), memory_budget("4MiB", named):
+        torch.ones(1 << 22, device="sim:0")
+        with pytest.raises(torch.OutOfMemoryError, match="on sim:1 of which"):
+            torch.ones(1 << 22, device="sim:1")
+    torch.ones(1 << 22, device="sim:1")
+
+
+@pytest.mark.sim_allocator("exact")  # the budget is less than a segment
+def test_a_part_that_went_on_on_the_host_gives_its_result_to_the_second_device(two):
+    two.on(1).budget_bytes = 40_000
+
+    @adaptive.batch(initial_batchsize=2, cpu_fallback=True, cache_type=NoBatchsizeCache)
+    def spread(batchsize, x):
+        return (x[:, None] * x).sum(0)
+
+    assert spread(torch.ones(100, device="sim:1")).device == torch.device("sim", 1)
+    result = spread(torch.ones(1000, device="sim:1"))
+    assert (result.device, result.sum().item()) == (torch.device("sim", 1), 1_000_000)
+    assert two.contexts == {1}
+
+
+@pytest.mark.sim_allocator("exact")  # the budget is less than a segment
+def test_a_step_on_the_second_device_fits_there(two):
+    def gradients(budget):
+        two(devices=2, budget=budget)
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)).double().to("sim:1")
+        x = torch.randn(64, 64, dtype=torch.float64, device="sim:1")
+        two.on(0).budget_bytes = 0
+        done = step(lambda x: net(x).square().mean(), x, cache_type=NoBatchsizeCache)
+        assert two.contexts == {1}
+        return done.attempts, [p.grad.cpu() for p in net.parameters()]
+
+    (attempts, whole), (more, parts) = gradients(None), gradients("160KiB")
+    assert attempts == 1 < more
+    for a, b in zip(whole, parts, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-15)

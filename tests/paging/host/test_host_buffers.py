@@ -1,0 +1,73 @@
+"""The host's side: the model's bytes are there once, each tensor with a storage of its own."""
+
+import gc
+
+import pytest
+import torch
+
+from tenure.paging import page
+from tenure.paging._host import _pinning
+
+from ..models import build, mlp
+
+
+def test_each_tensor_has_a_storage_of_its_own_size(sim):
+    model = mlp().eval()
+    with page(model, sim.device):
+        for parameter in model.parameters():
+            assert parameter.untyped_storage().nbytes() == parameter.nbytes
+        addresses = [p.data_ptr() for p in model.parameters()]
+        assert all(address % 256 == 0 for address in addresses)
+
+
+def test_buffers_are_pinned_in_place_and_unpinned_at_the_end(sim):
+    model = mlp().eval()
+    with page(model, sim.device):
+        assert all(p.is_pinned() for p in model.parameters())
+    assert not any(p.is_pinned() for p in model.parameters())
+
+
+def test_values_and_strides_survive_and_the_old_memory_is_let_go(sim):
+    model, _, _ = build("strided")
+    values = [(p.clone(), p.stride()) for p in model.parameters()]
+    old = [p.untyped_storage()._weak_ref() for p in model.parameters()]
+    gc.collect()
+    gc.disable()  # nothing waits for a collection
+    try:
+        handle = page(model, sim.device, budget="20KiB")
+        assert all(map(torch.UntypedStorage._expired, old))
+    finally:
+        gc.enable()
+    for parameter, (value, stride) in zip(model.parameters(), values, strict=True):
+        assert torch.equal(parameter, value)
+        assert parameter.stride() == stride
+    handle.unpage()
+
+
+def test_parameters_made_in_inference_mode_can_be_paged(sim):
+    with torch.inference_mode():
+        model = mlp().eval()
+        expected = model(torch.ones(1, 32))
+        with page(model, sim.device):
+            for _ in range(2):
+                torch.testing.assert_close(model(torch.ones(1, 32)).cpu(), expected)
+
+
+def test_host_memory_that_runs_out_leaves_the_model_as_it_was(sim, monkeypatch):
+    plain, made = _pinning.private_memory, []
+
+    def fail_at_the_third(n_bytes):
+        made.append(n_bytes)
+        if len(made) == 3:
+            raise MemoryError("no more")
+        return plain(n_bytes)
+
+    monkeypatch.setattr(_pinning, "private_memory", fail_at_the_third)
+    model, x = mlp().eval(), torch.ones(1, 32)
+    expected = model(x)
+    with pytest.raises(MemoryError, match=r"^no more$"):
+        page(model, sim.device, budget="10KiB")
+    gc.collect()
+    assert sim.allocated_bytes == 0
+    assert torch.equal(model(x), expected)
+    assert not any(p.is_pinned() for p in model.parameters())

@@ -1,0 +1,73 @@
+import os
+import threading
+
+import pytest
+
+from tenure.paging._host._reader import Reader
+
+
+def test_reads_are_done_in_the_order_of_asking_on_another_thread():
+    reader, seen = Reader(), []
+
+    def note(number):
+        seen.append((number, threading.get_ident()))
+
+    for number in range(20):
+        reader.submit(lambda number=number: note(number))
+    reader.drain()
+    assert [number for number, _ in seen] == list(range(20))
+    assert {thread for _, thread in seen}.isdisjoint({threading.get_ident()})
+    reader.close()
+
+
+def test_an_error_stands_in_the_result_and_the_thread_goes_on():
+    reader = Reader()
+    failed, fine = reader.submit(lambda: 1 / 0), reader.submit(lambda: None)
+    assert isinstance(failed.result().error, ZeroDivisionError)
+    assert failed.result().error.__traceback__ is None
+    assert fine.result().error is None
+    assert failed.result().began_s <= failed.result().ended_s <= fine.result().began_s
+    reader.close()
+
+
+def test_closing_waits_for_what_was_asked_for_and_a_later_read_starts_again():
+    reader, seen, gate = Reader(), [], threading.Event()
+    reader.submit(lambda: (gate.wait(10), seen.append(1)))
+    threading.Timer(0.05, gate.set).start()
+    reader.close()
+    assert seen == [1]
+    assert reader.submit(lambda: seen.append(2)).result().error is None
+    assert seen == [1, 2]
+    reader.close()
+
+
+def test_its_own_thread_may_drain_and_close_it():
+    """A garbage collection on the thread may end a model whose files it reads."""
+    reader = Reader()
+    done = reader.submit(lambda: (reader.drain(), reader.close()))
+    assert done.result(timeout=10).error is None
+
+
+def test_closing_what_never_read_is_nothing():
+    Reader().close()
+    Reader().drain()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_fork_waits_for_reads_and_the_child_has_a_thread_of_its_own():
+    reader, seen = Reader(), []
+    gate = threading.Event()
+    reader.submit(lambda: (gate.wait(10), seen.append(1)))
+    threading.Timer(0.05, gate.set).start()
+    child = os.fork()
+    if not child:
+        try:
+            reader.submit(lambda: seen.append(2)).result(timeout=10)
+            os._exit(0 if seen == [1, 2] else 1)
+        finally:
+            os._exit(2)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert seen == [1]
+    reader.close()

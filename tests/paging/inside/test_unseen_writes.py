@@ -1,0 +1,193 @@
+"""Writes in the forward that raise no version reach the model as all others do."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tenure.paging import PagingError, page, plan_paging
+
+from ..test_zoo import assert_equal, home
+
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
+WIDTH = 64
+
+
+def decay(weight: Tensor) -> None:
+    """As helpers of quantizers do."""
+    weight.data.mul_(0.5)
+
+
+def fill(weight: Tensor) -> None:
+    weight.data.copy_(weight.data.t() * 0.5)
+
+
+def set_data(weight: Tensor) -> None:
+    weight.data = weight.data * 0.5
+
+
+def through_view(weight: Tensor) -> None:
+    weight[3:5].data.zero_()
+
+
+def through_detached(weight: Tensor) -> None:
+    weight.detach().data.view(-1)[7] = 3.0
+
+
+def swap_sign(weight: Tensor) -> None:
+    weight.data.zero_().neg_()
+
+
+def through_numpy(weight: Tensor) -> None:
+    weight.detach().numpy()[2] *= 0.5
+
+
+WRITES = [decay, fill, set_data, through_view, through_detached, swap_sign]
+
+
+class Codebook(nn.Module):
+    """Changes weights of its own and of a child while it runs."""
+
+    def __init__(self, write) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
+        self.register_buffer("counts", torch.randn(WIDTH, WIDTH))
+        self.rest = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.rest(x @ self.codes @ self.counts)
+        for weight in (self.codes, self.counts, self.rest[2].weight):
+            self.write(weight)
+        return torch.tanh(y @ self.codes)
+
+
+def codebook(write):
+    torch.manual_seed(0)
+    return Codebook(write).eval(), torch.randn(3, WIDTH)
+
+
+def assert_follows(model, whole, x, whole_x, handle):
+    """The paged model does what the whole one does, pass by pass, and has its state after."""
+    for _ in range(3):
+        assert_equal(home(model(x)), home(whole(whole_x)))
+        assert_equal(model.state_dict(), home(whole.state_dict()))
+        assert_equal(home(model.rest(x)), home(whole.rest(whole_x)))
+    handle.unpage()
+    assert_equal(model.state_dict(), home(whole.state_dict()))
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+@pytest.mark.parametrize("percent", [0, 60, 100])
+@pytest.mark.parametrize("write", [*WRITES, through_numpy])
+def test_from_a_disk_they_reach_the_model(write, percent, is_training, tmp_path):
+    model, x = codebook(write)
+    model.train(is_training)
+    plan = plan_paging(model, "cpu", 1, host=tmp_path)
+    budget = max(plan.minimum_bytes + 2 * WIDTH**2 * 4, plan.weight_bytes * percent // 100)
+    whole = copy.deepcopy(model)
+    handle = page(model, "cpu", 1, budget=budget, host=tmp_path)
+    assert_follows(model, whole, x, x, handle)
+
+
+@pytest.mark.parametrize("from_disk", [False, True])
+@pytest.mark.parametrize("percent", [0, 60, 100])
+@pytest.mark.parametrize("write", WRITES)
+def test_on_a_device_they_reach_the_model(sim, write, percent, from_disk, tmp_path):
+    model, x = codebook(write)
+    plan = plan_paging(model, sim.device, 1)
+    budget = max(plan.minimum_bytes + 2 * WIDTH**2 * 4, plan.weight_bytes * percent // 100)
+    whole = copy.deepcopy(model).to(sim.device)
+    host = tmp_path if from_disk else "pinned"
+    handle = page(model, sim.device, 1, budget=budget, host=host)
+    assert_follows(model, whole, x, x.to(sim.device), handle)
+
+
+def test_an_alias_that_is_kept_is_watched_as_long_as_it_lives(tmp_path):
+    kept = []
+    model, x = codebook(lambda weight: kept or kept.append(weight.data))
+    model.register_forward_hook(lambda *_: kept[0].mul_(0.5))
+    whole = copy.deepcopy(model)
+    with page(model, "cpu", 1, budget="100KiB", host=tmp_path):
+        for _ in range(3):
+            model(x)
+    expected = whole.codes * 0.5**3
+    assert_equal(model.codes, nn.Parameter(expected, requires_grad=False))
+
+
+def test_a_view_of_a_weight_may_be_set_as_its_data(tmp_path):
+    def turn(weight):
+        weight.data = weight.data.t()
+
+    model, x = codebook(turn)
+    expected = model.codes.clone().t()
+    with page(model, "cpu", 1, budget="100KiB", host=tmp_path):
+        model(x)
+        assert torch.equal(model.codes, expected)
+
+
+def test_reading_data_leaves_the_pages_of_the_file_as_they_are(tmp_path, monkeypatch):
+    model, x = codebook(lambda weight: weight.data.sum())
+    with page(model, "cpu", 1, budget="100KiB", host=tmp_path):
+        model(x)
+        versions = [each._version for each in model.parameters()]
+        model(x)
+        assert [each._version for each in model.parameters()] == versions
+
+
+def test_other_data_in_the_forward_is_refused_by_name_and_nothing_changes(tmp_path):
+    def halve(weight):
+        weight.data = weight.data.half()
+
+    model, x = codebook(halve)
+    before = copy.deepcopy(model.state_dict())
+    with page(model, "cpu", 1, budget="100KiB", host=tmp_path):
+        with pytest.raises(
+            PagingError, match=r"'codes' was given float16\[64, 64\].* through .data"
+        ):
+            model(x)
+        assert_equal(model.state_dict(), before)
+
+
+def test_tensors_are_as_before_when_the_last_model_is_unpaged(tmp_path):
+    before = {name: vars(Tensor).get(name) for name in ("data", "numpy", "__dlpack__")}
+    read = Tensor.data.__get__
+    models = [codebook(decay)[0] for _ in range(2)]
+    handles = [page(model, "cpu", 1, budget="100KiB", host=tmp_path) for model in models]
+    assert Tensor.data.__get__ == read
+    handles[0].unpage()
+    handles[0].unpage()
+    models[1](torch.randn(3, WIDTH))
+    del handles, models
+    assert {name: vars(Tensor).get(name) for name in before} == before
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how:UserWarning")  # of a graph break
+def test_a_compiled_block_that_reads_data_computes_the_same(tmp_path):
+    model, x = codebook(decay)
+    whole = copy.deepcopy(model)
+    for each in (model, whole):
+        each.rest.compile(backend="eager")
+    with page(model, "cpu", 1, budget="100KiB", host=tmp_path):
+        for _ in range(2):
+            assert_equal(model(x), whole(x))
+
+
+def test_modes_and_transforms_see_data_as_before(tmp_path):
+    model, x = codebook(functools.partial(lambda weight: weight.data))
+    expected = torch.vmap(lambda row: model(row[None]))(x)
+    with page(model, "cpu", 1, budget="100KiB", host=tmp_path):
+        found = torch.vmap(lambda row: model(row[None]))(x)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("write", [decay, lambda weight: weight.mul_(0.5)])
+def test_they_reach_a_model_that_was_made_in_inference_mode(write, tmp_path):
+    with torch.inference_mode():
+        model, x = codebook(write)
+        whole = copy.deepcopy(model)
+        handle = page(model, "cpu", 1, budget="100KiB", host=tmp_path)
+        assert_follows(model, whole, x, x, handle)

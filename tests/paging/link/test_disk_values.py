@@ -1,0 +1,185 @@
+"""What is written to a model over a file is used and kept, and never reaches the file."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tenure.paging import PagingError, load_paged, page
+
+from ..models import WIDTH, mlp, resnet
+from ..test_zoo import assert_equal
+from .test_disk_zoo import saved
+
+X = torch.ones(4, WIDTH)
+
+
+@pytest.fixture(params=["load_paged", "page"])
+def paged(request, tmp_path):
+    """Pages a model from a file; the file, where it is the user's, must stay as it is."""
+    contents, handles = {}, []
+
+    def paged(model, **options):
+        if request.param == "page":
+            handles.append(page(model, "cpu", host=tmp_path, **options))
+        else:
+            path = saved(model, tmp_path / f"{len(contents)}.safetensors")
+            contents[path] = path.read_bytes()
+            handles.append(load_paged(model, path, "cpu", **options))
+        return handles[-1]
+
+    yield paged
+    for handle in handles:
+        handle.unpage()
+    for path, content in contents.items():
+        assert path.read_bytes() == content
+
+
+def double_data(model):
+    model[0].weight.data.mul_(2)
+
+
+def double_in_place(model):
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+
+
+def double_by_numpy(model):
+    array = model[0].weight.detach().numpy()
+    array *= 2
+
+
+def double_by_load(model):
+    model.load_state_dict({**model.state_dict(), "0.weight": model[0].weight.detach() * 2})
+
+
+def double_by_vector(model):
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+    vector[: WIDTH * WIDTH] *= 2
+    nn.utils.vector_to_parameters(vector, model.parameters())
+
+
+WAYS = [double_data, double_in_place, double_by_numpy, double_by_load, double_by_vector]
+
+
+@pytest.mark.parametrize("budget", ["8KiB", "1MiB"], ids=["passing", "resident"])
+@pytest.mark.parametrize("double", WAYS)
+@torch.no_grad()
+def test_a_weight_that_is_written_counts_from_then_on(paged, double, budget):
+    model, plain = mlp(), mlp()
+    plain.load_state_dict(model.state_dict())
+    handle = paged(model, budget=budget)
+    for _ in range(3):
+        assert_equal(model(X), plain(X))
+        double(model)
+        double(plain)
+    assert_equal(model(X), plain(X))
+    handle.unpage()
+    assert_equal(model.state_dict(), plain.state_dict())
+
+
+@torch.no_grad()
+def test_a_write_through_an_old_alias_counts_when_the_weight_passes_again(paged):
+    """Neither a version nor the model sees it: the kernel does."""
+    model, plain = mlp(), mlp()
+    plain.load_state_dict(model.state_dict())
+    handle = paged(model, budget="8KiB")
+    alias = model[0].weight.data
+    model(X)
+    handle._pager.engine._link.finish()
+    model(X)  # all that was read ahead before the write is used up where nothing is read ahead
+    alias[3:5] = 7
+    plain[0].weight[3:5] = 7
+    model(X)
+    assert_equal(model(X), plain(X))
+
+
+def test_statistics_of_a_training_pass_are_kept(paged):
+    torch.manual_seed(0)
+    model = resnet()
+    plain = copy.deepcopy(model)
+    handle, x = paged(model, budget="24KiB"), torch.randn(2, 3, 6, 6)
+    with torch.no_grad():
+        for _ in range(3):
+            assert_equal(model(x), plain(x))
+    assert_equal(model.state_dict(), plain.state_dict())
+    model.eval()
+    plain.eval()
+    with torch.no_grad():
+        assert_equal(model(x), plain(x))
+    handle.unpage()
+    assert_equal(model.state_dict(), plain.state_dict())
+
+
+def test_training_between_passes_is_seen_by_them(paged):
+    model, plain = mlp(), mlp()
+    plain.load_state_dict(model.state_dict())
+    paged(model, budget="8KiB")
+    for each in (model, plain):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
+        for _ in range(3):
+            with torch.no_grad():
+                each(X)
+            optimizer.zero_grad()
+            sum(p.square().sum() for p in each.parameters()).backward()
+            optimizer.step()
+    with torch.no_grad():
+        assert_equal(model(X), plain(X))
+    assert_equal(model.state_dict(), plain.state_dict())
+
+
+def test_a_merged_update_can_be_taken_back(paged):
+    model = mlp()
+    handle = paged(model, budget="8KiB")
+    update = torch.randn(WIDTH, 4) @ torch.randn(4, WIDTH)
+    with torch.no_grad():
+        before, weight = model(X), model[0].weight.clone()
+        model[0].weight += update
+        assert_equal(model(X), model[1:](F.linear(X, weight + update, model[0].bias)))
+        model[0].weight.copy_(weight)
+        assert_equal(model(X), before)
+    handle.unpage()
+
+
+@torch.no_grad()
+def test_a_weight_that_is_given_other_data_has_them(paged):
+    model, plain = mlp(), mlp()
+    plain.load_state_dict(model.state_dict())
+    handle = paged(model, budget="8KiB")
+    model(X)
+    for each in (model, plain):
+        each[0].weight.data = torch.full((WIDTH, WIDTH), 0.5)
+    assert_equal(model(X), plain(X))
+    handle.unpage()
+    assert_equal(model.state_dict(), plain.state_dict())
+
+
+@torch.no_grad()
+def test_a_weight_that_is_given_data_of_another_shape_is_refused(paged):
+    model = mlp()
+    plain = copy.deepcopy(model)
+    plain[0].weight.zero_()
+    handle = paged(model, budget="8KiB")
+    model(X)
+    model[0].weight.data = torch.zeros(WIDTH, 2 * WIDTH)[:, ::2]
+    message = (
+        r"'0.weight' was given other memory while it is paged, and is now float32\[32, 32\] on "
+        r"cpu, 8.0 KiB, not laid out as its own. Write values with copy_\(\), or unpage\(\) first"
+    )
+    with pytest.raises(PagingError, match=message):
+        model(X)
+    handle.unpage()
+    assert_equal(model(X), plain(X))
+
+
+@torch.no_grad()
+def test_a_copy_of_a_model_has_memory_of_its_own(paged):
+    model = mlp()
+    handle = paged(model, budget="8KiB")
+    twin = copy.deepcopy(model)
+    assert_equal(twin(X), model(X))
+    twin[0].weight.zero_()
+    assert model[0].weight.any()
+    handle.unpage()

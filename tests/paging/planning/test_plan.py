@@ -1,0 +1,195 @@
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tenure import ByteSizeError
+from tenure.paging import PagingError, page, plan_paging
+
+from ..models import TiedLanguageModel, mlp
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(6)]).eval()
+
+
+def test_a_plan_is_printable_before_anything_runs(sim, model):
+    plan = plan_paging(model, sim.device, "256KiB", budget="1MiB", compute_s=2e-5)
+    assert sim.allocation_count == 0
+    assert str(plan) == (
+        "Sequential on sim:0: 1.5 MiB in 6 units, within 1.0 MiB (at least 256.0 KiB)\n"
+        "  stays   768.0 KiB in 3 units\n"
+        "  passes  768.0 KiB in 3 units, through a ring of 256.0 KiB\n"
+        "  a pass  takes 0.033 ms at the least, and 0.133 ms by this plan, at 24.0 GB/s\n"
+        "  takes   1.0 MiB of sim:0, in 2.0 MiB that its allocator reserves\n"
+        "    0   256.0 KiB  stays\n"
+        "    1   256.0 KiB  passes\n"
+        "    2   256.0 KiB  stays\n"
+        "    3   256.0 KiB  passes\n"
+        "    4   256.0 KiB  stays\n"
+        "    5   256.0 KiB  passes"
+    )
+
+
+def test_what_stays_is_evenly_spread(sim):
+    layers = [nn.Linear(512, 512, bias=False) for _ in range(16)]
+    plan = plan_paging(nn.Sequential(*layers), sim.device, "1MiB", budget="10MiB")
+    stays = [number for number, unit in enumerate(plan.units) if unit.resident]
+    gaps = {b - a for a, b in pairwise(stays)}
+    assert len(stays) == 8
+    assert gaps <= {1, 2, 3}
+
+
+def test_an_impossible_budget_is_refused_and_the_named_minimum_does(sim, model):
+    with pytest.raises(
+        PagingError,
+        match=r"^Sequential can't be paged within 255.0 KiB: the least is 256.0 KiB "
+        r"\(262144 bytes\), because 256.0 KiB of its weights are needed at once. Allow a larger "
+        r"budget.$",
+    ) as caught:
+        page(model, sim.device, budget="255KiB")
+    assert caught.value.minimum_bytes == 256 * 1024
+    assert sim.allocation_count == 0
+    plan = plan_paging(model, sim.device, budget=caught.value.minimum_bytes)
+    assert plan.allocated_bytes == plan.minimum_bytes == caught.value.minimum_bytes
+
+
+@pytest.mark.parametrize("make", [mlp, TiedLanguageModel])
+def test_the_minimum_is_tight_and_holds_with_what_must_stay(sim, make):
+    names = [name for name, _ in make().named_children()]
+    for keep in ([], names[:1], names):
+        with pytest.raises(PagingError) as caught:
+            plan_paging(make(), sim.device, budget=1, keep=keep)
+        minimum_bytes = caught.value.minimum_bytes
+        plan_paging(make(), sim.device, budget=minimum_bytes, keep=keep)
+        with pytest.raises(PagingError, match="can't be paged within"):
+            plan_paging(make(), sim.device, budget=minimum_bytes - 1, keep=keep)
+
+
+def test_kept_modules_stay(sim, model):
+    plan = plan_paging(model, sim.device, budget="768KiB", keep=["3"])
+    assert [unit.resident for unit in plan.units if unit.name == "3"] == [True]
+
+
+def test_everything_stays_where_everything_fits(sim, model):
+    plan = plan_paging(model, sim.device, budget="2MiB")
+    assert plan.ring_bytes == 0
+    assert plan.allocated_bytes == plan.weight_bytes == 6 * 256 * 1024
+
+
+def test_without_a_budget_a_plan_takes_what_keeps_the_link_busy(sim, model):
+    plan = plan_paging(model, sim.device, "256KiB")
+    assert plan.ring_bytes == plan.allocated_bytes == plan.budget_bytes == 4 * 256 * 1024
+
+
+def test_a_share_is_of_what_is_free(sim, model):
+    sim(budget="2MiB")
+    assert plan_paging(model, sim.device, budget="50%").budget_bytes == 1024 * 1024
+
+
+def test_max_layer_size_is_in_parameters_or_in_bytes(sim):
+    model = nn.Sequential(mlp(), mlp())
+    n_parameters = sum(p.numel() for p in mlp().parameters())
+    for size, names in (
+        (n_parameters + 1, ["0", "1"]),
+        (n_parameters, [f"{i}.{j}" for i in range(2) for j in range(0, 12, 2)]),
+        ("26KiB", ["0", "1"]),
+        (1, [f"{i}.{j}" for i in range(2) for j in range(0, 12, 2)]),
+    ):
+        plan = plan_paging(model, sim.device, size)
+        assert [unit.name for unit in plan.units] == names
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep": ["head"]}, "^keep= names 'head', which is no module of Sequential. Take names"),
+        ({"keep": "0"}, r"^keep= takes names of modules, such as keep=\('0',\).$"),
+        ({"max_layer_size": 0}, "^max_layer_size=0: write a number of parameters"),
+        ({"max_layer_size": "big"}, "^max_layer_size='big' is no number of bytes"),
+        ({"budget": "0%"}, "^budget='0%': a share goes from above 0% to 100%.$"),
+        ({"budget": "x%"}, "^budget='x%': a share goes"),
+        ({"host": "disk"}, r"^host='disk': write .*, or a folder: host=Path\(...\).$"),
+        ({"prefetch": -1}, '^prefetch=-1: write prefetch="auto", or how many'),
+        ({"training": True}, "^training=True: a paged model can't be trained yet"),
+        ({"device": "cpu"}, r"^A model in .* 'cpu'.* as 'cuda', or a folder: host=Path\(...\)\.$"),
+        ({"device": "meta"}, r"^A model in .* 'meta'.* as 'cuda', or a folder: host=Path"),
+        ({"device": "cuda"}, r"^There is no 'cuda'.* is there, or a folder: host=Path\(...\)\.$"),
+        ({"device": "cuda", "host": Path()}, "^There is no 'cuda' .* that is there, or 'cpu'.$"),
+        ({"device": "nowhere"}, "^'nowhere' is not a device.$"),
+        ({"device": "sim:1"}, "^There is no device 'sim:1': there are 1.$"),
+    ],
+)
+def test_what_can_not_be_asked_for_is_refused(sim, model, options, message):
+    with pytest.raises(PagingError, match=message):
+        page(model, **{"device": sim.device} | options)
+    assert sim.allocation_count == 0
+
+
+def test_a_budget_that_can_not_be_read_is_refused(sim, model):
+    with pytest.raises(ByteSizeError, match="'lots' is not a number of bytes"):
+        page(model, sim.device, budget="lots")
+
+
+def shared():
+    model = mlp()
+    model.share_memory()
+    return model
+
+
+def foreign():
+    model = mlp()
+    model[0]._hf_hook = object()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: mlp().to("meta"), r"^'0.weight' has no values \(float32\[32, 32\] on meta"),
+        (lambda: nn.Sequential(nn.LazyLinear(4)), "^'0.weight' is not initialized yet. Run"),
+        (shared, "^'0.weight' is in memory shared with other processes"),
+        (foreign, r"^'0' is offloaded by accelerate \(_hf_hook\), which moves its weights. Remove"),
+        (lambda: mlp, "^A model is paged, a torch.nn.Module; this is a function.$"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_what_can_not_be_paged_is_refused(sim, make, message):
+    with pytest.raises(PagingError, match=message):
+        page(make(), sim.device)
+    assert sim.allocation_count == 0
+
+
+def test_a_model_on_the_device_is_refused(sim):
+    with pytest.raises(PagingError, match=r"^'0.weight' is not in host memory .* Call model.cpu\("):
+        page(mlp().to(sim.device), sim.device)
+
+
+def test_a_model_is_paged_once(sim, model):
+    with page(model, sim.device):
+        with pytest.raises(PagingError, match=r"^'0' is paged already. Unpage it with unpage"):
+            page(model, sim.device)
+        with pytest.raises(PagingError, match=r"^'0.0' is paged already"):
+            page(nn.Sequential(model), sim.device)
+    page(model, sim.device).unpage()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("link_bytes_per_s", 0),
+        ("link_bytes_per_s", -1.0),
+        ("link_bytes_per_s", float("nan")),
+        ("link_bytes_per_s", "fast"),
+        ("compute_s", -1),
+        ("compute_s", float("inf")),
+        ("keep", None),
+    ],
+)
+def test_what_is_no_speed_no_time_and_no_names_is_refused_by_its_name(tmp_path, option, value):
+    with pytest.raises(PagingError, match=rf"^{option}="):
+        plan_paging(nn.Linear(2, 2), "cpu", host=tmp_path, **{option: value})

@@ -1,0 +1,1118 @@
+import copy
+import gc
+import threading
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tenure
+from tenure.profiler import AwayTensorError, Courtesy, CourtesyError, CourtesyWarning
+from tenure.testing import Rates
+
+
+@pytest.fixture(autouse=True)
+def _no_garbage():
+    """Let earlier tests' tensors go: a Courtesy moves all that are alive."""
+    gc.collect()
+
+
+def bits(t):
+    return t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+def portrait(t):
+    """Everything about a tensor that must be the same afterwards."""
+    storage = t.untyped_storage()
+    return (
+        type(t), id(t), tuple(t.shape), t.stride(), t.storage_offset(), t.dtype, t.device,
+        t._version, t.requires_grad, t.is_leaf, id(t.grad_fn), id(t._base), dict(vars(t)),
+        id(storage), storage._cdata, storage.nbytes(), bits(t),
+    )  # fmt: skip
+
+
+def net(device, dtype=torch.float64):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2)).to(
+        device, dtype
+    )
+
+
+def batch(device):
+    return torch.arange(20, dtype=torch.float64).reshape(5, 4).div(7).to(device)
+
+
+@pytest.fixture
+def trained(sim):
+    """A model with gradients, buffers and the state of an optimizer."""
+    model = net(sim.device)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(batch(sim.device)).pow(2).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+# --- what is away, and what comes back
+
+
+def test_the_device_is_empty_inside_and_everything_is_as_it_was_afterwards(sim, trained):
+    model, optimizer = trained
+    tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())]
+    tensors += [t for state in optimizer.state.values() for t in state.values()]
+    before = [portrait(t) for t in tensors]
+    resting_bytes = sim.requested_bytes
+    with Courtesy() as courtesy:
+        assert sim.allocated_bytes == 0
+        assert courtesy.away_bytes == courtesy.report.moved_bytes == resting_bytes
+    assert courtesy.away_bytes == 0
+    assert sim.requested_bytes == resting_bytes
+    assert [portrait(t) for t in tensors] == before
+
+
+def test_frozen_parameters_move_too(sim):
+    model = net(sim.device).requires_grad_(False)
+    before = [portrait(p) for p in model.parameters()]
+    with Courtesy():
+        assert sim.allocated_bytes == 0
+    assert [portrait(p) for p in model.parameters()] == before
+
+
+def test_meta_tensors_are_left_alone(sim):
+    model = nn.Linear(4, 4, device="meta")
+    with Courtesy():
+        assert model.weight.device.type == "meta"
+
+
+def test_what_shares_memory_still_shares_it(sim):
+    base = torch.arange(12.0, device=sim.device).reshape(3, 4)
+    views = [base[1:], base.t(), base[:, ::2], base.view(-1)[5:7], base.detach()]
+    tied = nn.Linear(4, 4, bias=False, device=sim.device), nn.Linear(4, 4, device=sim.device)
+    tied[1].weight = tied[0].weight
+    before = [portrait(t) for t in (base, *views, tied[0].weight)]
+    with Courtesy() as courtesy:
+        assert sim.allocated_bytes == 0
+        assert courtesy.report.n_storages == 3
+    assert [portrait(t) for t in (base, *views, tied[0].weight)] == before
+    assert tied[0].weight is tied[1].weight
+    base[2, 1] = 99
+    assert views[0][1, 1] == views[1][1, 2] == views[4][2, 1] == 99
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.tensor([float("nan"), -0.0, float("inf"), 1e-45]),
+        torch.tensor([1, -2, 3], dtype=torch.int8),
+        torch.tensor([True, False]),
+        torch.tensor([1 + 2j, -3j]),
+        torch.tensor([1.5, -2], dtype=torch.bfloat16),
+        torch.empty(0, 3),
+        torch.tensor(7.0),
+    ],
+    ids=lambda t: f"{t.dtype}{list(t.shape)}",
+)
+def test_every_bit_comes_back(sim, values):
+    x = values.to(sim.device)
+    before = bits(x)
+    with Courtesy():
+        pass
+    assert bits(x) == before == bits(values)
+
+
+def test_a_storage_of_several_buffers_comes_back(sim, monkeypatch):
+    monkeypatch.setattr("tenure.profiler._courtesy._staging._BUFFER_BYTES", 100)
+    tensors = [torch.arange(n, dtype=torch.uint8, device=sim.device) for n in (1, 99, 100, 250, 7)]
+    before = [bits(t) for t in tensors]
+    with Courtesy():
+        assert sim.allocated_bytes == 0
+    assert [bits(t) for t in tensors] == before
+
+
+def test_most_bytes_go_through_pinned_memory(sim):
+    sim(link=Rates(pageable_bytes_per_s=1.0, copy_latency_s=0, host_copy_s=0))
+    x = torch.zeros(1 << 20, dtype=torch.uint8, device=sim.device)
+    started_s = sim.elapsed_s
+    with Courtesy():
+        pass
+    assert sim.copied_bytes("d2h") == sim.copied_bytes("h2d") == x.nbytes
+    assert sim.elapsed_s - started_s < 1
+
+
+def test_without_pinned_memory_the_bytes_go_directly(sim, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("no pinned memory")
+
+    x = torch.arange(9.0, device=sim.device)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
+    with Courtesy():
+        assert sim.allocated_bytes == 0
+    assert x.tolist() == list(range(9))
+
+
+# --- graphs
+
+
+GRAPHS = {
+    "mlp": lambda model, x: model(x).pow(2).sum(),
+    "views": lambda model, x: (model(x[1:])[:, 0] * model(x).t()[1, 1:]).sum(),
+    "reentrant checkpoint": lambda model, x: checkpoint(model, x, use_reentrant=True).exp().sum(),
+    "checkpoint": lambda model, x: checkpoint(model, x, use_reentrant=False).exp().sum(),
+    "saved on the host": lambda model, x: saved_on_host(model, x),
+    "custom function": lambda model, x: Squared.apply(model(x)).sum(),
+    "second derivative": lambda model, x: torch.autograd.grad(
+        model(x).pow(3).sum(), x, create_graph=True
+    )[0].sum(),
+}
+
+
+def saved_on_host(model, x):
+    with torch.autograd.graph.save_on_cpu():
+        return model(x).exp().sum()
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.twice = {"two": x * 2}
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * (x + ctx.twice["two"] / 2)
+
+
+def gradients(model, x, graph, between):
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    loss = graph(model, x)
+    del graph
+    between()
+    loss.backward()
+    return [p.grad.cpu() for p in (*model.parameters(), x) if p.grad is not None]
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_graph_from_before_gives_the_same_gradients_afterwards(sim, name):
+    def lend():
+        with Courtesy() as courtesy:
+            assert not courtesy.report.stays, str(courtesy.report)
+            assert sim.allocated_bytes == 0
+
+    model, x = net(sim.device), batch(sim.device)
+    plain = gradients(model, x, GRAPHS[name], lambda: None)
+    lent = gradients(model, x, GRAPHS[name], lend)
+    assert len(plain) == len(lent) > 0
+    assert all(map(torch.equal, plain, lent))
+
+
+def test_what_only_a_graph_holds_moves_too(sim):
+    w = torch.ones(8, 8, device=sim.device, requires_grad=True)
+    loss = (w * 2).exp().sin().sum()
+    loss.backward(retain_graph=True)
+    plain = w.grad.cpu()
+    w.grad = None
+    with Courtesy():
+        assert sim.allocated_bytes == 0
+    loss.backward()
+    assert torch.equal(w.grad.cpu(), plain)
+
+
+def test_a_graph_that_is_held_by_a_node_alone_moves_too(sim):
+    w = torch.ones(8, device=sim.device, requires_grad=True)
+    node = (w * w.exp()).grad_fn
+    with Courtesy():
+        assert sim.allocated_bytes == 0
+    assert torch.equal(node(torch.ones(8, device=sim.device))[0].cpu(), w.detach().exp().cpu())
+
+
+def test_hooks_are_kept_and_run_once(sim):
+    seen = []
+    w = nn.Parameter(torch.ones(3, device=sim.device))
+    w.register_hook(lambda grad: seen.append("tensor"))
+    w.register_post_accumulate_grad_hook(lambda _: seen.append("accumulated"))
+    y = w * 2
+    y.grad_fn.register_prehook(lambda grads: seen.append("node"))
+    with Courtesy():
+        pass
+    y.sum().backward()
+    assert seen == ["node", "tensor", "accumulated"]
+
+
+def test_a_step_of_training_afterwards_is_the_same(sim):
+    def train(between):
+        model = net(sim.device)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(batch(sim.device)).pow(2).sum().backward()
+            between()
+            optimizer.step()
+        return [p.detach().cpu() for p in (*model.parameters(), *model.buffers())]
+
+    def lend():
+        with Courtesy():
+            assert sim.allocated_bytes == 0
+
+    assert all(map(torch.equal, train(lambda: None), train(lend)))
+
+
+def test_flattened_weights_stay_flattened(sim):
+    lstm, x = nn.LSTM(4, 8, 2).to(sim.device), torch.ones(3, 2, 4, device=sim.device)
+    plain = lstm(x)[0].sum()
+    plain.backward()
+    expected = [p.grad.cpu() for p in lstm.parameters()]
+    lstm.zero_grad()
+    lent = lstm(x)[0].sum()
+    with Courtesy():
+        assert sim.allocated_bytes == 0
+    lent.backward()
+    assert all(map(torch.equal, expected, [p.grad.cpu() for p in lstm.parameters()]))
+
+
+def test_compiled_code_runs_on_without_compiling_again(sim):
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU()).to(sim.device)
+    compiled, x = torch.compile(model, backend="eager"), torch.ones(2, 4, device=sim.device)
+    plain = compiled(x).tolist()
+    with Courtesy():
+        assert sim.allocated_bytes == 0
+    assert compiled(x).tolist() == plain
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.filterwarnings("ignore::tenure.profiler.CourtesyWarning")
+def test_a_backward_pass_that_is_running_goes_on(sim):
+    def gradient(hook):
+        w = torch.arange(4.0, device=sim.device).requires_grad_()
+        k = (w * 2).exp().sin()
+        k.register_hook(hook)
+        (k * k).sum().backward()
+        return w.grad.cpu()
+
+    def lend(grad):
+        with Courtesy() as courtesy:
+            stays_bytes.append(courtesy.report.stays_bytes)
+            assert sim.requested_bytes == stays_bytes[-1]
+
+    stays_bytes = []
+    assert torch.equal(gradient(lambda grad: None), gradient(lend))
+    assert stays_bytes[0] >= 16  # the gradient that is on its way
+
+
+# --- meanwhile
+
+
+USES = {
+    "add": lambda t: t + 1,
+    "in place": lambda t: t.add_(1),
+    "item": lambda t: t.sum().item(),
+    "copy": copy.deepcopy,
+    "host": lambda t: t.cpu(),
+    "data": lambda t: t.data,
+    "detach": lambda t: t.detach(),
+    "index": lambda t: t[0],
+    "address": lambda t: t.data_ptr(),
+    "storage": lambda t: t.untyped_storage(),
+    "operator": lambda t: torch.ops.aten.add.Tensor(t, 1),
+    "list": lambda t: torch.stack([t, t]),
+    "keyword": lambda t: torch.add(input=torch.ones(2), other=t),
+    "out": lambda t: torch.add(torch.ones(4), 1, out=t),
+    "pickle": lambda t: t.__reduce_ex__(2),
+    "backward": lambda t: torch.autograd.backward([t], [torch.ones(4)]),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_every_use_meanwhile_is_refused_by_name(sim, use):
+    t = torch.ones(4, device=sim.device, requires_grad=True)
+    with Courtesy() as courtesy:
+        with pytest.raises(
+            AwayTensorError,
+            match=r"\(\) got float32\[4\] on sim:0, 16 B, which a Courtesy moved to host memory\. "
+            r"Leave|^\.(data|__get__) got float32\[4\] on sim:0",
+        ) as caught:
+            USES[use](t)
+        assert caught.value.courtesy is courtesy
+    assert (t + 1).tolist() == [2, 2, 2, 2]
+
+
+def test_what_a_tensor_is_can_be_asked_meanwhile(sim):
+    t = nn.Parameter(torch.ones(2, 3, device=sim.device))
+    t.sum().backward()
+    with Courtesy():
+        assert (t.shape, t.dtype, t.device, t.ndim) == ((2, 3), torch.float32, sim.device, 2)
+        assert (t.size(1), t.numel(), len(t), t.stride()) == (3, 6, 2, (3, 1))
+        assert (t.requires_grad, t.is_leaf, t.grad_fn, t._version) == (True, True, None, 0)
+        assert isinstance(t, nn.Parameter)
+        assert (
+            repr(t)
+            == str(t)
+            == f"{t}"
+            == ("<AwayTensor float32[2, 3] on sim:0, 24 B, which a Courtesy moved to host memory>")
+        )
+        assert {t: 1}[t] == 1
+        assert "shape" in dir(t)
+        assert type(t.grad).__name__ == "AwayTensor"
+    assert type(t) is nn.Parameter
+
+
+def test_a_parameter_of_another_class_is_one_meanwhile_too(sim):
+    class Plain(torch.Tensor):
+        __torch_function__ = torch._C._disabled_torch_function_impl
+
+        def detach(self):
+            return self
+
+    p = nn.Parameter(torch.Tensor._make_subclass(Plain, torch.ones(3, device=sim.device)))
+    assert (type(p), isinstance(p, nn.Parameter)) == (Plain, True)
+    with Courtesy():
+        assert isinstance(p, nn.Parameter)
+        assert not isinstance(torch.ones(1, device=sim.device), nn.Parameter)
+    assert (type(p), isinstance(p, nn.Parameter)) == (Plain, True)
+
+
+def test_a_backward_pass_meanwhile_is_refused_before_it_reads(sim):
+    w = torch.ones(4, device=sim.device, requires_grad=True)
+    loss = (w * w).sum().cpu()
+    on_host = loss * 2
+    with Courtesy() as courtesy:
+        with pytest.raises(AwayTensorError, match=r"^mul\(\) got"):
+            (w * w).sum().backward()
+        with pytest.raises(
+            AwayTensorError,
+            match=r"^backward\(\) came to MulBackward0, which saved a tensor of 16 B on sim:0 that",
+        ) as caught:
+            on_host.backward(retain_graph=True)
+        assert caught.value.courtesy is courtesy
+    assert w.grad is None
+
+
+def test_gradients_can_be_let_go_meanwhile(sim, trained):
+    model, optimizer = trained
+    grads = [weakref.ref(p.grad) for p in model.parameters()]
+    n_bytes = sum(p.nbytes for p in model.parameters())
+    with Courtesy() as courtesy:
+        away_bytes = courtesy.away_bytes
+        optimizer.zero_grad()
+        gc.collect()
+        assert {grad() for grad in grads} == {None}
+        assert courtesy.away_bytes == away_bytes - n_bytes
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_what_dies_meanwhile_frees_its_host_memory_and_is_not_brought_back(sim):
+    x, y = (torch.ones(256, device=sim.device) for _ in range(2))
+    with Courtesy() as courtesy:
+        assert courtesy.away_bytes == 2048
+        del x
+        assert courtesy.away_bytes == 1024
+    assert sim.allocated_bytes == 1024
+    assert y.sum() == 256
+
+
+def test_what_is_made_meanwhile_stays_and_can_be_used(sim):
+    x = torch.ones(4, device=sim.device)
+    with Courtesy():
+        made = torch.full((4,), 3.0, device=sim.device)
+        assert (made * 2).tolist() == [6, 6, 6, 6]
+    assert (x + made).tolist() == [4, 4, 4, 4]
+
+
+def test_a_tensor_disposed_meanwhile_stays_disposed(sim):
+    x = torch.ones(4, device=sim.device)
+    with Courtesy() as courtesy:
+        tenure.dispose(x)
+        assert courtesy.away_bytes == 0
+    with pytest.raises(tenure.DisposedTensorError):
+        x + 1
+    assert sim.allocated_bytes == 0
+
+
+def test_a_scope_that_ends_meanwhile_lets_go_and_a_graph_keeps_what_it_needs(sim):
+    w = torch.ones(4, device=sim.device, requires_grad=True)
+    courtesy = Courtesy()
+    with tenure.NewDisposeScope():
+        y = (w * 3).exp()
+        loss = tenure.move_to_outer(y.sum())
+        courtesy.yield_memory()
+    with pytest.raises(tenure.DisposedTensorError):
+        y + 1
+    courtesy.restore()
+    loss.backward()
+    expected = 3 * torch.full((4,), 3.0).exp()
+    assert torch.allclose(w.grad.cpu(), expected, rtol=1e-6)
+
+
+def test_a_scope_around_owns_nothing_of_it(sim):
+    x = torch.ones(4, device=sim.device)
+    with tenure.NewDisposeScope() as scope:
+        with Courtesy():
+            pass
+        assert len(scope) == 0
+    assert x.tolist() == [1, 1, 1, 1]
+
+
+# --- failures
+
+
+def test_a_host_without_room_is_named_and_nothing_is_moved(sim, monkeypatch):
+    x = torch.ones(4, device=sim.device)
+
+    monkeypatch.setattr("tenure._host_memory._free_in_groups", lambda root: [15])
+    with (
+        pytest.raises(
+            CourtesyError,
+            match=r"^16 B on sim:0 don't fit in the memory of the host: 15 B are free\. Nothing",
+        ),
+        Courtesy(),
+    ):
+        pytest.fail("the block must not begin")
+    assert (x + 1).tolist() == [2, 2, 2, 2]
+
+
+def test_an_allocation_of_the_host_that_fails_leaves_everything(sim, monkeypatch):
+    x, y = (torch.ones(4, device=sim.device) for _ in range(2))
+    left = [1]
+
+    def host_bytes(n_bytes):
+        if not left:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+        left.pop()
+        return torch.empty(n_bytes, dtype=torch.uint8)
+
+    monkeypatch.setattr("tenure.profiler._courtesy._staging.host_bytes", host_bytes)
+    with pytest.raises(CourtesyError, match=r"host: an allocation failed\. Nothing was moved"):
+        Courtesy().yield_memory()
+    assert (x + y).tolist() == [2, 2, 2, 2]
+
+
+def test_an_interrupt_while_leaving_brings_back_what_had_left(sim, monkeypatch):
+    from tenure._torch import trap
+
+    tensors = [torch.full((4,), float(i), device=sim.device) for i in range(3)]
+    armed = []
+
+    def interrupt(storage, message):
+        armed.append(message)
+        if len(armed) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(trap, "arm", interrupt)
+    courtesy = Courtesy()
+    with pytest.raises(KeyboardInterrupt):
+        courtesy.yield_memory()
+    assert courtesy.away_bytes == 0
+    assert [t.tolist() for t in tensors] == [[float(i)] * 4 for i in range(3)]
+
+
+def test_a_device_without_room_loses_nothing_and_a_later_restore_finishes(sim):
+    sim(budget="22MiB")  # full() takes a number more while it runs
+    n = 10 << 18
+    x, y = (torch.full((n,), v, device=sim.device) for v in (1.0, 2.0))
+    courtesy = Courtesy()
+    courtesy.yield_memory()
+    other = torch.empty(n, device=sim.device)
+    with pytest.raises(
+        CourtesyError,
+        match=r"^sim:0 has no memory for 10\.0 MiB that belong there\. They are safe in",
+    ) as caught:
+        courtesy.restore()
+    assert caught.value.courtesy is courtesy
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    back = [t for t in (x, y) if type(t) is torch.Tensor]
+    assert len(back) == 1
+    assert back[0].cpu().sum().item() in {n, 2 * n}
+    del other
+    courtesy.restore()
+    assert [(t.min().item(), t.max().item()) for t in (x, y)] == [(1.0, 1.0), (2.0, 2.0)]
+    courtesy.restore()  # nothing is left to do
+
+
+def test_what_fits_comes_back_past_what_does_not(sim):
+    sim(budget="66MiB")
+    x, y, z = (torch.empty(n << 18, device=sim.device).fill_(n) for n in (12, 40, 10))
+    courtesy = Courtesy()
+    courtesy.yield_memory()
+    other = torch.empty(20 << 18, device=sim.device)
+    with pytest.raises(
+        CourtesyError, match=r"^sim:0 has no memory for 40\.0 MiB that belong there"
+    ):
+        courtesy.restore()
+    assert [x.mean().item(), z.mean().item()] == [12.0, 10.0]
+    del other
+    courtesy.restore()
+    assert y.mean().item() == 40.0
+
+
+def test_each_failing_allocation_while_restoring_loses_nothing(sim, trained):
+    model, _ = trained
+    before = [portrait(t) for t in (*model.parameters(), *model.buffers())]
+    courtesy = Courtesy()
+    n_storages = courtesy.yield_memory().n_storages
+    assert n_storages > 20
+    for k in range(1, n_storages + 1, 5):
+        courtesy.yield_memory()
+        sim.fail_at(k)
+        with pytest.raises(CourtesyError, match="call restore"):
+            courtesy.restore()
+    courtesy.restore()
+    assert [portrait(t) for t in (*model.parameters(), *model.buffers())] == before
+
+
+def refused(t):
+    with pytest.raises(AwayTensorError) as caught:
+        t.sum()
+    return caught.value
+
+
+def test_an_error_of_the_block_goes_on_and_everything_is_back(sim):
+    x = torch.ones(4, device=sim.device)
+    with pytest.raises(KeyError), Courtesy():
+        raise KeyError
+    assert x.sum() == 4
+
+
+def test_an_error_of_the_block_is_not_masked_by_a_device_without_room(sim):
+    sim(budget="18MiB")  # and a number more while it sums up
+    x = torch.ones(16 << 18, device=sim.device)
+    courtesy, others = Courtesy(), []
+
+    def block():
+        with courtesy:
+            others.append(torch.empty(16 << 18, device=sim.device))
+            raise KeyError
+
+    with pytest.raises(KeyError) as caught:
+        block()
+    assert caught.value.__notes__ == [
+        "sim:0 has no memory for 16.0 MiB that belong there. They are safe in host memory. Make "
+        "room, then call restore() on the Courtesy (the attribute courtesy of the AwayTensorError "
+        "that any use of these tensors raises) again."
+    ]
+    others.clear()
+    refused(x).courtesy.restore()
+    assert x.sum() == len(x)
+
+
+def test_a_courtesy_that_nobody_keeps_can_still_be_finished(sim):
+    x = torch.ones(4, device=sim.device)
+    Courtesy().yield_memory()
+    gc.collect()
+    refused(x).courtesy.restore()
+    assert x.sum() == len(x)
+
+
+# --- several at once
+
+
+def test_nested_courtesies_each_bring_back_their_own(sim):
+    x = torch.ones(4, device=sim.device)
+    with Courtesy() as outer:
+        y = torch.ones(8, device=sim.device)
+        with Courtesy() as inner:
+            assert (outer.away_bytes, inner.away_bytes, sim.allocated_bytes) == (16, 32, 0)
+            assert inner.report.moved_bytes == 32
+        assert y.sum() == 8
+        assert refused(x).courtesy is outer
+    assert x.sum() == 4
+
+
+def test_courtesies_can_end_in_any_order(sim):
+    x = torch.ones(4, device=sim.device)
+    first, second = Courtesy(), Courtesy()
+    first.yield_memory()
+    y = torch.ones(8, device=sim.device)
+    second.yield_memory()
+    first.restore()
+    assert x.sum() == 4
+    assert refused(y).courtesy is second
+    second.restore()
+    assert y.sum() == 8
+
+
+def test_one_courtesy_is_used_again_but_not_inside_itself(sim):
+    x = torch.ones(4, device=sim.device)
+    courtesy = Courtesy()
+    for _ in range(2):
+        with courtesy:
+            assert sim.allocated_bytes == 0
+        assert x.sum() == 4
+    with (
+        courtesy,
+        pytest.raises(CourtesyError, match=r"^<Courtesy of every accelerator, 16 B away> is in a"),
+        courtesy,
+    ):
+        pytest.fail("the inner block must not begin")
+    assert x.sum() == 4
+
+
+def test_yielding_again_moves_what_was_made_since(sim):
+    x, courtesy = torch.ones(4, device=sim.device), Courtesy()
+    courtesy.yield_memory()
+    y = torch.ones(8, device=sim.device)
+    assert courtesy.yield_memory().moved_bytes == 32
+    assert courtesy.away_bytes == 48
+    courtesy.restore()
+    assert (x.sum(), y.sum()) == (4, 8)
+
+
+def test_threads_take_turns_and_another_one_may_restore(sim):
+    tensors = [torch.full((4,), float(i), device=sim.device) for i in range(20)]
+    courtesies = [Courtesy() for _ in range(2)]
+
+    def lend(courtesy):
+        courtesy.yield_memory()
+        courtesy.restore()
+
+    for courtesy in courtesies:
+        courtesy.yield_memory()
+    threads = [threading.Thread(target=lend, args=(c,)) for c in courtesies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [t.sum().item() for t in tensors] == [4.0 * i for i in range(20)]
+
+
+# --- streams
+
+
+@pytest.mark.sim_allocator("exact")  # a segment may come back elsewhere
+def test_memory_returns_to_the_stream_that_it_came_from(sim):
+    side = sim.module.Stream()
+    with sim.module.stream(side):
+        x = torch.ones(4, device=sim.device)
+    y = torch.ones(8, device=sim.device)
+    home = {s["address"]: s["stream"] for s in sim.module.memory_snapshot()}
+    assert home[x.data_ptr()] == side.stream_id
+    with Courtesy():
+        assert sim.allocated_bytes == 0
+    assert {s["address"]: s["stream"] for s in sim.module.memory_snapshot()} == home
+    with sim.module.stream(side):
+        x.mul_(2)
+        del x  # its memory goes back to the side stream: no race
+    assert y.sum() == 8
+
+
+def test_work_of_every_stream_is_done_before_and_may_begin_right_after(sim):
+    x = torch.zeros(4, device=sim.device)
+    side = sim.module.Stream()
+    side.wait_stream(sim.module.current_stream())
+    with sim.module.stream(side):
+        x.add_(1)
+    with Courtesy():
+        pass
+    with sim.module.stream(side):
+        x.add_(1)
+    side.synchronize()
+    assert x.tolist() == [2, 2, 2, 2]
+
+
+# --- what stays
+
+
+def test_what_another_library_holds_stays_and_is_named(sim):
+    x = torch.ones(4, device=sim.device)
+    y, courtesy = torch.ones(8, device=sim.device), Courtesy()
+    exported = torch.utils.dlpack.to_dlpack(x)
+    with pytest.warns(
+        CourtesyWarning,
+        match=r"^16 B could not be moved to host memory: float32\[4\] on sim:0, 16 B, held by "
+        r"test_what_another_library_holds_stays_and_is_named\.<locals>\.x: something in C\+\+ that "
+        r"can't be seen uses it too, such as another library by DLPack, .*\. The report",
+    ) as caught:
+        courtesy.yield_memory()
+    assert caught[0].filename == __file__
+    assert sim.requested_bytes == 16
+    assert (x + 1).tolist() == [2, 2, 2, 2]
+    (stay,) = courtesy.report.stays
+    assert (stay.text, stay.n_bytes) == ("float32[4] on sim:0, 16 B", 16)
+    assert stay.held_by == "test_what_another_library_holds_stays_and_is_named.<locals>.x"
+    courtesy.restore()
+    assert y.sum() == 8
+    del exported
+
+
+def test_a_warning_that_is_an_error_leaves_nothing_moved(sim):
+    x = torch.ones(4, device=sim.device)
+    y = torch.ones(8, device=sim.device)
+    exported = torch.utils.dlpack.to_dlpack(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(CourtesyWarning, match="could not be moved"), Courtesy():
+            pytest.fail("the block must not begin")
+    assert y.sum() == 8
+    del exported
+
+
+def staying(sim):
+    """The reasons of what stays, quietly."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CourtesyWarning)
+        with Courtesy() as courtesy:
+            return {stay.text: stay.reason for stay in courtesy.report.stays}
+
+
+def test_the_graph_of_a_change_to_a_view_stays(sim):
+    w = torch.ones(3, device=sim.device, requires_grad=True)
+    y = w * 2
+    y[0] *= w[1]
+    assert any("a change to a view" in reason for reason in staying(sim).values())
+    y.sum().backward()
+    assert w.grad.tolist() == [2, 2 + 0, 2] or w.grad.sum() > 0
+
+
+def test_memory_that_cannot_be_resized_stays(sim, monkeypatch):
+    x = torch.ones(4, device=sim.device)
+    monkeypatch.setattr(torch.UntypedStorage, "resizable", lambda _: False)
+    assert list(staying(sim).values()) == ["its memory belongs to somebody else than torch"]
+    assert x.sum() == 4
+
+
+def test_nothing_is_copied_from_a_device_whose_storages_cannot_be_emptied(sim, monkeypatch):
+    """As on MPS, where torch has no way to resize a storage in place."""
+
+    def refuse(storage, n_bytes):
+        raise RuntimeError(f"UntypedStorage.resize_: got unexpected device type {storage.device}")
+
+    x = torch.ones(4, device=sim.device)
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", refuse)
+    assert list(staying(sim).values()) == [
+        "torch can't empty a storage of sim:0, and fill it again, in place"
+    ]
+    assert sim.copied_bytes("d2h") == 0
+    assert x.sum() == 4
+
+
+def test_memory_shared_with_another_process_stays(sim, monkeypatch):
+    from torch.multiprocessing import reductions
+
+    x = torch.ones(4, device=sim.device)
+    reference = reductions.StorageWeakRef(x.untyped_storage())
+    monkeypatch.setattr(reductions, "shared_cache", {"a handle": reference})
+    assert list(staying(sim).values()) == ["it is shared with another process"]
+
+
+def test_memory_of_a_private_pool_stays(sim, monkeypatch):
+    snapshot = sim.module.memory_snapshot
+    x = torch.ones(4, device=sim.device)
+    monkeypatch.setattr(
+        sim.module,
+        "memory_snapshot",
+        lambda: [{**entry, "segment_pool_id": (0, 1)} for entry in snapshot()],
+    )
+    assert ["memory pool of its own" in reason for reason in staying(sim).values()] == [True]
+    assert x.sum() == 4
+
+
+def test_nothing_moves_under_a_captured_graph(sim, monkeypatch):
+    class CUDAGraph:
+        pass
+
+    monkeypatch.setattr(sim.module, "CUDAGraph", CUDAGraph, raising=False)
+    x, graph = torch.ones(4, device=sim.device), CUDAGraph()
+    graph.itself = graph  # the collector must know it
+    assert ["a live CUDAGraph replays on" in reason for reason in staying(sim).values()] == [True]
+    assert x.sum() == 4
+    del graph
+
+
+def test_a_subclass_with_slots_stays(sim):
+    class Slotted(torch.Tensor):
+        __slots__ = ("mark",)
+
+    x = torch.Tensor._make_subclass(Slotted, torch.ones(4, device=sim.device))
+    x.mark = 1
+    assert any("a Slotted has slots" in reason for reason in staying(sim).values())
+    assert x.mark == 1
+
+
+def test_a_plain_subclass_moves_and_keeps_its_class_and_attributes(sim):
+    class Named(torch.Tensor):
+        pass
+
+    x = torch.Tensor._make_subclass(Named, torch.ones(4, device=sim.device))
+    x.name_of_it = "x"
+    with Courtesy():
+        assert sim.allocated_bytes == 0
+        assert x.name_of_it == "x"
+    assert type(x) is Named
+    assert vars(x) == {"name_of_it": "x"}
+
+
+def test_strange_objects_in_the_heap_are_left_alone(sim):
+    class Rude(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError("asked")
+
+        @property
+        def device(self):
+            raise AssertionError("asked")
+
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    x = torch.ones(4, device=sim.device)
+    with FakeTensorMode():
+        fake = torch.ones(4) + 1
+    rude = torch.Tensor._make_subclass(Rude, torch.ones(4, device=sim.device))
+    dead = weakref.proxy(torch.ones(2))
+    lazy = nn.LazyLinear(3, device=sim.device)
+    with Courtesy() as courtesy:
+        assert sim.allocated_bytes == 0
+        assert courtesy.report.n_storages == 2
+    assert type(rude) is Rude
+    assert (x + 1).tolist() == [2, 2, 2, 2]
+    del fake, dead, lazy
+
+
+def test_frozen_tensors_move_too(sim):
+    x = torch.ones(4, device=sim.device)
+    gc.freeze()
+    try:
+        with Courtesy():
+            assert sim.allocated_bytes == 0
+    finally:
+        gc.unfreeze()
+    assert x.tolist() == [1, 1, 1, 1]
+
+
+def test_modes_of_the_program_see_nothing_of_it(sim):
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            raise AssertionError(f"saw {func}")
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            raise AssertionError(f"saw {func}")
+
+    x = torch.ones(4, device=sim.device)
+    with Functions(), Operations(), torch.inference_mode(), Courtesy():
+        assert sim.allocated_bytes == 0
+    assert (x + 1).tolist() == [2, 2, 2, 2]
+    assert not x.is_inference()
+
+
+# --- devices and reports
+
+
+def test_without_anything_to_move_the_report_says_why(sim):
+    with Courtesy() as courtesy:
+        pass
+    assert str(courtesy.report) == (
+        "Courtesy moved nothing: no tensor that is not away already takes memory of every "
+        "accelerator."
+    )
+
+
+def test_the_memory_of_the_host_is_never_moved(sim):
+    x, there = torch.ones(4), torch.ones(4, device=sim.device)
+    with Courtesy(device="cpu") as courtesy:
+        assert x.sum() == there.sum() == 4
+    assert str(courtesy.report) == (
+        "Courtesy moved nothing: the memory of the cpu is the memory of the host."
+    )
+
+
+@pytest.mark.parametrize("spell", [str, torch.device, lambda _: "sim"])
+def test_one_device_can_be_named(sim, spell):
+    x = torch.ones(4, device=sim.device)
+    with Courtesy(spell(sim.device)):
+        assert sim.allocated_bytes == 0
+    assert x.sum() == 4
+
+
+def test_another_device_is_left_alone(sim):
+    x = torch.ones(4, device=sim.device)
+    with Courtesy("cuda"):
+        assert x.sum() == 4
+
+
+def test_a_device_that_is_none_is_refused():
+    with pytest.raises(RuntimeError, match="graphics"):
+        Courtesy("graphics")
+
+
+@pytest.mark.sim_allocator("exact")  # reserved bytes are told too
+def test_the_report_reads_as_a_whole(sim):
+    x = torch.ones(4, device=sim.device)
+    y, view = torch.ones(512, device=sim.device), None
+    view = y[1:]
+    exported = torch.utils.dlpack.to_dlpack(x)
+    with pytest.warns(CourtesyWarning), Courtesy() as courtesy:
+        left_bytes = sim.allocated_bytes
+    assert str(courtesy.report) == (
+        "Courtesy moved 2.0 KiB to host memory (1 storage, 2 tensors).\n"
+        "16 B stay where they are:\n"
+        "  float32[4] on sim:0, 16 B, held by "
+        "test_the_report_reads_as_a_whole.<locals>.x: something in C++ that can't be seen uses it "
+        "too, such as another library by DLPack, an operation that is running, or the graph of a "
+        "change to a view\n"
+        f"sim:0 has {left_bytes} B allocated now."
+    )
+    assert courtesy.report._repr_html_().startswith("<pre>Courtesy moved 2.0 KiB")
+    assert "can&#x27;t" in courtesy.report._repr_html_()
+    del exported, view
+
+
+# --- what CUDA asks for beside tensors
+
+
+@pytest.fixture
+def capture(sim, monkeypatch):
+    """Let a stream of the device capture a graph, or no longer."""
+    state = {"captures": False}
+    monkeypatch.setattr(
+        sim.module, "is_current_stream_capturing", lambda: state["captures"], raising=False
+    )
+
+    def change(captures):
+        state["captures"] = captures
+
+    return change
+
+
+BREAKS = r"^A graph is being captured on sim(:0)?\. A copy or a wait would end the capture with an "
+
+
+@pytest.mark.parametrize("device", [None, "sim", "sim:0"])
+def test_nothing_is_moved_while_a_graph_is_captured(sim, capture, monkeypatch, device):
+    x = torch.ones(4, device=sim.device)
+    capture(True)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(sim.module, name, lambda *_: pytest.fail("this breaks the capture"))
+    courtesy = Courtesy(device)
+    with pytest.raises(
+        CourtesyError, match=BREAKS + ".*nothing was moved to host memory"
+    ) as raised:
+        courtesy.yield_memory()
+    assert raised.value.courtesy is courtesy
+    assert courtesy.away_bytes == 0
+    assert x.sum() == 4
+
+
+def test_a_courtesy_on_the_host_does_not_ask_what_a_device_captures(sim, capture):
+    capture(True)
+    with Courtesy("cpu") as courtesy:
+        assert courtesy.report.moved_bytes == 0
+
+
+def test_nothing_is_brought_back_while_a_graph_is_captured(sim, capture):
+    x = torch.ones(4, device=sim.device)
+    courtesy = Courtesy()
+    courtesy.yield_memory()
+    capture(True)
+    with pytest.raises(CourtesyError, match=BREAKS + ".*nothing was brought back"):
+        courtesy.restore()
+    assert courtesy.away_bytes == 16
+    capture(False)
+    courtesy.restore()
+    assert x.sum() == 4
+
+
+def test_an_error_of_the_block_is_not_masked_by_a_capture(sim, capture):
+    x = torch.ones(4, device=sim.device)
+    courtesy = Courtesy()
+
+    def block():
+        with courtesy:
+            capture(True)
+            raise KeyError("of the block")
+
+    with pytest.raises(KeyError, match="of the block") as raised:
+        block()
+    assert "A graph is being captured" in raised.value.__notes__[0]
+    capture(False)
+    courtesy.restore()
+    assert x.sum() == 4
+
+
+def test_the_weights_that_autocast_has_cast_are_let_go(sim):
+    layer = torch.nn.Linear(64, 64, bias=False).to(sim.device)
+    x = torch.ones(2, 64, device=sim.device)
+    with torch.autocast("sim", dtype=torch.bfloat16):
+        expected = layer(x).detach().cpu()
+        with Courtesy() as courtesy:
+            assert sim.allocated_bytes == 0
+            assert courtesy.report.left_bytes == {"sim:0": 0}
+        assert layer(x).detach().cpu().equal(expected)
+
+
+def test_the_workspaces_of_libraries_go_before_the_cache_is_emptied(sim, monkeypatch):
+    from tenure.testing._device._machine import machine
+
+    sim(allocator="cuda")
+    pool, x = machine.devices[0].pool, torch.ones(4, device=sim.device)
+    workspaces = [pool.allocate(8 << 20, 0.0)]
+    monkeypatch.setattr(
+        "tenure.profiler._courtesy._courtesy.clear_workspaces",
+        lambda device: pool.free(workspaces.pop()) if device == sim.device else None,
+    )
+    with Courtesy() as courtesy:
+        assert sim.module.memory_reserved() == 0
+        assert not workspaces
+        assert courtesy.report.left_reserved_bytes == {"sim:0": 0}
+    assert x.sum() == 4
+
+
+def test_the_report_says_what_is_still_reserved(sim):
+    sim(allocator="cuda")
+    x = torch.ones(4, device=sim.device)
+    exported = torch.utils.dlpack.to_dlpack(x)
+    with pytest.warns(CourtesyWarning), Courtesy() as courtesy:
+        pass
+    assert str(courtesy.report).splitlines()[-1] == (
+        "sim:0 has 512 B allocated, and 2.0 MiB reserved now."
+    )
+    del exported
+
+
+# --- what pytorch_memlab does wrong
+
+
+def test_a_parameter_without_a_gradient_is_no_error(sim):
+    layer = nn.Linear(2, 2, device=sim.device)
+    assert layer.weight.grad is None
+    courtesy = Courtesy()
+    courtesy.yield_memory()
+    courtesy.restore()
+    assert layer(torch.ones(2, device=sim.device)).shape == (2,)
+
+
+def test_moving_back_and_forth_with_a_graph_as_memlab_does_in_its_tests(sim):
+    linear = nn.Linear(32, 32, device=sim.device)
+    linear2 = nn.Linear(32, 8, device=sim.device)
+    out = linear2(linear(torch.ones(16, 32, device=sim.device))).mean()
+    out.backward()
+    held_bytes = sim.allocated_bytes
+    courtesy = Courtesy()
+    courtesy.yield_memory()
+    assert sim.allocated_bytes == 0
+    courtesy.restore()
+    assert sim.allocated_bytes == held_bytes
+    with Courtesy():
+        assert sim.allocated_bytes == 0
+    assert sim.allocated_bytes == held_bytes
+
+
+@pytest.mark.parametrize("named", ["foo", "cuda:x", 3, 2.5])
+def test_what_is_no_device_is_refused_by_name(named):
+    message = (
+        rf"^{named!r} is no device that torch knows here, so nothing can leave it\. Name one as "
+        r'torch does, such as "cuda" or "cuda:1"; without any, all accelerators are meant\.$'
+    )
+    if named == 3 and torch.accelerator.current_accelerator() is not None:
+        pytest.skip("where torch was built for an accelerator an index is a device")
+    with pytest.raises(CourtesyError, match=message):
+        Courtesy(named)

@@ -1,0 +1,207 @@
+"""The search for owners, on the CPU, whose tensors come in more kinds than those of a device."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tenure.profiler._courtesy import _inventory
+
+
+@pytest.fixture(autouse=True)
+def _cpu_counts(monkeypatch):
+    monkeypatch.setattr(_inventory, "_NO_MEMORY", frozenset({"meta"}))
+
+
+def holdings():
+    return {held.storage._cdata: held for held in _inventory.take_inventory()}
+
+
+def held_of(t):
+    return holdings()[t.untyped_storage()._cdata]
+
+
+def unseen_since(make):
+    """What `make` gives back, and the storages made by it of which an owner was not seen."""
+    before = holdings()
+    made = make()
+    fresh = {key: held for key, held in holdings().items() if key not in before}
+    assert fresh
+    return made, [held for held in fresh.values() if held.n_unseen]
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x * 2
+        ctx.save_for_backward(x, y)
+        ctx.kept = [x + 1]
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def leaf(*size):
+    return torch.ones(*size, requires_grad=True)
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def stepped():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.MaxPool2d(2))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 1, 6, 6)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def retained():
+    x = leaf(3) * 2
+    x.retain_grad()
+    x.sum().backward()
+    return x
+
+
+def saved_on_cpu():
+    with torch.autograd.graph.save_on_cpu():
+        return encoder()(leaf(2, 3, 16)).sum()
+
+
+def cast():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return nn.Linear(4, 4)(leaf(2, 4)).sum()
+
+
+def twice():
+    x = leaf(3)
+    return torch.autograd.grad((x**3).sum(), x, create_graph=True)
+
+
+KINDS = {
+    "plain": lambda: torch.ones(4),
+    "views": lambda: [t := torch.ones(4, 4), t[1:], t[1:].t(), t.detach(), t.view(-1)],
+    "views of a parameter": lambda: [p := nn.Parameter(torch.ones(4)), p[1:], p.detach()],
+    "gradients and optimizer": stepped,
+    "retained gradient": retained,
+    "graph": lambda: encoder()(leaf(2, 3, 16)).sum(),
+    "lstm": lambda: nn.LSTM(4, 8, 2)(leaf(3, 2, 4))[0].sum(),
+    "custom function": lambda: Doubled.apply(leaf(4) * 3),
+    "checkpoint": lambda: checkpoint(nn.Linear(4, 4), leaf(2, 4), use_reentrant=False).sum(),
+    "reentrant": lambda: checkpoint(nn.Linear(4, 4), leaf(2, 4), use_reentrant=True).sum(),
+    "saved on cpu": saved_on_cpu,
+    "autocast": cast,
+    "second derivative": twice,
+    "node": lambda: (leaf(4) * leaf(4)).grad_fn,
+    "storage": lambda: torch.UntypedStorage(16),
+    "numpy": lambda: [t := torch.ones(4), t.numpy()],
+    "coo": lambda: torch.eye(3).to_sparse(),
+    "csr": lambda: torch.eye(4).to_sparse_csr(),
+    "bsc": lambda: torch.eye(4).to_sparse_bsc((2, 2)),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "conjugate": lambda: [t := torch.ones(2, dtype=torch.complex64), t.conj(), t.imag],
+    "complex graph": lambda: torch.view_as_real(
+        torch.view_as_complex(leaf(4, 2) * 2) * torch.ones(4, dtype=torch.complex64)
+    ).sum(),
+    "inference": lambda: torch.inference_mode()(lambda: torch.ones(3) * 2)(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(nested tensors|quantiz|Sparse|CSR|CSC|BSC).*")
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_owner_of_every_kind_is_seen(kind):
+    made, unseen = unseen_since(KINDS[kind])
+    assert unseen == []
+    del made
+
+
+def test_a_storage_lists_its_tensors_and_the_nodes_that_saved_them():
+    w = leaf(4)
+    y = w.view(2, 2) * w.exp().view(2, 2)
+    held = held_of(w)
+    assert any(t is w for t in held.tensors.values())
+    names = {type(node).__name__ for node in held.nodes.values()}
+    assert names == {"AccumulateGrad", "MulBackward0"}  # exp() saved its result instead
+    del y
+
+
+def test_a_sparse_tensor_is_a_wrapper_of_its_parts():
+    t = torch.eye(3).to_sparse()
+    held = held_of(t._values())
+    assert [id(found) for found in held.wrappers.values()] == [id(t)]
+    assert held.handles[-1] is t
+
+
+EXPORTS = {
+    "dlpack": lambda: [t := torch.ones(4), torch.utils.dlpack.to_dlpack(t)],
+    "a change to a view": lambda: changed_view(),
+}
+
+
+def changed_view():
+    w = leaf(3)
+    y = w * 2
+    y[0] *= w[1]
+    return y
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_an_owner_that_cannot_be_seen_is_counted(name):
+    made, unseen = unseen_since(EXPORTS[name])
+    assert [held.n_unseen for held in unseen] == [1]
+    del made
+
+
+UNCLEAR = {
+    "jagged": lambda: torch.nested.nested_tensor(
+        [torch.ones(2), torch.ones(3)], layout=torch.jagged
+    ),
+    "adjoint": lambda: [t := torch.ones(2, 2, dtype=torch.complex64), t.mH],
+}
+
+
+@pytest.mark.parametrize("name", UNCLEAR)
+def test_an_owner_in_torch_that_cannot_be_told_from_others_is_counted_too(name):
+    made, unseen = unseen_since(UNCLEAR[name])
+    assert unseen
+    del made
+
+
+def test_frozen_tensors_are_found():
+    x = torch.ones(4)
+    gc.freeze()
+    try:
+        assert any(t is x for t in held_of(x).tensors.values())
+    finally:
+        gc.unfreeze()
+
+
+def test_nothing_is_changed_by_looking():
+    x = leaf(4)
+    loss = (x * 2).exp().sum()
+    versions, flags = x._version, (x.requires_grad, x.grad)
+    holdings()
+    assert (x._version, (x.requires_grad, x.grad)) == (versions, flags)
+    loss.backward()
+    assert torch.equal(x.grad, 2 * torch.full((4,), 2.0).exp())
+
+
+def test_no_checkpoint_is_recomputed_by_looking():
+    calls = []
+
+    def body(x):
+        calls.append(1)
+        return x.exp()
+
+    loss = checkpoint(body, leaf(4), use_reentrant=False).sum()
+    holdings()
+    assert len(calls) == 1
+    loss.backward()
+    assert len(calls) == 2

@@ -1,0 +1,476 @@
+"""Each line's bytes, against what the allocator itself says, for every way that code can run."""
+
+import asyncio
+import contextlib
+import gc
+import threading
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tenure.profiler import LineProfiler
+
+from .truth import sums_of, truth_of
+
+X = torch.randn(64, 256, requires_grad=True)
+
+
+def inner(y):
+    z = y * 2
+    return z + 1
+
+
+def step():
+    a = torch.ones(1000)
+    y = F.softmax(X, -1)
+    z = inner(y)
+    z.sum().backward()
+    for i in range(3):
+        a = torch.ones(100 * (i + 1))
+    X.grad = None
+    return a
+
+
+def recursive(n):
+    t = torch.ones(10 * n + 1)
+    u = recursive(n - 1) if n else t * 2
+    return torch.cat([t, u])
+
+
+def failing():
+    t = torch.ones(64)
+    try:
+        divide(t)
+    except ZeroDivisionError:
+        t = t + 1
+    divide(t)
+
+
+def divide(t):
+    u = t * 3
+    return u / (1 // 0)
+
+
+def generate(n):
+    t = torch.ones(256)
+    for i in range(n):
+        t = torch.cat([t, t])
+        yield t * i
+    del t
+
+
+def consume():
+    total = torch.zeros(())
+    for t in generate(3):
+        total = total + t.sum()
+    return total
+
+
+def looping():
+    kept = []
+    for _ in range(5):
+        kept.append(torch.ones(100))
+        x = [torch.ones(j) for j in range(1, 4)]
+    while len(kept) > 2:
+        kept.pop()
+    return x
+
+
+def linear_algebra():
+    a = torch.eye(20) + 0.5 * torch.ones(20, 20)
+    u, s, v = torch.linalg.svd(a)
+    return (u @ torch.diag(s) @ v).unique()
+
+
+def profiled(call, *functions):
+    gc.collect()
+    profiler = LineProfiler(*functions, device="cpu")
+    with profiler, contextlib.suppress(ZeroDivisionError):
+        call()
+    return profiler
+
+
+def lines_of(profiler, function):
+    """(hits, allocated, freed, peak) by the line's place in its function."""
+    first = function.__code__.co_firstlineno
+    return {
+        r.line - first: (r.hits, r.allocated_bytes, r.freed_bytes, r.peak_bytes)
+        for r in profiler.records
+        if r.function == function.__qualname__
+    }
+
+
+@pytest.mark.parametrize(
+    ("call", "functions"),
+    [
+        (step, (step, inner)),
+        (step, (step,)),
+        (lambda: recursive(4), (recursive,)),
+        (failing, (failing, divide)),
+        (failing, (failing,)),
+        (consume, (consume, generate)),
+        (consume, (consume,)),
+        (looping, (looping,)),
+        (linear_algebra, (linear_algebra,)),
+    ],
+    ids=lambda value: "-".join(f.__name__ for f in value) if isinstance(value, tuple) else None,
+)
+def test_lines_add_up_to_what_the_allocator_did(call, functions):
+    def wrapped():
+        try:
+            call()
+        except ZeroDivisionError:
+            return  # the exception, and the frames it held, end here
+
+    truth = truth_of(wrapped)
+    sums = sums_of(profiled(wrapped, *functions, wrapped))
+    assert sums == truth
+    assert truth.allocated_bytes > 0
+
+
+def test_what_runs_outside_profiled_functions_is_nobodys():
+    def caller():
+        before = torch.ones(1000)
+        part()
+        return before
+
+    def part():
+        torch.ones(10)
+
+    assert sums_of(profiled(caller, part)) == (40, 40, 4040)
+
+
+def test_each_line_of_nested_functions():
+    profiler = profiled(step, step, inner)
+    n = X.nbytes
+    number = 8 + 4  # a Python number becomes a tensor, and that is converted
+    assert lines_of(profiler, inner)[1][:2] == (1, n + number)
+    assert lines_of(profiler, inner)[2][:2] == (1, n + number)
+    own = lines_of(profiler, step)
+    assert own[1] == (1, 4000, 0, 4000)
+    assert own[2] == (1, n, 0, 4000 + n)
+    hits, allocated, freed, peak = own[3]
+    assert (hits, allocated, freed) == (1, 0, 0)
+    assert peak == max(line[3] for line in lines_of(profiler, inner).values())
+
+
+def test_a_loop_shows_hits_and_growth():
+    lines = lines_of(profiled(looping, looping), looping)
+    assert lines[3] == (5, 2000, 0, 5 * 400 + 24)
+    assert lines[6][:3] == (3, 0, 1200)
+
+
+def test_temporaries_inside_operations_are_seen():
+    y, gradient = F.softmax(X.detach(), -1), torch.ones(()).expand(X.shape)
+
+    def work():  # it needs a dense gradient; the copy never reaches Python
+        return torch.ops.aten._softmax_backward_data(gradient, y, -1, torch.float32)
+
+    lines = lines_of(profiled(work, work), work)
+    assert lines == {1: (1, 2 * X.nbytes, X.nbytes, 2 * X.nbytes)}
+
+
+def test_recursion_keeps_frames_apart():
+    profiler = profiled(lambda: recursive(2), recursive)
+    lines = lines_of(profiler, recursive)
+    assert lines[1][:3] == (3, 4 * (21 + 11 + 1), 0)
+    number = 8 + 4
+    assert lines[2][:2] == (3, 4 + number)  # only the innermost multiplies
+
+
+def test_what_variables_held_is_freed_on_the_line_that_returned():
+    def work():
+        t = torch.ones(100)
+        return t.sum()
+
+    assert lines_of(profiled(work, work), work) == {1: (1, 400, 0, 400), 2: (1, 4, 400, 404)}
+
+
+def test_what_a_caller_frees_after_a_call_is_not_the_functions():
+    def work():
+        return torch.ones(1)
+
+    def caller(big):
+        small = work()
+        del big
+        return small
+
+    profiler = LineProfiler(work, device="cpu")
+    with profiler:
+        caller(torch.ones(1000))
+    assert lines_of(profiler, work) == {1: (1, 4, 0, 4004)}
+
+
+def test_frames_of_an_exception_keep_their_variables():
+    def work():
+        t = torch.ones(100)
+        raise ZeroDivisionError(t.shape)
+
+    assert lines_of(profiled(work, work), work)[1] == (1, 400, 0, 400)
+    assert lines_of(profiled(work, work), work)[2][2] == 0
+
+
+def test_a_suspended_generator_is_not_charged_for_what_happens_meanwhile():
+    def slowly():
+        t = torch.ones(10)
+        yield
+        return t
+
+    def drive():
+        running = slowly()
+        next(running)
+        torch.ones(1000)
+        next(running, None)
+
+    lines = lines_of(profiled(drive, slowly), slowly)
+    assert {place: line[:3] for place, line in lines.items()} == {
+        1: (1, 40, 0),
+        2: (1, 0, 0),
+        3: (1, 0, 40),
+    }
+
+
+def test_a_generator_that_is_closed_or_thrown_into():
+    def careful():
+        t = torch.ones(10)
+        try:
+            yield t
+        except ZeroDivisionError:
+            yield torch.ones(20)
+        finally:
+            torch.ones(30)
+
+    def drive():
+        first, second = careful(), careful()
+        next(first)
+        next(second)
+        first.close()
+        second.throw(ZeroDivisionError())
+        second.close()
+
+    lines = lines_of(profiled(drive, careful), careful)
+    assert lines[5][:2] == (1, 80)
+    assert lines[7][:3] == (2, 240, 240)
+
+
+def test_interleaved_coroutines_are_kept_apart():
+    async def work(n):
+        t = torch.ones(n)
+        await asyncio.sleep(0)
+        u = torch.ones(n)
+        await asyncio.sleep(0)
+        return t, u
+
+    async def both():
+        return await asyncio.gather(work(10), work(1000))
+
+    def call():
+        asyncio.run(both())
+
+    lines = lines_of(profiled(call, work), work)
+    assert lines[1][:3] == (2, 4040, 0)
+    assert lines[2][:3] == (2, 0, 0)
+    assert lines[3][:3] == (2, 4040, 0)
+
+
+def test_threads_are_kept_apart_and_added_up():
+    barrier = threading.Barrier(3)
+
+    def work(n):
+        t = torch.ones(n)
+        barrier.wait(10)
+        return t * 2
+
+    def call():
+        threads = [threading.Thread(target=work, args=(n,)) for n in (10, 100, 1000)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    lines = lines_of(profiled(call, work), work)
+    assert lines[1][:3] == (3, 4 * 1110, 0)
+    assert lines[3][0] == 3
+    assert lines[3][1] == 4 * 1110 + 3 * (8 + 4)
+
+
+def test_blocks_from_before_count_as_freed_where_they_are():
+    old, graph = torch.ones(1000), torch.ones(10, requires_grad=True)
+    graph.sum().backward()
+    held = [old]
+    del old
+
+    def work():
+        held.clear()
+        graph.grad = None
+
+    assert lines_of(profiled(work, work), work) == {1: (1, 0, 4000, 0), 2: (1, 0, 40, -4000)}
+
+
+def test_blocks_made_in_between_count_as_freed_where_they_are():
+    held = []
+
+    def work():
+        held.clear()
+
+    profiler = LineProfiler(work, device="cpu")
+    with profiler:
+        held.append(torch.ones(1000))
+        thread = threading.Thread(target=lambda: held.append(torch.ones(100)))
+        thread.start()
+        thread.join()
+        work()
+    assert lines_of(profiler, work) == {1: (1, 0, 4400, 4400)}
+
+
+def test_a_peak_is_counted_from_where_the_profiler_was_enabled():
+    held = []
+
+    def work():
+        held.append(torch.ones(100))
+
+    before = torch.ones(1000)
+    profiler = LineProfiler(work, device="cpu")
+    with profiler:
+        work()
+        work()
+    with profiler:
+        work()
+    assert lines_of(profiler, work) == {1: (3, 1200, 0, 800)}
+    assert before.sum() == 1000
+
+
+def test_a_running_function_can_be_profiled_from_its_next_line_on():
+    profiler = LineProfiler(device="cpu")
+
+    def work():
+        profiler.add_function(work)
+        profiler.enable()
+        t = torch.ones(10)
+        profiler.disable()
+        return t
+
+    work()
+    assert lines_of(profiler, work)[3] == (1, 40, 0, 40)
+
+
+def test_profiling_changes_no_result_and_no_random_state():
+    def train():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.GELU(), torch.nn.Linear(16, 1)
+        )
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).pow(2).mean().backward()
+            optimizer.step()
+        return [*map(torch.clone, model.parameters()), torch.get_rng_state()]
+
+    plain = train()
+    profiler = LineProfiler(train, torch.nn.Linear.forward, torch.optim.AdamW.step, device="cpu")
+    with profiler:
+        traced = train()
+    assert all(map(torch.equal, plain, traced))
+    assert sums_of(profiler).allocated_bytes > 0
+
+
+def test_no_tensor_is_kept_alive():
+    import weakref
+
+    refs = []
+
+    def work():
+        t = torch.ones(10)
+        refs.append(weakref.ref(t))
+        assert refs[0]() is not None
+
+    gc.disable()
+    try:
+        profiler = profiled(work, work)
+        assert refs[0]() is None
+        assert profiler.records
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("kind", ["calls", "loop"])
+def test_a_line_that_runs_for_long_never_fills_a_session(kind, monkeypatch):
+    from tenure._torch import allocations
+
+    lengths, turn = [], allocations.turn
+
+    def counting():
+        changes = turn()
+        lengths.append(len(changes.cpu))
+        return changes
+
+    monkeypatch.setattr(allocations, "turn", counting)
+    x = torch.ones(1)
+
+    def one():
+        torch.neg(x)
+
+    def calls():
+        one()
+        return [one() for _ in range(5000)]
+
+    def loop():
+        for _ in range(5000):
+            torch.neg(x)
+
+    def work():
+        {"calls": calls, "loop": loop}[kind]()
+
+    n = 5001 if kind == "calls" else 5000
+    assert sums_of(profiled(work, work)) == (4 * n, 4 * n, 4)
+    assert max(lengths) < 1100
+
+
+def test_a_thread_whose_profiler_is_disabled_by_another_ends_its_session():
+    inside, go, sessions = threading.Event(), threading.Event(), []
+
+    def one():
+        return torch.ones(1)
+
+    def work():
+        inside.set()
+        go.wait(10)
+        one()
+        one()
+        sessions.append(torch._C._autograd._profiler_enabled())
+
+    profiler = LineProfiler(work, device="cpu")
+    with profiler:
+        thread = threading.Thread(target=work)
+        thread.start()
+        inside.wait(10)
+    go.set()
+    thread.join()
+    assert sessions == [False]
+    with profiler:
+        profiler.clear()
+        inside.set()
+        work()
+    assert len(profiler.records) == 5
+
+
+def test_a_profiler_that_was_disabled_inside_a_function_begins_anew():
+    profiler = LineProfiler(device="cpu")
+
+    def work():
+        profiler.disable()
+        return torch.ones(10)
+
+    profiler.add_function(work)
+    profiler.enable()
+    work()
+    torch.ones(1000)
+    with profiler:
+        torch.ones(1000)
+        work()
+    lines = lines_of(profiler, work)
+    assert lines == {1: (2, 0, 0, 0)}
+    assert profiler.records[0].exact
+    assert not torch._C._autograd._profiler_enabled()

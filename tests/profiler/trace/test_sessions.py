@@ -1,0 +1,89 @@
+"""Opening and closing profilers, whatever fails meanwhile."""
+
+import pytest
+import torch
+from torch.autograd import profiler as torch_profiler
+
+from tenure._torch import cpu_allocator as allocator
+from tenure.profiler._trace import _sessions
+from tenure.profiler._trace._watches import Watch
+
+
+class Silent:
+    """An engine that reports nothing, and notes what it is told."""
+
+    def __init__(self, hub):
+        self.told = []
+
+    def start(self):
+        self.told.append("start")
+
+    def join(self):
+        self.told.append("join")
+
+    def watch(self, codes):
+        self.told.append(len(codes))
+
+    def stop(self):
+        self.told.append("stop")
+
+
+class Broken(Silent):
+    def start(self):
+        raise MemoryError("no engine")
+
+
+def fail(*_):
+    raise MemoryError("no memory")
+
+
+def new_watch():
+    watch = Watch(torch.device("cpu"))
+    watch.codes = {id(fail.__code__): fail.__code__}
+    return watch
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    """What the allocator was told to keep."""
+    told = []
+    monkeypatch.setattr(allocator, "keep_sizes", told.append)
+    return told
+
+
+def check_untouched(before, sizes, hub, watch):
+    assert torch_profiler._prepare_profiler is before
+    assert sizes[-1] is False
+    assert not hub.is_open(watch)
+
+
+@pytest.mark.parametrize("place", [(_sessions, "enter_existing"), (Watch, "begin")])
+def test_a_first_opening_that_fails_is_undone(place, sizes, monkeypatch):
+    hub, watch, before = _sessions.Hub(Silent), new_watch(), torch_profiler._prepare_profiler
+    with monkeypatch.context() as patched:
+        patched.setattr(*place, fail)
+        with pytest.raises(MemoryError, match="no memory"):
+            hub.open(watch)
+    check_untouched(before, sizes, hub, watch)
+    hub.open(watch)
+    assert hub.is_open(watch)
+    hub.close(watch)
+    check_untouched(before, sizes, hub, watch)
+
+
+def test_an_engine_that_does_not_start_leaves_nothing_open(sizes):
+    hub, watch, before = _sessions.Hub(Broken), new_watch(), torch_profiler._prepare_profiler
+    with pytest.raises(MemoryError, match="no engine"):
+        hub.open(watch)
+    check_untouched(before, sizes, hub, watch)
+
+
+def test_a_second_opening_that_fails_leaves_the_first_open(sizes, monkeypatch):
+    hub, first, second = _sessions.Hub(Silent), new_watch(), new_watch()
+    hub.open(first)
+    monkeypatch.setattr(second, "begin", fail)
+    with pytest.raises(MemoryError, match="no memory"):
+        hub.open(second)
+    assert (hub.is_open(first), hub.is_open(second), sizes[-1]) == (True, False, True)
+    hub.close(first)
+    assert sizes[-1] is False

@@ -1,0 +1,279 @@
+"""Other tracers keep every event that they would have got, and are alone again afterwards."""
+
+import asyncio
+import dis
+import sys
+import threading
+
+import pytest
+import torch
+
+from tenure.profiler import LineProfiler
+from tenure.profiler._trace import _sessions, _tracing, _watches
+from tenure.profiler._trace._loops import has_loop
+from tenure.profiler._trace._tracing import Tracer
+
+old_python = pytest.mark.skipif(
+    sys.version_info >= (3, 12), reason="from Python 3.12 on nothing is traced by the profiler"
+)
+
+
+class Recorder:
+    """A debugger that notes what it is told; it may want opcodes, or put itself back in place."""
+
+    def __init__(self, *, reinstalls=False, opcodes=False):
+        self.events = []
+        self.reinstalls = reinstalls
+        self.opcodes = opcodes
+
+    def __call__(self, frame, event, arg):
+        if "tenure" in frame.f_code.co_filename and "tests" not in frame.f_code.co_filename:
+            return None
+        self._note(frame, event)
+        if self.reinstalls:
+            sys.settrace(self)
+        frame.f_trace_opcodes = self.opcodes
+        return self.local
+
+    def local(self, frame, event, arg):
+        self._note(frame, event)
+        return self.local
+
+    def _note(self, frame, event):
+        self.events.append((frame.f_code.co_name, event, frame.f_lineno))
+
+
+def helper(x):
+    for _ in range(3):
+        x = x + 1
+    return x
+
+
+def work():
+    x = torch.ones(100)
+    try:
+        helper(x)
+        raise ValueError
+    except ValueError:
+        return x
+
+
+def under(recorder, call):
+    sys.settrace(recorder)
+    try:
+        call()
+    finally:
+        ended = sys.gettrace()
+        sys.settrace(None)
+    assert ended is recorder
+    return [event for event in recorder.events if event[0] in {"work", "helper"}]
+
+
+wanting_opcodes = pytest.param(
+    {"opcodes": True},
+    marks=pytest.mark.skipif(
+        sys.version_info >= (3, 12),
+        reason="there the interpreter drops opcodes of code that is monitored for the first time",
+    ),
+)
+
+
+@pytest.mark.parametrize("options", [{}, {"reinstalls": True}, wanting_opcodes])
+@pytest.mark.parametrize("functions", [(work,), (work, helper), (helper,)])
+def test_a_debugger_gets_every_event_and_stays(functions, options):
+    plain = under(Recorder(**options), work)
+    profiler = LineProfiler(*functions, device="cpu")
+
+    def profiled():
+        with profiler:
+            work()
+
+    assert under(Recorder(**options), profiled) == plain
+    assert sum(record.hits for record in profiler.records) > 0
+
+
+def test_a_debugger_that_begins_inside_gets_its_events_and_stays():
+    recorder = Recorder()
+    profiler = LineProfiler(work, device="cpu")
+    try:
+        with profiler:
+            sys.settrace(recorder)
+            work()
+        assert sys.gettrace() is recorder
+    finally:
+        sys.settrace(None)
+    assert ("work", "call", work.__code__.co_firstlineno) in recorder.events
+
+
+def test_a_debugger_at_a_caller_keeps_its_own_local_function():
+    recorder = Recorder()
+
+    def caller():
+        x = work()
+        y = x + 1
+        return y
+
+    first = caller.__code__.co_firstlineno
+    profiler = LineProfiler(work, device="cpu")
+
+    def profiled():
+        with profiler:
+            caller()
+
+    under(recorder, profiled)
+    lines = [line - first for name, _, line in recorder.events if name == "caller"]
+    assert lines == [0, 1, 2, 3, 3]
+    assert sum(record.freed_bytes for record in profiler.records) >= 0
+
+
+@old_python
+def test_a_thread_that_starts_inside_is_traced_by_both():
+    recorder = Recorder()
+    threading.settrace(recorder)
+    try:
+        profiler = LineProfiler(work, device="cpu")
+        with profiler:
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+        assert threading.gettrace() is recorder
+    finally:
+        threading.settrace(None)
+    assert ("work", "call", work.__code__.co_firstlineno) in recorder.events
+    assert profiler.records[0].hits == 1
+
+
+@old_python
+def test_a_thread_that_outlives_the_profiler_is_traced_no_more():
+    go, traces = threading.Event(), []
+
+    def late():
+        go.wait(10)
+        work()
+        traces.append(sys.gettrace())
+
+    profiler = LineProfiler(work, device="cpu")
+    with profiler:
+        thread = threading.Thread(target=late)
+        thread.start()
+    go.set()
+    thread.join()
+    assert profiler.records == ()
+    assert traces == [None]
+
+
+def test_code_with_loops_is_told_from_code_without():
+    def comprehension(xs):
+        return [x for x in xs]  # noqa: C416  # a loop is what is wanted
+
+    async def waits(xs):
+        async for x in xs:
+            print(x)
+
+    assert has_loop(helper.__code__)
+    assert has_loop(waits.__code__)
+    assert not has_loop(work.__code__)
+    nested = [c for c in comprehension.__code__.co_consts if hasattr(c, "co_code")]
+    assert any(map(has_loop, [comprehension.__code__, *nested]))
+
+
+def nothing():
+    pass
+
+
+@pytest.mark.parametrize("function", [nothing, helper])
+def test_every_way_to_return_is_known(function):
+    """On Python 3.12 and 3.13 a constant is returned by an instruction of its own."""
+    last = list(dis.get_instructions(function))[-1]
+    assert last.opcode in _tracing.RETURNS
+
+
+@pytest.mark.parametrize("functions", [(work,), (work, helper)])
+def test_the_tracer_is_right_on_every_python(functions):
+    """Python 3.12 and newer use another engine; this one is the last resort there."""
+    hub = _sessions.Hub(Tracer)
+    watch = _watches.Watch(torch.device("cpu"))
+    watch.codes = {id(function.__code__): function.__code__ for function in functions}
+    hub.open(watch)
+    try:
+        work()
+    finally:
+        hub.close(watch)
+    figures = [figure for book in watch.books() for figure in book.values()]
+    number = 8 + 4
+    assert sum(figure.allocated_bytes for figure in figures) == 4 * 400 + 3 * number
+    assert sum(figure.freed_bytes for figure in figures) == 3 * 400 + 3 * number
+    assert max(figure.peak_bytes for figure in figures) == 3 * 400 + number
+    assert not torch._C._autograd._profiler_enabled()
+    assert asyncio.run(asyncio.sleep(0)) is None
+
+
+def test_a_thread_that_ran_before_collects_what_it_enables_itself():
+    ready, go = threading.Event(), threading.Event()
+    found = []
+
+    def collect():
+        ready.set()
+        go.wait()
+        with LineProfiler(work, device="cpu") as own:
+            work()
+        found.append(own.records[0].hits)
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    ready.wait()
+    with LineProfiler(work, device="cpu"):
+        go.set()
+        thread.join()
+    assert found == [1]
+
+
+def test_a_thread_that_ran_before_collects_for_a_profiler_that_is_on():
+    ready, go = threading.Event(), threading.Event()
+    profiler = LineProfiler(work, device="cpu")
+
+    def collect():
+        ready.set()
+        go.wait()
+        with profiler:
+            work()
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    ready.wait()
+    with profiler:
+        go.set()
+        thread.join()
+    assert profiler.records[0].hits == 1
+
+
+def test_threads_that_share_a_profiler_count_each_line_once():
+    n_threads, n_times = 4, 25
+    profiler = LineProfiler(helper, device="cpu")
+    barrier = threading.Barrier(n_threads)
+
+    def collect():
+        for _ in range(n_times):
+            barrier.wait()  # so that all find it off, and enable it
+            with profiler:
+                helper(1)
+                barrier.wait()
+
+    threads = [threading.Thread(target=collect) for _ in range(n_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [record.hits for record in profiler.records] == [
+        n * n_threads * n_times for n in (4, 3, 1)
+    ]
+    assert not profiler.enabled
+
+
+def test_a_profiler_collects_though_a_tracer_of_the_thread_has_gone():
+    with LineProfiler(work, device="cpu"):
+        sys.settrace(None)
+        with LineProfiler(work, device="cpu") as inner:
+            work()
+    assert inner.records[0].hits == 1
+    assert sys.gettrace() is None
