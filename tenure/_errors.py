@@ -213,3 +213,7 @@ def _speak_as_tenure() -> None:
 
 
 _speak_as_tenure()
+
+
+class CommandError(TenureError):
+    """A verb of the command line can't do what was asked; the message is one line."""

@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import tenure
-from tenure._errors import TenureError
+from tenure._errors import CommandError, TenureError
 
 from ._demo import Demo
-from ._verb import CommandError as CommandError
 from ._verb import Verb as Verb
 
 _VERBS: tuple[type[Verb], ...] = (Demo,)

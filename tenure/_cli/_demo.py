@@ -37,8 +37,7 @@ class Demo:
     @staticmethod
     def run(arguments: argparse.Namespace) -> int:
         """Tell the chapters."""
-        from tenure._demo._chapters import tell
-        from tenure._demo._settings import FULL, QUICK
+        from tenure._demo import FULL, QUICK, tell
 
         settings = QUICK if arguments.quick else FULL
         tell(settings.replace(steps=arguments.steps or settings.steps, seed=arguments.seed))

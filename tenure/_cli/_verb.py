@@ -6,12 +6,6 @@ import argparse
 from collections.abc import Callable
 from typing import Protocol
 
-from tenure._errors import TenureError
-
-
-class CommandError(TenureError):
-    """A verb can't do what the user asked; the message is one line and says what to do."""
-
 
 class Verb(Protocol):
     """A verb: its name is that of the class in lower case, its docstring is its help."""

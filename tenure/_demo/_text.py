@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tenure._cli._verb import CommandError
+from tenure._errors import CommandError
 
 _VALIDATION_SHARE = 10  # one part in ten, from the end, is never trained on
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tenure._cli._verb import CommandError
 from tenure._demo import _text
 from tenure._demo._settings import QUICK
 from tenure._demo._text import draw_windows, read_corpus
+from tenure._errors import CommandError
 
 
 def _demo(*arguments):

@@ -5,8 +5,8 @@ import pytest
 
 import tenure
 from tenure import _cli
-from tenure._cli import CommandError, main
-from tenure._errors import PagingError
+from tenure._cli import main
+from tenure._errors import CommandError, PagingError
 
 
 def _refused(arguments, capsys):
