@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from tenure._errors import PagingError
 from tenure._segments import whole_block_bytes
-from tenure._units import format_bytes
+from tenure._text import format_bytes
 
 from ._resources import Resources
 

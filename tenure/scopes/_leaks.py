@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tenure._describe import describe, n_bytes_of, shape_of
 from tenure._heap import Holder, find_holders, storage_key
-from tenure._units import format_bytes
+from tenure._storages import n_bytes_of
+from tenure._text import describe, format_bytes, shape_of
 
 from ._leak_groups import SavedTensors, grouped
 

@@ -17,8 +17,8 @@ from typing import NoReturn, Protocol, TypeVar
 
 from tenure._capture import accelerator_is_capturing
 from tenure._errors import OutOfRetriesError
+from tenure._text import format_bytes
 from tenure._torch.dynamo import never_compiled
-from tenure._units import format_bytes
 from tenure.scopes import DisposeScope
 
 from .._oom import OomInfo, oom_of_work

@@ -14,7 +14,7 @@ from typing import BinaryIO
 from torch import Tensor, nn
 
 from tenure._errors import PagingError
-from tenure._units import format_bytes
+from tenure._text import format_bytes
 
 from .._host import MappedFile, checked_folder, nameless, writing
 from ._files import Checkpoint, StoredTensor

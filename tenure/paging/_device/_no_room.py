@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 
 from tenure._errors import PagingError
-from tenure._units import format_bytes
+from tenure._text import format_bytes
 
 from .._model import Unit
 from ._page import Page

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tenure._units import format_bytes
+from tenure._text import format_bytes
 
 from .._model import Cut, TensorTable, Unit
 from .._room import (

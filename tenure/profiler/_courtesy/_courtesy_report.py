@@ -6,7 +6,7 @@ import html
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tenure._units import format_bytes
+from tenure._text import format_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, SupportsIndex, overload
 
 from torch import Tensor, nn
 
-from tenure._describe import describe_tensor
 from tenure._errors import DisposedTensorError, ProfilerUsageError
 from tenure._heap import is_kind, type_name, weigh_holders
 from tenure._show import Column, html_table, rich_table
 from tenure._sited import created_at
-from tenure._units import format_bytes
+from tenure._text import describe_tensor, format_bytes
 
 from ._naming import named_tensors_of
 from ._parts import parts_of

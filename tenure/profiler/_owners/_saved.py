@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from tenure._describe import describe
 from tenure._errors import ProfilerUsageError
 from tenure._heap import (
     OF_VARIABLE,
@@ -24,8 +23,8 @@ from tenure._heap import (
 )
 from tenure._show import Column, html_table, rich_table, text_table
 from tenure._sited import created_at
+from tenure._text import describe, format_bytes
 from tenure._torch.quiet import quietly
-from tenure._units import format_bytes
 
 from ._graph_holdings import GraphHoldings, Kept
 from ._parts import Part, device_of, dtype_of, identity_of, parts_of, shape_or_empty

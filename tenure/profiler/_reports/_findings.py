@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tenure._units import format_bytes
+from tenure._text import format_bytes
 
 from .._owners import SAVED, StorageEntry
 

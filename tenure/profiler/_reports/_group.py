@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tenure._errors import ProfilerUsageError
 from tenure._show import Column, html_table, rich_table, text_table
-from tenure._units import format_bytes
+from tenure._text import format_bytes
 
 from ._mem_report import UNEXPLAINED, MemReport
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tenure._units import format_bytes
+from tenure._text import format_bytes
 
 from .._allocator import allocator_bytes, bytes_of_workspaces, cached_memory
 from .._owners import CATEGORIES, StorageEntry, TensorRow
