@@ -98,8 +98,17 @@ def describe(
         >>> describe(torch.float16, (32, 1024), "cuda:0", 65_536)
         'float16[32, 1024] on cuda:0, 64.0 KiB'
     """
-    sizes = ", ".join(map(str, shape))
-    return f"{str(dtype).removeprefix('torch.')}[{sizes}] on {device}, {format_bytes(n_bytes)}"
+    return f"{describe_elements(dtype, shape)} on {device}, {format_bytes(n_bytes)}"
+
+
+def describe_elements(dtype: torch.dtype | str, shape: Sequence[object]) -> str:
+    """Spell what a tensor holds, wherever it is.
+
+    Example:
+        >>> describe_elements(torch.float16, (32, 1024))
+        'float16[32, 1024]'
+    """
+    return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
 
 
 def describe_tensor(t: torch.Tensor) -> str:
