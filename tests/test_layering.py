@@ -43,7 +43,6 @@ _PACKAGES = {
         "_host",
         "_checkpoint",
         "_link",
-        "_room",
         "_device",
         "_inside",
         "_planning",
@@ -130,9 +129,9 @@ def _allowed_outside_rooms(path):
 
 
 def test_the_reader_of_imports_sees_relative_and_nested_ones():
-    source = "def f():\n    from ..adaptive import _oom\nimport tenure.paging._room"
+    source = "def f():\n    from ..adaptive import _oom\nimport tenure.paging._link"
     path = _ROOT / "scopes" / "_scope.py"
     assert set(_imports(ast.parse(source), path)) == {
         ("tenure", "adaptive", "_oom"),
-        ("tenure", "paging", "_room"),
+        ("tenure", "paging", "_link"),
     }

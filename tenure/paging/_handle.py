@@ -214,7 +214,7 @@ def carry_out(
 ) -> PagedModel:
     """Page a model by a plan."""
     resources = acquire(planned, link, store, planned.cut.units, max_ahead)
-    pager = Pager(resources.engine, resources.whole, planned.table.hosts.values())
+    pager = Pager(resources.engine, resources.unpaged, planned.table.hosts.values())
     attached = Attached(model, planned, pager, hookable(model), ModuleHooks, methods)
     handle = PagedModel(model, planned.plan, pager, resources, attached)
     register_shrinkable(pager)

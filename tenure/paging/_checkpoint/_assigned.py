@@ -1,6 +1,6 @@
-"""Giving a model the tensors of a checkpoint, without reading one.
+"""Assigning a model the tensors of a checkpoint, without reading one.
 
-Invariant: all tensors fit or none is given; what was given can be taken back. A parameter stays the
+Invariant: all tensors fit or none is assigned; what was can be taken back. A parameter stays the
 object that it was, unless it is on ``meta`` and torch, which keeps weak references to it, forbids.
 """
 
@@ -42,7 +42,7 @@ class _Wanted:
 
 
 @contextmanager
-def given(model: nn.Module, checkpoint: Checkpoint) -> Iterator[None]:
+def assigned(model: nn.Module, checkpoint: Checkpoint) -> Iterator[None]:
     """A block at whose begin a model gets its tensors; if it raises, they are taken back.
 
     Raises:
@@ -52,7 +52,7 @@ def given(model: nn.Module, checkpoint: Checkpoint) -> Iterator[None]:
     with ExitStack() as undoing:
         with aside():
             for each, stored in pairs:
-                undoing.callback(_give(each, stored.view()))
+                undoing.callback(_assign(each, stored.view()))
         yield
         undoing.pop_all()
 
@@ -131,7 +131,7 @@ def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
     return True
 
 
-def _give(wanted: _Wanted, view: Tensor) -> Callable[[], None]:
+def _assign(wanted: _Wanted, view: Tensor) -> Callable[[], None]:
     """Let a tensor have other data; what takes it back."""
     tensor = wanted.tensor
     if tensor.device.type != "meta":

@@ -122,7 +122,7 @@ class FileStore:
                 for extent, start in unit.starts()
             ]
             for host in unit.tensors:
-                host.settle()
+                host.remember_home()
 
     def bytes_of(self, unit: Unit) -> UnitBytes:
         """Where the bytes of a unit are now."""

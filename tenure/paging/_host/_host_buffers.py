@@ -168,7 +168,7 @@ def _point(host: HostTensor, part: Tensor, start: int, *, keep_values: bool = Fa
     if keep_values:
         there.copy_(tensor.detach())
     tensor.data = there
-    host.settle()
+    host.remember_home()
 
 
 def _check_form(host: HostTensor, extent: Extent) -> None:
