@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tenure._containers import Survey
 from tenure._storages import storages_of
-from tenure._tree_copies import Survey
 
 from ._arguments import is_leaf
 
