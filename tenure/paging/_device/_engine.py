@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tenure._account import taken
-from tenure._named_tensors import NamedTensor
+from tenure._registries import NamedTensor
 from tenure._segments import whole_block_bytes
 from tenure._torch.aside import aside
 from tenure._torch.unseen import note_while

@@ -29,7 +29,7 @@ from tenure._heap import (
     tracked_objects,
     type_name,
 )
-from tenure._named_tensors import NamedTensor, tensor_namers
+from tenure._registries import NamedTensor, namers
 from tenure._storages import element_bytes, is_hollow, storage_bytes, storage_key
 from tenure._text import listed
 from tenure._torch.quiet import quietly
@@ -178,7 +178,7 @@ class _Survey:
     def __init__(self) -> None:
         self.kept = [
             Kept(namer.served_model(), named)
-            for namer in tensor_namers()
+            for namer in namers.alive()
             for named in namer.named_tensors()
         ]
         found = instances(tracked_objects(), _is_surveyed)
