@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tenure._callers import Site, SiteStack
 from tenure._errors import TenureWarning
 from tenure._storages import inner_tensors
 from tenure._torch import swap
 from tenure._torch.graph_outputs import belongs_to_graph
 
 from ._disposed import RECORD, Cause, DisposedTensor, Record, set_record
-from ._sites import Site, SiteStack
 
 _logger = logging.getLogger("tenure.scopes")
 _set_class = vars(object)["__class__"].__set__  # past a __setattr__ of the subclass

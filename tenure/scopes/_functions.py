@@ -8,6 +8,7 @@ from weakref import ref
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from tenure._callers import user_site
 from tenure._errors import ScopeUsageError
 from tenure._torch.dynamo import never_compiled
 from tenure._torch.graph_outputs import belongs_to_graph
@@ -20,7 +21,6 @@ from ._disposal import is_disposed as _is_disposed
 from ._disposed import Cause
 from ._ledger import take
 from ._scope import DisposeScope, current_scope, scope_or_none
-from ._sites import user_site
 from ._thread import ThreadScopes, this_thread
 from ._trees import Tree, given_back, required_tensors
 

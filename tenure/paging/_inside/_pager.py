@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tenure._callers import warn_user
 from tenure._errors import PagingError, PagingWarning
 from tenure._torch.dynamo import never_compiled
 from tenure._torch.entry_calls import calls_of, is_running
-from tenure._warn import warn_user
 
 from .._device import Engine, Page, UnpagedTensors
 from .._model import HostTensor, Unit

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 
+from tenure._callers import created_at
 from tenure._heap import (
     OF_VARIABLE,
     Holder,
@@ -31,7 +32,6 @@ from tenure._heap import (
     type_name,
 )
 from tenure._named_tensors import NamedTensor, tensor_namers
-from tenure._sited import created_at
 from tenure._text import listed
 from tenure._torch.quiet import quietly
 
