@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tenure._torch.quiet import without_functions
 from tenure._units import format_bytes
 
 
@@ -27,7 +28,7 @@ def describe_tensor(t: torch.Tensor) -> str:
         >>> describe_tensor(torch.zeros(()))
         'float32[] on cpu, 4 B'
     """
-    with torch._C.DisableTorchFunction():
+    with without_functions():
         return describe(t.dtype, shape_of(t), t.device, n_bytes_of(t))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tenure._account import taken
 from tenure._errors import PagingError
 from tenure._segments import taken_by
-from tenure._torch.aside import aside
+from tenure._torch.quiet import aside
 from tenure._units import parse_bytes
 
 from ._attached import Attached

@@ -8,6 +8,7 @@ import torch
 
 from tenure._describe import describe, n_bytes_of, shape_of
 from tenure._heap import Holder, find_holders, storage_key
+from tenure._torch.quiet import without_functions
 from tenure._units import format_bytes
 
 from ._leak_groups import SavedTensors, grouped
@@ -164,7 +165,7 @@ def _record(
     n_bytes = 0 if key in counted else n_bytes_of(t)
     if key is not None:
         counted.add(key)
-    with torch._C.DisableTorchFunction():
+    with without_functions():
         shape, dtype, device = shape_of(t), t.dtype, t.device
     chains = tuple(holder.chain for holder in holders)
     graphs = {holder.graph for holder in holders}

@@ -15,11 +15,10 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from tenure._sited import SitedRef
-from tenure._torch.dynamo import never_compiled
+from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 
 from ._callers import maker_of
 from ._library_objects import copies_library_object, is_library_code

@@ -17,7 +17,7 @@ from typing import NoReturn, Protocol, TypeVar
 
 from tenure._capture import accelerator_is_capturing
 from tenure._errors import OutOfRetriesError
-from tenure._torch.dynamo import never_compiled
+from tenure._torch.compiler import never_compiled
 from tenure._units import format_bytes
 from tenure.scopes import DisposeScope
 

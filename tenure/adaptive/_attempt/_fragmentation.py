@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tenure._torch.allocator import free_block_bytes, has_expandable_segments, segments_of
+from tenure._torch.device_allocator import free_block_bytes, has_expandable_segments, segments_of
 from tenure._units import format_bytes
 
 from .._memory import held_by

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tenure._torch.dispatch import without_functions
+from tenure._torch.quiet import without_functions
 
 _Hooks = dict[int, Any]
 _NO_HOOKS: _Hooks = {}

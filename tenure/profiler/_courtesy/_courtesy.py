@@ -17,8 +17,8 @@ from torch import Tensor, UntypedStorage
 
 from tenure._capture import is_capturing
 from tenure._errors import CourtesyError, CourtesyWarning
+from tenure._torch.device_allocator import clear_workspaces
 from tenure._torch.quiet import quietly
-from tenure._torch.workspaces import clear_workspaces
 from tenure._units import format_bytes
 from tenure._warn import warn_user
 

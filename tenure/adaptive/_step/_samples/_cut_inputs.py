@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tenure._describe import describe_tensor
 from tenure._errors import AdaptiveUsageError, AdaptiveUsageWarning
-from tenure._torch.dynamic import mark_dynamic, marked_dynamic
-from tenure._torch.versions import version_of
+from tenure._torch.compiler import mark_dynamic, marked_dynamic
+from tenure._torch.writes import version_of
 from tenure._warn import warn_user
 
 from .._gradients import leaves_of
