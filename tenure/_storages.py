@@ -12,22 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-_BASE: Any = torch._C.TensorBase
-_SPARSE: dict[Any, tuple[str, ...]] = {
-    torch.sparse_coo: ("_indices", "_values"),
+from tenure._torch.quiet import TENSOR_BASE, without_functions
+from tenure._torch.storages import coo_parts, key_of
+
+_COMPRESSED: dict[Any, tuple[str, ...]] = {
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
     torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
-"""The methods that give the dense tensors which a sparse one is made of."""
+"""The methods that give the dense tensors which a compressed sparse one is made of."""
 
 
 def storage_of(t: Tensor) -> UntypedStorage | None:
     """The storage; None for a tensor without one."""
     # sparse, opaque, nested, wrapped and disposed tensors raise errors of many types here
     try:
-        storage: UntypedStorage = _BASE.untyped_storage(t)
+        storage: UntypedStorage = TENSOR_BASE.untyped_storage(t)
     except Exception:
         return None
     return storage
@@ -36,13 +37,13 @@ def storage_of(t: Tensor) -> UntypedStorage | None:
 def storage_key(t: Tensor) -> int | None:
     """The identity of the storage while it lives; None for a tensor without one."""
     storage = storage_of(t)
-    return None if storage is None else int(storage._cdata)
+    return None if storage is None else key_of(storage)
 
 
 def storage_bytes(t: Tensor) -> int | None:
     """Bytes of the whole storage, whatever part of it the tensor shows."""
     try:
-        return int(_BASE.untyped_storage(t).nbytes())
+        return int(TENSOR_BASE.untyped_storage(t).nbytes())
     except Exception:
         return None
 
@@ -63,13 +64,13 @@ def n_bytes_of(t: Tensor) -> int:
 
 def total_bytes(tensors: Iterable[Tensor]) -> int:
     """The bytes of the storages of ``tensors``, shared ones once."""
-    found = {each._cdata: each for tensor in tensors for each in all_storages_of(tensor)}
+    found = {key_of(each): each for tensor in tensors for each in all_storages_of(tensor)}
     return sum(storage.nbytes() for storage in found.values())
 
 
 def storages_of(tensor: Tensor) -> list[UntypedStorage]:
     """The storages of a tensor of any layout; none where torch shows none (meta, opaque)."""
-    with torch._C.DisableTorchFunction():
+    with without_functions():
         parts = [part for _, part in sparse_parts(tensor)]
         if not parts and tensor.layout is torch.strided:
             parts = [tensor]
@@ -90,7 +91,7 @@ def all_storages_of(tensor: Tensor) -> list[UntypedStorage]:
         if id(each) in seen:
             continue
         seen[id(each)] = each
-        found.update((storage._cdata, storage) for storage in storages_of(each))
+        found.update((key_of(storage), storage) for storage in storages_of(each))
         # a __tensor_flatten__ that raises hides what is inside
         with suppress(Exception):
             waiting += inner_tensors(each)
@@ -99,8 +100,10 @@ def all_storages_of(tensor: Tensor) -> list[UntypedStorage]:
 
 def sparse_parts(tensor: Tensor) -> list[tuple[str, Tensor]]:
     """The dense tensors that a sparse one is made of, by name; none for other layouts."""
-    names = _SPARSE.get(tensor.layout, ())
-    return [(name.lstrip("_"), getattr(tensor, name)()) for name in names]
+    if tensor.layout is torch.sparse_coo:
+        return list(zip(("indices", "values"), coo_parts(tensor), strict=True))
+    names = _COMPRESSED.get(tensor.layout, ())
+    return [(name, getattr(tensor, name)()) for name in names]
 
 
 def is_hollow(storage: UntypedStorage) -> bool:
@@ -120,7 +123,7 @@ def named_inner_tensors(tensor: Tensor) -> list[tuple[str, Tensor]]:
     """The same with the attributes that they are; the code of the subclass is what tells."""
     if type(tensor) is Tensor or not hasattr(type(tensor), "__tensor_flatten__"):
         return []
-    with torch._C.DisableTorchFunction():
+    with without_functions():
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         inside = [(name, getattr(tensor, name)) for name in names]
     # a DTensor names its mesh too

@@ -12,11 +12,9 @@ from threading import get_ident
 from types import CodeType, FrameType, TracebackType
 from typing import Any, Literal, Never, NoReturn, Self, get_args
 
-from torch.compiler import is_dynamo_compiling
-
 from tenure._callers import CONTEXTLIB, Capture, Site, opening_site, user_frame
 from tenure._text import counted
-from tenure._torch.dynamo import never_compiled
+from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 from tenure._torch.modes import remove
 
 from ._checks import (

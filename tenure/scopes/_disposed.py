@@ -12,13 +12,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from tenure._callers import Site, SiteStack
 from tenure._errors import DisposedAttributeError, DisposedTensorError
 from tenure._refusals import handles_in, operation_of
 from tenure._text import describe
-from tenure._torch.dynamo import never_compiled
+from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 
 from ._blame import holder_of
 

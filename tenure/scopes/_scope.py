@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import cast
 
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from tenure._callers import user_site
 from tenure._errors import ScopeUsageError
 from tenure._storages import total_bytes
-from tenure._torch.dynamo import never_compiled
+from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 
 from ._block import Block
 from ._checks import check_not_foreign, check_open, check_target, check_thread

@@ -12,11 +12,9 @@ import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from typing import Any, TypeVar, overload
 
-from torch.compiler import is_dynamo_compiling
-
 from tenure._callers import Capture, user_frame
 from tenure._errors import ScopeUsageError
-from tenure._torch.dynamo import never_compiled
+from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 
 from ._block import OnError, Policy
 from ._checks import check_thread

@@ -19,8 +19,8 @@ from tenure._callers import warn_user
 from tenure._capture import is_capturing
 from tenure._errors import CourtesyError, CourtesyWarning
 from tenure._text import format_bytes, listed
+from tenure._torch.device_allocator import clear_workspaces
 from tenure._torch.quiet import quietly
-from tenure._torch.workspaces import clear_workspaces
 
 from .._allocator import allocator_bytes
 from . import _staging

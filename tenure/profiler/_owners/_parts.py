@@ -15,6 +15,7 @@ from torch import Tensor, UntypedStorage, nn
 from tenure._heap import is_kind, read
 from tenure._storages import is_hollow, named_inner_tensors, sparse_parts, storage_of
 from tenure._text import shape_of
+from tenure._torch.storages import key_of
 
 _PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
 
@@ -111,7 +112,7 @@ def _part(t: Tensor) -> Part | None:
     n_bytes = storage.nbytes()
     if not n_bytes or (not is_plain(t) and is_hollow(storage)) or t.device.type == "meta":
         return None
-    return Part("", t, storage._cdata, n_bytes)
+    return Part("", t, key_of(storage), n_bytes)
 
 
 def _opaque(t: Tensor) -> Part | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from tenure._containers import Level, is_record, level_of
 from tenure._errors import AdaptiveUsageError
 from tenure._text import describe_tensor
-from tenure._torch.dispatch import without_functions
+from tenure._torch.quiet import without_functions
 
 SampleDims: TypeAlias = (
     int | Literal["items"] | Mapping[Any, Any] | list[Any] | tuple[Any, ...] | None
