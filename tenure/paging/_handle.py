@@ -17,7 +17,7 @@ from torch import nn
 
 from tenure._errors import PagingError
 from tenure._shrinking import register_shrinkable, unregister_shrinkable
-from tenure._units import format_bytes
+from tenure._text import format_bytes
 
 from ._attached import Attached
 from ._host import FileStore, HostBuffers, HostStore, SpillStore, checked_folder

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from tenure._named_tensors import NamedTensor
-from tenure._torch.unseen import note_while
+from tenure._torch.lending import note_while
 
 from .._host import HostStore
 from .._link import Link, Meter, PassRecord

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from threading import get_ident
 
-from tenure._torch.entry_calls import is_running
+from tenure._torch.modules import is_running
 
 from .._model import Unit
 from ._page import Page

@@ -16,8 +16,8 @@ from tenure._account import taken
 from tenure._errors import PagingError
 from tenure._named_tensors import NamedTensor
 from tenure._segments import whole_block_bytes
-from tenure._torch.aside import aside
-from tenure._units import format_bytes
+from tenure._text import format_bytes, listed
+from tenure._torch.quiet import aside
 
 from .._link import Link
 from .._model import Unit
@@ -261,16 +261,15 @@ class Room:
         needed_bytes = max(needed_bytes, all_bytes + max(unit.n_bytes, all_bytes // 4))
         budget_bytes = needed_bytes + self._beside_bytes
         pages = [page for page in self.pages.values() if page.users or page.held()]
-        told = "; ".join(map(_told, sorted(pages, key=lambda page: -page.unit.n_bytes)[:_N_NAMED]))
-        more = f"; and {len(pages) - _N_NAMED} more" if len(pages) > _N_NAMED else ""
+        told = [_told(page) for page in sorted(pages, key=lambda page: -page.unit.n_bytes)]
         is_held = any(page.held() for page in pages)
         advice = _ADVICE if is_held else "What runs needs all of these at once: "
         if is_held and torch.is_grad_enabled():
             advice = f"A graph of autograd holds weights: run under torch.no_grad(). {advice}"
         raise PagingError(
             f"{unit.name!r} ({format_bytes(unit.n_bytes)}) has no room on {self._link.device}: "
-            f"{format_bytes(ring_bytes)} are there for passing units. In use: {told or 'nothing'}"
-            f"{more}. "
+            f"{format_bytes(ring_bytes)} are there for passing units. In use: "
+            f"{listed(told, _N_NAMED, '; ') or 'nothing'}. "
             f"{advice}allow a budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes).",
             budget_bytes,
         )
@@ -284,10 +283,6 @@ def n_bytes_of(pages: Iterable[Page]) -> int:
 def _told(page: Page) -> str:
     stays = ", which stays" if page.is_resident else ""
     held = page.held()
-    why = f", for {_listed(held)} or what shares its memory is held" if held else ""
+    names = listed([*map(repr, held)], _N_NAMED)
+    why = f", for {names} or what shares its memory is held" if held else ""
     return f"{page.unit.name!r} ({format_bytes(page.unit.n_bytes)}{stays}){why}"
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _N_NAMED} more" if len(names) > _N_NAMED else ""
-    return ", ".join(map(repr, names[:_N_NAMED])) + more

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from torch import Tensor, UntypedStorage
 
-from tenure._describe import describe_tensor
 from tenure._errors import PagingError
 from tenure._named_tensors import NamedTensor
+from tenure._text import describe_tensor
 
 from .._model import HostTensor, Unit
 from ._mapped_file import MappedFile

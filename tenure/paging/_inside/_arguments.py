@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from tenure._describe import describe_tensor
 from tenure._errors import TenureError
 from tenure._storages import storages_of
+from tenure._text import describe_tensor
+from tenure._torch.storages import key_of
 from tenure._tree_copies import Survey, entries_of, is_mutable, set_entries
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
@@ -100,7 +101,7 @@ def apart_from(lent: Collection[int], output: Any) -> Any:
     """An output with copies in place of tensors that lie in memory of pages.
 
     Args:
-        lent: the ids of the storages of pages, as ``_cdata``.
+        lent: the ids of the storages of pages, as of ``key_of``.
         output: tensors in lists, tuples, dictionaries and dataclasses. What is in other objects is
             no less safe: its page is not reused as long as it is held.
     """
@@ -173,7 +174,7 @@ def _inside(node: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_in(lent: Collection[int], tensor: Tensor) -> bool:
-    return any(storage._cdata in lent for storage in storages_of(tensor))
+    return any(key_of(storage) in lent for storage in storages_of(tensor))
 
 
 def _copy(tensor: Tensor) -> Tensor:

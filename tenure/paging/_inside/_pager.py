@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tenure._callers import warn_user
 from tenure._errors import PagingError, PagingWarning
-from tenure._torch.dynamo import never_compiled
-from tenure._torch.entry_calls import calls_of
-from tenure._warn import warn_user
+from tenure._torch.compiler import never_compiled
+from tenure._torch.modules import calls_of
+from tenure._torch.storages import key_of
 
 from .._device import Engine, Forward, Pass, UnpagedTensors
 from .._model import HostTensor, Unit
@@ -134,7 +135,7 @@ class Pager:
             return output
         passing = (page for page in now.forwards[-1].pages if not page.is_resident)
         pages = list(self.engine.room.pages.values()) if self.is_outermost else passing
-        lent = {storage._cdata for page in pages if page.is_held() for storage in page.storages}
+        lent = {key_of(storage) for page in pages if page.is_held() for storage in page.storages}
         return apart_from(lent, output) if lent else output
 
     def leave(self, token: object) -> None:

@@ -13,9 +13,9 @@ from contextlib import suppress
 import torch
 from torch import nn
 
+from tenure._callers import warn_user
 from tenure._capture import is_capturing
 from tenure._errors import PagingError, PagingWarning
-from tenure._warn import warn_user
 
 from .._model import HostTensor
 
@@ -82,7 +82,7 @@ class Gradients:
         Raises:
             PagingError: it would train, or it is traced.
         """
-        if torch._C._get_tracing_state() is not None:
+        if torch.jit.is_tracing():
             raise PagingError(
                 f"{type(module).__name__} is traced by torch.jit while it is paged: the trace "
                 "would keep the places that weights pass through, and read others there later. "

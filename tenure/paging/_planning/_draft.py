@@ -21,7 +21,7 @@ from tenure._segments import (
     taken_by,
     up_to,
 )
-from tenure._units import format_bytes
+from tenure._text import format_bytes
 
 from .._device import Arrangement
 from .._model import UNIT_ALIGNMENT_BYTES, Cut, TensorTable, Unit, UnitSize, cut, sizes_with_own

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tenure._units import format_bytes
+from tenure._text import counted, format_bytes
 
 from .._device import Arrangement
 from .._model import Cut, TensorTable, Unit
@@ -265,4 +265,4 @@ class _Choice:
 
 
 def _in_units(bytes_in_all: int, n_units: int) -> str:
-    return f"{format_bytes(bytes_in_all)} in {n_units} {'unit' if n_units == 1 else 'units'}"
+    return f"{format_bytes(bytes_in_all)} in {counted(n_units, 'unit')}"
