@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tenure._callers import warn_user
 from tenure._errors import PagingError, PagingWarning
-from tenure._torch.dynamo import never_compiled
-from tenure._torch.entry_calls import calls_of, is_running
-from tenure._warn import warn_user
+from tenure._torch.compiler import never_compiled
+from tenure._torch.modules import calls_of, is_running
+from tenure._torch.storages import key_of
 
-from .._device import Engine, Page, WholeTensors
+from .._device import Engine, Page, UnpagedTensors
 from .._model import HostTensor, Unit
 from ._captured import captures, check_capture
 from ._door import Door, name_of, place_of, waits_for_us
@@ -77,13 +78,15 @@ class Pager:
 
     Args:
         engine: the pages.
-        whole: the tensors that are not paged.
+        unpaged: the tensors that are not paged.
         hosts: the model's tensors.
     """
 
-    def __init__(self, engine: Engine, whole: WholeTensors, hosts: Collection[HostTensor]) -> None:
+    def __init__(
+        self, engine: Engine, unpaged: UnpagedTensors, hosts: Collection[HostTensor]
+    ) -> None:
         self.engine = engine
-        self._whole = whole
+        self._unpaged = unpaged
         self._hosts = hosts
         self._door = Door()
         self._leaving = RLock()  # whoever leaves for an interrupted forward: its thread or another
@@ -169,7 +172,7 @@ class Pager:
             return output
         passing = (page for page in self._frames[-1].pages if not page.is_resident)
         pages = self.engine.pages() if self.is_outermost else passing
-        lent = {storage._cdata for page in pages if page.is_held() for storage in page.storages}
+        lent = {key_of(storage) for page in pages if page.is_held() for storage in page.storages}
         return apart_from(lent, output) if lent else output
 
     def leave(self, token: object) -> None:
@@ -192,7 +195,7 @@ class Pager:
             self.engine.let_host_write(host)
             return host.tensor
         if host.unit is None:
-            return self._whole.shown(host)
+            return self._unpaged.shown(host)
         page = self.engine.page_in_use(host.unit)
         if page is None:
             self._let_go_of_loose()
@@ -204,7 +207,7 @@ class Pager:
     def save(self) -> None:
         """Have on the host what the forward that runs has written so far."""
         self.engine.save()
-        self._whole.save()
+        self._unpaged.save()
 
     @contextmanager
     def closing(self) -> Iterator[None]:
@@ -243,7 +246,7 @@ class Pager:
         engine.saves_buffers = False
         engine.order.begin(kind)
         engine.meter.begin()
-        if torch._C._get_tracing_state() is not None:
+        if torch.jit.is_tracing():
             raise PagingError(
                 f"{type(module).__name__} is traced by torch.jit while it is paged: the trace "
                 "would keep the places that weights pass through, and read others there later. "
@@ -301,7 +304,7 @@ class Pager:
         engine.order.end(completed=completed)
         engine.meter.end()
         engine.prefetch()
-        self._whole.save()
+        self._unpaged.save()
         engine.let_host_read()
 
     def _let_go_of_loose(self, *, held_too: bool = False) -> None:

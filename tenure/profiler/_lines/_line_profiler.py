@@ -14,6 +14,7 @@ from typing import Any, Self, TextIO
 import torch
 
 from tenure._errors import ProfilerUsageError
+from tenure._text import counted
 
 from .._allocator import Usage
 from .._trace import Book, Figures, Watch, the_trace
@@ -210,8 +211,8 @@ class LineProfiler:
 
     def __repr__(self) -> str:
         state = "enabled" if self.enabled else "disabled"
-        n = len(self._functions)
-        return f"<LineProfiler of {n} function{'' if n == 1 else 's'} on {self.device}, {state}>"
+        functions = counted(len(self._functions), "function")
+        return f"<LineProfiler of {functions} on {self.device}, {state}>"
 
     def _lines(self) -> Book:
         if self.enabled:

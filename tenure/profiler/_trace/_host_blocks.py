@@ -9,13 +9,14 @@ from __future__ import annotations
 import _thread
 import warnings
 
-import torch
 from torch import Tensor, UntypedStorage
 
 from tenure._heap import gradient_of, live_tensors
 from tenure._storages import storages_of
 from tenure._torch import cpu_allocator as allocator
 from tenure._torch.allocations import is_profiling
+from tenure._torch.quiet import without_functions
+from tenure._torch.storages import key_of
 
 
 class BlockSizes:
@@ -63,13 +64,13 @@ def enter_host_blocks() -> None:
     if not allocator.is_known() or is_profiling():
         return
     entered: set[int] = set()
-    with warnings.catch_warnings(), torch._C.DisableTorchFunction():
+    with warnings.catch_warnings(), without_functions():
         # Of whatever classes a heap has: to look at an object may be to ask for what is deprecated.
         warnings.simplefilter("ignore")
         for tensor in live_tensors():
             for storage in _host_storages(tensor):
-                if storage._cdata not in entered:
-                    entered.add(storage._cdata)
+                if key_of(storage) not in entered:
+                    entered.add(key_of(storage))
                     allocator.enter(storage)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from tenure._torch import allocations as allocations
 from tenure._torch.allocations import Changes
-from tenure._torch.backward import is_running_node
+from tenure._torch.autograd import is_running_node
 from tenure._torch.profilers import announce
 
 from ._host_blocks import BlockSizes

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tenure._torch.backward import ENGINE_CODE
+from tenure._torch.autograd import ENGINE_CODE, check_engine_is_seen
 
 from ._listeners import Codes
 from ._sessions import TICKS_PER_TURN, Sessions
@@ -60,6 +60,7 @@ class Tracer:
 
     def start(self) -> None:
         """Trace this thread, the watched frames that run on it, and the threads to come."""
+        check_engine_is_seen()
         self.on = True
         if _OPCODES_ARE_SWITCHED_ON_BY_SETTRACE:
             own = sys._getframe()
