@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict, defaultdict, deque
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -96,6 +96,7 @@ def set_entries(node: Any, entries: dict[Any, Any]) -> None:
     before = entries_of(node)
     if isinstance(node, _SEQUENCES):
         others = list(entries.values())
+        # as a whole: what was removed or put in between has moved all that follows
         if len(others) != len(before) or any(map(_is_other, others, node)):
             node.clear()
             node.extend(others)
@@ -106,6 +107,20 @@ def set_entries(node: Any, entries: dict[Any, Any]) -> None:
     for key, entry in entries.items():
         if key not in before or before[key] is not entry:
             _set(node, key, entry)
+
+
+def handles_in(values: Iterable[object], cls: type[Tensor]) -> Iterator[Tensor]:
+    """The tensors of exactly ``cls`` in a call, one by one: behind one may stand half-made objects.
+
+    ``copy.deepcopy`` for one passes its memo along, with all that it has copied so far.
+    """
+    for value in values:
+        if type(value) is cls:
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from handles_in(value, cls)
+        elif isinstance(value, Mapping):
+            yield from handles_in(value.values(), cls)
 
 
 class Survey:

@@ -82,6 +82,7 @@ def all_storages_of(tensor: Tensor) -> list[UntypedStorage]:
     """The same, with those of the tensors that a wrapper is made of, however deep; each once."""
     if type(tensor) is Tensor:
         return storages_of(tensor)
+    # with the storages, not their sizes: a key is one storage's only as long as that lives
     found: dict[int, UntypedStorage] = {}
     # a wrapper may show itself, or make its parts anew: what was seen is kept, so its id is its own
     seen: dict[int, Tensor] = {}

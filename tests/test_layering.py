@@ -28,7 +28,6 @@ _GROUND = (
     "_torch.lending",
     "_callers",
     "_containers",
-    "_refusals",
     "_registries",
     "_segments",
     "_host_memory",
