@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tenure._errors import PagingError
-from tenure._shrinking import register_shrinkable, unregister_shrinkable
+from tenure._registries import shrinkables
 from tenure._text import format_bytes
 
 from ._attached import Attached
@@ -85,7 +85,7 @@ class PagedModel:
         """
         if not self.closed:
             check_capture(self._resources.engine.device, f"unpage() was called of {self!r}")
-        unregister_shrinkable(self._pager)
+        shrinkables.discard(self._pager)
         with self._pager.closing():
             self._attached.undo()
             self._resources.close()
@@ -217,7 +217,7 @@ def carry_out(
     pager = Pager(resources.engine, resources.unpaged, planned.table.hosts.values())
     attached = Attached(model, planned, pager, hookable(model), ModuleHooks, methods)
     handle = PagedModel(model, planned.plan, pager, resources, attached)
-    register_shrinkable(pager)
+    shrinkables.add(pager)
     return handle
 
 
