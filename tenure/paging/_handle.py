@@ -19,9 +19,16 @@ from tenure._errors import PagingError
 from tenure._registries import shrinkables
 from tenure._text import format_bytes
 
-from ._attached import Attached
 from ._host import FileStore, HostBuffers, HostStore, SpillStore, checked_folder
-from ._inside import Method, ModuleHooks, Pager, after_captures, check_capture, checked_methods
+from ._inside import (
+    Attached,
+    Method,
+    ModuleHooks,
+    Pager,
+    after_captures,
+    check_capture,
+    checked_methods,
+)
 from ._link import DiskLink, HostLink, Link
 from ._model import hookable
 from ._planning import (
@@ -215,7 +222,8 @@ def carry_out(
     """Page a model by a plan."""
     resources = acquire(planned, link, store, planned.cut.units, max_ahead)
     pager = Pager(resources.engine, resources.unpaged, planned.table.hosts.values())
-    attached = Attached(model, planned, pager, hookable(model), ModuleHooks, methods)
+    table, pieces = planned.table, planned.cut
+    attached = Attached(model, table, pieces, pager, hookable(model), ModuleHooks, methods)
     handle = PagedModel(model, planned.plan, pager, resources, attached)
     shrinkables.add(pager)
     return handle
