@@ -155,7 +155,7 @@ class SplitMismatchError(TenureError):
         return type(self), (self.args[0], self.whole, self.split, self.advice)
 
 
-class MissingNameError(TenureError):
+class MissingTorchNameError(TenureError):
     """torch has dropped a private name that tenure needs; what does not need it works on.
 
     Attributes:
@@ -166,7 +166,7 @@ class MissingNameError(TenureError):
         super().__init__(message)
         self.name = name
 
-    def __reduce__(self) -> tuple[type[MissingNameError], tuple[str, str]]:
+    def __reduce__(self) -> tuple[type[MissingTorchNameError], tuple[str, str]]:
         return type(self), (self.args[0], self.name)
 
 

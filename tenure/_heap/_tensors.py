@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from tenure._errors import MissingTorchNameError
 from tenure._torch.quiet import TENSOR_BASE
 from tenure._torch.storages import key_of, owners_of_storage, uses_of_tensor
 
@@ -61,10 +62,8 @@ def storage_of(t: torch.Tensor) -> torch.UntypedStorage | None:
 
 def storage_key(t: torch.Tensor) -> int | None:
     """The identity of the storage; None for a tensor without one."""
-    try:
-        return int(key_of(TENSOR_BASE.untyped_storage(t)))
-    except Exception:
-        return None
+    storage = storage_of(t)
+    return None if storage is None else int(key_of(storage))
 
 
 def storage_bytes(t: torch.Tensor) -> int | None:
@@ -77,16 +76,16 @@ def storage_bytes(t: torch.Tensor) -> int | None:
 
 def storage_uses(t: torch.Tensor) -> int:
     """How many tensors and other owners share the storage, this tensor among them."""
-    try:
-        return owners_of_storage(TENSOR_BASE.untyped_storage(t))
-    except Exception:
-        return 1
+    storage = storage_of(t)
+    return 1 if storage is None else owners_of_storage(storage)
 
 
 def cpp_uses(t: torch.Tensor) -> int:
     """How many owners the tensor has in C++, its Python handle among them."""
     try:
-        return int(uses_of_tensor(t))
+        return uses_of_tensor(t)
+    except MissingTorchNameError:
+        raise
     except Exception:
         return 1
 

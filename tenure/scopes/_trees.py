@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from tenure._errors import ScopeUsageError
+from tenure._errors import MissingTorchNameError, ScopeUsageError
 from tenure._storages import inner_tensors
 from tenure._torch.pytree import children_of
 
@@ -45,6 +45,8 @@ def tensors_in(trees: Iterable[object]) -> list[Tensor]:
                 waiting.extend(inner_tensors(node)[::-1])
             else:
                 waiting.extend(_children(node)[::-1])
+        except MissingTorchNameError:
+            raise
         except Exception as error:
             raise ScopeUsageError(
                 f"A {type(node).__name__} could not be searched for tensors: its own code raised "

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from tenure._describe import shape_of
+from tenure._errors import MissingTorchNameError
 from tenure._heap import is_kind, read, storage_of
 from tenure._storages import named_inner_tensors
 from tenure._torch.storages import key_of
@@ -111,6 +112,8 @@ def _safely(question: Callable[[Tensor], Any], t: Tensor) -> Any:
     # a subclass may raise anything from its own overrides, and a report must not
     try:
         return question(t)
+    except MissingTorchNameError:
+        raise
     except Exception:
         return None
 
