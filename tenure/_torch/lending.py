@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.utils.dlpack import from_dlpack
 
-from tenure._describe import describe_tensor
 from tenure._errors import PagingError
+from tenure._text import describe_tensor
 
 from . import bound
 from .quiet import aside, without_functions

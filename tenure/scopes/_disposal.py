@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tenure._callers import Site, SiteStack
 from tenure._errors import TenureWarning
 from tenure._storages import inner_tensors
 from tenure._torch import swap
@@ -21,7 +22,6 @@ from tenure._torch.compiler import belongs_to_graph
 from tenure._torch.quiet import TENSOR_BASE, without_functions
 
 from ._disposed import RECORD, Cause, DisposedTensor, Record, set_record
-from ._sites import Site, SiteStack
 
 _logger = logging.getLogger("tenure.scopes")
 _set_class = vars(object)["__class__"].__set__  # past a __setattr__ of the subclass

@@ -7,6 +7,7 @@ from weakref import ref
 
 from torch import Tensor
 
+from tenure._callers import user_site
 from tenure._errors import ScopeUsageError
 from tenure._torch.compiler import belongs_to_graph, is_dynamo_compiling, never_compiled
 
@@ -18,7 +19,6 @@ from ._disposal import is_disposed as _is_disposed
 from ._disposed import Cause
 from ._ledger import take
 from ._scope import DisposeScope, current_scope, scope_or_none
-from ._sites import user_site
 from ._thread import ThreadScopes, this_thread
 from ._trees import Tree, given_back, required_tensors
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from tenure._account import close_limit, open_limit
+from tenure._text import format_bytes
 from tenure._torch.modes import DispatchMode, open_modes
 from tenure._torch.quiet import without_functions
 from tenure._torch.storages import is_in_a_tensor, uses_by_torch
-from tenure._units import format_bytes
 
 from ._live_storages import LiveStorages, storages_in
 from ._resized import Geometry, geometries, restore
