@@ -15,6 +15,8 @@ from operator import call
 from types import FrameType
 from typing import Any, NamedTuple
 
+from tenure._callers import is_tenure
+
 from ._identities import Identities, IdentitySet
 from ._static import type_name
 
@@ -104,14 +106,6 @@ def _is_optimized(frame: FrameType) -> bool:
 def _is_namespace(frame: FrameType) -> bool:
     """Whether the variables of a frame are the globals of its module."""
     return not _is_optimized(frame) and frame.f_locals is frame.f_globals
-
-
-def is_tenure(frame: FrameType) -> bool:
-    """Whether a frame runs code of this library, its command line aside."""
-    name = frame.f_globals.get("__name__")
-    if type(name) is not str or name.startswith("tenure._cli"):
-        return False  # the command line uses the library like any program
-    return name == "tenure" or name.startswith("tenure.")
 
 
 def _spell(frame: FrameType, name: str, value: object) -> str:

@@ -17,8 +17,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from tenure._callers import is_tenure
+
 from ._collector import has_frozen, is_endless, tracked_objects
-from ._frames import is_tenure, read_locals, take_out_emptied
+from ._frames import read_locals, take_out_emptied
 from ._identities import Identities, IdentitySet, References
 from ._static import OF_VARIABLE, is_kind
 

@@ -5,22 +5,23 @@ Each function looks one level down and never into a leaf.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils import _pytree
+from . import bound
+
+_registered = bound("torch.utils._pytree.SUPPORTED_NODES", "containers of results and batches")
 
 
-def children_of(node: object) -> Sequence[Any] | None:
-    """The children of a registered container, or None if its type is not registered."""
-    parts = parts_of(node)
-    return None if parts is None else parts[0]
+def is_registered(node: object) -> bool:
+    """Whether its type is one of them."""
+    return _registered.get(type(node)) is not None
 
 
 def parts_of(node: object) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     """The children of a registered container, and what makes one like it of other children."""
-    registered = _pytree.SUPPORTED_NODES.get(type(node))
+    registered = _registered.get(type(node))
     if registered is None:
         return None
     children, context = registered.flatten_fn(node)
@@ -35,11 +36,11 @@ class _Pair:
 
 def works() -> bool:
     """Whether a freshly registered container is found, taken apart and put together."""
-    _pytree.register_pytree_node(
+    bound("torch.utils._pytree.register_pytree_node", "this test")(
         _Pair, lambda pair: ([pair.left, pair.right], None), lambda items, _: _Pair(*items)
     )
     try:
         parts = parts_of(_Pair(1, 2))
         return parts is not None and parts[0] == [1, 2] and parts[1]([3, 4]) == _Pair(3, 4)
     finally:
-        _pytree.SUPPORTED_NODES.pop(_Pair)
+        _registered.pop(_Pair)

@@ -15,10 +15,9 @@ from threading import get_ident
 from types import CodeType, FrameType, TracebackType
 from typing import Any, Literal, Never, NoReturn, Self, get_args
 
-from torch.compiler import is_dynamo_compiling
-
+from tenure._callers import CONTEXTLIB, Capture, module_of, user_frame
 from tenure._errors import ScopeLeakError, ScopeUsageError, ScopeUsageWarning
-from tenure._torch.dynamo import never_compiled
+from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 from tenure._torch.modes import remove
 
 from ._checks import ONE_BLOCK, check_choice, check_open, check_thread
@@ -26,7 +25,6 @@ from ._disposal import Survivors, disposable, dispose_all, dispose_waiting, site
 from ._disposed import Cause
 from ._leaks import LeakReport, build_leak_report
 from ._owner import CLOSED, NEW, OPEN, SUSPENDED, Owner, take_all
-from ._sites import CONTEXTLIB, Capture, module_of, user_frame
 from ._thread import ThreadScopes, this_thread
 from ._tracker import World, current
 

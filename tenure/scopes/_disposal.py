@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tenure._callers import Site, SitedRef, SiteStack
 from tenure._errors import TenureWarning
-from tenure._sited import SitedRef
 from tenure._storages import inner_tensors
 from tenure._torch import swap
-from tenure._torch.backward import ENGINE_CODE
-from tenure._torch.graph_outputs import belongs_to_graph
+from tenure._torch.autograd import ENGINE_CODE, check_engine_is_seen
+from tenure._torch.compiler import belongs_to_graph
+from tenure._torch.quiet import TENSOR_BASE, without_functions
 
 from ._disposed import RECORD, Cause, DisposedTensor, Record, set_record
 from ._library_state import held_as_state
 from ._owner import Opener, Reference, owns
-from ._sites import Site, SiteStack
 from ._thread import ThreadScopes
 from ._tracker import HANDLER_CODE
 
@@ -109,7 +109,7 @@ def _dispose_plain_ones(
         rest += owned
         return interruptions
     # once for all, because it costs as much as a disposal
-    with swap.without_modes():
+    with without_functions():
         for tensor, reference in owned:
             try:
                 if type(tensor) is Tensor and dispose_plain(
@@ -153,6 +153,9 @@ def inside_operation(opener: Opener | None) -> bool:
         opener: what opened a scope. What that scope owns is younger than an operation that runs
             around it, and need not wait for that one.
     """
+    # where torch has lost the name, a pass that runs now can not be seen: that is an error
+    if ENGINE_CODE is None:
+        check_engine_is_seen(now=True)
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -203,7 +206,7 @@ def dispose_plain(
 ) -> bool:
     """As `dispose_tensor` for one of exactly ``Tensor`` that is no graph's.
 
-    It runs in a block of ``without_modes``.
+    It runs in a block of ``without_functions``.
 
     Args:
         tensor: a tensor of any shape, dtype, device and layout.
@@ -252,11 +255,10 @@ def is_disposed(tensor: Tensor) -> bool:
 
 def _describe(tensor: Tensor, cause: Cause, created: Site | SiteStack | None) -> Record:
     # torch's own getters: a subclass may raise from its properties
-    getters: Any = torch._C.TensorBase
-    with swap.without_modes():
-        dtype = getters.dtype.__get__(tensor)
+    with without_functions():
+        dtype = TENSOR_BASE.dtype.__get__(tensor)
         try:
-            shape, device = getters.shape.__get__(tensor), getters.device.__get__(tensor)
+            shape, device = TENSOR_BASE.shape.__get__(tensor), TENSOR_BASE.device.__get__(tensor)
         except Exception:  # a nested tensor has no shape, and a subclass may compute its own
             shape, device = (), _device_of(tensor)
     return dtype, shape, device, created, cause
@@ -286,7 +288,7 @@ def _twin_of(tensor: Tensor, dtype: torch.dtype) -> Any:
     """A new handle that has taken over the impl of ``tensor``; None if that was refused."""
     if not swap_is_trusted():
         return None
-    with swap.without_modes():
+    with without_functions():
         twin = swap.make_empty(DisposedTensor, dtype)
         try:
             swap.swap(tensor, twin)

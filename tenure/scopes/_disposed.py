@@ -15,15 +15,13 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
-from tenure._describe import describe
+from tenure._callers import Site, SiteStack, package_of
+from tenure._containers import handles_in
 from tenure._errors import DisposedAttributeError, DisposedTensorError
 from tenure._heap import find_holders
-from tenure._refusals import handles_in, operation_of
-from tenure._torch.dynamo import never_compiled
-
-from ._sites import Site, SiteStack, module_of
+from tenure._text import describe, operation_of
+from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 
 RECORD = "_tenure_record"
 """Where in its ``__dict__`` a disposed handle says what it was."""
@@ -184,7 +182,7 @@ def _variables_of_torch() -> tuple[str, ...]:
     names: set[str] = set()
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if module_of(frame).partition(".")[0] == "torch":
+        if package_of(frame) == "torch":
             names.add(f"{frame.f_code.co_qualname}.<locals>.")
         frame = frame.f_back
     return tuple(names)

@@ -15,7 +15,8 @@ from typing import Literal, Self
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ._sites import Capture, Site, opening_site
+from tenure._callers import Capture, Site, opening_site
+from tenure._text import counted
 
 Reference = weakref.ref[Tensor]
 Ledger = dict[int, Reference]
@@ -92,8 +93,7 @@ class Owner:
     def __repr__(self) -> str:
         if self._status is NEW:
             return f"{self.label[:-1]} {NEW}>"
-        n_owned = n_alive(self._ledger) if self._owns_tensors else 0
-        owned = f", {n_owned} tensor{'' if n_owned == 1 else 's'}" if self._owns_tensors else ""
+        owned = f", {counted(n_alive(self._ledger), 'tensor')}" if self._owns_tensors else ""
         return f"{self.label[:-1]} {self._status}{owned}, opened at {self.site}>"
 
 

@@ -9,18 +9,17 @@ from __future__ import annotations
 from typing import cast
 
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
+from tenure._callers import user_site
 from tenure._errors import ScopeUsageError
-from tenure._torch.dynamo import never_compiled
+from tenure._storages import total_bytes
+from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 
 from ._block import Block
 from ._checks import check_not_foreign, check_open, check_target, check_thread
 from ._disposal import disposable, dispose_all, is_disposed
 from ._disposed import Cause, refuse
 from ._owner import alive, enter, owns, take
-from ._sites import user_site
-from ._storages import storage_bytes
 from ._thread import this_thread
 from ._tracker import current
 from ._trees import Tree, given_back, required_tensors
@@ -67,7 +66,7 @@ class DisposeScope(Block):
     @property
     def live_bytes(self) -> int:
         """The bytes of the storages of the tensors that it owns, shared ones once."""
-        return storage_bytes(self.owned())
+        return total_bytes(self.owned())
 
     def owned(self) -> list[Tensor]:
         """The tensors that it owns, in no particular order; none once it has closed."""

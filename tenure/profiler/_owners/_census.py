@@ -15,6 +15,7 @@ from typing import NamedTuple
 from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 
+from tenure._callers import created_at
 from tenure._heap import (
     OF_VARIABLE,
     Holder,
@@ -25,25 +26,23 @@ from tenure._heap import (
     is_kind,
     is_node_class,
     read,
-    storage_bytes,
-    storage_key,
     tracked_objects,
     type_name,
 )
-from tenure._named_tensors import NamedTensor, tensor_namers
-from tenure._sited import created_at
+from tenure._registries import NamedTensor, namers
+from tenure._storages import element_bytes, is_hollow, storage_bytes, storage_key
+from tenure._text import listed
 from tenure._torch.quiet import quietly
+from tenure._torch.storages import key_of
 
 from ._naming import BUFFERS, OPTIMIZER_STATE, PARAMETERS, Kept, Names
 from ._parts import (
     device_of,
     dtype_of,
     identity_of,
-    is_hollow,
     is_plain,
     parts_of,
     shape_or_empty,
-    tensor_bytes,
 )
 from ._saved import SavedRecord, SavedStorage, saved_storages
 
@@ -180,7 +179,7 @@ class _Survey:
     def __init__(self) -> None:
         self.kept = [
             Kept(namer.served_model(), named)
-            for namer in tensor_namers()
+            for namer in namers.alive()
             for named in namer.named_tensors()
         ]
         found = instances(tracked_objects(), _is_surveyed)
@@ -282,7 +281,7 @@ class _Census:
             if key == part.key:
                 self._identities.setdefault(key, identity_of(part.tensor))
             member = _Member(
-                replace(row, n_bytes=part.n_bytes), tensor_bytes(part.tensor), held, has_graph
+                replace(row, n_bytes=part.n_bytes), element_bytes(part.tensor), held, has_graph
             )
             self._members.setdefault(key, []).append(member)
         if not parts and _is_hollow(t):
@@ -310,7 +309,7 @@ class _Census:
             if any(self._home(part.key) not in self._members for part in parts_of(t)):
                 self._add(t, self._named(t, ""), OTHERS)
         for storage in self._bare:
-            if self._home(storage._cdata) in self._members:
+            if self._home(key_of(storage)) in self._members:
                 continue
             if storage.nbytes() and not is_hollow(storage):
                 # numbered like tensors without a name
@@ -318,8 +317,8 @@ class _Census:
                 self._n_unnamed += 1
                 n_bytes, device = storage.nbytes(), str(storage.device)
                 row = TensorRow(name, OTHERS, (n_bytes,), "uint8", device, n_bytes)
-                self._identities[storage._cdata] = weakref.ref(storage)
-                self._members[storage._cdata] = [_Member(row, n_bytes, _Held(name, "unknown"))]
+                self._identities[key_of(storage)] = weakref.ref(storage)
+                self._members[key_of(storage)] = [_Member(row, n_bytes, _Held(name, "unknown"))]
 
     def _home(self, key: int) -> int:
         """The storage whose bytes a storage lies in; mostly itself."""
@@ -344,7 +343,7 @@ def _homes(kept: Iterable[NamedTensor]) -> dict[int, int]:
     for named in kept:
         home = storage_key(named.tensor)
         if home is not None:
-            homes.update((storage._cdata, home) for storage in named.inside)
+            homes.update((key_of(storage), home) for storage in named.inside)
     return homes
 
 
@@ -361,8 +360,7 @@ def _row(name: str, category: str, t: Tensor, site: str | None) -> TensorRow:
 
 
 def _member_of(record: SavedRecord) -> _Member:
-    more = len(record.saved_by) - 1
-    name = record.saved_by[0] + (f" and {more} more" if more else "")
+    name = listed(record.saved_by, 1)
     dtype, device = str(record.dtype).removeprefix("torch."), str(record.device)
     row = TensorRow(
         name, SAVED, record.shape, dtype, device, record.n_bytes, None, record.created_at
