@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tenure import NewDisposeScope, is_disposed
-from tenure.scopes import _closing
+from tenure.scopes import _disposal
 
 
 def test_a_leak_is_held_by_the_users_list_and_by_nothing_of_the_scope():
@@ -24,7 +24,7 @@ def test_a_report_is_in_the_order_of_creation_where_an_address_was_used_again():
 
 
 def test_an_exception_while_one_tensor_is_disposed_stops_no_other(monkeypatch):
-    dispose_plain = _closing.dispose_plain
+    dispose_plain = _disposal.dispose_plain
     unlucky = []
 
     def dispose_or_interrupt(tensor, *args):
@@ -34,7 +34,7 @@ def test_an_exception_while_one_tensor_is_disposed_stops_no_other(monkeypatch):
         return dispose_plain(tensor, *args)
 
     made = []
-    monkeypatch.setattr(_closing, "dispose_plain", dispose_or_interrupt)
+    monkeypatch.setattr(_disposal, "dispose_plain", dispose_or_interrupt)
     with pytest.raises(KeyboardInterrupt), NewDisposeScope():
         made += [torch.ones(1) for _ in range(4)]
     assert [is_disposed(tensor) for tensor in made if tensor is not unlucky[0]] == [True] * 3

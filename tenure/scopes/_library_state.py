@@ -10,11 +10,11 @@ import functools
 import gc
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from tenure._heap import instances, is_kind, tracked_objects
@@ -30,7 +30,7 @@ _SMALL = 256  # references that are not worth pruning
 _NOTHING: _Attributes = {}
 
 
-class _Owners:
+class _Instances:
     """The instances of one class that are alive, held weakly.
 
     Args:
@@ -72,14 +72,14 @@ class _Owners:
             self._next_prune = max(_SMALL, 2 * len(self._references))
 
 
-def watch_owners() -> None:
+def watch_library_objects() -> None:
     """From now on know each module and each optimizer that is made."""
     _kinds()
 
 
-def held_by_owners(tensors: Iterable[Tensor]) -> set[int]:
-    """The identities of those ``tensors`` that a module or an optimizer holds as its state."""
-    wanted, found = set(map(id, tensors)), set[int]()
+def held_as_state(wanted: set[int]) -> set[int]:
+    """Those of the identities ``wanted`` that a module or an optimizer holds as its state."""
+    found = set[int]()
     containers = [state for kind in _kinds() for state in kind.states()]
     # what is made on the way stays in here, so that no identity is given out twice
     seen: dict[int, Any] = {}
@@ -92,20 +92,20 @@ def held_by_owners(tensors: Iterable[Tensor]) -> set[int]:
     return found
 
 
-def _kinds() -> list[_Owners]:
+def _kinds() -> list[_Instances]:
     # torchmetrics may be imported at any time
     return [*_of_torch(), _of_torchmetrics()] if _METRICS in sys.modules else _of_torch()
 
 
 @functools.cache
-def _of_torch() -> list[_Owners]:
-    return [_Owners(nn.Module, _state_of_module), _Owners(Optimizer, _state_of_optimizer)]
+def _of_torch() -> list[_Instances]:
+    return [_Instances(nn.Module, _state_of_module), _Instances(Optimizer, _state_of_optimizer)]
 
 
 @functools.cache
-def _of_torchmetrics() -> _Owners:
+def _of_torchmetrics() -> _Instances:
     """A metric is a module that has a state of another kind, and is copied in a way of its own."""
-    return _Owners(sys.modules[_METRICS].Metric, _state_of_metric)
+    return _Instances(sys.modules[_METRICS].Metric, _state_of_metric)
 
 
 def _state_of_module(attributes: _Attributes) -> Any:
