@@ -30,6 +30,7 @@ one item a sample; or a container of these, shaped like the outer levels of the 
 
 _Dim = int | None | Literal["items"]
 _Build = Callable[[Iterator[Any]], Any]
+# What is passed on as it is; a str is no list of its letters.
 _SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -78,10 +79,12 @@ class Leaf:
         if self.dim == "items":
             return self.value[start : start + length]
         if type(self.value) is Tensor:
-            with without_functions():  # a view has no memory that a scope would have to own
+            # a view has no memory that a scope would have to own
+            with without_functions():
                 return self.value.narrow(self.dim, start, length)
         if isinstance(self.value, Tensor):
             return self.value.narrow(self.dim, start, length)
+        # an array of NumPy, whose slices are views as well
         before = (slice(None),) * (self.dim % self.value.ndim)
         return self.value[(*before, slice(start, start + length))]
 
@@ -115,9 +118,12 @@ class SampleTree:
     ) -> None:
         self.leaves: list[Leaf] = []
         self._reaches = reaches
+        # the containers that stand around the place: one may hold itself
         self._around: set[int] = set()
         self._name = name
         self._argument = argument
+        # lists of plain values, which may be labels or settings: judged when the number of samples
+        # is known
         self._plain: list[tuple[str, int]] = []
         self._build = self._take_apart(tree, dims, name)
 
@@ -151,6 +157,7 @@ class SampleTree:
                 f"{self._name} holds no tensor with samples, so there is nothing to split. "
                 "Pass the tensors of the batch in it, not through a closure."
             )
+        # the first leaf says how many; a batch's own len() may be the number of its keys
         first = split[0]
         for leaf in split[1:]:
             if leaf.n_samples != first.n_samples:
@@ -167,7 +174,8 @@ class SampleTree:
             return self._leaf(value, self._dim_of_tensor(value, dims, path), path)
         if dims == "items":
             return self._leaf(value, self._items(value, path), path)
-        if hasattr(type(value), "__array_interface__"):  # an instance may have any attribute
+        # an instance may have any attribute
+        if hasattr(type(value), "__array_interface__"):
             return self._leaf(value, self._dim_in_range(value, value.ndim, dims, path), path)
         if isinstance(value, _SIMPLE):
             return self._leaf(value, None, path)
@@ -200,6 +208,8 @@ class SampleTree:
             )
 
     def _shared(self, value: Any, container: _Container | None, path: str) -> _Build:
+        # passed on itself, where nothing in it has a graph: a tokenizer or a config may not survive
+        # a copy
         is_within_itself = id(value) in self._around
         if container is None or is_within_itself or not _holds(value, self._reaches, {}):
             return self._leaf(value, None, path)
@@ -238,6 +248,7 @@ class SampleTree:
         dim = self._dim_in_range(value, value.dim(), dims, path)
         if dim is None:
             return None
+        # rows of sparse tensors are no views, and nested ones have no dimension to narrow
         if value.layout is not torch.strided or value.is_nested:
             raise AdaptiveUsageError(
                 f"{path} is {describe_tensor(value)} of layout {value.layout}, which can't be "
@@ -267,6 +278,7 @@ class SampleTree:
 
     def _refuse_plain_lists(self, n_samples: int) -> None:
         for path, length in self._plain:
+            # 8 names beside 8 samples belong to them, or are 8 classes; guessing wrong is silent
             if length == n_samples > 1:
                 raise AdaptiveUsageError(
                     f"{path} is a list of {length} plain values, as many as there are samples: it "
@@ -298,9 +310,11 @@ class _Container:
 
 def _container_of(value: Any) -> _Container | None:
     """One level of a container, or None if it is none that can be put together again."""
+    # subclasses too: their type makes the copy
     if isinstance(value, list | tuple):
         return _Container(list(range(len(value))), list(value), _sequence_maker(value))
-    if isinstance(value, dict | UserDict):  # copies of other mappings may share what they hold
+    # copies of other mappings may share what they hold
+    if isinstance(value, dict | UserDict):
         keys = list(value)
         return _Container(keys, [value[key] for key in keys], _mapping_maker(value, keys))
     parts = parts_of(value)
@@ -325,12 +339,14 @@ def _holds(value: Any, wanted: Callable[[object], bool], seen: dict[int, Any]) -
         return wanted(value)
     if id(value) in seen:
         return False
-    seen[id(value)] = value  # kept, so that nothing else gets its id
+    # kept, so that nothing else gets its id
+    seen[id(value)] = value
     return any(_holds(child, wanted, seen) for child in container.children)
 
 
 def _sequence_maker(value: Any) -> Callable[[list[Any]], Any]:
     kind = type(value)
+    # a namedtuple takes its items one by one
     if hasattr(kind, "_fields"):
         return lambda items: kind(*items)
     return cast("Callable[[list[Any]], Any]", kind)
@@ -339,7 +355,8 @@ def _sequence_maker(value: Any) -> Callable[[list[Any]], Any]:
 def _mapping_maker(value: Any, keys: list[Any]) -> Callable[[list[Any]], Any]:
     def make(items: list[Any]) -> Any:
         made = {} if type(value) is dict else copy.copy(value)
-        if getattr(value, "__dict__", None) is value:  # its items are its attributes
+        # its items are its attributes
+        if getattr(value, "__dict__", None) is value:
             made.__dict__ = made
         for key, item in zip(keys, items, strict=True):
             made[key] = item
@@ -352,7 +369,8 @@ def _field_setter(value: Any, names: list[str]) -> Callable[[list[Any]], Any]:
     def make(items: list[Any]) -> Any:
         made = copy.copy(value)
         for name, item in zip(names, items, strict=True):
-            object.__setattr__(made, name, item)  # a frozen dataclass refuses its own
+            # a frozen dataclass refuses its own
+            object.__setattr__(made, name, item)
         return made
 
     return make
