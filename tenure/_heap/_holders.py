@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from tenure._text import counted
+from tenure._torch.quiet import without_functions
+
 from ._chains import Chain, Chains
 from ._frames import RunningFrames
 from ._search import Balance, Edge, Search
@@ -68,7 +71,7 @@ def find_holders(
     Returns:
         For each object its holders: those whose chain is a name first, the shortest first.
     """
-    with torch._C.DisableTorchFunction(), _collector_paused():
+    with without_functions(), _collector_paused():
         search = Search(objects, (objects, *ignore), RunningFrames(sys._getframe(1)), live)
         chains = Chains(search)
         return [_holders_of(n, search, chains) for n in search.targets]
@@ -77,7 +80,7 @@ def find_holders(
 def weigh_holders(found: object) -> tuple[list[Holder], Balance]:
     """As `find_holders` for one object of any kind, with the balance of the references to it."""
     ours = [found]
-    with torch._C.DisableTorchFunction(), _collector_paused():
+    with without_functions(), _collector_paused():
         # from this very frame on: its argument is a reference as well
         search = Search(ours, (ours,), RunningFrames(sys._getframe()))
         (n,) = search.targets
@@ -148,6 +151,7 @@ def _unfrozen(chain: Chain) -> list[Step]:
 def _unnamed(count: int) -> list[Holder]:
     if not count:
         return []
-    noun = "reference" if count == 1 else "references"
-    chain = f"{count} {noun} without a name: a value on its way, or an extension module"
+    chain = (
+        f"{counted(count, 'reference')} without a name: a value on its way, or an extension module"
+    )
     return [Holder("unknown", chain, running=False, named=False)]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from tenure._errors import PagingError
 from tenure._segments import whole_block_bytes
-from tenure._units import format_bytes
+from tenure._text import counted, format_bytes
 
 from ._resources import Resources
 
@@ -72,7 +72,7 @@ class PagingReport:
             f"pass {self.passes}: {self.pass_s * 1e3:.3f} ms, {self.share_of_limit:.1%} of the "
             f"limit, bound by the {_NAMES[self.bound]}",
             f"  moved      {format_bytes(self.bytes_per_pass)} at "
-            f"{self.link_bytes_per_s / 1e9:.1f} GB/s, {_counted(self.faults, 'fault')} "
+            f"{self.link_bytes_per_s / 1e9:.1f} GB/s, {counted(self.faults, 'fault')} "
             f"({self.total_faults} in all passes)",
             f"  computed   {self.compute_s * 1e3:.3f} ms, waited {self.stall_s * 1e3:.3f} ms",
             f"  device     {format_bytes(self.resident_bytes)} stay, "
@@ -109,10 +109,10 @@ def make_report(resources: Resources, weight_bytes: int) -> PagingReport:
         PagingError: no pass has ended.
     """
     engine, taken = resources.engine, resources.taken
-    record = engine.meter.finished()
-    if record is None or record.whole is None:
+    record = engine.measured()
+    if record is None or record.span is None:
         raise PagingError("There is nothing to report yet: call the model first.")
-    whole_s = _seconds(record.whole)
+    whole_s = _seconds(record.span)
     stall_s = min(whole_s, sum(map(_seconds, record.stalls)))
     compute_s = whole_s - stall_s
     copy_s = sum(map(_seconds, record.copies))
@@ -132,11 +132,11 @@ def make_report(resources: Resources, weight_bytes: int) -> PagingReport:
         helpful_budget_bytes=_helpful_bytes(
             whole_block_bytes(weight_bytes, engine.device),
             weight_bytes - resources.staying_bytes,
-            engine.ring_bytes,
+            engine.room.ring_bytes,
             compute_s * link_bytes_per_s,
         ),
         resident_bytes=resources.resident_bytes,
-        ring_bytes=engine.ring_bytes,
+        ring_bytes=engine.room.ring_bytes,
         allocated_bytes=taken.allocated_bytes,
         reserved_bytes=taken.reserved_bytes,
         staging_bytes=engine.staging_bytes,
@@ -156,7 +156,3 @@ def _helpful_bytes(
 
 def _seconds(span: tuple[Any, Any]) -> float:
     return float(span[0].elapsed_time(span[1])) / 1e3
-
-
-def _counted(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"

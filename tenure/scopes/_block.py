@@ -12,9 +12,9 @@ from threading import get_ident
 from types import CodeType, FrameType, TracebackType
 from typing import Any, Literal, Never, NoReturn, Self, get_args
 
-from torch.compiler import is_dynamo_compiling
-
-from tenure._torch.dynamo import never_compiled
+from tenure._callers import CONTEXTLIB, Capture, Site, opening_site, user_frame
+from tenure._text import counted
+from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 from tenure._torch.modes import remove
 
 from ._checks import (
@@ -30,7 +30,6 @@ from ._closing import settle
 from ._generators import SUSPENDABLE, warn_in_generator
 from ._leaks import LeakReport
 from ._ledger import Ledger, n_alive, take_all
-from ._sites import CONTEXTLIB, Capture, Site, opening_site, user_frame
 from ._thread import ThreadScopes, World, this_thread
 from ._tracker import Manager, current
 
@@ -250,8 +249,7 @@ class Block:
     def __repr__(self) -> str:
         if self._status is _NEW:
             return f"{self.label[:-1]} {_NEW}>"
-        n_owned = n_alive(self._ledger) if self._owns_tensors else 0
-        owned = f", {n_owned} tensor{'' if n_owned == 1 else 's'}" if self._owns_tensors else ""
+        owned = f", {counted(n_alive(self._ledger), 'tensor')}" if self._owns_tensors else ""
         return f"{self.label[:-1]} {self._status}{owned}, opened at {self.site}>"
 
     def __reduce__(self) -> NoReturn:

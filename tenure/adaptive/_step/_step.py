@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from tenure._errors import AdaptiveUsageError
-from tenure._torch.dynamo import never_compiled
+from tenure._torch.compiler import never_compiled
 from tenure.scopes import DisposeScope
 
 from .._attempt import Attempts, OnRetry
@@ -20,7 +20,7 @@ from .._sizes import (
     SizeLimits,
     calling_frame,
     checked_size,
-    memory_for,
+    remembered_of,
     stands_for,
 )
 from ._gradients import Scaler
@@ -176,7 +176,7 @@ def step(
     largest = max(parts.n_samples, 1)
     if maximum is not None:
         largest = min(largest, _checked_maximum(maximum, limits.minimum))
-    memory = memory_for(stands_for(fn), frame, context, cache_type, parts.values, {})
+    memory = remembered_of(stands_for(fn), frame, context, cache_type, parts.values, {})
     search = AdaptiveSearch(
         parts.name, "micro-batch", largest, limits, memory, on_retry=on_retry, has_trials=True
     )

@@ -13,14 +13,15 @@ from torch import Tensor
 
 from tenure._account import taken
 from tenure._named_tensors import NamedTensor
-from tenure._torch.aside import aside_with_subclasses
+from tenure._torch.quiet import aside_with_subclasses
+from tenure._torch.writes import counter_of
 
 from .._link import Link
-from .._model import HostTensor, sizes_of_whole
+from .._model import HostTensor, sizes_of_unpaged
 from ._page import RESIDENT, in_place_of
 
 
-class WholeTensors:
+class UnpagedTensors:
     """Device copies of host tensors of any kind.
 
     Args:
@@ -42,7 +43,7 @@ class WholeTensors:
     @property
     def sizes(self) -> list[int]:
         """The bytes of each of their blocks."""
-        return [n_bytes for host in self._copies for n_bytes in sizes_of_whole(host.tensor)]
+        return [n_bytes for host in self._copies for n_bytes in sizes_of_unpaged(host.tensor)]
 
     def shown(self, host: HostTensor) -> Tensor:
         """The copy that stands for a host tensor, for the current stream."""
@@ -57,7 +58,7 @@ class WholeTensors:
     def save(self) -> None:
         """Write what has changed on the device back to the host."""
         for host, copy in self._copies.items():
-            if copy._version != self._versions[host][1]:
+            if counter_of(copy) != self._versions[host][1]:
                 self._await_uses(host)
                 with aside_with_subclasses():
                     host.tensor.copy_(copy)
@@ -86,4 +87,4 @@ class WholeTensors:
             return in_place_of(host.tensor, copy)
 
     def _versions_of(self, host: HostTensor) -> tuple[int, int]:
-        return host.version, self._copies[host]._version
+        return host.version, counter_of(self._copies[host])

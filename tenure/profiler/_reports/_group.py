@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
 from tenure._errors import ProfilerUsageError
 from tenure._show import Column, html_table, rich_table, text_table
-from tenure._units import format_bytes
+from tenure._text import counted, format_bytes
+from tenure._torch.quiet import without_functions
 
 from ._mem_report import UNEXPLAINED, MemReport
 
@@ -78,9 +78,8 @@ class GroupReport:
         """How many ranks there are, what they take, and which takes the most, in one line."""
         totals = [report.total_bytes for report in self.reports]
         most = format_bytes(max(totals))
-        noun = "rank" if len(totals) == 1 else "ranks"
         return (
-            f"{len(totals)} {noun}, {format_bytes(self.total_bytes)}; "
+            f"{counted(len(totals), 'rank')}, {format_bytes(self.total_bytes)}; "
             f"the most on rank {totals.index(max(totals))}: {most}"
         )
 
@@ -115,6 +114,6 @@ def gather_reports(report: MemReport, group: dist.ProcessGroup | None) -> GroupR
             "torch.distributed.init_process_group() first, or report() for this process alone."
         )
     gathered: list[MemReport] = [report] * dist.get_world_size(group)
-    with torch._C.DisableTorchFunction():
+    with without_functions():
         dist.all_gather_object(gathered, report, group=group)
     return GroupReport(tuple(gathered), dist.get_rank(group))

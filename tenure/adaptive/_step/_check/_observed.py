@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
+
+from tenure._torch.modules import Dropout
 
 from ..._callables import unused
-from ..._undo import Rollback, Together
+from ..._undo import AllOf, Rollback
 from .._loss import ONLY
 from .._modules import named_modules, named_parameters, no_optimizer_steps
 from .._split import StepOutcome, StepParts, StepRun
@@ -65,7 +66,7 @@ def observed_run(
         other_numbers: let it draw other random numbers.
         names: what leaves without a name are called, in other runs too.
     """
-    state: Rollback = Together((parts.state, parts.gradients))
+    state: Rollback = AllOf((parts.state, parts.gradients))
     watched: AbstractContextManager[list[ModuleCall]]
     watched = recorded(parts.roots) if watch else nullcontext([])
     with watched as calls, no_optimizer_steps(parts.spec.entry):
@@ -186,7 +187,7 @@ def default_rtol(result: Observed) -> float:
 def without_dropout(roots: Mapping[str, nn.Module]) -> Iterator[None]:
     """Turn dropout off in modules, and back on at the end of the block."""
     modules = [module for _, module in named_modules(roots)]
-    training = [m for m in modules if isinstance(m, _DropoutNd | nn.RReLU) and m.training]
+    training = [m for m in modules if isinstance(m, Dropout | nn.RReLU) and m.training]
     # these draw inside of one operation, by a rate of their own, and their mode means more
     rated: list[Any] = [m for m in modules if isinstance(m, nn.MultiheadAttention | nn.RNNBase)]
     rates = [each.dropout for each in rated]

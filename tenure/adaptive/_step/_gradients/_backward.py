@@ -10,14 +10,11 @@ import torch
 from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
-from tenure._torch.dispatch import without_functions
+from tenure._torch.autograd import BACKWARD_TWICE, post_hooks_of
+from tenure._torch.quiet import without_functions
 
 from ._isolated import IsolatedGradients
 from ._leaves import leaves_of
-
-# torch has no class for this error, only its text.
-_BACKWARD_TWICE = "through the graph a second time"
-"""Part of the text of ERR_BACKWARD_TWICE in torch/csrc/autograd/saved_variable.cpp."""
 
 
 class Scaler(Protocol):
@@ -95,7 +92,7 @@ class SplitBackward:
         # autograd has run through the graphs of other roots by then; the attempt's state is taken
         # back
         except RuntimeError as error:
-            if _BACKWARD_TWICE not in str(error):
+            if BACKWARD_TWICE not in str(error):
                 raise
             raise self._used_up() from error
 
@@ -142,7 +139,7 @@ class SplitBackward:
 
 
 def _refuse_post_hooks(leaves: Sequence[Tensor]) -> None:
-    hooked = [leaf for leaf in leaves if leaf._post_accumulate_grad_hooks]
+    hooked = [leaf for leaf in leaves if post_hooks_of(leaf)]
     if hooked:
         raise AdaptiveUsageError(
             f"{len(hooked)} of the parameters have a hook from register_post_accumulate_grad_hook"

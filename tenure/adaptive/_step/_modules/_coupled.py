@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from tenure._errors import AdaptiveUsageError, BatchCoupledError
+from tenure._text import listed
+from tenure._torch.modules import BatchNorm, InstanceNorm
 
 from ..._undo import BufferState
 from ._models import named_modules
@@ -65,7 +65,7 @@ def refuse_coupled(found: list[Coupled], n_samples: int, size: int) -> None:
     if found:
         raise BatchCoupledError(
             f"The batch of {n_samples} has to be split into micro-batches of {size}, and "
-            f"{_listed(list(map(str, found)))} would give other results then. Nothing was "
+            f"{listed([*map(str, found)], most=6)} would give other results then. Nothing was "
             "changed. Freeze them with eval(), use LayerNorm or GroupNorm, or accept statistics "
             'of each micro-batch with batchnorm="per_chunk".',
             tuple(each.name for each in found),
@@ -89,7 +89,7 @@ def normalization_error(error: ValueError, n_samples: int, size: int) -> BatchCo
 
 
 def _why_coupled(module: nn.Module) -> str | None:
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, BatchNorm):
         if module.training:
             return "training with the statistics of its batch"
         # frozen, it normalizes with constants: see
@@ -97,7 +97,7 @@ def _why_coupled(module: nn.Module) -> str | None:
         has_none = module.running_mean is None
         return "without running statistics, so it uses those of its batch" if has_none else None
     # each sample is normalized alone, but running statistics are a mean over the batch
-    if isinstance(module, _InstanceNorm) and module.training and module.track_running_stats:
+    if isinstance(module, InstanceNorm) and module.training and module.track_running_stats:
         return "training its running statistics"
     return None
 
@@ -127,12 +127,7 @@ def refuse_distributed(roots: Mapping[str, nn.Module], n_samples: int, size: int
     if talking:
         raise AdaptiveUsageError(
             f"The batch of {n_samples} has to be split into micro-batches of {size} on this rank, "
-            f"and {_listed(talking)} exchanges gradients with the other ranks at each backward "
-            "pass: ranks that split differently wait for each other, or get wrong gradients. "
-            "Nothing was changed. Pass a batch that fits on every rank."
+            f"and {listed(talking, most=6)} exchanges gradients with the other ranks at each "
+            "backward pass: ranks that split differently wait for each other, or get wrong "
+            "gradients. Nothing was changed. Pass a batch that fits on every rank."
         )
-
-
-def _listed(names: list[str]) -> str:
-    """The first names of many."""
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

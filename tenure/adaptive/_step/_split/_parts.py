@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tenure._torch.dispatch import without_functions
+from tenure._torch.quiet import without_functions
 
 from ..._callables import short_name_of
 from ..._oom import oom_info

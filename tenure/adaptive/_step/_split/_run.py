@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tenure._torch.dispatch import without_functions
+from tenure._torch.quiet import without_functions
 
 from .._loss import ONLY, check_weight_is_used, scalar, terms_of, whole_loss
 from .._modules import coupled_modules

@@ -1,0 +1,174 @@
+"""Bytes, tensors, counts and lists as people read them; the same thing has the same spelling."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from decimal import ROUND_HALF_UP, Decimal
+from operator import index
+
+import torch
+
+from tenure._errors import ByteSizeError
+from tenure._storages import n_bytes_of
+from tenure._torch.quiet import without_functions
+
+_STEP = 1024
+_BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_SHOWN = _BINARY[:4]
+_DECIMAL = ("KB", "MB", "GB", "TB", "PB", "EB")
+_FACTORS = {
+    **dict.fromkeys(("", "b", "byte", "bytes"), 1),
+    **{unit.lower(): _STEP ** (power + 1) for power, unit in enumerate(_BINARY)},
+    **{unit.lower(): 1000 ** (power + 1) for power, unit in enumerate(_DECIMAL)},
+}
+# Digits are bounded: no memory has more, and Python refuses to convert thousands of them.
+_SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{0,30})?)\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE)
+_SPELLINGS = 'Write an int, or a number and a unit, such as "64MiB" or "1.5 GiB".'
+
+
+def format_bytes(n_bytes: int) -> str:
+    """Spell a number of bytes with a binary unit and, from KiB up, one decimal.
+
+    Args:
+        n_bytes: any number of bytes; a difference may be negative.
+
+    Example:
+        >>> format_bytes(512), format_bytes(65_536), format_bytes(-1_572_864)
+        ('512 B', '64.0 KiB', '-1.5 MiB')
+    """
+    if abs(n_bytes) < _STEP:
+        return f"{n_bytes} B"
+    value = float(n_bytes)
+    power = 0
+    while power < len(_SHOWN) and abs(round(value, 1)) >= _STEP:
+        value /= _STEP
+        power += 1
+    return f"{value:.1f} {_SHOWN[power - 1]}"
+
+
+def format_bytes_as_torch(n_bytes: int) -> str:
+    """Spell a number of bytes as torch's own out-of-memory texts do, so that both read alike.
+
+    Example:
+        >>> format_bytes_as_torch(512), format_bytes_as_torch(1536), format_bytes_as_torch(1 << 20)
+        ('512 bytes', '1.50 KiB', '1024.00 KiB')
+
+    Source: ``format_size`` in ``c10/cuda/CUDACachingAllocator.cpp``.
+    """
+    for power in (3, 2, 1):
+        if n_bytes > _STEP**power:
+            return f"{n_bytes / _STEP**power:.2f} {_BINARY[power - 1]}"
+    return f"{n_bytes} bytes"
+
+
+def counted(n: int, noun: str) -> str:
+    """Spell how many there are of something whose plural ends in s.
+
+    Example:
+        >>> counted(1, "row"), counted(2, "row"), counted(0, "row")
+        ('1 row', '2 rows', '0 rows')
+    """
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def listed(texts: Sequence[str], most: int, separator: str = ", ") -> str:
+    """Spell the first of many, and how many more there are.
+
+    Args:
+        texts: each as it is to be read.
+        most: how many to spell.
+        separator: what stands between two; one that ends a clause, as ``"; "``, ends the last too.
+
+    Example:
+        >>> listed(["a", "b"], 2), listed(["a", "b", "c"], 1), listed(["a", "b"], 1, "; ")
+        ('a, b', 'a and 2 more', 'a; and 1 more')
+    """
+    shown, n_more = separator.join(texts[:most]), len(texts) - most
+    # "a, b and 3 more", but "a moved; b stayed; and 3 more": a clause is not the last of a list
+    before = " " if separator == ", " else separator
+    return f"{shown}{before}and {n_more} more" if n_more > 0 else shown
+
+
+def describe(
+    dtype: torch.dtype, shape: Sequence[object], device: torch.device | str, n_bytes: int
+) -> str:
+    """Spell a tensor that may be gone already.
+
+    Example:
+        >>> describe(torch.float16, (32, 1024), "cuda:0", 65_536)
+        'float16[32, 1024] on cuda:0, 64.0 KiB'
+    """
+    return f"{describe_elements(dtype, shape)} on {device}, {format_bytes(n_bytes)}"
+
+
+def describe_elements(dtype: torch.dtype | str, shape: Sequence[object]) -> str:
+    """Spell what a tensor holds, wherever it is.
+
+    Example:
+        >>> describe_elements(torch.float16, (32, 1024))
+        'float16[32, 1024]'
+    """
+    return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+
+
+def describe_tensor(t: torch.Tensor) -> str:
+    """Spell a tensor of any layout, without running an operation on it.
+
+    Example:
+        >>> describe_tensor(torch.zeros(()))
+        'float32[] on cpu, 4 B'
+    """
+    with without_functions():
+        return describe(t.dtype, shape_of(t), t.device, n_bytes_of(t))
+
+
+def shape_of(t: torch.Tensor) -> tuple[int, ...]:
+    """The shape; a nested tensor, which has none, shows its number of components."""
+    try:
+        return tuple(t.shape)
+    except RuntimeError:
+        return (t.size(0),)
+
+
+def parse_bytes(size: int | str) -> int:
+    """Read a number of bytes as people write it.
+
+    Args:
+        size: an int, or a number and a unit in any case: ``B`` or none; ``KiB`` to ``EiB``, powers
+            of 1024; ``KB`` to ``EB``, powers of 1000. A fraction of a byte is rounded.
+
+    Raises:
+        ByteSizeError: it is neither, or it is negative.
+
+    Example:
+        >>> parse_bytes("64MiB"), parse_bytes("1.5 KiB"), parse_bytes("2 GB"), parse_bytes(4096)
+        (67108864, 1536, 2000000000, 4096)
+    """
+    return _parsed_text(size) if isinstance(size, str) else _checked_int(size)
+
+
+def _parsed_text(text: str) -> int:
+    match = _SIZE.fullmatch(text)
+    factor = _FACTORS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise ByteSizeError(f"{_shortened(text)} is not a number of bytes. {_SPELLINGS}")
+    # Decimal, and not float: 0.1 TiB and 9 EiB are exact up to the one rounding
+    return int((Decimal(match[1]) * factor).to_integral_value(ROUND_HALF_UP))
+
+
+def _checked_int(size: object) -> int:
+    try:
+        n_bytes = index(size)  # type: ignore[arg-type]  # it raises TypeError, as it should
+    except TypeError:
+        n_bytes = None
+    if n_bytes is None or isinstance(size, bool):
+        kind = type(size).__name__
+        raise ByteSizeError(f"A number of bytes can't be read from a {kind}. {_SPELLINGS}")
+    if n_bytes < 0:
+        raise ByteSizeError(f"{n_bytes} is not a number of bytes: it is negative. {_SPELLINGS}")
+    return n_bytes
+
+
+def _shortened(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:37]}...")

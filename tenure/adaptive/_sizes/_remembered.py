@@ -1,0 +1,284 @@
+"""For what sizes are remembered, as toma's caches say, and where one call finds its record.
+
+Invariant: a call of whose site nothing is known costs one look into a dictionary; all else, such as
+names and signatures, is done where something ran out of memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from types import CodeType, FrameType, MethodType
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor, nn
+
+from tenure._callers import position_of
+from tenure._errors import AdaptiveUsageError
+
+from ._call_signature import signature_of
+from ._learned import Site, SiteKey, add, find, from_files, sites
+from ._record import SizeRecord
+
+_ROOM = "tenure.adaptive"
+_Split = tuple[Tensor, int]
+"""A tensor of any shape, and the dimension of it that is split."""
+_Work = tuple[object, tuple[Any, ...], Mapping[str, Any], _Split | None]
+"""The function, its arguments, and what is split."""
+_PLAIN = (str, int, float, bool, bytes, type(None))
+_ANSWERS = ("nothing", "function", "call")
+
+
+# --- for what: named by their class, as ``cache_type=``, and never instantiated
+
+
+class BatchsizeCache:
+    """What a size is remembered for.
+
+    Attributes:
+        remembered_for: ``"nothing"``, the ``"function"``, or the function and the ``"call"`` of it.
+    """
+
+    remembered_for: ClassVar[Literal["nothing", "function", "call"]]
+
+
+class NoBatchsizeCache(BatchsizeCache):
+    """Nothing is remembered: each call begins with its initial size."""
+
+    remembered_for = "nothing"
+
+
+class GlobalBatchsizeCache(BatchsizeCache):
+    """A size is remembered for the function, or for the ``context``, wherever it is called."""
+
+    remembered_for = "function"
+
+
+class StacktraceMemoryBatchsizeCache(BatchsizeCache):
+    """A size is remembered for the function and the call of it: the default.
+
+    The same call learns nothing anew; another one begins with its initial size. When memory has
+    come free since, larger sizes are tried.
+    """
+
+    remembered_for = "call"
+
+
+CacheType = type[BatchsizeCache]
+"""How a cache is named in a call: by its class."""
+
+
+def checked_cache_type(cache_type: object) -> CacheType:
+    """The class that was given; for None the room's ``DEFAULT_CACHE_TYPE``, as it is now.
+
+    Raises:
+        AdaptiveUsageError: it is no cache type, or one that does not say for what.
+    """
+    named = "cache_type"
+    if cache_type is None:
+        named = f"{_ROOM}.DEFAULT_CACHE_TYPE"
+        cache_type = sys.modules[_ROOM].DEFAULT_CACHE_TYPE
+    if cache_type is StacktraceMemoryBatchsizeCache or cache_type is GlobalBatchsizeCache:
+        return cache_type  # by far the most
+    if isinstance(cache_type, type) and issubclass(cache_type, BatchsizeCache):
+        if getattr(cache_type, "remembered_for", None) in _ANSWERS:
+            return cache_type
+        raise AdaptiveUsageError(
+            f"{named} is {cache_type!r}, which does not say what sizes are remembered for. Give it "
+            'remembered_for = "nothing", "function" or "call".'
+        )
+    raise AdaptiveUsageError(
+        f"{named} is {cache_type!r}, which is no cache type. Use NoBatchsizeCache, "
+        "GlobalBatchsizeCache or StacktraceMemoryBatchsizeCache, the class itself."
+    )
+
+
+# --- where
+
+
+class RemembersNothing:
+    """What is known of calls that remember nothing."""
+
+    def known(self) -> None:
+        """Nothing is known."""
+
+    def new(self) -> SizeRecord:
+        """A record that goes with the call."""
+        return SizeRecord()
+
+
+REMEMBERS_NOTHING = RemembersNothing()
+
+
+class RememberedCall:
+    """Where one call looks up what is known, and leaves what it learns.
+
+    Args:
+        cache_type: what sizes are remembered for, which is something.
+        owner: what stands for the function that runs; None: the call does.
+        frame: the frame that calls; it is held as long as the call lasts.
+        context: what the user wants sizes to be remembered for; None: the function and the call.
+        work: what its signature tells of.
+    """
+
+    __slots__ = ("_cache_type", "_context", "_frame", "_owner", "_work")
+
+    def __init__(
+        self,
+        cache_type: CacheType,
+        owner: object,
+        frame: FrameType,
+        context: Hashable | None,
+        work: _Work,
+    ) -> None:
+        self._cache_type = cache_type
+        self._owner = owner
+        self._frame = frame
+        self._context = context
+        self._work = work
+
+    def known(self) -> SizeRecord | None:
+        """The record of this call; None where nothing is known."""
+        if not (sites or from_files):  # nothing has failed in this process
+            return None
+        site = find(self._key())
+        if site is None:
+            if not from_files:
+                return None
+            site = self._add()
+        return site.known(self._signature())
+
+    def new(self) -> SizeRecord:
+        """The record of this call, an empty one where nothing is known."""
+        return self._add().new(self._signature())
+
+    def _key(self) -> SiteKey:
+        cache_type, context = self._cache_type, self._context
+        if context is not None:
+            if _is_plain(context):  # spelled, because 1, 1.0 and True are equal
+                return cache_type, "context", repr(context)
+            return cache_type, "context", type(context), id(context)
+        owner, frame = self._owner, self._frame
+        if cache_type.remembered_for == "function" and owner is not None:
+            return cache_type, id(owner)
+        return cache_type, id(owner), id(frame.f_code), frame.f_lasti
+
+    def _add(self) -> Site:
+        about, names = self._named()
+        name = " | ".join([self._cache_type.__name__, *names]) if all(names) else ""
+        return add(self._key(), name, about)
+
+    def _named(self) -> tuple[list[object], list[str]]:
+        """The objects that the site is about, and the parts of its name."""
+        context, owner, frame = self._context, self._owner, self._frame
+        if context is not None:
+            if _is_plain(context):
+                return [], [f"context {context!r}"]
+            return [context], [""]
+        about, names = ([], []) if owner is None else ([owner], [_name_of(owner)])
+        if owner is None or self._cache_type.remembered_for == "call":
+            return [*about, frame.f_code], [*names, _name_of_call(frame)]
+        return about, names
+
+    def _signature(self) -> str:
+        function, args, kwargs, split = self._work
+        of = function.__self__ if isinstance(function, MethodType) else function
+        args = (of, *args) if isinstance(of, nn.Module) else args
+        chunked, dimension = split or (None, 0)
+        return signature_of(args, kwargs, chunked, dimension)
+
+
+def calling_frame() -> FrameType:
+    """The frame that calls who asks; where nothing in Python does, the frame of who asks.
+
+    Functions that are run at exit, and those that are a thread's first, are called so.
+    """
+    try:
+        return sys._getframe(2)
+    except ValueError:
+        return sys._getframe(1)
+
+
+def remembered_of(
+    owner: object,
+    frame: FrameType,
+    context: Any,
+    cache_type: CacheType | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    function: object = None,
+    split: _Split | None = None,
+) -> RememberedCall | RemembersNothing:
+    """What is remembered for one call, whose arguments are checked here.
+
+    Args:
+        owner: what stands for the function that runs; None: the call does.
+        frame: the frame that calls.
+        context: what the user wants sizes to be remembered for; None: the function and the call.
+        cache_type: what sizes are remembered for; None: as ``DEFAULT_CACHE_TYPE`` says.
+        args: what is passed on by position.
+        kwargs: what is passed on by name.
+        function: what runs; the module of a method counts as one of its arguments.
+        split: the tensor of any shape that is split, and its dimension; None: none is.
+
+    Raises:
+        AdaptiveUsageError: the context or the cache type can't be used.
+    """
+    if context is not None:
+        check_context(context)
+    checked = checked_cache_type(cache_type)
+    if checked.remembered_for == "nothing":
+        return REMEMBERS_NOTHING
+    return RememberedCall(checked, owner, frame, context, (function, args, kwargs, split))
+
+
+def stands_for(function: Any) -> object:
+    """What sizes are remembered for when a function is: its code, so that a new closure counts too.
+
+    Callables without code stand for themselves; what can't be referred to weakly, for its class.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, MethodType):
+        function = function.__func__
+    code = getattr(function, "__code__", None)
+    if isinstance(code, CodeType):
+        return code
+    return function if type(function).__weakrefoffset__ else type(function)
+
+
+def check_context(context: object) -> None:
+    """Make sure that sizes can be remembered for a context.
+
+    Raises:
+        AdaptiveUsageError: it is neither made of plain values nor something to refer to weakly.
+    """
+    if not _is_plain(context) and not type(context).__weakrefoffset__:
+        raise AdaptiveUsageError(
+            f"context={context!r} can't stand for a memory of sizes. Use a str, a number, a tuple "
+            "of those, or an object of a class of your own."
+        )
+
+
+def _is_plain(context: object) -> bool:
+    if type(context) is tuple:
+        return all(map(_is_plain, context))
+    return type(context) in _PLAIN
+
+
+def _name_of(owner: object) -> str:
+    if isinstance(owner, CodeType):
+        return f"{Path(owner.co_filename).stem}:{owner.co_qualname}"
+    module, name = getattr(owner, "__module__", ""), getattr(owner, "__qualname__", "")
+    return f"{module}:{name}" if module and name else ""
+
+
+def _name_of_call(frame: FrameType) -> str:
+    """Where a frame stands, the same in each process and after changes elsewhere in the file."""
+    code = frame.f_code
+    line, column = position_of(code, frame.f_lasti)
+    below = "" if line is None else f"+{line - code.co_firstlineno}:{column or 0}"
+    return f"{Path(code.co_filename).stem}:{code.co_qualname}{below}"

@@ -1,0 +1,328 @@
+"""On a device with CUDA's caching allocator, paging takes what its plan says, and no more."""
+
+import copy
+from contextlib import suppress
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tenure._shrinking import ask_to_shrink
+from tenure.adaptive import batch
+from tenure.paging import PagingError, chunk, page, plan_paging
+
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
+MIB = 2**20
+SEGMENT = 20 * MIB
+ON_SIM = settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+class Layer(nn.Module):
+    """So many bytes of weights, of which a forward reads the ends and the middle."""
+
+    def __init__(self, n_bytes, value=0.0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((max(4, n_bytes // 4),), value))
+
+    def forward(self, x):
+        n = len(self.weight)
+        ends = torch.stack([self.weight[i : i + 2].sum() for i in (0, n // 2, n - 2)])
+        return x + ends
+
+
+def layers(*sizes_in_mib):
+    return nn.Sequential(*[Layer(int(n * MIB), i + 0.5) for i, n in enumerate(sizes_in_mib)]).eval()
+
+
+def like_gpt2(n_blocks):
+    """The weights of blocks of GPT-2: norms, attention and the layers behind it."""
+    width = 768
+    shapes = [2 * width, (width + 1) * 3 * width, (width + 1) * width]
+    shapes += [2 * width, (width + 1) * 4 * width, (4 * width + 1) * width]
+    blocks = [layers(*[4 * n / MIB for n in shapes]) for _ in range(n_blocks)]
+    return nn.Sequential(*blocks).eval()
+
+
+def output_of(model, x):
+    return copy.deepcopy(model)(x)
+
+
+def assert_as_planned(sim, plan, *, pins=True):
+    """What the allocator says of a device on which nothing else is."""
+    assert sim.allocated_bytes == plan.allocated_bytes <= plan.budget_bytes
+    # pinning asks the device for a byte, once, whose small segment stays cached
+    reserved = (plan.reserved_bytes, plan.reserved_bytes + pins * 2 * MIB)
+    assert sim.reserved_bytes in reserved
+
+
+X = torch.zeros(3)
+
+WORKLOADS = {
+    "40 of 7 MiB within 200": (lambda: layers(*[7] * 40), 200),
+    "40 of 11.5 MiB within 300": (lambda: layers(*[11.5] * 40), 300),
+    "12 like those of GPT-2 within 160": (lambda: like_gpt2(12), 160),
+}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_neither_allocated_nor_reserved_bytes_exceed_the_budget(sim, name):
+    make, budget_mib = WORKLOADS[name]
+    sim(allocator="cuda", detect_races=False)
+    model = make()
+    expected = output_of(model, X)
+    with page(model, sim.device, budget=budget_mib * MIB, host="pageable") as handle:
+        assert_as_planned(sim, handle.plan, pins=False)
+        assert sim.reserved_bytes <= budget_mib * MIB
+        assert sim.allocated_bytes > 0.97 * budget_mib * MIB  # most of it is of use
+        stays_bytes = sum(unit.n_bytes for unit in handle.plan.units if unit.resident)
+        assert stays_bytes + handle.plan.ring_bytes > 0.95 * budget_mib * MIB
+        for _ in range(2):
+            assert torch.equal(model(X).cpu(), expected)
+        report = handle.report()
+        assert report.resident_bytes == handle.plan.resident_bytes
+        assert report.allocated_bytes == handle.plan.allocated_bytes
+        assert report.reserved_bytes == handle.plan.reserved_bytes
+        assert sim.reserved_bytes <= budget_mib * MIB + 2 * MIB  # and a segment for what is small
+    assert sim.allocated_bytes == 0
+    sim.module.empty_cache()
+    assert sim.reserved_bytes == 0
+
+
+SIZES = st.lists(
+    st.one_of(st.sampled_from([0.3, 1, 5, 7, 10]), st.floats(0.001, 24)), min_size=1, max_size=12
+)
+
+
+def plan_within(model, device, budget_bytes):
+    """A plan within a budget, or within the least that does."""
+    try:
+        return plan_paging(model, device, budget=budget_bytes)
+    except PagingError as error:
+        return plan_paging(model, device, budget=error.minimum_bytes)
+
+
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(sizes=SIZES, percent=st.integers(1, 110), n_odd_bytes=st.integers(0, 4096))
+def test_any_plan_is_within_its_budget_and_reserves_a_segment_more_at_most(
+    sim, sizes, percent, n_odd_bytes
+):
+    with torch.device("meta"):
+        model = layers(*sizes)
+    budget_bytes = int(sum(sizes) * MIB) * percent // 100 + n_odd_bytes
+    plan = plan_within(model, sim.device, budget_bytes)
+    assert plan.allocated_bytes <= plan.budget_bytes
+    assert plan.reserved_bytes <= plan.budget_bytes + SEGMENT
+    if plan.allocated_bytes >= SEGMENT:
+        assert plan.reserved_bytes == plan.allocated_bytes
+    assert plan.resident_bytes + plan.ring_bytes <= plan.allocated_bytes
+
+
+@ON_SIM
+@given(sizes=SIZES, percent=st.integers(1, 110))
+def test_any_model_takes_what_its_plan_says(sim, sizes, percent):
+    sim(allocator="cuda")
+    model = layers(*sizes)
+    expected = output_of(model, X)
+    plan = plan_within(model, sim.device, int(sum(sizes) * MIB) * percent // 100)
+    with page(model, sim.device, budget=plan.budget_bytes, host="pageable") as handle:
+        assert_as_planned(sim, handle.plan, pins=False)
+        for _ in range(3):
+            assert torch.equal(model(X).cpu(), expected)
+        assert sim.reserved_bytes <= handle.plan.budget_bytes + SEGMENT + 2 * MIB
+    assert sim.allocated_bytes == 0
+    sim.finish()
+
+
+@ON_SIM
+@given(
+    others=st.lists(st.floats(0.001, 40), max_size=6),
+    sizes=SIZES,
+    percent=st.integers(20, 100),
+)
+def test_what_others_have_left_in_the_cache_adds_no_segment(sim, others, sizes, percent):
+    sim(allocator="cuda", detect_races=False)
+    left = [torch.empty(int(n * MIB), dtype=torch.uint8, device=sim.device) for n in others]
+    del left
+    before_bytes = sim.reserved_bytes
+    model = layers(*sizes)
+    plan = plan_within(model, sim.device, int(sum(sizes) * MIB) * percent // 100)
+    with page(model, sim.device, budget=plan.budget_bytes, host="pageable") as handle:
+        n_slabs = len(handle._resources.engine.room.slab_sizes)
+        assert sim.allocated_bytes <= plan.budget_bytes + n_slabs * MIB
+        assert sim.reserved_bytes <= before_bytes + plan.reserved_bytes
+
+
+@ON_SIM
+@given(free_mib=st.integers(1, 90), share=st.sampled_from(["80%", "100%", "30%"]), sizes=SIZES)
+def test_a_share_of_what_is_free_is_never_too_much(sim, free_mib, share, sizes):
+    sim(allocator="cuda", budget=free_mib * MIB, detect_races=False)
+    model = layers(*sizes)
+    with suppress(PagingError), page(model, sim.device, budget=share) as handle:
+        assert_as_planned(sim, handle.plan)
+    assert sim.oom_count == 0
+
+
+def test_where_the_allocator_reserves_more_than_is_free_that_is_said(sim):
+    sim(allocator="cuda", budget="8MiB")
+    with pytest.raises(
+        PagingError,
+        match=r"^Sequential can't be paged on sim:0, where 8.0 MiB are free: the least is 3.0 MiB, "
+        r"for which the allocator reserves 20.0 MiB. Free memory of the device, or name",
+    ):
+        page(layers(3, 3), sim.device, budget="80%")
+    assert sim.allocation_count == 0
+
+
+def test_a_plan_says_what_is_allocated_and_what_is_reserved(sim):
+    sim(allocator="cuda")
+    plan = plan_paging(layers(5, 5, 5), sim.device, "5MiB", budget="9MiB")
+    assert (plan.allocated_bytes, plan.reserved_bytes) == (9 * MIB, 20 * MIB)
+    assert "\n  takes   9.0 MiB of sim:0, in 20.0 MiB that its allocator reserves\n" in str(plan)
+    plan = plan_paging(layers(5, 5, 5), sim.device, "5MiB", budget="11MiB")
+    assert plan.resident_bytes + plan.ring_bytes == plan.allocated_bytes == plan.reserved_bytes
+    assert "allocator" not in str(plan)
+
+
+@pytest.mark.parametrize("n_wanted", [1, 30 * MIB])
+def test_under_pressure_whole_segments_go_back_and_the_numbers_stay(sim, n_wanted):
+    sim(allocator="cuda")
+    model = layers(*[7] * 20)
+    expected = output_of(model, X)
+    with page(model, sim.device, "7MiB", budget="90MiB") as handle:
+        assert torch.equal(model(X).cpu(), expected)
+        sim.module.empty_cache()
+        before_bytes, stayed_bytes = sim.reserved_bytes, handle.report().resident_bytes
+        given_bytes = ask_to_shrink("sim", n_wanted)
+        assert n_wanted <= given_bytes < n_wanted + 20 * MIB
+        sim.module.empty_cache()
+        assert sim.reserved_bytes == before_bytes - given_bytes
+        for _ in range(3):
+            assert torch.equal(model(X).cpu(), expected)
+        report = handle.report()
+        assert report.resident_bytes == stayed_bytes - given_bytes
+        assert report.allocated_bytes == sim.allocated_bytes == before_bytes - given_bytes
+        while ask_to_shrink("sim", 1 << 40):
+            assert torch.equal(model(X).cpu(), expected)
+        assert torch.equal(model(X).cpu(), expected)
+        assert ask_to_shrink("sim", 1) == 0
+    assert sim.allocated_bytes == 0
+
+
+def test_a_batch_that_ran_out_of_memory_fits_in_what_is_given_back(sim):
+    sim(allocator="cuda", budget="130MiB")
+    model, events = layers(*[7] * 20), []
+
+    @batch(initial_batchsize=16, on_retry=events.append)
+    def forward(batch_size):
+        x = torch.zeros(batch_size * MIB // 4, 3, device=sim.device)[:1]
+        return model(x).cpu()
+
+    expected = output_of(model, X)
+    with page(model, sim.device, budget="90MiB"):
+        for _ in range(2):
+            assert torch.equal(forward()[0], expected)
+    assert [event.kind for event in events] == ["retry"]
+    assert events[0].freed_bytes >= 8 * MIB  # what 48 MiB lack where 90 of 130 are taken
+
+
+class Together(nn.Module):
+    """Holds the weights of so many layers at once, which no plan can know."""
+
+    def __init__(self, sizes_in_mib, n_held):
+        super().__init__()
+        self.layers = layers(*sizes_in_mib)
+        self.n_held = n_held
+
+    def forward(self, x):
+        held = []
+        for layer in self.layers:
+            held = [*held[1 - self.n_held :], layer.weight] if self.n_held > 1 else [layer.weight]
+            x = x + torch.stack([each[-2:].sum() for each in held]).sum()
+        return x
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    sizes=st.lists(st.sampled_from([0.5, 2, 3, 7, 12]), min_size=5, max_size=10),
+    n_held=st.integers(2, 4),
+)
+@example(sizes=[0.5, 0.5, 2, 3, 7, 7, 2, 12, 12, 12], n_held=2)
+def test_what_is_needed_at_once_takes_the_place_of_neighbours_and_no_more(sim, sizes, n_held):
+    sim(allocator="cuda")
+    model = Together(sizes, n_held).eval()
+    expected = output_of(model, X)
+    plan, found = plan_within(model, sim.device, int(sum(sizes) * MIB * 0.6)), []
+    while not found:
+        with page(model, sim.device, budget=plan.budget_bytes) as handle:
+            found, needed_bytes = outputs_or_needed_bytes(model)
+            sim.module.empty_cache()
+            assert handle._resources.taken.allocated_bytes <= plan.budget_bytes
+            assert sim.allocated_bytes <= plan.budget_bytes + MIB
+            # a segment begun and not filled, and the small one of the batch and of what pins
+            assert sim.reserved_bytes <= plan.budget_bytes + SEGMENT + 2 * MIB
+        assert found or needed_bytes > plan.budget_bytes
+        plan = plan_within(model, sim.device, needed_bytes)
+    assert all(torch.equal(each, expected) for each in found)
+    sim.finish()
+
+
+def outputs_or_needed_bytes(model):
+    try:
+        return [model(X).cpu() for _ in range(3)], 0
+    except PagingError as error:
+        return [], error.minimum_bytes
+
+
+def test_several_models_share_a_device_and_each_gives_all_of_it_back(sim):
+    sim(allocator="cuda", budget="150MiB")
+    models = [layers(*[7] * 20), layers(*[11.5] * 8), layers(*[0.7] * 30)]
+    budgets = ["60MiB", "50MiB", "15MiB"]
+    expected = [output_of(model, X) for model in models]
+    pairs = zip(models, budgets, strict=True)
+    handles = [page(model, sim.device, budget=budget) for model, budget in pairs]
+    plans = [handle.plan for handle in handles]
+    assert sim.allocated_bytes == sum(plan.allocated_bytes for plan in plans)
+    assert sim.reserved_bytes <= sum(plan.reserved_bytes for plan in plans) + 2 * MIB
+    for _ in range(2):
+        for model, y in zip(models, expected, strict=True):
+            assert torch.equal(model(X).cpu(), y)
+    for handle in handles:
+        handle.unpage()
+        assert torch.equal(handle.model(X), output_of(handle.model, X))
+    assert sim.allocated_bytes == 0
+    sim.module.empty_cache()
+    assert sim.reserved_bytes == 0
+
+
+@pytest.mark.parametrize("sizes", [[7] * 10, [11.5] * 6, [0.7] * 40, [0.3] * 3, [3, 0.1, 11]])
+def test_chunk_takes_no_more_than_its_capacity(sim, sizes):
+    for percent in (30, 60, 100):
+        sim(allocator="cuda")
+        model = layers(*sizes)
+        capacity_bytes = int(sum(sizes) * MIB) * percent // 100
+        expected = output_of(model, X)
+        with chunk(model, sim.device, f"{capacity_bytes}B") as handle:
+            assert_as_planned(sim, handle.plan)
+            assert sim.allocated_bytes <= capacity_bytes
+            assert sim.reserved_bytes <= capacity_bytes + SEGMENT + 2 * MIB
+            assert torch.equal(model(X).cpu(), expected)
+        assert sim.allocated_bytes == 0
+
+
+def test_on_a_disk_slabs_are_filled_as_well(sim, tmp_path):
+    sim(allocator="cuda")
+    model = layers(*[7] * 10)
+    expected = output_of(model, X)
+    with page(model, sim.device, budget="40MiB", host=tmp_path) as handle:
+        assert_as_planned(sim, handle.plan)
+        for _ in range(2):
+            assert torch.equal(model(X).cpu(), expected)
