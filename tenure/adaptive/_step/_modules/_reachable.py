@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
@@ -189,7 +188,8 @@ def _of_object(name: str, value: Any, attributes: frozenset[str]) -> Iterator[tu
 def _of_class(value: Any, key: str) -> Any:
     """What a class has for its instances, or for itself, by a name; no code of the user's runs."""
     instance, owner = (None, value) if isinstance(value, type) else (value, type(value))
-    found = inspect.getattr_static(owner, key, None)
+    # `inspect.getattr_static` does the same in ten times the time
+    found = next((kind.__dict__[key] for kind in owner.__mro__ if key in kind.__dict__), None)
     # of __slots__
     if isinstance(found, MemberDescriptorType):
         try:
