@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast
@@ -17,9 +16,9 @@ from typing import Any, Literal, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from tenure._containers import Level, is_record, level_of
 from tenure._errors import AdaptiveUsageError
 from tenure._text import describe_tensor
-from tenure._torch.pytree import parts_of
 from tenure._torch.quiet import without_functions
 
 SampleDims: TypeAlias = (
@@ -179,7 +178,7 @@ class SampleTree:
             return self._leaf(value, self._dim_in_range(value, value.ndim, dims, path), path)
         if isinstance(value, _SIMPLE):
             return self._leaf(value, None, path)
-        container = _container_of(value)
+        container = level_of(value)
         if dims is None:
             return self._shared(value, container, path)
         if container is None:
@@ -193,9 +192,9 @@ class SampleTree:
         self._refuse_hidden(value, container, path)
         return self._inner(value, container, dims, path)
 
-    def _refuse_hidden(self, value: Any, container: _Container, path: str) -> None:
+    def _refuse_hidden(self, value: Any, container: Level, path: str) -> None:
         """Make sure that no tensor would stay whole beside those that are split."""
-        if not isinstance(value, dict) and not _has_fields(value):
+        if not isinstance(value, dict) and not is_record(value):
             return
         space = getattr(value, "__dict__", {})
         names = [] if space is value else [name for name in space if name not in container.keys]
@@ -207,7 +206,7 @@ class SampleTree:
                 "a plain dict."
             )
 
-    def _shared(self, value: Any, container: _Container | None, path: str) -> _Build:
+    def _shared(self, value: Any, container: Level | None, path: str) -> _Build:
         # passed on itself, where nothing in it has a graph: a tokenizer or a config may not survive
         # a copy
         is_within_itself = id(value) in self._around
@@ -218,10 +217,10 @@ class SampleTree:
         self._around.discard(id(value))
         return build
 
-    def _inner(self, value: Any, container: _Container, dims: Any, path: str) -> _Build:
+    def _inner(self, value: Any, container: Level, dims: Any, path: str) -> _Build:
         below = self._dims_below(container.keys, dims, path)
         builds = [
-            self._take_apart(child, below[key], _step(path, value, key))
+            self._take_apart(child, below[key], _path_below(path, value, key))
             for key, child in zip(container.keys, container.children, strict=True)
         ]
         return lambda values: container.make([build(values) for build in builds])
@@ -293,48 +292,9 @@ class SampleTree:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Container:
-    """One level of a container.
-
-    Attributes:
-        keys: the keys, indices or names of fields.
-        children: what stands there.
-        make: makes a container like it of other children.
-    """
-
-    keys: list[Any]
-    children: list[Any]
-    make: Callable[[list[Any]], Any]
-
-
-def _container_of(value: Any) -> _Container | None:
-    """One level of a container, or None if it is none that can be put together again."""
-    # subclasses too: their type makes the copy
-    if isinstance(value, list | tuple):
-        return _Container(list(range(len(value))), list(value), _sequence_maker(value))
-    # copies of other mappings may share what they hold
-    if isinstance(value, dict | UserDict):
-        keys = list(value)
-        return _Container(keys, [value[key] for key in keys], _mapping_maker(value, keys))
-    parts = parts_of(value)
-    if parts is not None:
-        children, make = parts
-        return _Container(list(range(len(children))), children, make)
-    if _has_fields(value):
-        names = [each.name for each in dataclasses.fields(value) if hasattr(value, each.name)]
-        children = [getattr(value, name) for name in names]
-        return _Container(names, children, _field_setter(value, names))
-    return None
-
-
-def _has_fields(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
 def _holds(value: Any, wanted: Callable[[object], bool], seen: dict[int, Any]) -> bool:
     """Whether something that is wanted stands at or below a value."""
-    container = None if isinstance(value, (*_SIMPLE, Tensor)) else _container_of(value)
+    container = None if isinstance(value, (*_SIMPLE, Tensor)) else level_of(value)
     if container is None:
         return wanted(value)
     if id(value) in seen:
@@ -344,39 +304,7 @@ def _holds(value: Any, wanted: Callable[[object], bool], seen: dict[int, Any]) -
     return any(_holds(child, wanted, seen) for child in container.children)
 
 
-def _sequence_maker(value: Any) -> Callable[[list[Any]], Any]:
-    kind = type(value)
-    # a namedtuple takes its items one by one
-    if hasattr(kind, "_fields"):
-        return lambda items: kind(*items)
-    return cast("Callable[[list[Any]], Any]", kind)
-
-
-def _mapping_maker(value: Any, keys: list[Any]) -> Callable[[list[Any]], Any]:
-    def make(items: list[Any]) -> Any:
-        made = {} if type(value) is dict else copy.copy(value)
-        # its items are its attributes
-        if getattr(value, "__dict__", None) is value:
-            made.__dict__ = made
-        for key, item in zip(keys, items, strict=True):
-            made[key] = item
-        return made
-
-    return make
-
-
-def _field_setter(value: Any, names: list[str]) -> Callable[[list[Any]], Any]:
-    def make(items: list[Any]) -> Any:
-        made = copy.copy(value)
-        for name, item in zip(names, items, strict=True):
-            # a frozen dataclass refuses its own
-            object.__setattr__(made, name, item)
-        return made
-
-    return make
-
-
-def _step(path: str, value: Any, key: Any) -> str:
+def _path_below(path: str, value: Any, key: Any) -> str:
     is_named = dataclasses.is_dataclass(value) and not isinstance(value, Mapping)
     return f"{path}.{key}" if is_named else f"{path}[{key!r}]"
 
