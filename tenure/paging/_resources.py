@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 from torch import nn
 
-from tenure._named_tensors import NamedTensor, register_namer, unregister_namer
+from tenure._registries import NamedTensor, namers
 from tenure._segments import Taken, taken_by
 
 from ._device import Engine, UnpagedTensors
@@ -44,22 +44,22 @@ class Resources:
     @property
     def resident_bytes(self) -> int:
         """The memory of what stays on the device now."""
-        return self.engine.resident_bytes + self.unpaged.n_bytes
+        return self.engine.room.resident_bytes + self.unpaged.n_bytes
 
     @property
     def staying_bytes(self) -> int:
         """The weights among it."""
-        return self.engine.staying_bytes + self.unpaged.n_bytes
+        return self.engine.room.staying_bytes + self.unpaged.n_bytes
 
     @property
     def taken(self) -> Taken:
         """What all of it takes of the device now."""
-        return taken_by([*self.engine.slab_sizes, *self.unpaged.sizes], self.engine.device)
+        return taken_by([*self.engine.room.slab_sizes, *self.unpaged.sizes], self.engine.device)
 
     def serve(self, model: nn.Module) -> None:
         """Be named in reports of memory as the model's, from now until it is given back."""
         self._model = weakref.ref(model)
-        register_namer(self)
+        namers.add(self)
 
     def served_model(self) -> nn.Module | None:
         """See `TensorNamer`."""
@@ -74,7 +74,7 @@ class Resources:
         """Let go of the device, and of what the host needed."""
         if not self.closed:
             self.closed = True
-            unregister_namer(self)
+            namers.discard(self)
             self.engine.close()
             self.unpaged.close()
             self.store.close()
@@ -102,7 +102,7 @@ def acquire(
         engine = Engine(link, store, max_ahead)
         arrangement = planned.arrangement
         beside_bytes = planned.plan.budget_bytes - sum(arrangement.sizes)
-        reserved = engine.reserve(arrangement, planned.kept, beside_bytes)
+        reserved = engine.room.reserve(arrangement, planned.kept, beside_bytes)
         unpaged = UnpagedTensors(planned.table.unpaged, link)
         resources = Resources(engine, store, unpaged, planned.cut.units)
         undoing.callback(resources.close)
