@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tenure._errors import PagingError
-from tenure._shrinking import register_shrinkable, unregister_shrinkable
+from tenure._registries import shrinkables
 from tenure._text import format_bytes
 
 from ._host import FileStore, HostBuffers, HostStore, SpillStore, checked_folder
@@ -92,7 +92,7 @@ class PagedModel:
         """
         if not self.closed:
             check_capture(self._resources.engine.device, f"unpage() was called of {self!r}")
-        unregister_shrinkable(self._pager)
+        shrinkables.discard(self._pager)
         with self._pager.closing():
             self._attached.undo()
             self._resources.close()
@@ -226,7 +226,7 @@ def carry_out(
     attached = Attached(model, table, pieces, pager, hookable(model), ModuleHooks, methods)
     handle = PagedModel(model, planned.plan, pager, resources, attached)
     # Last: from now on another model's retry may ask for memory, at any time.
-    register_shrinkable(pager)
+    shrinkables.add(pager)
     return handle
 
 
