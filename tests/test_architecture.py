@@ -1,0 +1,26 @@
+"""The page for developers names files and packages; each is there, and no package is missing."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import tenure
+
+_ROOT = Path(tenure.__file__).parent
+_PAGE = _ROOT.parent / "docs" / "architecture.md"
+pytestmark = pytest.mark.skipif(not _PAGE.exists(), reason="runs where the docs are")
+
+
+def _named():
+    return set(re.findall(r"`(tenure/[\w/.]+)`", _PAGE.read_text("utf-8")))
+
+
+def test_each_file_and_package_it_names_is_there():
+    assert {name for name in _named() if not (_ROOT.parent / name).exists()} == set()
+
+
+@pytest.mark.parametrize("room", ["adaptive", "profiler", "paging"])
+def test_each_package_of_a_room_has_its_line(room):
+    rows = set(re.findall(r"^\| `(_\w+)` \|", _PAGE.read_text("utf-8"), re.MULTILINE))
+    assert {path.parent.name for path in (_ROOT / room).glob("*/__init__.py")} <= rows
