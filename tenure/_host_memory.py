@@ -1,7 +1,8 @@
-"""The memory of the host that this process may still use: the machine's, and its container's.
+"""The memory of the host that this process may still use: the machine's, its container's, its own.
 
 A container is a group of processes (a cgroup of Linux) with a limit of its own, which the numbers
-of the machine don't tell; past it the kernel ends the process without an exception.
+of the machine don't tell; past it the kernel ends the process without an exception. A process may
+have a limit of its own on its address space (``RLIMIT_AS``), past which an allocation fails.
 """
 
 from __future__ import annotations
@@ -9,9 +10,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
+
+resource: Any
+try:
+    import resource
+# Windows has no such limits
+except ImportError:
+    resource = None
 
 
 class _Files(NamedTuple):
@@ -49,6 +57,37 @@ def free_host_bytes(root: Path = Path("/")) -> int:
         root: where the files of the system lie.
     """
     return max(0, min([int(psutil.virtual_memory().available), *_free_in_groups(root)]))
+
+
+def available_host_bytes() -> int:
+    """Bytes that this process may still allocate: what is free, or less by its own limit."""
+    limits = address_space_limits()
+    left = [limit - address_space_bytes() for limit in limits[:1]]
+    return max(0, min([free_host_bytes(), *left]))
+
+
+def address_space_bytes() -> int:
+    """The address space that this process has taken, which is more than the memory in use."""
+    return int(psutil.Process().memory_info().vms)
+
+
+def address_space_limits() -> list[int]:
+    """The limits that there are, in bytes: that which holds first, then that which it can reach."""
+    if resource is None:
+        return []
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    return [limit for limit in limits if limit != resource.RLIM_INFINITY]
+
+
+def limit_address_space(n_bytes: int) -> None:
+    """Limit it, for good; one that is stricter already stays."""
+    lowest = min([n_bytes, *address_space_limits()])
+    resource.setrlimit(resource.RLIMIT_AS, (lowest, lowest))
+
+
+def has_address_space_limits() -> bool:
+    """Whether the system knows such limits."""
+    return resource is not None
 
 
 def _free_in_groups(root: Path) -> Iterator[int]:

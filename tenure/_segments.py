@@ -16,7 +16,7 @@ MIB = 2**20
 # https://github.com/pytorch/pytorch/blob/v2.13.0/c10/core/AllocatorConfig.h
 BLOCK_BYTES = 512
 _LARGEST_SMALL_BYTES = MIB
-_SMALL_SEGMENT_BYTES = 2 * MIB
+SMALL_SEGMENT_BYTES = 2 * MIB
 LARGE_SEGMENT_BYTES = 20 * MIB
 OWN_SEGMENT_BYTES = 10 * MIB
 """From here on a block has a segment of its own, of whole ``SEGMENT_STEP_BYTES``."""
@@ -79,7 +79,7 @@ def up_to(n_bytes: int, step_bytes: int) -> int:
 
 def _segment_bytes(block_bytes: int) -> int:
     if block_bytes <= _LARGEST_SMALL_BYTES:
-        return _SMALL_SEGMENT_BYTES
+        return SMALL_SEGMENT_BYTES
     if block_bytes < OWN_SEGMENT_BYTES:
         return LARGE_SEGMENT_BYTES
     return up_to(block_bytes, SEGMENT_STEP_BYTES)

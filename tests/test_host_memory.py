@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tenure._host_memory import free_host_bytes
-from tenure.adaptive._memory._host_memory import available_host_bytes
+from tenure._host_memory import available_host_bytes, free_host_bytes
 from tenure.paging._planning._options import _free_bytes
 
 MACHINE = 1000

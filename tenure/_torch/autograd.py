@@ -69,6 +69,7 @@ def works() -> bool:
         seen.append(frame is not None and is_running_node())
 
     leaf = torch.ones(1, requires_grad=True)
+    # on the CPU autograd calls hooks on the thread that called backward()
     leaf.register_hook(hook)
     product: Any = leaf * leaf
     seen.append(is_saved_tensor(product.grad_fn._raw_saved_self))

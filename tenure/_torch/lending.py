@@ -58,6 +58,7 @@ class Lent:
 
     def __init__(self, memory: Tensor, start: int, n_bytes: int) -> None:
         self._tensor = in_own_storage(memory, start, start + n_bytes)
+        # in a dictionary, so that its references can be counted without a variable that adds one
         self._holder = {0: self._tensor.untyped_storage()}
         self._n_uses, self._n_holders = self._counts()
         self.is_aliased = False

@@ -21,6 +21,7 @@ def is_registered(node: object) -> bool:
 
 def parts_of(node: object) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     """The children of a registered container, and what makes one like it of other children."""
+    # by its exact type, as torch does: a subclass of a registered class is a leaf
     registered = _registered.get(type(node))
     if registered is None:
         return None

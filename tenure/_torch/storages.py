@@ -51,6 +51,7 @@ def coo_parts(tensor: Tensor) -> list[Tensor]:
 
 def shared_keys() -> frozenset[int]:
     """The storages that this process got from, or gave to, another one through torch."""
+    # where torch has not imported it, nothing can have been shared
     reductions: Any = sys.modules.get(_REDUCTIONS)
     if reductions is None:
         return frozenset()

@@ -59,6 +59,7 @@ def works() -> bool:
             handle, expected = torch.arange(3.0), [0.0, 1.0, 2.0]
             view = handle.view(3)
             probe = make_empty(_Probe, handle.dtype)
+            # as disposal does: the handle gets the class of what takes its place, and back
             handle.__class__ = _Probe
             swap(handle, probe)
             probe.__class__ = Tensor

@@ -28,6 +28,7 @@ counter_of: Callable[[Tensor], int] = getter(
 )
 """How often a tensor was written to. Inference tensors, which are not counted, raise."""
 _set_counter = bound("torch._C._autograd._unsafe_set_version_counter", _ATTEMPTS)
+# an optional gain: without it a RuntimeError in lazy_copy() leads to a copy at once
 _lazy_clone = bound("torch._lazy_clone", _ATTEMPTS)
 _address = bound("torch._C._data_address", _ATTEMPTS)
 _ALONE = 2
@@ -52,6 +53,7 @@ def write_back(tensor: Tensor, values: Tensor, version: int | None) -> None:
 
 def lazy_copy(tensor: Tensor) -> Tensor | None:
     """A copy that takes no memory yet, made below all modes; None where that is not safe."""
+    # a subclass, a device that is not the CPU, and memory with another user: see above
     if (
         type(tensor) is not Tensor
         or tensor.device.type != "cpu"

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tenure._segments import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES
 from tenure._torch.device_allocator import workspace_bytes
 
 _NEEDED = (
@@ -24,9 +25,8 @@ _NEEDED = (
     "memory_reserved",
     "set_per_process_memory_fraction",
 )
-# A segment of the pool of small blocks and one of that of large ones.
-# https://github.com/pytorch/pytorch/blob/v2.13.0/c10/core/AllocatorConfig.h
-_SEGMENTS_BYTES = (2 + 20) << 20
+_SEGMENTS_BYTES = SMALL_SEGMENT_BYTES + LARGE_SEGMENT_BYTES
+"""A segment of the pool of small blocks and one of that of large ones."""
 _N_STREAMS = 2
 """Each stream has pools of its own: that of the program, and one for copies."""
 _N_THREADS = 2

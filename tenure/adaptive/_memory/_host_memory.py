@@ -1,31 +1,15 @@
-"""The memory of the machine, as far as this process may use it."""
+"""A limit that a process sets itself, for tests of what it does when the CPU has no more memory."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import psutil
-
 from tenure._errors import AdaptiveUsageError
-from tenure._host_memory import free_host_bytes
-
-resource: Any
-try:
-    import resource
-except ImportError:  # Windows has no such limits
-    resource = None
+from tenure._host_memory import (
+    address_space_bytes,
+    has_address_space_limits,
+    limit_address_space,
+)
 
 _GIB = 1 << 30
-
-
-def available_host_bytes() -> int:
-    """Bytes that this process may still allocate: what is free, or less by RLIMIT_AS."""
-    available_bytes = free_host_bytes()
-    limit_bytes = _address_space_limit()
-    if limit_bytes is None:
-        return available_bytes
-    used_bytes = int(psutil.Process().memory_info().vms)
-    return max(0, min(available_bytes, limit_bytes - used_bytes))
 
 
 def set_cpu_memory_limit(gigabytes: float) -> None:
@@ -46,19 +30,18 @@ def set_cpu_memory_limit(gigabytes: float) -> None:
     Source: ``toma.cpu_memory.set_cpu_memory_limit``.
     """
     n_bytes = _checked_bytes(gigabytes)
-    if resource is None:
+    if not has_address_space_limits():
         raise AdaptiveUsageError(
             "set_cpu_memory_limit() can't limit this process: the system has no RLIMIT_AS. "
             "memory_budget() limits what a block holds, on any system."
         )
-    used_bytes = int(psutil.Process().memory_info().vms)
+    used_bytes = address_space_bytes()
     if n_bytes < used_bytes:
         raise AdaptiveUsageError(
             f"set_cpu_memory_limit({gigabytes}) is less than this process uses already: "
             f"{used_bytes / _GIB:.2f} GiB of address space. Nothing was changed. Allow more."
         )
-    limit_bytes = min([n_bytes, *(limit for limit in _limits() if limit != resource.RLIM_INFINITY)])
-    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
+    limit_address_space(n_bytes)
 
 
 def _checked_bytes(gigabytes: float) -> int:
@@ -69,15 +52,3 @@ def _checked_bytes(gigabytes: float) -> int:
             "as 8 or 0.5."
         )
     return int(gigabytes * _GIB)
-
-
-def _limits() -> tuple[int, int]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    return soft, hard
-
-
-def _address_space_limit() -> int | None:
-    if resource is None:
-        return None
-    soft, _ = _limits()
-    return None if soft == resource.RLIM_INFINITY else soft

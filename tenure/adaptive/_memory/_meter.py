@@ -11,10 +11,11 @@ from typing import Any, Protocol
 
 import torch
 
+from tenure._host_memory import available_host_bytes
+
 from ._counting import CountingMode, counting_on
 from ._devices import accelerator_of
 from ._fraction import allowed_bytes
-from ._host_memory import available_host_bytes
 from ._statistics import held_by
 
 

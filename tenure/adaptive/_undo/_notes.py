@@ -1,7 +1,7 @@
 """Tensors and containers that modules hold, noted so that what is put into them can be taken back.
 
 Invariant: a note of a tensor that nobody writes takes no memory, as far as torch can copy it lazily
-(``tenure._torch.lazy_copies``). One that was written once is copied at once from then on, so that
+(``tenure._torch.writes``). One that was written once is copied at once from then on, so that
 it does not move to other memory each time. Of containers only the methods of the builtin classes
 are called: a class of the user's may refuse to be cleared, or may want other arguments to make a
 copy.
