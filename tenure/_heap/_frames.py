@@ -120,7 +120,8 @@ def _spell(frame: FrameType, name: str, value: object) -> str:
 
 def _write_back() -> Any:
     if sys.version_info >= (3, 13):
-        return None  # there are no snapshots
+        # there are no snapshots
+        return None
     # Source: https://github.com/python/cpython/blob/3.11/Objects/frameobject.c
     prototype = ctypes.PYFUNCTYPE(None, ctypes.py_object, ctypes.c_int)
     return prototype(("PyFrame_LocalsToFast", ctypes.pythonapi))

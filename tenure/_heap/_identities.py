@@ -95,7 +95,8 @@ class Identities:
 
     def _position_of(self, last: Any, number: Any) -> int:
         position = last[_bucket(number)]
-        if self.numbers[position] != number:  # it shares its bucket
+        # it shares its bucket
+        if self.numbers[position] != number:
             position = self._numpy.flatnonzero(self.numbers == number)[0]
         return int(position)
 

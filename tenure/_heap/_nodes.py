@@ -83,7 +83,8 @@ def slots_of_node(node: Any, names: list[str] | None = None) -> Iterator[Slot]:
     for name in slot_names(type(node)) if names is None else names:
         try:
             saved = getattr(node, name)
-        except RuntimeError:  # freed by backward()
+        # freed by backward()
+        except RuntimeError:
             continue
         yield from _slots_in(name.removeprefix(_RAW), saved, _MAX_DEPTH)
 

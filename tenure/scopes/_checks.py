@@ -77,7 +77,8 @@ def check_choice(argument: str, value: object, choices: tuple[object, ...]) -> N
     Raises:
         ScopeUsageError: it has another.
     """
-    known = isinstance(value, str | None) and value in choices  # an array compares as an array
+    # an array compares as an array
+    known = isinstance(value, str | None) and value in choices
     if not known:
         raise ScopeUsageError(
             f"{argument}={value!r} is not one of {', '.join(map(repr, choices))}."

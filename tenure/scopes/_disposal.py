@@ -191,12 +191,14 @@ def dispose_tensor(
     cls = type(tensor)
     if cls is DisposedTensor:
         return Disposal.ALREADY
-    if belongs_to_graph(tensor):  # a soft disposal would come out of the next replay as well
+    # a soft disposal would come out of the next replay as well
+    if belongs_to_graph(tensor):
         return Disposal.GRAPHS
     record = _describe(tensor, cause, created)
     try:
         _set_class(tensor, DisposedTensor)
-    except TypeError:  # a class with slots, such as DTensor, can't be exchanged
+    # a class with slots, such as DTensor, can't be exchanged
+    except TypeError:
         return _dispose_inner(tensor, cause, created)
     return _take_data(tensor, cls, record)
 
@@ -219,12 +221,14 @@ def dispose_plain(
     """
     handle: Any = tensor
     try:
-        dtype, notes = handle.dtype, handle.__dict__  # of a disposed one they are slow to read
+        # of a disposed one they are slow to read
+        dtype, notes = handle.dtype, handle.__dict__
         record = dtype, handle.shape, handle.device, created, cause
         handle.__class__ = DisposedTensor
         twin: Any = swap.make_empty(DisposedTensor, dtype)
         swap.swap(handle, twin)
-    except (TypeError, RuntimeError):  # a nested tensor; a C++ weak reference
+    # a nested tensor; a C++ weak reference
+    except (TypeError, RuntimeError):
         handle.__class__ = Tensor
         return False
     # as in _take_data
@@ -259,7 +263,8 @@ def _describe(tensor: Tensor, cause: Cause, created: Site | SiteStack | None) ->
         dtype = TENSOR_BASE.dtype.__get__(tensor)
         try:
             shape, device = TENSOR_BASE.shape.__get__(tensor), TENSOR_BASE.device.__get__(tensor)
-        except Exception:  # a nested tensor has no shape, and a subclass may compute its own
+        # a nested tensor has no shape, and a subclass may compute its own
+        except Exception:
             shape, device = (), _device_of(tensor)
     return dtype, shape, device, created, cause
 
@@ -267,7 +272,8 @@ def _describe(tensor: Tensor, cause: Cause, created: Site | SiteStack | None) ->
 def _device_of(tensor: Tensor) -> torch.device:
     try:
         return tensor.device
-    except Exception:  # as above
+    # as above
+    except Exception:
         return torch.device("meta")
 
 
@@ -292,7 +298,8 @@ def _twin_of(tensor: Tensor, dtype: torch.dtype) -> Any:
         twin = swap.make_empty(DisposedTensor, dtype)
         try:
             swap.swap(tensor, twin)
-        except RuntimeError:  # a C++ weak reference: retain_grad() of a non-leaf, autocast's cache
+        # a C++ weak reference: retain_grad() of a non-leaf, autocast's cache
+        except RuntimeError:
             return None
     return twin
 
@@ -300,7 +307,8 @@ def _twin_of(tensor: Tensor, dtype: torch.dtype) -> Any:
 def _dispose_inner(tensor: Tensor, cause: Cause, created: Site | SiteStack | None) -> Disposal:
     try:
         inside, trouble = inner_tensors(tensor), None
-    except Exception as error:  # a __tensor_flatten__ of the user's
+    # a __tensor_flatten__ of the user's
+    except Exception as error:
         inside, trouble = [], error
     results = [dispose_tensor(inner, cause, created) for inner in inside]
     if not results or Disposal.IMPOSSIBLE in results:

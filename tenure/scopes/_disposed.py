@@ -77,7 +77,8 @@ class DisposalRecord(NamedTuple):
     cause: Cause
 
     def __str__(self) -> str:
-        known = all(type(size) is int for size in self.shape)  # those of nested tensors are symbols
+        # those of nested tensors are symbols
+        known = all(type(size) is int for size in self.shape)
         n_bytes = math.prod(self.shape) * self.dtype.itemsize if known else 0
         origin = f"; it was created at {self.created}" if self.created else ""
         return f"{describe(self.dtype, self.shape, self.device, n_bytes)}, {self.cause}{origin}"
@@ -121,7 +122,8 @@ class DisposedTensor(Tensor):
         return repr(self)
 
     def __format__(self, spec: str) -> str:
-        return repr(self)  # a spec such as .3f is for the number that is gone
+        # a spec such as .3f is for the number that is gone
+        return repr(self)
 
     def __dir__(self) -> list[str]:
         return ["__class__"]
@@ -149,7 +151,8 @@ def refuse(tensor: Tensor, operation: str) -> NoReturn:
 
 
 def _advice_on(tensor: Tensor) -> str:
-    if is_dynamo_compiling():  # it can't trace a search of the heap
+    # it can't trace a search of the heap
+    if is_dynamo_compiling():
         return _ADVICE
     holder = _holder_of(tensor)
     return f"{holder} {_ADVICE_ON_HOLDER}" if holder else _ADVICE
@@ -157,7 +160,8 @@ def _advice_on(tensor: Tensor) -> str:
 
 def _holder_of(tensor: Tensor) -> str:
     notes: dict[str, Any] = object.__getattribute__(tensor, "__dict__")
-    if _HOLDER not in notes:  # a program that asks again and again must not search each time
+    # a program that asks again and again must not search each time
+    if _HOLDER not in notes:
         notes[_HOLDER] = _found_holder_of(tensor)
     holder: str = notes[_HOLDER]
     return holder
@@ -165,7 +169,8 @@ def _holder_of(tensor: Tensor) -> str:
 
 def _found_holder_of(tensor: Tensor) -> str:
     """The name of what holds a handle beside the variables of running functions; "" if nothing."""
-    with suppress(Exception):  # what goes wrong here must not hide the error that is coming
+    # what goes wrong here must not hide the error that is coming
+    with suppress(Exception):
         (holders,) = find_holders([tensor])
         passing = _variables_of_torch()
         for holder in holders:

@@ -26,7 +26,8 @@ _METRICS = "torchmetrics.metric"
 # what a metric computed last, what it puts aside in forward, and what it starts again from
 _KEPT_BY_METRICS = ("_computed", "_forward_cache", "_cache", "_defaults")
 _CONTAINERS = frozenset({list, tuple, dict, defaultdict, OrderedDict, deque})
-_SMALL = 256  # references that are not worth pruning
+# references that are not worth pruning
+_SMALL = 256
 _NOTHING: _Attributes = {}
 
 
@@ -51,7 +52,8 @@ class _Instances:
 
     def states(self) -> list[Any]:
         """The containers of state of all of them."""
-        if not self._knows_the_old:  # one look at the heap, and only where something survived
+        # one look at the heap, and only where something survived
+        if not self._knows_the_old:
             self._knows_the_old = True
             for owner in instances(tracked_objects(), lambda kind: is_kind(kind, self._cls)):
                 self.add(owner)
@@ -64,7 +66,8 @@ class _Instances:
 
     def add(self, owner: object) -> None:
         """Remember ``owner``, if it is one of the class."""
-        if not is_kind(type(owner), self._cls):  # isinstance would run a __getattribute__
+        # isinstance would run a __getattribute__
+        if not is_kind(type(owner), self._cls):
             return
         self._references[id(owner)] = ref(owner)
         if len(self._references) >= self._next_prune:

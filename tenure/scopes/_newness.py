@@ -62,7 +62,8 @@ def is_new(out: Tensor, func: Callable[..., Any], trees: Iterable[object]) -> bo
         func: what torch-function was asked to run.
         trees: its arguments.
     """
-    if func is DEEPCOPY:  # its memo holds the copy
+    # its memo holds the copy
+    if func is DEEPCOPY:
         return not is_parameter(out)
     if is_parameter(out) or _returns_existing(func):
         return False

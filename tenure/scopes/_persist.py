@@ -55,4 +55,5 @@ class persist(ContextDecorator):
             current.set(self._left.pop())
 
     def _recreate_cm(self) -> persist:
-        return persist()  # a decorated function may run on several threads at once
+        # a decorated function may run on several threads at once
+        return persist()

@@ -79,7 +79,8 @@ class DisposeScope(Block):
         return len(self.owned())
 
     def __bool__(self) -> bool:
-        return True  # a scope that owns nothing is still a scope
+        # a scope that owns nothing is still a scope
+        return True
 
     def __contains__(self, tensor: object) -> bool:
         if not self._owns_tensors:

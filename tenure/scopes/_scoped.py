@@ -71,14 +71,16 @@ def _wrap(function: Any, options: dict[str, Any]) -> Any:
             "@classmethod or @staticmethod."
         )
     named = {"name": getattr(function, "__qualname__", type(function).__name__), **options}
-    DisposeScope(**named)  # wrong options fail here and not at the first call
+    # wrong options fail here and not at the first call
+    DisposeScope(**named)
     opener = functools.partial(DisposeScope, **named)
     return functools.wraps(function)(_runner(function)(function, opener))
 
 
 def _runner(function: Any) -> Callable[[Any, _Opener], Any]:
     def is_kind(question: Callable[[Any], bool]) -> bool:
-        return question(function) or question(type(function).__call__)  # an object with __call__
+        # an object with __call__
+        return question(function) or question(type(function).__call__)
 
     if is_kind(inspect.isasyncgenfunction):
         return _scoped_async_generator

@@ -19,7 +19,8 @@ from ._library_state import watch_library_objects
 from ._owner import Ledger, Owner, Reference, enter, n_alive, owns, prune, take
 from ._tracker import Tracker
 
-_SMALL = 64  # entries that are not worth pruning
+# entries that are not worth pruning
+_SMALL = 64
 
 
 class ThreadScopes:
@@ -28,9 +29,12 @@ class ThreadScopes:
     def __init__(self) -> None:
         self.thread_id = threading.get_ident()
         self.tracker = Tracker()
+        # by identity, in the order of opening: those of all tasks, and of suspended generators
         self.open: dict[int, Owner] = {}
+        # no longer owned; known only so that `live` can count them and `attach` count them back
         self.handed_out: Ledger = {}
-        self.chosen: Ledger = {}  # what was attached by name, and so is let go whoever holds it
+        # what was attached by name, and so is let go whoever holds it
+        self.chosen: Ledger = {}
         self._next_prune = _SMALL
         # disposals that an operation of torch, which may need the handle, has put off
         self.waiting: list[tuple[Reference, Cause]] = []
@@ -41,6 +45,7 @@ class ThreadScopes:
 
     def owner_of(self, tensor: Tensor) -> Owner | None:
         """The open scope of this thread that owns ``tensor``."""
+        # the newest first: a tensor is mostly asked for where it was made
         for scope in reversed(list(self.open.values())):
             if owns(scope._ledger, tensor):
                 return scope
@@ -78,6 +83,7 @@ class ThreadScopes:
         """Detach those of ``tensors`` that a scope owns."""
         if not self.open or not tensors:
             return
+        # an optimizer's step releases its whole state: the keys in common are few, and found in C
         ids = {id(tensor): tensor for tensor in tensors}
         for scope in list(self.open.values()):
             for key in ids.keys() & scope._ledger.keys():

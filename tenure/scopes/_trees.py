@@ -29,7 +29,8 @@ def tensors_in(trees: Iterable[object]) -> list[Tensor]:
     found: list[Tensor] = []
     seen: set[int] = set()
     waiting = list(trees)[::-1]
-    keep: list[object] = []  # what was flattened on the way must not die, or its id could recur
+    # what was flattened on the way must not die, or its id could recur
+    keep: list[object] = []
     while waiting:
         node = waiting.pop()
         try:

@@ -59,7 +59,8 @@ def _slots_in_classes(holder: object, wanted: Wanted) -> Iterator[Slot]:
             if type(descriptor) is types.MemberDescriptorType:
                 try:
                     value = descriptor.__get__(holder)
-                except AttributeError:  # a slot that was never set
+                # a slot that was never set
+                except AttributeError:
                     continue
                 if id(value) in wanted:
                     yield value, Step(f".{name}", "attribute")
