@@ -58,6 +58,7 @@ def bytes_of_workspaces(
         cached: its blocks.
         storage_bytes: the bytes of each storage that a tensor has.
     """
+    # Sizes, each once: handles of cuBLAS and cuBLASLt may ask for blocks of the same.
     sizes = set(workspace_bytes(device).values())
     if not sizes or cached is None:
         return None

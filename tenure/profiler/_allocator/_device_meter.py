@@ -27,6 +27,8 @@ class DeviceAccount:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        # Reentrant: sys.monitoring reports the functions of torch that read the counters, too, and
+        # a tick in one of them may look at this account.
         self.lock = threading.RLock()
         self.n_bookings = 0
         self._module: Any = torch.get_device_module(device)
@@ -65,8 +67,11 @@ class DeviceAccount:
         others = bool(self._busy - {meter}) and (allocated or freed)
         is_exact, is_shared = self._is_counted, was_shared or bool(others)
         if own is not None and self._is_counted and self._tells_events:
+            # A thread's events are of all CUDA devices together: what this one has counted bounds
+            # them. See test_no_order_of_looks_books_a_byte_twice_and_events_lose_none.
             mine = sum(n for n in own if n > 0), -sum(n for n in own if n < 0)
-            is_shared = mine != (allocated, freed)  # then others did the rest
+            # Then others did the rest.
+            is_shared = mine != (allocated, freed)
             allocated, freed = min(mine[0], allocated), min(mine[1], freed)
         self._allocated -= allocated
         self._freed -= freed
@@ -115,6 +120,7 @@ class DeviceMeter:
     def read(self, changes: Changes | None) -> Interval:
         """The interval since ``start`` or the last read, of which ``changes`` are the events."""
         account, own = self._account, None if changes is None else changes.cuda
+        # Read and booked under one lock: between the two another thread would book the same bytes.
         with account.lock:
             before, after = self._stats, account.look()
             was_shared = account.n_bookings != self._n_bookings
@@ -132,7 +138,8 @@ def _growth(before: Allocated, after: Allocated) -> tuple[int, int, bool]:
     net = after.current - before.current
     if allocated - freed == net:
         return allocated, freed, True
-    return max(0, net), max(0, -net), False  # reset meanwhile, or never counted: cudaMallocAsync
+    # Reset meanwhile, or never counted, as with cudaMallocAsync.
+    return max(0, net), max(0, -net), False
 
 
 def _counted(before: int, after: int) -> int:
@@ -146,6 +153,7 @@ def _peak(before: Allocated, after: Allocated, own: list[int]) -> tuple[int, boo
     if after.peak > before.peak:
         return after.peak, True
     allocated, freed, is_counted = _growth(before, after)
+    # Only up, or only down: one of the ends is the peak.
     if is_counted and not (allocated and freed):
         return max(start, end), True
     highest = max(accumulate(own, initial=0))

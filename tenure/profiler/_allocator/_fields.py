@@ -60,6 +60,7 @@ def keep_largest(largest: dict[str, int], last: Stats, before: Stats, after: Sta
         before: the fields at the start of the interval.
         after: the fields at its end.
     """
+    # Most lines leave the device alone, and a hundred names need not be made to learn that.
     if after == last and after == before:
         return
     new = {
@@ -67,7 +68,7 @@ def keep_largest(largest: dict[str, int], last: Stats, before: Stats, after: Sta
         for name, figures in after.items()
         if name not in last or figures != last[name] or figures != before.get(name)
     }
-    # a flat peak needs the current value, which may be as it was
+    # A flat peak needs the current value, which may be as it was
     start, end = (before, new) if "allocated_bytes" in after else (before, after)
     was = flat({name: start[name] for name in end if name in start})
     fields = flat(end)

@@ -72,6 +72,7 @@ class LineProfiler:
             raise ProfilerUsageError("target_gpu and device name the same thing. Give one of them.")
         self._functions: dict[int, Function] = {}
         self._watch = Watch(_chosen_device(target_gpu, device))
+        # A list, because a block may stand inside another of the same profiler.
         self._was_enabled: list[bool] = []
         self._ever_enabled = False
         for function in functions:
@@ -92,6 +93,7 @@ class LineProfiler:
     @device.setter
     def device(self, device: str | torch.device) -> None:
         chosen = checked_device(device)
+        # What happened up to here is booked to the device that was measured then.
         the_trace.sessions.read()
         self._watch.measure(chosen)
 
@@ -103,6 +105,7 @@ class LineProfiler:
         """
         found = function_of(function)
         self._functions.setdefault(id(found.code), found)
+        # A new mapping: other threads look into the old one meanwhile.
         self._watch.codes = {i: function.code for i, function in self._functions.items()}
         if self.enabled:
             the_trace.refresh()
@@ -219,8 +222,10 @@ class LineProfiler:
             the_trace.sessions.read()
         merged: Book = {}
         for book in self._watch.books():
-            for key, figures in list(book.items()):
+            for key, figures in book.items():
                 merged.setdefault(key, Figures()).merge(figures)
+        # The session of another thread can't be read from here. See
+        # test_lines_that_another_thread_has_not_told_yet_are_lower_bounds.
         for place in self._watch.unread() & merged.keys():
             usage = merged[place].usage or _NOTHING
             merged[place].usage = usage._replace(exact=False, peak_exact=False)

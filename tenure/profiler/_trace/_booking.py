@@ -287,7 +287,8 @@ class Booking:
 
     def line(self, identity: int, key: Key) -> None:
         """A watched frame begins with a line."""
-        if not self._unwind_to(identity):  # it ran before anyone watched
+        # A frame that ran before anyone watched has told of no beginning.
+        if not self._unwind_to(identity):
             self.enter(identity, key)
         frame = self._frames[-1]
         figures = self._page.figures(key)

@@ -82,7 +82,8 @@ def _host_storages(tensor: Tensor) -> list[UntypedStorage]:
         if allocator.is_lazily_copied(tensor):
             own = []
         gradient = gradient_of(tensor)
-    except Exception:  # a broken tensor has nothing to enter, and must not end the search
+    # A broken tensor has nothing to enter, and must not end the search.
+    except Exception:
         return []
     return own if gradient is None else own + _host_storages(gradient)
 

@@ -45,6 +45,7 @@ class ThreadListener(Protocol):
         is_outdated: whether the listener wants something else than when it was last renewed.
     """
 
+    # Attributes and no properties: they are asked for at each line.
     can_wait: bool
     is_outdated: bool
 

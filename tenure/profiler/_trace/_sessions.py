@@ -78,7 +78,8 @@ class Sessions:
             return thread
         thread.looks.defer(thread.waiting)
         # A thread that Python doesn't report may have begun since: what it makes is seen to end
-        # from here on. See test_what_a_thread_makes_that_python_does_not_trace_...
+        # from here on. See
+        # test_what_a_thread_makes_that_python_does_not_trace_is_seen_from_the_next_line_on.
         if not self._sizes.are_kept and _thread._count():
             self._keep_needed_sizes(thread)
         if thread.session_is_lent:
@@ -88,7 +89,8 @@ class Sessions:
             len(thread.looks) >= _LOOKS_PER_TURN
             or thread.prompt
             or not thread.reads_seldom
-            or not allocations.is_profiling()  # someone has ended it
+            # Someone has ended it: what follows is not to be marked where nothing is noted.
+            or not allocations.is_profiling()
         ):
             self._read(thread)
         return thread

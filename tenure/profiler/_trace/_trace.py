@@ -165,11 +165,11 @@ class Trace:
         first = not sessions.listeners
         if first:
             sessions.start()
-            # Torch crashes an interpreter that exits inside a session.
+            # A profiler that nobody closes must not leave a session to the interpreter's end.
             atexit.register(self.close_all)
         # It counts from what is live, which is known once sizes are kept. Its codes are watched
         # before the engine starts, so that the frames that run already are found at once; and the
-        # engine starts last, because it reports this very function's end.
+        # engine starts last, because from then on it reports what is called here.
         listener.begin()
         sessions.listeners = (*sessions.listeners, listener)
         self.refresh()
