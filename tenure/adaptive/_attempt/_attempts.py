@@ -44,11 +44,11 @@ class SizeSearch(Protocol):
         """The arguments that allow no smaller size than this one, as errors name them."""
         ...
 
-    def succeeded(self) -> None:
-        """Work of this size returned."""
+    def succeeded(self) -> int | None:
+        """Work of this size returned; the size before, where none as large had worked yet."""
 
-    def failed(self, info: OomInfo) -> bool:
-        """Work of this size ran out of memory; the size is smaller now, or False: none is left."""
+    def shrink(self, info: OomInfo) -> bool:
+        """Work of this size ran out of memory: make it smaller; False where no size is left."""
         ...
 
 
@@ -134,21 +134,27 @@ class Attempts:
         if isinstance(outcome, _Failure):
             sizes: list[int] = []
             relief = Relief()
+            sizes_are_left = True
             while isinstance(outcome, _Failure):
                 sizes.append(search.size)
                 self._let_go(outcome, search.size)
-                if not self._has_next(outcome, search, relief):
+                if not self._prepare_next(outcome, search, relief, may_shrink=sizes_are_left):
                     if fallback is None:
                         last = [outcome]
                         del outcome  # the traceback in it leads back to this frame
                         self._give_up(last, sizes, search.limited_by)
                     self._tell("fallback", search.size, search.size, outcome.info)
                     work = _ignoring_the_size(fallback)
-                    fallback = None
+                    fallback, sizes_are_left = None, False
                 forget_traceback(outcome.error, self._outside)
                 del outcome  # nothing of the failed attempt is there when the next one begins
                 outcome = self._attempt(work, search.size)
-        search.succeeded()
+            if not sizes_are_left:
+                return outcome  # work on the CPU teaches nothing about the device
+        size = search.size
+        before = search.succeeded()
+        if before is not None:
+            self._tell("grow", before, size, None)
         return outcome
 
     def _attempt(self, work: Callable[[int], T], size: int) -> T | _Failure:
@@ -219,11 +225,13 @@ class Attempts:
         scope.dispose_everything()
         scope.name = own_name
 
-    def _has_next(self, failure: _Failure, search: SizeSearch, relief: Relief) -> bool:
-        """Whether there is something to try: the same size with more room, or a smaller one."""
+    def _prepare_next(
+        self, failure: _Failure, search: SizeSearch, relief: Relief, *, may_shrink: bool
+    ) -> bool:
+        """Make room for the same size, or go to a smaller one; False where neither is left."""
         info, size = failure.info, search.size
         freed_bytes = relief.make_room(info, failure.scene, size)
-        if not freed_bytes and search.failed(info):
+        if not freed_bytes and may_shrink and search.shrink(info):
             assert search.size < size
             self._tell("shrink", size, search.size, info)
             return True
@@ -237,7 +245,7 @@ class Attempts:
         kind: EventKind,
         size: int,
         next_size: int | None,
-        info: OomInfo,
+        info: OomInfo | None,
         freed_bytes: int = 0,
     ) -> None:
         event = AdaptiveEvent(kind, self._name, self._unit, size, next_size, info, freed_bytes)

@@ -44,25 +44,19 @@ def run_batch(
     remembered: Remembered,
 ) -> Any:
     """Return ``function(size, *args, **kwargs)``, tried until it fits."""
-    search = AdaptiveSearch(
-        name, "batch size", initial, options.limits, remembered, options.reduce, options.on_retry
-    )
+    search = AdaptiveSearch(initial, options.limits, remembered, options.reduce)
 
     def work(size: int) -> Any:
         return function(size, *args, **kwargs)
 
-    fallback = None
-    if options.cpu_fallback:
-        fallback = functools.partial(_on_cpu, search, function, args, kwargs)
+    def fallback() -> Any:
+        return on_cpu(function, search.size, *args, **kwargs)
+
     with DisposeScope(name) as scope:
         attempts = _attempts(name, scope, "batch size", options, args, kwargs)
-        result = attempts.run(search, work, fallback)
+        result = attempts.run(search, work, fallback if options.cpu_fallback else None)
     search.finished()
     return result
-
-
-def _on_cpu(search: AdaptiveSearch, function: _Function, args: _Args, kwargs: _Kwargs) -> Any:
-    return on_cpu(function, search.goes_elsewhere(), *args, **kwargs)
 
 
 class Piece:
@@ -157,16 +151,7 @@ def run_pieces(
     """
     if initial is None:
         initial = max(end - piece.start, options.limits.floor)
-    search = AdaptiveSearch(
-        name,
-        "step",
-        initial,
-        options.limits,
-        remembered,
-        options.reduce,
-        options.on_retry,
-        in_pieces=True,
-    )
+    search = AdaptiveSearch(initial, options.limits, remembered, options.reduce, in_pieces=True)
     results: list[Any] | None = None if collector is None else []
     if progress:
         with _Bar(name, end - piece.start) as bar:
@@ -186,7 +171,7 @@ def _run_pieces(
     results: list[Any] | None,
     bar: _Bar | None = None,
 ) -> None:
-    fallback = (lambda: piece.on_cpu(search.goes_elsewhere())) if options.cpu_fallback else None
+    fallback = (lambda: piece.on_cpu(search.size)) if options.cpu_fallback else None
     with DisposeScope(name) as scope:
         attempts = _attempts(name, scope, "step", options, piece.args, piece.kwargs)
         while piece.start < end:

@@ -166,10 +166,8 @@ def step(
     largest = max(setup.n_samples, 1)
     if maximum is not None:
         largest = min(largest, _checked_maximum(maximum, limits.minimum))
-    memory = remembered_of(stands_for(fn), frame, context, cache_type, setup.values, {})
-    search = AdaptiveSearch(
-        setup.name, "micro-batch", largest, limits, memory, on_retry=on_retry, has_trials=True
-    )
+    remembered = remembered_of(stands_for(fn), frame, context, cache_type, setup.values, {})
+    search = AdaptiveSearch(largest, limits, remembered, has_trials=True)
 
     def attempt(size: int) -> StepOutcome:
         with no_optimizer_steps("step"):
