@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tenure._units import format_bytes
+from tenure._text import format_bytes
 
 if TYPE_CHECKING:
     from ._leaks import LeakRecord

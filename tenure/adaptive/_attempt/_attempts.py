@@ -17,8 +17,8 @@ from typing import NoReturn, Protocol, TypeVar
 
 from tenure._capture import accelerator_is_capturing
 from tenure._errors import OutOfRetriesError
+from tenure._text import counted, format_bytes
 from tenure._torch.dynamo import never_compiled
-from tenure._units import format_bytes
 from tenure.scopes import DisposeScope
 
 from .._oom import OomInfo, oom_of_work
@@ -257,7 +257,7 @@ class Attempts:
         self._tell("give_up", sizes[-1], None, info)
         facts = [f"{self._unit} {', '.join(map(str, sizes))}", *_bytes_of(info)]
         raise OutOfRetriesError(
-            f"{len(sizes)} attempt{'' if len(sizes) == 1 else 's'} of {self._name!r} ran out of "
+            f"{counted(len(sizes), 'attempt')} of {self._name!r} ran out of "
             f"{memory_of(info)} ({'; '.join(facts)}). {_in_pieces(failure.scene)}"
             f"{self._advice_for(sizes[-1], limited_by)}",
             tuple(sizes),

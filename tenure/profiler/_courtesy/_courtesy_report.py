@@ -6,7 +6,7 @@ import html
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tenure._units import format_bytes
+from tenure._text import counted, format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class CourtesyReport:
             return f"Courtesy moved nothing: {self.note}"
         lines = [
             f"Courtesy moved {format_bytes(self.moved_bytes)} to host memory "
-            f"({_counted(self.n_storages, 'storage')}, {_counted(self.n_tensors, 'tensor')})."
+            f"({counted(self.n_storages, 'storage')}, {counted(self.n_tensors, 'tensor')})."
         ]
         if self.stays:
             lines.append(f"{format_bytes(self.stays_bytes)} stay where they are:")
@@ -83,7 +83,3 @@ class CourtesyReport:
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tenure._units import format_bytes
+from tenure._text import counted, format_bytes
 
 from .._allocator import allocator_bytes, bytes_of_workspaces, cached_memory
 from .._owners import CATEGORIES, StorageEntry, TensorRow
@@ -114,9 +114,8 @@ class MemReport:
         }
 
     def __repr__(self) -> str:
-        n_rows = len(self.rows)
-        noun = "tensor" if n_rows == 1 else "tensors"
-        return f"<MemReport of {n_rows} {noun}, {format_bytes(self.total_bytes)}>"
+        n_tensors = counted(len(self.rows), "tensor")
+        return f"<MemReport of {n_tensors}, {format_bytes(self.total_bytes)}>"
 
     def __str__(self) -> str:
         from ._mem_table import mem_text

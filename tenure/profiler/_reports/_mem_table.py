@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tenure._show import Column, html_table, rich_table
-from tenure._units import format_bytes
+from tenure._text import format_bytes
 
 from ._mem_report import UNEXPLAINED, DeviceReport, MemReport
 

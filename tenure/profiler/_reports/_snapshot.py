@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tenure._errors import ProfilerUsageError
 from tenure._show import Column, html_table, rich_table, text_table
-from tenure._units import format_bytes
+from tenure._text import format_bytes
 
 from .._owners import StorageEntry, TensorRow, describe_row, take_census
 from ._findings import Finding, find_growth, find_standing
