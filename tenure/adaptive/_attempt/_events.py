@@ -114,6 +114,7 @@ class _Thread(threading.local):
 
 
 _this_thread = _Thread()
+# replaced under the lock and never changed, so that whoever tells an event reads it without one
 _listeners: tuple[OnRetry, ...] = ()
 _lock = threading.Lock()
 
@@ -158,8 +159,10 @@ def tell(event: AdaptiveEvent, on_retry: OnRetry | None = None) -> None:
     _count(event.kind)
     if event.kind in ("shrink", "fallback"):
         _logger.warning("%s", event)
-    elif event.kind != "give_up":  # that one becomes an error, which says it
+    # that one becomes an error, which says it
+    elif event.kind != "give_up":
         _logger.info("%s", event)
+    # What a listener raises is not caught: so a program can end a retry.
     for listener in (*_listeners, *([on_retry] if on_retry else [])):
         listener(event)
 

@@ -97,6 +97,7 @@ class memory_budget(ContextDecorator):
         """
         check_new(self, self._status)
         check_not_capturing(self)
+        # the net first: where it can't be spread, nothing is open yet
         if self.device.type != "cpu" and keeps_fractions(self.device):
             self._net = FractionNet(self.limit_bytes, self.device)
             self._net.open()
@@ -118,6 +119,7 @@ class memory_budget(ContextDecorator):
                 before a mode that was opened inside, and the budget is closed.
         """
         check_open(self, self._status, self._thread_id)
+        # from here on whatever fails: a budget that could not be closed would limit for ever
         self._status = "closed"
         if self._net is not None:
             self._net.close()
@@ -149,4 +151,5 @@ class memory_budget(ContextDecorator):
         )
 
     def _recreate_cm(self) -> Self:
-        return type(self)(self.limit_bytes, self.device)  # calls may overlap, on several threads
+        # calls may overlap, on several threads
+        return type(self)(self.limit_bytes, self.device)

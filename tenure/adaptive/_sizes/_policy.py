@@ -93,7 +93,8 @@ def _is_larger_than_known(known: SizeRecord, first: int) -> bool:
 def _grown(known: SizeRecord, ceiling: int, align: int) -> int:
     if known.bad is None:
         wanted = 2 * known.ok
-    else:  # what failed may have been a last piece, which is no multiple
+    # what failed may have been a last piece, which is no multiple
+    else:
         wanted = min(-(-known.bad // align) * align, known.ok + known.step(align))
     return min(ceiling, max(wanted, known.ok + 1))
 
@@ -149,7 +150,8 @@ def larger(
     fits = with_margin(fitting(known.points, free_bytes))
     if known.is_steep or n_failures >= _MANY_FAILURES:
         careful = with_margin(fitting(known.points, free_bytes, is_steep=True))
-        # where there is room for two steps, one fits whatever the memory grows with
+        # Where there is room for two steps, one fits whatever the memory grows with. Without it a
+        # small size would stay: of 2, the careful view of twice the memory is 2.
         fits = max(careful, size + step) if fits >= size + 2 * step else careful
     bad = fails_at(known, free_bytes)
     if bad is not None:
@@ -225,7 +227,8 @@ def smaller(
         return reduced(size)
     if free_bytes is None:
         return size // 2
-    if known.points and failure.is_first:  # it worked before, so that not much is missing
+    # it worked before, so that not much is missing
+    if known.points and failure.is_first:
         fits = with_margin(fitting(known.points, free_bytes))
         return min(fits, size - -(-size // _LITTLE))
     wanted = size // 2
@@ -304,6 +307,7 @@ def fitting(points: Sequence[Measured], free_bytes: int, *, is_steep: bool = Fal
     power = 2 if is_steep else 1
     size, n_bytes = points[-1]
     level = size**power
+    # With one point the line goes through nothing at size 0: the fixed part counts as growing.
     slope = n_bytes / level
     if len(points) > 1 and points[0].size < size:
         earlier = points[0]
@@ -312,6 +316,7 @@ def fitting(points: Sequence[Measured], free_bytes: int, *, is_steep: bool = Fal
             # measurements vary: two sizes that lie close tell little of what lies far
             more_bytes += n_bytes / _MARGIN
         measured = max(slope * _LEAST_SLOPE, more_bytes / (level - earlier.size**power))
+        # down, the flatter of both lines takes more away, which is the careful way
         slope = measured if free_bytes > n_bytes else min(slope, measured)
     reached = level + (free_bytes - n_bytes) / slope
     return int(max(0.0, reached) ** (1 / power) + 1e-9)

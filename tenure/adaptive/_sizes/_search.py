@@ -98,7 +98,8 @@ class AdaptiveSearch:
             self._base = self.size = limits.first(initial)
         record = remembered.known()
         if record is None and limits.maximum is not None:
-            record = remembered.new()  # it may grow without ever having failed
+            # with a maximum it may grow without ever having failed: its calls have to be counted
+            record = remembered.new()
         self._record = record
         if record is not None:
             self._begin(record)
@@ -131,6 +132,7 @@ class AdaptiveSearch:
         elif self.size < self._ceiling and policy.has_risen(known, free_bytes):
             record.note_risen(free_bytes)
             self.size = self._start(record)
+        # a size that was measured is not measured again: that would restart the user's peak
         if self.size > known.ok or self.size < self._base or not known.points:
             self._measure(meter)
 
@@ -170,7 +172,8 @@ class AdaptiveSearch:
     def succeeded(self) -> int | None:
         """Work of this size returned; the size before, where none as large had worked yet."""
         record = self._record
-        if record is None:  # by far the most: nothing has ever failed here
+        # by far the most: nothing has ever failed here
+        if record is None:
             return None
         size, meter = self.size, self._meter
         needed_bytes = meter.needed_bytes() if meter is not None else None
@@ -184,7 +187,8 @@ class AdaptiveSearch:
             if self._in_pieces:
                 self._climb(record)
         elif self._in_pieces:
-            # the result may be let go before the next piece begins: that is when to choose
+            # go_on() chooses, when the result is with its user or gone: only then the free memory
+            # is what the next piece has
             self._needed_bytes, self.room = needed_bytes, meter
         else:
             self._leap(record, meter, needed_bytes)
@@ -193,6 +197,7 @@ class AdaptiveSearch:
     def tried(self) -> None:
         """A part of the work, of this size, returned and was taken back; choose the size by it."""
         record, meter, size = self._record, self._meter, self.size
+        # a trial follows a failure, which makes both
         assert record is not None
         assert meter is not None
         self._n_trials -= 1
@@ -216,7 +221,8 @@ class AdaptiveSearch:
         size = self.size
         free_bytes = meter.available_bytes()
         known = record.snapshot()
-        if size != known.ok:  # a short last piece, or another thread has come farther
+        # a short last piece, or another thread has come farther
+        if size != known.ok:
             known.points = (Measured(size, needed_bytes),)
         larger = self._larger(known, free_bytes)
         if larger and self._in_pieces:
@@ -255,6 +261,7 @@ class AdaptiveSearch:
             record = self._record = self._remembered.new()
         meter = self._meter or meter_for(info.device)
         failure = self._note_failure(info, meter)
+        # the policy asks what was known before: the record forgets what worked where that fails
         size, known = failure.size, record.snapshot()
         record.note_failed(size, self._limits.align, info.device, failure.free_bytes)
         reduce = self._reduce
