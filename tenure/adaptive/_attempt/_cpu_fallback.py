@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from tenure._storages import storages_of
-from tenure._torch.versions import version_of, write_back
+from tenure._torch.storages import key_of
+from tenure._torch.writes import version_of, write_back
 from tenure._tree_copies import Survey, entries_of, is_mutable, set_entries
 
 _CPU = torch.device("cpu")
@@ -107,7 +108,7 @@ def _shown_by(tensor: Tensor) -> tuple[object, ...] | None:
     """Which elements of which memory a tensor shows; None where that is not one memory."""
     if not _shows_one_memory(tensor):
         return None
-    storage, offset = tensor.untyped_storage()._cdata, tensor.storage_offset()
+    storage, offset = key_of(tensor.untyped_storage()), tensor.storage_offset()
     return storage, offset, tensor.dtype, tensor.shape, tensor.stride()
 
 
@@ -151,7 +152,7 @@ def _overlapping(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Groups of tensors, by the bytes of a storage from the first to the last element of each."""
     by_storage: defaultdict[int, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
-        by_storage[tensor.untyped_storage()._cdata].append(tensor)
+        by_storage[key_of(tensor.untyped_storage())].append(tensor)
     for sharing in by_storage.values():
         group: list[Tensor] = []
         end = 0

@@ -15,9 +15,9 @@ from typing import Any, Self
 from rich.errors import LiveError
 from rich.progress import Progress
 from torch import Tensor
-from torch._C import DisableTorchFunction
 
-from tenure._torch.dynamic import mark_dynamic
+from tenure._torch.compiler import mark_dynamic
+from tenure._torch.quiet import without_functions
 from tenure.scopes import DisposeScope
 
 from .._attempt import Attempts, on_cpu
@@ -122,7 +122,7 @@ class Chunk(Piece):
         self.end = end = start + size
         # A plain tensor's view is not seen by modes; one of a subclass is its class's to make.
         if type(tensor) is Tensor:
-            with DisableTorchFunction():
+            with without_functions():
                 chunk = tensor.narrow(self.dimension, start, size)
         else:
             chunk = tensor.narrow(self.dimension, start, size)

@@ -1,10 +1,9 @@
 """Tensors and containers that modules hold, noted so that what is put into them can be taken back.
 
 Invariant: a note of a tensor that nobody writes takes no memory, as far as torch can copy it lazily
-(``tenure._torch.lazy_copies``). One that was written once is copied at once from then on, so that
-it does not move to other memory each time. Of containers only the methods of the builtin classes
-are called: a class of the user's may refuse to be cleared, or may want other arguments to make a
-copy.
+(``tenure._torch.writes``). One that was written once is copied at once from then on, so that it
+does not move to other memory each time. Of containers only the methods of the builtin classes are
+called: a class of the user's may refuse to be cleared, or may want other arguments to make a copy.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
-from tenure._torch.dispatch import without_dispatch
-from tenure._torch.lazy_copies import lazy_copy, share_memory
-from tenure._torch.versions import version_of, write_back
+from tenure._torch.modules import NormBase
+from tenure._torch.quiet import without_dispatch
+from tenure._torch.writes import lazy_copy, share_memory, version_of, write_back
 from tenure.scopes import is_disposed
 
 
@@ -116,7 +114,7 @@ def differing(pairs: list[tuple[Tensor, Tensor]]) -> list[bool]:
 
 def _is_written(owner: nn.Module, name: str) -> bool:
     # batch norm in training writes its statistics with each call: a lazy copy would be made in vain
-    if isinstance(owner, _NormBase):
+    if isinstance(owner, NormBase):
         return owner.training
     return name in _written.get(owner, ())
 

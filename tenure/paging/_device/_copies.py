@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tenure._errors import PagingError
-from tenure._torch.aside import aside
+from tenure._torch.quiet import aside
 
 from .._host import HostStore
 from .._link import Link, Meter

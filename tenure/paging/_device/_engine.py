@@ -16,8 +16,8 @@ from torch import Tensor
 from tenure._account import taken
 from tenure._named_tensors import NamedTensor
 from tenure._segments import whole_block_bytes
-from tenure._torch.aside import aside
-from tenure._torch.unseen import note_while
+from tenure._torch.lending import note_while
+from tenure._torch.quiet import aside
 
 from .._host import HostStore
 from .._link import Link

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from tenure._torch.aside import aside
-from tenure._torch.dynamo import never_compiled
-from tenure._torch.lending import Lent, is_held
+from tenure._torch.compiler import never_compiled
+from tenure._torch.lending import Lent
+from tenure._torch.quiet import aside
+from tenure._torch.storages import is_held
+from tenure._torch.writes import counter_of
 
 from .._model import HostTensor, Unit
 from ._slabs import Place
@@ -70,7 +72,7 @@ class Page:
         if found is None:
             with aside():
                 found = self._show(host)
-            self._shown_versions[host] = found._version
+            self._shown_versions[host] = counter_of(found)
             self._shown[host] = found
             self._lent.tensors[id(found)] = host.name  # type: ignore[union-attr]
         # Some kernels choose their way by this flag, also where no graph is recorded. Where one is,
@@ -130,8 +132,8 @@ class Page:
         unseen = self._take_unseen()
         for host, tensor in self._shown.items():
             is_unseen = unseen or (with_buffers and host.is_buffer)
-            if is_unseen or tensor._version != self._shown_versions[host]:
-                self._shown_versions[host] = tensor._version
+            if is_unseen or counter_of(tensor) != self._shown_versions[host]:
+                self._shown_versions[host] = counter_of(tensor)
                 written.append(host)
         return written
 

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tenure._callers import warn_user
 from tenure._errors import PagingError, PagingWarning
-from tenure._torch.dynamo import never_compiled
-from tenure._torch.entry_calls import calls_of, is_running
-from tenure._warn import warn_user
+from tenure._torch.compiler import never_compiled
+from tenure._torch.modules import calls_of, is_running
+from tenure._torch.storages import key_of
 
 from .._device import Engine, Page, UnpagedTensors
 from .._model import HostTensor, Unit
@@ -171,7 +172,7 @@ class Pager:
             return output
         passing = (page for page in self._frames[-1].pages if not page.is_resident)
         pages = self.engine.pages() if self.is_outermost else passing
-        lent = {storage._cdata for page in pages if page.is_held() for storage in page.storages}
+        lent = {key_of(storage) for page in pages if page.is_held() for storage in page.storages}
         return apart_from(lent, output) if lent else output
 
     def leave(self, token: object) -> None:
@@ -245,7 +246,7 @@ class Pager:
         engine.saves_buffers = False
         engine.order.begin(kind)
         engine.meter.begin()
-        if torch._C._get_tracing_state() is not None:
+        if torch.jit.is_tracing():
             raise PagingError(
                 f"{type(module).__name__} is traced by torch.jit while it is paged: the trace "
                 "would keep the places that weights pass through, and read others there later. "

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tenure._storages import storages_of
+from tenure._torch.storages import key_of
 from tenure._tree_copies import Survey
 
 from ._arguments import is_leaf
@@ -35,7 +36,7 @@ def apart_from(lent: Collection[int], output: Any) -> Any:
 
 
 def _is_in(lent: Collection[int], tensor: Tensor) -> bool:
-    return any(storage._cdata in lent for storage in storages_of(tensor))
+    return any(key_of(storage) in lent for storage in storages_of(tensor))
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tenure._account import taken
 from tenure._named_tensors import NamedTensor
-from tenure._torch.aside import aside
+from tenure._torch.quiet import aside
 
 from .._host import Done, Pinning, Reader, raise_anew
 from ._link import Link, copy_if_other

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from tenure._storages import inner_tensors, storages_of
+from tenure._torch.storages import key_of
+from tenure._torch.writes import version_of
 
 if TYPE_CHECKING:
     from ._units import Unit
@@ -77,7 +79,7 @@ class HostTensor:
     @property
     def version(self) -> int:
         """Grows with each write in place that autograd would notice."""
-        return 0 if self.tensor.is_inference() else self.tensor._version
+        return version_of(self.tensor) or 0
 
 
 @dataclass(eq=False, slots=True)
@@ -147,7 +149,7 @@ class TensorTable:
         by_storage: dict[int, list[HostTensor]] = {}
         for host in self.hosts.values():
             if is_plain(host.tensor):
-                by_storage.setdefault(host.tensor.untyped_storage()._cdata, []).append(host)
+                by_storage.setdefault(key_of(host.tensor.untyped_storage()), []).append(host)
             else:
                 self.unpaged.append(host)
         extents = map(_extent, by_storage.values())

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from tenure._errors import AwayTensorError
 from tenure._refusals import handles_in, operation_of
 from tenure._text import describe, shape_of
+from tenure._torch.quiet import without_functions, without_subclass_functions
 
 if TYPE_CHECKING:
     from ._moved import Moved
@@ -72,7 +72,7 @@ class AwayTensor(Tensor):
     ) -> Any:
         """Answer what the handle knows, and refuse everything else until its bytes are back."""
         if func in _READABLE:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_subclass_functions():
                 return func(*args, **(kwargs or {}))
         for tensor in handles_in((args, kwargs), AwayTensor):
             if not heal(tensor):
@@ -170,7 +170,7 @@ def _attributes(tensor: Tensor) -> dict[str, Any]:
 def _text_of(tensor: Tensor) -> str:
     found = _guard_of(tensor)
     n_bytes = sum(part.n_bytes for part in found.parts) if found else 0
-    with torch._C.DisableTorchFunction():
+    with without_functions():
         text = describe(tensor.dtype, shape_of(tensor), tensor.device, n_bytes)
     return f"{text}, which a Courtesy moved to host memory"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from tenure._capture import kind_of_live_graph
-from tenure._torch.owners import shared_keys
+from tenure._torch.storages import key_of, shared_keys
 
 from ._address_segments import Segments
 from ._away import can_guard
@@ -36,7 +36,7 @@ class Judge:
         storage = holding.storage
         if not storage.resizable():
             return "its memory belongs to somebody else than torch"
-        if storage._cdata in self._shared:
+        if key_of(storage) in self._shared:
             return "it is shared with another process"
         if self._segments.at(storage.data_ptr()).is_private:
             return "it lies in a memory pool of its own, whose addresses may be in use"

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 
+from tenure._callers import created_at
 from tenure._heap import (
     OF_VARIABLE,
     Holder,
@@ -31,9 +32,9 @@ from tenure._heap import (
     type_name,
 )
 from tenure._named_tensors import NamedTensor, tensor_namers
-from tenure._sited import created_at
 from tenure._text import listed
 from tenure._torch.quiet import quietly
+from tenure._torch.storages import key_of
 
 from ._naming import BUFFERS, OPTIMIZER_STATE, PARAMETERS, Kept, Names
 from ._parts import (
@@ -311,7 +312,7 @@ class _Census:
             if any(self._home(part.key) not in self._members for part in parts_of(t)):
                 self._add(t, self._named(t, ""), OTHERS)
         for storage in self._bare:
-            if self._home(storage._cdata) in self._members:
+            if self._home(key_of(storage)) in self._members:
                 continue
             if storage.nbytes() and not is_hollow(storage):
                 # numbered like tensors without a name
@@ -319,8 +320,8 @@ class _Census:
                 self._n_unnamed += 1
                 n_bytes, device = storage.nbytes(), str(storage.device)
                 row = TensorRow(name, OTHERS, (n_bytes,), "uint8", device, n_bytes)
-                self._identities[storage._cdata] = weakref.ref(storage)
-                self._members[storage._cdata] = [_Member(row, n_bytes, _Held(name, "unknown"))]
+                self._identities[key_of(storage)] = weakref.ref(storage)
+                self._members[key_of(storage)] = [_Member(row, n_bytes, _Held(name, "unknown"))]
 
     def _home(self, key: int) -> int:
         """The storage whose bytes a storage lies in; mostly itself."""
@@ -345,7 +346,7 @@ def _homes(kept: Iterable[NamedTensor]) -> dict[int, int]:
     for named in kept:
         home = storage_key(named.tensor)
         if home is not None:
-            homes.update((storage._cdata, home) for storage in named.inside)
+            homes.update((key_of(storage), home) for storage in named.inside)
     return homes
 
 

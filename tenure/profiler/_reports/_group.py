@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
 from tenure._errors import ProfilerUsageError
 from tenure._show import Column, html_table, rich_table, text_table
 from tenure._text import counted, format_bytes
+from tenure._torch.quiet import without_functions
 
 from ._mem_report import UNEXPLAINED, MemReport
 
@@ -114,6 +114,6 @@ def gather_reports(report: MemReport, group: dist.ProcessGroup | None) -> GroupR
             "torch.distributed.init_process_group() first, or report() for this process alone."
         )
     gathered: list[MemReport] = [report] * dist.get_world_size(group)
-    with torch._C.DisableTorchFunction():
+    with without_functions():
         dist.all_gather_object(gathered, report, group=group)
     return GroupReport(tuple(gathered), dist.get_rank(group))

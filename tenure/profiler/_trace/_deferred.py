@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from tenure._torch import cpu_allocator as allocator
-from tenure._torch.allocations import Changes
-from tenure._torch.marks import as_event, marker
+from tenure._torch.allocations import Changes, as_event, marker
 
 from .._allocator import cpu_interval, unseen_interval
 from ._booking import Lane, Visit

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import warnings
 
-import torch
 from torch import Tensor, UntypedStorage
 
 from tenure._heap import gradient_of, live_tensors
 from tenure._storages import storages_of
 from tenure._torch import cpu_allocator as allocator
 from tenure._torch.allocations import is_profiling
+from tenure._torch.quiet import without_functions
+from tenure._torch.storages import key_of
 
 
 def enter_existing() -> None:
@@ -21,12 +22,12 @@ def enter_existing() -> None:
     if not allocator.is_known() or is_profiling():
         return
     entered: set[int] = set()
-    with warnings.catch_warnings(), torch._C.DisableTorchFunction():
+    with warnings.catch_warnings(), without_functions():
         warnings.simplefilter("ignore")  # of whatever classes a heap has
         for tensor in live_tensors():
             for storage in _host_storages(tensor):
-                if storage._cdata not in entered:
-                    entered.add(storage._cdata)
+                if key_of(storage) not in entered:
+                    entered.add(key_of(storage))
                     allocator.enter(storage)
 
 

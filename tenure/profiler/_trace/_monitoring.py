@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from types import CodeType
 from typing import Any
 
-from tenure._torch.backward import ENGINE_CODE
+from tenure._torch.autograd import ENGINE_CODE, check_engine_is_seen
 
 from ._sessions import Hub
 from ._watches import Codes
@@ -21,6 +21,7 @@ monitoring: Any = getattr(sys, "monitoring", None)
 """The module; None before Python 3.12."""
 
 _NAME = "tenure.profiler"
+_engine = () if ENGINE_CODE is None else (ENGINE_CODE,)
 
 
 def _free_tool() -> int | None:
@@ -65,6 +66,7 @@ class Monitor:
 
     def start(self) -> None:
         """Report, under the number that was taken."""
+        check_engine_is_seen()
         for event, callback in self._callbacks.items():
             monitoring.register_callback(self._tool, event, callback)
         events = monitoring.events
@@ -72,7 +74,7 @@ class Monitor:
             self._tool, events.PY_UNWIND | events.PY_THROW | events.PY_START | events.JUMP
         )
         self._on = True
-        self._set((ENGINE_CODE,), events.PY_RETURN)
+        self._set(_engine, events.PY_RETURN)
         self._set(self._codes.values(), self._lines)
 
     def join(self) -> None:
@@ -81,7 +83,7 @@ class Monitor:
     def stop(self) -> None:
         """Give the number back, if need be when the sessions of other threads have ended."""
         if self._tool is not None:
-            self._set((ENGINE_CODE, *self._codes.values()), monitoring.events.NO_EVENTS)
+            self._set((*_engine, *self._codes.values()), monitoring.events.NO_EVENTS)
         self._on = False
         self._codes = {}
         self._free_if_idle()

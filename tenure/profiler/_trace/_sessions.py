@@ -20,7 +20,7 @@ from typing import Protocol
 from tenure._torch import allocations as allocations
 from tenure._torch import cpu_allocator as allocator
 from tenure._torch.allocations import Changes
-from tenure._torch.backward import is_running_node
+from tenure._torch.autograd import is_running_node
 from tenure._torch.profilers import announce
 
 from ._booking import Key

@@ -13,7 +13,7 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
 
-from tenure._torch.backward import ENGINE_CODE
+from tenure._torch.autograd import ENGINE_CODE, check_engine_is_seen
 
 from ._loops import has_loop
 from ._sessions import TICKS_PER_TURN, Hub
@@ -48,6 +48,7 @@ class Tracer:
 
     def start(self) -> None:
         """Trace this thread, the watched frames that run on it, and the threads to come."""
+        check_engine_is_seen()
         self.on = True
         if _OPCODES_ARE_SWITCHED_ON_BY_SETTRACE:
             own = sys._getframe()

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenure._torch import marks
+from tenure._torch import allocations
 from tenure.profiler import LineProfiler
 
 N_LINES = 6
@@ -107,13 +107,13 @@ def test_a_mark_is_no_memory(marks, monkeypatch):
     allocator.keep_sizes(True)
     allocations.begin()
     before = allocator.live_bytes()
-    marks.marker()(3)
+    allocations.marker()(3)
     block = torch.UntypedStorage(64, device="cpu")
-    marks.marker()(2**20)
+    allocations.marker()(2**20)
     after = allocator.live_bytes()
     events = allocations.end().cpu
     allocator.keep_sizes(False)
-    assert events == [marks.as_event(3), 64, marks.as_event(2**20)]
+    assert events == [allocations.as_event(3), 64, allocations.as_event(2**20)]
     assert after - before == block.nbytes()
     assert not allocations.is_profiling()
 
@@ -259,7 +259,7 @@ def test_a_peak_reaches_every_caller_of_a_deep_recursion():
 def test_an_interrupt_at_a_mark_loses_no_other_line(place, monkeypatch):
     from tenure.profiler._trace._engine import the_hub
 
-    set_mark, n_marks = marks.marker(), [0]
+    set_mark, n_marks = allocations.marker(), [0]
 
     def interrupted(number):
         n_marks[0] += 1

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
+
+from tenure._torch.modules import BatchNorm, InstanceNorm
 
 from ..._undo import RngState
 from .._modules import named_modules, without_dropout
@@ -143,7 +143,7 @@ def _after(first: Callable[[], None], fn: Callable[[Any], Any]) -> Callable[[Any
 @contextmanager
 def _without_statistics(roots: Mapping[str, nn.Module]) -> Iterator[None]:
     """Normalize with running statistics: those of a micro-batch were asked for."""
-    kinds = (_BatchNorm, _InstanceNorm)
+    kinds = (BatchNorm, InstanceNorm)
     found = [
         module
         for _, module in named_modules(roots)

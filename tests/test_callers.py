@@ -1,4 +1,4 @@
-"""Modes above tenure's do not hide who made a tensor."""
+"""Whose frame is which: where warnings point, where a tensor was made, who called torch."""
 
 import copy
 
@@ -7,7 +7,15 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from tenure import DisposedTensorError, NewDisposeScope, is_disposed, owner_of
+from tenure import (
+    DisposedTensorError,
+    NewDisposeScope,
+    detach_from_scope,
+    is_disposed,
+    owner_of,
+)
+from tenure._callers import created_at, warn_user
+from tenure._errors import TenureWarning
 
 
 class Direct(TorchFunctionMode):
@@ -117,3 +125,56 @@ def test_the_handler_of_a_mode_may_be_called_by_hand_before_a_mode_calls_it():
         with Borrowing():
             norm.double()
         assert owner_of(norm.running_mean) is None
+
+
+def test_a_tensor_of_no_scope_has_no_site():
+    assert created_at(torch.ones(2)) is None
+
+
+def test_a_scope_that_captures_nothing_gives_no_site():
+    with NewDisposeScope():
+        assert created_at(torch.ones(2)) is None
+
+
+def test_the_site_stays_known_while_and_after_the_scope_is_open():
+    with NewDisposeScope(capture="site"):
+        made = torch.ones(2)
+        line = made_at(made)
+        detach_from_scope(made)
+    assert created_at(made) == f"tests/test_callers.py:{line}"
+
+
+def test_the_site_of_a_survivor_outlasts_a_scope_that_reports():
+    with NewDisposeScope(policy="report"):
+        made = torch.ones(2)
+    first = test_the_site_of_a_survivor_outlasts_a_scope_that_reports.__code__.co_firstlineno
+    assert made_at(made) == first + 2
+
+
+def made_at(tensor):
+    """The line in this file."""
+    path, _, line = created_at(tensor).rpartition(":")
+    assert path.endswith("test_callers.py")
+    return int(line)
+
+
+CODE = "def below(): warn_user('here', TenureWarning)"
+
+
+def place_of_warning(name):
+    """The file that a warning names which comes from code of a module of that name."""
+    names = {"__name__": name, "warn_user": warn_user, "TenureWarning": TenureWarning}
+    exec(compile(CODE, "below.py", "exec"), names)
+    with pytest.warns(TenureWarning, match="here") as caught:
+        names["below"]()
+    return caught[0].filename
+
+
+@pytest.mark.parametrize("name", ["tenure", "tenure.scopes", "torch", "torch.nn", "contextlib"])
+def test_code_of_the_library_and_of_what_calls_it_is_passed_by(name):
+    assert place_of_warning(name) == __file__
+
+
+@pytest.mark.parametrize("name", ["torchmetrics", "tenure._cli", "program"])
+def test_other_code_is_the_users(name):
+    assert place_of_warning(name) == "below.py"

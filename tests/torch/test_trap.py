@@ -5,13 +5,9 @@ import gc
 import pytest
 import torch
 
-from tenure._torch import owners, trap
+from tenure._torch import trap
+from tenure._torch.storages import key_of
 from tenure.profiler import Courtesy
-
-
-def test_storages_that_were_shared_are_known():
-    t = torch.ones(2)
-    assert t.untyped_storage()._cdata not in owners.shared_keys()
 
 
 @pytest.fixture
@@ -28,15 +24,15 @@ def traps(monkeypatch):
         del armed[key]
         calls.append("disarm")
 
-    monkeypatch.setattr(torch._C, trap._SET, arm, raising=False)
-    monkeypatch.setattr(torch._C, trap._CLEAR, disarm, raising=False)
+    monkeypatch.setattr(trap._SET, arm, raising=False)
+    monkeypatch.setattr(trap._CLEAR, disarm, raising=False)
     monkeypatch.setattr(trap, "works", lambda: True)
     return armed, calls
 
 
 def test_a_trap_that_does_not_trap_is_not_relied_on(monkeypatch):
-    monkeypatch.setattr(torch._C, trap._SET, lambda *_: None, raising=False)
-    monkeypatch.setattr(torch._C, trap._CLEAR, lambda *_: None, raising=False)
+    monkeypatch.setattr(trap._SET, lambda *_: None, raising=False)
+    monkeypatch.setattr(trap._CLEAR, lambda *_: None, raising=False)
     trap.works.cache_clear()
     assert not trap.works()
     monkeypatch.undo()
@@ -46,7 +42,7 @@ def test_a_trap_that_does_not_trap_is_not_relied_on(monkeypatch):
 def test_a_storage_is_trapped_while_it_is_away(sim, traps):
     armed, calls = traps
     x = torch.ones(4, device=sim.device)
-    key = x.untyped_storage()._cdata
+    key = key_of(x.untyped_storage())
     with Courtesy():
         assert armed == {
             key: "16 B on sim:0: its bytes are in host memory: leave the block of tenure's "

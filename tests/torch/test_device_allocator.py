@@ -1,4 +1,4 @@
-"""The blocks that torch keeps for cuBLAS are let go only where no graph and no thread uses them."""
+"""Blocks that torch keeps for cuBLAS go only where no graph and no thread uses them; segments."""
 
 import sys
 import threading
@@ -7,10 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tenure._torch import workspaces
-from tenure._torch.workspaces import clear_workspaces, workspace_bytes
+from tenure._torch import device_allocator
+from tenure._torch.device_allocator import (
+    clear_workspaces,
+    free_block_bytes,
+    segments_of,
+    workspace_bytes,
+)
 
 CUDA = torch.device("cuda:0")
+SECOND = torch.device("cuda", 1)
 BLOCK_BYTES = 8_519_680
 
 
@@ -110,6 +116,24 @@ def test_a_build_without_the_names_keeps_no_blocks(cuda, monkeypatch):
 
 def test_the_self_test_finds_the_names_of_a_build_with_cuda(cuda, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
-    assert workspaces.works()
+    assert device_allocator.works()
     monkeypatch.delattr(torch._C, "_cuda_getCublasLtWorkspaceSize")
-    assert not workspaces.works()
+    assert not device_allocator.works()
+
+
+def _segment(pool, *blocks, index=1):
+    made = [{"size": size, "state": state} for size, state in blocks]
+    return {"device": index, "segment_pool_id": pool, "blocks": made}
+
+
+def test_the_free_blocks_of_a_graphs_own_pool_serve_no_other_tensor():
+    shared = _segment((0, 0), (512, "inactive"), (1024, "active_allocated"))
+    private = _segment((0, 1), (4096, "inactive"))
+    assert free_block_bytes([shared, private]) == [512]
+
+
+def test_segments_are_those_of_the_device_that_is_asked_for():
+    here, there = _segment((0, 0)), _segment((0, 0), index=0)
+    module = SimpleNamespace(memory_snapshot=lambda: [there, here])
+    assert segments_of(module, SECOND) == [here]
+    assert segments_of(SimpleNamespace(), SECOND) == []
