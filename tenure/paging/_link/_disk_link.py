@@ -103,7 +103,7 @@ class DiskLink(Link):
         if isinstance(event, TransferEvent):
             event.check()
 
-    def let_compute(self, stream: Any, event: Any) -> None:
+    def _let_wait(self, stream: Any, event: Any) -> None:
         """Have a transfer launched, and let a stream wait for it.
 
         Raises:

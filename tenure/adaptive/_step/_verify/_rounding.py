@@ -41,14 +41,15 @@ class RoughRounding(DispatchMode):
 
     Args:
         n_roundings: by up to how many roundings.
+        seed: which numbers; the same ones are as much larger with more roundings.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, n_roundings: int = 1) -> None:
+    def __init__(self, n_roundings: int = 1, seed: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
         self._n_roundings = n_roundings
-        self._numbers = torch.Generator().manual_seed(0)
+        self._numbers = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(
         self,

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._modules import named_modules
 from ._compare import relative_error
-from ._module_names import named_modules
 
 
 class ModuleCall(NamedTuple):

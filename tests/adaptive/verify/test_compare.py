@@ -2,14 +2,14 @@
 
 import pytest
 
-from tenure.adaptive._step._verify._noise import is_noise
+from tenure.adaptive._step._check._compare import is_noise
 
 
-def _linear(n):
+def _linear(n, draw):
     return 1e-6 * n
 
 
-def _of_another_choice(n):
+def _of_another_choice(n, draw):
     """A loss that picks its samples by comparing: any rounding at all makes it pick others."""
     return 0.2 if n else 0.0
 
@@ -21,8 +21,8 @@ def _of_another_choice(n):
         (2e-5, _linear, False),
         (0.44, _of_another_choice, False),
         (0.1, _of_another_choice, False),
-        (0.1, lambda n: 0.01, True),  # a second run is as far off
-        (0.0, lambda n: 0.0, True),
+        (0.1, lambda n, draw: 0.01, True),  # a second run is as far off
+        (0.0, lambda n, draw: 0.0, True),
     ],
 )
 def test_noise_is_what_grows_with_the_rounding_or_differs_between_two_runs(error, noise, expected):
@@ -32,9 +32,9 @@ def test_noise_is_what_grows_with_the_rounding_or_differs_between_two_runs(error
 def test_rougher_runs_are_only_made_where_a_second_run_explains_nothing():
     asked = []
 
-    def noise(n):
-        asked.append(n)
+    def noise(n, draw):
+        asked.append((n, draw))
         return 1.0
 
     assert is_noise(0.5, noise)
-    assert asked == [0]
+    assert asked == [(0, 0)]
