@@ -109,10 +109,7 @@ class Attempts:
 
     @never_compiled
     def run(
-        self,
-        search: SizeSearch,
-        work: Callable[[int], T],
-        fallback: Callable[[], T] | None = None,
+        self, search: SizeSearch, work: Callable[[int], T], fallback: Callable[[], T] | None = None
     ) -> T:
         """Return ``work(search.size)``, tried until it fits.
 

@@ -50,11 +50,7 @@ class BatchFunction(AdaptiveFunction, Generic[P, T_co]):
     ) -> T_co: ...
     @overload
     def __call__(
-        self,
-        *args: Any,
-        toma_context: Any,
-        toma_cache_type: CacheType | None = None,
-        **kwargs: Any,
+        self, *args: Any, toma_context: Any, toma_cache_type: CacheType | None = None, **kwargs: Any
     ) -> T_co: ...
     @overload
     def __call__(  # pyright: ignore[reportOverlappingOverload]  # it thinks of toma_context=**

@@ -138,11 +138,7 @@ class ChunkedFunction(PiecesFunction, Generic[P, R_co]):
         wanted = self._dimension if toma_dimension is None else toma_dimension
         dimension = checked_dimension(self._name, tensor, wanted)
         remembered = self._remembered(
-            toma_context,
-            toma_cache_type,
-            args,
-            kwargs,
-            (tensor, dimension),
+            toma_context, toma_cache_type, args, kwargs, (tensor, dimension)
         )
         chunk = Chunk(self._function, tensor, dimension, args, kwargs)
         return self._run(chunk, tensor.shape[dimension], toma_initial_step, remembered)

@@ -70,9 +70,7 @@ class RngState:
     __slots__ = ("_devices", "_generators", "_noted")
 
     def __init__(
-        self,
-        devices: Iterable[torch.device] = (),
-        generators: Iterable[Generator] = (),
+        self, devices: Iterable[torch.device] = (), generators: Iterable[Generator] = ()
     ) -> None:
         self._devices = tuple(dict.fromkeys(devices))
         self._generators = _with_state(generators)
