@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tenure._containers import Survey, entries_of, is_mutable, set_entries
 from tenure._storages import storages_of
 from tenure._torch.storages import key_of
 from tenure._torch.writes import version_of, write_back
-from tenure._tree_copies import Survey, entries_of, is_mutable, set_entries
 
 _CPU = torch.device("cpu")
 _ALIGNMENT_BYTES = 16

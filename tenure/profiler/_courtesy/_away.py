@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import Tensor
 from torch.nn import Parameter
 
+from tenure._containers import handles_in
 from tenure._errors import AwayTensorError
-from tenure._refusals import handles_in, operation_of
-from tenure._text import describe, shape_of
+from tenure._text import describe, operation_of, shape_of
 from tenure._torch.quiet import without_functions, without_subclass_functions
 
 if TYPE_CHECKING:

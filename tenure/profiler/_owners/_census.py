@@ -26,12 +26,11 @@ from tenure._heap import (
     is_kind,
     is_node_class,
     read,
-    storage_bytes,
-    storage_key,
     tracked_objects,
     type_name,
 )
-from tenure._named_tensors import NamedTensor, tensor_namers
+from tenure._registries import NamedTensor, namers
+from tenure._storages import element_bytes, is_hollow, storage_bytes, storage_key
 from tenure._text import listed
 from tenure._torch.quiet import quietly
 from tenure._torch.storages import key_of
@@ -41,11 +40,9 @@ from ._parts import (
     device_of,
     dtype_of,
     identity_of,
-    is_hollow,
     is_plain,
     parts_of,
     shape_or_empty,
-    tensor_bytes,
 )
 from ._saved import SavedRecord, SavedStorage, saved_storages
 
@@ -182,7 +179,7 @@ class _Survey:
     def __init__(self) -> None:
         self.kept = [
             Kept(namer.served_model(), named)
-            for namer in tensor_namers()
+            for namer in namers.alive()
             for named in namer.named_tensors()
         ]
         found = instances(tracked_objects(), _is_surveyed)
@@ -284,7 +281,7 @@ class _Census:
             if key == part.key:
                 self._identities.setdefault(key, identity_of(part.tensor))
             member = _Member(
-                replace(row, n_bytes=part.n_bytes), tensor_bytes(part.tensor), held, has_graph
+                replace(row, n_bytes=part.n_bytes), element_bytes(part.tensor), held, has_graph
             )
             self._members.setdefault(key, []).append(member)
         if not parts and _is_hollow(t):

@@ -13,7 +13,7 @@ from tenure._torch.modules import works as modules_are_told
 from tenure._torch.writes import lazy_copy
 from tenure._torch.writes import works as lazy_copies_work
 from tenure.adaptive import NoBatchsizeCache, memory_budget, step
-from tenure.adaptive._undo import _tensor_notes
+from tenure.adaptive._undo import _notes
 
 from .step_cases import samples
 
@@ -275,7 +275,7 @@ def test_a_large_buffer_that_nobody_writes_is_not_copied(maximum):
 
 def test_no_copy_of_a_buffer_is_made_at_once_unless_it_is_written(monkeypatch):
     net, copied = Table(64), []
-    real = _tensor_notes.noted
+    real = _notes.noted
 
     def noted(owner, name, tensor):
         note = real(owner, name, tensor)
