@@ -144,7 +144,7 @@ class SplitMismatchError(TenureError):
         self.advice = advice
 
 
-class MissingNameError(TenureError):
+class MissingTorchNameError(TenureError):
     """torch has dropped a private name that tenure needs; what does not need it works on.
 
     Attributes:
@@ -207,7 +207,7 @@ _ROOMS: dict[str, str] = {
 
 
 # No public names: pickle looks a class up where it says it is, and finds these only here.
-_INTERNAL = (DisposedAttributeError, CommandError, MissingNameError)
+_INTERNAL = (DisposedAttributeError, CommandError)
 
 
 def _speak_as_tenure() -> None:

@@ -112,7 +112,12 @@ def describe_elements(dtype: torch.dtype | str, shape: Sequence[object]) -> str:
         >>> describe_elements(torch.float16, (32, 1024))
         'float16[32, 1024]'
     """
-    return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+    return f"{dtype_name(dtype)}[{', '.join(map(str, shape))}]"
+
+
+def dtype_name(dtype: torch.dtype | str) -> str:
+    """What torch calls a dtype, as ``float16``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def describe_tensor(t: torch.Tensor) -> str:

@@ -6,7 +6,6 @@ Every room's answer to "who holds this tensor" comes from here.
 from ._collector import instances as instances
 from ._collector import judged as judged
 from ._collector import tracked_objects as tracked_objects
-from ._counts import OF_VARIABLE as OF_VARIABLE
 from ._holders import Holder as Holder
 from ._holders import find_holders as find_holders
 from ._holders import weigh_holders as weigh_holders
@@ -16,6 +15,7 @@ from ._nodes import slot_names as slot_names
 from ._nodes import slots_of_node as slots_of_node
 from ._nodes import walk_nodes as walk_nodes
 from ._slots import slots_of as slots_of
+from ._static import OF_VARIABLE as OF_VARIABLE
 from ._static import instance_attributes as instance_attributes
 from ._static import is_kind as is_kind
 from ._static import type_name as type_name

@@ -8,7 +8,7 @@ frozen tensor that only a NumPy array holds.
 import gc
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, TypeVar
 
 from tenure._callers import is_tenure
@@ -25,6 +25,11 @@ _CHUNK = 4096
 # doing: the collector of Python 3.12 puts immortal tuples (bases of built-in classes) with them.
 _FEWEST_FROZEN = 2000
 
+# A module of Python 3.12 that shows its list of free objects, too. To be shown them brings them to
+# life; as they die again they enter the list a second time, and from then on it has no end.
+# Source: https://github.com/python/cpython/blob/3.12/Modules/_asynciomodule.c, module_traverse
+_ENDLESS = "_asyncio" if sys.version_info[:2] == (3, 12) else ""
+
 
 def has_frozen() -> bool:
     """Whether the functions of `gc` leave objects out."""
@@ -36,11 +41,20 @@ def tracked_objects() -> list[Any]:
     # before the list is made: what it holds can't be read without leaving a trace
     roots = _roots() if has_frozen() else []
     found = gc.get_objects()
+    endless = sys.modules.get(_ENDLESS)
+    if endless is not None:
+        for position in Identities(found).where(IdentitySet([id(endless)])):
+            del found[position]
     if roots:
         # our own list, which would pass for a holder of every local variable
         del found[list(map(id, found)).index(id(roots))]
         found.extend(_frozen(found, roots))
     return found
+
+
+def is_endless(found: object) -> bool:
+    """Whether nobody may ask what an object refers to; `tracked_objects` leaves it out."""
+    return type(found) is ModuleType and found is sys.modules.get(_ENDLESS)
 
 
 def instances(objects: list[Any], judge: Callable[[type], bool]) -> list[Any]:
@@ -79,7 +93,7 @@ def _new_referents(holders: list[Any], seen: set[int]) -> list[Any]:
     found: dict[int, Any] = {}
     for start in range(0, len(holders), _CHUNK):
         for held in gc.get_referents(*holders[start : start + _CHUNK]):
-            if id(held) not in seen and gc.is_tracked(held):
+            if id(held) not in seen and gc.is_tracked(held) and not is_endless(held):
                 found[id(held)] = held
     return list(found.values())
 
@@ -93,4 +107,4 @@ def _roots() -> list[Any]:
             if not is_tenure(frame):
                 found += (value for _, value in read_locals(frame))
             frame = frame.f_back
-    return [root for root in found if gc.is_tracked(root)]
+    return [root for root in found if gc.is_tracked(root) and not is_endless(root)]

@@ -4,16 +4,20 @@ Reading leaves nothing behind: a frame's ``f_locals`` snapshot, which would prol
 what it shows, is emptied again unless somebody else holds it.
 """
 
+import ctypes
 import inspect
 import sys
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Callable
+from functools import partial
+from operator import call
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tenure._callers import is_tenure
 
-from ._fast_locals import forget
+from ._identities import Identities, IdentitySet
 from ._static import type_name
 
 # references to a snapshot that only its frame, our variable and the argument of getrefcount hold
@@ -91,7 +95,7 @@ def read_locals(frame: FrameType) -> list[tuple[str, object]]:
         return list(dict.items(snapshot) if is_mapping else snapshot.items())
     pairs = list(snapshot.items())
     if _is_optimized(frame) and sys.getrefcount(snapshot) <= _UNSHARED:
-        forget(frame, snapshot)
+        _forget(frame, snapshot)
     return pairs
 
 
@@ -109,3 +113,45 @@ def _spell(frame: FrameType, name: str, value: object) -> str:
         return type_name(type(value))
     scope = frame.f_code.co_qualname
     return f"{scope}.<locals>.{name}" if _is_optimized(frame) else f"{scope}.{name}"
+
+
+# --- the snapshot of a frame's variables, which Python below 3.13 keeps in the frame
+
+
+def _write_back() -> Any:
+    if sys.version_info >= (3, 13):
+        return None  # there are no snapshots
+    # Source: https://github.com/python/cpython/blob/3.11/Objects/frameobject.c
+    prototype = ctypes.PYFUNCTYPE(None, ctypes.py_object, ctypes.c_int)
+    return prototype(("PyFrame_LocalsToFast", ctypes.pythonapi))
+
+
+_WRITE_BACK = _write_back()
+
+
+# identities of snapshots, some of which are gone: another dictionary may have the same by now
+_emptied: set[int] = set()
+
+
+def _forget(frame: FrameType, snapshot: dict[str, object]) -> None:
+    """Empty the snapshot of a frame of optimized code, which nobody else holds.
+
+    The variables stand. A frame whose ``f_locals`` was read has a mark, upon which the interpreter
+    takes the snapshot for the variables when a trace function of the frame returns: a missing name
+    deletes its variable. `PyFrame_LocalsToFast` with 0 sets what the snapshot has, nothing once it
+    is empty, deletes nothing, and takes the mark off.
+    """
+    _emptied.add(id(snapshot))
+    steps: tuple[Callable[[], object], ...] = snapshot.clear, partial(_WRITE_BACK, frame, 0)
+    # in one call of C, so that no thread whose trace function returns comes in between
+    deque(map(call, steps), maxlen=0)
+
+
+def take_out_emptied(heap: list[Any]) -> None:
+    """Take the emptied snapshots out of a list; what is gone since is no longer remembered."""
+    positions = Identities(heap).where(IdentitySet(_emptied))
+    here = [position for position in positions if type(heap[position]) is dict]
+    _emptied.intersection_update([id(heap[position]) for position in here])
+    for position in reversed(here):
+        if not heap[position]:
+            del heap[position]

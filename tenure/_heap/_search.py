@@ -15,15 +15,13 @@ import torch
 
 from tenure._storages import storage_key
 
-from ._counts import OF_VARIABLE
 from ._cpp_holders import TensorGraph
 from ._frames import RunningFrames
-from ._index import Referrers
-from ._neighbours import Neighbours
+from ._index import Neighbours, Referrers
 from ._nodes import is_node
 from ._roots import Roots
 from ._slots import frame_of, slots_of
-from ._static import is_kind
+from ._static import OF_VARIABLE, is_kind
 from ._tensors import cpp_references, cpp_uses, storage_uses
 from ._untracked import SHARES, Untracked
 from ._words import Root, Step

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from tenure._storages import storage_bytes
+from tenure._errors import MissingTorchNameError
+from tenure._storages import storage_bytes, storage_of
 from tenure._torch.quiet import TENSOR_BASE
 from tenure._torch.storages import owners_of_storage, uses_of_tensor
 
@@ -53,16 +54,16 @@ def gradient_of(t: torch.Tensor) -> torch.Tensor | None:
 
 def storage_uses(t: torch.Tensor) -> int:
     """How many tensors and other owners share the storage, this tensor among them."""
-    try:
-        return owners_of_storage(TENSOR_BASE.untyped_storage(t))
-    except Exception:
-        return 1
+    storage = storage_of(t)
+    return 1 if storage is None else owners_of_storage(storage)
 
 
 def cpp_uses(t: torch.Tensor) -> int:
     """How many owners the tensor has in C++, its Python handle among them."""
     try:
-        return int(uses_of_tensor(t))
+        return uses_of_tensor(t)
+    except MissingTorchNameError:
+        raise
     except Exception:
         return 1
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from tenure._errors import MissingNameError
+from tenure._errors import MissingTorchNameError
 
 
 def bound(path: str, purpose: str) -> Any:
@@ -25,7 +25,7 @@ def bound(path: str, purpose: str) -> Any:
         purpose: what of tenure does not work without it.
 
     Returns:
-        The object itself; where there is none, one that raises a MissingNameError when it is
+        The object itself; where there is none, one that raises a MissingTorchNameError when it is
         called, entered, asked for an attribute, or for an instance of it.
     """
     found = optional(path)
@@ -58,9 +58,9 @@ def refuse(path: str, purpose: str) -> NoReturn:
     """Say that a private name is needed and missing.
 
     Raises:
-        MissingNameError: always.
+        MissingTorchNameError: always.
     """
-    raise MissingNameError(
+    raise MissingTorchNameError(
         f"torch {torch.__version__} has no {path}, a private name that tenure needs for {purpose}. "
         "Only that is lost. Install a torch that this tenure is tested with (see constraints.txt), "
         "or update tenure.",
@@ -68,13 +68,38 @@ def refuse(path: str, purpose: str) -> NoReturn:
     )
 
 
+def require(*names: object) -> None:
+    """Make sure of what `bound` gave, where something would be left half done without it.
+
+    Raises:
+        MissingTorchNameError: one of them is missing.
+    """
+    for name in names:
+        if isinstance(name, _StandIn):
+            name()
+
+
+class _StandIn(type):
+    """The class of what stands in for a name that is gone: whatever is asked of it raises.
+
+    Those are classes, because some names are bases of classes of ours, which are made at import.
+    """
+
+    _path: str
+    _purpose: str
+
+    def __call__(cls, *_: Any, **__: Any) -> NoReturn:
+        refuse(cls._path, cls._purpose)
+
+    def __getattr__(cls, _: str) -> NoReturn:
+        refuse(cls._path, cls._purpose)
+
+    def __instancecheck__(cls, _: object) -> NoReturn:
+        refuse(cls._path, cls._purpose)
+
+    def __subclasscheck__(cls, _: type) -> NoReturn:
+        refuse(cls._path, cls._purpose)
+
+
 def _stand_in(path: str, purpose: str) -> Any:
-    """What stands in for a class or a function that is gone."""
-
-    def used(*_: object, **__: object) -> NoReturn:
-        refuse(path, purpose)
-
-    # a class, because some names are bases of classes of ours, which are made at import
-    asked = ("__instancecheck__", "__subclasscheck__", "__getattr__")
-    kind = type("_Kind", (type,), dict.fromkeys(asked, used))
-    return kind("Missing", (), {"__new__": used})
+    return _StandIn("Missing", (), {"_path": path, "_purpose": purpose})

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import profiler as _profiler  # noqa: F401  # it must be whole before others wrap it
 
-from . import bound
+from . import bound, require
 
 _LINES = "figures by line of tenure.profiler"
 _begin = bound("torch._C._autograd._enable_profiler_legacy", _LINES)
@@ -167,6 +167,8 @@ def _report() -> Callable[[int], None] | None:
 
 @functools.cache
 def _config() -> Any:
+    # a session that could not be read or ended would stay open: nothing is begun without these
+    require(_begin, _end, _record_functions, _enter_range, _exit_range, _host_bytes)
     return _Config(
         _State.CPU,
         False,  # input shapes

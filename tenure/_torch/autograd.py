@@ -46,7 +46,7 @@ def check_engine_is_seen(*, now: bool = False) -> None:
         now: ask only whether one that is running now can be.
 
     Raises:
-        MissingNameError: it can't.
+        MissingTorchNameError: it can't.
     """
     if ENGINE_CODE is None and (not now or is_running_node()):
         refuse(_ENGINE, _OF_ENGINE)

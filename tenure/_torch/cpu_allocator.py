@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from . import bound, optional
+from . import optional
 
-_is_cow_tensor = bound("torch._C._is_cow_tensor", "the census of Courtesy and mem_report()")
+_is_cow_tensor = optional("torch._C._is_cow_tensor")
 _LIBRARY = "libc10.dylib" if sys.platform == "darwin" else "libc10.so"
 _FLAG = "FLAGS_caffe2_report_cpu_memory_usage"
 _REPORTER = "_ZN3c1025profiledCPUMemoryReporterEv"
@@ -118,9 +118,13 @@ def works() -> bool:
 
 @functools.cache
 def _table() -> _Table | None:
+    # to ask a lazy copy for its address would copy it, so none can be entered without this
+    if _is_cow_tensor is None:
+        return None
     try:
         return _Table()
-    except (OSError, AttributeError, ValueError, LookupError):  # another build: no such symbols
+    # another build: no such symbols
+    except (OSError, AttributeError, ValueError, LookupError):
         return None
 
 

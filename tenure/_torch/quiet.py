@@ -29,7 +29,7 @@ without_dispatch: Any = bound(
     "torch._C._DisableTorchDispatch", "paging, memory_budget(), reports of memory and Courtesy"
 )
 """A context in which operations run below all dispatch modes and subclasses."""
-TENSOR_BASE: Any = bound("torch._C.TensorBase", _ALL)
+TENSOR_BASE: Any = torch.Tensor.__mro__[-2]
 """The class whose getters no subclass has replaced; they take the tensor by ``__get__``."""
 
 _without_transforms = bound("torch._C._DisableFuncTorch", "paging")

@@ -101,6 +101,8 @@ class ChunkPager(Pager):
         """As of a pager; a weight that only another module could use is copied for this use."""
         if self.is_inside and self.on_host:
             return host.tensor
+        # A model that reads the weight of a layer it does not call, as a tied head does, computes
+        # on the device with a weight of the host's.
         if not self.is_inside or host.unit is None or self.engine.stays(host.unit):
             return super().show(host)
         with aside():
@@ -186,6 +188,7 @@ def _division(
         allocated_bytes = taken_by(arrangement.sizes, device).allocated_bytes
         if not isinstance(max_capacity, str) or allocated_bytes <= parse_bytes(max_capacity):
             return division, arrangement
+        # What the allocator rounds up counts: text names bytes of the device.
         first.pop()
 
 

@@ -225,6 +225,7 @@ def carry_out(
     table, pieces = planned.table, planned.cut
     attached = Attached(model, table, pieces, pager, hookable(model), ModuleHooks, methods)
     handle = PagedModel(model, planned.plan, pager, resources, attached)
+    # Last: from now on another model's retry may ask for memory, at any time.
     shrinkables.add(pager)
     return handle
 

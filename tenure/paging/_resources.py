@@ -99,6 +99,7 @@ def acquire(
     with ExitStack() as undoing:
         undoing.callback(store.close)
         undoing.callback(link.close)
+        # The device first, for that is what may fail; to move weights on the host takes long.
         engine = Engine(link, store, max_ahead)
         arrangement = planned.arrangement
         beside_bytes = planned.plan.budget_bytes - sum(arrangement.sizes)

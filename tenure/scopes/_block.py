@@ -2,68 +2,60 @@
 
 Invariants: a block is used on the thread that opened it and is neither reusable nor reentrant;
 closing unlinks first and settles second, so that nothing that goes wrong with one tensor leaves the
-thread in a half-open state.
+thread in a half-open state; nothing masks an exception of the user's block.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
 import sys
+import warnings
 from threading import get_ident
 from types import CodeType, FrameType, TracebackType
 from typing import Any, Literal, Never, NoReturn, Self, get_args
 
-from tenure._callers import CONTEXTLIB, Capture, Site, opening_site, user_frame
-from tenure._text import counted
+from tenure._callers import CONTEXTLIB, Capture, module_of, user_frame
+from tenure._errors import ScopeLeakError, ScopeUsageError, ScopeUsageWarning
 from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 from tenure._torch.modes import remove
 
-from ._checks import (
-    check_choice,
-    check_name,
-    check_open,
-    check_thread,
-    refuse_copy,
-    refuse_positional,
-    refuse_second_entry,
-)
-from ._closing import settle
-from ._generators import SUSPENDABLE, warn_in_generator
-from ._leaks import LeakReport
-from ._ledger import Ledger, n_alive, take_all
-from ._thread import ThreadScopes, World, this_thread
-from ._tracker import Manager, current
+from ._checks import ONE_BLOCK, check_choice, check_open, check_thread
+from ._disposal import Survivors, disposable, dispose_all, dispose_waiting, site_of
+from ._disposed import Cause
+from ._leaks import LeakReport, build_leak_report
+from ._owner import CLOSED, NEW, OPEN, SUSPENDED, Owner, take_all
+from ._thread import ThreadScopes, this_thread
+from ._tracker import World, current
 
 Policy = Literal["dispose", "report", "raise"]
 OnError = Literal["dispose", "keep"]
-_Status = Literal["not yet open", "open", "suspended", "closed"]
 
 _POLICIES = get_args(Policy)
 _ON_ERROR = get_args(OnError)
 _CAPTURES = (None, *get_args(Capture))
 _DISPOSE: Policy = "dispose"
-_NEW: _Status = "not yet open"
-_OPEN: _Status = "open"
-_SUSPENDED: _Status = "suspended"
-_CLOSED: _Status = "closed"
+# the flags of code objects whose frames can be suspended at a yield
+_SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+# who runs context managers and fixtures written as generators, where an open scope is meant
+_DRIVERS = ("contextlib", "_pytest", "pytest_asyncio")
+_logger = logging.getLogger("tenure.scopes")
 
 
-class Block:
+class Block(Owner):
     """The life of a scope; what it owns and hands on is DisposeScope's part."""
 
-    # fmt: off
-    __slots__ = (
-        "__weakref__", "_gate", "_ledger", "_opener", "_outer", "_status", "_threads", "_world",
-        "capture", "leaks", "name", "on_error", "policy",
-    )
-    # fmt: on
+    __slots__ = ("_thread", "_world", "leaks", "on_error", "policy")
 
-    capture: Capture | None
-    _gate: Manager | None  # the manager that may write to the ledger without asking further
-    _opener: tuple[CodeType, int, int]  # code, instruction and identity of the frame of the block
-    _ledger: Ledger
-    _outer: Self | None
-    _threads: ThreadScopes
-    _world: World | None  # the stretch of the mode stack that it counts in while it is open
+    # Of the thread that opened it, for good; a block that is not yet open has none.
+    _thread: ThreadScopes
+    # The stretch of the mode stack that counts it: while it is open, and at no other time, so that
+    # whatever interrupts it is counted out just once.
+    _world: World | None
+    # Set as it closes, and only under a policy that reports.
+    leaks: LeakReport | None
+    on_error: OnError
+    policy: Policy
 
     def __init__(
         self,
@@ -74,10 +66,17 @@ class Block:
         capture: Capture | None = None,
     ) -> None:
         if options:
-            refuse_positional(options)
-        if name is not None and type(name) is not str:
-            check_name(name)
-        if not (policy is on_error is _DISPOSE and capture is None):  # by far the most
+            raise ScopeUsageError(
+                f"NewDisposeScope() got {options[0]!r} beside its name, and no scope was made. All "
+                f"else is passed by keyword: write policy={options[0]!r}, or on_error= or capture=."
+            )
+        if name is not None and not isinstance(name, str):
+            raise ScopeUsageError(
+                f"NewDisposeScope() got a {type(name).__name__} as its name, and no scope was "
+                "made. Pass a text or nothing: a scope sees by itself what its block makes."
+            )
+        # by far the most are opened with none of these, and an empty scope is the dearest of all
+        if not (policy is on_error is _DISPOSE and capture is None):
             check_choice("policy", policy, _POLICIES)
             check_choice("on_error", on_error, _ON_ERROR)
             check_choice("capture", capture, _CAPTURES)
@@ -86,20 +85,23 @@ class Block:
         self.policy = policy
         self.on_error = on_error
         self.capture = capture
-        self.leaks: LeakReport | None = None
-        self._status = _NEW
+        self.leaks = None
+        self._status = NEW
 
     @never_compiled
     def __enter__(self) -> Self:
         """Open the scope on this thread, inside the scope that is current."""
-        if is_dynamo_compiling():  # inside compiled code a scope is transparent
+        # inside compiled code a scope is transparent
+        if is_dynamo_compiling():
             return self
         frame = sys._getframe(1)
         code = self._open(frame)
-        if code.co_flags & SUSPENDABLE:
+        if code.co_flags & _SUSPENDABLE:
             try:
-                warn_in_generator(frame, self)
-            except BaseException:  # where warnings are errors no __exit__ follows
+                _warn_in_generator(frame, self)
+            # where warnings are errors no __exit__ follows
+            # (see test_a_warning_that_is_an_error_leaves_no_scope_open)
+            except BaseException:
                 self._unlink()
                 raise
         return self
@@ -112,14 +114,16 @@ class Block:
         traceback: TracebackType | None,
     ) -> None:
         """Close the scope; an exception of the block goes on unmasked."""
-        if self._status is not _OPEN:  # closed early, or transparent inside compiled code
+        # closed early, or transparent inside compiled code
+        if self._status is not OPEN:
             return
-        if self._threads.thread_id != get_ident():
+        if self._thread.thread_id != get_ident():
             check_thread(self, "close")
         try:
             self._suspend()
             self._finish(exc)
-        except BaseException:  # as in _resume
+        # as in _resume (see test_an_interrupt_while_closing_leaves_no_scope_open)
+        except BaseException:
             self._unlink()
             raise
 
@@ -131,18 +135,20 @@ class Block:
             ScopeUsageError: it belongs to another thread, or was never opened.
             ScopeLeakError: the policy is ``"raise"`` and tensors outlived it.
         """
-        if self._status is not _CLOSED:
+        if self._status is not CLOSED:
             check_open(self, "close")
             self.__exit__(None, None, None)
 
     def _open(self, frame: FrameType) -> CodeType:
         """Begin to own tensors, in a block of the user's program that ``frame`` runs."""
-        if self._status is not _NEW:
-            refuse_second_entry(self)
-        self._threads = this_thread()
+        if self._status is not NEW:
+            raise ScopeUsageError(f"{self!r} was entered a second time. {ONE_BLOCK}")
+        self._thread = thread = this_thread()
+        self._tracker = thread.tracker
         self._ledger = {}
         self._world = self._outer = None
-        if frame.f_globals is CONTEXTLIB:  # an ExitStack opens it on behalf of a user
+        # an ExitStack opens it on behalf of a user
+        if frame.f_globals is CONTEXTLIB:
             frame = user_frame(frame)
         code = frame.f_code
         self._opener = code, frame.f_lasti, id(frame)
@@ -151,106 +157,121 @@ class Block:
 
     def _resume(self) -> None:
         """Become the current scope, inside the one that is current now."""
-        threads = self._threads
+        thread = self._thread
         try:
-            if threads.deferred.waiting:
-                threads.deferred.run()
+            if thread.waiting:
+                dispose_waiting(thread)
+            tracker = thread.tracker
             outer: Any = current.get()
             # by far the most are opened in none, or in one that is open right here
-            if outer is not None and not (outer._status is _OPEN and outer._threads is threads):
-                outer = threads.manager.open_scope(outer)
+            if outer is not None and not (outer._status is OPEN and outer._tracker is tracker):
+                outer = tracker.open_scope(outer)
             self._outer = outer
-            self._gate = None if self.capture else threads.manager
-            self._world = threads.enter_world()
-            self._status = _OPEN
-            threads.open[id(self)] = self
+            self._gate = None if self.capture else tracker
+            self._world = tracker.enter_world()
+            self._status = OPEN
+            thread.open[id(self)] = self
             current.set(self)
-        except BaseException:  # Ctrl-C or the recursion limit: no __exit__ will follow
+        # Ctrl-C or the recursion limit: no __exit__ will follow
+        # (see test_the_recursion_limit_leaves_no_scope_open)
+        except BaseException:
             self._unlink()
             raise
 
     def _suspend(self) -> None:
         """Give way to the scope around; what is made from now on is not this scope's."""
         self._gate = None
-        self._status = _SUSPENDED
+        self._status = SUSPENDED
         world, self._world = self._world, None
         assert world is not None
         world.n_scopes -= 1
+        # a block that ends out of turn, as ExitStack or asyncio may have it, is not the current one
         if current.get() is self:
             outer = self._outer
-            current.set(outer if outer is None or outer._status is _OPEN else self.outer)
-        if world.n_scopes == 0:  # not in a deeper call: recursion may be near its limit
-            threads = self._threads
-            remove(threads.manager)
-            if threads.world is world:
-                threads.world = world.outer
+            current.set(outer if outer is None or outer._status is OPEN else self.outer)
+        # not in a deeper call, and last: recursion may be near its limit, and _unlink ends what
+        # that interrupts
+        if world.n_scopes == 0:
+            tracker = self._thread.tracker
+            remove(tracker)
+            if tracker.world is world:
+                tracker.world = world.outer
 
     def _unlink(self) -> None:
         """Finish what an exception interrupted: nothing of this scope stays on the thread."""
         self._gate = None
-        self._status = _CLOSED
+        self._status = CLOSED
         world, self._world = self._world, None
         if world is not None:
             world.n_scopes -= 1
-        threads = self._threads
-        threads.open.pop(id(self), None)
+        thread, tracker = self._thread, self._thread.tracker
+        thread.open.pop(id(self), None)
         if current.get() is self:
             current.set(self._outer)
-        if threads.world is not None and threads.world.n_scopes == 0:
-            remove(threads.manager)
-            threads.world = threads.world.outer
+        # also a world that was entered and not yet counted in
+        if tracker.world is not None and tracker.world.n_scopes == 0:
+            remove(tracker)
+            tracker.world = tracker.world.outer
 
     def _finish(self, exc: BaseException | None) -> None:
         """End a suspended scope."""
-        threads = self._threads
-        threads.open.pop(id(self), None)
-        self._status = _CLOSED
+        thread = self._thread
+        thread.open.pop(id(self), None)
+        self._status = CLOSED
         if self._ledger or self.policy != "dispose":
-            settle(self, take_all(self._ledger), exc)
-        if threads.deferred.waiting:
-            threads.deferred.run()
+            self._settle(take_all(self._ledger), exc)
+        if thread.waiting:
+            dispose_waiting(thread)
 
-    # --- its state
+    def _settle(self, survivors: Survivors, exc: BaseException | None) -> None:
+        """Do with what is still alive what the policy says."""
+        thread = self._thread
+        # often all that a ledger lists has died by itself
+        if survivors:
+            survivors = disposable(survivors, thread)
+        # to close a generator is no failure of its block
+        failed = exc is not None and not isinstance(exc, GeneratorExit)
+        if failed and self.on_error == "keep":
+            thread.hand_out_all(survivors)
+        elif self.policy != "dispose":
+            thread.hand_out_all(survivors)
+            self._report(survivors, masked=exc is not None)
+        elif survivors:
+            dispose_all(survivors, Cause(self.label, self.site), thread, self._opener)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether it takes tensors: its block runs, and is no generator suspended at a yield."""
-        return self._status is _OPEN
-
-    @property
-    def closed(self) -> bool:
-        """Whether its block has ended."""
-        return self._status is _CLOSED
-
-    @property
-    def outer(self) -> Self | None:
-        """The nearest scope around this one that is still open."""
-        scope = self._outer if self._status is not _NEW else None
-        while scope is not None and not scope.is_open:
-            scope = scope._outer
-        return scope
-
-    @property
-    def _owns_tensors(self) -> bool:
-        return self._status is _OPEN or self._status is _SUSPENDED
-
-    # --- how it speaks of itself
-
-    @property
-    def site(self) -> Site:
-        """Where its block was opened."""
-        return opening_site(*self._opener)
-
-    @property
-    def label(self) -> str:
-        """Its name as errors print it: ``<DisposeScope 'step'>``."""
-        return f"<DisposeScope {self.name!r}>" if self.name else "<DisposeScope>"
-
-    def __repr__(self) -> str:
-        if self._status is _NEW:
-            return f"{self.label[:-1]} {_NEW}>"
-        owned = f", {counted(n_alive(self._ledger), 'tensor')}" if self._owns_tensors else ""
-        return f"{self.label[:-1]} {self._status}{owned}, opened at {self.site}>"
+    def _report(self, survivors: Survivors, *, masked: bool) -> None:
+        found = [
+            (tensor, None if (site := site_of(reference)) is None else str(site))
+            for tensor, reference in survivors
+        ]
+        # our own lists of the tensors, which are no leaks
+        ours = (survivors, *survivors)
+        self.leaks = report = build_leak_report(found, scope=self.label, ignore=ours)
+        if not report.records:
+            return
+        _logger.warning("%s", report)
+        if self.policy == "raise" and not masked:
+            raise ScopeLeakError(str(report), report)
 
     def __reduce__(self) -> NoReturn:
-        refuse_copy(self)
+        raise ScopeUsageError(
+            f"{self!r} can't be copied or pickled, because a tensor has one owner. {ONE_BLOCK}"
+        )
+
+
+def _warn_in_generator(frame: FrameType, scope: Block) -> None:
+    """Warn that ``frame``, in which ``scope`` was just opened, can be suspended with it.
+
+    While it is, the scope stays current and takes what the consumer makes, which is seldom meant;
+    in a context manager written as a generator it is.
+    """
+    driver = frame.f_back
+    if driver is not None and module_of(driver).startswith(_DRIVERS):
+        return
+    warnings.warn(
+        f"{scope!r} was opened inside the generator {frame.f_code.co_qualname}(); while that is "
+        "suspended the scope stays current and owns what its consumer makes. Decorate the "
+        "generator with @scoped, which suspends its scope at each yield, or close it before.",
+        ScopeUsageWarning,
+        stacklevel=3,
+    )

@@ -1,27 +1,38 @@
-"""Making a handle let go of its tensor, while autograd, views and C++ keep theirs.
+"""Letting tensors go: now, later where an operation still needs them, and all at a scope's end.
 
-The impl of the handle is swapped with an empty one, so nothing that still needs the data can see
-the difference; the class is assigned first, because that is the step that can be refused cleanly.
+A handle lets go of its tensor while autograd, views and C++ keep theirs: the impl of the handle is
+swapped with an empty one, so nothing that still needs the data can see the difference; the class is
+assigned first, because that is the step that can be refused cleanly. Nothing here fails for one
+tensor and so stops the rest.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
+import sys
 import warnings
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tenure._callers import Site, SiteStack
+from tenure._callers import Site, SitedRef, SiteStack
 from tenure._errors import TenureWarning
 from tenure._storages import inner_tensors
 from tenure._torch import swap
+from tenure._torch.autograd import ENGINE_CODE, check_engine_is_seen
 from tenure._torch.compiler import belongs_to_graph
 from tenure._torch.quiet import TENSOR_BASE, without_functions
 
 from ._disposed import RECORD, Cause, DisposedTensor, Record, set_record
+from ._library_state import held_as_state
+from ._owner import Opener, Reference, owns
+from ._thread import ThreadScopes
+from ._tracker import HANDLER_CODE
+
+Survivors = list[tuple[Tensor, Reference]]
 
 _logger = logging.getLogger("tenure.scopes")
 _set_class = vars(object)["__class__"].__set__  # past a __setattr__ of the subclass
@@ -36,6 +47,138 @@ class Disposal(enum.Enum):
     ALREADY = "it had been disposed before"
     GRAPHS = "a CUDA graph hands the very tensor out again; it stays as it is, owned by no scope"
     IMPOSSIBLE = "its class allows none of these; it stays alive and is owned by no scope"
+
+
+# --- those of a scope together
+
+
+def disposable(survivors: Survivors, thread: ThreadScopes) -> Survivors:
+    """Those of ``survivors`` that are no state of a module, an optimizer or a CUDA graph.
+
+    The others go free. What a caller has attached by name is the scope's, whoever holds it; only
+    from a graph, which hands the same handle out again, nothing can be taken.
+    """
+    held = held_as_state({id(tensor) for tensor, _ in survivors})
+    mine: Survivors = []
+    for tensor, reference in survivors:
+        is_held = id(tensor) in held and not owns(thread.chosen, tensor)
+        if is_held or belongs_to_graph(tensor):
+            thread.hand_out(reference)
+        else:
+            mine.append((tensor, reference))
+    return mine
+
+
+def dispose_all(owned: Survivors, cause: Cause, thread: ThreadScopes, opener: Opener) -> None:
+    """Dispose tensors that have been taken from the ledger of a scope; ``owned`` ends empty.
+
+    None of them may be a CUDA graph's.
+
+    Args:
+        owned: the tensors, of any shape, dtype, device and class.
+        cause: what disposes them.
+        thread: the thread of the scope, which counts them.
+        opener: what opened the scope.
+    """
+    if inside_operation(opener):
+        thread.disposed += len(owned)
+        thread.waiting += [(reference, cause) for _, reference in owned]
+        owned.clear()
+        return
+    # what dies with a twin may be a user's and run code, so it dies when all is done
+    rest, twins = list[tuple[Tensor, Reference]](), list[Tensor]()
+    interruptions = _dispose_plain_ones(owned, cause, thread, rest, twins)
+    owned.clear()
+    while rest:
+        tensor, reference = rest.pop()
+        try:
+            _dispose_odd_one(tensor, reference, cause, thread)
+        # as below
+        except BaseException as error:
+            interruptions.append(error)
+    if interruptions:
+        raise interruptions[-1]
+
+
+def _dispose_plain_ones(
+    owned: Survivors, cause: Cause, thread: ThreadScopes, rest: Survivors, twins: list[Tensor]
+) -> list[BaseException]:
+    """Dispose by far the most, those of no class of their own; ``rest`` gets the others."""
+    interruptions: list[BaseException] = []
+    if not swap_is_trusted():
+        rest += owned
+        return interruptions
+    # once for all, because it costs as much as a disposal
+    with without_functions():
+        for tensor, reference in owned:
+            try:
+                if type(tensor) is Tensor and dispose_plain(
+                    tensor, cause, site_of(reference), twins
+                ):
+                    thread.disposed += 1
+                else:
+                    rest.append((tensor, reference))
+            # Ctrl-C, or a log handler that raises: the rest goes all the same
+            # (see test_an_exception_while_one_tensor_is_disposed_stops_no_other)
+            except BaseException as error:
+                interruptions.append(error)
+    return interruptions
+
+
+def _dispose_odd_one(
+    tensor: Tensor, reference: Reference, cause: Cause, thread: ThreadScopes
+) -> None:
+    disposal = dispose_tensor(tensor, cause, site_of(reference))
+    if disposal in {Disposal.IMPOSSIBLE, Disposal.GRAPHS}:
+        thread.hand_out(reference)
+    elif disposal is not Disposal.ALREADY:
+        thread.disposed += 1
+
+
+def site_of(reference: Reference) -> Site | SiteStack | None:
+    """Where the tensor behind ``reference`` was made, if that was captured."""
+    return reference.site if type(reference) is SitedRef else None
+
+
+# --- those that have to wait
+
+
+def inside_operation(opener: Opener | None) -> bool:
+    """Whether the caller runs inside a torch operation that began after ``opener``.
+
+    A hook runs inside the operation (or the backward pass) that called it, and the operation may
+    still need the very handle that the hook disposes.
+
+    Args:
+        opener: what opened a scope. What that scope owns is younger than an operation that runs
+            around it, and need not wait for that one.
+    """
+    # where torch has lost the name, a pass that runs now can not be seen: that is an error
+    if ENGINE_CODE is None:
+        check_engine_is_seen(now=True)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if opener is not None and code is opener[0] and id(frame) == opener[2]:
+            return False
+        if code is HANDLER_CODE or code is ENGINE_CODE:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def dispose_waiting(thread: ThreadScopes) -> None:
+    """Dispose what had to wait and is still alive, unless an operation still runs."""
+    if inside_operation(None):
+        return
+    waiting, thread.waiting = thread.waiting, []
+    for reference, cause in waiting:
+        tensor = reference()
+        if tensor is not None:
+            dispose_tensor(tensor, cause, site_of(reference))
+
+
+# --- one handle
 
 
 def dispose_tensor(
@@ -104,9 +247,8 @@ def is_disposed(tensor: Tensor) -> bool:
         return True
     try:
         inner = inner_tensors(tensor)
-    except (
-        Exception
-    ):  # a __tensor_flatten__ of the user's; what can't be taken apart is not disposed
+    # a __tensor_flatten__ of the user's; what can't be taken apart is not disposed
+    except Exception:
         return False
     return bool(inner) and all(map(is_disposed, inner))
 

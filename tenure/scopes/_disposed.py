@@ -6,24 +6,28 @@ Only looking at it is quiet: ``repr``, ``str``, ``format``, ``dir`` and ``hash``
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from tenure._callers import Site, SiteStack
+from tenure._callers import Site, SiteStack, package_of
 from tenure._containers import handles_in
 from tenure._errors import DisposedAttributeError, DisposedTensorError
+from tenure._heap import find_holders
 from tenure._text import describe, operation_of
 from tenure._torch.compiler import is_dynamo_compiling, never_compiled
-
-from ._blame import holder_of
 
 RECORD = "_tenure_record"
 """Where in its ``__dict__`` a disposed handle says what it was."""
 _HOLDER = "_tenure_holder"
+# of the kinds of holders those that a user has stored something in; the rest is on its way
+_LASTING = frozenset({"attribute", "container", "global", "closure", "default", "partial", "cache"})
 _ADVICE = (
     "Keep it with move_to_outer() or detach_from_scope(), make it inside persist() if it is a "
     "cache, or use it inside."
@@ -154,9 +158,34 @@ def _advice_on(tensor: Tensor) -> str:
 def _holder_of(tensor: Tensor) -> str:
     notes: dict[str, Any] = object.__getattribute__(tensor, "__dict__")
     if _HOLDER not in notes:  # a program that asks again and again must not search each time
-        notes[_HOLDER] = holder_of(tensor)
+        notes[_HOLDER] = _found_holder_of(tensor)
     holder: str = notes[_HOLDER]
     return holder
+
+
+def _found_holder_of(tensor: Tensor) -> str:
+    """The name of what holds a handle beside the variables of running functions; "" if nothing."""
+    with suppress(Exception):  # what goes wrong here must not hide the error that is coming
+        (holders,) = find_holders([tensor])
+        passing = _variables_of_torch()
+        for holder in holders:
+            if not holder.running and holder.kind in _LASTING:
+                # who holds the holder is no news to whoever wrote its attribute
+                chain = holder.chain.partition(", held by ")[0]
+                if not chain.startswith(passing):
+                    return chain
+    return ""
+
+
+def _variables_of_torch() -> tuple[str, ...]:
+    """How chains begin that lead through the lists in which torch passes its arguments on."""
+    names: set[str] = set()
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if package_of(frame) == "torch":
+            names.add(f"{frame.f_code.co_qualname}.<locals>.")
+        frame = frame.f_back
+    return tuple(names)
 
 
 def _refuse(operation: str, trees: tuple[object, ...]) -> NoReturn:

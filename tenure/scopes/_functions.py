@@ -7,17 +7,16 @@ from weakref import ref
 
 from torch import Tensor
 
-from tenure._callers import user_site
-from tenure._errors import ScopeUsageError
+from tenure._callers import user_site, warn_user
+from tenure._errors import ScopeUsageError, ScopeUsageWarning
+from tenure._text import describe_tensor
 from tenure._torch.compiler import belongs_to_graph, is_dynamo_compiling, never_compiled
 
-from ._checks import check_not_foreign, check_target, refuse_stuck, warn_of_graph
-from ._closing import dispose_all
-from ._deferred import inside_operation
-from ._disposal import Disposal, dispose_tensor
+from ._checks import check_not_foreign, check_target
+from ._disposal import Disposal, dispose_all, dispose_tensor, inside_operation
 from ._disposal import is_disposed as _is_disposed
 from ._disposed import Cause
-from ._ledger import take
+from ._owner import take
 from ._scope import DisposeScope, current_scope, scope_or_none
 from ._thread import ThreadScopes, this_thread
 from ._trees import Tree, given_back, required_tensors
@@ -185,26 +184,36 @@ def _dispose(tensors: list[Tensor]) -> None:
         check_not_foreign(tensor, "dispose()")
     of_graphs = [tensor for tensor in tensors if belongs_to_graph(tensor)]
     if of_graphs:
-        warn_of_graph(of_graphs[0])
+        warn_user(
+            f"dispose() left {describe_tensor(of_graphs[0])} as it is: a CUDA graph of "
+            "torch.compile hands this very tensor out at each replay "
+            '(mode="reduce-overhead"), and its memory goes with the graph. Clone it to have one '
+            "that can be disposed.",
+            ScopeUsageWarning,
+        )
         tensors = [tensor for tensor in tensors if not belongs_to_graph(tensor)]
-    threads, site = this_thread(), user_site()
+    thread, site = this_thread(), user_site()
     for tensor in tensors:
-        owner = threads.owner_of(tensor)
+        owner = thread.owner_of(tensor)
         reference = None if owner is None else take(owner._ledger, tensor)
         if owner is None or reference is None:
-            _dispose_unowned(tensor, threads, Cause(None, None, "dispose", site))
+            _dispose_unowned(tensor, thread, Cause(None, None, "dispose", site))
         else:
             cause = Cause(owner.label, owner.site, "dispose", site)
-            dispose_all(owner, [(tensor, reference)], cause)
+            dispose_all([(tensor, reference)], cause, thread, owner._opener)
     stuck = [tensor for tensor in tensors if not _is_disposed(tensor)]
     if stuck and not inside_operation(None):
-        refuse_stuck(stuck[0])
+        raise ScopeUsageError(
+            f"dispose() got a {type(stuck[0]).__name__}, whose class has __slots__ and no "
+            "__tensor_flatten__ that works, so its handle can't be emptied. It stays alive; all "
+            "other tensors of the call were disposed. Delete the references to it instead."
+        )
 
 
-def _dispose_unowned(tensor: Tensor, threads: ThreadScopes, cause: Cause) -> None:
-    reference = take(threads.handed_out, tensor)
+def _dispose_unowned(tensor: Tensor, thread: ThreadScopes, cause: Cause) -> None:
+    reference = take(thread.handed_out, tensor)
     if inside_operation(None):
-        threads.deferred.add(reference or ref(tensor), cause)
-        threads.disposed_outside += 1
+        thread.waiting.append((reference or ref(tensor), cause))
+        thread.disposed_outside += 1
     elif dispose_tensor(tensor, cause) in _DISPOSED:
-        threads.disposed_outside += 1
+        thread.disposed_outside += 1

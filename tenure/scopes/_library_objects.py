@@ -91,9 +91,8 @@ def _tensors_of(optimizer: Optimizer) -> list[Tensor]:
     found = [value for value in values if isinstance(value, Tensor)]
     for value in values:
         if isinstance(value, _CONTAINERS) and value:
-            with suppress(
-                ScopeUsageError
-            ):  # a step must not fail for an attribute that can't be read
+            # a step must not fail for an attribute that can't be read
+            with suppress(ScopeUsageError):
                 found += tensors_in((value,))
     return found
 

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from types import FunctionType
+from types import FunctionType, MethodWrapperType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tenure._torch.quiet import TENSOR_BASE
-
-_GETTER = type(vars(TENSOR_BASE)["grad"].__get__)
 _SEQUENCES = (list, tuple)
 DEEPCOPY = Tensor.__deepcopy__
 
@@ -89,6 +86,6 @@ def is_parameter(tensor: Tensor) -> bool:
 
 def _returns_existing(func: Callable[..., Any]) -> bool:
     """Whether ``func`` reads a property, or is the user's Python, with a cache of its own."""
-    if type(func) is _GETTER:
+    if type(func) is MethodWrapperType:
         return True
     return isinstance(func, FunctionType) and (func.__module__ or "").partition(".")[0] != "torch"

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from contextlib import ContextDecorator
-from typing import TYPE_CHECKING
 
 from tenure._errors import ScopeUsageError
 from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 
+from ._owner import Owner
 from ._tracker import current
-
-if TYPE_CHECKING:
-    from ._block import Block
 
 
 class persist(ContextDecorator):
@@ -42,7 +39,7 @@ class persist(ContextDecorator):
                 f"persist() takes no argument and got {function!r}. Write @persist() above a "
                 "function, with its parentheses, or `with persist():`."
             )
-        self._left: list[Block | None] = []
+        self._left: list[Owner | None] = []
 
     @never_compiled
     def __enter__(self) -> None:

@@ -17,10 +17,9 @@ from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 
 from ._block import Block
 from ._checks import check_not_foreign, check_open, check_target, check_thread
-from ._closing import disposable, dispose_all
-from ._disposal import is_disposed
+from ._disposal import disposable, dispose_all, is_disposed
 from ._disposed import Cause, refuse
-from ._ledger import alive, enter, owns, take
+from ._owner import alive, enter, owns, take
 from ._thread import this_thread
 from ._tracker import current
 from ._trees import Tree, given_back, required_tensors
@@ -185,7 +184,7 @@ class DisposeScope(Block):
             if reference is None:
                 continue
             if target is None:
-                self._threads.hand_out(reference)
+                self._thread.hand_out(reference)
             else:
                 enter(target._ledger, reference)
 
@@ -195,11 +194,11 @@ class DisposeScope(Block):
                 refuse(tensor, call)
             check_not_foreign(tensor, call)
         for tensor in tensors:
-            owner = self._threads.owner_of(tensor)
+            owner = self._thread.owner_of(tensor)
             reference = None if owner is None else take(owner._ledger, tensor)
-            reference = reference or self._threads.adopt(tensor)
+            reference = reference or self._thread.adopt(tensor)
             enter(self._ledger, reference)
-            self._threads.choose(reference)
+            self._thread.choose(reference)
 
     # --- letting go
 
@@ -243,8 +242,9 @@ class DisposeScope(Block):
             for tensor in alive(self._ledger)
             if id(tensor) not in spared and (reference := take(self._ledger, tensor)) is not None
         ]
-        condemned = disposable(self, condemned)
-        dispose_all(self, condemned, Cause(self.label, self.site, call, user_site()))
+        condemned = disposable(condemned, self._thread)
+        cause = Cause(self.label, self.site, call, user_site())
+        dispose_all(condemned, cause, self._thread, self._opener)
 
 
 NewDisposeScope = DisposeScope
@@ -256,7 +256,7 @@ def current_scope() -> DisposeScope | None:
     scope = current.get()
     if scope is None:
         return None
-    return cast("DisposeScope | None", this_thread().manager.open_scope(scope))
+    return cast("DisposeScope | None", this_thread().tracker.open_scope(scope))
 
 
 def scope_or_none(value: object) -> DisposeScope | None:

@@ -123,11 +123,11 @@ def _scoped_generator(
                     except StopIteration as stop:
                         return _handed_over(scope, stop.value)
                     finally:
-                        del (
-                            step
-                        )  # one that throws holds the error, whose traceback holds this frame
+                        # one that throws holds the error, whose traceback holds this frame
+                        del step
                 try:
-                    sent = yield ready.pop()  # while suspended, nothing here holds what was yielded
+                    # while suspended, nothing here holds what was yielded
+                    sent = yield ready.pop()
                 except GeneratorExit:
                     with _Turn(scope):
                         generator.close()
@@ -154,7 +154,8 @@ def _scoped_async_generator(
                     except StopAsyncIteration:
                         return
                     finally:
-                        del step  # as above
+                        # as above
+                        del step
                 try:
                     sent = yield ready.pop()
                 except GeneratorExit:
@@ -169,7 +170,7 @@ def _scoped_async_generator(
     return run
 
 
-class _Block:
+class _Stretch:
     """A stretch of code and the scope that belongs to it."""
 
     __slots__ = ("scope",)
@@ -178,7 +179,7 @@ class _Block:
         self.scope = scope
 
 
-class _Call(_Block):
+class _Call(_Stretch):
     """From the call of a function to its return: the scope is open all the time."""
 
     @never_compiled
@@ -191,7 +192,7 @@ class _Call(_Block):
         self.scope.__exit__(None, exc, None)
 
 
-class _Suspended(_Block):
+class _Suspended(_Stretch):
     """The life of a generator: its scope is there, and open only while the generator runs."""
 
     @never_compiled
@@ -206,15 +207,14 @@ class _Suspended(_Block):
             self.scope._finish(exc)
 
 
-class _Turn(_Block):
+class _Turn(_Stretch):
     """One step of a generator, from where it is resumed to where it yields."""
 
     @never_compiled
     def __enter__(self) -> None:
         check_thread(self.scope, "resume")
-        if (
-            not self.scope.closed
-        ):  # the generator itself may have closed it: the rest is its caller's
+        # the generator itself may have closed it: the rest is its caller's
+        if not self.scope.closed:
             self.scope._resume()
 
     @never_compiled

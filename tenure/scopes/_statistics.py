@@ -38,22 +38,22 @@ class ScopeStatistics:
     detached_from_scope: int
     disposed_outside_scope: int
 
-    def __init__(self, threads: ThreadScopes) -> None:
-        self._threads = threads
+    def __init__(self, thread: ThreadScopes) -> None:
+        self._thread = thread
 
     def __getattr__(self, name: str) -> int:
         if name not in _COUNTERS:
             raise AttributeError(f"ScopeStatistics has no counter {name!r}; it has {_COUNTERS}.")
-        return _counts(self._threads)[name] - self._threads.counts_at_reset.get(name, 0)
+        return _counts(self._thread)[name] - self._thread.counts_at_reset.get(name, 0)
 
     @property
     def live(self) -> int:
         """Tensors, of those a scope of this thread owns or handed out, that are alive now."""
-        return self._threads.live
+        return self._thread.live
 
     def reset(self) -> None:
         """Count from zero again; ``live`` is no counter, and stays."""
-        self._threads.counts_at_reset = _counts(self._threads)
+        self._thread.counts_at_reset = _counts(self._thread)
 
     def as_dict(self) -> dict[str, int]:
         """The counters of this moment, by name."""
@@ -82,14 +82,14 @@ def statistics() -> ScopeStatistics:
     return ScopeStatistics(this_thread())
 
 
-def _counts(threads: ThreadScopes) -> dict[str, int]:
-    created = threads.manager.created
-    gone = created + threads.attached - threads.detached - threads.disposed - threads.n_owned
+def _counts(thread: ThreadScopes) -> dict[str, int]:
+    created = thread.tracker.created
+    gone = created + thread.attached - thread.detached - thread.disposed - thread.n_owned
     return {
         "created_in_scope": created,
-        "disposed_in_scope": threads.disposed,
+        "disposed_in_scope": thread.disposed,
         "released_in_scope": gone,
-        "attached_to_scope": threads.attached,
-        "detached_from_scope": threads.detached,
-        "disposed_outside_scope": threads.disposed_outside,
+        "attached_to_scope": thread.attached,
+        "detached_from_scope": thread.detached,
+        "disposed_outside_scope": thread.disposed_outside,
     }

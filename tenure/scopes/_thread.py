@@ -8,38 +8,18 @@ from __future__ import annotations
 
 import functools
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 from weakref import WeakSet, ref
 
 from torch import Tensor
 
-from tenure._torch.modes import is_active, push
-
-from ._deferred import DeferredDisposals
-from ._ledger import Ledger, Reference, enter, n_alive, owns, prune, take
+from ._disposed import Cause
 from ._library_objects import install_hooks
-from ._owners import watch_owners
-from ._tracker import Manager
-
-if TYPE_CHECKING:
-    from ._block import Block
-
+from ._library_state import watch_library_objects
+from ._owner import Ledger, Owner, Reference, enter, n_alive, owns, prune, take
+from ._tracker import Tracker
 
 _SMALL = 64  # entries that are not worth pruning
-
-
-class World:
-    """A stretch of this thread's mode stack that shares one manager.
-
-    A backward hook, for one, runs with an empty stack: the first scope opened there pushes the
-    manager anew, and the last one closed takes it off again.
-    """
-
-    __slots__ = ("n_scopes", "outer")
-
-    def __init__(self, outer: World | None) -> None:
-        self.outer = outer
-        self.n_scopes = 0
 
 
 class ThreadScopes:
@@ -47,37 +27,29 @@ class ThreadScopes:
 
     def __init__(self) -> None:
         self.thread_id = threading.get_ident()
-        self.manager = Manager()
-        self.open: dict[int, Block] = {}
+        self.tracker = Tracker()
+        self.open: dict[int, Owner] = {}
         self.handed_out: Ledger = {}
         self.chosen: Ledger = {}  # what was attached by name, and so is let go whoever holds it
         self._next_prune = _SMALL
-        self.deferred = DeferredDisposals()
+        # disposals that an operation of torch, which may need the handle, has put off
+        self.waiting: list[tuple[Reference, Cause]] = []
         self.attached = self.detached = self.disposed = self.disposed_outside = 0
         self.counts_at_reset: dict[str, int] = {}
-        self._first_world = World(None)
-        self.world: World | None = None
         _all_threads.add(self)
         _install_hooks_once()
 
-    def enter_world(self) -> World:
-        """Make sure that the manager sees what torch does here, for one more scope."""
-        world = self.world
-        if world is None:
-            world = self.world = self._first_world
-            push(self.manager)
-        elif not is_active(self.manager):
-            world = self.world = World(world)
-            push(self.manager)
-        world.n_scopes += 1
-        return world
-
-    def owner_of(self, tensor: Tensor) -> Block | None:
+    def owner_of(self, tensor: Tensor) -> Owner | None:
         """The open scope of this thread that owns ``tensor``."""
         for scope in reversed(list(self.open.values())):
             if owns(scope._ledger, tensor):
                 return scope
         return None
+
+    def hand_out_all(self, tensors: Iterable[tuple[Tensor, Reference]]) -> None:
+        """All these go on without an owner."""
+        for _, reference in tensors:
+            self.hand_out(reference)
 
     def hand_out(self, reference: Reference) -> None:
         """A tensor goes on without an owner."""
@@ -140,7 +112,7 @@ def this_thread() -> ThreadScopes:
     return scopes
 
 
-def foreign_owner_of(tensor: Tensor) -> Block | None:
+def foreign_owner_of(tensor: Tensor) -> Owner | None:
     """The open scope of another thread that owns ``tensor``."""
     mine = this_thread()
     for scopes in list(_all_threads):
@@ -152,4 +124,4 @@ def foreign_owner_of(tensor: Tensor) -> Block | None:
 @functools.cache
 def _install_hooks_once() -> None:
     install_hooks(lambda tensors: this_thread().release(tensors))
-    watch_owners()
+    watch_library_objects()

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
@@ -19,22 +19,23 @@ from torch.overrides import TorchFunctionMode
 
 from tenure._callers import SitedRef, capture_site, maker_of, module_of
 from tenure._torch.compiler import is_dynamo_compiling, never_compiled
+from tenure._torch.modes import is_active, push
 
 from ._library_objects import copies_library_object, is_library_code
 from ._newness import DEEPCOPY, SOLE, flat_tensors, is_new, is_parameter, new_among
-
-if TYPE_CHECKING:
-    from ._block import Block
+from ._owner import Owner
 
 getrefcount, getframe = sys.getrefcount, sys._getframe
 
-current: ContextVar[Block | None] = ContextVar("tenure_current_scope", default=None)
+current: ContextVar[Owner | None] = ContextVar("tenure_current_scope", default=None)
 """The scope that the running code is in; it may be closed by now, or belong to another thread."""
 get_current = current.get
 
 _SEQUENCES = (tuple, list)
+# the container is one holder more; 0, as SOLE is where counts tell nothing, is no count of any
 _SOLE_IN_CONTAINER = SOLE + 1 if SOLE else 0
-_MANY = 4096  # code objects: a program that compiles functions as it runs must not fill the memory
+# code objects: a program that compiles functions as it runs must not fill the memory
+_MANY = 4096
 _WITHOUT_TENSORS = frozenset(
     {
         type(None),
@@ -51,19 +52,39 @@ _WITHOUT_TENSORS = frozenset(
 )
 
 
-class Manager(TorchFunctionMode):
+class World:
+    """A stretch of a thread's mode stack in which its tracker stands.
+
+    A backward hook, for one, runs with an empty stack: the first scope opened there pushes the
+    tracker anew, and the last one closed takes it off again.
+    """
+
+    __slots__ = ("n_scopes", "outer")
+
+    def __init__(self, outer: World | None) -> None:
+        self.outer = outer
+        self.n_scopes = 0
+
+
+class Tracker(TorchFunctionMode):
     """Enters the new outputs of torch functions in the ledger of the current scope.
 
     Attributes:
         created: how many tensors it has entered, since the thread began.
+        world: the innermost stretch of the mode stack in which it was pushed; None while no scope
+            is open.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.created = 0
-        # code that proved to be no library's, by identity: its hash is that of all its constants
+        self._first_world = World(None)
+        self.world: World | None = None
+        # code that proved to be no library's, by identity: its hash is that of all its constants;
+        # held, so that its identity stays its own
         self._admitted: dict[int, CodeType] = {}
-        self._last: CodeType | None = None  # the newest of them: often the only one that runs
+        # the newest of them: often the only one that runs
+        self._last: CodeType | None = None
 
     @never_compiled
     def __torch_function__(
@@ -74,18 +95,30 @@ class Manager(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run ``func`` and track what it made."""
-        if is_dynamo_compiling():  # folded by dynamo, which must trace nothing of what follows
+        # dynamo folds this, and must trace nothing of what follows
+        if is_dynamo_compiling():
             return func(*args, **(kwargs or {}))
+        # the most are called without keywords, and to pass none on costs a dictionary
         out = func(*args, **kwargs) if kwargs else func(*args)
+        # Beside the operation itself each question here is dear, so the cheap come first.
+        # One reference, our variable's, says that nobody had the tensor before: no cache, no
+        # attribute, no argument; so it is new, whatever func is. Views are new handles too. A
+        # property or an operation in place fails here at the price of one count.
         if type(out) is Tensor and getrefcount(out) == SOLE:
             scope = get_current()
+            # a scope without a note of places, open on this very thread (see Owner._gate)
             if scope is not None and scope._gate is self:
                 code = getframe(1).f_code
+                # layers take turns at calling torch: one comparison serves a loop, and a lookup by
+                # identity the others (see benchmarks.bench_scopes, "callers that take turns")
                 if code is self._last or id(code) in self._admitted or self._admits(getframe(1)):
                     self.created += 1
+                    # the dearest of all, a weak reference: it is what an entry is
                     scope._ledger[id(out)] = ref(out)
             elif scope is not None:
                 self._enter([out], scope, getframe(1))
+        # what is left is mostly a shape, a number or the tensor that was given to be filled; a
+        # container is new as a whole if it alone holds each of its tensors
         elif type(out) not in _WITHOUT_TENSORS and not _was_given(out, args, kwargs):
             scope = get_current()
             if scope is not None and not (
@@ -98,13 +131,25 @@ class Manager(TorchFunctionMode):
                 )
         return out
 
-    def open_scope(self, scope: Block) -> Block | None:
-        """From ``scope`` outwards, the first that is open on the thread of this manager.
+    def enter_world(self) -> World:
+        """Make sure that it sees what torch does here, for one more scope."""
+        world = self.world
+        if world is None:
+            world = self.world = self._first_world
+            push(self)
+        elif not is_active(self):
+            world = self.world = World(world)
+            push(self)
+        world.n_scopes += 1
+        return world
+
+    def open_scope(self, scope: Owner) -> Owner | None:
+        """From ``scope`` outwards, the first that is open on the thread of this tracker.
 
         A context that was copied into a task or a thread may still name a scope that has closed, or
         one that belongs elsewhere.
         """
-        if scope._threads.manager is not self:
+        if scope._tracker is not self:
             return None
         return scope if scope.is_open else scope.outer
 
@@ -113,17 +158,19 @@ class Manager(TorchFunctionMode):
         code = frame.f_code
         if id(code) in self._admitted:
             return True
+        # optimizer state, buffers: what a library makes for its own objects is theirs for good
         if is_library_code(module_of(frame), code.co_name):
             return False
         maker = maker_of(frame)
-        if maker is not frame:  # what a mode does, it does for whoever called torch
+        # what a mode does, it does for whoever called torch, so its code is admitted for no one
+        if maker is not frame:
             return not is_library_code(module_of(maker), maker.f_code.co_name)
         if len(self._admitted) >= _MANY:
             self._admitted.clear()
         self._admitted[id(code)] = self._last = code
         return True
 
-    def _enter_sole(self, outs: Sequence[Any], scope: Block, frame: FrameType) -> bool:
+    def _enter_sole(self, outs: Sequence[Any], scope: Owner, frame: FrameType) -> bool:
         """Enter outputs of which each is held by its container alone, and so is new.
 
         Returns:
@@ -140,7 +187,7 @@ class Manager(TorchFunctionMode):
         return True
 
     def _enter(
-        self, tensors: list[Tensor], scope: Block, frame: FrameType, copied: bool = False
+        self, tensors: list[Tensor], scope: Owner, frame: FrameType, copied: bool = False
     ) -> None:
         """The long way: for containers, subclasses, captured sites, and scopes not simply open."""
         open_scope = self.open_scope(scope)
@@ -161,7 +208,7 @@ class Manager(TorchFunctionMode):
                 ledger[id(tensor)] = SitedRef(tensor, site)
 
 
-HANDLER_CODE = Manager.__torch_function__.__code__
+HANDLER_CODE = Tracker.__torch_function__.__code__
 """The code of the frame that stands on the stack while torch runs a function for a scope."""
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from tenure._containers import contents_of
-from tenure._errors import ScopeUsageError
+from tenure._errors import MissingTorchNameError, ScopeUsageError
 from tenure._storages import inner_tensors
 
 Tree = TypeVar("Tree")
@@ -42,6 +42,8 @@ def tensors_in(trees: Iterable[object]) -> list[Tensor]:
                 waiting.extend(inner_tensors(node)[::-1])
             else:
                 waiting.extend(_below(node)[::-1])
+        except MissingTorchNameError:
+            raise
         except Exception as error:
             raise ScopeUsageError(
                 f"A {type(node).__name__} could not be searched for tensors: its own code raised "

@@ -102,3 +102,32 @@ print(train())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("['train.<locals>.kept[0]']\n", "")
+
+
+@pytest.mark.parametrize("freeze", ["", "gc.freeze()"])
+def test_the_free_objects_that_asyncio_shows_end_no_search(freeze):
+    """On Python 3.12 the second look at them would not end; who looks must not start a ring."""
+    code = f"""
+import asyncio, resource
+{PRELUDE}
+CACHE = [torch.ones(3)]
+
+async def wait():
+    future = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_soon(future.set_result, 1)
+    return await future
+
+asyncio.run(wait())
+{freeze}
+_, hard = resource.getrlimit(resource.RLIMIT_CPU)
+resource.setrlimit(resource.RLIMIT_CPU, (60, hard))
+for _ in range(2):
+    for start in range(0, len(heap := tracked_objects()), 1000):
+        gc.get_referents(*heap[start : start + 1000])
+    del heap
+    print([holder.chain for holder in find_holders([asyncio.Future])[0] if holder.named][:1])
+    print(chains(weakref.ref(CACHE[0])))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    expected = "['Future']\n['__main__.CACHE[0]']\n" * 2
+    assert (done.stdout, done.stderr) == (expected, "")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tenure._heap import _index, _neighbours, find_holders
+from tenure._heap import _index, find_holders
 from tenure._heap._index import Referrers
 
 
@@ -23,7 +23,7 @@ class Slotted:
 @pytest.fixture
 def indexed(monkeypatch):
     """No question is answered by a pass of the collector, nor by what is near."""
-    monkeypatch.setattr(_neighbours, "_MAX_OBJECTS", 0)
+    monkeypatch.setattr(_index, "_MAX_OBJECTS", 0)
     monkeypatch.setattr(_index, "_MAX_PASSES", 0)
 
 

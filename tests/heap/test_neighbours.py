@@ -7,9 +7,8 @@ import weakref
 import pytest
 import torch
 
-from tenure._heap import _index, _neighbours, find_holders
-from tenure._heap._index import Referrers
-from tenure._heap._neighbours import Neighbours
+from tenure._heap import _index, find_holders
+from tenure._heap._index import Neighbours, Referrers
 
 
 class Box:
@@ -33,12 +32,12 @@ def asked(monkeypatch):
 
 def without_neighbours(monkeypatch, objects):
     with monkeypatch.context() as patch:
-        patch.setattr(_neighbours, "_MAX_OBJECTS", 0)
+        patch.setattr(_index, "_MAX_OBJECTS", 0)
         return find_holders(objects, ignore=[objects])
 
 
 def test_what_a_variable_leads_to_is_named_without_a_look_at_the_heap(asked, monkeypatch):
-    monkeypatch.setattr(_neighbours, "_MAX_OBJECTS", 1 << 20)  # pytest's own frames may hold many
+    monkeypatch.setattr(_index, "_MAX_OBJECTS", 1 << 20)  # pytest's own frames may hold many
     root = Box([Box({"deep": [Box((torch.ones(1),))]})])
     ((holder,),) = find_holders([root.held[0].held["deep"][0].held[0]])
     assert holder.chain.endswith("<locals>.root.held[0].held['deep'][0].held[0]")
@@ -47,7 +46,7 @@ def test_what_a_variable_leads_to_is_named_without_a_look_at_the_heap(asked, mon
 
 def test_the_heap_is_asked_for_what_is_left_over(asked):
     near, away = [torch.ones(1)], []
-    holder_of_all = [None] * (_neighbours._MAX_ITEMS + 1)
+    holder_of_all = [None] * (_index._MAX_ITEMS + 1)
     away.append(near[0])
     holder_of_all[0] = away
     del away
@@ -61,7 +60,7 @@ def test_the_heap_is_asked_for_what_is_left_over(asked):
 
 def test_an_object_that_is_held_twice_is_not_explained_by_one_holder_that_was_found_twice():
     box = Box(torch.ones(1))
-    many = [None] * _neighbours._MAX_ITEMS + [box.held]
+    many = [None] * _index._MAX_ITEMS + [box.held]
     vars(box)["again"] = box.held
     (found,) = find_holders([many[-1]])
     assert len(found) == 3

@@ -16,7 +16,8 @@ from tenure import (
     scoped,
 )
 from tenure.scopes import _block
-from tenure.scopes._thread import ThreadScopes, this_thread
+from tenure.scopes._thread import this_thread
+from tenure.scopes._tracker import Tracker
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +45,7 @@ def test_a_warning_that_is_an_error_leaves_no_scope_open():
 
 
 def test_an_interrupt_while_opening_leaves_no_scope_open(monkeypatch):
-    monkeypatch.setattr(ThreadScopes, "enter_world", interrupt)
+    monkeypatch.setattr(Tracker, "enter_world", interrupt)
     with pytest.raises(KeyboardInterrupt):
         NewDisposeScope("never").__enter__()
 

@@ -99,7 +99,7 @@ def test_the_holder_is_looked_for_once_and_its_failure_hides_nothing(monkeypatch
         raise MemoryError
 
     searches: list[list[Tensor]] = []
-    monkeypatch.setattr("tenure.scopes._blame.find_holders", search)
+    monkeypatch.setattr("tenure.scopes._disposed.find_holders", search)
     with NewDisposeScope():
         x = torch.ones(2)
     for _ in range(2):
@@ -109,7 +109,7 @@ def test_the_holder_is_looked_for_once_and_its_failure_hides_nothing(monkeypatch
 
 
 def test_asking_whether_a_disposed_tensor_has_an_attribute_searches_nothing(monkeypatch):
-    monkeypatch.setattr("tenure.scopes._blame.find_holders", lambda tensors: 1 / 0)
+    monkeypatch.setattr("tenure.scopes._disposed.find_holders", lambda tensors: 1 / 0)
     with NewDisposeScope():
         x = torch.ones(2)
     assert not hasattr(x, "no_such_name")

@@ -21,7 +21,7 @@ from tenure import (
     owner_of,
     statistics,
 )
-from tenure.scopes._ledger import enter
+from tenure.scopes._owner import enter
 
 
 def fail_after(_):

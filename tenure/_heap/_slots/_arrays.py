@@ -1,18 +1,22 @@
-"""What arrays of NumPy refer to: objects, and the array whose memory they show.
+"""What arrays of NumPy refer to: objects, and the array whose memory they show; and tables of them.
 
-The collector knows nothing of it. NumPy is never imported here: without it there are no arrays.
+The collector knows nothing of the former. NumPy and pandas are never imported here: without NumPy
+there are no arrays, and the classes of pandas are known by name.
 """
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .._static import is_kind
-from .._words import Slot, Step, Wanted
+from .._static import instance_attributes, is_kind
+from .._words import Key, Namer, Slot, Step, Wanted, attribute
+from ._objects import spell_key
 
-WHOLE_BASE = "whole base"
-"""The key of the base of a view that shows all of it in the same order, if in another shape."""
+# the key of the base of a view that shows all of it in the same order, if in another shape
+_WHOLE_BASE = "whole base"
+_MAX_COLUMNS = 10_000
+_MANAGER = "_mgr"
 
 
 def array_class() -> type | None:
@@ -45,7 +49,7 @@ def array_slots(holder: Any, wanted: Wanted) -> Iterator[Slot]:
                 key = _spell_index(position, shape)
                 yield held, Step(f"{prefix}[{key}]", key=prefix or key)
     for base in _base_of(holder):
-        yield base, Step(".base", key=WHOLE_BASE if _shows_all(holder, base) else "base")
+        yield base, Step(".base", key=_WHOLE_BASE if _shows_all(holder, base) else "base")
 
 
 def holds_objects(array: Any) -> bool:
@@ -101,3 +105,63 @@ def _spell_index(position: int, shape: tuple[int, ...]) -> str:
         position, remainder = divmod(position, length)
         index.append(remainder)
     return ", ".join(map(str, reversed(index)))
+
+
+# --- tables of pandas: ``frame['loss'].iloc[3]``
+#
+# A frame has a manager, this has blocks of several columns each, and a block has an array; only the
+# manager knows the names of the columns.
+
+
+def table_slots(holder: Any, wanted: Wanted) -> Iterator[Slot]:
+    """The manager of a frame or series, which does not show in the name."""
+    attributes = instance_attributes(holder)
+    yield attributes, Step(namer=_table_attribute)
+    yield attributes.get(_MANAGER), Step(key=_MANAGER)
+
+
+def manager_slots(holder: Any, wanted: Wanted) -> Iterator[Slot]:
+    """The blocks of a manager."""
+    is_frame = len(holder.axes) > 1
+    columns = _labels_of(holder.axes[0]) if is_frame else []
+    places = [[columns[i] for i in block.mgr_locs] if columns else [] for block in holder.blocks]
+    yield holder.blocks, Step(namer=_blocks(places))
+
+
+def block_slots(holder: Any, wanted: Wanted) -> Iterator[Slot]:
+    """The array of a block."""
+    yield holder.values, Step(key="values")
+
+
+def _table_attribute(key: Key) -> tuple[str, Namer | None]:
+    return ("", None) if key == _MANAGER else attribute(key)
+
+
+def _labels_of(labels: Sequence[object]) -> list[str]:
+    return list(map(spell_key, labels)) if len(labels) <= _MAX_COLUMNS else []
+
+
+def _blocks(places: list[list[str]]) -> Namer:
+    return lambda key: ("", _values(places[key] if isinstance(key, int) else []))
+
+
+def _values(columns: list[str]) -> Namer:
+    return lambda _: ("", _items_by_label(columns))
+
+
+def _items_by_label(columns: list[str]) -> Namer:
+    def spell(key: Key) -> tuple[str, Namer | None]:
+        # the array of a column that was added is a view with two dimensions of one with one
+        return ("", spell) if key == _WHOLE_BASE else (_spell_cell(columns, str(key)), None)
+
+    return spell
+
+
+def _spell_cell(columns: list[str], key: str) -> str:
+    """An item by its place in the array of a block: column and row, or the row alone."""
+    column, _, row = key.rpartition(", ")
+    if not row.isdigit():
+        return f".values.{key}"
+    if not columns:
+        return f".iloc[{row}, …]" if column else f".iloc[{row}]"
+    return f"[{columns[int(column or 0)]}].iloc[{row}]"

@@ -15,7 +15,7 @@ import torch
 
 from .._static import module_name, mro_of, type_name
 from .._words import Reader, Slot, Step, Wanted, inside
-from . import _arrays, _callables, _containers, _contexts, _dataframes, _objects, _suspended
+from . import _arrays, _callables, _objects, _suspended
 
 
 def slots_of(holder: object, wanted: Wanted) -> Iterator[tuple[int, Step]]:
@@ -54,19 +54,19 @@ def _named_slots(holder: object, wanted: Wanted) -> Iterator[Slot]:
 _READERS: dict[int, Reader] = {
     id(cls): reader
     for cls, reader in (
-        (list, _containers.list_slots),
-        (tuple, _containers.tuple_slots),
-        (deque, _containers.deque_slots),
-        (set, _containers.set_slots),
-        (frozenset, _containers.frozenset_slots),
-        (dict, _containers.dict_slots),
+        (list, _objects.list_slots),
+        (tuple, _objects.tuple_slots),
+        (deque, _objects.deque_slots),
+        (set, _objects.set_slots),
+        (frozenset, _objects.frozenset_slots),
+        (dict, _objects.dict_slots),
         (object, _objects.instance_slots),
         (type, _objects.class_slots),
         (threading.local, _objects.thread_local_slots),
         (torch.Tensor, _objects.tensor_slots),
         (types.FunctionType, _callables.function_slots),
         (types.CellType, _callables.cell_slots),
-        (types.MappingProxyType, _containers.proxy_slots),
+        (types.MappingProxyType, _objects.proxy_slots),
         (types.MethodType, _callables.method_slots),
         (types.BuiltinMethodType, _callables.method_slots),
         (functools.partial, _callables.partial_slots),
@@ -77,22 +77,22 @@ _READERS: dict[int, Reader] = {
         (types.FrameType, _suspended.frame_slots),
         (types.TracebackType, _suspended.traceback_slots),
         (BaseException, _suspended.exception_slots),
-        (contextvars.ContextVar, _contexts.variable_slots),
-        (contextvars.Token, _contexts.token_slots),
-        (contextvars.Context, _contexts.branch_slots),
+        (contextvars.ContextVar, _suspended.variable_slots),
+        (contextvars.Token, _suspended.token_slots),
+        (contextvars.Context, _suspended.branch_slots),
     )
 }
 
 # of the interpreter's own classes without a public name; of libraries that may come later, or never
 _LATE_READERS: dict[str, Reader] = {
-    "builtins.hamt": _contexts.branch_slots,
-    "builtins.hamt_array_node": _contexts.branch_slots,
-    "builtins.hamt_bitmap_node": _contexts.leaf_slots,
-    "builtins.hamt_collision_node": _contexts.leaf_slots,
+    "builtins.hamt": _suspended.branch_slots,
+    "builtins.hamt_array_node": _suspended.branch_slots,
+    "builtins.hamt_bitmap_node": _suspended.leaf_slots,
+    "builtins.hamt_collision_node": _suspended.leaf_slots,
     "_asyncio.Future": _suspended.future_slots,
     "_asyncio.Task": _suspended.task_slots,
     "numpy.ndarray": _arrays.array_slots,
-    "pandas.core.generic.NDFrame": _dataframes.table_slots,
-    "pandas.core.internals.managers.BaseBlockManager": _dataframes.manager_slots,
-    "pandas.core.internals.blocks.Block": _dataframes.block_slots,
+    "pandas.core.generic.NDFrame": _arrays.table_slots,
+    "pandas.core.internals.managers.BaseBlockManager": _arrays.manager_slots,
+    "pandas.core.internals.blocks.Block": _arrays.block_slots,
 }

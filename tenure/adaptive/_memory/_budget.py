@@ -97,13 +97,17 @@ class memory_budget(ContextDecorator):
         """
         check_new(self, self._status)
         check_not_capturing(self)
-        # the net first: where it can't be spread, nothing is open yet
         if self.device.type != "cpu" and keeps_fractions(self.device):
             self._net = FractionNet(self.limit_bytes, self.device)
-            self._net.open()
-        self._counting.open()
-        self._status = "open"
-        self._thread_id = get_ident()
+        # no __exit__ follows an interrupt in here, and the fraction is that of the whole process
+        try:
+            if self._net is not None:
+                self._net.open()
+            self._counting.open()
+            self._status, self._thread_id = "open", get_ident()
+        except BaseException:
+            self._close()
+            raise
         return self
 
     def __exit__(
@@ -119,15 +123,19 @@ class memory_budget(ContextDecorator):
                 before a mode that was opened inside, and the budget is closed.
         """
         check_open(self, self._status, self._thread_id)
-        # from here on whatever fails: a budget that could not be closed would limit for ever
-        self._status = "closed"
-        if self._net is not None:
-            self._net.close()
-        if not self._counting.close() and (exc is None or isinstance(exc, GeneratorExit)):
+        in_order = self._close()
+        if not in_order and (exc is None or isinstance(exc, GeneratorExit)):
             raise AdaptiveUsageError(
                 f"{self!r} ended before a budget, or another dispatch mode, that was opened inside "
                 "it. It limits nothing any more. Close what was opened last first."
             )
+
+    def _close(self) -> bool:
+        """End it, as far as it was opened; False if a mode that was opened later is still open."""
+        self._status = "closed"
+        if self._net is not None:
+            self._net.close()
+        return self._counting.close()
 
     def __call__(self, func: _Function) -> _Function:
         """Run each call of ``func`` within a budget of its own.

@@ -83,8 +83,14 @@ class CountingMode(DispatchMode):
         self._process = os.getpid()
         self._stacked = _this_thread.stacked
         self._stacked.append(self)
-        open_limit(self)
-        self.__enter__()  # type: ignore[no-untyped-call]
+        try:
+            open_limit(self)
+            self.__enter__()  # type: ignore[no-untyped-call]
+        except BaseException:
+            # one that torch never had would keep the closed ones below it on torch's stack
+            if self not in open_modes():
+                self._stacked.remove(self)
+            raise
 
     def close(self) -> bool:
         """Stop counting; False if a mode that was opened later is still open."""

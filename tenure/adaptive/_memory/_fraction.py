@@ -63,10 +63,12 @@ class FractionNet:
             self._apply()
 
     def close(self) -> None:
-        """Take the net away."""
+        """Take the net away, as far as it was opened."""
         with _lock:
-            _open_nets[self._device].remove(self)
-            self._apply()
+            # an interrupt may have come before it was among them
+            if self in _open_nets.get(self._device, ()):
+                _open_nets[self._device].remove(self)
+                self._apply()
 
     def _apply(self) -> None:
         nets = _open_nets[self._device]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from tenure._text import shape_of
+from tenure._text import describe_elements, dtype_name, shape_of
 from tenure._torch.quiet import without_functions
 
 _SEPARATOR = " | "
@@ -55,7 +55,7 @@ def _modes() -> str:
     kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
     for kind in kinds:
         if torch.is_autocast_enabled(kind):
-            dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+            dtype = dtype_name(torch.get_autocast_dtype(kind))
             modes.append(f"autocast {kind} {dtype}")
     return ", ".join(modes)
 
@@ -70,4 +70,4 @@ def _spelled(value: object, dimension: int = 0) -> str:
         # rows of different lengths have a size of their own in each batch, which is no number
         sizes = [str(n) if isinstance(n, int) else "ragged" for n in shape_of(value)]
         sizes[dimension : dimension + 1] = ["*"] * bool(sizes)
-        return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(sizes)}] on {value.device}"
+        return f"{describe_elements(value.dtype, sizes)} on {value.device}"

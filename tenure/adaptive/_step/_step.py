@@ -27,7 +27,14 @@ from ._gradients import Scaler
 from ._loss import Reduction
 from ._modules import no_optimizer_steps
 from ._samples import SampleDims
-from ._split import BatchNormPolicy, DeliveredTogether, StepOutcome, StepSetup, checked_spec
+from ._split import (
+    BatchNormPolicy,
+    DeliveredTogether,
+    StepOutcome,
+    StepParts,
+    StepRun,
+    StepSpec,
+)
 from ._verify import Verification
 
 Batch = TypeVar("Batch")
@@ -155,44 +162,48 @@ def step(
         >>> torch.allclose(split, model.weight.grad)
         True
     """
-    frame = calling_frame()  # first of all: here dynamo leaves a compiled caller
-    spec = checked_spec("step", fn, loss, weight, then, once, batchnorm, out_dims, scaler)
-    setup = StepSetup(spec, batch, in_dims, model)
-    if verify:
-        verification = Verification(setup, spec, batch, in_dims, model)
-        setup.run.before_split = verification.begin
-        setup.run.before_delivery = verification
-    limits = SizeLimits(max(checked_size("minimum", minimum), setup.smallest))
-    largest = max(setup.n_samples, 1)
+    # first of all: here dynamo leaves a compiled caller
+    frame = calling_frame()
+    spec = StepSpec(
+        entry="step", fn=fn, batch=batch, loss=loss, weight=weight, then=then, once=once,
+        model=model, batchnorm=batchnorm, scaler=scaler, in_dims=in_dims, out_dims=out_dims,
+    )  # fmt: skip
+    spec.check()
+    parts = StepParts(spec)
+    run = StepRun(parts, Verification(parts) if verify else None)
+    limits = SizeLimits(max(checked_size("minimum", minimum), parts.smallest))
+    # of an empty batch, too: see test_an_empty_batch_does_what_the_plain_call_does
+    largest = max(parts.n_samples, 1)
     if maximum is not None:
         largest = min(largest, _checked_maximum(maximum, limits.minimum))
-    remembered = remembered_of(stands_for(fn), frame, context, cache_type, setup.values, {})
+    remembered = remembered_of(stands_for(fn), frame, context, cache_type, parts.values, {})
     search = AdaptiveSearch(largest, limits, remembered, has_trials=True)
 
     def attempt(size: int) -> StepOutcome:
+        # a failed attempt is taken back, and what an optimizer has moved can't be
         with no_optimizer_steps("step"):
-            while search.is_trial:  # where sizes have failed and none is known to fit
-                setup.run.try_out(search.size)
+            # where sizes have failed and none is known to fit
+            while search.is_trial:
+                run.try_out(search.size)
                 attempts.take_back()
-                setup.gradients.begin()
+                parts.gradients.begin()
                 search.tried()
-            return setup.run.run(search.size)
+            return run.run(search.size)
 
     with DisposeScope("step") as scope:
-        state = DeliveredTogether(setup.gradients, setup.state)
         attempts = Attempts(
-            setup.name,
+            parts.name,
             scope,
             unit="micro-batch",
-            state=state,
+            state=DeliveredTogether(parts.gradients, parts.state),
             on_retry=on_retry,
             advice=_OUTPUTS_HAVE_TO_FIT if callable(loss) else None,
         )
         try:
             outcome = attempts.run(search, attempt)
         finally:
-            setup.state.finish()  # an error holds this frame, and must not hold copies
-            setup.run.before_split = setup.run.before_delivery = None  # it leads back to its run
+            # an error holds this frame, and must not hold copies
+            parts.state.finish()
     search.finished()
     micro_batch = max(outcome.sizes)
     return _with_terms_to_read(

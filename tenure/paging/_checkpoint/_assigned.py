@@ -94,6 +94,7 @@ def _matched(model: nn.Module, checkpoint: Checkpoint) -> list[tuple[_Wanted, St
 def _wanted(model: nn.Module) -> list[_Wanted]:
     by_tensor: dict[int, _Wanted] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
+        # Rotary tables and the like are computed when the model is built, and in no file.
         unsaved = unsaved_names(module)
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
@@ -139,8 +140,10 @@ def _assign(wanted: _Wanted, view: Tensor) -> Callable[[], None]:
         return _set_data(tensor, view)
     twin = _twin(tensor, view)
     try:
+        # The object stays the same, where it can: whoever holds a parameter has the loaded one.
         torch.utils.swap_tensors(tensor, twin)
-    except RuntimeError:  # something refers to it weakly, as recurrent layers do
+    except RuntimeError:
+        # Something refers to it weakly, as recurrent layers do.
         return _put(wanted.sites, twin, tensor)
     return lambda: torch.utils.swap_tensors(tensor, twin)
 

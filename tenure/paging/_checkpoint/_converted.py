@@ -20,7 +20,8 @@ from .._host import MappedFile, checked_folder, nameless, writing
 from ._files import Checkpoint, StoredTensor
 from ._key_map import Conversion, key_map
 
-_ALIGNMENT_BYTES = 64  # as safetensors' own files; torch needs that of the element
+# As safetensors' own files; torch needs that of the element.
+_ALIGNMENT_BYTES = 64
 
 
 def convert_names(checkpoint: Checkpoint, model: nn.Module, host: Path | None) -> None:
@@ -34,6 +35,7 @@ def convert_names(checkpoint: Checkpoint, model: nn.Module, host: Path | None) -
     Raises:
         PagingError: tensors have another form, and there is no folder for them, or no room in it.
     """
+    # Names that all fit are the model's own, whatever its library would make of them.
     if checkpoint.tensors.keys() <= model.state_dict().keys():
         return
     asked = key_map(model, checkpoint.tensors)
@@ -56,6 +58,7 @@ def _convert(
     with nameless(host) as file:
         for conversion in conversions:
             for name, tensor in _tensors_of(conversion, checkpoint):
+                # On meta: the shape is needed, and the values would be all of the model in memory.
                 made[name] = _append(file, tensor), tensor.to("meta")
         file.truncate(max(1, file.tell()))
         file.flush()

@@ -48,7 +48,8 @@ class KeyMap:
 def key_map(model: nn.Module, tensors: dict[str, StoredTensor]) -> KeyMap | None:
     """The map that a model offers; None where it offers none."""
     patterns = getattr(model, "_checkpoint_conversion_mapping", None)
-    if isinstance(patterns, dict) and patterns:  # transformers before 5
+    if isinstance(patterns, dict) and patterns:
+        # Transformers before 5.
         return KeyMap({_substituted(name, patterns): each for name, each in tensors.items()})
     library = _loading_of(model)
     return None if library is None else _Asked(model, tensors, *library).map
@@ -107,15 +108,18 @@ class _Asked:
         self, name: str, stored: StoredTensor, renamings: list[Any], converters: list[Any]
     ) -> None:
         target, pattern = self._renamed(name, renamings, converters)
+        # A renaming meant for other checkpoints of the architecture may hit a name that was right.
         if target not in self._state and name in self._state:
             target, pattern = self._renamed(name, [], [])
         if pattern is None or target not in self._state:
             self.map.renamed[target if target in self._state else name] = stored
             return
+        # A converter collects the tensors of one target; a pattern stands for many, a layer each.
         converter, sources = self._collected.setdefault(
             target, (copy.deepcopy(self._by_pattern[pattern]), [])
         )
-        converter.add_tensor(target, name, pattern, stored.view)  # it is called when it is needed
+        # It is called when it is needed.
+        converter.add_tensor(target, name, pattern, stored.view)
         sources.append(name)
 
     def _renamed(

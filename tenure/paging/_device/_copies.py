@@ -87,7 +87,8 @@ class Copies:
         # that were shown it, or kernels of this pass would read values of the next.
         try:
             page.ready = self._copy_in(page.unit, pairs, self.marks_of(page))
-        except BaseException:  # an interruption, too: what was noted was not copied
+        except BaseException:
+            # An interruption, too: what was noted was not copied.
             page.forget_copied()
             raise
         page.waited.clear()
@@ -147,7 +148,8 @@ class Copies:
 
     def _host_bytes(self, unit: Unit) -> Any:
         if any(host.has_left for host in unit.tensors):
-            self.wait_for_copies(unit)  # before it is brought back to where copies read
+            # Before it is brought back to where copies read.
+            self.wait_for_copies(unit)
         return self._store.bytes_of(unit)
 
     def _copy_in(

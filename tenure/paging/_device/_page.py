@@ -69,6 +69,7 @@ class Page:
     def shown(self, host: HostTensor) -> Tensor:
         """The tensor on the device that stands for a host tensor; the same one each time."""
         found = self._shown.get(host)
+        # One object as long as the page is there: who knows a weight by identity finds it again.
         if found is None:
             with aside():
                 found = self._show(host)
@@ -82,7 +83,8 @@ class Page:
             torch.is_grad_enabled() or torch.is_autocast_enabled(found.device.type)
         )
         if found.requires_grad is not asks:
-            found.requires_grad = asks  # its method is forbidden within torch.func
+            # Its method is forbidden within torch.func.
+            found.requires_grad = asks
         return found
 
     @property
@@ -119,6 +121,7 @@ class Page:
 
     def forget_copied(self) -> None:
         """Take no byte of it for what is on the host: its copy failed."""
+        # No version is negative, so the next use copies all of it.
         self.host_versions = [-1] * len(self.unit.tensors)
 
     def written(self, *, with_buffers: bool) -> list[HostTensor]:
@@ -141,13 +144,16 @@ class Page:
         """Whether an alias was made that is written unseen; asked again as long as there is one."""
         if self._lent is None or not self._lent.is_aliased:
             return False
+        # `.data`, a detached view or a NumPy array may be written at any time as long as it is
+        # there.
         self._lent.is_aliased = self.is_held()
         return True
 
     @never_compiled
     def _show(self, host: HostTensor) -> Tensor:
         original = host.tensor
-        if self._lent is None:  # aliases hold no more than a storage: the ring's says not whose
+        if self._lent is None:
+            # Aliases hold no more than a storage: the ring's says not whose.
             self._lent = Lent(self.memory, self.start, self.unit.n_bytes)
         view = torch.empty(0, dtype=original.dtype, device=self.memory.device)
         offset = host.at_bytes // original.element_size()

@@ -103,7 +103,8 @@ class Pass:
 
     def take_over(self) -> None:
         """End it on this thread: its own may never come back to the model."""
-        self._call = None  # first, or this thread would look for that call on its own stack
+        # First, or this thread would look for that call on its own stack.
+        self._call = None
         self.thread = get_ident()
 
     def n_running(self, token: object) -> int:

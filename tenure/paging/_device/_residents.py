@@ -71,6 +71,7 @@ class Residents:
             n_bytes: how many.
             most_unit_bytes: how large a unit can be that passes.
         """
+        # A unit that is larger than the ring could never come back.
         leaving = {page for page in self.leaving() if page.unit.n_bytes <= most_unit_bytes}
         return _first(sorted(self._free_of_others(leaving), key=_n_bytes), n_bytes)
 
@@ -93,6 +94,7 @@ class Residents:
         def price(row: list[Page]) -> tuple[int, int]:
             return memory_bytes(row), -min(soon.get(page.unit, len(soon)) for page in row)
 
+        # Once, not for each row: to ask what holds a page takes longer than all the rest.
         leaving = set(self.leaving())
         rows = (
             _beginning(row[i:], leaving, n_bytes)
@@ -102,7 +104,8 @@ class Residents:
         return min(filter(None, rows), key=price, default=[])
 
     def _pages_now(self) -> list[Page]:
-        return list(self._pages.values())  # at once: another thread may ask for a report
+        # At once: another thread may ask for a report.
+        return list(self._pages.values())
 
     def _free_of_others(self, leaving: set[Page]) -> list[Slab]:
         """The slabs in which nothing else is."""
@@ -136,6 +139,8 @@ def _beginning(row: list[Page], leaving: set[Page], n_bytes: int) -> list[Page]:
 def _are_neighbours(row: list[Page]) -> bool:
     """Whether nothing was lost between them, as by an interruption."""
     places = [page.place for page in row]
+    # An interruption between two steps of a fetch leaves a hole in a slab, which is lost to this
+    # model until it is unpaged, and must not be spanned.
     return all(a and b and a.end == b.start for a, b in pairwise(places))
 
 

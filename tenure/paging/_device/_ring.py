@@ -34,6 +34,7 @@ class ByteRing:
 
     def place(self, n_bytes: int) -> int | None:
         """Take ``n_bytes`` in one piece; their start, or None where no gap is wide enough."""
+        # Behind the last one first: freed in the order of placing, there are no fragments then.
         start = self._first_fit(n_bytes, self._head)
         if start is None:
             start = self._first_fit(n_bytes, 0)
@@ -43,6 +44,7 @@ class ByteRing:
 
     def has_room(self, sizes: Iterable[int]) -> bool:
         """Whether pieces of these sizes could be placed one after the other."""
+        # Tried out, not added up: what is free may be in pieces.
         trial = ByteRing(self.capacity_bytes)
         trial._ends, trial._head = dict(self._ends), self._head
         return all(trial.place(n_bytes) is not None for n_bytes in sizes)
@@ -51,7 +53,8 @@ class ByteRing:
         """Give the range that begins at ``start`` back."""
         del self._ends[start]
         if not self._ends:
-            self._head = 0  # so that equal passes use equal places
+            # So that equal passes use equal places.
+            self._head = 0
 
     def free_but(self, starts: Collection[int]) -> bool:
         """Give all ranges back but those that begin there; whether there were any."""
@@ -96,6 +99,7 @@ class Fences(Generic[_Event]):
                 kept.append((low, high, event))
                 continue
             events.append(event)
+            # The rest of those bytes has not waited yet.
             kept += [(low, start, event)] if low < start else []
             kept += [(end, high, event)] if end < high else []
         self._fences = kept

@@ -197,7 +197,8 @@ class Room:
         self._fences.add(0, n_bytes, self._link.mark(self._link.current()))
 
     def _passing(self) -> list[Page]:
-        pages = list(self.pages.values())  # at once: another thread may ask for a report
+        # At once: another thread may ask for a report.
+        pages = list(self.pages.values())
         return [page for page in pages if not page.is_resident]
 
     def _let_go(self, slabs: list[Slab]) -> int:
@@ -245,8 +246,10 @@ class Room:
         if slabs is None:
             self._refuse(unit)
         residents.spare_bytes += self._let_go(slabs)
-        del slabs  # which are to be free before as much is allocated
-        self._link.release_cached()  # or they would stay reserved beside what is allocated now
+        # Which are to be free before as much is allocated.
+        del slabs
+        # Or they would stay reserved beside what is allocated now.
+        self._link.release_cached()
         slab = self._allocate(n_bytes, RESIDENT)
         residents.spare_bytes -= n_bytes
         return slab.place(0, n_bytes)

@@ -67,6 +67,7 @@ class Slab:
 
     def place(self, start: int, end: int) -> Place:
         """The bytes from ``start`` to ``end``, for one unit or the ring."""
+        # All of it: the slab's own storage will do, and is one thing less to name in reports.
         if start == 0 and end == self.memory.nbytes:
             return Place(self, start, self.memory)
         return Place(self, start, in_own_storage(self.memory, start, end))

@@ -48,7 +48,8 @@ class UnpagedTensors:
     def shown(self, host: HostTensor) -> Tensor:
         """The copy that stands for a host tensor, for the current stream."""
         if host.touched or self._versions[host][0] != host.version:
-            self._await_uses(host)  # the old copy's memory is anybody's when it is let go
+            # The old copy's memory is anybody's when it is let go.
+            self._await_uses(host)
             self._copies[host] = self._copy(host)
             self._versions[host] = self._versions_of(host)
         stream = self._link.current()
@@ -75,6 +76,10 @@ class UnpagedTensors:
 
     def _await_uses(self, host: HostTensor) -> None:
         """Stop the host until all streams that were shown a copy have done what they were given."""
+        # Synchronization strategy: these copies are few and stay, so their uses have no events; the
+        # host waits for all that the streams were given. Without that, the allocator would hand the
+        # memory of the old copy out while a kernel on a side stream still reads it. See
+        # test_streams.
         for stream in self._streams[host].values():
             self._link.let_host(self._link.mark(stream))
         self._streams[host].clear()

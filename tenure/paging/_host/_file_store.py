@@ -128,7 +128,8 @@ class FileStore:
         """Where the bytes of a unit are now."""
         try:
             return UnitBytes(unit.n_bytes, (*self._parts[unit], *self._moved(unit)))
-        except PagingError as error:  # for who uses the unit; it may only be fetched ahead now
+        except PagingError as error:
+            # For who uses the unit; it may only be fetched ahead now.
             return UnitBytes(unit.n_bytes, (), error)
 
     def named_tensors(self) -> Iterator[NamedTensor]:
@@ -152,6 +153,7 @@ class FileStore:
             if host.has_left:
                 tensor, storage = _checked(host), host.tensor.untyped_storage()
                 low_byte = tensor.data_ptr() - storage.data_ptr()
+                # Read after the parts of the file, and over them.
                 yield self._part(host.at_bytes, tensor.nbytes, low_byte, storage)
 
 

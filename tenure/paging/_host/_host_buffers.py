@@ -90,6 +90,8 @@ class HostBuffers:
     def adopt(self, units: Iterable[Unit]) -> None:
         """Move the tensors of units into buffers; values, strides and identity stay."""
         for unit in units:
+            # One unit after the other: its old memory goes before the next buffer is made, so that
+            # the host never holds the model twice.
             make = private_memory if self._pinning is None else self._pinning.memory
             memory = self._memory[unit] = make(unit.n_bytes)
             self._parts[unit] = []
@@ -130,6 +132,8 @@ class HostBuffers:
 
     def _part(self, unit: Unit, extent: Extent, start: int) -> Tensor:
         """The bytes of an extent in the buffer of its unit, as a storage of their own."""
+        # A storage of its own for each extent: torch.save writes whole storages, and the state dict
+        # of a layer would have its whole unit in it.
         memory, n_bytes = self._memory[unit], extent.n_bytes
         part = torch.frombuffer(memory, dtype=torch.uint8, count=n_bytes, offset=start)
         known = [each for each in self._parts[unit] if each() is not None]
@@ -163,15 +167,19 @@ def _point(host: HostTensor, part: Tensor, start: int, *, keep_values: bool = Fa
     tensor = host.tensor
     there = torch.empty(0, dtype=tensor.dtype, device="cpu")
     offset = (host.at_bytes - start) // tensor.element_size()
+    # Given other memory it may have other strides, but the page on the device has those of the
+    # first time.
     strides = tensor.stride() if not host.home else host.home_strides
     there.set_(part.untyped_storage(), offset, tensor.size(), strides)
     if keep_values:
         there.copy_(tensor.detach())
+    # The object stays: optimizers, hooks and tied modules refer to it.
     tensor.data = there
     host.remember_home()
 
 
 def _check_form(host: HostTensor, extent: Extent) -> None:
+    # Of two tensors over the same bytes, one that left would leave the other with old values.
     if host.form != host.home_form or len(extent.tensors) > 1:
         raise PagingError(
             f"{host.name!r} was given other memory while it is paged, through .data or a method "

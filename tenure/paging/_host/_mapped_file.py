@@ -46,6 +46,7 @@ class MappedFile:
     def __init__(self, file: BinaryIO, name: str, *, is_ours: bool = False) -> None:
         self.name = name
         self._is_ours = is_ours
+        # The caller closes its own; this one is read from as long as the model is paged.
         self._descriptor = os.dup(file.fileno())
         self._close = weakref.finalize(self, os.close, self._descriptor)
         self._close.atexit = False
@@ -88,6 +89,8 @@ class MappedFile:
         """
         self.check_unchanged()
         here = self.address + offset
+        # Read, not copied from the mapping: the pages of the file would count as this process's
+        # memory, and stay. Only what was written to tensors over it is in the mapping alone.
         written = written_runs(here, n_bytes) if hasattr(os, "preadv") else None
         if written is None:
             ctypes.memmove(address, here, n_bytes)
@@ -95,6 +98,7 @@ class MappedFile:
             self._read(address, offset, n_bytes)
             for low, high in written:
                 ctypes.memmove(address + low, here + low, high - low)
+        # Once more: it may have been cut or written while it was read.
         self.check_unchanged()
 
     def check_unchanged(self) -> None:

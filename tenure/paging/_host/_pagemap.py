@@ -58,6 +58,7 @@ def _runs(address: int, n_bytes: int) -> Runs | None:
     first = address // _PAGE_BYTES
     n_pages = (address + n_bytes - 1) // _PAGE_BYTES + 1 - first
     entries = _entries(first, n_pages)
+    # Told less than was asked for, nothing is claimed.
     if len(entries) != n_pages * _ENTRY_BYTES:
         return None
     flags = torch.frombuffer(entries, dtype=torch.int64) >> _FLAGS_SHIFT

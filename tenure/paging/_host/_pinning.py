@@ -44,7 +44,8 @@ class Pinning:
         self._device, self._advice = device, advice
         self._module = torch.get_device_module(device)
         self._runtime = _runtime_of(self._module)
-        self._pinned: dict[int, Memory] = {}  # keeps it: what is pinned must not be let go
+        # Keeps it: what is pinned must not be let go.
+        self._pinned: dict[int, Memory] = {}
         self._failed = False
         self.n_bytes = 0
         pending = self._take_error() if self._runtime else None
@@ -57,6 +58,7 @@ class Pinning:
 
     def memory(self, n_bytes: int) -> Memory:
         """Memory of our own, pinned; or not, of which a warning tells once."""
+        # Most likely the limit of locked memory is reached: each try would leave an error behind.
         if self._failed:
             return private_memory(n_bytes)
         with self._module.device(self._device):
@@ -68,6 +70,8 @@ class Pinning:
         with self._module.device(self._device):
             while self._pinned:
                 address, _ = self._pinned.popitem()
+                # On with the others, whatever one of them says: what stays locked is lost to the
+                # machine.
                 failed_code = int(self._runtime.cudaHostUnregister(address)) or failed_code
         self.n_bytes = 0
         if failed_code:
@@ -101,7 +105,8 @@ class Pinning:
             self._fail(n_bytes, str(error).partition("\n")[0])
             return private_memory(n_bytes)
         memory: Any = (ctypes.c_ubyte * n_bytes).from_address(tensor.data_ptr())
-        memory.tensor = tensor  # keeps it
+        # Keeps it.
+        memory.tensor = tensor
         self.n_bytes += n_bytes
         return memory
 
@@ -116,7 +121,8 @@ class Pinning:
             with self._module.device(self._device), aside_with_subclasses():
                 torch.empty(1, device=self._device).add_(1)
         except torch.OutOfMemoryError:
-            return None  # no room even for that: then the allocator has taken it away
+            # No room even for that: then the allocator has taken it away.
+            return None
         except torch.AcceleratorError as error:
             return error
         return None

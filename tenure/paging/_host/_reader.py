@@ -71,6 +71,7 @@ class Reader:
         """End the thread, after what it was asked for; the next read starts another."""
         threads, self._threads = self._threads, None
         if threads is not None:
+            # A garbage collection may run on the reader's thread, which can't wait for itself.
             threads.shutdown(wait=not self.is_current)
 
     def forget_thread(self) -> None:
@@ -84,10 +85,12 @@ class Reader:
         try:
             read()
         except BaseException as raised:
-            error = raised.with_traceback(None)  # it would hold what was being read
+            # It would hold what was being read.
+            error = raised.with_traceback(None)
         return Done(began_s, time.perf_counter(), error)
 
 
+# Weakly: whoever drops a model must not keep its reader, nor the thread of that.
 _readers: weakref.WeakSet[Reader] = weakref.WeakSet()
 
 
@@ -99,5 +102,6 @@ def _each(action: Callable[[Reader], None]) -> Callable[[], None]:
     return act
 
 
+# A forked process has the memory of a read that was under way, but no thread to end it.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_each(Reader.drain), after_in_child=_each(Reader.forget_thread))

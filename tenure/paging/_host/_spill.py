@@ -39,7 +39,8 @@ def checked_folder(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         nameless(folder).close()
-    except (OSError, ValueError) as error:  # a ValueError: what no system takes for a name
+    except (OSError, ValueError) as error:
+        # A ValueError: what no system takes for a name.
         why = getattr(error, "strerror", None) or error
         raise PagingError(
             f"No file can be made in host={str(folder)!r}: {why}. The model is as "
@@ -65,6 +66,7 @@ def spill(units: list[Unit], folder: Path, model: str) -> MappedFile:
         _reserve(file, n_bytes)
         _write(file, units)
         mapped = MappedFile(file, f"The file of {model} in {str(folder)!r}", is_ours=True)
+    # Only now, when every byte is in the file: until here the model can be left as it was.
     for extent, begin, start in _places(units):
         point_at(extent, mapped.bytes_at(begin + start, extent.n_bytes), start)
     return mapped
@@ -100,6 +102,7 @@ def _reserve(file: BinaryIO, n_bytes: int) -> None:
     try:
         os.posix_fallocate(file.fileno(), 0, n_bytes)
     except OSError as error:
+        # Some file systems, network ones above all, can't reserve; that is no reason not to write.
         if error.errno in _FULL:
             raise
 
@@ -109,6 +112,7 @@ def _write(file: BinaryIO, units: list[Unit]) -> None:
         address = extent.storage.data_ptr() + extent.low_byte
         file.seek(begin + start)
         file.write((ctypes.c_ubyte * extent.n_bytes).from_address(address))
+    # What is empty can't be mapped.
     file.truncate(max(1, sum(unit.n_bytes for unit in units)))
     file.flush()
 
@@ -127,7 +131,8 @@ def _is_in_memory(folder: Path) -> bool:
     parents = {str(each) for each in (folder.resolve(), *folder.resolve().parents)}
     try:
         mounts = [each for each in psutil.disk_partitions(all=True) if each.mountpoint in parents]
-    except OSError:  # some sandboxes do not tell
+    except OSError:
+        # Some sandboxes do not tell.
         return False
     innermost = max(mounts, key=lambda mount: len(mount.mountpoint), default=None)
     return innermost is not None and innermost.fstype in _IN_MEMORY

@@ -54,7 +54,8 @@ class Arguments:
             (node, moved[key]) for key, node in nodes.items() if key in moved and is_mutable(node)
         ]
         if self._containers:
-            self._kept = survey, moved  # what the ids belong to
+            # What the ids belong to.
+            self._kept = survey, moved
             self._back = {id(other): nodes[key] for key, other in moved.items()}
 
     def hand_back(self) -> None:
@@ -138,7 +139,8 @@ def _parameters_of(function: Callable[..., Any], n_args: int) -> list[str]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some functions of C have no signature
+    except (TypeError, ValueError):
+        # Some functions of C have no signature.
         return [f"argument {i}" for i in range(n_args)]
     names = [each.name for each in parameters if each.kind in kinds]
     return [names[i] if i < len(names) else f"argument {i}" for i in range(n_args)]
@@ -156,7 +158,8 @@ def _misplaced(roots: dict[str, Any], device: torch.device) -> Iterator[tuple[st
         if isinstance(node, PackedSequence):
             node = node.data
         if isinstance(node, Tensor):
-            if node.device != device and node.dim():  # numbers may be anywhere
+            if node.device != device and node.dim():
+                # Numbers may be anywhere.
                 yield name, node
         else:
             waiting += [(name + key, child) for key, child in _inside(node)]

@@ -45,6 +45,7 @@ class Attached:
         wanted = {model, *(method.module for method in methods)}
         self._hooks: dict[nn.Module, ModuleHooks] = {}
         for module in dict.fromkeys([*modules, *wanted]):
+            # A module that leads no unit may still read tensors of its own beside its children's.
             units = pieces.needs.get(module) or _bracketed(table.direct[module])
             if units or table.direct[module] or module in wanted:
                 self._hooks[module] = hook(module, units, table, pager)
@@ -55,6 +56,7 @@ class Attached:
 
     def undo(self) -> None:
         """Take all of it away; nothing the second time."""
+        # Taken one by one: where this is interrupted, the next call goes on with the rest.
         while self._entries:
             self._entries.pop().remove()
         while self._hooks:

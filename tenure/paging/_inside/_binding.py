@@ -49,6 +49,8 @@ class PagedDict(_Entries):
 
     def items(self) -> ItemsView[str, Tensor | None]:  # type: ignore[override]
         """As of a dictionary, of what is shown; a state dict is of the host wherever it is made."""
+        # A checkpoint that a callback saves in the middle of a forward must not have tensors on the
+        # device, which are others' a moment later.
         if is_saving(sys._getframe(1)) and self._pager.is_inside:
             return self._saved().items()
         return {name: self._shown(name, entry) for name, entry in super().items()}.items()
@@ -58,6 +60,8 @@ class PagedDict(_Entries):
         return dict(self.items()).values()
 
     def __setitem__(self, name: str, entry: Tensor | None) -> None:
+        # A forward may count by `self.count = self.count + 1`: the new tensor is on the device, and
+        # to register it would lose the host's.
         shown = self._shown_if_inside(name)
         if shown is None or not _can_hold(shown, entry):
             super().__setitem__(name, entry)
@@ -126,8 +130,10 @@ class Binding:
             return
         for registry, original in self._originals.items():
             paged = module.__dict__[registry]
+            # Somebody may have put a dictionary of their own there meanwhile: then that stays.
             if isinstance(paged, PagedDict):
                 entries = paged.registered()
+                # The same dictionary as before: a reference to it may be held elsewhere.
                 original.clear()
                 original.update(entries)
                 module.__dict__[registry] = original

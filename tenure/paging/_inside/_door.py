@@ -45,12 +45,15 @@ class Door:
         n_looks = 0
         while True:
             lock = self._lock
+            # Not for ever: torch tells no hook that an interruption has ended a forward, so who
+            # waits has to look.
             if not lock.acquire(timeout=_LOOK_EVERY_S):
                 look(n_looks)
                 n_looks += 1
             elif lock is self._lock:
                 return
-            else:  # another thread put a new one in its place
+            else:
+                # Another thread put a new one in its place.
                 lock.release()
 
     def try_acquire(self) -> bool:
@@ -63,6 +66,7 @@ class Door:
 
     def seize(self, n_times: int) -> None:
         """Take over the entries of a thread that will not take them back itself."""
+        # A lock can only be released by the thread that took it, and that one may be gone.
         lock = RLock()
         for _ in range(n_times):
             lock.acquire()

@@ -41,6 +41,8 @@ class EntryPoint:
         module, name = method
         self._module, self._name, self._hooks = weakref.ref(module), name, hooks
         self._own = vars(module).get(name)
+        # A method of the class is called with the module at hand; to keep it bound would keep the
+        # module.
         bound = getattr(module, name)
         is_bound = isinstance(bound, types.MethodType) and bound.__self__ is module
         self._function = bound.__func__ if is_bound else None
@@ -54,6 +56,7 @@ class EntryPoint:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method, with its inputs on the device as those of a forward."""
         module = self._alive()
+        # The end is told in any case, as by a hook that is always called.
         output, safe = None, None
         try:
             given = self._hooks.begin(module, args, kwargs, self._name)
@@ -99,7 +102,8 @@ def _itself(method: Any) -> Any:
 def _signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(function)
-    except ValueError:  # some functions of C have none
+    except ValueError:
+        # Some functions of C have none.
         return None
 
 

@@ -33,10 +33,13 @@ class ModuleHooks:
         self, module: nn.Module, units: list[Unit], table: TensorTable, pager: Pager
     ) -> None:
         self._pager, self._units = pager, units
-        self._token = object()  # not the hooks themselves: the pager must not hold who holds it
+        # Not the hooks themselves: the pager must not hold who holds it.
+        self._token = object()
         self._attributes = _Attributes(module, table, pager)
         begin: Any = _Hook(self.begin)
         end: Any = _Hook(self.end)
+        # Before all other hooks, which may read weights; and also after a forward that raised, or
+        # its units would stay in use.
         self._handles = (
             module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
             module.register_forward_hook(end, always_call=True),
@@ -53,6 +56,8 @@ class ModuleHooks:
         if not self._pager.enter(self._token, self._units, module, entry):
             return None
         self._attributes.show(module)
+        # Inside, arguments are where the forward made them; to look through them for each layer
+        # would take longer than small layers do.
         if not self._pager.is_outermost:
             return None
         arguments = Arguments((args, kwargs), "cpu", self._pager.engine.device)
@@ -125,6 +130,8 @@ class _Attributes:
         return host if host is not None and host.tensor is value else None
 
     def _shown(self, value: Any) -> Any:
+        # torch's recurrent layers keep `_flat_weights`, a list, beside their parameters, and hand
+        # that to the kernel.
         if isinstance(value, dict):
             return {key: self._shown(each) for key, each in value.items()}
         if isinstance(value, list | tuple):

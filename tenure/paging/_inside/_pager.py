@@ -46,7 +46,8 @@ class Pager:
         self._unpaged = unpaged
         self._gradients = Gradients(hosts)
         self._door = Door()
-        self._leaving = RLock()  # whoever leaves for an interrupted forward: its thread or another
+        # Whoever leaves for an interrupted forward: its thread or another.
+        self._leaving = RLock()
         # The pass that runs. Other threads read it, and whose it is, without the door.
         self._pass: Pass | None = None
         # What waited at the door while the model was unpaged must not go on as if it were paged.
@@ -112,7 +113,8 @@ class Pager:
                 now = Pass(self.engine.access_order, kind, type(module).__name__, call)
                 self._pass = now
             now.forwards.append(forward)
-        except BaseException:  # an interruption, too: nobody leaves for what is not there
+        except BaseException:
+            # An interruption, too: nobody leaves for what is not there.
             if self._pass is not None and not self._pass.forwards:
                 self._pass = None
             self._door.release()
@@ -142,7 +144,8 @@ class Pager:
         """A forward ends: let go of what it used, and of what was interrupted inside it."""
         now = self._pass
         if now is None or not self.is_inside or not now.n_running(token):
-            return  # it never began: another hook before it raised
+            # It never began: another hook before it raised.
+            return
         while self._pop(now, is_end=now.forwards[-1].token is token) is not token:
             pass
 
@@ -164,6 +167,8 @@ class Pager:
         if host.unit is None:
             return self._unpaged.shown(host)
         page = self.engine.page_in_use(host.unit)
+        # No forward that runs brackets its unit: a model that reads `layer.weight` itself, as tied
+        # heads and functional layers do, has it until it lets go.
         if page is None:
             self._let_go_of_loose(now)
             page = self.engine.acquire(host.unit)
@@ -184,6 +189,7 @@ class Pager:
         """
         self._door.acquire(self._look)
         try:
+            # Before anything is put back, for who waits at the door looks at it next.
             self._closed = True
             self._abandon()
             yield
@@ -197,6 +203,7 @@ class Pager:
         """
         ours = self.engine.device
         is_asked = device in (None, ours.type, str(ours)) and not captures(ours)
+        # Without waiting: the thread inside may be the one that waits for this memory.
         if not is_asked or not self._door.try_acquire():
             return 0
         try:
@@ -224,7 +231,8 @@ class Pager:
                 self.engine.prefetch()
         finally:
             if not now.forwards:
-                self._pass = None  # also where the end was not reached
+                # Also where the end was not reached.
+                self._pass = None
             self._door.release()
         return forward.token
 

@@ -60,7 +60,8 @@ def after_captures(device: torch.device, close: Callable[[], None]) -> None:
     _later.append(close)
     if not captures(device):
         while _later:
-            with suppress(IndexError):  # another thread may have taken the last one
+            with suppress(IndexError):
+                # Another thread may have taken the last one.
                 _later.pop()()
 
 

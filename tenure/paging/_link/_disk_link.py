@@ -49,7 +49,8 @@ class DiskLink(Link):
     ) -> None:
         super().__init__(device)
         self._reader = reader
-        self._lock = RLock()  # a thread outside of the model may wait for a copy, too
+        # A thread outside of the model may wait for a copy, too.
+        self._lock = RLock()
         self._slot_bytes = max(1, min(slot_bytes, largest_bytes))
         self._pinning = Pinning(device)
         self._slots = self._new_slots()
@@ -91,6 +92,8 @@ class DiskLink(Link):
             self._out.wait_event(event)
         with self._on(self._out):
             for to, source in pairs:
+                # Synchronization strategy: `cpu()` stops the host until this stream has it, because
+                # the reader may read these bytes next, and can wait for no event of a device.
                 copy_if_other(to, source.cpu())
         return self.mark(self._out)
 
@@ -126,6 +129,8 @@ class DiskLink(Link):
 
     def finish(self) -> None:
         """Stop the host until nothing is read or copied."""
+        # A garbage collection on the reader's thread may close a model: that thread can't wait for
+        # what it is to read itself.
         while (self._reading or self._waiting) and not self._reader.is_current:
             last = self._waiting[-1] if self._waiting else self._reading[-1].piece
             self.launch(last.transfer)
@@ -155,6 +160,7 @@ class DiskLink(Link):
 
     def _move_on(self) -> None:
         """Launch the copies of what is read, and have more read, without waiting."""
+        # By whoever asks the link for something: the reading thread never speaks to the device.
         while self._reading and self._reading[0].read.done():
             self._launch_first()
         while self._busy and self._is_past(self._busy[0][1]):
@@ -173,6 +179,8 @@ class DiskLink(Link):
             self._reading.append(_Reading(piece, slot, read))
 
     def _take_back_slot(self) -> None:
+        # Synchronization strategy: the copy from a slot reads it on the device's own time; read
+        # into before that is over, it would bring the bytes of the next piece.
         memory, event = self._busy.popleft()
         self.let_host(event)
         self._free.append(memory)
@@ -182,6 +190,9 @@ class DiskLink(Link):
         to, transfer = first.piece.to, first.piece.transfer
         transfer.note(first.read.result())
         if transfer.begin is None:
+            # Synchronization strategy: asked for here and not when the transfer was, for until its
+            # file is read no copy is on the stream that could wait. As the first one waits, so do
+            # those behind it.
             for event in transfer.after:
                 self._in.wait_event(event)
             transfer.begin = self.mark(self._in, timed=True)
@@ -209,6 +220,7 @@ class _Transfer:
     def note(self, done: Done) -> None:
         self.n_left -= 1
         self.read_s += done.ended_s - done.began_s
+        # The first one: those behind it may only follow from it.
         self.error = self.error or done.error
 
 

@@ -43,6 +43,8 @@ class HostLink(Link):
         self, pairs: Iterable[tuple[Tensor, Any]], after: Iterable[Any]
     ) -> tuple[HostEvent, HostEvent]:
         """As of a link, of bytes of files."""
+        # Synchronization strategy: no wait for `after`. The host has computed whatever used the
+        # place when it asks for this copy, and the reader's other copies are done in order.
         read = self._reader.submit(_reading(list(pairs)))
         return HostEvent(read, is_begin=True), HostEvent(read)
 
@@ -66,6 +68,8 @@ class HostLink(Link):
         Raises:
             PagingError: it failed.
         """
+        # Synchronization strategy: the host is the only stream, so it waits itself; else it would
+        # compute with the bytes of the unit that was there before.
         event.check()
 
     def release_cached(self) -> None:
@@ -124,6 +128,7 @@ class HostEvent:
 
 def _reading(pairs: list[tuple[Tensor, Any]]) -> Callable[[], None]:
     def read() -> None:
+        # Each let go when it is read: a failed read may be kept, and would keep its unit's memory.
         while pairs:
             to, source = pairs.pop(0)
             source.read_into(to)

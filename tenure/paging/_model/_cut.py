@@ -20,6 +20,7 @@ from ._units import Unit
 _INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 # They take a faster way, with another rounding, unless they or their children have hooks.
 _WITHOUT_HOOKS = (nn.TransformerEncoderLayer,)
+# Their children are called one after the other, so that a unit of neighbours is used in one go.
 _IN_ORDER = (nn.Sequential, nn.ModuleList)
 
 Fits = Callable[[nn.Module], bool]
@@ -89,6 +90,7 @@ def cut(
     groups = _Cutter(table, fits, merge_bytes, apart).groups(model, "")
     extents = [table.extents_of(group.modules) for group in groups]
     uses = Counter(id(extent) for extent in chain.from_iterable(extents))
+    # Used by a group that no forward brackets, a tensor may be read at any time.
     unled = (used for group, used in zip(groups, extents, strict=True) if not group.leaders)
     loose = {id(extent) for extent in chain.from_iterable(unled)}
     shared: dict[int, Unit] = {}
@@ -96,6 +98,8 @@ def cut(
     needs: dict[nn.Module, list[Unit]] = {}
     for group, used in zip(groups, extents, strict=True):
         own = [extent for extent in used if uses[id(extent)] == 1]
+        # What only this group uses. The rest, a tied embedding above all, would be copied for each
+        # group that it is in if it were part of all of their units.
         needed = [Unit(group.name, own, not group.leaders)] if own else []
         for extent in used:
             if uses[id(extent)] > 1:
@@ -154,6 +158,8 @@ class _Cutter:
 
     def groups(self, module: nn.Module, name: str) -> list[_Group]:
         inside = [each for each in module.modules() if each not in self._done]
+        # Activations and dropout have nothing to page, and a module under a second name has been
+        # cut.
         if not n_bytes_in(self.table, inside):
             self._done.update(inside)
             return []
@@ -170,9 +176,12 @@ class _Cutter:
             return False
         if isinstance(module, _INDIVISIBLE) or self.fits(module):
             return True
+        # Cut further, it would only lose its forward as a bracket.
         return not any(self.table.direct[each] for each in inside if each is not module)
 
     def _own(self, module: nn.Module, name: str) -> list[_Group]:
+        # A class token or a table of positions beside the blocks, as of a vision transformer: its
+        # forward lasts as long as the model's, and brackets nothing.
         self._done.add(module)
         n_bytes = n_bytes_in(self.table, [module])
         return [_Group(name or "model", [module], [], n_bytes)] if n_bytes else []
@@ -188,6 +197,7 @@ class _Cutter:
     def _merged(self, parts: list[list[_Group]]) -> Iterator[_Group]:
         """Join neighbours that are one small group each, to units of even size."""
         total_bytes = sum(part[0].n_bytes for part in parts if len(part) == 1)
+        # Even units need the smallest ring: six blocks, where four fit, are 3 and 3, not 4 and 2.
         n_units = -(-total_bytes // self.merge_bytes) if self.merge_bytes else 0
         most_bytes = -(-total_bytes // n_units) if n_units else 0
         last: _Group | None = None
@@ -203,6 +213,7 @@ class _Cutter:
             yield last
 
     def _may_join(self, first: _Group, second: _Group, most_bytes: int) -> bool:
+        # A unit is loose or not as a whole; what is loose must stay.
         if not first.leaders or not second.leaders:
             return False
         if any(module in self.apart for module in first.modules + second.modules):
@@ -221,6 +232,8 @@ def _joined(first: _Group, second: _Group) -> _Group:
 
 def _leaders(module: nn.Module) -> Iterator[nn.Module]:
     """The module, or, where it is never called itself, its children."""
+    # The blocks of a model of transformers or diffusers stand in a ModuleList: hooks on that would
+    # never be called.
     if type(module).forward is not nn.Module.forward:
         yield module
     else:

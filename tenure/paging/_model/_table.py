@@ -40,6 +40,8 @@ class TensorTable:
         self.unpaged: list[HostTensor] = []
         for prefix, module in model.named_modules():
             self.direct[module] = [
+                # A tied weight, as of a language model whose head is its embedding, is one tensor
+                # under two names: it keeps the first of them.
                 self.hosts.setdefault(id(tensor), HostTensor(tensor, name, is_buffer))
                 for name, tensor, is_buffer in _registered(module, prefix)
             ]
@@ -69,6 +71,8 @@ class TensorTable:
         by_storage: dict[int, list[HostTensor]] = {}
         for host in self.hosts.values():
             if is_plain(host.tensor):
+                # Views of one storage, as the parts of a fused projection are, must keep their
+                # distance: whoever writes through one of them is seen through the others.
                 by_storage.setdefault(key_of(host.tensor.untyped_storage()), []).append(host)
             else:
                 self.unpaged.append(host)
@@ -79,6 +83,8 @@ class TensorTable:
 def is_plain(tensor: Tensor) -> bool:
     """Whether its bytes in a storage are all there is to it."""
     return (
+        # A subclass may be made of several tensors, as quantized weights are, or mean something
+        # else by its bytes; a conjugated one is the bytes of another.
         type(tensor) in _PLAIN
         and tensor.layout is torch.strided
         and tensor.numel() > 0
@@ -88,6 +94,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 def sizes_of_unpaged(tensor: Tensor) -> list[int]:
     """The bytes of each block that a copy of a tensor takes which is not plain."""
+    # Each of the tensors inside is a block of the allocator, and rounded by itself.
     inside = inner_tensors(tensor)
     if inside:
         return [n_bytes for each in inside for n_bytes in sizes_of_unpaged(each)]

@@ -17,7 +17,8 @@ from tenure._segments import up_to
 from tenure._torch.writes import version_of
 
 EXTENT_ALIGNMENT_BYTES = 256
-UNIT_ALIGNMENT_BYTES = 512  # what CUDA's allocator rounds to
+# What CUDA's allocator rounds to.
+UNIT_ALIGNMENT_BYTES = 512
 
 
 @dataclass(eq=False, slots=True)
@@ -52,7 +53,8 @@ class HostTensor:
 
     def join(self, unit: Unit, start: int) -> None:
         """Become part of a unit, in which its extent begins at byte ``start``."""
-        self._unit = weakref.ref(unit)  # weakly: dropped plans must go, and what they refer to
+        # Weakly: a plan may be dropped before it is carried out, and what it refers to must go.
+        self._unit = weakref.ref(unit)
         self.at_bytes += start
 
     def remember_home(self) -> None:
@@ -63,6 +65,7 @@ class HostTensor:
     @property
     def has_left(self) -> bool:
         """Whether it was given other memory: ``parameter.data = other`` does that."""
+        # `half()`, `to()` and quantizers set `.data`, of which no version tells.
         return self.home != 0 and self.tensor.data_ptr() != self.home
 
     @property

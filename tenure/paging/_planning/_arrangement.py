@@ -49,7 +49,8 @@ def arrange(
     together = _arrangement(ring_bytes, [resident] if all_bytes else [], device)
     if not is_rounding(device):
         return alone
-    if all_bytes < LARGE_SEGMENT_BYTES:  # small slabs share segments: many may be as good as one
+    if all_bytes < LARGE_SEGMENT_BYTES:
+        # Small slabs share segments: many may be as good as one.
         return min(alone, together, key=lambda each: taken_by(each.sizes, device).reserved_bytes)
     finest_first = [
         _arrangement(ring_bytes, _poured(ring_bytes, resident, kept, all_bytes // n_slabs), device)

@@ -92,6 +92,8 @@ class Draft:
         while True:
             found = divide(self.cut, self.kept, room_bytes, link, compute_s)
             if found is None:
+                # A ring of the largest units alone may be within a budget in which no ring of
+                # several is.
                 least = self._least
                 return None if self._excess_bytes(least, budget) else least
             excess_bytes = self._excess_bytes(found, budget)
@@ -121,6 +123,8 @@ def unit_sizes(model: nn.Module, budget: Budget | None) -> list[UnitSize]:
     if budget is None:
         weight_bytes = sum(tensor.nbytes for tensor in model.parameters())
         return [UnitSize(min(64 * MIB, weight_bytes // 16))]
+    # A mixture of experts that is cut below its layers leaves weights that no forward brackets, and
+    # these would all have to stay: units as large as a layer need less.
     large = (UnitSize(n_bytes) for n_bytes in _some(sizes_with_own(model, TensorTable(model))))
     return [*(UnitSize(budget.n_bytes // parts) for parts in _PARTS), *large, UnitSize(0)]
 

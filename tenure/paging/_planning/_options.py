@@ -81,6 +81,7 @@ def checked_layer_size(size: object) -> UnitSize | None:
             return UnitSize(parse_bytes(size))
         except ByteSizeError as error:
             raise PagingError(f"max_layer_size={size!r} is no number of bytes: {error}") from error
+    # True is an int, and a mistake.
     if isinstance(size, int) and not isinstance(size, bool) and (size == -1 or size > 0):
         return UnitSize(n_parameters=size) if size > 0 else None
     raise PagingError(

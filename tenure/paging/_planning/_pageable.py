@@ -81,6 +81,7 @@ def checked_device(
             f"that is there{elsewhere.value}."
         )
     _check_streams(chosen, module)
+    # With an index from here on: what is current may be another device when the model is called.
     index = module.current_device() if chosen.index is None else chosen.index
     if not 0 <= index < module.device_count():
         raise PagingError(f"There is no device {str(chosen)!r}: there are {module.device_count()}.")
@@ -94,7 +95,8 @@ def _check_streams(device: torch.device, module: Any) -> None:
     if not missing:
         return
     advice = "Name another accelerator."
-    if device.type == "mps":  # its memory is the host's own
+    if device.type == "mps":
+        # Its memory is the host's own.
         advice = (
             "Its memory is that of the host, where a paged model is anyway: move the model there "
             "with model.to('mps'), or run one that does not fit from a folder: page(model, 'cpu', "
@@ -135,6 +137,7 @@ def _check_tensor(name: str, tensor: Tensor) -> None:
         raise PagingError(
             f"{name!r} is not in host memory ({describe_tensor(tensor)}). Call model.cpu() first."
         )
+    # As of `share_memory()`, which workers of a trainer read: they would never see another write.
     if tensor.layout is torch.strided and tensor.is_shared():
         raise PagingError(
             f"{name!r} is in memory shared with other processes ({describe_tensor(tensor)}), which "

@@ -217,6 +217,8 @@ def make_plan(
     allowed = checked_budget(budget, device)
     kept = checked_kept(model, keep)
     sizes = unit_sizes(model, allowed) if size is None else [size]
+    # Which size is best depends on the budget, the link and the model's own sizes in ways that only
+    # a trial tells.
     drafts = [Draft.of(model, device, each, kept) for each in sizes]
     divided = [draft.divide(allowed, link, compute_s) for draft in drafts]
     possible = [
@@ -225,6 +227,7 @@ def make_plan(
         if division is not None
     ]
     choice = preferred(possible)
+    # The least of all cuts, not of the chosen one: with that budget, another cut would be chosen.
     smallest = min(drafts, key=lambda draft: draft.minimum_bytes)
     if choice is None:
         raise too_small(model, smallest, allowed or Budget(0))

@@ -92,6 +92,7 @@ def preferred(candidates: Sequence[tuple[float, _Division]]) -> _Division | None
     """
     if not candidates:
         return None
+    # A pass in reality has surprises that its plan has not: a cast, another order.
     best_s = min(expected for expected, _ in candidates)
     near = [each for expected, each in candidates if expected <= best_s * _ABOUT_AS_FAST]
     return max(near, key=lambda each: each.ring_bytes)
@@ -128,6 +129,7 @@ def _candidate(
     cut: Cut, kept: frozenset[Unit], budget_bytes: int, n_neighbours: int
 ) -> Residency | None:
     """Room for some neighbours in the ring, and as many units as the rest holds, evenly spread."""
+    # All of it: no copies, no ring.
     if n_bytes(cut.units) <= budget_bytes:
         return Residency(frozenset(cut.units), 0)
     free_bytes = budget_bytes - n_bytes(kept)
@@ -138,6 +140,7 @@ def _candidate(
     small = _fitting((unit for unit in small_first if unit not in kept), room_bytes)
     rest = [unit for unit in cut.units if unit not in kept and unit not in small]
     resident = kept | small | _spread(rest, room_bytes - n_bytes(small))
+    # No more than passes: what is left of the budget would never be used.
     passing_bytes = n_bytes(unit for unit in cut.units if unit not in resident)
     return Residency(resident, min(budget_bytes - n_bytes(resident), passing_bytes))
 
@@ -146,6 +149,7 @@ def _ring_bytes(cut: Cut, resident: frozenset[Unit], n_neighbours: int) -> int:
     """The most bytes of so many units in a row, passes following each other."""
     passing = [unit.n_bytes for unit in cut.units if unit not in resident]
     n_neighbours = min(n_neighbours, len(passing))
+    # The last units of a pass are neighbours of the first ones of the next, which is fetched ahead.
     around = passing + passing[: max(n_neighbours - 1, 0)]
     windows = [sum(around[i : i + n_neighbours]) for i in range(len(passing))]
     return max([minimum_ring_bytes(cut, resident), *windows])

@@ -45,8 +45,11 @@ def pass_s(
         link_bytes_per_s: speed of copies to the device.
         copy_latency_s: added to each copy.
     """
+    # It would wait for ever.
     if any(step.n_bytes > ring_bytes for step in steps):
         return inf
+    # The first finds the ring empty, and the second what the first has left there: what the third
+    # takes is what all that follow take.
     n_passes = 3
     run = _Run(list(steps) * n_passes, ByteRing(ring_bytes), link_bytes_per_s, copy_latency_s)
     ends = [run.compute(number) for number in range(len(run.steps))]
@@ -89,6 +92,7 @@ class _Run:
         while (start := self._ring.place(n_bytes)) is None:
             if not self._passing or self._passing[0].number >= number:
                 return None
+            # In the order of use, as the engine drops what is not needed soon.
             gone = self._passing.popleft()
             self._ring.free(gone.start)
             self._room_s = max(self._room_s, self._ends[gone.number])

@@ -93,7 +93,7 @@ class LineProfiler:
     def device(self, device: str | torch.device) -> None:
         chosen = checked_device(device)
         the_trace.sessions.read()
-        self._watch.measured.device = chosen
+        self._watch.measure(chosen)
 
     def add_function(self, function: Callable[..., Any]) -> None:
         """Profile one function more, from its next line on.

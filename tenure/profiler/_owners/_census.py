@@ -31,7 +31,7 @@ from tenure._heap import (
 )
 from tenure._registries import NamedTensor, namers
 from tenure._storages import element_bytes, is_hollow, storage_bytes, storage_key
-from tenure._text import listed
+from tenure._text import dtype_name, listed
 from tenure._torch.quiet import quietly
 from tenure._torch.storages import key_of
 
@@ -355,13 +355,13 @@ def _best(found: Sequence[Holder]) -> _Held | None:
 
 
 def _row(name: str, category: str, t: Tensor, site: str | None) -> TensorRow:
-    dtype = str(dtype_of(t)).removeprefix("torch.")
+    dtype = dtype_name(dtype_of(t))
     return TensorRow(name, category, shape_or_empty(t), dtype, str(device_of(t)), 0, None, site)
 
 
 def _member_of(record: SavedRecord) -> _Member:
     name = listed(record.saved_by, 1)
-    dtype, device = str(record.dtype).removeprefix("torch."), str(record.device)
+    dtype, device = dtype_name(record.dtype), str(record.device)
     row = TensorRow(
         name, SAVED, record.shape, dtype, device, record.n_bytes, None, record.created_at
     )

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, UntypedStorage, nn
 
+from tenure._errors import MissingTorchNameError
 from tenure._heap import is_kind, read
 from tenure._storages import is_hollow, named_inner_tensors, sparse_parts, storage_of
 from tenure._text import shape_of
@@ -91,6 +92,8 @@ def _safely(question: Callable[[Tensor], Any], t: Tensor) -> Any:
     # a subclass may raise anything from its own overrides, and a report must not
     try:
         return question(t)
+    except MissingTorchNameError:
+        raise
     except Exception:
         return None
 

@@ -23,7 +23,7 @@ from tenure._heap import (
 )
 from tenure._show import Column, html_table, rich_table, text_table
 from tenure._storages import storage_key
-from tenure._text import counted, describe, describe_elements, format_bytes, listed
+from tenure._text import counted, describe, describe_elements, dtype_name, format_bytes, listed
 from tenure._torch.quiet import quietly
 
 from ._graph_holdings import GraphHoldings, Kept
@@ -119,7 +119,7 @@ class SavedReport:
             "records": [
                 {
                     "shape": list(record.shape),
-                    "dtype": str(record.dtype).removeprefix("torch."),
+                    "dtype": dtype_name(record.dtype),
                     "device": str(record.device),
                     "n_bytes": record.n_bytes,
                     "saved_by": list(record.saved_by),

@@ -1,4 +1,4 @@
-"""Lines as a listener: what each of a profiler's lines did, on each thread.
+"""What each line of one profiler did on one thread.
 
 Invariant: every interval goes to exactly one line, the one that the innermost watched frame is at,
 so the lines of all watched functions together add up to what was allocated and freed in them. Only
@@ -25,7 +25,7 @@ from .._allocator import (
     keep_largest,
     unseen_usage,
 )
-from ._listeners import Codes, Key, Unread
+from ._listeners import Key
 
 Meter = CpuMeter | DeviceMeter
 
@@ -120,8 +120,10 @@ class Visit:
         peak_bytes = level_bytes - self._page.base_bytes
         if changes:
             self._add(host_usage(changes, peak_bytes, is_known))
-        else:
-            self._rise(peak_bytes, is_known)
+            return
+        if self._figures is not None:
+            self._figures.reach(peak_bytes, is_known)
+        self._rise(peak_bytes, is_known)
 
     def miss(self, was_bytes: int, level_bytes: int) -> None:
         """Book what the levels at both ends of an interval tell of it."""
@@ -141,16 +143,17 @@ class Visit:
         self._rise(usage.peak_bytes, usage.peak_exact)
 
     def _rise(self, peak_bytes: int, exact: bool) -> None:
-        """Reach a peak, as do those who called; one that was as high has told the others."""
+        """Have reached a peak, as those who called have; one as high before has told the others."""
+        # A loop and no recursion: a profiled function may be at any depth of its own.
         visit: Visit | None = self
         while visit is not None:
             known = visit._peak_bytes
             if known is not None and known >= peak_bytes and exact:
                 return
             visit._peak_bytes = peak_bytes if known is None else max(known, peak_bytes)
-            if visit is not self and visit._figures is None:
-                visit._figures = visit._page.figures(visit._key)
-            if visit._figures is not None:
+            if visit is not self:
+                if visit._figures is None:
+                    visit._figures = visit._page.figures(visit._key)
                 visit._figures.reach(peak_bytes, exact)
             visit = visit._caller
 
@@ -171,7 +174,7 @@ class Measured:
     has them, a profiler that is let go would be garbage. See test_a_profiler_leaves_no_garbage.
 
     Attributes:
-        device: the device; it may be set while functions run.
+        device: the device, as ``Watch.measure`` sets it.
         n_begun: how often the profiler was enabled.
     """
 
@@ -210,6 +213,8 @@ class Booking:
 
     def __init__(self, measured: Measured) -> None:
         self.can_wait: bool
+        # Set by the watch, from whatever thread; an attribute, because each line asks.
+        self.is_outdated = False
         self._measured = measured
         self._n_begun = measured.n_begun
         self._pages: dict[torch.device, _Page] = {}
@@ -218,6 +223,11 @@ class Booking:
         self._leaving: Visit | None = None
         self._aim()
 
+    @property
+    def device(self) -> torch.device:
+        """The device that is measured."""
+        return self._page.device
+
     # --- as a ThreadListener
 
     @property
@@ -225,13 +235,10 @@ class Booking:
         """Whether what happens now is a watched line's doing."""
         return bool(self._frames) or self._leaving is not None
 
-    @property
-    def is_outdated(self) -> bool:
-        """Whether the profiler measures another device by now: one that is equal may be new."""
-        return self._device is not self._measured.device
-
     def renew(self) -> None:
         """Measure from here on what the profiler measures, against its base."""
+        # First, so that a device that is set meanwhile is not missed.
+        self.is_outdated = False
         self._meter.use(False)
         self._aim()
         self._tell_use()
@@ -312,7 +319,7 @@ class Booking:
 
     def _aim(self) -> None:
         """Measure the profiler's device, and write on its page."""
-        self._device = device = self._measured.device
+        device = self._measured.device
         self._meter = self._measured.new_meter(device)
         # Events of the CPU are this thread's own, and say all; those of another device don't say
         # whose they are, so its counters are read at every look.
@@ -341,49 +348,3 @@ class Booking:
         while self._frames[-1].identity != identity:
             self._frames.pop()
         return True
-
-
-class Watch:
-    """What one profiler looks at: some codes, one device, and a book for each thread.
-
-    Invariant: the books of all threads are kept for as long as this lives.
-
-    Attributes:
-        codes: the codes whose lines are booked, by identity.
-        measured: the device, which each thread's part turns to by itself.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.codes: Codes = {}
-        self.measured = Measured(device)
-        self._bookings: list[Booking] = []
-        self._unread: list[Unread] = []
-
-    # --- as a Listener
-
-    def begin(self) -> None:
-        """Count peaks from what is live now, and no frame as running."""
-        self.measured.begin()
-
-    def on_thread(self, unread: Unread) -> Booking:
-        """The booking of a thread that has none, and that has this left to tell."""
-        booking = Booking(self.measured)
-        self._bookings.append(booking)
-        self._unread.append(unread)
-        return booking
-
-    # --- for the profiler
-
-    def books(self) -> list[Book]:
-        """The book of each thread."""
-        return [booking.book() for booking in self._bookings]
-
-    def unread(self) -> set[Place]:
-        """The lines that a thread has more to tell of, once it reads its session."""
-        claims = [claim for unread in self._unread for claim in unread.claims()]
-        return {claim.place for claim in claims if isinstance(claim, Visit)}
-
-    def clear(self) -> None:
-        """Begin new books."""
-        for booking in self._bookings:
-            booking.clear()

@@ -46,11 +46,10 @@ class ThreadListener(Protocol):
     """
 
     can_wait: bool
+    is_outdated: bool
 
     @property
     def is_active(self) -> bool: ...
-    @property
-    def is_outdated(self) -> bool: ...
 
     def renew(self) -> None:
         """Want what the listener wants now."""

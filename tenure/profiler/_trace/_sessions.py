@@ -70,7 +70,9 @@ class Sessions:
         """Tell, or note to be told, what this thread did since the last look."""
         thread = self.threads.state
         thread.entered = 0
-        thread.know(self.listeners)
+        # `know` asks this too; but most looks need no more, and each line takes one.
+        if thread.opened is not self.listeners:
+            thread.know(self.listeners)
         if not thread.in_session:
             self._look_outside(thread)
             return thread

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tenure._torch.modes import open_modes
 from tenure.adaptive import AdaptiveUsageError, memory_budget
+from tenure.adaptive._memory._counting import CountingMode, counting_on
 from tenure.adaptive._memory._fraction import _NEEDED, keeps_fractions, net_bytes
 
 MIB = 1 << 20
@@ -30,6 +32,22 @@ def fraction(cuda_like):
     cuda_like.module.set_per_process_memory_fraction(0.75)
     read = cuda_like.module.get_per_process_memory_fraction
     return lambda: read()
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_an_interrupt_while_a_budget_opens_leaves_nothing_of_it(fraction, monkeypatch, place):
+    opened = CountingMode.open
+
+    def interrupted(self):
+        if place == "after":
+            opened(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CountingMode, "open", interrupted)
+    with pytest.raises(KeyboardInterrupt), memory_budget("1MiB", "sim"):
+        pytest.fail("it was interrupted before its block")
+    assert fraction() == 0.75
+    assert open_modes() == counting_on("sim") == []
 
 
 # --- the limit itself

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tenure.adaptive._step._split._parts import Chunk
 from tenure.adaptive._step._split._run import StepRun
-from tenure.adaptive._step._split._spec import Chunk
 
 N_CLASSES = 5
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.5, 2.0], dtype=torch.float64)

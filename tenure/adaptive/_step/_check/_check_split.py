@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -13,11 +14,11 @@ from tenure.scopes import NewDisposeScope
 from ..._sizes import checked_size
 from .._gradients import Scaler
 from .._loss import Reduction
-from .._modules import coupled_modules, without_dropout
+from .._modules import coupled_modules
 from .._samples import SampleDims, SampleTree, cut_off
-from .._split import StepSetup, checked_spec
-from ._split_report import SplitDifference, SplitReport
-from ._trial import default_rtol, differences, first_module, trial
+from .._split import StepParts, StepSpec
+from ._observed import default_rtol, differences, first_module, observed_run, without_dropout
+from ._report import SplitDifference, SplitReport
 
 Batch = TypeVar("Batch")
 
@@ -73,34 +74,40 @@ def check_split(
         >>> report.ok, report.differences[0].name
         (False, 'net.1 (BatchNorm1d)')
     """
-    spec = checked_spec("check_split", fn, loss, weight, then, once, "per_chunk", out_dims, scaler)
+    spec = StepSpec(
+        entry="check_split", fn=fn, batch=batch, loss=loss, weight=weight, then=then, once=once,
+        model=model, batchnorm="per_chunk", scaler=scaler, in_dims=in_dims, out_dims=out_dims,
+    )  # fmt: skip
+    spec.check()
     part = _first_samples(batch, in_dims, checked_size("samples", samples))
-    setup = StepSetup(spec, part, in_dims, model)
-    _check_number(setup)
-    size = min(-(-setup.n_samples * 5 // 8), setup.n_samples - 1)
-    with NewDisposeScope("check_split"), without_dropout(setup.roots):
-        whole = trial(setup, setup.n_samples)
-        again = trial(setup, setup.n_samples, other_numbers=True)
-        split = trial(setup, size)
+    parts = StepParts(dataclasses.replace(spec, batch=part))
+    _check_number(parts)
+    # unequal parts: where both are as long, a mean of means is the mean, and hides a wrong weight
+    size = min(-(-parts.n_samples * 5 // 8), parts.n_samples - 1)
+    with NewDisposeScope("check_split"), without_dropout(parts.roots):
+        whole = observed_run(parts, parts.n_samples)
+        # where the whole does not agree with itself, no comparison with parts tells anything
+        again = observed_run(parts, parts.n_samples, other_numbers=True)
+        split = observed_run(parts, size)
         rtol = default_rtol(whole) if rtol is None else rtol
         sizes = split.outcome.sizes
         if by_chance := differences(whole, again, rtol):
-            return SplitReport(sizes, rtol, (_random(setup, by_chance),))
+            return SplitReport(sizes, rtol, (_random(parts, by_chance),))
         found = first_module(whole, split, rtol), differences(whole, split, rtol)
         return SplitReport(sizes, rtol, (*found[0], *found[1]))
 
 
-def _check_number(setup: StepSetup) -> None:
+def _check_number(parts: StepParts) -> None:
     """Make sure that both parts have samples enough.
 
     Raises:
         AdaptiveUsageError: they don't.
     """
-    fewest = 2 * setup.smallest
-    if setup.n_samples < fewest:
-        needs = f", 2 in each part for {coupled_modules(setup.roots)[0]}" if fewest > 2 else ""
+    fewest = 2 * parts.smallest
+    if parts.n_samples < fewest:
+        needs = f", 2 in each part for {coupled_modules(parts.roots)[0]}" if fewest > 2 else ""
         raise AdaptiveUsageError(
-            f"check_split() got {setup.n_samples} sample(s), and a split needs {fewest} at "
+            f"check_split() got {parts.n_samples} sample(s), and a split needs {fewest} at "
             f"least{needs}."
         )
 
@@ -112,6 +119,6 @@ def _first_samples(batch: Any, in_dims: SampleDims, samples: int) -> Any:
     return tree.with_leaves([cut_off(leaf.part(0, n_samples)) for leaf in tree.leaves])
 
 
-def _random(setup: StepSetup, found: list[SplitDifference]) -> SplitDifference:
+def _random(parts: StepParts, found: list[SplitDifference]) -> SplitDifference:
     worst = max(difference.relative_error for difference in found)
-    return SplitDifference("random", setup.name, worst)
+    return SplitDifference("random", parts.name, worst)

@@ -46,14 +46,17 @@ def first_difference(
     whole: list[ModuleCall], chunks: list[list[ModuleCall]], lengths: Sequence[int], rtol: float
 ) -> tuple[ModuleCall, float] | None:
     """The first call whose outputs for the chunks are not those for the whole, and how far off."""
+    # control flow by data: calls can't be told to belong together
     if any(len(chunk) != len(whole) for chunk in chunks):
         return None
     for call, *parts in zip(whole, *chunks, strict=True):
         outputs = [part.output for part in parts]
+        # a loss, or a table of all positions, is no output for samples
         if not _has_samples(call.output, outputs, lengths):
             continue
         error = relative_error(torch.cat(outputs), call.output)
-        if not error <= rtol:  # NaN is off as well
+        # NaN is off as well
+        if not error <= rtol:
             return call, error
     return None
 
@@ -62,6 +65,7 @@ def _recorder(name: str, calls: list[ModuleCall]) -> Any:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         first = _first_tensor(output)
         if first is not None:
+            # a copy: the next module may be one that writes in place, such as ReLU(inplace=True)
             calls.append(ModuleCall(name, type(module).__name__, first.detach().clone()))
 
     return hook
@@ -82,6 +86,7 @@ def _has_samples(whole: Tensor, parts: list[Tensor], lengths: Sequence[int]) -> 
     """Whether the outputs have one row a sample (or a fixed number of rows)."""
     if whole.dim() == 0 or whole.shape[0] == 0 or whole.shape[0] % sum(lengths):
         return False
+    # attention folds heads into the first dimension, and patches do
     per_sample = whole.shape[0] // sum(lengths)
     return all(
         part.dim() == whole.dim()

@@ -1,8 +1,5 @@
 """The terms of a loss, and how those of chunks make the whole."""
 
-from ._precision import widened as widened
-from ._precision import widened_count as widened_count
-from ._precision import widest_float as widest_float
 from ._shares import Shares as Shares
 from ._terms import ONLY as ONLY
 from ._terms import Count as Count
@@ -16,3 +13,6 @@ from ._terms import finished_loss as finished_loss
 from ._terms import scalar as scalar
 from ._terms import terms_of as terms_of
 from ._terms import whole_loss as whole_loss
+from ._terms import widened as widened
+from ._terms import widened_count as widened_count
+from ._terms import widest_float as widest_float

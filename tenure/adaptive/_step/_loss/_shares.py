@@ -28,10 +28,12 @@ class Shares:
     """
 
     def __init__(self, lengths: Sequence[int], weights: Sequence[object] | None) -> None:
+        # what a mean over samples needs, and what stands in where all weights are zero
         self._by_samples = _normalized([float(length) for length in lengths])
         self._by_name: dict[str | None, list[float]] = {}
         self._weighted = weights is not None
         if weights is not None:
+            # the first chunk says which terms have weights; the others have to agree
             by_name = [_named(weight, weights[0]) for weight in weights]
             for name in by_name[0]:
                 column = _numbers([_weight_of(each, name) for each in by_name])
@@ -56,8 +58,10 @@ class Shares:
 
 def plain_number(value: object) -> int | float | None:
     """A number of Python or numpy, or an array of one, as one of Python; None for anything else."""
+    # NumPy's scalars are numbers to Python as well, but its 0-dimensional arrays are none
     if hasattr(value, "__array_interface__") and value.size == 1:  # type: ignore[attr-defined]
         value = value.item()  # type: ignore[attr-defined]
+    # True as a weight is a mistake, such as a comparison that was to be summed up
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     return int(value) if isinstance(value, Integral) else float(value)
@@ -65,6 +69,7 @@ def plain_number(value: object) -> int | float | None:
 
 def _normalized(weights: list[float]) -> list[float]:
     """Shares of 1; none if all weights are zero, for then the mean has no value."""
+    # exact, so that the shares sum up to 1 as well as floats can
     total = math.fsum(weights)
     return [weight / total for weight in weights] if total else []
 
@@ -114,6 +119,8 @@ def _numbers(values: list[object]) -> list[float]:
 def _read(values: list[object]) -> list[object]:
     """The same with the values of tensors; those of one device and type are read together."""
     read = list(values)
+    # the host waits for a device once, not for each chunk: see
+    # test_weights_on_two_devices_are_read_from_each
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, value in enumerate(values):
         if isinstance(value, Tensor) and value.numel() == 1:

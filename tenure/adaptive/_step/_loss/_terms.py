@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
 from tenure._text import describe_tensor
 
-from ._precision import widened, widened_count
+from ..._oom import is_oom
 from ._shares import Shares, plain_number
 
 Reduction = Literal["mean", "sum"]
@@ -77,6 +79,7 @@ def terms_of(returned: object, reduction: Reduction) -> Terms:
         terms = {
             str(name): _term(each, f"[{name!r}]", reduction) for name, each in returned.items()
         }
+        # 1 and "1" are two keys and one name
         if len(terms) < len(returned):
             raise AdaptiveUsageError(
                 f"The function of step() returned terms of the same name: "
@@ -92,6 +95,7 @@ def check_weight_is_used(terms: Terms, weight: object) -> None:
     Raises:
         AdaptiveUsageError: it is.
     """
+    # a weight of one term beside a count of another is right: each has what it divides by
     if weight is not None and all(term.count is not None for term in terms.by_name.values()):
         raise AdaptiveUsageError(
             "The function of step() returned sums with their counts, and weight= was given too. "
@@ -118,6 +122,7 @@ def finished_loss(
     """
     if then is not None:
         return scalar(then(totals if named else totals[ONLY]), "then() of step()")
+    # not from 0: that would be another node in the graph of a step that is not split
     first, *others = totals.values()
     return _sum([first, *others])
 
@@ -142,6 +147,7 @@ def check_same_terms(first: Mapping[str, bool], other: Mapping[str, Term]) -> No
     Raises:
         AdaptiveUsageError: they don't.
     """
+    # a term that is left out where it is zero would change what its mean divides by
     if set(first) != set(other):
         raise AdaptiveUsageError(
             f"The function of step() returned the terms {', '.join(map(repr, first))} for one "
@@ -176,6 +182,7 @@ def _term(value: object, place: str, reduction: Reduction) -> Term:
         return Term(scalar(value, what), None)
     if len(value) != 2:
         raise AdaptiveUsageError(f"{what} returned {_brief(value)}. {_WANTED}")
+    # what a pair is for is a mean, and a sum of means has no meaning for the whole batch
     if reduction == "sum":
         raise AdaptiveUsageError(
             f'{what} returned a pair (sum, count), which makes a mean, and loss="sum" was asked '
@@ -185,6 +192,7 @@ def _term(value: object, place: str, reduction: Reduction) -> Term:
 
 
 def _count(count: object, what: str) -> Count:
+    # kept on its device: reading it would make the host wait in each micro-batch
     if isinstance(count, Tensor) and count.numel() == 1 and not count.requires_grad:
         return count.detach().reshape(())
     number = plain_number(count)
@@ -220,3 +228,40 @@ def _brief(value: object) -> str:
     shown = repr(value)
     kind = f"a {type(value).__name__}"
     return f"{kind}, {shown}" if len(shown) <= 40 else kind
+
+
+# --- in which types sums and weights are computed, so that they lose nothing
+
+
+def widened(value: Tensor) -> Tensor:
+    """A scalar in the precision that sums of several are made in."""
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def widened_count(count: Tensor | float) -> Tensor | float:
+    """A count in a type that sums of several fit into: in bfloat16, 256 and 1 are 256."""
+    if not isinstance(count, Tensor) or count.is_complex():
+        return count
+    return widened(count) if count.is_floating_point() else count.long()
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """The widest type of floating point that a device has."""
+    # by far the most, and not worth an allocation
+    if device.type in ("cpu", "cuda"):
+        return torch.float64
+    return torch.float64 if _has_float64(device) else torch.float32
+
+
+@lru_cache(maxsize=64)
+def _has_float64(device: torch.device) -> bool:
+    """Whether a device computes in it, as MPS and some XPUs don't; asked once of each."""
+    try:
+        torch.ones(1, dtype=torch.float64, device=device)
+    except (RuntimeError, TypeError) as error:
+        # no answer of the device's, and remembered it would be wrong for good: see
+        # test_a_device_without_memory_is_asked_again
+        if is_oom(error):
+            raise
+        return False
+    return True

@@ -1,17 +1,17 @@
 """The modules that a step runs: which they are, their names, whether they mix samples."""
 
-from ._code_names import names_in as names_in
 from ._coupled import coupled_modules as coupled_modules
-from ._coupled import normalizes as normalizes
+from ._coupled import normalization_error as normalization_error
 from ._coupled import refuse_coupled as refuse_coupled
+from ._coupled import refuse_distributed as refuse_distributed
 from ._coupled import wants_more_samples as wants_more_samples
 from ._coupled import written_modules as written_modules
-from ._distributed import refuse_distributed as refuse_distributed
 from ._models import StepModels as StepModels
 from ._models import generators_of as generators_of
-from ._module_names import named_modules as named_modules
-from ._module_names import named_parameters as named_parameters
+from ._models import named_modules as named_modules
+from ._models import named_parameters as named_parameters
 from ._optimizer_guard import no_optimizer_steps as no_optimizer_steps
 from ._reachable import Reachable as Reachable
+from ._reachable import held_by as held_by
 from ._reachable import modules_given as modules_given
-from ._without_dropout import without_dropout as without_dropout
+from ._reachable import names_in as names_in

@@ -1,23 +1,25 @@
-"""Modules that mix the samples of a batch, so that a split one gives other results.
+"""Modules that forbid a split: they mix the samples of a batch, or talk to other processes.
 
-Two ways to tell: by type, before anything runs; and by a buffer that a forward pass of the first
-chunk has written, as running statistics, observers and power iterations do.
+Two ways to tell which mix: by type, before anything runs; and by a buffer that a forward pass of
+the first chunk has written, as running statistics, observers and power iterations do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
-from tenure._errors import BatchCoupledError
+from tenure._errors import AdaptiveUsageError, BatchCoupledError
 from tenure._text import listed
 from tenure._torch.modules import BatchNorm, InstanceNorm
 
 from ..._undo import BufferState
-from ._module_names import named_modules
+from ._models import named_modules
 
+# torch has no class for this error, only its text.
 _ONE_VALUE = "Expected more than 1 value per channel when training"
 """Part of the text of ``_verify_batch_size`` in torch/nn/functional.py."""
 
@@ -45,6 +47,7 @@ def coupled_modules(roots: Mapping[str, nn.Module]) -> list[Coupled]:
 
 def written_modules(roots: Mapping[str, nn.Module], buffers: BufferState) -> list[Coupled]:
     """The modules with a buffer that was written since the buffers were noted."""
+    # a module that nobody named, such as a metric beside the model, may count what it likes
     names = {module: name for name, module in named_modules(roots)}
     return [
         Coupled(names[module], type(module).__name__, f"each call updates its buffer {key!r}")
@@ -74,7 +77,7 @@ def wants_more_samples(error: ValueError) -> bool:
     return _ONE_VALUE in str(error)
 
 
-def normalizes(error: ValueError, n_samples: int, size: int) -> BatchCoupledError:
+def normalization_error(error: ValueError, n_samples: int, size: int) -> BatchCoupledError:
     """The error for a function that calls such a normalization itself."""
     return BatchCoupledError(
         f"The batch of {n_samples} has to be split into micro-batches of {size}, and the function "
@@ -89,8 +92,42 @@ def _why_coupled(module: nn.Module) -> str | None:
     if isinstance(module, BatchNorm):
         if module.training:
             return "training with the statistics of its batch"
+        # frozen, it normalizes with constants: see
+        # test_batchnorm_may_stay_when_the_batch_fits_or_it_is_frozen
         has_none = module.running_mean is None
         return "without running statistics, so it uses those of its batch" if has_none else None
+    # each sample is normalized alone, but running statistics are a mean over the batch
     if isinstance(module, InstanceNorm) and module.training and module.track_running_stats:
         return "training its running statistics"
     return None
+
+
+def refuse_distributed(roots: Mapping[str, nn.Module], n_samples: int, size: int) -> None:
+    """Make sure that a split of this process alone leaves no other waiting.
+
+    Raises:
+        AdaptiveUsageError: a module talks to other processes when it runs.
+    """
+    distributed: Any = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    # alone, it waits for nobody
+    if distributed.get_world_size() < 2:
+        return
+    talking = [
+        f"{name} ({type(module).__name__})"
+        for name, module in named_modules(roots)
+        # FSDP by name: its second version makes a class for each module that it shards
+        if isinstance(module, nn.parallel.DistributedDataParallel)
+        or any(
+            "FSDP" in kind.__name__ or "FullySharded" in kind.__name__
+            for kind in type(module).__mro__
+        )
+    ]
+    if talking:
+        raise AdaptiveUsageError(
+            f"The batch of {n_samples} has to be split into micro-batches of {size} on this rank, "
+            f"and {listed(talking, most=6)} exchanges gradients with the other ranks at each "
+            "backward pass: ranks that split differently wait for each other, or get wrong "
+            "gradients. Nothing was changed. Pass a batch that fits on every rank."
+        )

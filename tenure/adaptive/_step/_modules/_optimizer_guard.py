@@ -22,6 +22,7 @@ class _Thread(threading.local):
 
 
 _this_thread = _Thread()
+# Autograd's own threads, one for each device, see nothing of what `_this_thread` holds.
 _guarded: dict[int, str] = {}
 """The blocks that are open, by thread."""
 
@@ -43,12 +44,14 @@ def no_optimizer_steps(name: str) -> Iterator[None]:
         yield
     finally:
         _this_thread.name = before
+        # a step inside a step is still inside the outer one
         if before is None:
             del _guarded[threading.get_ident()]
 
 
 @functools.cache
 def _listen() -> None:
+    # once and for good: outside of blocks, the hook costs a step of an optimizer one look
     register_optimizer_step_pre_hook(_refuse_inside)
 
 
@@ -64,6 +67,7 @@ def _refuse_inside(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _name_of_backward() -> str | None:
     """On a thread of autograd's own, the block that waits for it; of several, the first."""
+    # threads of C++ are dummies to Python; a data loader's or a user's are not
     if not _guarded or not isinstance(threading.current_thread(), threading._DummyThread):
         return None
     return next(iter(_guarded.copy().values()), None)

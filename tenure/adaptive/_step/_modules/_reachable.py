@@ -1,16 +1,18 @@
 """The modules and tensors that a function can reach: captured, bound, or named in its code.
 
 Invariant: only what the code names counts, so that a model which happens to stand beside the one
-that is trained isn't taken for a part of the step.
+that is trained isn't taken for a part of the step. What is overlooked here is seen when it runs, by
+`StepModels`; but generators, tensors with a graph, and modules inside compiled code are not.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any, TypeVar
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
@@ -18,13 +20,70 @@ from tenure._errors import AdaptiveUsageError
 
 from ..._callables import short_name_of, unused
 from ..._undo import Generator, generator_kinds, is_gone
-from ._code_names import names_in
 
 T = TypeVar("T")
 
+# Deeper than helpers of helpers call, and shallow enough for an object that holds a whole program.
 _MAX_DEPTH = 8
 _MAX_ITEMS = 256
+_PLAIN = (int, float, complex, str, bytes, bool, type(None))
+# Their functions get the user's tensors as arguments and hold none.
 _LIBRARIES = ("torch", "numpy", "builtins")
+# What a call of an object uses, and what `functools.cache` calls.
+_IMPLIED = frozenset({"__call__", "__wrapped__"})
+
+
+class CodeNames(NamedTuple):
+    """What a piece of code names, the code written inside it included.
+
+    Attributes:
+        globals: the globals and builtins that it reads.
+        attributes: the attributes and methods that it reads, of whatever object.
+    """
+
+    globals: frozenset[str]
+    attributes: frozenset[str]
+
+
+@functools.lru_cache(maxsize=512)
+def names_in(code: CodeType) -> CodeNames:
+    """Read the instructions; code holds no tensors, so remembering it keeps none alive."""
+    # `co_names` does not do: by it, `b.model` would name the global that is called `model`, too
+    names: dict[bool, set[str]] = {True: set(), False: set()}
+    for each in dis.get_instructions(code):
+        if each.opcode in dis.hasname:
+            names[each.opname in ("LOAD_GLOBAL", "LOAD_NAME")].add(each.argval)
+    inner = [names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return CodeNames(
+        frozenset(names[True]).union(*(each.globals for each in inner)),
+        frozenset(names[False]).union(*(each.attributes for each in inner)),
+    )
+
+
+def held_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """What the code of a function uses by its own names: captured, named as global, a default."""
+    if is_of_a_library(function.__module__):
+        return
+    code, space = function.__code__, function.__globals__
+    for key, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield key, cell.cell_contents
+        except ValueError:
+            # the variable has no value yet
+            continue
+    for key in sorted(names_in(code).globals & space.keys()):
+        yield key, space[key]
+    defaults = function.__defaults__ or ()
+    named = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    yield from zip(named, defaults, strict=True)
+    yield from (function.__kwdefaults__ or {}).items()
+    if hasattr(function, "__wrapped__"):
+        yield short_name_of(function.__wrapped__), function.__wrapped__
+
+
+def is_of_a_library(module: str | None) -> bool:
+    """Whether a module's name is of torch, NumPy or Python, whose code is not looked into."""
+    return str(module or "").partition(".")[0] in _LIBRARIES
 
 
 class Reachable:
@@ -42,8 +101,14 @@ class Reachable:
         self.modules: dict[str, nn.Module] = {}
         self.tensors: dict[str, Tensor] = {}
         self.generators: list[Generator] = []
+        # asked once: the answer is other only after NumPy was imported
         self._generator_kinds = generator_kinds()
-        self._seen: dict[tuple[int, frozenset[str]], Any] = {}  # keeps what its ids belong to
+        # keeps what its ids belong to
+        self._seen: dict[tuple[int, frozenset[str]], Any] = {}
+        self.look_into(*functions)
+
+    def look_into(self, *functions: Callable[..., Any] | None) -> None:
+        """Add what more functions use."""
         for function in functions:
             if function is not None:
                 self._visit(short_name_of(function), function, frozenset(), 0)
@@ -57,7 +122,13 @@ class Reachable:
         return [name for name, tensor in self.tensors.items() if not tensor.is_leaf]
 
     def _visit(self, name: str, value: Any, attributes: frozenset[str], depth: int) -> None:
+        """Look at a value that code has which names these attributes."""
         value = _behind(value)
+        function = value.__func__ if isinstance(value, MethodType) else value
+        if isinstance(function, FunctionType):
+            # of its own code, not of the caller's: see
+            # test_attributes_that_the_method_does_not_name_are_not_reached
+            attributes = names_in(function.__code__).attributes
         key = (id(value), attributes)
         if isinstance(value, _PLAIN) or key in self._seen or depth > _MAX_DEPTH:
             return
@@ -65,13 +136,79 @@ class Reachable:
         if isinstance(value, nn.Module):
             _note(self.modules, name, value)
         elif isinstance(value, Tensor):
+            # a closure may hold what the scope of the last step has disposed
             if not is_gone(value) and value.requires_grad:
                 _note(self.tensors, name, value)
         elif isinstance(value, self._generator_kinds):
             self.generators.append(value)
         else:
-            for below, child, names in _below(name, value, attributes):
-                self._visit(below, child, names, depth + 1)
+            for below, child in _below(name, value, attributes):
+                self._visit(below, child, attributes, depth + 1)
+
+
+def _below(name: str, value: Any, attributes: frozenset[str]) -> Iterator[tuple[str, Any]]:
+    """What a value is made of, one level down."""
+    if isinstance(value, FunctionType):
+        yield from held_by(value)
+    elif isinstance(value, MethodType):
+        yield short_name_of(value.__func__), value.__func__
+        yield "self", value.__self__
+    elif isinstance(value, functools.partial):
+        yield short_name_of(value.func), value.func
+        yield from ((f"{name} argument {i}", each) for i, each in enumerate(value.args, 1))
+        yield from value.keywords.items()
+    elif isinstance(value, weakref.ref):
+        yield name, value()
+    elif isinstance(value, Mapping):
+        items = list(value.items())[:_MAX_ITEMS]
+        yield from ((f"{name}[{key!r}]", each) for key, each in items)
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from ((f"{name}[{i}]", each) for i, each in enumerate(list(value)[:_MAX_ITEMS]))
+    else:
+        yield from _of_object(name, value, attributes)
+
+
+def _of_object(name: str, value: Any, attributes: frozenset[str]) -> Iterator[tuple[str, Any]]:
+    """The attributes of an object, a class or a Python module that the code names."""
+    is_class, is_module = isinstance(value, type), isinstance(value, ModuleType)
+    # `torch.nn.functional` has every name that a loss uses
+    if is_of_a_library(value.__module__ if is_class else value.__name__ if is_module else None):
+        return
+    space = {} if is_class else getattr(value, "__dict__", {})
+    if not is_class and not is_module:
+        attributes |= _IMPLIED
+    for key in sorted(attributes):
+        below = name if key in _IMPLIED else f"{name}.{key}"
+        if key in space:
+            yield below, space[key]
+        elif not is_module:
+            yield below, _of_class(value, key)
+
+
+def _of_class(value: Any, key: str) -> Any:
+    """What a class has for its instances, or for itself, by a name; no code of the user's runs."""
+    instance, owner = (None, value) if isinstance(value, type) else (value, type(value))
+    # `inspect.getattr_static` does the same in ten times the time
+    found = next((kind.__dict__[key] for kind in owner.__mro__ if key in kind.__dict__), None)
+    # of __slots__
+    if isinstance(found, MemberDescriptorType):
+        try:
+            return None if instance is None else found.__get__(instance)
+        except AttributeError:
+            # it has no value yet
+            return None
+    if isinstance(found, classmethod):
+        return MethodType(found.__func__, owner)
+    if isinstance(found, property):
+        found = found.fget
+    elif isinstance(found, functools.cached_property):
+        found = found.func
+    if isinstance(found, FunctionType):
+        # such as the methods of an optimizer, which lead to all parameters there are
+        if is_of_a_library(found.__module__):
+            return None
+        return found if instance is None else MethodType(found, instance)
+    return found.__func__ if isinstance(found, staticmethod) else found
 
 
 def _behind(value: Any) -> Any:
@@ -85,12 +222,9 @@ def _behind(value: Any) -> Any:
 
 
 def _note(known: dict[str, T], name: str, value: T) -> None:
+    # not by `==`, which compares elements of tensors
     if all(value is not other for other in known.values()):
         known[unused(name, known)] = value
-
-
-_PLAIN = (int, float, complex, str, bytes, bool, type(None))
-_Found = tuple[str, Any, frozenset[str]]
 
 
 def modules_given(entry: str, model: nn.Module | Iterable[nn.Module]) -> dict[str, nn.Module]:
@@ -102,127 +236,11 @@ def modules_given(entry: str, model: nn.Module | Iterable[nn.Module]) -> dict[st
     model = _behind(model)
     if isinstance(model, nn.Module):
         return {"model": model}
-    several = {f"model[{i}]": _behind(each) for i, each in enumerate(_several(model))}
+    each_given = list(model) if isinstance(model, Iterable) else []
+    several = {f"model[{i}]": _behind(each) for i, each in enumerate(each_given)}
     if not several or any(not isinstance(each, nn.Module) for each in several.values()):
         raise AdaptiveUsageError(
             f"{entry}() got a {type(model).__name__} as model=. Pass the nn.Module that the "
             "function runs, or a list of them."
         )
     return several
-
-
-def _several(model: Any) -> list[Any]:
-    return list(model) if isinstance(model, Iterable) else []
-
-
-def _below(name: str, value: Any, attributes: frozenset[str]) -> Iterator[_Found]:
-    if isinstance(value, functools.partial):
-        for i, child in enumerate((value.func, *value.args)):
-            yield f"{name} argument {i}" if i else short_name_of(value.func), child, attributes
-        yield from ((key, child, attributes) for key, child in value.keywords.items())
-    elif isinstance(value, weakref.ref):
-        yield name, value(), attributes
-    elif isinstance(value, MethodType):
-        yield from _of_method(value)
-    elif isinstance(value, FunctionType):
-        yield from _of_function(value)
-    elif isinstance(value, Mapping):
-        items = list(value.items())[:_MAX_ITEMS]
-        yield from ((f"{name}[{key!r}]", child, attributes) for key, child in items)
-    elif isinstance(value, list | tuple | set | frozenset):
-        items = list(value)[:_MAX_ITEMS]
-        yield from ((f"{name}[{i}]", child, attributes) for i, child in enumerate(items))
-    else:
-        yield from _of_object(name, value, attributes)
-
-
-def _of_function(function: FunctionType) -> Iterator[_Found]:
-    if _is_of_a_library(function.__module__):
-        return
-    code = function.__code__
-    names = names_in(code)
-    yield from _captured(function, names.attributes)
-    for key in sorted(names.globals & function.__globals__.keys()):
-        yield key, function.__globals__[key], names.attributes
-    defaults = function.__defaults__ or ()
-    first = code.co_argcount - len(defaults)
-    for key, child in zip(code.co_varnames[first : code.co_argcount], defaults, strict=True):
-        yield key, child, names.attributes
-    for key, child in (function.__kwdefaults__ or {}).items():
-        yield key, child, names.attributes
-    wrapped = getattr(function, "__wrapped__", None)
-    if wrapped is not None:
-        yield short_name_of(wrapped), wrapped, names.attributes
-
-
-def _captured(function: FunctionType, attributes: frozenset[str]) -> Iterator[_Found]:
-    cells = function.__closure__ or ()
-    for key, cell in zip(function.__code__.co_freevars, cells, strict=True):
-        try:
-            yield key, cell.cell_contents, attributes
-        except ValueError:  # the variable has no value yet
-            continue
-
-
-def _of_method(method: MethodType) -> Iterator[_Found]:
-    function: Any = method.__func__
-    yield short_name_of(function), function, frozenset()
-    if isinstance(function, FunctionType):
-        yield "self", method.__self__, names_in(function.__code__).attributes
-
-
-def _of_object(name: str, value: Any, attributes: frozenset[str]) -> Iterator[_Found]:
-    """The attributes of an object that the code names, and its ``__call__``."""
-    if isinstance(value, ModuleType | type):
-        if _is_of_a_library(value.__name__ if isinstance(value, ModuleType) else value.__module__):
-            return
-    elif isinstance(getattr(type(value), "__call__", None), FunctionType):  # noqa: B004  # not a test
-        yield name, value.__call__, attributes
-    if isinstance(value, type):
-        yield from _of_class(name, None, value, attributes)
-        return
-    space = getattr(value, "__dict__", {})
-    for key in sorted(attributes & space.keys()):
-        yield f"{name}.{key}", space[key], attributes
-    if "__wrapped__" in space:  # functools.cache
-        yield name, space["__wrapped__"], attributes
-    if not isinstance(value, ModuleType):
-        yield from _of_class(name, value, type(value), attributes)
-
-
-def _of_class(
-    name: str, instance: object, owner: type, attributes: frozenset[str]
-) -> Iterator[_Found]:
-    """What a class has for its instances, or for itself: methods, code of properties, values."""
-    spaces = [vars(kind) for kind in owner.__mro__ if not _is_of_a_library(kind.__module__)]
-    for key in sorted(attributes):
-        found = next((space[key] for space in spaces if key in space), None)
-        if found is not None:
-            yield f"{name}.{key}", _bound(found, instance, owner), attributes
-
-
-def _bound(found: Any, instance: object, owner: type) -> Any:
-    """What an attribute of a class is made of; no code of the user's runs."""
-    if isinstance(found, classmethod):
-        return MethodType(found.__func__, owner)
-    if isinstance(found, staticmethod):
-        return found.__func__
-    if isinstance(found, MemberDescriptorType):  # of __slots__
-        return None if instance is None else _slot(found, instance)
-    if isinstance(found, property):
-        found = found.fget
-    elif isinstance(found, functools.cached_property):
-        found = found.func
-    is_method = isinstance(found, FunctionType) and instance is not None
-    return MethodType(found, instance) if is_method else found
-
-
-def _slot(member: MemberDescriptorType, instance: object) -> Any:
-    try:
-        return member.__get__(instance)
-    except AttributeError:  # it has no value yet
-        return None
-
-
-def _is_of_a_library(module: str | None) -> bool:
-    return str(module or "").partition(".")[0] in _LIBRARIES

@@ -1,7 +1,7 @@
 """Batches whose tensors hold one sample a row: how they are cut, and put together again."""
 
 from ._cut_inputs import CutInputs as CutInputs
-from ._cut_inputs import graph_is_used_up as graph_is_used_up
+from ._cut_inputs import used_up_graph_error as used_up_graph_error
 from ._outputs import JoinedOutputs as JoinedOutputs
 from ._outputs import Outputs as Outputs
 from ._sample_tree import Leaf as Leaf

@@ -42,8 +42,10 @@ class CutInputs:
             for leaf in tree.leaves
             if isinstance(leaf.value, Tensor) and leaf.value.requires_grad
         ]
-        self._by_leaf = {id(cut.leaf): cut for cut in self._cuts}  # keys may look the same
+        # keys may look the same
+        self._by_leaf = {id(cut.leaf): cut for cut in self._cuts}
         tensors = (leaf.value for leaf in tree.leaves if isinstance(leaf.value, Tensor))
+        # versions count writes, so that nothing has to be copied to notice one
         self._versions = [(t, version_of(t)) for t in tensors]
         self._is_used_up = False
         self.expects_writes = False
@@ -64,8 +66,9 @@ class CutInputs:
         Raises:
             AdaptiveUsageError: that one ran the graph of the batch backward, and failed after it.
         """
+        # smaller micro-batches would not bring the graph back
         if self._is_used_up:
-            raise graph_is_used_up()
+            raise used_up_graph_error()
         self.run_again()
         for cut in self._cuts:
             cut.clear()
@@ -74,6 +77,7 @@ class CutInputs:
         """Warn, once, if the batch is no longer what the function was given the last time."""
         written = [t for t, version in self._versions if version_of(t) != version]
         if written and not self.expects_writes:
+            # once: a warning for each chunk tells nothing new
             self.expects_writes = True
             warn_user(
                 "step() runs its function again, which has written into "
@@ -85,6 +89,7 @@ class CutInputs:
 
     def whole(self) -> Any:
         """The batch itself; a container like it, if something in it requires grad."""
+        # the plain step, to the bit: see test_a_batch_that_fits_is_the_plain_step_to_the_bit
         if not self._cuts:
             return self._whole
         return self._tree.with_leaves([self._piece(leaf, None) for leaf in self._tree.leaves])
@@ -114,6 +119,7 @@ class CutInputs:
             factor: of no dimension.
         """
         for cut in self._cuts:
+            # on its own device: parts of a batch may stand on several
             if cut.gradient is not None:
                 with torch.no_grad():
                     cut.gradient.mul_(factor.to(cut.gradient.device))
@@ -122,6 +128,8 @@ class CutInputs:
         """Run what the batch came of backward; it can't be run a second time."""
         ready = [(cut.leaf.value, cut.gradient) for cut in self._cuts if cut.gradient is not None]
         if ready:
+            # all at once: two tensors of the batch may come of one graph, which runs backward only
+            # once
             tensors, gradients = zip(*ready, strict=True)
             torch.autograd.backward(tensors, gradients)
             self._is_used_up = self.has_graph
@@ -144,12 +152,13 @@ class CutInputs:
             return leaf.value
         else:
             piece = leaf.part(*where)
+        # else compiled code would be compiled again for each size that is tried
         if isinstance(piece, Tensor) and isinstance(leaf.dim, int):
             mark_dynamic(piece, leaf.dim)
         return piece
 
 
-def graph_is_used_up() -> AdaptiveUsageError:
+def used_up_graph_error() -> AdaptiveUsageError:
     """The error for a step that failed when its batch's graph had run backward."""
     return AdaptiveUsageError(
         "Memory ran out after the step, in the backward pass of what the batch was computed from, "
@@ -171,6 +180,7 @@ class _Cut:
         self._pieces: list[tuple[Tensor, tuple[int, int] | None]] = []
 
     def piece(self, where: tuple[int, int] | None) -> Tensor:
+        # narrowed behind the cut, so that the piece is a leaf and its gradient has its own shape
         value: Tensor = self.leaf.value.detach()
         if where is not None and isinstance(self.leaf.dim, int):
             value = value.narrow(self.leaf.dim, *where)
@@ -184,10 +194,12 @@ class _Cut:
         for piece, where in self._pieces:
             if piece.grad is not None:
                 self._add(piece.grad, where)
-                piece.grad = None  # it is no gradient of the user's, and nobody else may scale it
+                # it is no gradient of the user's, and nobody else may scale it
+                piece.grad = None
         self._pieces = []
 
     def _add(self, gradient: Tensor, where: tuple[int, int] | None) -> None:
+        # nothing to add to, so that the gradient itself can be taken, without a copy
         if where is None and self.gradient is None:
             self.gradient = gradient
             return

@@ -43,6 +43,7 @@ class Outputs:
                     "sample. Say with out_dims= which dimension has the samples, or None where "
                     "all samples share the output."
                 )
+            # else it would be trained by nothing, and nobody would be told
             _refuse_hidden(leaf)
         self.tensors = [each for leaf in self.tree.leaves for each in _tensors_of(leaf)]
 
@@ -93,9 +94,11 @@ class JoinedOutputs:
 
 def _parts(whole: Leaf, part: Leaf, chunk: Outputs, start: int) -> list[Tensor | None]:
     """The gradients of the tensors in a leaf of a chunk."""
-    if whole.dim == "items":  # the items of the whole are those of the chunks
+    # the items of the whole are those of the chunks
+    if whole.dim == "items":
         return [tensor.grad for tensor in _tensors_of(part)]
     gradients = [tensor.grad for tensor in _tensors_of(whole)]
+    # what all samples share was passed on from the first chunk alone
     if whole.dim is None:
         return [None if start else gradient for gradient in gradients]
     return [
@@ -111,6 +114,7 @@ def _joined(column: list[Leaf]) -> Any:
         return torch.cat(values, first.dim) if isinstance(first.value, Tensor) else _array(column)
     if first.dim == "items":
         return type(first.value)(item for value in values for item in value)
+    # a mean over the chunk, such as a loss of the model's own, has no value for the whole batch
     if any(not _same(first.value, value) for value in values[1:]):
         raise AdaptiveUsageError(
             f"The function of step() returned an {first.path} without samples that differs from "
@@ -149,6 +153,7 @@ def _refuse_hidden(leaf: Leaf) -> None:
         AdaptiveUsageError: one is.
     """
     for each in _leaves_of_items(leaf) if leaf.dim == "items" else [leaf]:
+        # `ModelOutput` and dataclasses are taken apart; a plain object is not
         held = {} if isinstance(each.value, Tensor) else getattr(each.value, "__dict__", {})
         if any(isinstance(v, Tensor) and v.grad_fn is not None for v in held.values()):
             raise AdaptiveUsageError(
@@ -173,11 +178,13 @@ def _same(a: Any, b: Any) -> bool:
         return a.shape == b.shape and bool((a == b).all())
     try:
         return bool(a == b)
-    except (RuntimeError, TypeError, ValueError):  # of what it holds, that has no one truth value
+    except (RuntimeError, TypeError, ValueError):
+        # of what it holds, that has no one truth value
         return False
 
 
 def _check_structure(first: SampleTree, other: SampleTree) -> None:
+    # by paths: lists of other lengths and dicts with other keys can't be concatenated
     if first.structure != other.structure:
         raise AdaptiveUsageError(
             f"The function of step() returned {', '.join(first.structure)} for one micro-batch "

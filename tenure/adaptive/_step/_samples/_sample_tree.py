@@ -29,6 +29,7 @@ one item a sample; or a container of these, shaped like the outer levels of the 
 
 _Dim = int | None | Literal["items"]
 _Build = Callable[[Iterator[Any]], Any]
+# What is passed on as it is; a str is no list of its letters.
 _SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -77,10 +78,12 @@ class Leaf:
         if self.dim == "items":
             return self.value[start : start + length]
         if type(self.value) is Tensor:
-            with without_functions():  # a view has no memory that a scope would have to own
+            # a view has no memory that a scope would have to own
+            with without_functions():
                 return self.value.narrow(self.dim, start, length)
         if isinstance(self.value, Tensor):
             return self.value.narrow(self.dim, start, length)
+        # an array of NumPy, whose slices are views as well
         before = (slice(None),) * (self.dim % self.value.ndim)
         return self.value[(*before, slice(start, start + length))]
 
@@ -114,9 +117,12 @@ class SampleTree:
     ) -> None:
         self.leaves: list[Leaf] = []
         self._reaches = reaches
+        # the containers that stand around the place: one may hold itself
         self._around: set[int] = set()
         self._name = name
         self._argument = argument
+        # lists of plain values, which may be labels or settings: judged when the number of samples
+        # is known
         self._plain: list[tuple[str, int]] = []
         self._build = self._take_apart(tree, dims, name)
 
@@ -150,6 +156,7 @@ class SampleTree:
                 f"{self._name} holds no tensor with samples, so there is nothing to split. "
                 "Pass the tensors of the batch in it, not through a closure."
             )
+        # the first leaf says how many; a batch's own len() may be the number of its keys
         first = split[0]
         for leaf in split[1:]:
             if leaf.n_samples != first.n_samples:
@@ -166,7 +173,8 @@ class SampleTree:
             return self._leaf(value, self._dim_of_tensor(value, dims, path), path)
         if dims == "items":
             return self._leaf(value, self._items(value, path), path)
-        if hasattr(type(value), "__array_interface__"):  # an instance may have any attribute
+        # an instance may have any attribute
+        if hasattr(type(value), "__array_interface__"):
             return self._leaf(value, self._dim_in_range(value, value.ndim, dims, path), path)
         if isinstance(value, _SIMPLE):
             return self._leaf(value, None, path)
@@ -199,6 +207,8 @@ class SampleTree:
             )
 
     def _shared(self, value: Any, container: Level | None, path: str) -> _Build:
+        # passed on itself, where nothing in it has a graph: a tokenizer or a config may not survive
+        # a copy
         is_within_itself = id(value) in self._around
         if container is None or is_within_itself or not _holds(value, self._reaches, {}):
             return self._leaf(value, None, path)
@@ -210,7 +220,7 @@ class SampleTree:
     def _inner(self, value: Any, container: Level, dims: Any, path: str) -> _Build:
         below = self._dims_below(container.keys, dims, path)
         builds = [
-            self._take_apart(child, below[key], _step(path, value, key))
+            self._take_apart(child, below[key], _path_below(path, value, key))
             for key, child in zip(container.keys, container.children, strict=True)
         ]
         return lambda values: container.make([build(values) for build in builds])
@@ -237,6 +247,7 @@ class SampleTree:
         dim = self._dim_in_range(value, value.dim(), dims, path)
         if dim is None:
             return None
+        # rows of sparse tensors are no views, and nested ones have no dimension to narrow
         if value.layout is not torch.strided or value.is_nested:
             raise AdaptiveUsageError(
                 f"{path} is {describe_tensor(value)} of layout {value.layout}, which can't be "
@@ -266,6 +277,7 @@ class SampleTree:
 
     def _refuse_plain_lists(self, n_samples: int) -> None:
         for path, length in self._plain:
+            # 8 names beside 8 samples belong to them, or are 8 classes; guessing wrong is silent
             if length == n_samples > 1:
                 raise AdaptiveUsageError(
                     f"{path} is a list of {length} plain values, as many as there are samples: it "
@@ -287,11 +299,12 @@ def _holds(value: Any, wanted: Callable[[object], bool], seen: dict[int, Any]) -
         return wanted(value)
     if id(value) in seen:
         return False
-    seen[id(value)] = value  # kept, so that nothing else gets its id
+    # kept, so that nothing else gets its id
+    seen[id(value)] = value
     return any(_holds(child, wanted, seen) for child in container.children)
 
 
-def _step(path: str, value: Any, key: Any) -> str:
+def _path_below(path: str, value: Any, key: Any) -> str:
     is_named = dataclasses.is_dataclass(value) and not isinstance(value, Mapping)
     return f"{path}.{key}" if is_named else f"{path}[{key!r}]"
 

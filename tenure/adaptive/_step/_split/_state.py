@@ -19,32 +19,41 @@ class StepState(AllOf):
         models: the modules that are known now; `learn` notes those that are seen later.
         devices: where the work is done.
         generators: generators of random numbers that belong to no module.
+        values: what else may be one.
 
     Attributes:
-        generators: all of the user's own.
         rng: random state.
         modules: the state of modules.
     """
 
-    __slots__ = ("generators", "modules", "rng")
+    __slots__ = ("_devices", "_generators", "modules", "rng")
 
     def __init__(
         self,
         models: StepModels,
         devices: Sequence[torch.device],
         generators: Iterable[Generator],
+        values: Iterable[object],
     ) -> None:
-        self.generators = [*generators, *models.generators()]
-        self.rng = RngState(devices, self.generators)
+        self._devices = devices
+        self._generators = [*generators, *generators_of(models.all, values)]
+        self.rng = RngState(devices, self._generators)
         self.modules = ModuleState(models.all)
         super().__init__((self.rng, self.modules))
 
     def learn(self, new: list[nn.Module]) -> None:
         """Note modules that were seen in the middle of an attempt."""
         generators = generators_of(new)
-        self.generators += generators
+        # the list of the attempt, so that a later `random_now` has them too
+        self._generators += generators
         self.rng.add(generators)
         self.modules.add(new)
+
+    def random_now(self) -> RngState:
+        """Random state as it is at this moment, to come back to in the middle of an attempt."""
+        now = RngState(self._devices, self._generators)
+        now.begin()
+        return now
 
 
 class DeliveredTogether(AllOf):
@@ -63,6 +72,8 @@ class DeliveredTogether(AllOf):
 
     def undo(self) -> None:
         """Bring both back, or finish both."""
+        # from here on the user may have seen gradients: see
+        # test_an_interrupt_finds_all_gradients_delivered_or_none
         if self._gradients.is_delivered:
             self.finish()
         else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,50 +20,88 @@ from tenure._torch.quiet import without_functions
 
 from .._loss import (
     Count,
+    Reduction,
+    Shares,
     Term,
     Terms,
     check_same_terms,
     check_weight_is_used,
+    combined,
     finished_loss,
+    terms_of,
     widened,
     widened_count,
     widest_float,
 )
-from ._chunk_terms import ChunkTerms
-from ._spec import Chunk
-from ._surveyed_terms import SurveyedTerms
-
-if TYPE_CHECKING:
-    from ._run import StepRun
+from ._parts import Chunk, StepParts
+from ._two_pass import two_passes
 
 
 class TermsPass:
     """Forward and backward of each chunk, weighted.
 
     Args:
-        run: the step.
+        parts: the step.
         chunks: how it is split.
     """
 
-    def __init__(self, run: StepRun, chunks: Sequence[Chunk]) -> None:
-        self._run = run
-        self._chunks = ChunkTerms(run, chunks)
+    def __init__(self, parts: StepParts, chunks: Sequence[Chunk]) -> None:
+        self._parts = parts
+        self._chunks = ChunkTerms(parts, chunks)
 
     def run(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Run it; the loss, and its terms."""
         first = self._chunks.of(0)
-        check_weight_is_used(first, self._run.spec.weight)
+        check_weight_is_used(first, self._parts.spec.weight)
         with_counts, named = first.with_counts(), first.named
-        needs_all = any(with_counts.values()) or self._run.spec.then is not None
+        # `then` of one term can be multiplied in later; of several, each has another slope
+        needs_all = any(with_counts.values()) or self._parts.spec.then is not None
         if len(with_counts) > 1 and needs_all:
             del first
-            return SurveyedTerms(self._chunks, with_counts, named).run()
+            return _SurveyedTerms(self._chunks, with_counts, named).run()
         weighted = _WeightedTerms(self._chunks, first)
         weighted.take(0, first)
-        del first  # its graph must not be there beside the next one
+        # its graph must not be there beside the next one
+        del first
         for i in range(1, len(self._chunks.lengths)):
             weighted.take(i, self._chunks.of(i))
         return weighted.finish()
+
+
+class ChunkTerms:
+    """The terms of each chunk.
+
+    Args:
+        parts: the step.
+        chunks: how it is split.
+
+    Attributes:
+        parts: the step.
+        lengths: the samples of each chunk.
+        reduction: what the function returns for its samples.
+        shares: how much the chunks weigh in a mean.
+    """
+
+    def __init__(self, parts: StepParts, chunks: Sequence[Chunk]) -> None:
+        assert not callable(parts.spec.loss)
+        self.parts = parts
+        self.lengths = [chunk.length for chunk in chunks]
+        self.reduction: Reduction = parts.spec.loss
+        self._chunks = chunks
+        self.shares = Shares(self.lengths, self._weights())
+
+    def of(self, i: int) -> Terms:
+        """Run the function on a chunk."""
+        returned = self.parts.forward(self._chunks[i])
+        with without_functions():
+            return terms_of(returned, self.reduction)
+
+    def _weights(self) -> list[object] | None:
+        weight, inputs = self.parts.spec.weight, self.parts.inputs
+        if weight is None:
+            return None
+        with torch.no_grad():
+            return [weight(inputs.chunk(*chunk)) for chunk in self._chunks]
 
 
 class _WeightedTerms:
@@ -76,8 +114,8 @@ class _WeightedTerms:
 
     def __init__(self, chunks: ChunkTerms, first: Terms) -> None:
         self._chunks = chunks
-        self._run = chunks.run
-        self._then = chunks.run.spec.then
+        self._parts = chunks.parts
+        self._then = chunks.parts.spec.then
         self._named = first.named
         self._with_counts = first.with_counts()
         self._totals = {name: _Total(self._guess(term)) for name, term in first.by_name.items()}
@@ -86,15 +124,17 @@ class _WeightedTerms:
         """Send the gradient of one chunk back, and count its terms in."""
         check_same_terms(self._with_counts, terms.by_name)
         values, seeds = [], []
-        with without_functions():  # nothing here outlives the step
+        # nothing here outlives the step
+        with without_functions():
             for name, term in terms.by_name.items():
                 share = self._share(name, i)
-                if share:  # the mean of no elements is nan, which a weight of zero does not undo
+                # the mean of no elements is nan, which a weight of zero does not undo
+                if share:
                     total = self._totals[name]
                     total.add(term, share)
                     values.append(term.value)
-                    seeds.append(self._run.backward.scaled(total.seed(term.value, share)))
-        self._run.send_back(values, seeds)
+                    seeds.append(self._parts.backward.scaled(total.seed(term.value, share)))
+        self._parts.send_back(values, seeds)
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss and its terms; the gradients get the rest of their weight."""
@@ -102,6 +142,7 @@ class _WeightedTerms:
         return self._rescaled(values), values
 
     def _share(self, name: str, i: int) -> float:
+        # late ones get their whole weight at the end
         if self._chunks.reduction == "sum" or self._totals[name].is_late:
             return 1.0
         return self._chunks.shares.of(name)[i]
@@ -113,11 +154,14 @@ class _WeightedTerms:
         """
         if term.count is None:
             return None
-        n_samples, length = self._run.n_samples, self._chunks.lengths[0]
+        n_samples, length = self._parts.n_samples, self._chunks.lengths[0]
+        # computed where it is: reading the count would make the host wait for the device
         if isinstance(term.count, Tensor):
             finite = term.count.float().nan_to_num(posinf=1.0)
             expected = finite.clamp(min=1) * (n_samples / length)
             return torch.exp2(-expected.log2().round())
+        # a count of zero or infinity has no power of two near it, and gives nan or 0 in the end, as
+        # plain torch does: see test_a_count_that_is_not_finite_gives_what_the_division_gives
         count = term.count if math.isfinite(term.count) else 1
         return 2.0 ** -round(math.log2(max(count, 1) * n_samples / length))
 
@@ -125,6 +169,7 @@ class _WeightedTerms:
         """Give the gradients the weight that is known now."""
         (total, *others) = self._totals.values()
         loss, leaves = None, {}
+        # of several terms none is late here, for `TermsPass` sent those to two passes
         factor: Tensor | None = None if others else total.factor()
         if self._then is not None:
             leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
@@ -132,10 +177,11 @@ class _WeightedTerms:
             slope = _slope(loss, next(iter(leaves.values())))
             factor = slope if factor is None else factor * slope
         if factor is not None:
-            self._run.scale(factor)
-        if loss is not None:  # what then() itself is trained by comes after the factor
-            scaled = self._run.backward.scaled(loss)
-            self._run.backward.run([scaled], [None], leaves.values())
+            self._parts.scale(factor)
+        # what then() itself is trained by comes after the factor
+        if loss is not None:
+            scaled = self._parts.backward.scaled(loss)
+            self._parts.backward.run([scaled], [None], leaves.values())
             return loss.detach()
         return finished_loss(values, self._named, None)
 
@@ -165,6 +211,7 @@ class _Total:
 
     def seed(self, value: Tensor, share: float) -> Tensor:
         """What the gradient of the term for a chunk is multiplied by now."""
+        # in the type of the term, in which the gradient is computed
         if isinstance(self._guess, Tensor):
             return self._guess.to(value)
         return torch.full_like(value, share if self._guess is None else self._guess)
@@ -175,12 +222,14 @@ class _Total:
             return None
         assert self._sum is not None
         device = self._sum.device
+        # in float32, a count above 2 ** 24 and its reciprocal would be rounded
         count = torch.as_tensor(self._count, device=device).to(widest_float(device))
         return 1 / (count * self._guess)
 
     def value(self) -> Tensor:
         """The term of the whole batch."""
-        assert self._sum is not None  # shares sum up to 1, so one of them is not zero
+        # shares sum up to 1, so one of them is not zero
+        assert self._sum is not None
         return self._sum / self._count if self.is_late else self._sum
 
 
@@ -193,3 +242,51 @@ def _slope(loss: Tensor, total: Tensor) -> Tensor:
         "then() of step() returned what is no function of the loss it got, so that no gradient "
         "comes back from it. Compute its result from its argument, with gradients enabled."
     )
+
+
+class _SurveyedTerms:
+    """Terms whose weights are known only when all chunks have run.
+
+    Forward without graphs, the loss of all terms, and forward and backward of each chunk.
+
+    Args:
+        chunks: the terms of each chunk.
+        with_counts: the terms that each chunk has to have, and whether with a count.
+        named: whether the function named them.
+    """
+
+    def __init__(self, chunks: ChunkTerms, with_counts: dict[str, bool], named: bool) -> None:
+        self._chunks = chunks
+        self._parts = chunks.parts
+        self._with_counts = with_counts
+        self._named = named
+        self._loss: Tensor | None = None
+        self._values: dict[str, Tensor] = {}
+
+    def run(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run it from the start; the loss, and its terms."""
+        # the first chunk has run already, and buffers and random numbers start over
+        self._parts.inputs.run_again()
+        self._parts.state.undo()
+        two_passes(self._parts, len(self._chunks.lengths), self._forward, self._differentiate)
+        assert self._loss is not None
+        return self._loss, self._values
+
+    def _forward(self, i: int) -> tuple[dict[str, Term], list[Tensor]]:
+        terms = self._chunks.of(i)
+        check_same_terms(self._with_counts, terms.by_name)
+        tensors = [terms.by_name[name].value for name in self._with_counts]
+        return terms.detached().by_name, tensors
+
+    def _differentiate(self, chunks: list[dict[str, Term]]) -> list[list[Tensor | None]]:
+        parts = self._parts
+        parts.inputs.run_again()
+        with torch.enable_grad():
+            # the formula of the whole, differentiated at the numbers of the first pass
+            leaves = [term.value.requires_grad_() for chunk in chunks for term in chunk.values()]
+            values = combined(chunks, self._chunks.shares, self._chunks.reduction)
+            loss = finished_loss(values, self._named, parts.spec.then)
+            parts.backward.run([parts.backward.scaled(loss)], [None], leaves)
+        self._loss = loss.detach()
+        self._values = {name: value.detach() for name, value in values.items()}
+        return [[chunk[name].value.grad for name in self._with_counts] for chunk in chunks]

@@ -5,24 +5,27 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 
 from torch import Tensor, nn
 
-from .._check import DECLARED, default_rtol, first_module, trial
+from .._check import DECLARED, default_rtol, first_module, observed_run
 from .._loss import ONLY
 from .._modules import named_modules
 from .._samples import Leaf
-from .._split import StepSetup, StepSpec
-from ._fitting import first_that_fits
-from ._samples import chosen_samples
-from ._subject import Subject, comparable
-from ._values import whole_values
+from .._split import StepParts, StepSpec
+from ._loss_check import whole_values
+from ._subject import Subject, chosen_samples, comparable, first_that_fits
 
+# Unequal ones, and an equal one: a mean of means is right for equal parts by accident.
 _SPLITS = ((5, 3), (3, 5), (4, 4))
 _N_SAMPLES = 8
+# torch's own, what other libraries take, padding, and the void of segmentation masks.
 _IGNORED = (-100, -1, 0, 255)
-_CURVES: dict[str, tuple[str, Callable[[float], float]]] = {
+_Run = tuple[int, int]
+_Curve = Callable[[float], float]
+_CURVES: dict[str, tuple[str, _Curve]] = {
     "then=torch.sqrt": ("without the root", lambda value: value**2),
     "then=torch.log": ("without the logarithm", math.exp),
     "then=torch.exp": ("without the exponential", math.log),
@@ -34,139 +37,142 @@ _OUTPUTS = (
 )
 
 
-class Parts(dict[tuple[int, int], float]):
-    """The values of a function for runs of samples, by start and end.
+class Runs:
+    """The values of a function for runs of samples, which tell what kind of loss it is.
 
-    Attributes:
+    Args:
+        values: by start and end of the run.
+        splits: runs from the first sample on that were cut in two, by the lengths of both parts.
         rtol: how far apart two of them may be that are the same.
     """
 
-    rtol = 0.0
+    def __init__(
+        self, values: Mapping[_Run, float], splits: Sequence[tuple[int, int]], rtol: float
+    ) -> None:
+        self._values = values
+        self._splits = splits
+        self._rtol = rtol
 
-    def agree(self, a: float, b: float, scale: float = 0.0) -> bool:
-        """Whether two numbers made of them are the same."""
-        return abs(a - b) <= self.rtol * max(abs(a), abs(b), scale)
+    def are_means(self, weight: Callable[[int, int], float], of: _Curve = float) -> bool:
+        """Whether a curve of each value is the mean, so weighted, of that of its parts."""
+
+        def is_mean(a: int, b: int) -> bool:
+            weights = weight(0, a), weight(a, a + b)
+            total = of(self._values[0, a]) * weights[0] + of(self._values[a, a + b]) * weights[1]
+            return self._agree(of(self._values[0, a + b]), total / sum(weights))
+
+        return self._holds(is_mean)
+
+    def are_sums(self, of: _Curve = float) -> bool:
+        """Whether a curve of each value is the sum of that of its parts."""
+
+        def is_sum(a: int, b: int) -> bool:
+            parts = of(self._values[0, a]) + of(self._values[a, a + b])
+            return self._agree(of(self._values[0, a + b]), parts)
+
+        return self._holds(is_sum)
+
+    def repeated(self) -> float | None:
+        """What is in each value once, beside a sum over samples."""
+        values = self._values
+        found = [values[0, a] + values[a, a + b] - values[0, a + b] for a, b in self._splits]
+        # of one split, any number would do
+        if len(found) > 1 and self._agree(min(found), max(found), max(map(abs, found))):
+            return found[0]
+        return None
+
+    def _holds(self, relation: Callable[[int, int], bool]) -> bool:
+        try:
+            return all(relation(a, b) for a, b in self._splits)
+        except (ValueError, OverflowError, ZeroDivisionError):
+            return False
+
+    def _agree(self, a: float, b: float, scale: float = 0.0) -> bool:
+        return abs(a - b) <= self._rtol * max(abs(a), abs(b), scale)
 
 
-def advice_for(subject: Subject, setup: StepSetup, spec: StepSpec, *, is_random: bool) -> str:
+def advice_for(subject: Subject, parts: StepParts) -> str:
     """What the user can declare, as sentences."""
+    spec = parts.spec
+    # with a loss of outputs only the outputs can be wrong, and so a module or the function
     if callable(spec.loss):
-        return _of_module(subject, is_random) or (
+        return _of_module(subject) or (
             "What it returns for a sample depends on the other samples of its batch: let it return "
             "what each sample gives alone, and do the rest in loss=, which gets all outputs."
         )
-    declared = first_that_fits(lambda _: _declared(subject, spec, is_random), (1,))
-    numbered = _of_transformers(setup, subject)
+    declared = first_that_fits(lambda _: _declared(subject, spec), (1,))
+    numbered = _of_transformers(parts, subject)
     if declared:
         return f"{declared} {numbered}".rstrip()
-    return f"{_of_module(subject, is_random)} {numbered or _OUTPUTS}".lstrip()
+    return f"{_of_module(subject)} {numbered or _OUTPUTS}".lstrip()
 
 
-def _declared(subject: Subject, spec: StepSpec, is_random: bool) -> str:
+def _declared(subject: Subject, spec: StepSpec) -> str:
     """The declaration that makes the samples that were looked at right; "" for none."""
     n = min(_N_SAMPLES, subject.n_samples)
     indices = chosen_samples(subject.tree, subject.n_samples, n)
     splits = [(a, b) for a, b in _SPLITS if a + b == n] or [(n - 1, 1), (1, n - 1)]
+    # all runs that any candidate needs, so that each is run once
     starts = [(0, n), *((0, a) for a, _ in splits), *((a, n) for a, _ in splits)]
-    parts, values = Parts(), []
-    for start, end in starts:
-        value = _value(subject, indices[start:end], is_random)
-        parts[start, end] = float(value)
-        values.append(value)
-    parts.rtol = DECLARED.of(values)
-    if any(not math.isfinite(value) for value in parts.values()):
-        splits = [(a, b) for a, b in splits if math.isfinite(parts[0, a] + parts[a, n])]
-        if not splits or not math.isfinite(parts[0, n]):
+    losses = {(start, end): _loss_of(subject, indices[start:end]) for start, end in starts}
+    values = {run: float(loss) for run, loss in losses.items()}
+    if any(not math.isfinite(value) for value in values.values()):
+        # parts without a valid label have no mean, and the others may still tell
+        splits = [(a, b) for a, b in splits if math.isfinite(values[0, a] + values[a, n])]
+        if not splits or not math.isfinite(values[0, n]):
             return ""
-    return next(_candidates(subject, spec, indices, parts, splits), "")
+    runs = Runs(values, splits, DECLARED.of(losses.values()))
+    candidates = chain(_undeclared(spec, runs), _weighted(subject, indices, runs), _curved(runs))
+    return next(candidates, "")
 
 
-def _candidates(
-    subject: Subject,
-    spec: StepSpec,
-    indices: list[int],
-    parts: Parts,
-    splits: Sequence[tuple[int, int]],
-) -> Iterator[str]:
-    whole = parts[0, len(indices)]
+def _n_samples(start: int, end: int) -> float:
+    return end - start
 
-    def holds(weight: Callable[[int, int], float], of: Callable[[float], float] = float) -> bool:
-        try:
-            return all(_is_mean(parts, a, a + b, weight, of) for a, b in splits)
-        except (ValueError, OverflowError, ZeroDivisionError):
-            return False
 
-    if spec.loss != "sum" and _are_sums(parts, splits):
+def _undeclared(spec: StepSpec, runs: Runs) -> Iterator[str]:
+    """What is right without what was declared, or with a word more."""
+    if spec.loss != "sum" and runs.are_sums():
         yield 'It is a sum over samples, and a mean was declared: pass loss="sum".'
     is_declared = spec.weight is not None or spec.loss == "sum"
-    if is_declared and holds(lambda start, end: end - start):
+    if is_declared and runs.are_means(_n_samples):
         told = "weight=" if spec.weight is not None else 'loss="sum"'
         yield f"It is a mean over samples: leave {told} out."
-    rests = [whole - parts[0, a] - parts[a, a + b] for a, b in splits]
-    if (
-        spec.loss == "sum"
-        and len(rests) > 1
-        and parts.agree(min(rests), max(rests), max(map(abs, rests)))
-    ):
+    repeated = runs.repeated() if spec.loss == "sum" else None
+    if repeated is not None:
         yield (
-            f"It has a part of {-rests[0]:.6g} that is there once for each micro-batch, such as a "
+            f"It has a part of {repeated:.6g} that is there once for each micro-batch, such as a "
             "penalty on parameters: return the rest, and pass that part as once=lambda: penalty()."
         )
+
+
+def _weighted(subject: Subject, indices: list[int], runs: Runs) -> Iterator[str]:
     for shown, counted in _weights(subject, indices):
-        if holds(counted):
+        if runs.are_means(counted):
             yield (
                 "It is a mean over something else than samples. Declare what it divides by: "
                 f"weight=lambda batch: {shown} (with it the samples that were looked at agree)."
             )
+
+
+def _curved(runs: Runs) -> Iterator[str]:
     for shown, (how, inverse) in _CURVES.items():
-        for loss, weight in (("mean", lambda s, e: e - s), ("sum", None)):
-            if weight is None:
-                right = (
-                    all(
-                        parts.agree(inverse(whole), inverse(parts[0, a]) + inverse(parts[a, a + b]))
-                        for a, b in splits
-                    )
-                    if _is_safe(inverse, parts)
-                    else False
-                )
-            else:
-                right = holds(weight, inverse)
-            if right:
+        for loss in ("mean", "sum"):
+            is_mean = loss == "mean"
+            if runs.are_means(_n_samples, inverse) if is_mean else runs.are_sums(inverse):
                 yield (
                     f"It is a function of a {loss}: return that {how}, and pass "
                     f'loss="{loss}", {shown}.'
                 )
 
 
-def _is_safe(inverse: Callable[[float], float], parts: Parts) -> bool:
-    try:
-        return all(math.isfinite(inverse(value)) for value in parts.values())
-    except (ValueError, OverflowError):
-        return False
-
-
-def _are_sums(parts: Parts, splits: Sequence[tuple[int, int]]) -> bool:
-    return all(parts.agree(parts[0, a + b], parts[0, a] + parts[a, a + b]) for a, b in splits)
-
-
-def _is_mean(
-    parts: Parts,
-    middle: int,
-    end: int,
-    weight: Callable[[int, int], float],
-    of: Callable[[float], float],
-) -> bool:
-    first, second = weight(0, middle), weight(middle, end)
-    total = of(parts[0, middle]) * first + of(parts[middle, end]) * second
-    return parts.agree(of(parts[0, end]), total / (first + second))
-
-
-def _value(subject: Subject, indices: list[int], is_random: bool) -> Tensor:
-    setup = subject.of(subject.taken(indices))
-    with comparable(setup, is_random=is_random):
-        values = whole_values(setup)
+def _loss_of(subject: Subject, indices: list[int]) -> Tensor:
+    parts = subject.parts_of(indices)
+    with comparable(parts, is_random=subject.is_random):
+        values = whole_values(parts)
     if len(values) > 1:
-        raise ValueError("several terms")  # each may need a weight of its own
+        # each may need a weight of its own
+        raise ValueError("several terms")
     return values[ONLY]
 
 
@@ -175,6 +181,7 @@ def _weights(
 ) -> Iterator[tuple[str, Callable[[int, int], float]]]:
     """Numbers that losses often divide by, as code, and what they are for runs of the samples."""
     for leaf in subject.tree.leaves:
+        # the code that is shown indexes the first dimension
         if not isinstance(leaf.value, Tensor) or leaf.dim != 0:
             continue
         values = leaf.value.detach()[indices].cpu()
@@ -189,6 +196,7 @@ def _sum_of_run(counted: Tensor, start: int, end: int) -> float:
 
 def _counts(leaf: Leaf, values: Tensor) -> Iterator[tuple[str, Tensor]]:
     name = leaf.path
+    # language models predict the next token, so the first label of each row is not counted
     shifted = f"{name}[:, 1:]"
     is_mask = bool(((values == 0) | (values == 1)).all())
     if is_mask:
@@ -207,16 +215,17 @@ def _counts(leaf: Leaf, values: Tensor) -> Iterator[tuple[str, Tensor]]:
 # --- modules
 
 
-def _of_module(subject: Subject, is_random: bool) -> str:
+def _of_module(subject: Subject) -> str:
     """The first module whose output for a sample depends on others."""
 
     def look(n: int) -> str:
         indices = chosen_samples(subject.tree, subject.n_samples, n)
         calls = []
+        # unequal parts again, and the whole in the same way, with the same numbers
         for size in (n, -(-n * 5 // 8)):
-            setup = subject.of(subject.taken(indices))
-            with comparable(setup, is_random=is_random):
-                calls.append(trial(setup, size))
+            parts = subject.parts_of(indices)
+            with comparable(parts, is_random=subject.is_random):
+                calls.append(observed_run(parts, size))
         whole, split = calls
         found = first_module(whole, split, default_rtol(whole))
         if not found:
@@ -228,11 +237,13 @@ def _of_module(subject: Subject, is_random: bool) -> str:
     return first_that_fits(look, [min(_N_SAMPLES, subject.n_samples)]) or ""
 
 
-def _of_transformers(setup: StepSetup, subject: Subject) -> str:
+def _of_transformers(parts: StepParts, subject: Subject) -> str:
     """Models of transformers divide by what they are told, so that sums can be had of them."""
-    for name, module in named_modules(setup.roots):
+    for name, module in named_modules(parts.roots):
         if not _takes_number(module):
             continue
+        # of Mixtral and its like: see
+        # test_the_router_loss_of_mixtral_is_refused_although_there_is_a_weight
         if getattr(module.config, "output_router_logits", False):
             return (
                 f"{type(module).__name__} adds a router loss over all tokens of its batch, which "
@@ -242,6 +253,7 @@ def _of_transformers(setup: StepSetup, subject: Subject) -> str:
         labels = next((leaf.path for leaf in subject.tree.leaves if "label" in leaf.path), "")
         if not labels:
             return ""
+        # the loss of transformers that shifts labels by one itself; BERT's and T5's do not
         shifts = getattr(module.loss_function, "__name__", "") == "ForCausalLMLoss"
         shown = "(batch{0}[:, 1:] != -100).sum()" if shifts else "(batch{0} != -100).sum()"
         count = shown.format(labels.removeprefix("batch"))

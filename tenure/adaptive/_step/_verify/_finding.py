@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._check import SplitDifference, Trial
+from .._check import Observed, SplitDifference
 from .._loss import ONLY
 
 
@@ -40,8 +40,9 @@ class Finding:
         )
 
 
-def worst(found: Iterable[SplitDifference], whole: Trial, split: Trial) -> Finding:
+def worst(found: Iterable[SplitDifference], whole: Observed, split: Observed) -> Finding:
     """The first of several differences: the loss, or a term of it, or the gradient farthest off."""
+    # users know their loss; a gradient is named only where the loss hides the difference
     first = max(found, key=lambda each: (each.kind in ("loss", "term"), each.relative_error))
     name = "the loss" if first.name == ONLY else f"the {first.kind} {first.name!r}"
     if first.kind == "gradient":
@@ -63,6 +64,7 @@ def farthest(a: Tensor | None, b: Tensor | None) -> tuple[float, float]:
         for each in (a, b)
     ]
     first, second = (torch.view_as_real(x).flatten() if x.is_complex() else x for x in flat)
+    # a nan that only one of them has is as far off as can be
     gap = (first.double() - second.double()).abs().nan_to_num(nan=float("inf"))
     place = int(gap.argmax())
     return float(first[place]), float(second[place])

@@ -24,11 +24,12 @@ from torch import Tensor, nn
 from tenure.scopes import is_disposed
 
 from ..._sizes import stands_for
-from .._modules import named_modules, names_in
+from .._modules import held_by, named_modules, names_in
 from .._samples import Leaf
-from .._split import StepSetup, StepSpec
+from .._split import StepParts
 
 _FIRST = 3
+# What a long training pays, whatever its shapes do.
 _SHARE = 0.02
 _MOST_PLACES = 1024
 _MOST_FREE = 64
@@ -51,7 +52,7 @@ class _Calls:
         self.n_calls += 1
         return self.n_calls >= self.due
 
-    def verified(self) -> None:
+    def note_verified(self) -> None:
         """Set the next call: after the first ones 40, 400 and so on."""
         self.due = self.n_calls + 1
         if self.n_calls >= _FIRST:
@@ -70,6 +71,8 @@ class _Code:
     places: OrderedDict[Hashable, _Calls] = field(default_factory=OrderedDict)
 
 
+# of the process, so that a closure that is new in each call counts on: see
+# test_a_closure_that_is_new_in_each_call_is_one_place
 _codes: OrderedDict[Hashable, _Code] = OrderedDict()
 _lock = threading.Lock()
 
@@ -78,42 +81,42 @@ class Visit:
     """One split call.
 
     Args:
-        spec: what the step does.
-        setup: its parts.
-        leaves: its batch.
+        parts: the step.
 
     Attributes:
         is_due: whether it is to be verified.
         is_first: whether it is one of the first, that may cost what they do.
     """
 
-    def __init__(self, spec: StepSpec, setup: StepSetup, leaves: Sequence[Leaf]) -> None:
-        place, contents, shapes = _place(spec, setup), _contents(leaves), _shapes(leaves)
+    def __init__(self, parts: StepParts) -> None:
+        place, contents, shapes = _place(parts), _contents(parts.leaves), _shapes(parts.leaves)
+        # the counts below may be off by one between threads, which costs a verification
         with _lock:
-            self._code = _at(_codes, _identity(stands_for(spec.fn)), _Code)
-            self._code.n_samples += setup.n_samples
+            self._code = _at(_codes, _identity(stands_for(parts.spec.fn)), _Code)
+            self._code.n_samples += parts.n_samples
             self._place = _at(self._code.places, place, _Calls)
             self._content = _at(self._code.places, (place, contents), _Calls)
             self._shape = _at(self._code.places, (place, contents, shapes), _Calls)
         is_due = [each.begin() for each in (self._place, self._content, self._shape)]
         is_new = self._place.n_calls <= _FIRST or self._content.n_calls == 1
         self.is_first = is_new and self._code.n_free < _MOST_FREE
-        self.is_due = any(is_due) and (self.is_first or self.allows(2 * setup.n_samples))
+        self.is_due = any(is_due) and (self.is_first or self.allows(2 * parts.n_samples))
 
     def allows(self, n_samples: int) -> bool:
         """Whether so many more samples are no more than the share of all."""
+        # at these calls it costs little in any share, for so many were not verified
         if self.is_first or self._place.n_calls in (40, 400, 4000):
             return True
         return bool(self._code.n_extra + n_samples <= _SHARE * self._code.n_samples)
 
-    def verified(self, n_samples: int) -> None:
+    def note_verified(self, n_samples: int) -> None:
         """Note that it was, with so many samples."""
         if self.is_first:
             self._code.n_free += 1
         else:
             self._code.n_extra += n_samples
         for each in (self._place, self._content, self._shape):
-            each.verified()
+            each.note_verified()
 
 
 def _at(known: OrderedDict[Hashable, Any], key: Hashable, make: type) -> Any:
@@ -121,15 +124,18 @@ def _at(known: OrderedDict[Hashable, Any], key: Hashable, make: type) -> Any:
     if found is None:
         found = known[key] = make()
         if len(known) > _MOST_PLACES:
+            # the one that was not used for longest; a program that makes code all the time stays
+            # bounded
             known.popitem(last=False)
     else:
         known.move_to_end(key)
     return found
 
 
-def _place(spec: StepSpec, setup: StepSetup) -> Hashable:
+def _place(parts: StepParts) -> Hashable:
+    spec = parts.spec
     functions = (spec.fn, spec.loss, spec.weight, spec.then, spec.once)
-    modes = tuple(module.training for _, module in named_modules(setup.roots))
+    modes = tuple(module.training for _, module in named_modules(parts.roots))
     options = spec.batchnorm, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
     return (*(_description(each, frozenset(), 0) for each in functions), hash(modes), options)
 
@@ -168,6 +174,7 @@ def _signs(named: Sequence[tuple[str, Tensor]]) -> list[int]:
 
     The host waits for each device once, not for each of them.
     """
+    # one number of each on its device, and then one transfer
     signs = [value.detach().amin().to(torch.int64).sign() for _, value in named]
     found: dict[torch.device, list[int]] = {}
     for device in dict.fromkeys(sign.device for sign in signs):
@@ -183,13 +190,16 @@ def _description(value: Any, attributes: frozenset[str], depth: int) -> Hashable
     """What tells a value from others that would make another loss; holds nothing."""
     if value is None or isinstance(value, bool | str | bytes | torch.dtype):
         return value
-    if isinstance(value, int | float):  # a step or a rate, which changes all the time
+    # a step or a rate, which changes all the time
+    if isinstance(value, int | float):
         # of NumPy, the comparisons are no numbers
         return type(value).__name__, int(value > 0) - int(value < 0)
     if isinstance(value, Tensor):
         return "Tensor" if is_disposed(value) else ("Tensor", value.dtype, value.dim())
+    # by identity: another model of the same class may have another criterion
     if isinstance(value, nn.Module):
         return _identity(value), tuple(_plain_attributes(value))
+    # what stands deeper changes no loss that was seen so far
     if depth >= _MAX_DEPTH:
         return type(value).__name__
     children = _children(value, attributes)
@@ -205,12 +215,14 @@ def _children(value: Any, attributes: frozenset[str]) -> Iterator[tuple[str, Any
         yield from ((name, child, attributes) for name, child in value.keywords.items())
     elif isinstance(value, MethodType):
         yield "function", value.__func__, attributes
-        names = getattr(value.__func__, "__code__", None)
-        yield "self", value.__self__, names_in(names).attributes if names else attributes
+        code = getattr(value.__func__, "__code__", None)
+        yield "self", value.__self__, names_in(code).attributes if code else attributes
     elif isinstance(value, FunctionType):
-        yield from _of_function(value)
+        names = names_in(value.__code__).attributes
+        yield from ((name, child, names) for name, child in held_by(value))
     elif isinstance(value, list | tuple):
-        items = enumerate(value[:_MAX_ITEMS])  # a history, which grows, makes no other place
+        # a history, which grows, makes no other place
+        items = enumerate(value[:_MAX_ITEMS])
         yield from ((str(i), child, attributes) for i, child in items if callable(child))
     elif isinstance(value, dict):
         named = list(value.items())[:_MAX_ITEMS]
@@ -221,26 +233,11 @@ def _children(value: Any, attributes: frozenset[str]) -> Iterator[tuple[str, Any
         yield from ((name, held[name], attributes) for name in sorted(attributes & held.keys()))
 
 
-def _of_function(function: FunctionType) -> Iterator[tuple[str, Any, frozenset[str]]]:
-    if str(function.__module__).partition(".")[0] in ("torch", "numpy"):
-        return
-    code = function.__code__
-    names = names_in(code)
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents, names.attributes
-        except ValueError:  # the variable has no value yet
-            continue
-    for i, default in enumerate(function.__defaults__ or ()):
-        yield f"default {i}", default, names.attributes
-    for name in sorted(names.globals & function.__globals__.keys()):
-        yield name, function.__globals__[name], names.attributes
-
-
 def _plain_attributes(module: nn.Module) -> Iterator[tuple[str, Hashable]]:
     """How a criterion is set; a model's own settings cost little."""
     for name, value in vars(module).items():
-        cls = type(value)  # a weak proxy of nothing raises where isinstance() asks it
+        # a weak proxy of nothing raises where isinstance() asks it
+        cls = type(value)
         if issubclass(cls, bool | str | int | float) and name != "training":
             yield name, _description(value, frozenset(), 0)
         elif issubclass(cls, Tensor) and not is_disposed(value):

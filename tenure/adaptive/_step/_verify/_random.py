@@ -50,14 +50,17 @@ class ConstantNumbers(DispatchMode):
     ) -> Any:
         """Run an operation, a random one with a constant."""
         kwargs = dict(kwargs or {})
+        # by far the most operations
         if not _is_random(func):
             return func(*args, **kwargs)
         named = [argument.name for argument in schema_of(func).arguments]
         given = dict(zip(named, args, strict=False)) | kwargs
+        # fused attention and cuDNN's RNNs draw inside; without a rate they draw nothing
         off = {name: 0.0 for name in ("dropout_p", "dropout") if name in given}
         if off:
             return _call(func, given | off)
         rule = _RULES.get(func.overloadpacket)
+        # it may be right all the same: `ExchangeCheck` looks at it
         if rule is None or self._n_numbers >= _MOST_NUMBERS:
             self.has_unknown = True
             return func(*args, **kwargs)
@@ -67,7 +70,8 @@ class ConstantNumbers(DispatchMode):
 
 
 def _is_random(func: Any) -> bool:
-    tags = getattr(func, "tags", ())  # a higher-order operator has none
+    # a higher-order operator has none
+    tags = getattr(func, "tags", ())
     return (
         torch.Tag.nondeterministic_seeded in tags
         or getattr(func, "overloadpacket", None) is _aten.random_
@@ -75,6 +79,7 @@ def _is_random(func: Any) -> bool:
 
 
 def _one_number() -> float:
+    # of the CPU, so that devices agree; away from the ends, where logarithms are infinite
     return 0.05 + 0.9 * float(torch.rand((), dtype=torch.float64, device="cpu"))
 
 
@@ -122,6 +127,7 @@ def _normal(given: _Args, number: float) -> Tensor:
 
 def _bernoulli(given: _Args, number: float) -> Tensor:
     probability = given["self"]
+    # kept by dropout, as below
     if isinstance(given.get("p"), float):
         return torch.full_like(probability, given["p"])
     made: Tensor = (probability > number).to(probability.dtype)
@@ -144,6 +150,7 @@ def _dropout(given: _Args, number: float) -> tuple[Tensor, Tensor]:
 
 
 def _drawn(given: _Args, number: float) -> Tensor:
+    # the likeliest ones: what is drawn depends on the row alone, and not on its place
     weights, n = given["self"], given["num_samples"]
     if given.get("replacement"):
         most: Tensor = weights.argmax(-1, keepdim=True).expand(*weights.shape[:-1], n)
@@ -153,6 +160,7 @@ def _drawn(given: _Args, number: float) -> Tensor:
 
 
 def _permuted(given: _Args, number: float) -> Tensor:
+    # a constant order would leave samples in place, and hide a loss that pairs them up
     made = torch.arange(given["n"] - 1, -1, -1, device=given.get("device"))
     return made if given.get("dtype") is None else made.to(given["dtype"])
 

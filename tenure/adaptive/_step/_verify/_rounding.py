@@ -68,8 +68,10 @@ class RoughRounding(DispatchMode):
     def _change(self, made: Tensor, eps: float) -> None:
         if made.layout is not torch.strided or not made.is_floating_point():
             return
+        # an expanded tensor can't be written to
         if made.dim() and 0 in made.stride() and made.numel() > 1:
             return
+        # half precision could not hold a factor so near to 1
         wide = made.dtype if made.dtype is torch.float64 else torch.float32
         # of the CPU: not every device lets a program make a generator
         noise = torch.rand(made.shape, dtype=wide, device="cpu", generator=self._numbers)
@@ -88,6 +90,7 @@ def _rounds(func: Any, args: tuple[Any, ...]) -> bool:
     schema = schema_of(func)
     if schema is None or func.overloadpacket in _EXACT:
         return False
+    # views round nothing, and what is written in place may be a buffer of the user's
     if any(returned.alias_info is not None for returned in schema.returns):
         return False
     return any(isinstance(arg, Tensor) and arg.is_floating_point() for arg in args)

@@ -1,25 +1,34 @@
-"""The step that is verified, on any of its samples, with random numbers that can be compared."""
+"""The step that is verified, on any of its samples, with random numbers that can be compared.
+
+Invariant: a verification never runs the step out of memory, and no error of it reaches the user but
+an interrupt.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from itertools import zip_longest
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from tenure._torch.modules import BatchNorm, InstanceNorm
+from tenure.scopes import DisposeScope
 
-from ..._undo import RngState
-from .._modules import named_modules, without_dropout
-from .._samples import SampleDims, SampleTree
-from .._split import StepSetup, StepSpec
-from ._fitting import first_that_fits
+from ..._attempt import release
+from ..._oom import oom_of_work
+from .._check import without_dropout
+from .._modules import named_modules
+from .._samples import Leaf, SampleTree, cut_off
+from .._split import StepParts, StepSpec
 from ._random import ConstantNumbers
 from ._rounding import RoughRounding
-from ._samples import part_of
+
+T = TypeVar("T")
 
 
 class Subject:
@@ -27,9 +36,6 @@ class Subject:
 
     Args:
         spec: what it does.
-        batch: its batch.
-        in_dims: where that has its samples.
-        model: as the user passed it.
 
     Attributes:
         spec: what is verified: no scaler, and a loss of outputs is one that adds them up, because
@@ -40,60 +46,86 @@ class Subject:
         draws_elsewhere: whether it draws others than torch's.
     """
 
-    def __init__(self, spec: StepSpec, batch: Any, in_dims: SampleDims, model: Any) -> None:
+    def __init__(self, spec: StepSpec) -> None:
         self.spec = dataclasses.replace(spec, scaler=None)
         if callable(spec.loss):
             self.spec = dataclasses.replace(self.spec, loss=_mixed_sum, once=None)
-        self.tree = SampleTree(batch, in_dims, name="batch", argument="in_dims")
+        self.tree = SampleTree(spec.batch, spec.in_dims, name="batch", argument="in_dims")
         self.n_samples = self.tree.n_samples()
+        # until it was looked at: taken for random, it is compared with more care
         self.is_random = True
         self.draws_elsewhere = True
         self._shared: dict[int, Any] = {}
-        self._in_dims: SampleDims = in_dims
-        self._model = model
 
-    def taken(self, indices: Sequence[int] | None) -> Any:
-        """A container like the batch, of copies of some samples, without their graphs.
+    def parts_of(self, indices: Sequence[int] | None) -> StepParts:
+        """The step on copies of some samples, without their graphs.
 
         Args:
             indices: which samples; None for all, which are no copies.
         """
-        parts = []
+        values = []
         for i, leaf in enumerate(self.tree.leaves):
             if leaf.is_split:
-                parts.append(part_of(leaf, indices))
-            else:  # the same tensor in each run, so that its gradient is known again
+                values.append(_part_of(leaf, indices))
+            else:
+                # the same tensor in each run, so that its gradient is known again
                 if i not in self._shared:
-                    self._shared[i] = part_of(leaf, None)
-                parts.append(self._shared[i])
-        return self.tree.with_leaves(parts)
+                    self._shared[i] = _part_of(leaf, None)
+                values.append(self._shared[i])
+        batch = self.tree.with_leaves(values)
+        parts = StepParts(dataclasses.replace(self.spec, batch=batch))
+        parts.inputs.expects_writes = True
+        return parts
 
     def see_random_numbers(self) -> None:
         """Run two samples, and see what numbers they draw."""
 
         def look(n: int) -> tuple[bool, bool]:
-            setup = self.of(self.taken(range(n)))
-            setup.state.begin()
+            parts = self.parts_of(range(n))
+            parts.state.begin()
             try:
-                with setup.run.watching():
-                    setup.run.spec.fn(setup.run.inputs.whole())
-                return setup.rng.has_drawn(), setup.rng.has_drawn(elsewhere=True)
+                with parts.watching():
+                    parts.spec.fn(parts.inputs.whole())
+                return parts.state.rng.has_drawn(), parts.state.rng.has_drawn(elsewhere=True)
             finally:
-                setup.state.undo()
-                setup.state.finish()
+                parts.state.undo()
+                parts.state.finish()
 
         self.is_random, self.draws_elsewhere = first_that_fits(look, (2,)) or (True, True)
 
-    def of(self, part: Any) -> StepSetup:
-        """The step on other samples, that are copies."""
-        setup = StepSetup(self.spec, part, self._in_dims, self._model)
-        setup.run.inputs.expects_writes = True
-        return setup
+
+def first_that_fits(work: Callable[[int], T], sizes: Iterable[int]) -> T | None:
+    """The work at the first size that fits; None if it fits at none, or can't be done.
+
+    What a try that ran out of memory made is let go. What another leaves in a cache of the user's
+    stays, as it would after a step.
+    """
+    # an error that is handled around the step is no failure of this work
+    outside = sys.exception()
+    for size in sizes:
+        failure: Exception | None = None
+        with DisposeScope("verification of step") as scope:
+            try:
+                result = work(size)
+            except Exception as error:
+                failure = error
+            else:
+                # caches that a model filled meanwhile are the user's
+                if made := scope.owned():
+                    scope.move_to_outer(made)
+                return result
+            info = oom_of_work(failure, outside)
+            release(failure, outside)
+        failure = None
+        # a function that can't run on so few samples
+        if info is None or not info.retry_safe:
+            return None
+    return None
 
 
 @contextmanager
 def comparable(
-    setup: StepSetup, *, is_random: bool, rough: RoughRounding | None = None
+    parts: StepParts, *, is_random: bool, rough: RoughRounding | None = None
 ) -> Iterator[ConstantNumbers]:
     """A block in which a step draws the same random numbers for any number of samples.
 
@@ -101,34 +133,34 @@ def comparable(
     sample are then others where it stands at another place.
 
     Args:
-        setup: the step.
+        parts: the step.
         is_random: whether it draws random numbers.
         rough: how much worse each operation rounds.
     """
     numbers = ConstantNumbers()
     with ExitStack() as block:
-        block.enter_context(without_dropout(setup.roots))
-        if setup.run.spec.batchnorm == "per_chunk":
-            block.enter_context(_without_statistics(setup.roots))
-        if rough is not None:  # below the constant numbers, for it draws some of its own
+        # off and not constant: a rate that is there scales what is kept
+        block.enter_context(without_dropout(parts.roots))
+        if parts.spec.batchnorm == "per_chunk":
+            block.enter_context(_without_statistics(parts.roots))
+        # below the constant numbers, for it draws some of its own
+        if rough is not None:
             block.enter_context(rough)
         if is_random:
-            block.enter_context(set_back(setup))
+            block.enter_context(set_back(parts))
             block.enter_context(numbers)
         yield numbers
 
 
 @contextmanager
-def set_back(setup: StepSetup) -> Iterator[None]:
+def set_back(parts: StepParts) -> Iterator[None]:
     """A block in which each call of the function starts from the random state of its beginning."""
-    run, spec = setup.run, setup.run.spec
-    start = RngState(run.devices, run.state.generators)
-    start.begin()
-    run.spec = dataclasses.replace(spec, fn=_after(start.undo, spec.fn))
+    spec, start = parts.spec, parts.state.random_now()
+    parts.spec = dataclasses.replace(spec, fn=_after(start.undo, spec.fn))
     try:
         yield
     finally:
-        run.spec = spec
+        parts.spec = spec
         start.undo()
 
 
@@ -163,6 +195,7 @@ def _mixed_sum(outputs: Any) -> Tensor:
     tree = SampleTree(outputs, None, name="output", argument="out_dims", reaches=lambda _: True)
     total: Any = 0.0
     for tensor in _floats(leaf.value for leaf in tree.leaves):
+        # other factors would be another loss in the next run
         numbers = torch.Generator().manual_seed(0)
         factors = torch.rand(tensor.shape, generator=numbers, dtype=torch.float32) + 0.5
         real = torch.view_as_real(tensor).sum(-1) if tensor.is_complex() else tensor
@@ -176,3 +209,67 @@ def _floats(values: Iterator[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
             yield value
+
+
+# --- which samples
+
+
+def chosen_samples(tree: SampleTree, n_samples: int, most: int) -> list[int]:
+    """The indices of at most ``most`` samples: small values first, large ones last.
+
+    Those at the ends of what each tensor of the batch holds tell most about a loss. One that counts
+    valid labels is a mean over samples as long as each has as many: the sample with the most
+    ignored labels and the one with the fewest go to different ends, and so to different parts.
+    """
+    # all of them, but in this order: ends count although nothing is left out
+    if n_samples <= most:
+        most = n_samples
+    small: list[int] = []
+    large: list[int] = []
+    rankings = list(_rankings(tree))
+    for pairs in zip_longest(*(zip(each, reversed(each), strict=True) for each in rankings)):
+        for low, high in filter(None, pairs):
+            for index, end in ((low, small), (high, large)):
+                if len(small) + len(large) < most and index not in small and index not in large:
+                    end.append(index)
+    known = {*small, *large}
+    evenly = [i * n_samples // most for i in range(most)]
+    rest = [i for i in dict.fromkeys([*evenly, *range(n_samples)]) if i not in known]
+    middle = rest[: most - len(known)]
+    return [*small, *middle, *reversed(large)]
+
+
+def _part_of(leaf: Leaf, indices: Sequence[int] | None) -> Any:
+    """A copy of some samples of a leaf; of all of them (None) the leaf itself; without graph."""
+    value = leaf.value
+    if indices is None or leaf.dim is None:
+        return cut_off(value)
+    if leaf.dim == "items":
+        return type(value)([value[i] for i in indices])
+    if isinstance(value, Tensor):
+        with torch.no_grad():
+            picked = value.index_select(leaf.dim, torch.tensor(indices, device=value.device))
+        return picked.requires_grad_() if value.requires_grad else picked
+    return value.take(indices, axis=leaf.dim)
+
+
+def _rankings(tree: SampleTree) -> Iterator[list[int]]:
+    """The samples in order of what each leaf holds that tells them apart; labels first."""
+    leaves = [leaf for leaf in tree.leaves if leaf.is_split and leaf.dim != "items"]
+    # labels and masks are counted by losses, measurements hardly ever
+    for leaf in sorted(leaves, key=_is_measured):
+        assert isinstance(leaf.dim, int)
+        values = torch.as_tensor(leaf.value)
+        if values.is_complex() or values.layout is not torch.strided or values.is_nested:
+            continue
+        with torch.no_grad():
+            rows = values.detach().movedim(leaf.dim, 0).flatten(1) if values.dim() > 1 else values
+            sums = rows.detach().sum(1, dtype=torch.float32) if rows.dim() > 1 else rows.detach()
+            order: list[int] = sums.argsort(stable=True).tolist()
+            # a leaf that holds the same in each sample tells none apart
+            if bool((sums != sums[0]).any()):
+                yield order
+
+
+def _is_measured(leaf: Leaf) -> bool:
+    return "float" in str(getattr(leaf.value, "dtype", "float"))

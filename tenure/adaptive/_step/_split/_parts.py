@@ -1,0 +1,200 @@
+"""The parts of one step, and what every way to run it does with them.
+
+Invariant: nothing here knows how a step is run; the passes and the run stand on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tenure._torch.quiet import without_functions
+
+from ..._callables import short_name_of
+from ..._oom import oom_info
+from .._gradients import IsolatedGradients, SplitBackward, without_autocast
+from .._loss import scalar
+from .._modules import (
+    Reachable,
+    StepModels,
+    coupled_modules,
+    modules_given,
+    normalization_error,
+    refuse_coupled,
+    refuse_distributed,
+    wants_more_samples,
+    written_modules,
+)
+from .._samples import CutInputs, SampleTree, used_up_graph_error
+from ._arguments import StepSpec
+from ._state import StepState
+
+
+class Chunk(NamedTuple):
+    """A run of samples of the batch."""
+
+    start: int
+    length: int
+
+
+class StepParts:
+    """The parts of one call.
+
+    Args:
+        spec: what to do.
+
+    Attributes:
+        spec: what to do.
+        name: what errors and events call the work.
+        leaves: the parts of the batch.
+        values: what they hold.
+        n_samples: the samples of the batch.
+        inputs: the batch, to be cut.
+        models: the modules.
+        roots: those that the function runs, by name.
+        smallest: the fewest samples that they can run on.
+        devices: where the work is done.
+        state: random state, and the state of modules; undoing it restarts a run.
+        gradients: where new gradients go.
+        backward: makes them.
+        leaf_names: names of tensors that are no parameters of a module, by id.
+    """
+
+    def __init__(self, spec: StepSpec) -> None:
+        self.spec = spec
+        self.name = short_name_of(spec.fn)
+        tree = SampleTree(spec.batch, spec.in_dims, name="batch", argument="in_dims")
+        self.leaves = tree.leaves
+        self.values = tuple(leaf.value for leaf in tree.leaves)
+        self.n_samples = tree.n_samples()
+        self.inputs = CutInputs(tree, spec.batch)
+        found = Reachable(spec.fn)
+        if spec.model is None:
+            roots = dict(found.modules)
+            # a model may come with the batch, as in a population that is trained: see
+            # test_modules_in_the_batch_are_found
+            roots |= {leaf.path: leaf.value for leaf in tree.leaves if _is_module(leaf.value)}
+        else:
+            roots = modules_given(spec.entry, spec.model)
+        # modules of the loss see the whole batch, so they are no roots and may mix samples
+        found.look_into(spec.loss if callable(spec.loss) else None, spec.then, spec.once)
+        self.models = StepModels(roots, found.modules.values(), is_given=spec.model is not None)
+        self.roots = self.models.roots
+        # statistics of one sample are none, and torch refuses them
+        per_chunk = spec.batchnorm == "per_chunk" and coupled_modules(self.roots)
+        self.smallest = 2 if per_chunk else 1
+        leaves = [*_parameters_of(self.models.all), *found.captured(), *self.inputs.leaves]
+        self.devices = _devices([*leaves, *self.values])
+        self.state = StepState(self.models, self.devices, found.generators, self.values)
+        self.gradients = IsolatedGradients(leaves)
+        self.backward = SplitBackward(self.gradients, spec.scaler, found.computed)
+        self.leaf_names = {id(tensor): name for name, tensor in found.tensors.items()}
+        # one that the function itself lets require grad has a gradient of no interest
+        self.leaf_names |= {
+            id(leaf.value): leaf.path
+            for leaf in tree.leaves
+            if isinstance(leaf.value, Tensor) and leaf.value.requires_grad
+        }
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """A block whose modules are known by running, and noted before they change."""
+        with self.models.seeing(), self.models.telling(self.state.learn):
+            yield
+
+    def begin(self, *, is_split: bool) -> None:
+        """Start an attempt from the beginning; nothing of an earlier one counts."""
+        self.inputs.begin()
+        self.backward.begin(is_split=is_split)
+
+    def once(self) -> Tensor:
+        """What is added once, whatever the split."""
+        assert self.spec.once is not None
+        return scalar(self.spec.once(), "once() of step()")
+
+    def check_splittable(self, size: int) -> None:
+        """Make sure that no module that is known, and no hook, has to see the whole batch.
+
+        Raises:
+            BatchCoupledError: a module mixes samples.
+            AdaptiveUsageError: other processes would wait, or a hook would see parts.
+        """
+        self._refuse_mixing(self.roots, size)
+        self.backward.let_hooks_wait([p for p in self.gradients.leaves() if p.requires_grad])
+
+    def forward(self, chunk: Chunk) -> Any:
+        """Run the function, and see by what ran, and by what it wrote, whether it mixes samples."""
+        start, length = chunk
+        try:
+            returned = self.spec.fn(self.inputs.chunk(start, length))
+        except ValueError as error:
+            # a module that was seen to run is named; else the function itself calls the
+            # normalization
+            if wants_more_samples(error):
+                self._refuse_new(length)
+                raise normalization_error(error, self.n_samples, length) from error
+            raise
+        # after it ran, for modules are known only then; nothing was delivered yet
+        self._refuse_new(length)
+        # the first chunk tells: what a buffer collects, it collects of each
+        if not start and self.spec.batchnorm == "refuse":
+            written = written_modules(self.roots, self.state.modules.buffers)
+            refuse_coupled(written, self.n_samples, length)
+        return returned
+
+    def _refuse_new(self, size: int) -> None:
+        """Judge the modules that nobody knew before they ran."""
+        if new := self.models.take_new_roots():
+            self._refuse_mixing(new, size)
+
+    def _refuse_mixing(self, roots: Mapping[str, nn.Module], size: int) -> None:
+        refuse_distributed(roots, self.n_samples, size)
+        if self.spec.batchnorm == "refuse":
+            refuse_coupled(coupled_modules(roots), self.n_samples, size)
+
+    def send_back(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """Run one chunk backward from some of its tensors, each with the gradient it gets."""
+        # an output that the loss does not use gets none
+        pairs = [(t, g) for t, g in zip(tensors, gradients, strict=True) if g is not None]
+        self.backward.run([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+        self.inputs.collect()
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply all gradients of the attempt so far."""
+        self.gradients.scale(factor)
+        self.inputs.scale(factor)
+
+    def deliver_to_batch(self) -> None:
+        """Send the gradients of the batch's own tensors on to what these were computed from."""
+        if not self.inputs.get_gradients:
+            return
+        # these leaves were hidden behind the cut from every backward pass so far
+        self.backward.watch(self.inputs.leaves)
+        try:
+            # that graph ran forward before the step, maybe outside of autocast: see
+            # test_the_graph_of_the_batch_runs_backward_at_the_precision_of_its_forward
+            with without_autocast(self.devices):
+                self.inputs.deliver()
+        except Exception as error:
+            # any other error of that graph is the user's to see as it is
+            if oom_info(error) is None or not self.inputs.has_graph:
+                raise
+            raise used_up_graph_error() from error
+
+
+def _is_module(value: object) -> bool:
+    return isinstance(value, nn.Module)
+
+
+def _parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    found = (p for module in modules for p in module._parameters.values() if p is not None)
+    return list({id(parameter): parameter for parameter in found}.values())
+
+
+def _devices(values: list[Any]) -> list[torch.device]:
+    with without_functions():
+        return list(dict.fromkeys(value.device for value in values if isinstance(value, Tensor)))

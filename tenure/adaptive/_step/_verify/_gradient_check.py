@@ -1,0 +1,141 @@
+"""Gradients of a few samples, whole and in two parts.
+
+Values alone do not do: a loss may be zero either way, as in the first epoch of PPO, and its
+gradient be off by a third.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from .._check import (
+    GRADIENTS,
+    LeafNames,
+    Observed,
+    SplitDifference,
+    buffers_of,
+    differences,
+    is_noise,
+    observed_run,
+)
+from .._modules import coupled_modules
+from .._split import StepParts
+from ._finding import Finding, worst
+from ._rounding import RoughRounding
+from ._subject import Subject, chosen_samples, comparable, first_that_fits
+
+MOST_SAMPLES = 8
+
+
+class GradientCheck:
+    """Compares the gradients.
+
+    Args:
+        subject: the step.
+
+    Attributes:
+        finding: what differs.
+        is_coupled: whether modules mix samples, as was allowed, and can't be kept from it.
+        has_unknown: whether numbers were drawn that differ for parts.
+        loss: the size of the loss of the samples.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self.finding: Finding | None = None
+        self.is_coupled = False
+        self.has_unknown = False
+        # shared by all runs: what the function makes anew in each has no other name
+        self._names: LeafNames = {}
+        self.loss = 0.0
+        self.n_run = 0
+
+    def compare(self) -> bool:
+        """Compare them; whether that could be done, with whatever result."""
+        n = min(MOST_SAMPLES, self._subject.n_samples)
+        # fewer where memory is short; one sample alone has no parts
+        sizes = [size for size in (n, n // 2, n // 4) if size > 1]
+        # picked samples stand at other places, which a function of pairs does not survive: see
+        # test_a_function_that_runs_on_pairs_alone_is_compared_in_halves
+        could = first_that_fits(self._ends, sizes) or self.finding is not None
+        return bool(could or first_that_fits(self._halves, sizes))
+
+    def _ends(self, n: int) -> bool:
+        """Samples at the ends of what the batch holds, in two ways: counts may agree in one."""
+        indices = chosen_samples(self._subject.tree, self._subject.n_samples, n)
+        sizes = dict.fromkeys((min(-(-n * 5 // 8), n - 1), max(n - 2, 1)))
+        return self._compare_parts(indices, list(sizes))
+
+    def _halves(self, n: int) -> bool:
+        """The first samples: a function may want pairs, or as many of each kind."""
+        return self._compare_parts(list(range(n - n % 2)), [n // 2])
+
+    def _compare_parts(self, indices: list[int], sizes: list[int]) -> bool:
+        self.finding = None
+        whole = self._run_of(indices, len(indices))
+        for size in sizes:
+            split = self._run_of(indices, size)
+            # statistics of each micro-batch were asked for, so a difference is what the user wants
+            if whole is None or split is None:
+                self.is_coupled = True
+                return True
+            self.loss = float(whole.outcome.loss.detach().abs().nan_to_num())
+            found = [
+                each
+                for each in differences(whole, split, GRADIENTS.of(whole.tensors()))
+                if not self._is_of_one_run(each.name, whole, split)
+            ]
+            if found:
+                # also if there is no room for more
+                self.finding = worst(found, whole, split)
+                # it stays a finding although the runs that explain it fail
+                if not self._is_explained(found, indices, whole):
+                    break
+                self.finding = None
+        return True
+
+    def _is_of_one_run(self, name: str, whole: Observed, split: Observed) -> bool:
+        """Whether a gradient is that of a leaf which the function itself made."""
+        is_nameless = any(name == other for _, other in self._names.values())
+        return is_nameless and not (name in whole.gradients and name in split.gradients)
+
+    def _is_explained(
+        self, found: list[SplitDifference], indices: list[int], whole: Observed
+    ) -> bool:
+        """Whether rounding, or what the function draws unseen, makes such a difference too."""
+
+        @functools.cache
+        def again(roughness: int, draw: int) -> dict[str, float]:
+            run = self._run_of(indices, len(indices), roughness=roughness, draw=draw)
+            assert run is not None
+            return {each.name: each.relative_error for each in differences(whole, run, 0.0)}
+
+        def is_explained(each: SplitDifference) -> bool:
+            return is_noise(each.relative_error, lambda n, draw: again(n, draw).get(each.name, 0.0))
+
+        return all(map(is_explained, found))
+
+    def _run_of(
+        self, indices: list[int], size: int, *, roughness: int = 0, draw: int = 0
+    ) -> Observed | None:
+        """One run; None where statistics were asked for each micro-batch, and can't be off."""
+        parts = self._subject.parts_of(indices)
+        self.n_run += len(indices)
+        rough = RoughRounding(roughness, draw) if roughness else None
+        with comparable(parts, is_random=self._subject.is_random, rough=rough) as numbers:
+            per_chunk = parts.spec.batchnorm == "per_chunk"
+            if per_chunk and coupled_modules(parts.roots):
+                return None
+            result = observed_run(parts, size, watch=per_chunk, names=self._names)
+        self.has_unknown |= numbers.has_unknown
+        if per_chunk and _writes(parts, result):
+            return None
+        return result
+
+
+def _writes(parts: StepParts, result: Observed) -> bool:
+    """Whether a buffer is another after a run."""
+    now = buffers_of(parts)
+    return any(not torch.equal(now[name], buffer) for name, buffer in result.buffers.items())

@@ -1,0 +1,217 @@
+"""Losses of the whole batch and of its parts, without graphs, and how far these are apart.
+
+One forward pass of the whole batch, against the micro-batches that just ran: only it sees what a
+few samples don't show, such as a fixed number of hard examples kept of all, one sample of many that
+is masked, or an outlier.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._check import LOSSES, is_noise
+from .._loss import ONLY, combined, finished_loss, terms_of, whole_loss, widened, widened_count
+from .._modules import coupled_modules
+from .._samples import JoinedOutputs, Outputs
+from .._split import Chunk, ChunkTerms, StepOutcome, StepParts
+from ._finding import Finding, farthest
+from ._rounding import RoughRounding
+from ._subject import Subject, comparable, first_that_fits
+
+Values = dict[str, Tensor]
+
+
+class LossCheck:
+    """Compares the losses.
+
+    Args:
+        subject: the step.
+        outcome: what its micro-batches gave.
+        scale: the loss of a few samples; what is much smaller than that counts as nothing.
+        most: how many samples may be run.
+
+    Attributes:
+        finding: what differs.
+        n_run: the samples that were run.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        outcome: StepOutcome,
+        *,
+        scale: float,
+        most: int,
+    ) -> None:
+        self._subject = subject
+        self._outcome = outcome
+        self._scale = scale
+        self._most = most
+        self.finding: Finding | None = None
+        self.n_run = 0
+
+    def compare(self) -> bool:
+        """Compare them; whether that could be done, with whatever result."""
+        n, size = self._subject.n_samples, max(self._outcome.sizes)
+        # halves of the batch where the whole does not fit, down to one more than a micro-batch
+        sizes = [n] if self._most >= n else []
+        while n > size:
+            n = max(n // 2, size + 1) if n > size + 1 else 0
+            if size < n <= self._most:
+                sizes.append(n)
+        return bool(first_that_fits(self._compare, sizes) or self.finding is not None)
+
+    def _compare(self, n_samples: int) -> bool:
+        self.finding = None
+        sizes = self._sizes(n_samples)
+        whole = self._values(n_samples, None)
+        if whole is None:
+            return False
+        # nothing needs to run again where the same samples gave the same numbers
+        split = self._known(n_samples) or self._values(n_samples, sizes)
+        assert split is not None
+        rtol = LOSSES.of([*whole.values(), *self._outcome.terms.values()])
+        for name, value in whole.items():
+            error = self._error(value, split[name])
+            if not error <= rtol:
+                what = "the loss" if name == ONLY else f"the term {name!r}"
+                # also if there is no room for more
+                self.finding = Finding(what, *farthest(value, split[name]), error, sizes)
+                if not self._is_explained(name, value, error, n_samples):
+                    return True
+                self.finding = None
+        return True
+
+    def _sizes(self, n_samples: int) -> Sequence[int]:
+        """The lengths of the parts of the first samples."""
+        left, sizes = n_samples, []
+        for size in self._outcome.sizes:
+            if left > 0:
+                sizes.append(min(size, left))
+                left -= size
+        return sizes
+
+    def _known(self, n_samples: int) -> Values | None:
+        """What the micro-batches gave, unless they drew random numbers."""
+        spec = self._subject.spec
+        # outputs are added up by another loss here, and once() is no part of what is compared
+        if self._subject.is_random or callable(spec.loss) or n_samples < self._subject.n_samples:
+            return None
+        if spec.batchnorm == "per_chunk" or spec.once is not None:
+            return None
+        return {**self._outcome.terms, ONLY: self._outcome.loss}
+
+    def _values(
+        self, n_samples: int, sizes: Sequence[int] | None, *, rough: RoughRounding | None = None
+    ) -> Values | None:
+        """Those of the whole, or of parts; None where statistics can't be turned off."""
+        is_whole = n_samples == self._subject.n_samples
+        parts = self._subject.parts_of(None if is_whole else range(n_samples))
+        self.n_run += n_samples
+        with comparable(parts, is_random=self._subject.is_random, rough=rough):
+            if parts.spec.batchnorm == "per_chunk" and coupled_modules(parts.roots):
+                return None
+            if sizes is not None:
+                return split_values(parts, sizes)
+            return whole_values(parts)
+
+    def _error(self, whole: Tensor, split: Tensor) -> float:
+        a, b = float(whole), float(split)
+        # nan on both sides is what plain torch gives as well
+        if a == b or (a != a and b != b):
+            return 0.0
+        return abs(a - b) / max(abs(a), abs(b), self._scale)
+
+    def _is_explained(self, name: str, value: Tensor, error: float, n_samples: int) -> bool:
+        """Whether rounding, or what the function draws unseen, makes such a difference too."""
+
+        @functools.cache
+        def noise(roughness: int, draw: int) -> float:
+            rough = RoughRounding(roughness, draw) if roughness else None
+            again = self._values(n_samples, None, rough=rough)
+            assert again is not None
+            return self._error(value, again[name])
+
+        return is_noise(error, noise)
+
+
+# --- what the function gives for samples, by term
+
+
+@contextmanager
+def unseen(parts: StepParts) -> Iterator[None]:
+    """A block without graphs, whose changes of buffers, attributes and random state are undone."""
+    parts.state.begin()
+    try:
+        with torch.no_grad(), parts.watching():
+            yield
+    finally:
+        parts.state.undo()
+        parts.state.finish()
+        # weights that were cast without a graph get no gradient
+        torch.clear_autocast_cache()
+
+
+def whole_values(parts: StepParts) -> Values:
+    """The loss of all samples in one piece, and its terms if there are several."""
+    with unseen(parts):
+        spec = parts.spec
+        returned = spec.fn(parts.inputs.whole())
+        if callable(spec.loss):
+            return {ONLY: spec.loss(returned)}
+        loss, terms = whole_loss(terms_of(returned, spec.loss), spec.then)
+        return _with_loss(terms, loss)
+
+
+def split_values(parts: StepParts, sizes: Sequence[int]) -> Values:
+    """The same of parts of these lengths."""
+    with unseen(parts):
+        spec = parts.spec
+        chunks = [Chunk(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+        if callable(spec.loss):
+            returned = [_outputs(parts, chunk) for chunk in chunks]
+            return {ONLY: spec.loss(JoinedOutputs(returned).value)}
+        split = ChunkTerms(parts, chunks)
+        each = [split.of(i) for i in range(len(chunks))]
+        terms = combined([one.detached().by_name for one in each], split.shares, split.reduction)
+        return _with_loss(terms, finished_loss(terms, each[0].named, spec.then))
+
+
+def sums(parts: StepParts) -> Values:
+    """What is a sum over samples, if the step is declared rightly: the parts of its terms."""
+    with unseen(parts):
+        spec, inputs = parts.spec, parts.inputs
+        returned = spec.fn(inputs.whole())
+        if callable(spec.loss):
+            return {ONLY: spec.loss(returned)}
+        terms = terms_of(returned, spec.loss)
+        found: Values = {}
+        weight = parts.n_samples if spec.weight is None else spec.weight(inputs.whole())
+        for name, term in terms.by_name.items():
+            if term.count is not None:
+                found[f"{name}: sum"] = widened(term.value)
+                found[f"{name}: count"] = torch.as_tensor(widened_count(term.count))
+            else:
+                found[name] = widened(term.value) * _factor(spec.loss, weight, name)
+        return {name: torch.nan_to_num(value.double().cpu()) for name, value in found.items()}
+
+
+def _factor(reduction: object, weight: Any, name: str) -> Any:
+    if reduction == "sum":
+        return 1
+    return weight.get(name, 1) if hasattr(weight, "get") else weight
+
+
+def _outputs(parts: StepParts, chunk: Chunk) -> Outputs:
+    returned = parts.spec.fn(parts.inputs.chunk(*chunk))
+    return Outputs(returned, parts.spec.out_dims, chunk.length).detached()
+
+
+def _with_loss(terms: Values, loss: Tensor) -> Values:
+    return {ONLY: loss} if len(terms) == 1 else {**terms, ONLY: loss}

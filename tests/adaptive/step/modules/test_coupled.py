@@ -1,0 +1,319 @@
+"""What `step` refuses to split, and where it looks for it."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from tenure.adaptive import AdaptiveUsageError, BatchCoupledError, OutOfRetriesError, is_oom, step
+
+from ...attempt.failures import out_of_memory_above
+from ..step_cases import samples, small_net, split_as
+
+
+class Trainer:
+    """What users write: a method that runs a model and helpers of the object."""
+
+    def __init__(self, net, spare):
+        self.net = net
+        self.spare = spare
+
+    def loss(self, x):
+        return self.forward(x).square().mean()
+
+    def forward(self, x):
+        return self.net(x)
+
+
+NORMS = {
+    "BatchNorm1d": lambda: nn.BatchNorm1d(8),
+    "SyncBatchNorm": lambda: nn.SyncBatchNorm(8),
+    "LazyBatchNorm1d": lambda: nn.LazyBatchNorm1d(),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_batchnorm_in_training_is_refused_by_name_when_the_batch_has_to_be_split(norm):
+    net = nn.Sequential(nn.Linear(4, 8), NORMS[norm](), nn.Linear(8, 1))
+    check = out_of_memory_above(4)
+
+    def fn(b):
+        check(len(b))
+        return net(b).mean()
+
+    with pytest.raises(
+        BatchCoupledError,
+        match=rf"The batch of 9 has to be split into micro-batches of 4, and net\.1 \({norm}, "
+        r"training with the statistics of its batch\) would give other results then\. Nothing was",
+    ) as caught:
+        step(fn, torch.randn(9, 4))
+    assert caught.value.names == ("net.1",)
+    assert not is_oom(caught.value)
+    assert net[0].weight.grad is None
+
+
+def test_batchnorm_may_stay_when_the_batch_fits_or_it_is_frozen():
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    x = torch.randn(9, 4)
+    step(lambda b: net(b).mean(), x)
+    assert net[1].num_batches_tracked == 1
+    net[1].eval()
+    step(lambda b: net(b).mean(), x, maximum=4)
+    assert net[1].num_batches_tracked == 1
+
+
+def test_batchnorm_without_statistics_and_instance_norm_with_them_are_refused():
+    bare = nn.BatchNorm1d(4, track_running_stats=False).eval()
+    with pytest.raises(BatchCoupledError, match=r"bare \(BatchNorm1d, without running statistics"):
+        step(lambda b: bare(b).square().mean(), torch.randn(9, 4), maximum=4)
+    tracked = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
+    with pytest.raises(BatchCoupledError, match="training its running statistics"):
+        step(lambda b: tracked(b).square().mean(), torch.randn(9, 4, 3), maximum=4)
+    plain = nn.InstanceNorm1d(4, affine=True)
+    step(lambda b: plain(b).square().mean(), torch.randn(9, 4, 3), maximum=4)
+
+
+def test_a_module_that_writes_a_buffer_in_each_call_is_refused():
+    normed = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))
+    with pytest.raises(
+        BatchCoupledError, match=r"normed\.parametrizations\.weight\.0 \(_SpectralNorm, each call"
+    ):
+        step(lambda b: normed(b).mean(), torch.randn(9, 4), maximum=4)
+    normed.eval()
+    step(lambda b: normed(b).mean(), torch.randn(9, 4), maximum=4)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_scripted_modules_are_split_and_their_batchnorm_refused():
+    net = torch.jit.script(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))
+    with pytest.raises(BatchCoupledError, match=r"net\.1 \(.*num_batches_tracked"):
+        step(lambda b: net(b).mean(), torch.randn(9, 4), maximum=4)
+    assert net.state_dict()["1.num_batches_tracked"] == 0
+    assert step(lambda b: net.eval()(b).mean(), torch.randn(9, 4), maximum=4).sizes == (4, 3, 2)
+
+
+def test_a_buffer_that_grows_is_a_cache_and_no_statistic():
+    class Cached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.zeros(1))
+            self.w = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            if len(self.table) < x.shape[1]:
+                self.table = torch.arange(x.shape[1]).float()
+            return x * self.table * self.w
+
+    net = Cached()
+    assert step(lambda b: net(b).mean(), torch.randn(9, 4), maximum=4).sizes == (4, 3, 2)
+
+
+def test_per_chunk_lets_batchnorm_see_micro_batches_and_never_a_single_sample():
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    x = torch.randn(9, 4)
+    sizes = []
+
+    def fn(b):
+        sizes.append(len(b))
+        return net(b).mean()
+
+    result = step(fn, x, batchnorm="per_chunk", maximum=4, verify=False)
+    assert (result.sizes, sizes) == ((4, 3, 2), [4, 3, 2])
+    assert (result.micro_batch, net[1].num_batches_tracked) == (4, 3)
+    check = out_of_memory_above(1)
+
+    def never(b):
+        check(len(b))
+        return net(b).mean()
+
+    with pytest.raises(OutOfRetriesError, match="micro-batch 9, 4, 2"):
+        step(never, x, batchnorm="per_chunk")
+
+
+@pytest.mark.parametrize(
+    ("n_samples", "maximum", "sizes"),
+    [(4, 3, (2, 2)), (7, 3, (3, 2, 2)), (5, 2, (2, 3)), (3, 2, (3,)), (1, None, (1,))],
+)
+def test_per_chunk_takes_the_partner_of_a_last_sample_from_the_micro_batch_before(
+    n_samples, maximum, sizes
+):
+    norm = nn.BatchNorm2d(4)
+    x = torch.randn(n_samples, 4, 3, 3)
+    result = step(lambda b: norm(b).square().mean(), x, batchnorm="per_chunk", maximum=maximum)
+    assert (result.sizes, result.micro_batch) == (sizes, max(sizes))
+
+
+@pytest.mark.parametrize(("maximum", "sizes"), [(1, (1, 1, 1)), (2, (2, 1))])
+def test_per_chunk_keeps_the_maximum_where_no_module_needs_two_samples(maximum, sizes):
+    net = small_net()
+    result = step(lambda b: net(b).mean(), samples(3), batchnorm="per_chunk", maximum=maximum)
+    assert (result.sizes, result.micro_batch) == (sizes, maximum)
+
+
+@pytest.mark.parametrize(
+    "how", ["closure", "global", "partial", "method", "lambda of self", "helper", "list", "module"]
+)
+def test_modules_are_found_however_the_function_reaches_them(how):
+    norm, spare = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    models = {"a": [norm]}
+    space = {"net": norm, "spare": spare, "len": spare}
+    exec("def loss(b):\n    return net(b).square().mean()", space)
+    trainer = Trainer(norm, spare)
+
+    def helper(b):
+        return norm(b).square().mean()
+
+    fn, name = {
+        "closure": (lambda b: norm(b).square().mean(), "norm"),
+        "global": (space["loss"], "net"),
+        "partial": (functools.partial(lambda m, b: m(b).square().mean(), norm), "argument 1"),
+        "method": (trainer.loss, "self.net"),
+        "lambda of self": (lambda b: trainer.loss(b), "net"),
+        "helper": (lambda b: helper(b), "norm"),
+        "list": (lambda b: models["a"][0](b).square().mean(), "models"),
+        "module": (nn.Sequential(norm, _Mean()), "Sequential.0"),
+    }[how]
+    with pytest.raises(BatchCoupledError) as caught:
+        step(fn, torch.randn(9, 4), maximum=4)
+    (found,) = caught.value.names
+    assert name in found
+
+
+class _Mean(nn.Module):
+    def forward(self, x):
+        return x.square().mean()
+
+
+def test_model_names_the_modules_that_no_search_finds():
+    hidden = [nn.BatchNorm1d(4)]
+
+    class Opaque:
+        __slots__ = ()
+
+        def __call__(self, b):
+            return next(iter(hidden))(b).square().mean()
+
+    with pytest.raises(BatchCoupledError, match=r"model\[0\] \(BatchNorm1d"):
+        step(Opaque(), torch.randn(9, 4), model=hidden, maximum=4)
+
+
+def test_modules_that_talk_to_other_ranks_are_refused(monkeypatch):
+    class FSDPLinear(nn.Linear):
+        """Named as FSDP names what it wraps."""
+
+    net = nn.Sequential(FSDPLinear(4, 3).double())
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    step(lambda b: net(b).mean(), samples())
+    with pytest.raises(
+        AdaptiveUsageError, match=r"on this rank, and net\.0 \(FSDPLinear\) exchanges"
+    ):
+        step(lambda b: net(b).mean(), samples(), maximum=4)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    assert len(step(lambda b: net(b).mean(), samples(), maximum=4).sizes) == 3
+
+
+def test_a_hook_that_steps_inside_backward_is_refused_when_the_batch_is_split():
+    net, x = small_net(), samples()
+    steps = []
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: steps.append(p.grad.clone()))
+    step(lambda b: net(b).square().mean(), x)
+    assert len(steps) == 4
+    with pytest.raises(
+        AdaptiveUsageError, match="4 of the parameters have a hook from register_pos"
+    ):
+        step(lambda b: net(b).square().mean(), x, maximum=4)
+    assert len(steps) == 4
+
+
+@pytest.mark.simdevice
+def test_an_optimizer_in_a_hook_is_refused_on_whatever_thread_it_runs(sim):
+    for device in ("cpu", sim.device):
+        net = small_net().to(device)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        net[0].weight.register_post_accumulate_grad_hook(lambda _, o=optimizer: o.step())
+        before = net[0].weight.detach().clone()
+        with pytest.raises(AdaptiveUsageError, match=r"SGD\.step\(\) was called inside step\(\)"):
+            step(lambda b, net=net: net(b).square().mean(), samples().to(device))
+        assert torch.equal(net[0].weight, before)
+        assert net[0].weight.grad is None
+        net(samples().to(device)).mean().backward()  # the hook may step anywhere else
+        assert not torch.equal(net[0].weight, before)
+
+
+@pytest.mark.parametrize("maximum", [9, 4])
+def test_an_optimizer_inside_the_function_is_refused(maximum):
+    net, x = small_net(), samples()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    before = net[0].weight.detach().clone()
+
+    def fn(b):
+        loss = net(b).square().mean()
+        optimizer.step()
+        return loss
+
+    with pytest.raises(AdaptiveUsageError, match=r"SGD\.step\(\) was called inside step\(\)"):
+        step(fn, x, maximum=maximum)
+    assert torch.equal(net[0].weight, before)
+    optimizer.step()
+
+
+def test_a_graph_from_before_the_step_is_refused_by_its_name():
+    net, x = small_net(), samples()
+    scale = net[0].weight.exp().sum()
+    with pytest.raises(
+        AdaptiveUsageError, match="uses a tensor, such as 'scale', that was computed"
+    ):
+        step(lambda b: (net(b) * scale.exp()).mean(), x, maximum=4)
+    assert net[0].weight.grad is None
+
+
+def test_a_function_that_runs_backward_itself_is_refused():
+    net, x = small_net(), samples()
+
+    def fn(b):
+        loss = net(b).square().mean()
+        loss.backward()
+        return loss
+
+    with pytest.raises(AdaptiveUsageError, match="or it runs backward itself"):
+        step(fn, x)
+    assert net[0].weight.grad is None
+
+
+def test_gradients_disabled_are_explained():
+    net = small_net()
+    with torch.no_grad(), pytest.raises(AdaptiveUsageError, match="with gradients enabled"):
+        step(lambda b: net(b).mean(), samples(), maximum=4)
+
+
+def test_checkpointed_models_are_split_too():
+    from torch.utils.checkpoint import checkpoint
+
+    net, x = small_net(), samples()
+    net(x).square().mean().backward()
+    wanted = net[0].weight.grad
+    for reentrant in (True, False):
+        net.zero_grad()
+        leaf = x.clone().requires_grad_()
+
+        def fn(b, reentrant=reentrant):
+            out = checkpoint(net, b, use_reentrant=reentrant)
+            return out.square().sum(), out.numel()
+
+        step(fn, leaf, maximum=4)
+        torch.testing.assert_close(net[0].weight.grad, wanted)
+
+
+def test_steps_in_a_scope_leave_their_gradients_and_their_loss(monkeypatch):
+    from tenure import NewDisposeScope
+
+    net, x = small_net(), samples()
+    with NewDisposeScope() as scope:
+        split_as(monkeypatch, [2, 7])
+        result = step(lambda b: (net(b).sum(), len(b)), x, maximum=4)
+        kept = scope.move_to_outer(result.loss)
+    assert float(kept) == float(kept)
+    net[0].weight.grad.add_(1)

@@ -1,0 +1,440 @@
+"""When a step is verified, what it costs, and what it says."""
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tenure.adaptive import (
+    AdaptiveUsageError,
+    AdaptiveUsageWarning,
+    BatchCoupledError,
+    SplitMismatchError,
+    memory_budget,
+    step,
+)
+from tenure.adaptive._step._samples._sample_tree import Leaf
+from tenure.adaptive._step._verify._places import _contents
+
+from ...attempt.failures import out_of_memory_above
+from ..step_cases import samples, small_net
+
+
+def counted(n_steps, n=64, maximum=16, **options):
+    """How many samples more than its own each step ran."""
+    net, extra = small_net(), []
+
+    def fn(b):
+        extra[-1] += len(b)
+        return net(b).square().mean()
+
+    for _ in range(n_steps):
+        extra.append(-n)
+        step(fn, samples(n), maximum=maximum, **options)
+    return extra
+
+
+def test_a_batch_that_fits_is_not_verified():
+    assert counted(5, maximum=64) == [0] * 5
+
+
+def test_verification_can_be_turned_off():
+    assert counted(4, verify=False) == [0] * 4
+
+
+def test_the_first_calls_and_few_of_the_others_are_verified():
+    extra = counted(420)
+    assert [i + 1 for i, more in enumerate(extra) if more] == [1, 2, 3, 40, 400]
+    assert sum(extra[3:]) <= 0.02 * 64 * len(extra[3:])
+
+
+def test_shapes_that_are_new_in_each_call_cost_no_more():
+    net, extra = nn.Linear(1, 1), []
+
+    def fn(b):
+        extra[-1] += len(b)
+        return net(b.unsqueeze(-1)).square().mean()
+
+    for i in range(200):
+        extra.append(-32)
+        step(fn, torch.randn(32, 2 + i), maximum=16)
+    assert sum(extra[3:]) <= 0.03 * 32 * 197
+    assert any(extra[3:])
+
+
+def test_a_closure_that_is_new_in_each_call_is_one_place():
+    net, extra = small_net(), []
+
+    def train(i):
+        def fn(b):
+            extra[-1] += len(b)
+            return net(b).square().mean() * (1 + i)
+
+        step(fn, samples(16), maximum=8)
+
+    for i in range(30):
+        extra.append(-16)
+        train(i)
+    assert sum(more > 0 for more in extra) <= 6
+
+
+def test_one_line_with_another_criterion_in_its_closure_is_another_place():
+    net = small_net().float()
+    x, y = torch.randn(12, 4), torch.randint(3, (12,))
+    weights = torch.tensor([0.1, 1.0, 4.0])
+    criteria = [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(label_smoothing=0.1)]
+
+    def train(criterion):
+        step(lambda b: criterion(net(b["x"]), b["y"]), {"x": x, "y": y}, maximum=4)
+
+    for _ in range(6):
+        for criterion in criteria:
+            train(criterion)
+    with pytest.raises(SplitMismatchError):
+        train(nn.CrossEntropyLoss(weights))
+
+
+def test_one_criterion_that_is_set_to_another_reduction_is_another_place():
+    net, criterion = small_net(), nn.MSELoss()
+    x = samples(12)
+
+    def train():
+        step(lambda b: criterion(net(b), b[:, :3]), x, maximum=4)
+
+    for _ in range(6):
+        train()
+    criterion.reduction = "sum"
+    with pytest.raises(SplitMismatchError, match="It is a sum over samples"):
+        train()
+
+
+@pytest.mark.parametrize("change", ["weight", "mode", "labels"])
+def test_another_declaration_mode_or_kind_of_label_is_verified_anew(change):
+    class Net(nn.Linear):
+        def forward(self, x):
+            out = super().forward(x)
+            return out if self.training else out - out.mean(0)
+
+    net = Net(4, 3)
+    batch = {"x": torch.randn(12, 4), "y": torch.randint(3, (12,))}
+    options = {}
+
+    def fn(b):
+        return F.cross_entropy(net(b["x"]), b["y"])
+
+    for _ in range(6):
+        step(fn, batch, maximum=4)
+    for _ in range(60):  # so that a share of the samples is left for what is new
+        step(fn, batch, maximum=4)
+    if change == "weight":
+        options["weight"] = lambda b: b["y"].sum() + 1
+    elif change == "mode":
+        net.eval()
+    else:
+        batch["y"][::4] = -100
+    with pytest.raises(SplitMismatchError):
+        step(fn, batch, maximum=4, **options)
+
+
+def shared_sparse():
+    return torch.randint(1, 3, (3, 3)).to_sparse()
+
+
+def shared_unsigned():
+    return torch.randint(0, 9, (3, 3)).to(torch.uint16)
+
+
+# torch can't tell the least of either.
+@pytest.mark.parametrize("shared", [shared_sparse, shared_unsigned])
+def test_a_kind_of_numbers_that_has_no_least_one_is_no_obstacle(shared):
+    numbers = shared()
+    net = nn.Linear(3, 1)
+
+    def fn(b):
+        return net(b["x"] @ b["numbers"].to_dense().float()).mean()
+
+    batch = {"x": torch.randn(4, 3), "numbers": numbers}
+    result = step(fn, batch, in_dims={"x": 0, "numbers": None}, maximum=2)
+    assert result.sizes == (2, 2)
+
+
+class _Reads(TorchDispatchMode):
+    """Counts how often the host reads a value of a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.n_reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        to = (kwargs or {}).get("device")
+        is_copy = func is torch.ops.aten._to_copy.default and to == torch.device("cpu")
+        if is_copy or func is torch.ops.aten._local_scalar_dense.default:
+            self.n_reads += args[0].device.type == "sim"
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_once_for_what_kind_of_labels_there_are(sim):
+    on = sim.device
+    values = {
+        "x": torch.ones(3, 2, device=on),
+        "labels": torch.tensor([5, -100, 2]).to(on),
+        "mask": torch.tensor([True, False, True]).to(on),
+        "lengths": torch.tensor([3, 1, 2], dtype=torch.uint8).to(on),
+        "on the host": torch.tensor([0, 0, -1]),
+        "none": torch.empty(3, 0, dtype=torch.int64, device=on),
+        "name": "a",
+    }
+    leaves = [Leaf(path, value, 0) for path, value in values.items()]
+    with _Reads() as reads:
+        contents = _contents(leaves)
+    assert [kind for _, *kind in contents] == [
+        [torch.float32, 0],
+        [torch.int64, -1],
+        [torch.bool, 0],
+        [torch.uint8, 1],
+        [torch.int64, -1],
+        [torch.int64, 0],
+        ["str"],
+    ]
+    assert reads.n_reads == 1
+
+
+def test_one_masked_sample_of_many_is_seen():
+    net = small_net().float()
+    x, y = torch.randn(64, 4), torch.randint(3, (64,))
+    y[37] = -100
+    with pytest.raises(SplitMismatchError):
+        step(lambda b: F.cross_entropy(net(b["x"]), b["y"]), {"x": x, "y": y}, maximum=16)
+
+
+def test_an_outlier_that_only_the_whole_batch_shows_is_seen():
+    net = nn.Linear(4, 3).double()
+    x = samples(64)
+
+    def fn(b):
+        out = net(b).square().mean(1)
+        return F.relu(out - out.detach().mean() - 3 * out.detach().std()).mean() + out.mean()
+
+    x[33] *= 50
+    with pytest.raises(SplitMismatchError):
+        step(fn, x, maximum=32)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
+def test_few_samples_are_enough(n):
+    net = small_net()
+    assert sum(step(lambda b: net(b).square().mean(), samples(n), maximum=1).sizes) == n
+    with pytest.raises(SplitMismatchError):
+        step(lambda b: net(b).square().mean().sqrt(), samples(n), maximum=1)
+
+
+def test_the_error_tells_both_numbers_and_what_to_declare():
+    net = small_net()
+    x = samples(16)
+
+    def rooted(b):
+        return net(b).square().mean().sqrt()
+
+    with pytest.raises(SplitMismatchError) as caught:
+        step(rooted, x, maximum=4)
+    error = caught.value
+    assert str(error) == (
+        "The batch of 16 has to be split into micro-batches of 4, and 'rooted' would give other "
+        f"results then: the loss for 8 samples is {error.whole:.6g} in one piece and "
+        f"{error.split:.6g} as 5 + 3 "
+        f"({100 * abs(error.whole - error.split) / error.whole:.2g} % off). Nothing was changed. "
+        'It is a function of a mean: return that without the root, and pass loss="mean", '
+        "then=torch.sqrt."
+    )
+    other = pickle.loads(pickle.dumps(error))
+    assert (str(other), other.whole, other.split, other.advice) == (
+        str(error), error.whole, error.split, error.advice,
+    )  # fmt: skip
+
+
+ADVICE = {
+    "sum": (lambda net, b: net(b["x"]).square().sum(), {}, 'pass loss="sum".'),
+    "mean": (
+        lambda net, b: net(b["x"]).square().mean(), {"loss": "sum"}, 'leave loss="sum" out.',
+    ),
+    "weight": (
+        lambda net, b: net(b["x"])[b["mask"]].square().mean(), {},
+        "weight=lambda batch: batch['mask'].sum()",
+    ),
+    "no weight": (
+        lambda net, b: net(b["x"]).square().mean(),
+        {"weight": lambda b: b["mask"].sum()}, "leave weight= out.",
+    ),
+    "once": (
+        lambda net, b: net(b["x"]).square().sum() + net[0].weight.square().sum(),
+        {"loss": "sum"}, "pass that part as once=lambda: penalty().",
+    ),
+    "log": (
+        lambda net, b: net(b["x"]).exp().sum().log(), {"loss": "sum"},
+        'pass loss="sum", then=torch.log.',
+    ),
+    "exp": (lambda net, b: net(b["x"]).square().mean().exp(), {}, "then=torch.exp."),
+    "outputs": (
+        lambda net, b: net(b["x"]).std(), {}, "pass what is computed of all of them as loss=",
+    ),
+    "function of outputs": (
+        lambda net, b: net(b["x"]) - net(b["x"]).mean(0), {"loss": lambda o: o.std()},
+        "do the rest in loss=, which gets all outputs.",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_the_advice_is_what_makes_it_right(name):
+    fn, options, advice = ADVICE[name]
+    net = small_net()
+    batch = {"x": samples(16), "mask": torch.rand(16) > 0.5}
+    with pytest.raises(SplitMismatchError) as caught:
+        step(lambda b: fn(net, b), batch, maximum=4, **options)
+    assert advice in caught.value.advice
+
+
+def test_a_module_that_mixes_samples_is_named():
+    class Centred(nn.Module):
+        def forward(self, x):
+            return x - x.mean(0)
+
+    net = nn.Sequential(nn.Linear(4, 8), Centred(), nn.Linear(8, 1))
+    with pytest.raises(SplitMismatchError, match=r"net\.1 \(Centred\) mixes the samples"):
+        step(lambda b: net(b).square().mean(), torch.randn(12, 4), maximum=4)
+
+
+def test_a_coupled_module_is_named_as_before():
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    with pytest.raises(BatchCoupledError, match=r"batch of 12 .* micro-batches of 4"):
+        step(lambda b: net(b).square().mean(), torch.randn(12, 4), maximum=4)
+
+
+def test_hooks_of_parameters_see_the_delivered_gradient_alone():
+    net, seen = small_net(), []
+    net[0].weight.register_hook(lambda g: seen.append(g.clone()))
+    step(lambda b: net(b).square().mean(), samples(12), maximum=4)
+    assert len(seen) == 1
+    torch.testing.assert_close(seen[0], net[0].weight.grad)
+
+
+def test_counters_of_modules_are_those_of_the_micro_batches():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+            self.seen = []
+
+        def forward(self, x):
+            self.calls += 1
+            self.seen.append(len(x))
+            return x
+
+    net = nn.Sequential(nn.Linear(4, 1), Counting())
+    step(lambda b: net(b).square().mean(), torch.randn(12, 4), maximum=4)
+    assert (net[1].calls, net[1].seen) == (3, [4, 4, 4])
+
+
+def test_a_scaler_is_not_touched_by_a_loss_that_is_refused():
+    net = small_net()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with pytest.raises(SplitMismatchError):
+        step(lambda b: net(b).std(), samples(12), maximum=4, scaler=scaler)
+    result = step(lambda b: net(b).square().mean(), samples(12), maximum=4, scaler=scaler)
+    assert result.sizes == (4, 4, 4)
+
+
+def test_a_graph_of_the_batch_is_there_after_a_refusal():
+    encoder, net = nn.Linear(4, 4).double(), small_net()
+    x = encoder(samples(12))
+    with pytest.raises(SplitMismatchError):
+        step(lambda b: net(b).std(), x, maximum=4)
+    assert all(p.grad is None for p in (*encoder.parameters(), *net.parameters()))
+    x.sum().backward()
+    assert encoder.weight.grad is not None
+
+
+def test_a_function_that_runs_on_pairs_alone_is_compared_in_halves():
+    net = small_net()
+
+    def paired(b):
+        out = net(b).reshape(-1, 2, 3)
+        return (out[:, 0] - out[:, 1]).square().mean()
+
+    assert step(paired, samples(12), maximum=4).sizes == (4, 4, 4)
+    with pytest.raises(SplitMismatchError):
+        step(lambda b: paired(b).sqrt(), samples(12), maximum=4)
+
+
+def test_what_can_not_be_verified_is_warned_of():
+    net = small_net()
+
+    def fn(b):
+        if len(b) != 5:
+            raise ValueError("five alone")
+        return net(b).square().mean()
+
+    with pytest.warns(AdaptiveUsageWarning, match=r"could not verify that 'fn' gives the same"):
+        assert step(fn, samples(15), maximum=5).sizes == (5, 5, 5)
+
+
+def test_a_function_that_counts_its_calls_is_left_alone():
+    net, calls = small_net(), []
+
+    def fn(b):
+        calls.append(len(b))
+        return net(b).square().mean() * (1 + 0.5 * len(calls))
+
+    assert step(fn, samples(12), maximum=4).sizes == (4, 4, 4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_function_is_verified():
+    net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 3))
+    compiled = torch.compile(net, backend="eager")
+    x = torch.randn(12, 4)
+    assert step(lambda b: compiled(b).square().mean(), x, maximum=4).sizes == (4, 4, 4)
+    with pytest.raises(SplitMismatchError):
+        step(lambda b: compiled(b).square().mean().sqrt(), x, maximum=4)
+
+
+def test_a_budget_that_the_micro_batches_keep_is_kept_by_the_verification():
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)]).double()
+    x = torch.randn(512, 64, dtype=torch.float64)
+    with memory_budget("1MiB") as budget:
+        result = step(lambda b: net(b).square().mean(), x)
+        assert len(result.sizes) > 1
+        assert budget.peak_bytes <= 2**20
+        with pytest.raises(SplitMismatchError):
+            step(lambda b: net(b).square().mean().sqrt(), x)
+
+
+def test_a_function_that_runs_on_one_sample_alone_is_warned_of():
+    net, check = small_net(), out_of_memory_above(1)
+
+    def fn(b):
+        check(len(b))
+        return net(b).square().mean()
+
+    with pytest.warns(AdaptiveUsageWarning, match="could not verify"):
+        assert step(fn, samples(4)).sizes == (1, 1, 1, 1)
+    assert net[0].weight.grad is not None
+
+
+def test_the_declaration_is_checked_before_any_of_that():
+    with pytest.raises(AdaptiveUsageError, match="got weight= with"):
+        step(lambda b: b.sum(), samples(4), loss="sum", weight=len, maximum=2)
+
+
+def test_a_criterion_that_holds_a_number_of_numpy_is_verified():
+    numpy = pytest.importorskip("numpy")
+    criterion, model = nn.CrossEntropyLoss(), nn.Linear(4, 3)
+    criterion.margin = numpy.float64(0.5)
+    batch = {"x": torch.randn(12, 4), "y": torch.randint(3, (12,))}
+    step(lambda b: criterion(model(b["x"]), b["y"]), batch, maximum=4)
+    with pytest.raises(SplitMismatchError):
+        step(lambda b: criterion(model(b["x"]), b["y"]).sqrt(), batch, maximum=4)
