@@ -21,10 +21,12 @@ def check_function(entry: str, function: object) -> None:
         AdaptiveUsageError: it is no function, or one that can be suspended.
     """
     code = getattr(function, "__code__", None)
-    if code is not None and not code.co_flags & _SUSPENDABLE:  # by far the most
+    # by far the most
+    if code is not None and not code.co_flags & _SUSPENDABLE:
         return
     if not callable(function):
         raise AdaptiveUsageError(f"{entry} wants a function, and got {function!r}.")
+    # a callable object, a partial, a builtin
     if code is None and not is_suspendable(function):
         return
     raise AdaptiveUsageError(
@@ -55,7 +57,8 @@ def unused(name: str, known: Container[str]) -> str:
 def is_suspendable(function: Callable[..., object]) -> bool:
     """Whether a call gives a generator or a coroutine, which has not run yet."""
     code = getattr(function, "__code__", None)
-    if code is not None and not code.co_flags & _SUSPENDABLE:  # by far the most
+    # by far the most
+    if code is not None and not code.co_flags & _SUSPENDABLE:
         return False
     function = _unwrapped(function)
     called = (function, type(function).__call__)

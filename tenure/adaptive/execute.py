@@ -248,13 +248,7 @@ def chunked(
         check_function("@execute.chunked", func)
         frame = calling_frame()
         remembered = remembered_of(
-            None,
-            frame,
-            checked.context,
-            checked.cache_type,
-            (),
-            {},
-            split=(tensor, split),
+            None, frame, checked.context, checked.cache_type, (), {}, split=(tensor, split)
         )
         chunk = Chunk(func, tensor, split, (), {})
         end = tensor.shape[split]

@@ -44,11 +44,11 @@ class SizeSearch(Protocol):
         """The arguments that allow no smaller size than this one, as errors name them."""
         ...
 
-    def succeeded(self) -> None:
-        """Work of this size returned."""
+    def succeeded(self) -> int | None:
+        """Work of this size returned; the size before, where none as large had worked yet."""
 
-    def failed(self, info: OomInfo) -> bool:
-        """Work of this size ran out of memory; the size is smaller now, or False: none is left."""
+    def shrink(self, info: OomInfo) -> bool:
+        """Work of this size ran out of memory: make it smaller; False where no size is left."""
         ...
 
 
@@ -97,18 +97,19 @@ class Attempts:
         self._scope = scope
         self._unit = unit
         self._state = state
-        self._is_noted = False  # without it the memory ran out while the state was noted
+        # False also when memory runs out while the state is noted: there is nothing to undo then,
+        # and what was noted in part has been brought back by begin() itself
+        self._is_noted = False
         self._statistics = statistics()
         self._on_retry = on_retry
-        self._outside = sys.exception()  # what the caller is handling is none of the attempts'
+        # The interpreter makes what the caller is handling the context of what is raised here. It
+        # is none of the attempts', and its frames are the caller's.
+        self._outside = sys.exception()
         self.n_begun = 0
 
     @never_compiled
     def run(
-        self,
-        search: SizeSearch,
-        work: Callable[[int], T],
-        fallback: Callable[[], T] | None = None,
+        self, search: SizeSearch, work: Callable[[int], T], fallback: Callable[[], T] | None = None
     ) -> T:
         """Return ``work(search.size)``, tried until it fits.
 
@@ -120,35 +121,41 @@ class Attempts:
         Raises:
             OutOfRetriesError: no size is left. All tensors of the last attempt are let go.
         """
+        sizes: list[int] = []
+        relief: Relief | None = None
+        sizes_are_left = True
         try:
-            return self._until_it_fits(search, work, fallback)
-        except BaseException:
-            # an interrupt may come between an attempt that failed and the end of its undoing
-            self._undo()
-            raise
-
-    def _until_it_fits(
-        self, search: SizeSearch, work: Callable[[int], T], fallback: Callable[[], T] | None
-    ) -> T:
-        outcome = self._attempt(work, search.size)
-        if isinstance(outcome, _Failure):
-            sizes: list[int] = []
-            relief = Relief()
+            outcome = self._attempt(work, search.size)
             while isinstance(outcome, _Failure):
+                relief = relief or Relief()
                 sizes.append(search.size)
                 self._let_go(outcome, search.size)
-                if not self._has_next(outcome, search, relief):
+                if not self._prepare_next(outcome, search, relief, may_shrink=sizes_are_left):
                     if fallback is None:
+                        # The traceback of the failure leads back to this frame: held here, it would
+                        # be a cycle. See test_the_last_error_still_shows_its_lines_and_holds_no...
                         last = [outcome]
-                        del outcome  # the traceback in it leads back to this frame
+                        del outcome
                         self._give_up(last, sizes, search.limited_by)
                     self._tell("fallback", search.size, search.size, outcome.info)
                     work = _ignoring_the_size(fallback)
-                    fallback = None
+                    fallback, sizes_are_left = None, False
+                # nothing of the failed attempt is there when the next one begins: the bytes that it
+                # kept would be missing there
                 forget_traceback(outcome.error, self._outside)
-                del outcome  # nothing of the failed attempt is there when the next one begins
+                del outcome
                 outcome = self._attempt(work, search.size)
-        search.succeeded()
+        except BaseException:
+            # An interrupt may come between an attempt that failed and the end of its undoing, see
+            # test_an_undoing_that_is_interrupted_is_done_again.
+            self._undo()
+            raise
+        # What ran on the CPU teaches nothing about the device, whether it fits there or not.
+        if sizes_are_left:
+            size = search.size
+            before = search.succeeded()
+            if before is not None:
+                self._tell("grow", before, size, None)
         return outcome
 
     def _attempt(self, work: Callable[[int], T], size: int) -> T | _Failure:
@@ -156,6 +163,7 @@ class Attempts:
         self._statistics.attempts += 1
         self.n_begun += 1
         state = self._state
+        # A state that is noted or set synchronizes with the device, which breaks a capture.
         if state is not None and accelerator_is_capturing():
             state = None
         try:
@@ -167,6 +175,8 @@ class Attempts:
                 state.finish()
                 self._is_noted = False
         except BaseException as error:
+            # Within the block only what needs the moment of the error: all else would run with the
+            # error as its context, and while the frames below still hold the memory.
             info = oom_of_work(error, self._outside)
             if info is None or not info.retry_safe or accelerator_is_capturing():
                 self._leave()
@@ -182,7 +192,9 @@ class Attempts:
         except Exception:
             if not accelerator_is_capturing():
                 raise
-            self._is_noted = False  # random state can't be set then: the error says what matters
+            # Random state can't be set while a graph is captured. The error of the work says what
+            # matters, and must not be replaced by that of undoing it.
+            self._is_noted = False
         self._hand_on()
 
     def _hand_on(self) -> None:
@@ -193,6 +205,8 @@ class Attempts:
     def _let_go(self, failure: _Failure, size: int) -> None:
         """Free what the attempt made, whoever keeps its exception or its tensors."""
         self._statistics.ooms += 1
+        # The frames too, not the scope alone: their locals may be the last to hold what no scope
+        # owns, such as the graph of a loss.
         release(failure.error, self._outside)
         self._dispose(f"attempt of {self._name} at {self._unit} {size}")
         self._undo()
@@ -219,11 +233,14 @@ class Attempts:
         scope.dispose_everything()
         scope.name = own_name
 
-    def _has_next(self, failure: _Failure, search: SizeSearch, relief: Relief) -> bool:
-        """Whether there is something to try: the same size with more room, or a smaller one."""
+    def _prepare_next(
+        self, failure: _Failure, search: SizeSearch, relief: Relief, *, may_shrink: bool
+    ) -> bool:
+        """Make room for the same size, or go to a smaller one; False where neither is left."""
         info, size = failure.info, search.size
         freed_bytes = relief.make_room(info, failure.scene, size)
-        if not freed_bytes and search.failed(info):
+        if not freed_bytes and may_shrink and search.shrink(info):
+            # or it would never end
             assert search.size < size
             self._tell("shrink", size, search.size, info)
             return True
@@ -237,7 +254,7 @@ class Attempts:
         kind: EventKind,
         size: int,
         next_size: int | None,
-        info: OomInfo,
+        info: OomInfo | None,
         freed_bytes: int = 0,
     ) -> None:
         event = AdaptiveEvent(kind, self._name, self._unit, size, next_size, info, freed_bytes)
@@ -247,10 +264,12 @@ class Attempts:
         failure = last.pop()
         info = failure.info
         self._tell("give_up", sizes[-1], None, info)
+        pieces = failure.scene.pieces
+        in_pieces = "" if pieces is None else f"At the last, {pieces}. "
         facts = [f"{self._unit} {', '.join(map(str, sizes))}", *_bytes_of(info)]
         raise OutOfRetriesError(
             f"{counted(len(sizes), 'attempt')} of {self._name!r} ran out of "
-            f"{memory_of(info)} ({'; '.join(facts)}). {_in_pieces(failure.scene)}"
+            f"{memory_of(info)} ({'; '.join(facts)}). {in_pieces}"
             f"{self._advice_for(sizes[-1], limited_by)}",
             tuple(sizes),
             info,
@@ -272,11 +291,6 @@ def _bytes_of(info: OomInfo) -> list[str]:
         # what the attempt held is let go by now, and would fit as it is
         needed, free = [f"{needed[0]} beside what it held"], [f"{free[0]} without that"]
     return [", ".join(needed + free)] if needed or free else []
-
-
-def _in_pieces(scene: Scene) -> str:
-    """What is to say where enough memory was there, in pieces that were too small."""
-    return "" if scene.pieces is None else f"At the last, {scene.pieces}. "
 
 
 def _ignoring_the_size(fallback: Callable[[], T]) -> Callable[[int], T]:

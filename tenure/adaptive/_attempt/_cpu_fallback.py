@@ -6,19 +6,21 @@ it returns is where the arguments were.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tenure._containers import Survey, entries_of, is_mutable, set_entries
+from tenure._storages import storages_of
 from tenure._torch.storages import key_of
 from tenure._torch.writes import version_of, write_back
 
-from ._cpu_copies import cpu_copies_of, shows_one_memory
-
 _CPU = torch.device("cpu")
+_ALIGNMENT_BYTES = 16
+"""The largest element, complex128: views of any dtype begin at a multiple of it."""
 
 
 def on_cpu(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -44,12 +46,15 @@ class _Moved:
         nodes = survey.nodes.values()
         originals = [node for node in nodes if isinstance(node, Tensor) and node.device != _CPU]
         self._device = originals[0].device if originals else _CPU
-        self._tensors = [*map(_Copy, originals, cpu_copies_of(originals))]
+        self._tensors = [*map(_Copy, originals, _copies_of(originals))]
         given = {id(each.original): each.given for each in self._tensors}
         self.args, self.kwargs = survey.replaced(given)
+        # Containers without tensors of the device are given as they are, and written into all the
+        # same: results are often appended to a list of the caller's.
         self._containers = [(node, given.get(id(node), node)) for node in nodes if is_mutable(node)]
         self._back = {id(given.get(key, node)): node for key, node in survey.nodes.items()}
-        self._kept: list[Any] = [given, survey]  # what the ids belong to
+        # what the ids belong to: an object that is gone would leave its id to another
+        self._kept: list[Any] = [given, survey]
 
     def write_back(self) -> None:
         """Write what changed into the tensors on the device, and into the containers."""
@@ -77,9 +82,11 @@ class _Copy:
         self.original = original
         self.given = given
         self._memory = given
-        if shows_one_memory(given):
+        if _shows_one_memory(given):
             with torch.inference_mode(given.is_inference()):
-                self._memory = given.detach()  # stays what it is if given becomes another
+                # an alias of the same memory: resize_ and .data make another of the one that is
+                # given, see test_an_argument_that_became_another_inside_is_that_on_the_device
+                self._memory = given.detach()
         self._version = version_of(given)
 
     def write_back(self) -> None:
@@ -87,6 +94,9 @@ class _Copy:
 
         It then has memory of its own: other tensors that shared the old one keep that.
         """
+        # Only what was written goes back: a graph that saved the original refuses its backward pass
+        # if that has another version. See
+        # test_what_is_only_read_keeps_its_version_for_the_graphs_that_saved_it.
         if self._version is None or version_of(self._memory) != self._version:
             write_back(self.original, self._memory, None)
         if _shown_by(self.given) != _shown_by(self._memory):
@@ -96,7 +106,95 @@ class _Copy:
 
 def _shown_by(tensor: Tensor) -> tuple[object, ...] | None:
     """Which elements of which memory a tensor shows; None where that is not one memory."""
-    if not shows_one_memory(tensor):
+    if not _shows_one_memory(tensor):
         return None
     storage, offset = key_of(tensor.untyped_storage()), tensor.storage_offset()
     return storage, offset, tensor.dtype, tensor.shape, tensor.stride()
+
+
+# --- copies that share memory as the originals do
+
+
+def _copies_of(tensors: list[Tensor]) -> list[Tensor]:
+    """A copy on the CPU of each; of tensors whose memory overlaps, views of one copied memory.
+
+    Only the bytes from the first to the last element of those that overlap are copied: a batch is
+    often a few rows of a data set, see test_only_the_memory_between_the_arguments_is_copied.
+
+    That goes for plain strided tensors without a graph. Of all others, such as those that need
+    gradients, each has a copy of its own.
+    """
+    copies: dict[int, Tensor] = {}
+    for group in _overlapping(filter(_can_share, tensors)):
+        if len(group) > 1:
+            copies.update(zip(map(id, group), _copied_as_one(group), strict=True))
+    return [copies[id(each)] if id(each) in copies else _copied(each) for each in tensors]
+
+
+def _shows_one_memory(tensor: Tensor) -> bool:
+    """Whether it is strided and has a storage: no wrapper, neither a subclass nor functorch's."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return is_plain and bool(storages_of(tensor))
+
+
+def _can_share(tensor: Tensor) -> bool:
+    # A tensor that needs gradients has a copy that leads back to it, which a view of raw memory
+    # would not. Conjugated and negated ones show other values than their memory holds.
+    return (
+        _shows_one_memory(tensor)
+        and tensor.numel() > 0
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+        and not (tensor.requires_grad and torch.is_grad_enabled())
+    )
+
+
+def _overlapping(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Groups of tensors, by the bytes of a storage from the first to the last element of each."""
+    by_storage: defaultdict[int, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        by_storage[key_of(tensor.untyped_storage())].append(tensor)
+    for sharing in by_storage.values():
+        group: list[Tensor] = []
+        end = 0
+        for tensor in sorted(sharing, key=lambda each: _span_of(each)[0]):
+            first, last = _span_of(tensor)
+            if group and first >= end:
+                yield group
+                group = []
+            group.append(tensor)
+            end = max(end, last)
+        yield group
+
+
+def _span_of(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and the one behind its last."""
+    offset, n_bytes = int(tensor.storage_offset()), tensor.itemsize
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return offset * n_bytes, (offset + reach + 1) * n_bytes
+
+
+def _copied_as_one(group: list[Tensor]) -> list[Tensor]:
+    start = min(_span_of(each)[0] for each in group) // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
+    end = max(_span_of(each)[1] for each in group)
+    with torch.inference_mode(False), torch.no_grad():
+        on_device = torch.empty(0, dtype=torch.uint8, device=group[0].device)
+        on_device.set_(group[0].untyped_storage(), start, (end - start,), (1,))
+        memory = on_device.to(_CPU).untyped_storage()
+    return [_view_of(memory, each, start) for each in group]
+
+
+def _view_of(memory: torch.UntypedStorage, tensor: Tensor, start: int) -> Tensor:
+    """What the tensor is in its storage, in memory that begins at another byte of it."""
+    is_inference = torch.is_inference_mode_enabled() and tensor.is_inference()
+    with torch.inference_mode(is_inference), torch.no_grad():
+        view = torch.empty(0, dtype=tensor.dtype)
+        offset = tensor.storage_offset() - start // tensor.itemsize
+        return view.set_(memory, offset, tensor.shape, tensor.stride())
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy on the CPU that counts its versions if the tensor does, also in inference mode."""
+    if torch.is_inference_mode_enabled() and not tensor.is_inference():
+        with torch.inference_mode(False), torch.no_grad():
+            return tensor.to(_CPU)
+    return tensor.to(_CPU)

@@ -108,12 +108,22 @@ class AdaptiveStatistics:
         )
 
 
+_COUNTED_AS: dict[EventKind, str] = {
+    "retry": "retries",
+    "shrink": "shrinks",
+    "grow": "growths",
+    "fallback": "fallbacks",
+    "give_up": "gave_up",
+}
+
+
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.statistics = AdaptiveStatistics()
 
 
 _this_thread = _Thread()
+# replaced under the lock and never changed, so that whoever tells an event reads it without one
 _listeners: tuple[OnRetry, ...] = ()
 _lock = threading.Lock()
 
@@ -155,25 +165,13 @@ def remove_listener(listener: Callable[[AdaptiveEvent], Any]) -> None:
 
 def tell(event: AdaptiveEvent, on_retry: OnRetry | None = None) -> None:
     """Count an event, log a new size in one line, and call those who listen."""
-    _count(event.kind)
+    counts, name = statistics(), _COUNTED_AS[event.kind]
+    setattr(counts, name, getattr(counts, name) + 1)
     if event.kind in ("shrink", "fallback"):
         _logger.warning("%s", event)
-    elif event.kind != "give_up":  # that one becomes an error, which says it
+    # that one becomes an error, which says it
+    elif event.kind != "give_up":
         _logger.info("%s", event)
+    # What a listener raises is not caught: so a program can end a retry.
     for listener in (*_listeners, *([on_retry] if on_retry else [])):
         listener(event)
-
-
-def _count(kind: EventKind) -> None:
-    counts = statistics()
-    match kind:
-        case "retry":
-            counts.retries += 1
-        case "shrink":
-            counts.shrinks += 1
-        case "grow":
-            counts.growths += 1
-        case "fallback":
-            counts.fallbacks += 1
-        case "give_up":
-            counts.gave_up += 1

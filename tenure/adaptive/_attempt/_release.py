@@ -19,7 +19,8 @@ from typing import Any
 
 from .._oom import chain_of
 
-_TRACEBACK: Any = vars(BaseException)["__traceback__"]  # a subclass may shadow the name
+# The interpreter's own slot: a subclass may shadow the name, with a property that raises.
+_TRACEBACK: Any = vars(BaseException)["__traceback__"]
 _CAN_BE_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
@@ -40,7 +41,10 @@ def release(error: BaseException, outside: BaseException | None) -> None:
     """
     waiting = [frame for one in chain_of(error, outside) for frame in _frames_of(one)]
     n_before = -1
-    while len(waiting) != n_before:  # frames that are cleared may end others
+    # A frame that is cleared may have held the last reference to a generator, which ends with it
+    # and can be cleared in the next round: see
+    # test_a_generator_that_only_the_attempt_held_lets_go_of_its_variables.
+    while len(waiting) != n_before:
         n_before = len(waiting)
         waiting = [frame for frame in waiting if not _clear(frame)]
 
@@ -62,7 +66,8 @@ def _clear(frame: FrameType) -> bool:
     """Clear a frame that has ended; False for a generator or coroutine that has not."""
     if frame.f_code.co_flags & _CAN_BE_SUSPENDED and not _has_ended(frame):
         return False
-    with contextlib.suppress(RuntimeError):  # it runs: a caller's
+    # A frame that still runs, a caller's, refuses to be cleared, and is not to be.
+    with contextlib.suppress(RuntimeError):
         frame.clear()
     return True
 

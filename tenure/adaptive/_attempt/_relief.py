@@ -55,6 +55,7 @@ class Relief:
         if info.kind == "size_limit":
             return 0
         _drain(info)
+        # the cache once for a size: what is in it after that, the failed try has put there
         first, self._size = size != self._size, size
         freed_bytes = _free_cache(info, scene) if first else 0
         return freed_bytes or self._collect(info) or _given_back(info)
@@ -65,6 +66,8 @@ class Relief:
             return 0
         if info.device not in _HOST:
             return self._let_libraries_go(info)
+        # For the host a collection comes only now: it takes the longer the more objects there are,
+        # and cycles that hold as much as was wanted of a whole machine are rare.
         if self.collected:
             return 0
         self.collected = True
@@ -85,6 +88,7 @@ class Relief:
         torch.clear_autocast_cache()
         clear_workspaces(device)
         freed_bytes = max(0, before_bytes - used_bytes())
+        # what the workspaces lay in is cached now, and may be whole segments
         if freed_bytes:
             _empty_cache(module)
         return freed_bytes if info.requested_bytes is None or _serves(freed_bytes, info) else 0
@@ -95,7 +99,8 @@ class Relief:
             return 0
         self.collected = True
         used_bytes = _used_bytes_of(info.device)
-        if used_bytes is None:  # it may help, but nothing tells
+        # it may help, but nothing tells
+        if used_bytes is None:
             gc.collect()
             return 0
         freed_bytes = _freed_by_collecting(used_bytes)
@@ -107,12 +112,14 @@ def free_bytes_of(info: OomInfo) -> int | None:
     meter, found = meter_for(info.device), accelerator_of(info.device)
     try:
         if meter is not None:
-            return max(0, meter.available_bytes())  # a program may lower a fraction below its use
+            # a program may lower a fraction below its use
+            return max(0, meter.available_bytes())
         if found is None:
             return None
         module, device = found
         return int(module.mem_get_info(device)[0])
-    except Exception:  # a device without statistics
+    # a device without statistics
+    except Exception:
         return None
 
 
@@ -122,12 +129,17 @@ def _drain(info: OomInfo) -> None:
     if found is None:
         return
     module, device = found
+    # Waits for two things, each of which would take memory from the retry: autograd's thread, which
+    # lets go of a failed pass late (see test_a_retry_finds_all_memory_though_the_engine_is_late),
+    # and kernels that still use blocks of the attempt. Either may raise what failed on the device,
+    # which is not what this is for.
     with contextlib.suppress(Exception):
         _wait_for_engine(device)
     with contextlib.suppress(Exception):
         try:
             module.synchronize(device)
-        except TypeError:  # MPS, of which there is one
+        # MPS, of which there is one
+        except TypeError:
             module.synchronize()
 
 
@@ -155,6 +167,9 @@ def _free_cache(info: OomInfo, scene: Scene) -> int:
         return 0
     module, device = found
     before = held_by(module, device)
+    # Of what was unused at the error, the free parts of segments in use can't be given back; what
+    # stays is what the allocator could give, as one piece. See
+    # test_a_cache_cut_up_by_older_tensors_promises_nothing.
     set_free_bytes = scene.unused_bytes - before.split_bytes
     if info.kind not in _OUTSIDE_THE_ALLOCATOR and not _serves(set_free_bytes, info):
         return 0
@@ -176,7 +191,8 @@ def _used_bytes_of(device: str | None) -> Callable[[], int] | None:
     module, place = found
     try:
         held_by(module, place)
-    except Exception:  # a device without statistics
+    # a device without statistics
+    except Exception:
         return None
     return lambda: held_by(module, place).allocated_bytes
 

@@ -42,7 +42,8 @@ def scene_of(info: OomInfo) -> Scene:
         if told_bytes is None:
             return Scene(held_by(*found).unused_bytes)
         return Scene(told_bytes, fragmentation_of(*found, told_bytes, info.requested_bytes))
-    except Exception:  # a device without statistics
+    # a device without statistics
+    except Exception:
         return Scene(told_bytes)
 
 
@@ -84,11 +85,13 @@ def fragmentation_of(
         unused_bytes: what was unused when the allocation failed.
         requested_bytes: what it asked for.
     """
+    # with less unused than was wanted, no other order of the blocks would have helped
     if requested_bytes is None or unused_bytes < requested_bytes:
         return None
     held, largest_bytes = held_by(module, device), _largest_free_block(module, device)
     if largest_bytes is not None and largest_bytes >= requested_bytes:
-        largest_bytes = None  # it came free since
+        # it came free since, as what the interpreter held for the operation
+        largest_bytes = None
     return Fragmentation(
         unused_bytes,
         max(held.reserved_bytes, unused_bytes),

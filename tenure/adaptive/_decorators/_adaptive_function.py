@@ -20,12 +20,15 @@ from tenure._errors import AdaptiveUsageError
 from .._callables import check_function, name_of
 from .._sizes import (
     CacheType,
+    Remembered,
     RememberedCall,
     RemembersNothing,
     checked_initial,
     remembered_of,
 )
+from ._collect import Collect, collector_for
 from ._options import Options
+from ._run import Piece, run_pieces
 
 
 class _Owner:
@@ -36,7 +39,8 @@ class _Owner:
         self.__qualname__ = getattr(function, "__qualname__", "")
 
     def __deepcopy__(self, memo: object) -> Self:
-        return self  # copies in a process share their sizes
+        # copies in a process share their sizes
+        return self
 
 
 class AdaptiveFunction:
@@ -60,17 +64,23 @@ class AdaptiveFunction:
         self._options = options
         self._initial = checked_initial(self._initial_name, initial, options.limits)
         self._owner = _Owner(function)
-        self._class_name = _class_of_method(_plain(function))
+        # by name: a class that is gone is not kept, and a copy in another process knows them too
+        self._classes = _classes_of_method(_plain(function))
 
     def _bound(self, instance: object, owner: type | None) -> Any:
         """The same function, bound as the wrapped one is."""
-        bind = getattr(type(self._function), "__get__", None)
+        function = self._function
+        bind = getattr(type(function), "__get__", None)
         if bind is None:
             return self
-        function = bind(self._function, instance, owner)
-        if function is not self._function:
-            return self._with(function)
-        return self if owner is None else _OfClass(self, owner)
+        bound = bind(function, instance, owner)
+        if bound is not function:
+            return self._with(bound)
+        if owner is not None and not isinstance(function, MethodType):
+            # whoever looks it up in a class may call it with an instance first, also where it was
+            # written elsewhere: see test_a_method_that_was_taken_from_another_class_binds_...
+            self._classes.add((owner.__module__, owner.__qualname__))
+        return self
 
     def _is_method_of(self, first: object) -> bool:
         """Whether the first argument of a call is the ``self``, or ``cls``, of this very method.
@@ -78,8 +88,7 @@ class AdaptiveFunction:
         What stands above it in the class, such as ``@torch.no_grad()``, passes it on like that.
         """
         kinds = first.__mro__ if isinstance(first, type) else type(first).__mro__
-        name, module = self._class_name, vars(self)["__module__"]
-        return any(kind.__qualname__ == name and kind.__module__ == module for kind in kinds)
+        return any((kind.__module__, kind.__qualname__) in self._classes for kind in kinds)
 
     def __repr__(self) -> str:
         return f"<{self._entry} of {self._name}>"
@@ -94,12 +103,14 @@ class AdaptiveFunction:
         if found is self and not is_method:
             return by_name
         if found is not self and inspect.getattr_static(holder, name, None) is self:
-            return inspect.getattr_static, (holder, name)  # what binds to instances, unbound
+            # what binds to instances, unbound
+            return inspect.getattr_static, (holder, name)
         if found is not self and isinstance(found, AdaptiveFunction):
             if found._owner is self._owner:
                 return getattr, (holder, name)
         elif found is None and isinstance(self._function, FunctionType):
-            return by_name  # a local function: it is copied and refused as those are
+            # a local function: it is copied and refused as those are
+            return by_name
         return object.__new__, (type(self),), vars(self).copy()
 
     def _place(self) -> tuple[object, str]:
@@ -117,7 +128,7 @@ class AdaptiveFunction:
         """The same for a bound function."""
         bound = object.__new__(type(self))
         bound.__dict__ |= self.__dict__
-        bound.__dict__ |= {"_function": function, "__wrapped__": function, "_class_name": None}
+        bound.__dict__ |= {"_function": function, "__wrapped__": function, "_classes": set()}
         return bound
 
     def _begin(self, initial: int | None) -> int | None:
@@ -136,12 +147,11 @@ class AdaptiveFunction:
     ) -> RememberedCall | RemembersNothing:
         """What is remembered for a call, asked by the method that is called."""
         options = self._options
-        try:  # as calling_frame() does, without a call of its own
+        # as calling_frame() does, without a call of its own
+        try:
             frame = sys._getframe(2)
         except ValueError:
             frame = sys._getframe(1)
-        if frame.f_code is _CALL_OF_CLASS and frame.f_back is not None:
-            frame = frame.f_back  # who called the method, and not what bound it
         return remembered_of(
             self._owner,
             frame,
@@ -154,60 +164,44 @@ class AdaptiveFunction:
         )
 
 
-class _OfClass:
-    """A method that was looked up in its class: it is called with an instance first."""
+class PiecesFunction(AdaptiveFunction):
+    """What `range` and `chunked` share: a first step, and what becomes of the results."""
 
-    def __init__(self, adaptive: AdaptiveFunction, owner: type) -> None:
-        wrapper: Any = self
-        functools.update_wrapper(wrapper, adaptive._function, updated=())
-        self._adaptive = adaptive
-        self._class = owner
+    _initial_name = "initial_step"
 
-    def __get__(self, instance: object, owner: type | None = None) -> Any:
-        return self._adaptive._bound(instance, owner)  # the name of another class for the method
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        initial: int | None,
+        options: Options,
+        *,
+        collect: Collect | None,
+        progress: bool,
+    ) -> None:
+        super().__init__(function, initial, options)
+        self._collector = collector_for(collect)
+        self._progress = progress
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], self._class):
-            return self._adaptive._bound(args[0], self._class)(*args[1:], **kwargs)
-        plain: Any = self._adaptive  # a function that has the class as its namespace
-        return plain(*args, **kwargs)
-
-    def __repr__(self) -> str:
-        return repr(self._adaptive)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._class, self._name_in_class())
-
-    def _name_in_class(self) -> str:
-        """The attribute that it is: not always the name that the function was written under."""
-        for kind in self._class.__mro__:
-            for name, value in vars(kind).items():
-                if isinstance(value, AdaptiveFunction) and value._owner is self._adaptive._owner:
-                    return name
-        return str(vars(self)["__name__"])
+    def _run(self, piece: Piece, end: int, initial: int | None, remembered: Remembered) -> Any:
+        return run_pieces(
+            self._name,
+            piece,
+            end,
+            initial=self._begin(initial),
+            options=self._options,
+            remembered=remembered,
+            collector=self._collector,
+            progress=self._progress,
+        )
 
 
-_CALL_OF_CLASS = _OfClass.__call__.__code__
-
-
-def _class_of_method(function: Any) -> str | None:
-    """The class in whose body a function with a ``self`` was written; None for other functions."""
+def _classes_of_method(function: Any) -> set[tuple[str, str]]:
+    """The class in whose body a function with a ``self`` was written; none of other functions."""
     code = getattr(function, "__code__", None)
     if code is None or code.co_varnames[: min(code.co_argcount, 1)] not in (("self",), ("cls",)):
-        return None
+        return set()
     name = function.__qualname__.rpartition(".")[0]
-    return None if name.endswith("<locals>") else name or None
-
-
-def required(initial: int | None, name: str, arguments: str) -> int:
-    """A size to begin with.
-
-    Raises:
-        AdaptiveUsageError: there is none.
-    """
-    if initial is None:
-        raise AdaptiveUsageError(f"{name}() has no batch size to begin with. Give {arguments}.")
-    return initial
+    return set() if not name or name.endswith("<locals>") else {(function.__module__, name)}
 
 
 def _attributes_of(function: object, wrapper: type) -> dict[str, Any]:

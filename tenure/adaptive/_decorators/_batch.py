@@ -7,10 +7,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, Unpack, overload
 
+from tenure._errors import AdaptiveUsageError
 from tenure._torch.compiler import never_compiled
 
 from .._sizes import CacheType
-from ._adaptive_function import AdaptiveFunction, required
+from ._adaptive_function import AdaptiveFunction
 from ._options import AdaptiveOptions, Options, checked_options
 from ._run import run_batch
 
@@ -49,11 +50,7 @@ class BatchFunction(AdaptiveFunction, Generic[P, T_co]):
     ) -> T_co: ...
     @overload
     def __call__(
-        self,
-        *args: Any,
-        toma_context: Any,
-        toma_cache_type: CacheType | None = None,
-        **kwargs: Any,
+        self, *args: Any, toma_context: Any, toma_cache_type: CacheType | None = None, **kwargs: Any
     ) -> T_co: ...
     @overload
     def __call__(  # pyright: ignore[reportOverlappingOverload]  # it thinks of toma_context=**
@@ -81,10 +78,15 @@ class BatchFunction(AdaptiveFunction, Generic[P, T_co]):
             OutOfRetriesError: it ran out of memory at every size that is allowed.
             AdaptiveUsageError: there is no batch size to begin with, or it is not allowed.
         """
-        if self._class_name is not None and args and self._is_method_of(args[0]):
+        # a method, called by what stands above it in the class, or through the class
+        if self._classes and args and self._is_method_of(args[0]):
             self, args = self._bound(args[0], None), args[1:]
-        arguments = "initial_batchsize=, maximum=, or toma_initial_batchsize= in the call"
-        initial = required(self._begin(toma_initial_batchsize), self._name, arguments)
+        initial = self._begin(toma_initial_batchsize)
+        if initial is None:
+            raise AdaptiveUsageError(
+                f"{self._name}() has no batch size to begin with. Give initial_batchsize=, "
+                "maximum=, or toma_initial_batchsize= in the call."
+            )
         remembered = self._remembered(toma_context, toma_cache_type, args, kwargs)
         try:
             return run_batch(
@@ -96,6 +98,8 @@ class BatchFunction(AdaptiveFunction, Generic[P, T_co]):
                 options=self._options,
                 remembered=remembered,
             )
+        # toma's and accelerate's users know functions that are called with a size: the error of the
+        # function, which counts one argument too many, is told why
         except TypeError as error:
             if _got_a_size(self._function, args, kwargs):
                 error.add_note(

@@ -26,9 +26,9 @@ from tenure._text import describe_tensor
 from tenure._torch.compiler import never_compiled
 
 from .._sizes import CacheType
+from ._adaptive_function import PiecesFunction
 from ._collect import Collect
 from ._options import AdaptiveOptions, Options, checked_options
-from ._pieces import PiecesFunction
 from ._run import Chunk
 
 P = ParamSpec("P")
@@ -133,32 +133,28 @@ class ChunkedFunction(PiecesFunction, Generic[P, R_co]):
             OutOfRetriesError: a chunk ran out of memory at every step that is allowed.
             AdaptiveUsageError: an argument can't be used.
         """
-        if self._class_name is not None and args and self._is_method_of(tensor):
+        if self._classes and args and self._is_method_of(tensor):
             self, tensor, args = self._bound(tensor, None), args[0], args[1:]
         wanted = self._dimension if toma_dimension is None else toma_dimension
         dimension = checked_dimension(self._name, tensor, wanted)
         remembered = self._remembered(
-            toma_context,
-            toma_cache_type,
-            args,
-            kwargs,
-            (tensor, dimension),
+            toma_context, toma_cache_type, args, kwargs, (tensor, dimension)
         )
         chunk = Chunk(self._function, tensor, dimension, args, kwargs)
         return self._run(chunk, tensor.shape[dimension], toma_initial_step, remembered)
 
 
-class ChunkedDecorator(Protocol):
-    """What `chunked` with arguments returns, where results are let go."""
+class ChunkedDecorator(Protocol[T_contra, R_co]):
+    """What `chunked` with arguments returns, where results are let go or given to a function."""
 
     @overload
     def __call__(
-        self, func: Callable[Concatenate[Tensor, int, int, P], object], /
-    ) -> ChunkedFunction[Concatenate[Tensor, P], None]: ...
+        self, func: Callable[Concatenate[Tensor, int, int, P], T_contra], /
+    ) -> ChunkedFunction[Concatenate[Tensor, P], R_co]: ...
     @overload
     def __call__(
-        self, func: Callable[Concatenate[S, Tensor, int, int, P], object], /
-    ) -> ChunkedFunction[Concatenate[S, Tensor, P], None]: ...
+        self, func: Callable[Concatenate[S, Tensor, int, int, P], T_contra], /
+    ) -> ChunkedFunction[Concatenate[S, Tensor, P], R_co]: ...
 
 
 class ChunkedListDecorator(Protocol):
@@ -187,19 +183,6 @@ class ChunkedCatDecorator(Protocol):
     ) -> ChunkedFunction[Concatenate[S, Tensor, P], T]: ...
 
 
-class ChunkedCollectDecorator(Protocol[T_contra, R_co]):
-    """What `chunked` with a function as ``collect`` returns."""
-
-    @overload
-    def __call__(
-        self, func: Callable[Concatenate[Tensor, int, int, P], T_contra], /
-    ) -> ChunkedFunction[Concatenate[Tensor, P], R_co]: ...
-    @overload
-    def __call__(
-        self, func: Callable[Concatenate[S, Tensor, int, int, P], T_contra], /
-    ) -> ChunkedFunction[Concatenate[S, Tensor, P], R_co]: ...
-
-
 @overload
 def chunked(
     func: Callable[Concatenate[Tensor, int, int, P], object], /
@@ -216,7 +199,7 @@ def chunked(
     collect: None = None,
     progress: bool = False,
     **options: Unpack[AdaptiveOptions],
-) -> ChunkedDecorator: ...
+) -> ChunkedDecorator[object, None]: ...
 @overload
 def chunked(
     *,
@@ -243,7 +226,7 @@ def chunked(
     collect: Callable[[list[T]], R],
     progress: bool = False,
     **options: Unpack[AdaptiveOptions],
-) -> ChunkedCollectDecorator[T, R]: ...
+) -> ChunkedDecorator[T, R]: ...
 def chunked(
     func: Any = None,
     /,

@@ -23,6 +23,7 @@ def collector_for(collect: Collect | None) -> Collector | None:
     Raises:
         AdaptiveUsageError: ``collect`` is none of its values.
     """
+    # let go one by one: a list of them would hold the memory that the pieces are to save
     if collect is None:
         return None
     if collect == "list":
@@ -78,6 +79,7 @@ def _joined(results: list[Any], dimension: int) -> Any:
 def _cat(tensors: list[Tensor], dimension: int) -> Tensor:
     try:
         return torch.cat(tensors, dimension)
+    # the error of torch says "zero-dimensional tensor", and nothing of pieces
     except RuntimeError:
         if all(tensor.dim() for tensor in tensors):
             raise

@@ -99,6 +99,7 @@ def checked_options(
 def _no_such_option(name: str, initial_name: str) -> str:
     known = [initial_name, *AdaptiveOptions.__annotations__]
     near = difflib.get_close_matches(name, known, n=1)
+    # names of other libraries: accelerate's starting_batch_size, Lightning's batch_size
     if any(word in name for word in _WORDS_FOR_SIZES):
         bounds = [f"{word}imum" for word in ("min", "max") if word in name]
         near = [*bounds, initial_name]

@@ -11,9 +11,9 @@ from tenure._errors import AdaptiveUsageError
 from tenure._torch.compiler import never_compiled
 
 from .._sizes import CacheType
+from ._adaptive_function import PiecesFunction
 from ._collect import Collect
 from ._options import AdaptiveOptions, checked_options
-from ._pieces import PiecesFunction
 from ._run import Piece
 
 P = ParamSpec("P")
@@ -95,7 +95,7 @@ class RangeFunction(PiecesFunction, Generic[P, R_co]):
             OutOfRetriesError: a piece ran out of memory at every step that is allowed.
             AdaptiveUsageError: an argument can't be used.
         """
-        if self._class_name is not None and args and self._is_method_of(start):
+        if self._classes and args and self._is_method_of(start):
             self, start, end, args = self._bound(start, None), end, args[0], args[1:]
         start, end = checked_range(self._name, start, end)
         remembered = self._remembered(toma_context, toma_cache_type, args, kwargs)

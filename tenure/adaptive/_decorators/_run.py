@@ -44,25 +44,25 @@ def run_batch(
     remembered: Remembered,
 ) -> Any:
     """Return ``function(size, *args, **kwargs)``, tried until it fits."""
-    search = AdaptiveSearch(
-        name, "batch size", initial, options.limits, remembered, options.reduce, options.on_retry
-    )
+    search = AdaptiveSearch(initial, options.limits, remembered, options.reduce)
 
     def work(size: int) -> Any:
         return function(size, *args, **kwargs)
 
-    fallback = None
-    if options.cpu_fallback:
-        fallback = functools.partial(_on_cpu, search, function, args, kwargs)
+    def fallback() -> Any:
+        return on_cpu(function, search.size, *args, **kwargs)
+
     with DisposeScope(name) as scope:
-        attempts = _attempts(name, scope, "batch size", options, args, kwargs)
-        result = attempts.run(search, work, fallback)
+        attempts = Attempts(
+            name,
+            scope,
+            unit="batch size",
+            state=_random_state(args, kwargs) if options.restore_rng else None,
+            on_retry=options.on_retry,
+        )
+        result = attempts.run(search, work, fallback if options.cpu_fallback else None)
     search.finished()
     return result
-
-
-def _on_cpu(search: AdaptiveSearch, function: _Function, args: _Args, kwargs: _Kwargs) -> Any:
-    return on_cpu(function, search.goes_elsewhere(), *args, **kwargs)
 
 
 class Piece:
@@ -120,6 +120,7 @@ class Chunk(Piece):
         """
         start, tensor = self.start, self._tensor
         self.end = end = start + size
+        # A plain tensor's view is not seen by modes; one of a subclass is its class's to make.
         if type(tensor) is Tensor:
             with without_functions():
                 chunk = tensor.narrow(self.dimension, start, size)
@@ -155,18 +156,10 @@ def run_pieces(
     Returns:
         What the collector made of the results.
     """
+    # an empty range has no size; the search wants one all the same
     if initial is None:
         initial = max(end - piece.start, options.limits.floor)
-    search = AdaptiveSearch(
-        name,
-        "step",
-        initial,
-        options.limits,
-        remembered,
-        options.reduce,
-        options.on_retry,
-        in_pieces=True,
-    )
+    search = AdaptiveSearch(initial, options.limits, remembered, options.reduce, in_pieces=True)
     results: list[Any] | None = None if collector is None else []
     if progress:
         with _Bar(name, end - piece.start) as bar:
@@ -186,11 +179,19 @@ def _run_pieces(
     results: list[Any] | None,
     bar: _Bar | None = None,
 ) -> None:
-    fallback = (lambda: piece.on_cpu(search.goes_elsewhere())) if options.cpu_fallback else None
+    fallback = (lambda: piece.on_cpu(search.size)) if options.cpu_fallback else None
     with DisposeScope(name) as scope:
-        attempts = _attempts(name, scope, "step", options, piece.args, piece.kwargs)
+        attempts = Attempts(
+            name,
+            scope,
+            unit="step",
+            state=_random_state(piece.args, piece.kwargs) if options.restore_rng else None,
+            on_retry=options.on_retry,
+        )
         while piece.start < end:
             left = end - piece.start
+            # only after a failure: until then nothing is measured, see
+            # test_nothing_is_collected_or_emptied_while_everything_fits
             if search.room is not None:
                 search.go_on(search.room)
             if search.size > left:
@@ -201,17 +202,13 @@ def _run_pieces(
                 results.append(attempts.run(search, piece, fallback))
             if bar is not None:
                 bar.advance(piece.end - piece.start)
+            # here alone the work goes on: an attempt that failed has left the start where it was
             piece.start = piece.end
     search.finished()
 
 
-def _attempts(
-    name: str, scope: DisposeScope, unit: str, options: Options, args: _Args, kwargs: _Kwargs
-) -> Attempts:
-    state = None
-    if options.restore_rng:
-        state = RngState(generators=generators_in((*args, *kwargs.values())))
-    return Attempts(name, scope, unit=unit, state=state, on_retry=options.on_retry)
+def _random_state(args: _Args, kwargs: _Kwargs) -> RngState:
+    return RngState(generators=generators_in((*args, *kwargs.values())))
 
 
 class _Bar:
@@ -237,7 +234,8 @@ class _Bar:
             except BaseException as error:
                 self._shows = False
                 _is_shown.release()
-                if not isinstance(error, LiveError):  # that is a display of the program's own
+                # that is a display of the program's own
+                if not isinstance(error, LiveError):
                     raise
         return self
 

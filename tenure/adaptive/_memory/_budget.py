@@ -159,4 +159,5 @@ class memory_budget(ContextDecorator):
         )
 
     def _recreate_cm(self) -> Self:
-        return type(self)(self.limit_bytes, self.device)  # calls may overlap, on several threads
+        # calls may overlap, on several threads
+        return type(self)(self.limit_bytes, self.device)

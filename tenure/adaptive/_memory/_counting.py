@@ -76,9 +76,11 @@ class CountingMode(DispatchMode):
 
     def open(self) -> None:
         """Begin to count on this thread."""
+        # asked here, because it can't be where the answer is needed: in the handler of an operation
         for inference in (False, True):
             uses_by_torch(inference)
-        self._process = os.getpid()  # a forked child has the mode on its stack, but not its limit
+        # a forked child has the mode on its stack, but not its limit
+        self._process = os.getpid()
         self._stacked = _this_thread.stacked
         self._stacked.append(self)
         try:
@@ -109,6 +111,7 @@ class CountingMode(DispatchMode):
     ) -> Any:
         """Run an operation, count what it made, and refuse it if that is too much."""
         kwargs = kwargs or {}
+        # closed, but below a mode that is open; or in a child that was forked
         if os.getpid() != self._process:
             return func(*args, **kwargs)
         with without_functions():
@@ -151,9 +154,11 @@ class CountingMode(DispatchMode):
         existing = storages_in(args)
         if kwargs:
             existing += storages_in(kwargs.values())
-        if func in _LIFTS:  # its argument is new, unless the memory is another library's
+        # its argument is new, unless the memory is another library's
+        if func in _LIFTS:
             existing = [storage for storage in existing if not storage.resizable()]
         places = geometries(func, args, kwargs)
+        # set_ is the one operation that is given storages as such
         if places:
             existing += self._held(args)
         self._account.note_existing(existing)
@@ -172,6 +177,8 @@ class CountingMode(DispatchMode):
     def _exceeds(self) -> bool:
         if self._account.live_bytes <= self._limit_bytes:
             return False
+        # Storages that became smaller without an operation are seen only now: nobody is refused for
+        # memory that has gone, see test_memory_that_is_freed_without_an_operation_counts_no_more.
         self._account.measure_again()
         return self._account.live_bytes > self._limit_bytes
 

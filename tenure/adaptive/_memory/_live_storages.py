@@ -50,6 +50,7 @@ class LiveStorages:
     def note_made(self, storages: Iterable[UntypedStorage]) -> int:
         """Enter storages that an operation gave back, and return what they have grown, in bytes."""
         grown_bytes = 0
+        # an in-place operation gives back a storage that was noted: its growth alone is new
         with self._lock:
             for storage in storages:
                 entry = self._entries.get(key_of(storage))
@@ -70,6 +71,7 @@ class LiveStorages:
     def measure_again(self) -> None:
         """Take up what became of the storages without an operation, as by ``storage.resize_``."""
         with self._lock:
+            # a copy: a storage that dies meanwhile takes its entry away
             for entry in list(self._entries.values()):
                 storage = entry()
                 if storage is not None:
@@ -126,7 +128,8 @@ def storages_in(values: Iterable[object]) -> list[UntypedStorage]:
 def _storages_of_plain(tensor: Any) -> list[UntypedStorage]:
     try:
         return [tensor.untyped_storage()]
-    except (RuntimeError, NotImplementedError):  # sparse, opaque and nested layouts have none
+    # sparse, opaque and nested layouts have none
+    except (RuntimeError, NotImplementedError):
         return _storages_of_any(tensor)
 
 

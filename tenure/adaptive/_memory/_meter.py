@@ -50,6 +50,7 @@ class MemoryMeter:
 
     def needed_bytes(self) -> int | None:
         """The most that was used beyond the use at the restart; None where that is not told."""
+        # the most of them: an allocator sees what counting can't, such as workspaces
         told = (source.needed_bytes() for source in self._sources)
         return max((n_bytes for n_bytes in told if n_bytes is not None), default=None)
 
@@ -84,8 +85,12 @@ class _Allocator:
         held = held_by(self._module, self._device)
         new_bytes = int(self._module.mem_get_info(self._device)[0])
         allowed = allowed_bytes(self._device)
-        if allowed is not None:  # a program may lower a fraction below what is reserved
+        # a program may lower a fraction below what is reserved
+        if allowed is not None:
             new_bytes = max(0, min(new_bytes, allowed - held.reserved_bytes))
+        # Not the free parts of segments in use: work that needs several pieces does not fit there
+        # though their sum does, see test_a_fragmented_cache_misleads_no_search. Where all free
+        # memory lies so, the size found is too small rather than one that fails.
         return new_bytes + held.spare_bytes
 
     def restart(self) -> None:
@@ -132,9 +137,11 @@ def _allocator_of(device: str) -> list[_Source]:
     if found is None:
         return []
     allocator = _Allocator(*found)
+    # asked once, for all that the searches ask: a meter that is there has to be able to answer
     try:
         allocator.available_bytes()
         allocator.needed_bytes()
-    except Exception:  # a device without statistics
+    # a device without statistics
+    except Exception:
         return []
     return [allocator]

@@ -34,6 +34,7 @@ class Geometry:
         if key_of(self.tensor.untyped_storage()) != key_of(self.storage) or self._is_moved():
             place: Any = self.tensor
             place.set_(self.storage, self.offset, self.shape, self.stride)
+        # never made larger: what has become smaller meanwhile was the operation's own doing
         if self.storage.nbytes() > self.n_bytes:
             self.storage.resize_(self.n_bytes)
 
@@ -44,6 +45,7 @@ class Geometry:
 
 def geometries(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Geometry]:
     """The places of the arguments that ``func`` may enlarge; of most functions there are none."""
+    # by the schema, once for each operator: this stands in the way of every operation of a budget
     places = _known.get(func)
     if places is None:
         places = _known[func] = _enlarged_arguments(func)
@@ -65,7 +67,8 @@ def restore(places: Iterable[Geometry]) -> None:
 def _enlarged_arguments(func: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Names and positions of the ``out=`` arguments, or of the tensor that is resized."""
     schema = schema_of(func)
-    if schema is None:  # a higher-order operator
+    # a higher-order operator
+    if schema is None:
         return (), ()
     resizes = func.overloadpacket in _RESIZERS
     found = [

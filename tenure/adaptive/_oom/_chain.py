@@ -46,6 +46,7 @@ def chain_of(exc: BaseException, outside: BaseException | None = None) -> Iterat
         if id(one) not in seen:
             seen.add(id(one))
             yield one
+            # suppressed or not: a context that nobody sees holds its frames all the same
             waiting += _below(one, also_suppressed=True)
 
 

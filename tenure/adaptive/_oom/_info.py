@@ -89,10 +89,13 @@ def oom_of_work(exc: BaseException, outside: BaseException | None) -> OomInfo | 
         seen.add(id(link.exception))
         text = text_of(link.exception)
         verdict = verdict_on(link.exception, text)
+        # it hides those below: to try again would repeat a bug, use a device that no longer works,
+        # or swallow an interrupt
         if verdict is NEVER:
             return None
         if not isinstance(verdict, Oom):
             waiting.extend(reversed(links_below(link)))
+        # of several in a group the one after which nothing may be tried again
         elif found is None or (found.retry_safe and not verdict.retry_safe):
             found = _info(verdict, link, text)
     return found

@@ -109,6 +109,7 @@ def _compiled(pattern: object) -> re.Pattern[str]:
             f"register_oom() got the pattern {written!r}, which is no regular expression: {error}. "
             "Escape plain text with re.escape()."
         ) from error
+    # a pattern such as "a|" or ".*" is a slip of the pen, and would make each error one of memory
     if compiled.search(""):
         raise AdaptiveUsageError(
             f"register_oom() got the pattern {written!r}, which fits any text, so that every "

@@ -42,7 +42,8 @@ _INDEX = re.compile(r"\b(?:GPU|NPU|XPU|MUSA|MLU|HPU|device)  ?([0-9]{1,4})\b")
 def text_of(exc: BaseException) -> str:
     """The message of an exception, shortened in its middle; empty when it has none to give."""
     try:
-        text = str.__str__(str(exc))  # exactly a str: a subclass may hold what the exception holds
+        # exactly a str: a subclass may hold what the exception holds
+        text = str.__str__(str(exc))
     # whatever the exception's own __str__ raises, its type still tells
     except Exception:
         return ""

@@ -47,17 +47,22 @@ def verdict_on(exc: BaseException, text: str) -> Oom | _Never | None:
     """What an exception is by itself: an out-of-memory error, never one, or None for neither."""
     kind = type(exc)
     if not issubclass(kind, Exception):
-        return NEVER  # interrupts and exits, cancellations, and groups that hold one
+        # interrupts and exits, cancellations, and groups that hold one
+        return NEVER
+    # A type is certain where a text is a guess; what is never one comes before the texts, because
+    # a long one may say both.
     return _by_type(exc, text) or _never(kind, text) or _by_text(kind, text)
 
 
 def _by_type(exc: BaseException, text: str) -> Oom | None:
     kind = type(exc)
     if issubclass(kind, torch.OutOfMemoryError):
-        found = builtin_oom(text)  # not every allocator names the device in its first words
+        # not every allocator names the device in its first words
+        found = builtin_oom(text)
         return found if found is not None and found.kind == "device" else _DEVICE
     if issubclass(kind, MemoryError):
-        return builtin_oom(text) or _HOST  # allocators of other libraries name the device
+        # allocators of other libraries name the device
+        return builtin_oom(text) or _HOST
     if issubclass(kind, torch.AcceleratorError) and _number(exc, "error_code") == _ALLOCATION:
         return builtin_oom(text) or _DEVICE
     if issubclass(kind, OSError) and _number(exc, "errno") == errno.ENOMEM:
@@ -67,7 +72,8 @@ def _by_type(exc: BaseException, text: str) -> Oom | None:
 
 def _never(kind: type[BaseException], text: str) -> _Never | None:
     if issubclass(kind, OutOfRetriesError):
-        return None  # its cause tells
+        # its cause tells
+        return None
     if issubclass(kind, (TenureError, AssertionError)) or NEVER_TEXT.search(text):
         return NEVER
     return None
@@ -116,6 +122,7 @@ def _device_with_little_free() -> str | None:
                 and torch.cuda.mem_get_info(index)[0] < _LITTLE_BYTES
             ):
                 return f"cuda:{index}"
-        except Exception:  # a device that is broken tells nothing any more
+        # a device that is broken tells nothing any more
+        except Exception:
             continue
     return None

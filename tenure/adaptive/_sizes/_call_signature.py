@@ -51,6 +51,7 @@ def _modes() -> str:
     grad = "inference" if torch.is_inference_mode_enabled() else "no grad"
     modes = ["grad" if torch.is_grad_enabled() else grad]
     accelerator = torch.accelerator.current_accelerator()
+    # autocast of both counts: work on a device often has parts on the host
     kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
     for kind in kinds:
         if torch.is_autocast_enabled(kind):
@@ -62,6 +63,7 @@ def _modes() -> str:
 def _spelled(value: object, dimension: int = 0) -> str:
     if isinstance(value, nn.Module):
         return f"{type(value).__name__} in {'training' if value.training else 'evaluation'}"
+    # numbers and texts don't count: they differ from call to call where the memory does not
     if not isinstance(value, Tensor):
         return ""
     with without_functions():

@@ -26,6 +26,7 @@ from ._record import SizeRecord
 
 _FORMAT = "tenure.adaptive sizes"
 _VERSION = 1
+# A program that makes functions, or shapes, without end is not to fill the memory with records.
 _MOST_SITES = 4096
 _MOST_SIGNATURES = 64
 
@@ -59,12 +60,16 @@ class Site:
             record = self.records.pop(signature, None)
             if record is None:
                 modes = modes_in(signature)
+                # Another shape under the same modes: its sizes are a better guess than the initial
+                # one, the latest the best. Not under other modes: without gradients far larger ones
+                # fit, see test_evaluation_does_not_make_training_smaller.
                 similar = (name for name in reversed(self.records) if modes_in(name) == modes)
                 name = next(similar, None)
                 if name is None:
                     return None
                 record = self.records[name].copy()
-            self.records[signature] = record  # as the latest
+            # as the latest: the oldest are forgotten first
+            self.records[signature] = record
             _shorten(self.records, _MOST_SIGNATURES)
             return record
 
@@ -85,20 +90,26 @@ from_files: dict[str, dict[str, SizeRecord]] = {}
 def find(key: SiteKey) -> Site | None:
     """The site of a key, if something is known there."""
     site = sites.get(key)
+    # one whose objects are gone is another's by now, though the identities are the same: add() puts
+    # a new one in its place, see test_an_identity_that_is_used_again_is_no_acquaintance
     if site is None or not site.is_alive:
         return None
     with _lock:
-        if key in sites:  # another thread may forget
-            sites.move_to_end(key)  # in one step: a thread that looks meanwhile finds it
+        # another thread may forget
+        if key in sites:
+            # in one step: a thread that looks meanwhile finds it
+            sites.move_to_end(key)
     return site
 
 
 def add(key: SiteKey, name: str, about: Iterable[object]) -> Site:
     """The site of a key, with what a file told of it."""
-    with _lock:  # two threads that are the first here get the same one
+    # two threads that are the first here get the same one
+    with _lock:
         site = find(key)
         if site is None:
             references = tuple(weakref.ref(each) for each in about)
+            # copies: what is learned here is not what the file said, which other sites begin with
             known = {each: record.copy() for each, record in from_files.get(name, {}).items()}
             site = sites[key] = Site(name, references, known)
             _shorten(sites, _MOST_SITES)
@@ -150,7 +161,8 @@ def save(path: _Path) -> None:
     text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
     try:
         _replace(_target_of(file), text)
-    except (OSError, ValueError) as error:  # a path with a null character is a ValueError
+    # a path with a null character is a ValueError
+    except (OSError, ValueError) as error:
         raise AdaptiveUsageError(f"save() can't write {str(file)!r}: {error}.") from error
 
 
@@ -247,6 +259,8 @@ def entries() -> dict[tuple[str, str], SizeRecord]:
             for signature, shared in site.records.items():
                 record = shared.snapshot()
                 earlier = found.get((site.name, signature))
+                # two sites of one name, as of a function that is defined twice: the smaller size is
+                # safe for both
                 if site.name and (earlier is None or record.ok < earlier.ok):
                     found[site.name, signature] = record
         for name, records in from_files.items():

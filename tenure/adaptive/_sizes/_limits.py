@@ -47,6 +47,8 @@ class SizeLimits:
             failed: the size that failed.
             wanted: any number, also one that is not allowed.
         """
+        # a multiple below what failed, whatever was wanted: that is what makes each search end, see
+        # test_a_reducer_that_stalls_still_comes_to_an_end
         largest = (failed - 1) // self.align * self.align
         if largest < self.floor:
             return None
@@ -60,6 +62,7 @@ class SizeLimits:
 
     def aligned(self, size: int) -> int:
         """The largest size in whole steps; one that is smaller than a step is left as it is."""
+        # a batch that is smaller than a step has to be run, too
         return size // self.align * self.align or size
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -81,6 +84,7 @@ def checked_limits(minimum: int, maximum: int | None, align: int) -> SizeLimits:
         None if maximum is None else checked_size("maximum", maximum),
         checked_size("align", align),
     )
+    # the same object, which a call knows by `is`: it is spared all arithmetic of limits
     if limits == NO_LIMITS:
         return NO_LIMITS
     if limits.maximum is not None and limits.maximum < limits.floor:

@@ -1,15 +1,15 @@
-"""What is known about the sizes of one piece of work, and when a larger one is worth a try.
+"""What is known about the sizes of one piece of work.
 
 Invariant: ``ok`` worked and ``bad``, above it, did not; a size that works although it is ``bad``
-shows that memory has come free, and one that fails although it is ``ok`` that it has gone.
+shows that memory has come free, and one that fails although it is ``ok`` that it has gone. What is
+tried next is not said here: that is the policy's, a function of what is.
 """
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, replace
-
-from ._policy import Measured
+from typing import NamedTuple
 
 _FIRST_INTERVAL = 16
 _CLOSED_INTERVAL = 512
@@ -17,7 +17,20 @@ _CLOSED_INTERVAL = 512
 _FINE = 20
 """A step up is one part in so many: what fails ends the search, within 5 % of the largest."""
 
+# one for all records: a note is a few assignments, and a lock of its own would outweigh a record
 _lock = threading.RLock()
+
+
+class Measured(NamedTuple):
+    """What a size needed.
+
+    Attributes:
+        size: the size.
+        n_bytes: the most memory that was in use for it at once.
+    """
+
+    size: int
+    n_bytes: int
 
 
 @dataclass(slots=True)
@@ -37,7 +50,6 @@ class SizeRecord:
         n_clean: calls without a failure since the last one, or since the last growth ended.
         interval: clean calls before a larger size is tried.
         climbing: whether the next call tries a larger size.
-        settled: whether ``ok`` is as near to the largest as measuring can tell.
     """
 
     ok: int = 0
@@ -50,23 +62,11 @@ class SizeRecord:
     n_clean: int = 0
     interval: int = _FIRST_INTERVAL
     climbing: bool = False
-    settled: bool = False
 
     def snapshot(self) -> SizeRecord:
         """All that it says at one moment, whatever other threads note meanwhile."""
         with _lock:
             return replace(self)
-
-    def fails_at(self, free_bytes: int) -> int | None:
-        """The size that is to fail in so much memory: ``bad``, or more where more is free now.
-
-        None where nobody knows.
-        """
-        if self.is_guess:
-            return None
-        if self.bad is None or not self.free_bytes:
-            return self.bad
-        return max(self.bad, self.bad * free_bytes // self.free_bytes)
 
     def copy(self) -> SizeRecord:
         """What this one knows of sizes, as the beginning of another for work of another shape.
@@ -75,54 +75,11 @@ class SizeRecord:
         two calls have the same shape.
         """
         with _lock:
-            return replace(self, points=(), is_steep=False, is_guess=True, settled=False)
-
-    # --- what to try
-
-    def start(self, first: int, ceiling: int, align: int) -> int:
-        """The size that a call begins with.
-
-        Args:
-            first: the size where nothing is known.
-            ceiling: the largest that is allowed.
-            align: sizes are multiples of it.
-        """
-        with _lock:
-            if self.bad is None and not self.climbing and self.ok < first:
-                return first
-            if self.ok:
-                return (
-                    self._grown(ceiling, align) if self.is_due(ceiling) else min(self.ok, ceiling)
-                )
-            return first if self.bad is None or first < self.bad else self._untried(first, align)
-
-    def is_due(self, ceiling: int) -> bool:
-        """Whether a size above ``ok`` is worth the risk now."""
-        return 0 < self.ok < ceiling and (self.climbing or self.n_clean >= self.interval)
-
-    def _grown(self, ceiling: int, align: int) -> int:
-        self.climbing = True
-        if self.bad is None:
-            wanted = 2 * self.ok
-        else:  # what failed may have been a last piece, which is no multiple
-            wanted = min(-(-self.bad // align) * align, self.ok + self.step(align))
-        return min(ceiling, max(wanted, self.ok + 1))
-
-    def _untried(self, first: int, align: int) -> int:
-        assert self.bad is not None
-        return min(first, max(align, self.bad // 2 // align * align))
+            return replace(self, points=(), is_steep=False, is_guess=True)
 
     def step(self, align: int) -> int:
         """How much larger the next size is."""
         return max(align, self.ok // _FINE // align * align)
-
-    def is_closed(self, align: int) -> bool:
-        """Whether nothing worth a try lies between what works and what fails."""
-        if self.bad is None:
-            return False
-        return self.settled or self.bad - self.ok <= self.step(align)
-
-    # --- what happened
 
     def note_ok(self, size: int, needed_bytes: int | None = None) -> bool:
         """Work of this size returned; whether that is larger than what is known to work."""
@@ -134,36 +91,24 @@ class SizeRecord:
             elif needed_bytes and self.points:
                 self._note_less(size, needed_bytes)
             if self.bad is not None and size >= self.bad:
-                self.bad = None  # memory has come free: go on at once, and faster
-                self.climbing = True
-                self.settled = False
+                # memory has come free: go on at once, and faster
+                self.bad, self.climbing = None, True
             return grew
 
     def _points_with(self, size: int, needed_bytes: int | None) -> tuple[Measured, ...]:
-        if not needed_bytes:
-            upper_bytes = self._in_proportion(size)
-            return (Measured(size, upper_bytes),) if upper_bytes else ()
-        smaller = [each for each in self.points if each.size < size]
-        return (*smaller[-1:], Measured(size, needed_bytes))
+        if needed_bytes:
+            smaller = [each for each in self.points if each.size < size]
+            return (*smaller[-1:], Measured(size, needed_bytes))
+        if not (self.points and self.ok):
+            return ()
+        # in proportion to the one that was measured: an upper bound, whatever part of it is fixed
+        return (Measured(size, -(-self.points[-1].n_bytes * size // self.ok)),)
 
     def _note_less(self, size: int, needed_bytes: int) -> None:
         """A smaller size says that ``ok`` needs less than it did, as where gradients are there."""
         least = Measured(self.ok, -(-needed_bytes * self.ok // size))
         if least.n_bytes < self.points[-1].n_bytes:
             self.points = (least,)
-
-    def is_full(self, free_bytes: int) -> bool:
-        """Whether one more than ``ok`` is known not to fit."""
-        with _lock:
-            if not self.points:
-                return False
-            *earlier, (size, n_bytes) = self.points
-            slopes = [(n_bytes - less_bytes) / (size - less) for less, less_bytes in earlier]
-            return n_bytes + max([*slopes, 0]) > free_bytes
-
-    def _in_proportion(self, size: int) -> int | None:
-        """An upper bound of what a larger size needs."""
-        return -(-self.points[-1].n_bytes * size // self.ok) if self.points and self.ok else None
 
     def note_failed(
         self, size: int, align: int, device: str | None, free_bytes: int | None = None
@@ -177,10 +122,12 @@ class SizeRecord:
                 self.is_steep = True
             self.bad, self.device, self.free_bytes = size, device, free_bytes
             self.is_guess = False
-            self.settled = False
             if self.climbing:
+                # each failure above what works doubles the wait for the next: failures grow with
+                # the logarithm of the calls, see test_failures_grow_with_the_logarithm_of_the_calls
                 self.interval *= 2
-            self._rest(_CLOSED_INTERVAL if was_probe and self.is_closed(align) else 0)
+            is_closed = was_probe and size - self.ok <= self.step(align)
+            self._rest(_CLOSED_INTERVAL if is_closed else 0)
 
     def note_clean_call(self, size: int, ceiling: int) -> None:
         """A call, or many pieces of one, ended without a failure at ``size``."""
@@ -190,16 +137,19 @@ class SizeRecord:
             elif not self.climbing:
                 self.n_clean += 1
 
+    def note_climbing(self) -> None:
+        """A size above ``ok`` is tried now, and from call to call until one fails."""
+        with _lock:
+            self.climbing = True
+
     def note_risen(self, free_bytes: int) -> None:
         """More memory is free than when a size failed: what failed may fit now."""
         with _lock:
-            self.free_bytes = free_bytes
-            self.climbing, self.settled = True, False
+            self.free_bytes, self.climbing = free_bytes, True
 
     def note_settled(self) -> None:
         """Measuring says that no larger size fits."""
         with _lock:
-            self.settled = True
             self._rest(_CLOSED_INTERVAL)
 
     def _rest(self, at_least: int) -> None:

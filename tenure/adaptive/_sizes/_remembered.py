@@ -81,7 +81,8 @@ def checked_cache_type(cache_type: object) -> CacheType:
         named = f"{_ROOM}.DEFAULT_CACHE_TYPE"
         cache_type = sys.modules[_ROOM].DEFAULT_CACHE_TYPE
     if cache_type is StacktraceMemoryBatchsizeCache or cache_type is GlobalBatchsizeCache:
-        return cache_type  # by far the most
+        # by far the most, of each call: the checks below are for classes of the user's own
+        return cache_type
     if isinstance(cache_type, type) and issubclass(cache_type, BatchsizeCache):
         if getattr(cache_type, "remembered_for", None) in _ANSWERS:
             return cache_type
@@ -141,7 +142,8 @@ class RememberedCall:
 
     def known(self) -> SizeRecord | None:
         """The record of this call; None where nothing is known."""
-        if not (sites or from_files):  # nothing has failed in this process
+        # by far the most: nothing has failed in this process, and so nothing is known
+        if not (sites or from_files):
             return None
         site = find(self._key())
         if site is None:
@@ -157,16 +159,20 @@ class RememberedCall:
     def _key(self) -> SiteKey:
         cache_type, context = self._cache_type, self._context
         if context is not None:
-            if _is_plain(context):  # spelled, because 1, 1.0 and True are equal
+            # spelled, because 1, 1.0 and True are equal, and have the same hash
+            if _is_plain(context):
                 return cache_type, "context", repr(context)
             return cache_type, "context", type(context), id(context)
         owner, frame = self._owner, self._frame
         if cache_type.remembered_for == "function" and owner is not None:
             return cache_type, id(owner)
+        # the instruction, not the line: of two calls on one line each has sizes of its own, see
+        # test_two_calls_on_one_line_are_two_calls
         return cache_type, id(owner), id(frame.f_code), frame.f_lasti
 
     def _add(self) -> Site:
         about, names = self._named()
+        # a site without a name that is the same in each process is in no file
         name = " | ".join([self._cache_type.__name__, *names]) if all(names) else ""
         return add(self._key(), name, about)
 
@@ -184,6 +190,8 @@ class RememberedCall:
 
     def _signature(self) -> str:
         function, args, kwargs, split = self._work
+        # a module that runs is in training or evaluation like one that is passed, see
+        # test_training_and_evaluation_of_the_module_of_a_method_are_apart
         of = function.__self__ if isinstance(function, MethodType) else function
         args = (of, *args) if isinstance(of, nn.Module) else args
         chunked, dimension = split or (None, 0)
@@ -280,5 +288,6 @@ def _name_of_call(frame: FrameType) -> str:
     """Where a frame stands, the same in each process and after changes elsewhere in the file."""
     code = frame.f_code
     line, column = position_of(code, frame.f_lasti)
+    # counted from the first line of the function: changes above it move all of its lines
     below = "" if line is None else f"+{line - code.co_firstlineno}:{column or 0}"
     return f"{Path(code.co_filename).stem}:{code.co_qualname}{below}"

@@ -176,10 +176,8 @@ def step(
     largest = max(parts.n_samples, 1)
     if maximum is not None:
         largest = min(largest, _checked_maximum(maximum, limits.minimum))
-    memory = remembered_of(stands_for(fn), frame, context, cache_type, parts.values, {})
-    search = AdaptiveSearch(
-        parts.name, "micro-batch", largest, limits, memory, on_retry=on_retry, has_trials=True
-    )
+    remembered = remembered_of(stands_for(fn), frame, context, cache_type, parts.values, {})
+    search = AdaptiveSearch(largest, limits, remembered, has_trials=True)
 
     def attempt(size: int) -> StepOutcome:
         # a failed attempt is taken back, and what an optimizer has moved can't be

@@ -49,7 +49,8 @@ class AttributeState:
         self._noted: list[_Noted] = []
         self._contents: list[ContainerNote] = []
         self._tensors: list[TensorNote] = []
-        self._seen: set[int] = set()  # what is noted is kept, so an id stands for one object
+        # what is noted is kept, so an id stands for one object
+        self._seen: set[int] = set()
 
     def begin(self) -> None:
         """Note them."""
@@ -74,6 +75,7 @@ class AttributeState:
         """Put back what is no longer there, and take away what is new."""
         for module, attributes in self._noted:
             space = vars(module)
+            # what every module has, its dicts of parameters and hooks among it, is others' to undo
             for name in space.keys() - attributes.keys() - _OF_EVERY_MODULE:
                 del space[name]
             space.update(attributes)

@@ -42,7 +42,8 @@ class BufferState:
 
     def begin(self) -> None:
         """Note the buffers."""
-        self.finish()  # the copies of the attempt before go first
+        # the copies of the attempt before go first
+        self.finish()
         self.add(self._modules)
 
     def add(self, modules: Iterable[nn.Module]) -> None:
@@ -78,6 +79,7 @@ class BufferState:
             note, now = buffer.note, _buffer(buffer.module, buffer.name)
             if note is None or now is None:
                 continue
+            # three answers that cost nothing, then the comparison of values for what is left
             if now is buffer.tensor and note.has_other_version():
                 written.append(buffer)
             elif now is buffer.tensor:
@@ -102,7 +104,8 @@ class BufferState:
 
 
 def _buffer(module: nn.Module, name: str) -> Tensor | None:
-    buffers = module._buffers  # of a scripted module, a mapping without get()
+    # of a scripted module, a mapping without get()
+    buffers = module._buffers
     return buffers[name] if name in buffers else None  # noqa: SIM401
 
 

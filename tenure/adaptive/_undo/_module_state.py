@@ -66,7 +66,8 @@ class ModeState:
 
     def add(self, modules: Iterable[nn.Module]) -> None:
         """Note more of them."""
-        with without_functions():  # a mode would see each attribute of a tensor that is read
+        # a mode would see each attribute of a tensor that is read
+        with without_functions():
             for module in modules:
                 self._note(module)
 
@@ -92,6 +93,7 @@ class ModeState:
             if module.training != training:
                 module.training = training
         for hooks, noted in self._hooks:
+            # the dict itself stays: handles of hooks refer to it
             if hooks.keys() != noted.keys():
                 hooks.clear()
                 hooks.update(noted)

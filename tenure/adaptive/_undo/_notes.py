@@ -1,10 +1,9 @@
 """Tensors and containers that modules hold, noted so that what is put into them can be taken back.
 
 Invariant: a note of a tensor that nobody writes takes no memory, as far as torch can copy it lazily
-(``tenure._torch.writes``). One that was written once is copied at once from then on, so that
-it does not move to other memory each time. Of containers only the methods of the builtin classes
-are called: a class of the user's may refuse to be cleared, or may want other arguments to make a
-copy.
+(``tenure._torch.writes``). One that was written once is copied at once from then on, so that it
+does not move to other memory each time. Of containers only the methods of the builtin classes are
+called: a class of the user's may refuse to be cleared, or may want other arguments to make a copy.
 """
 
 from __future__ import annotations
@@ -55,6 +54,7 @@ class TensorNote(NamedTuple):
         """Write its values back."""
         if self.was_left_alone():
             return
+        # a cache that grew in place, as of keys and values
         if self.tensor.shape != self.copy.shape:
             with torch.no_grad():
                 self.tensor.resize_(self.copy.shape)
@@ -69,7 +69,8 @@ def noted(owner: nn.Module, name: str, tensor: Tensor) -> TensorNote:
     """Note a tensor of a module; to be called without gradients, in ``persist()``."""
     copy = None
     if not _is_written(owner, name):
-        with without_dispatch():  # it takes no memory, and no budget is to count it
+        # it takes no memory, and no budget is to count it
+        with without_dispatch():
             copy = lazy_copy(tensor)
     is_lazy = copy is not None
     if copy is None:
@@ -112,6 +113,7 @@ def differing(pairs: list[tuple[Tensor, Tensor]]) -> list[bool]:
 
 
 def _is_written(owner: nn.Module, name: str) -> bool:
+    # batch norm in training writes its statistics with each call: a lazy copy would be made in vain
     if isinstance(owner, NormBase):
         return owner.training
     return name in _written.get(owner, ())
@@ -135,7 +137,8 @@ class _Kind(NamedTuple):
 
 
 def _fill_in_order(container: OrderedDict[Any, Any], items: dict[Any, Any]) -> None:
-    for key, value in items.items():  # update() would call what a class writes over
+    # update() would call what a class writes over
+    for key, value in items.items():
         OrderedDict.__setitem__(container, key, value)
 
 
@@ -176,7 +179,8 @@ class ContainerNote(NamedTuple):
 
 def noted_container(value: object) -> ContainerNote | None:
     """Note a dict, list, set or deque; None for anything else."""
-    cls = type(value)  # isinstance() asks a weak proxy, and one of nothing raises
+    # isinstance() asks a weak proxy, and one of nothing raises
+    cls = type(value)
     if not issubclass(cls, _CLASSES):
         return None
     kind = next(kind for kind in _KINDS if issubclass(cls, kind.base))

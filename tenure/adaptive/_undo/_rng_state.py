@@ -29,7 +29,8 @@ Generator = Any
 def generators_in(values: Iterable[object]) -> list[Generator]:
     """Those of many values that are generators."""
     kinds = generator_kinds()
-    known: dict[type, bool] = {}  # of thousands of attributes most are of a few types
+    # of thousands of attributes most are of a few types
+    known: dict[type, bool] = {}
     found = []
     for value in values:
         kind = type(value)
@@ -69,9 +70,7 @@ class RngState:
     __slots__ = ("_devices", "_generators", "_noted")
 
     def __init__(
-        self,
-        devices: Iterable[torch.device] = (),
-        generators: Iterable[Generator] = (),
+        self, devices: Iterable[torch.device] = (), generators: Iterable[Generator] = ()
     ) -> None:
         self._devices = tuple(dict.fromkeys(devices))
         self._generators = _with_state(generators)
@@ -80,9 +79,11 @@ class RngState:
     def begin(self) -> None:
         """Note all states."""
         noted = [_cpu(), _python(), *map(_generator, self._generators)]
-        with persist():  # a device may keep its state in tensors, and no scope may let go of them
+        # a device may keep its state in tensors, and no scope may let go of them
+        with persist():
             noted += [_accelerator(device) for device in self._all_devices()]
-        if "numpy" in sys.modules:  # the work may be the first to ask NumPy for random numbers
+        # the work may be the first to ask NumPy for random numbers
+        if "numpy" in sys.modules:
             noted.append(_numpy(importlib.import_module("numpy.random")))
         self._noted = noted
 
@@ -129,6 +130,8 @@ class RngState:
 
     def _all_devices(self) -> list[torch.device]:
         devices = dict.fromkeys(self._devices)
+        # all of them, not the current one: a part may move its work to any, see
+        # test_a_retried_part_draws_what_it_had_drawn_on_every_device
         found = torch.accelerator.current_accelerator(check_available=True)
         if found is not None and _is_initialized(found):
             indexes = range(torch.accelerator.device_count())
@@ -137,6 +140,7 @@ class RngState:
 
 
 def _with_state(generators: Iterable[Generator]) -> list[Generator]:
+    # SystemRandom asks the system, and has neither a state nor a way to draw a number again
     return [each for each in generators if not isinstance(each, random.SystemRandom)]
 
 
@@ -155,7 +159,8 @@ def _numpy(numpy_random: Any) -> _Noted:
 def _generator(generator: Generator) -> _Noted:
     if isinstance(generator, random.Random):
         return _now(generator.getstate, generator.setstate)
-    bits = getattr(generator, "bit_generator", None)  # of NumPy's newer kind
+    # of NumPy's newer kind
+    bits = getattr(generator, "bit_generator", None)
     if bits is not None:
         return _now(lambda: bits.state, lambda state: setattr(bits, "state", state))
     return _now(generator.get_state, generator.set_state)
@@ -163,7 +168,8 @@ def _generator(generator: Generator) -> _Noted:
 
 def _accelerator(device: torch.device) -> _Noted:
     module: Any = torch.get_device_module(device)
-    which = () if device.type == "mps" else (device,)  # Metal has one device and asks for none
+    # Metal has one device and asks for none
+    which = () if device.type == "mps" else (device,)
     return _now(
         lambda: module.get_rng_state(*which), lambda state: module.set_rng_state(state, *which)
     )
@@ -180,7 +186,8 @@ def _is_of_torch(noted: _Noted) -> bool:
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
-    return pickle.dumps(a) == pickle.dumps(b)  # arrays among them have no one truth value
+    # arrays among them have no one truth value
+    return pickle.dumps(a) == pickle.dumps(b)
 
 
 def _is_initialized(device: torch.device) -> bool:

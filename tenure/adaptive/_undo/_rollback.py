@@ -36,6 +36,7 @@ class AllOf:
 
     def begin(self) -> None:
         """Note each state; if one fails, those noted before it are brought back."""
+        # a state may run out of memory while it is noted, as copies of buffers do
         begun: list[Rollback] = []
         try:
             for part in self._parts:
@@ -56,6 +57,7 @@ class AllOf:
 
 
 def _undo(parts: Sequence[Rollback]) -> None:
+    # each, though one fails: half of a state brought back is worse than none, and harder to see
     failure: BaseException | None = None
     for part in reversed(parts):
         try:

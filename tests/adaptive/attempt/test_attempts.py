@@ -30,7 +30,7 @@ class Halving:
     def succeeded(self):
         self.n_succeeded += 1
 
-    def failed(self, info):
+    def shrink(self, info):
         if self.size // 2 < self.floor:
             return False
         self.size //= 2

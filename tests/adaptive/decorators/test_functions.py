@@ -487,6 +487,17 @@ def test_a_method_that_was_taken_from_another_class_binds_to_instances():
     assert Other.work.__name__ == "run"
 
 
+def test_a_method_looked_up_in_a_class_is_the_function_itself():
+    class Special(Model):
+        pass
+
+    Special.later = adaptive.batch(initial_batchsize=2)(lambda it, batchsize: (it, batchsize))
+    special = Special("b")
+    assert Model.run is vars(Model)["run"] is Special.run
+    assert Special.run(Model("a"), "x") == ("a", 16, "x")
+    assert Special.later(special) == special.later() == (special, 2)
+
+
 class Decorated:
     """Methods with a decorator above the adaptive one."""
 

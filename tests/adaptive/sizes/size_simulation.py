@@ -105,13 +105,11 @@ class Site:
 
     def step(self, _=None):
         """The size of a call that tries sizes out first; None where nothing fits."""
-        search = AdaptiveSearch(
-            "f", "size", self.initial, self.limits, self.memory, has_trials=True
-        )
+        search = AdaptiveSearch(self.initial, self.limits, self.memory, has_trials=True)
         while True:
             self.sizes.append(search.size)
             if (info := self.device.run(search.size)) is not None:
-                if not search.failed(info):
+                if not search.shrink(info):
                     return None
             elif search.is_trial:
                 search.tried()
@@ -122,15 +120,13 @@ class Site:
 
     def call(self, n_pieces=1):
         """The size of the last piece that worked; None where nothing fits."""
-        search = AdaptiveSearch(
-            "f", "size", self.initial, self.limits, self.memory, in_pieces=self.in_pieces
-        )
+        search = AdaptiveSearch(self.initial, self.limits, self.memory, in_pieces=self.in_pieces)
         done = None
         for _ in range(n_pieces):
             while (info := self.device.run(search.size)) is not None:
                 self.sizes.append(search.size)
                 before = search.size
-                if not search.failed(info):
+                if not search.shrink(info):
                     return None
                 assert self.limits.floor <= search.size < before
                 assert search.size % self.limits.align == 0

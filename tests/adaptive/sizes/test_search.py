@@ -5,10 +5,13 @@ import math
 from contextlib import contextmanager
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenure.adaptive import AdaptiveUsageError, add_listener, remove_listener
+from tenure import NewDisposeScope
+from tenure.adaptive import AdaptiveUsageError, OutOfRetriesError, add_listener, remove_listener
+from tenure.adaptive._attempt._attempts import Attempts
 from tenure.adaptive._sizes._limits import SizeLimits
 from tenure.adaptive._sizes._record import SizeRecord
 from tenure.adaptive._sizes._remembered import REMEMBERS_NOTHING
@@ -38,7 +41,7 @@ NO_LIMITS = SizeLimits()
 def search(initial, record=None, limits=NO_LIMITS, **options):
     memory = Memory()
     memory.record = record
-    return AdaptiveSearch("f", "size", initial, limits, memory, **options)
+    return AdaptiveSearch(initial, limits, memory, **options)
 
 
 # --- smaller
@@ -92,25 +95,25 @@ def test_the_bytes_that_were_wanted_make_the_step_down_as_large_as_it_has_to_be(
 def test_two_requests_tell_that_they_grow_faster_than_the_size(devices):
     devices["fake:0"] = Device(free_bytes=10_000, piece_bytes=1, power=2)
     sizes = search(1000)
-    assert sizes.failed(oom("fake:0", 15_000))  # another allocation than the next one
+    assert sizes.shrink(oom("fake:0", 15_000))  # another allocation than the next one
     sizes.size = 600
-    assert sizes.failed(oom("fake:0", 60_000))
+    assert sizes.shrink(oom("fake:0", 60_000))
     assert sizes.size == 100
     sizes = search(1000)
-    sizes.failed(oom("fake:0", 40_000, "driver"))
+    sizes.shrink(oom("fake:0", 40_000, "driver"))
     assert sizes.size == 500
-    assert sizes.failed(oom("fake:0", 10**6))
+    assert sizes.shrink(oom("fake:0", 10**6))
     sizes.size = 400
-    assert sizes.failed(oom("fake:0", 160_000))
+    assert sizes.shrink(oom("fake:0", 160_000))
     assert sizes.size == 100
 
 
 def test_the_same_size_that_fails_again_tells_nothing_new(devices):
     devices["fake:0"] = Device(free_bytes=100, piece_bytes=10)
     sizes = search(1000)
-    assert sizes.failed(oom("fake:0", 10_000))
+    assert sizes.shrink(oom("fake:0", 10_000))
     sizes.size = 1000  # as where memory came free in vain
-    assert sizes.failed(oom("fake:0", 10_000))
+    assert sizes.shrink(oom("fake:0", 10_000))
     assert sizes.size == 10
 
 
@@ -118,7 +121,7 @@ def test_the_same_size_that_fails_again_tells_nothing_new(devices):
 def test_bytes_that_were_not_wanted_of_this_memory_are_no_measure(devices, kind):
     devices["fake:0"] = Device(free_bytes=100, piece_bytes=10)
     sizes = search(1000)
-    assert sizes.failed(oom("fake:0", 10**9, kind))
+    assert sizes.shrink(oom("fake:0", 10**9, kind))
     assert sizes.size == 500
 
 
@@ -133,7 +136,7 @@ def test_what_a_user_makes_of_a_failed_size_is_moved_into_what_is_allowed(wanted
         return wanted
 
     sizes = search(100, limits=SizeLimits(minimum=8), reduce=reduce)
-    assert sizes.failed(oom())
+    assert sizes.shrink(oom())
     assert sizes.size == then
     assert seen == [(100, "device")]
 
@@ -147,7 +150,7 @@ def test_a_reducer_that_stalls_still_comes_to_an_end(answers, minimum):
         reduce=lambda size, info: answers[next(turns) % len(answers)],
     )
     tried = [sizes.size]
-    while sizes.failed(oom()):
+    while sizes.shrink(oom()):
         tried.append(sizes.size)
     assert tried == sorted(set(tried), reverse=True)
     assert tried[-1] >= minimum
@@ -158,7 +161,7 @@ def test_a_reducer_that_returns_no_size_is_named():
     with pytest.raises(
         AdaptiveUsageError, match=r"^reduce= returned 90\.0, which is not a size\. "
     ):
-        sizes.failed(oom())
+        sizes.shrink(oom())
 
 
 # --- remembered
@@ -189,9 +192,9 @@ def test_a_failure_of_what_worked_forgets_it():
 
 
 def test_a_call_that_remembers_nothing_keeps_no_record():
-    sizes = AdaptiveSearch("f", "size", 64, SizeLimits(), REMEMBERS_NOTHING)
-    assert sizes.failed(oom())
-    assert AdaptiveSearch("f", "size", 64, SizeLimits(), REMEMBERS_NOTHING).size == 64
+    sizes = AdaptiveSearch(64, SizeLimits(), REMEMBERS_NOTHING)
+    assert sizes.shrink(oom())
+    assert AdaptiveSearch(64, SizeLimits(), REMEMBERS_NOTHING).size == 64
 
 
 # --- larger
@@ -415,7 +418,7 @@ def test_a_long_loop_counts_its_pieces_like_calls():
 
 def test_a_short_last_piece_teaches_nothing_about_larger_ones():
     site = Site(Wall(1000), 64, SizeLimits(maximum=500), in_pieces=True)
-    search_ = AdaptiveSearch("f", "size", 64, site.limits, site.memory, in_pieces=True)
+    search_ = AdaptiveSearch(64, site.limits, site.memory, in_pieces=True)
     search_.succeeded()
     search_.at_most(3)
     search_.succeeded()
@@ -425,41 +428,56 @@ def test_a_short_last_piece_teaches_nothing_about_larger_ones():
 def test_a_size_that_is_known_to_work_comes_before_a_reducer():
     sizes = search(64, SizeRecord(ok=16, bad=64, climbing=True), reduce=lambda size, info: 1)
     assert sizes.size == 17
-    assert sizes.failed(oom())
+    assert sizes.shrink(oom())
     assert sizes.size == 16
+
+
+def attempted(sizes, largest, **options):
+    """What a retry makes of work of which no more than so much fits."""
+
+    def work(size):
+        if size > largest:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return size
+
+    with NewDisposeScope("test") as scope:
+        return Attempts("f", scope, unit="size").run(sizes, work, **options)
 
 
 def test_each_growth_is_told_once():
     events = []
+    record = SizeRecord()
     add_listener(events.append)
     try:
-        site = Site(Wall(18), 64)
         for _ in range(30):
-            site.call()
+            sizes = search(64, record)
+            attempted(sizes, 18)
+            sizes.finished()
     finally:
         remove_listener(events.append)
-    assert [(event.kind, event.size, event.next_size) for event in events] == [
-        ("grow", 16, 17),
-        ("grow", 17, 18),
-    ]
-    assert str(events[0]) == "'f' goes on with size 17, after 16."
+    growths = [event for event in events if event.kind == "grow"]
+    assert [(event.size, event.next_size) for event in growths] == [(16, 17), (17, 18)]
+    assert [event.kind for event in events] == ["shrink", "shrink", "grow", "grow", "shrink"]
+    assert str(growths[0]) == "'f' goes on with size 17, after 16."
 
 
 def test_work_that_ran_elsewhere_teaches_nothing():
     record = SizeRecord()
     sizes = search(4, record, SizeLimits(minimum=4))
-    assert not sizes.failed(oom())
-    assert sizes.goes_elsewhere() == 4
-    sizes.succeeded()
+    assert attempted(sizes, 0, fallback=lambda: ("elsewhere", sizes.size)) == ("elsewhere", 4)
     assert (record.ok, record.bad) == (0, 4)
 
 
 def test_work_that_failed_elsewhere_teaches_nothing():
     record = SizeRecord()
-    sizes = search(64, record)
-    assert sizes.failed(oom())
-    sizes.succeeded()
+    sizes = search(64, record, SizeLimits(minimum=32))
+    assert attempted(sizes, 32) == 32
     assert (record.ok, record.bad) == (32, 64)
-    assert sizes.goes_elsewhere() == 32
-    assert not sizes.failed(oom())
-    assert (record.ok, record.bad, sizes.size) == (32, 64, 32)
+
+    def failing():
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(OutOfRetriesError) as raised:
+        attempted(sizes, 0, fallback=failing)
+    assert raised.value.sizes == (32, 32)
+    assert (record.ok, record.bad, sizes.size) == (0, 32, 32)
