@@ -159,6 +159,10 @@ class ByteSizeError(TenureError, ValueError):
     """A number of bytes was written in a way that can't be read."""
 
 
+class ReportFormatError(TenureError, ValueError):
+    """A report can't be read from what was given: another kind, a newer version, or altered."""
+
+
 class TenureWarning(UserWarning):
     """Base class of the warnings that tenure gives."""
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from tenure._errors import PagingError
 from tenure._segments import whole_block_bytes
+from tenure._show import Report
 from tenure._units import format_bytes
 
 from ._resources import Resources
@@ -20,7 +21,7 @@ _NAMES = {"link": "link", "compute": "computation"}
 
 
 @dataclass(frozen=True, slots=True)
-class PagingReport:
+class PagingReport(Report):
     """The last pass of a paged model.
 
     Attributes:

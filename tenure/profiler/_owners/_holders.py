@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, SupportsIndex, overload
+from typing import SupportsIndex, overload
 
 from torch import Tensor, nn
 
 from tenure._describe import describe_tensor
 from tenure._errors import DisposedTensorError, ProfilerUsageError
 from tenure._heap import is_kind, type_name, weigh_holders
-from tenure._show import Column, html_table, rich_table
+from tenure._show import Column, Shown, Table
 from tenure._sited import created_at
 from tenure._units import format_bytes
 
 from ._naming import named_tensors_of
 from ._parts import parts_of
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
 _COLUMNS = (Column("held by"), Column("kind"))
 
 
-class HolderList(list[str]):
+class HolderList(list[str], Shown):
     """The names of what holds a tensor or a module, the shortest first.
 
     It is a list like any other: what is changed in it shows when it is printed, and a slice or a
@@ -75,12 +72,6 @@ class HolderList(list[str]):
     def __str__(self) -> str:
         return "\n".join((f"{self.summary()}{':' if self else '.'}", *(f"  {n}" for n in self)))
 
-    def __rich__(self) -> RenderableType:
-        return rich_table(self.summary(), _COLUMNS, self._rows())
-
-    def _repr_html_(self) -> str:
-        return html_table(self.summary(), _COLUMNS, self._rows())
-
     def summary(self) -> str:
         """The tensor or module and the balance of its references, in one line."""
         noun = "reference" if self.n_references == 1 else "references"
@@ -97,8 +88,8 @@ class HolderList(list[str]):
             tensor=self.tensor,
         )
 
-    def _rows(self) -> list[tuple[str, str]]:
-        return list(zip(self, self.kinds, strict=True))
+    def _parts(self) -> list[Table]:
+        return [Table(self.summary(), _COLUMNS, list(zip(self, self.kinds, strict=True)))]
 
 
 def holders(target: Tensor | nn.Module) -> HolderList:

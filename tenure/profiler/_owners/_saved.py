@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,16 +22,13 @@ from tenure._heap import (
     storage_key,
     storage_uses,
 )
-from tenure._show import Column, html_table, rich_table, text_table
+from tenure._show import Column, Report, Table
 from tenure._sited import created_at
 from tenure._torch.quiet import quietly
 from tenure._units import format_bytes
 
 from ._graph_holdings import GraphHoldings, Kept
 from ._parts import Part, device_of, dtype_of, identity_of, parts_of, shape_or_empty
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 _MAX_ROWS = 20
 _MAX_PLACES = 2
@@ -69,7 +66,7 @@ class SavedRecord:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class SavedReport:
+class SavedReport(Report):
     """What the graphs of some tensors keep alive, each storage once.
 
     Attributes:
@@ -79,6 +76,8 @@ class SavedReport:
 
     records: tuple[SavedRecord, ...]
     n_nodes: int
+
+    _figures: ClassVar = ("total_bytes", "leaf_bytes")
 
     @property
     def total_bytes(self) -> int:
@@ -102,36 +101,6 @@ class SavedReport:
     def __repr__(self) -> str:
         return f"<SavedReport of {self.summary()}>"
 
-    def __str__(self) -> str:
-        return f"{self.summary()}\n{text_table(_COLUMNS, self._rows())}"
-
-    def __rich__(self) -> RenderableType:
-        return rich_table(self.summary(), _COLUMNS, self._rows())
-
-    def _repr_html_(self) -> str:
-        return html_table(self.summary(), _COLUMNS, self._rows())
-
-    def to_dict(self) -> dict[str, object]:
-        """The report as numbers and text."""
-        return {
-            "total_bytes": self.total_bytes,
-            "leaf_bytes": self.leaf_bytes,
-            "n_nodes": self.n_nodes,
-            "records": [
-                {
-                    "shape": list(record.shape),
-                    "dtype": str(record.dtype).removeprefix("torch."),
-                    "device": str(record.device),
-                    "n_bytes": record.n_bytes,
-                    "saved_by": list(record.saved_by),
-                    "created_at": record.created_at,
-                    "is_leaf": record.is_leaf,
-                    "is_packed": record.is_packed,
-                }
-                for record in self.records
-            ],
-        }
-
     def summary(self) -> str:
         """How many nodes there are and what they keep, in one line."""
         noun = "node" if self.n_nodes == 1 else "nodes"
@@ -142,13 +111,13 @@ class SavedReport:
             f"{storages}, and {format_bytes(self.leaf_bytes)} of leaves"
         )
 
-    def _rows(self) -> list[tuple[str, ...]]:
+    def _parts(self) -> list[Table]:
         ranked = sorted(self.records, key=lambda record: (record.is_leaf, -record.n_bytes))
         rows = [_row(record) for record in ranked[:_MAX_ROWS]]
         if rest := ranked[_MAX_ROWS:]:
             n_bytes = format_bytes(sum(record.n_bytes for record in rest))
             rows.append((f"and {len(rest)} more", "", "", n_bytes))
-        return rows
+        return [Table(self.summary(), _COLUMNS, rows)]
 
 
 def saved_for_backward(*roots: Tensor | Iterable[Tensor] | Mapping[str, Tensor]) -> SavedReport:
