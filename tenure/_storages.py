@@ -34,6 +34,25 @@ def named_inner_tensors(tensor: Tensor) -> list[tuple[str, Tensor]]:
     return [(name, inner) for name, inner in inside if isinstance(inner, Tensor)]
 
 
+def n_bytes_of(t: Tensor) -> int:
+    """Bytes of the storage; without one, of the elements; 0 when neither can be told."""
+    for measure in (_storage_bytes, _element_bytes):
+        try:
+            return measure(t)
+        # a subclass may raise anything from its own overrides, and a description must not
+        except Exception:
+            continue
+    return 0
+
+
+def _storage_bytes(t: Tensor) -> int:
+    return int(t.untyped_storage().nbytes())
+
+
+def _element_bytes(t: Tensor) -> int:
+    return int(t.numel()) * int(t.element_size())
+
+
 def _dense_parts(tensor: Tensor) -> list[Tensor]:
     layout = tensor.layout
     if layout is torch.sparse_coo:

@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from tenure import DisposedTensorError, NewDisposeScope
-from tenure._units import format_bytes
+from tenure._text import format_bytes
 from tenure.adaptive import memory_budget
 
 from ._screen import Screen

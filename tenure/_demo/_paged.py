@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tenure._units import format_bytes
+from tenure._text import format_bytes
 from tenure.paging import page
 
 from ._model import make_model

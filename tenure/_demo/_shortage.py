@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tenure._units import format_bytes
+from tenure._text import format_bytes
 from tenure.adaptive import AdaptiveEvent, add_listener, memory_budget, remove_listener, step
 
 from ._log import silent

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tenure._text import counted
+
 from ._chains import Chain, Chains
 from ._frames import RunningFrames
 from ._search import Balance, Edge, Search
@@ -148,6 +150,7 @@ def _unfrozen(chain: Chain) -> list[Step]:
 def _unnamed(count: int) -> list[Holder]:
     if not count:
         return []
-    noun = "reference" if count == 1 else "references"
-    chain = f"{count} {noun} without a name: a value on its way, or an extension module"
+    chain = (
+        f"{counted(count, 'reference')} without a name: a value on its way, or an extension module"
+    )
     return [Holder("unknown", chain, running=False, named=False)]

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tenure._describe import describe_tensor
 from tenure._errors import PagingError
+from tenure._text import describe_tensor
 
 from .aside import aside
 from .lending import lent_to

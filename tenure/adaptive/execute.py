@@ -25,7 +25,7 @@ from ._decorators import (
     run_batch,
     run_pieces,
 )
-from ._sizes import calling_frame, checked_initial, checked_size, memory_for
+from ._sizes import calling_frame, checked_initial, checked_size, remembered_of
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -68,7 +68,7 @@ def batch(
     def execute(func: Callable[[int], T]) -> T:
         check_function("@execute.batch", func)
         frame = calling_frame()
-        remembered = memory_for(None, frame, checked.context, checked.cache_type, (), {})
+        remembered = remembered_of(None, frame, checked.context, checked.cache_type, (), {})
         result: T = run_batch(
             name_of(func), func, initial, args=(), kwargs={}, options=checked, remembered=remembered
         )
@@ -154,7 +154,7 @@ def range(
     def execute(func: Callable[[int, int], Any]) -> Any:
         check_function("@execute.range", func)
         frame = calling_frame()
-        remembered = memory_for(None, frame, checked.context, checked.cache_type, (), {})
+        remembered = remembered_of(None, frame, checked.context, checked.cache_type, (), {})
         piece = Piece(func, start, (), {})
         return run_pieces(
             name_of(func),
@@ -247,7 +247,7 @@ def chunked(
     def execute(func: Callable[[Tensor, int, int], Any]) -> Any:
         check_function("@execute.chunked", func)
         frame = calling_frame()
-        remembered = memory_for(
+        remembered = remembered_of(
             None,
             frame,
             checked.context,

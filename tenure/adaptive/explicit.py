@@ -22,7 +22,7 @@ from ._decorators import (
     run_batch,
     run_pieces,
 )
-from ._sizes import BatchsizeCache, calling_frame, checked_size, memory_for, stands_for
+from ._sizes import BatchsizeCache, calling_frame, checked_size, remembered_of, stands_for
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ def batch(
     """
     check_function("explicit.batch", func)
     initial = checked_size("initial_batchsize", initial_batchsize)
-    remembered = memory_for(
+    remembered = remembered_of(
         stands_for(func),
         calling_frame(),
         toma_context,
@@ -101,7 +101,7 @@ def range(
     check_function("explicit.range", func)
     start, end = checked_range("explicit.range", start, end)
     initial = checked_size("initial_step", initial_step)
-    remembered = memory_for(
+    remembered = remembered_of(
         stands_for(func),
         calling_frame(),
         toma_context,
@@ -148,7 +148,7 @@ def chunked(
         "explicit.chunked", tensor, 0 if toma_dimension is None else toma_dimension
     )
     initial = checked_size("initial_step", initial_step)
-    remembered = memory_for(
+    remembered = remembered_of(
         stands_for(func),
         calling_frame(),
         toma_context,

@@ -14,19 +14,28 @@ from torch import Tensor, nn
 from tenure._account import taken
 from tenure._errors import PagingError
 from tenure._segments import taken_by
+from tenure._text import parse_bytes
 from tenure._torch.aside import aside
-from tenure._units import parse_bytes
 
 from ._attached import Attached
-from ._device import RESIDENT, Engine, WholeTensors, in_place_of
+from ._device import RESIDENT, Arrangement, Engine, UnpagedTensors, in_place_of
 from ._handle import PagedModel
 from ._host import HostBuffers
 from ._inside import Arguments, ModuleHooks, Pager, moved
 from ._link import Link
 from ._model import Cut, HostTensor, TensorTable, Unit, cut
-from ._planning import PCIE_4, PagingPlan, Planned, PlannedUnit, checked_device, checked_model
+from ._planning import (
+    PCIE_4,
+    PagingPlan,
+    Planned,
+    PlannedUnit,
+    Residency,
+    arrange,
+    checked_device,
+    checked_model,
+    n_bytes,
+)
 from ._resources import acquire
-from ._room import Arrangement, Residency, arrange, n_bytes
 
 _HOST = torch.device("cpu")
 
@@ -64,7 +73,7 @@ def chunk(
     link = Link(chosen)
     store = HostBuffers(chosen, pin=True)
     resources = acquire(planned, link, store, [u for u in planned.cut.units if u in resident], 0)
-    pager = ChunkPager(resources.engine, resources.whole, planned.table.hosts.values())
+    pager = ChunkPager(resources.engine, resources.unpaged, planned.table.hosts.values())
     attached = Attached(
         model,
         planned,
@@ -82,8 +91,10 @@ class ChunkPager(Pager):
         on_host: how many modules that run now are computed on the host, one inside the other.
     """
 
-    def __init__(self, engine: Engine, whole: WholeTensors, hosts: Collection[HostTensor]) -> None:
-        super().__init__(engine, whole, hosts)
+    def __init__(
+        self, engine: Engine, unpaged: UnpagedTensors, hosts: Collection[HostTensor]
+    ) -> None:
+        super().__init__(engine, unpaged, hosts)
         self.on_host = 0
 
     def show(self, host: HostTensor) -> Tensor:
@@ -144,18 +155,18 @@ def _planned(model: nn.Module, device: torch.device, max_capacity: int | str) ->
     pieces = cut(model, table, lambda module: False)
     division, arrangement = _division(pieces, max_capacity, device)
     resident = division.resident
-    taken = taken_by(arrangement.sizes + table.whole_sizes, device)
+    taken = taken_by(arrangement.sizes + table.unpaged_sizes, device)
     plan = PagingPlan(
         model=type(model).__name__,
         device=str(device),
         units=tuple(PlannedUnit(u.name, u.n_bytes, u in resident) for u in pieces.units),
-        weight_bytes=table.whole_bytes + n_bytes(pieces.units),
-        resident_bytes=table.whole_bytes + arrangement.resident_bytes,
+        weight_bytes=table.unpaged_bytes + n_bytes(pieces.units),
+        resident_bytes=table.unpaged_bytes + arrangement.resident_bytes,
         ring_bytes=0,
         allocated_bytes=taken.allocated_bytes,
         reserved_bytes=taken.reserved_bytes,
         budget_bytes=taken.allocated_bytes,
-        minimum_bytes=taken_by(table.whole_sizes, device).allocated_bytes,
+        minimum_bytes=taken_by(table.unpaged_sizes, device).allocated_bytes,
         link_bytes_per_s=PCIE_4.bytes_per_s,
         limit_s=0.0,
         predicted_s=0.0,

@@ -17,7 +17,7 @@ from torch import nn
 
 from tenure._errors import PagingError
 from tenure._shrinking import register_shrinkable, unregister_shrinkable
-from tenure._units import format_bytes
+from tenure._text import format_bytes
 
 from ._attached import Attached
 from ._host import FileStore, HostBuffers, HostStore, SpillStore, checked_folder
@@ -214,7 +214,7 @@ def carry_out(
 ) -> PagedModel:
     """Page a model by a plan."""
     resources = acquire(planned, link, store, planned.cut.units, max_ahead)
-    pager = Pager(resources.engine, resources.whole, planned.table.hosts.values())
+    pager = Pager(resources.engine, resources.unpaged, planned.table.hosts.values())
     attached = Attached(model, planned, pager, hookable(model), ModuleHooks, methods)
     handle = PagedModel(model, planned.plan, pager, resources, attached)
     register_shrinkable(pager)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ._checkpoint import convert_names, given, open_checkpoint
+from ._checkpoint import assigned, convert_names, open_checkpoint
 from ._handle import PagedModel, carry_out, file_link
 from ._host import FileStore
 from ._inside import checked_methods
@@ -86,7 +86,7 @@ def load_paged(
     checkpoint = open_checkpoint(weights)
     try:
         convert_names(checkpoint, model, host)
-        with given(model, checkpoint):
+        with assigned(model, checkpoint):
             planned = make_plan(model, chosen, max_layer_size, budget, keep, DISK)
             store = FileStore(checkpoint.files)
             link = file_link(planned, chosen, store)

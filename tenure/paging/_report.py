@@ -12,7 +12,7 @@ from typing import Any, Literal
 from tenure._errors import PagingError
 from tenure._segments import whole_block_bytes
 from tenure._show import Report
-from tenure._units import format_bytes
+from tenure._text import counted, format_bytes
 
 from ._resources import Resources
 
@@ -73,7 +73,7 @@ class PagingReport(Report):
             f"pass {self.passes}: {self.pass_s * 1e3:.3f} ms, {self.share_of_limit:.1%} of the "
             f"limit, bound by the {_NAMES[self.bound]}",
             f"  moved      {format_bytes(self.bytes_per_pass)} at "
-            f"{self.link_bytes_per_s / 1e9:.1f} GB/s, {_counted(self.faults, 'fault')} "
+            f"{self.link_bytes_per_s / 1e9:.1f} GB/s, {counted(self.faults, 'fault')} "
             f"({self.total_faults} in all passes)",
             f"  computed   {self.compute_s * 1e3:.3f} ms, waited {self.stall_s * 1e3:.3f} ms",
             f"  device     {format_bytes(self.resident_bytes)} stay, "
@@ -157,7 +157,3 @@ def _helpful_bytes(
 
 def _seconds(span: tuple[Any, Any]) -> float:
     return float(span[0].elapsed_time(span[1])) / 1e3
-
-
-def _counted(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"

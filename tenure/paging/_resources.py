@@ -14,7 +14,7 @@ from torch import nn
 from tenure._named_tensors import NamedTensor, register_namer, unregister_namer
 from tenure._segments import Taken, taken_by
 
-from ._device import Engine, WholeTensors
+from ._device import Engine, UnpagedTensors
 from ._host import HostStore
 from ._link import Link
 from ._model import Unit
@@ -27,7 +27,7 @@ class Resources:
     Args:
         engine: the pages.
         store: the host bytes.
-        whole: the tensors that are not paged.
+        unpaged: the tensors that are not paged.
         units: all units of the plan; what else refers to them does so weakly.
 
     Attributes:
@@ -35,26 +35,26 @@ class Resources:
     """
 
     def __init__(
-        self, engine: Engine, store: HostStore, whole: WholeTensors, units: list[Unit]
+        self, engine: Engine, store: HostStore, unpaged: UnpagedTensors, units: list[Unit]
     ) -> None:
-        self.engine, self.store, self.whole, self.units = engine, store, whole, units
+        self.engine, self.store, self.unpaged, self.units = engine, store, unpaged, units
         self.closed = False
         self._model: weakref.ref[nn.Module] | None = None
 
     @property
     def resident_bytes(self) -> int:
         """The memory of what stays on the device now."""
-        return self.engine.resident_bytes + self.whole.n_bytes
+        return self.engine.resident_bytes + self.unpaged.n_bytes
 
     @property
     def staying_bytes(self) -> int:
         """The weights among it."""
-        return self.engine.staying_bytes + self.whole.n_bytes
+        return self.engine.staying_bytes + self.unpaged.n_bytes
 
     @property
     def taken(self) -> Taken:
         """What all of it takes of the device now."""
-        return taken_by([*self.engine.slab_sizes, *self.whole.sizes], self.engine.device)
+        return taken_by([*self.engine.slab_sizes, *self.unpaged.sizes], self.engine.device)
 
     def serve(self, model: nn.Module) -> None:
         """Be named in reports of memory as the model's, from now until it is given back."""
@@ -67,7 +67,7 @@ class Resources:
 
     def named_tensors(self) -> Iterator[NamedTensor]:
         """See `TensorNamer`."""
-        for keeper in (self.engine, self.whole, self.store):
+        for keeper in (self.engine, self.unpaged, self.store):
             yield from keeper.named_tensors()
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class Resources:
             self.closed = True
             unregister_namer(self)
             self.engine.close()
-            self.whole.close()
+            self.unpaged.close()
             self.store.close()
 
 
@@ -103,10 +103,10 @@ def acquire(
         arrangement = planned.arrangement
         beside_bytes = planned.plan.budget_bytes - sum(arrangement.sizes)
         reserved = engine.reserve(arrangement, planned.kept, beside_bytes)
-        whole = WholeTensors(planned.table.whole, link)
-        resources = Resources(engine, store, whole, planned.cut.units)
+        unpaged = UnpagedTensors(planned.table.unpaged, link)
+        resources = Resources(engine, store, unpaged, planned.cut.units)
         undoing.callback(resources.close)
         store.adopt(units)
-        engine.settle_in(reserved)
+        engine.fill_residents(reserved)
         undoing.pop_all()
     return resources

@@ -14,6 +14,7 @@ from typing import Any, Literal, Never, NoReturn, Self, get_args
 
 from torch.compiler import is_dynamo_compiling
 
+from tenure._text import counted
 from tenure._torch.dynamo import never_compiled
 from tenure._torch.modes import remove
 
@@ -250,8 +251,7 @@ class Block:
     def __repr__(self) -> str:
         if self._status is _NEW:
             return f"{self.label[:-1]} {_NEW}>"
-        n_owned = n_alive(self._ledger) if self._owns_tensors else 0
-        owned = f", {n_owned} tensor{'' if n_owned == 1 else 's'}" if self._owns_tensors else ""
+        owned = f", {counted(n_alive(self._ledger), 'tensor')}" if self._owns_tensors else ""
         return f"{self.label[:-1]} {self._status}{owned}, opened at {self.site}>"
 
     def __reduce__(self) -> NoReturn:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from tenure._describe import describe
 from tenure._errors import DisposedAttributeError, DisposedTensorError
 from tenure._refusals import handles_in, operation_of
+from tenure._text import describe
 from tenure._torch.dynamo import never_compiled
 
 from ._blame import holder_of

@@ -11,10 +11,10 @@ from typing import ClassVar
 
 import torch
 
-from tenure._describe import describe, n_bytes_of, shape_of
 from tenure._heap import Holder, find_holders, storage_key
 from tenure._show import Column, Report, Table
-from tenure._units import format_bytes
+from tenure._storages import n_bytes_of
+from tenure._text import counted, describe, format_bytes, shape_of
 
 _MAX_HOLDERS = 3
 _COLUMNS = tuple(
@@ -147,9 +147,10 @@ class LeakReport(Report):
 
     def summary(self) -> str:
         """The scope, how many tensors outlived it, and their bytes, in one line."""
-        noun = "tensor" if len(self) == 1 else "tensors"
-        size = f", {format_bytes(self.total_bytes)}" if self else ""
-        return f"{self.scope}: {len(self) or 'no'} {noun} leaked{size}"
+        if not self:
+            return f"{self.scope}: no tensors leaked"
+        leaked = f"{counted(len(self), 'tensor')} leaked"
+        return f"{self.scope}: {leaked}, {format_bytes(self.total_bytes)}"
 
 
 def build_leak_report(

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import torch
 
 from tenure._errors import RaceError
-from tenure._units import parse_bytes
+from tenure._text import parse_bytes
 
 from ._allocator import MemoryPool, check_number
 from ._device._blocks import span_of

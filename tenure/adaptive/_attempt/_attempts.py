@@ -17,15 +17,16 @@ from typing import NoReturn, Protocol, TypeVar
 
 from tenure._capture import accelerator_is_capturing
 from tenure._errors import OutOfRetriesError
+from tenure._text import counted, format_bytes
 from tenure._torch.dynamo import never_compiled
-from tenure._units import format_bytes
 from tenure.scopes import DisposeScope
 
 from .._oom import OomInfo, oom_of_work
 from .._undo import Rollback
 from ._events import AdaptiveEvent, EventKind, OnRetry, memory_of, statistics, tell
 from ._release import forget_traceback, release
-from ._relief import Relief, Scene, free_bytes_of, scene_of
+from ._relief import Relief, free_bytes_of
+from ._scene import Scene, scene_of
 
 T = TypeVar("T")
 
@@ -248,7 +249,7 @@ class Attempts:
         self._tell("give_up", sizes[-1], None, info)
         facts = [f"{self._unit} {', '.join(map(str, sizes))}", *_bytes_of(info)]
         raise OutOfRetriesError(
-            f"{len(sizes)} attempt{'' if len(sizes) == 1 else 's'} of {self._name!r} ran out of "
+            f"{counted(len(sizes), 'attempt')} of {self._name!r} ran out of "
             f"{memory_of(info)} ({'; '.join(facts)}). {_in_pieces(failure.scene)}"
             f"{self._advice_for(sizes[-1], limited_by)}",
             tuple(sizes),

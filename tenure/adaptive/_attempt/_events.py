@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
 from tenure._errors import AdaptiveUsageError
-from tenure._units import format_bytes
+from tenure._text import format_bytes
 
 from .._oom import OomInfo
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -19,44 +18,14 @@ from tenure._shrinking import ask_to_shrink
 from tenure._torch.workspaces import clear_workspaces
 
 from .._memory import accelerator_of, held_by, meter_for
-from .._oom import OomInfo, unallocated_bytes_in
-from ._fragmentation import Fragmentation, fragmentation_of
+from .._oom import OomInfo
+from ._scene import Scene
 
 _HOST = (None, "cpu")
 _OUTSIDE_THE_ALLOCATOR = ("workspace", "driver")
 """Kinds of memory that a library or the driver wanted, and that torch's cache may have taken."""
 _NOISE_BYTES = 1 << 20
 """What the resident memory of a process may change by itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scene:
-    """The memory of a device at the moment of the error, before anything was let go.
-
-    Attributes:
-        unused_bytes: what the allocator held and no tensor used; None where it can't be told.
-        pieces: how that lay, if there was enough of it for the request.
-    """
-
-    unused_bytes: int | None
-    pieces: Fragmentation | None = None
-
-
-def scene_of(info: OomInfo) -> Scene:
-    """Read the error, or the allocator; called inside ``except``.
-
-    The error is of the moment when memory ran out. Since then, values that the interpreter held
-    for the operation have died.
-    """
-    found, told_bytes = accelerator_of(info.device), unallocated_bytes_in(info.text)
-    if found is None:
-        return Scene(told_bytes)
-    try:
-        if told_bytes is None:
-            return Scene(held_by(*found).unused_bytes)
-        return Scene(told_bytes, fragmentation_of(*found, told_bytes, info.requested_bytes))
-    except Exception:  # a device without statistics
-        return Scene(told_bytes)
 
 
 class Relief:

@@ -18,7 +18,13 @@ from torch import Tensor
 from tenure._errors import AdaptiveUsageError
 
 from .._callables import check_function, name_of
-from .._sizes import BatchsizeCache, CallSite, RemembersNothing, checked_initial, memory_for
+from .._sizes import (
+    CacheType,
+    RememberedCall,
+    RemembersNothing,
+    checked_initial,
+    remembered_of,
+)
 from ._options import Options
 
 
@@ -123,11 +129,11 @@ class AdaptiveFunction:
     def _remembered(
         self,
         context: Any,
-        cache_type: type[BatchsizeCache] | None,
+        cache_type: CacheType | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         split: tuple[Tensor, int] | None = None,
-    ) -> CallSite | RemembersNothing:
+    ) -> RememberedCall | RemembersNothing:
         """What is remembered for a call, asked by the method that is called."""
         options = self._options
         try:  # as calling_frame() does, without a call of its own
@@ -136,7 +142,7 @@ class AdaptiveFunction:
             frame = sys._getframe(1)
         if frame.f_code is _CALL_OF_CLASS and frame.f_back is not None:
             frame = frame.f_back  # who called the method, and not what bound it
-        return memory_for(
+        return remembered_of(
             self._owner,
             frame,
             options.context if context is None else context,

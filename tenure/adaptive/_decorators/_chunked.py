@@ -21,8 +21,8 @@ from typing import (
 import torch
 from torch import Tensor
 
-from tenure._describe import describe_tensor
 from tenure._errors import AdaptiveUsageError
+from tenure._text import describe_tensor
 from tenure._torch.dynamo import never_compiled
 
 from .._sizes import CacheType

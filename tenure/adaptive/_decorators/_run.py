@@ -7,9 +7,13 @@ the work has come is known to this call alone.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
+from rich.errors import LiveError
+from rich.progress import Progress
 from torch import Tensor
 from torch._C import DisableTorchFunction
 
@@ -21,11 +25,12 @@ from .._sizes import AdaptiveSearch, Remembered
 from .._undo import RngState, generators_in
 from ._collect import Collector
 from ._options import Options
-from ._progress import Bar
 
 _Function = Callable[..., Any]
 _Args = tuple[Any, ...]
 _Kwargs = Mapping[str, Any]
+
+_is_shown = threading.Lock()
 
 
 def run_batch(
@@ -164,7 +169,7 @@ def run_pieces(
     )
     results: list[Any] | None = None if collector is None else []
     if progress:
-        with Bar(name, end - piece.start) as bar:
+        with _Bar(name, end - piece.start) as bar:
             _run_pieces(name, piece, end, search=search, options=options, results=results, bar=bar)
     else:
         _run_pieces(name, piece, end, search=search, options=options, results=results)
@@ -179,7 +184,7 @@ def _run_pieces(
     search: AdaptiveSearch,
     options: Options,
     results: list[Any] | None,
-    bar: Bar | None = None,
+    bar: _Bar | None = None,
 ) -> None:
     fallback = (lambda: piece.on_cpu(search.goes_elsewhere())) if options.cpu_fallback else None
     with DisposeScope(name) as scope:
@@ -207,3 +212,45 @@ def _attempts(
     if options.restore_rng:
         state = RngState(generators=generators_in((*args, *kwargs.values())))
     return Attempts(name, scope, unit=unit, state=state, on_retry=options.on_retry)
+
+
+class _Bar:
+    """How much of a loop is done, shown only where it was asked for.
+
+    A process shows one at a time, the outermost: rich before 14.1 refuses a second display.
+    """
+
+    def __init__(self, name: str, total: int) -> None:
+        self._progress = Progress(transient=False)
+        self._task = self._progress.add_task(name, total=total)
+        self._shows = False
+
+    def advance(self, n_done: int) -> None:
+        """So much more is done."""
+        self._progress.advance(self._task, n_done)
+
+    def __enter__(self) -> Self:
+        self._shows = _is_shown.acquire(blocking=False)
+        if self._shows:
+            try:
+                self._progress.start()
+            except BaseException as error:
+                self._shows = False
+                _is_shown.release()
+                if not isinstance(error, LiveError):  # that is a display of the program's own
+                    raise
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not self._shows:
+            return
+        try:
+            self._progress.stop()
+        finally:
+            self._shows = False
+            _is_shown.release()

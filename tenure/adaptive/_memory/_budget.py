@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn, Self, TypeVar
 import torch
 
 from tenure._errors import AdaptiveUsageError
-from tenure._units import format_bytes
+from tenure._text import format_bytes
 
 from ._budget_checks import (
     check_new,

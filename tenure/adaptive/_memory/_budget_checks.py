@@ -10,7 +10,7 @@ import torch
 
 from tenure._capture import is_capturing
 from tenure._errors import AdaptiveUsageError
-from tenure._units import parse_bytes
+from tenure._text import parse_bytes
 
 from .._callables import is_suspendable, name_of
 from ._devices import indexed

@@ -16,8 +16,8 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tenure._account import close_limit, open_limit
+from tenure._text import format_bytes
 from tenure._torch.dispatch import is_held, open_modes, uses_by_torch, without_functions
-from tenure._units import format_bytes
 
 from ._live_storages import LiveStorages, storages_in
 from ._resized import Geometry, geometries, restore

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tenure._errors import ByteSizeError
-from tenure._units import parse_bytes
+from tenure._text import parse_bytes
 
 # C++ stack traces follow the message, and a worker's traceback stands before it.
 _KEPT = 8 * 1024

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from tenure._describe import shape_of
+from tenure._text import shape_of
 
 _SEPARATOR = " | "
 

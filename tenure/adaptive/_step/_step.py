@@ -20,7 +20,7 @@ from .._sizes import (
     SizeLimits,
     calling_frame,
     checked_size,
-    memory_for,
+    remembered_of,
     stands_for,
 )
 from ._gradients import Scaler
@@ -166,7 +166,7 @@ def step(
     largest = max(setup.n_samples, 1)
     if maximum is not None:
         largest = min(largest, _checked_maximum(maximum, limits.minimum))
-    memory = memory_for(stands_for(fn), frame, context, cache_type, setup.values, {})
+    memory = remembered_of(stands_for(fn), frame, context, cache_type, setup.values, {})
     search = AdaptiveSearch(
         setup.name, "micro-batch", largest, limits, memory, on_retry=on_retry, has_trials=True
     )

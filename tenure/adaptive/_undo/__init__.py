@@ -2,11 +2,11 @@
 
 from ._buffer_state import BufferState as BufferState
 from ._module_state import ModuleState as ModuleState
-from ._modules import modules_below as modules_below
+from ._module_state import modules_below as modules_below
+from ._notes import is_gone as is_gone
 from ._rng_state import Generator as Generator
 from ._rng_state import RngState as RngState
 from ._rng_state import generator_kinds as generator_kinds
 from ._rng_state import generators_in as generators_in
+from ._rollback import AllOf as AllOf
 from ._rollback import Rollback as Rollback
-from ._rollback import Together as Together
-from ._tensor_notes import is_gone as is_gone

@@ -10,8 +10,15 @@ from torch import Tensor, nn
 
 from tenure.scopes import persist
 
-from ._container_notes import ContainerNote, entries, noted_container
-from ._tensor_notes import TensorNote, is_gone, noted, remember_written
+from ._notes import (
+    ContainerNote,
+    TensorNote,
+    entries,
+    is_gone,
+    noted,
+    noted_container,
+    remember_written,
+)
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = frozenset((int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device))

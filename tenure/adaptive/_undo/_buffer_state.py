@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from tenure._torch.dispatch import without_functions
 from tenure.scopes import persist
 
-from ._tensor_notes import TensorNote, differing, is_gone, noted, remember_written
+from ._notes import TensorNote, differing, is_gone, noted, remember_written
 
 _NO_NAMES: frozenset[str] = frozenset()
 

@@ -26,7 +26,7 @@ class Rollback(Protocol):
         """Bring the state back."""
 
 
-class Together:
+class AllOf:
     """Several kinds of state as one; the last noted is the first undone."""
 
     __slots__ = ("_parts",)

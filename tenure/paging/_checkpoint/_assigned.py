@@ -1,6 +1,6 @@
-"""Giving a model the tensors of a checkpoint, without reading one.
+"""Assigning a model the tensors of a checkpoint, without reading one.
 
-Invariant: all tensors fit or none is given; what was given can be taken back. A parameter stays the
+Invariant: all tensors fit or none is assigned; what was can be taken back. A parameter stays the
 object that it was, unless it is on ``meta`` and torch, which keeps weak references to it, forbids.
 """
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tenure._errors import PagingError
+from tenure._text import describe_elements, listed
 from tenure._torch.aside import aside
 
 from .._model import is_plain
@@ -41,7 +42,7 @@ class _Wanted:
 
 
 @contextmanager
-def given(model: nn.Module, checkpoint: Checkpoint) -> Iterator[None]:
+def assigned(model: nn.Module, checkpoint: Checkpoint) -> Iterator[None]:
     """A block at whose begin a model gets its tensors; if it raises, they are taken back.
 
     Raises:
@@ -51,7 +52,7 @@ def given(model: nn.Module, checkpoint: Checkpoint) -> Iterator[None]:
     with ExitStack() as undoing:
         with aside():
             for each, stored in pairs:
-                undoing.callback(_give(each, stored.view()))
+                undoing.callback(_assign(each, stored.view()))
         yield
         undoing.pop_all()
 
@@ -81,10 +82,9 @@ def _matched(model: nn.Module, checkpoint: Checkpoint) -> list[tuple[_Wanted, St
     if unexpected:
         troubles.insert(0, f"the model has no {_named(unexpected)}")
     if troubles:
-        more = f"; and {len(troubles) - _N_NAMED} more" if len(troubles) > _N_NAMED else ""
         raise PagingError(
             f"{checkpoint.name} does not fit {type(model).__name__}: "
-            f"{'; '.join(troubles[:_N_NAMED])}{more}. Nothing was loaded. Build the model as it "
+            f"{listed(troubles, _N_NAMED, '; ')}. Nothing was loaded. Build the model as it "
             "was when its state_dict was saved, or save this one's."
         )
     return pairs
@@ -109,8 +109,8 @@ def _differences(tensor: Tensor, names: list[str], checkpoint: Checkpoint) -> It
         stored = checkpoint.tensors[name]
         if (stored.dtype, stored.shape) != (tensor.dtype, tuple(tensor.shape)):
             yield (
-                f"{name!r} is {_spelled(stored.dtype, stored.shape)} in the file, and "
-                f"{_spelled(tensor.dtype, tensor.shape)} in the model"
+                f"{name!r} is {describe_elements(stored.dtype, stored.shape)} in the file, and "
+                f"{describe_elements(tensor.dtype, tensor.shape)} in the model"
             )
         elif tensor.numel() and not is_plain(tensor):
             yield f"{name!r} is a {type(tensor).__name__} in the model, whose bytes no file holds"
@@ -131,7 +131,7 @@ def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
     return True
 
 
-def _give(wanted: _Wanted, view: Tensor) -> Callable[[], None]:
+def _assign(wanted: _Wanted, view: Tensor) -> Callable[[], None]:
     """Let a tensor have other data; what takes it back."""
     tensor = wanted.tensor
     if tensor.device.type != "meta":
@@ -171,10 +171,5 @@ def _twin(tensor: Tensor, view: Tensor) -> Tensor:
     return twin
 
 
-def _spelled(dtype: torch.dtype | str, shape: tuple[int, ...]) -> str:
-    return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
-
-
 def _named(names: list[str]) -> str:
-    more = f" and {len(names) - _N_NAMED} more" if len(names) > _N_NAMED else ""
-    return ", ".join(map(repr, names[:_N_NAMED])) + more
+    return listed([*map(repr, names)], _N_NAMED)

@@ -14,7 +14,7 @@ from typing import BinaryIO
 from torch import Tensor, nn
 
 from tenure._errors import PagingError
-from tenure._units import format_bytes
+from tenure._text import format_bytes, listed
 
 from .._host import MappedFile, checked_folder, nameless, writing
 from ._files import Checkpoint, StoredTensor
@@ -105,6 +105,4 @@ def _n_bytes(checkpoint: Checkpoint, conversions: list[Conversion]) -> int:
 
 
 def _told(conversion: Conversion) -> str:
-    sources = conversion.sources
-    more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
-    return f"{conversion.target!r} as {sources[0]!r}{more}"
+    return f"{conversion.target!r} as {listed([*map(repr, conversion.sources)], 1)}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tenure._errors import PagingError
+from tenure._text import listed
 
 _INDEX, _FILE = ".safetensors.index.json", ".safetensors"
 _STEMS = ("model", "diffusion_pytorch_model")
@@ -53,5 +54,4 @@ def _elsewhere(folder: Path) -> str:
 
 
 def _named(paths: list[Path]) -> str:
-    more = f" and {len(paths) - _N_NAMED} more" if len(paths) > _N_NAMED else ""
-    return ", ".join(repr(path.name) for path in paths[:_N_NAMED]) + more
+    return listed([repr(path.name) for path in paths], _N_NAMED)

@@ -4,4 +4,7 @@ from ._engine import Engine as Engine
 from ._page import RESIDENT as RESIDENT
 from ._page import Page as Page
 from ._page import in_place_of as in_place_of
-from ._unpaged import WholeTensors as WholeTensors
+from ._ring import ByteRing as ByteRing
+from ._slabs import Arrangement as Arrangement
+from ._slabs import SlabPlan as SlabPlan
+from ._unpaged import UnpagedTensors as UnpagedTensors

@@ -61,7 +61,7 @@ class Copies:
         """Forget what was under way."""
         self._unread.clear()
 
-    def settle(self, unit: Unit) -> None:
+    def wait_for_copies(self, unit: Unit) -> None:
         """Stop the host until no copy reads a unit's host bytes."""
         copied = self._copied.pop(unit, None)
         if copied is not None:
@@ -136,7 +136,7 @@ class Copies:
 
     def _host_bytes(self, unit: Unit) -> Any:
         if any(host.has_left for host in unit.tensors):
-            self.settle(unit)  # before it is brought back to where copies read
+            self.wait_for_copies(unit)  # before it is brought back to where copies read
         return self._store.bytes_of(unit)
 
     def _copy_in(

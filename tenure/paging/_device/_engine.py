@@ -22,13 +22,14 @@ from tenure._torch.unseen import note_while
 from .._host import HostStore
 from .._link import Link
 from .._model import HostTensor, Unit
-from .._room import Arrangement, ByteRing, Fences, Place, Slab, joined, nowhere, places_in
 from ._access_order import AccessOrder
 from ._copies import Copies
 from ._idle import IdlePages
 from ._no_room import refuse
 from ._page import RESIDENT, Page
 from ._residents import Residents, memory_bytes
+from ._ring import ByteRing, Fences
+from ._slabs import Arrangement, Place, Slab, joined, nowhere, places_in
 
 RING = "paged: ring"
 """What reports of memory call the bytes that passing units share."""
@@ -126,7 +127,7 @@ class Engine:
             ring_bytes = 0
         return reserved
 
-    def settle_in(self, reserved: dict[Unit, Place]) -> None:
+    def fill_residents(self, reserved: dict[Unit, Place]) -> None:
         """Fill the memory of units that stay.
 
         Raises:
@@ -233,7 +234,7 @@ class Engine:
         """Stop the host until no copy reads a tensor; it counts as changed from now on."""
         host.touched = True
         if host.unit is not None:
-            self._copies.settle(host.unit)
+            self._copies.wait_for_copies(host.unit)
 
     def give_back(self, n_bytes: int) -> int:
         """Let go of slabs of idle resident units, until so many bytes are free; they pass then.

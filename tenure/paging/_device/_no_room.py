@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 
 from tenure._errors import PagingError
-from tenure._units import format_bytes
+from tenure._text import format_bytes, listed
 
 from .._model import Unit
 from ._page import Page
@@ -32,15 +32,14 @@ def refuse(
         budget_bytes: the budget that would do.
     """
     is_held = any(page.held() for page in pages)
-    told = "; ".join(map(_told, sorted(pages, key=lambda page: -page.unit.n_bytes)[:_N_NAMED]))
-    more = f"; and {len(pages) - _N_NAMED} more" if len(pages) > _N_NAMED else ""
+    told = [_told(page) for page in sorted(pages, key=lambda page: -page.unit.n_bytes)]
     advice = _ADVICE if is_held else "What runs needs all of these at once: "
     if is_held and torch.is_grad_enabled():
         advice = f"A graph of autograd holds weights: run under torch.no_grad(). {advice}"
     raise PagingError(
         f"{unit.name!r} ({format_bytes(unit.n_bytes)}) has no room on {device}: "
-        f"{format_bytes(ring_bytes)} are there for passing units. In use: {told or 'nothing'}"
-        f"{more}. "
+        f"{format_bytes(ring_bytes)} are there for passing units. In use: "
+        f"{listed(told, _N_NAMED, '; ') or 'nothing'}. "
         f"{advice}allow a budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes).",
         budget_bytes,
     )
@@ -49,10 +48,6 @@ def refuse(
 def _told(page: Page) -> str:
     stays = ", which stays" if page.is_resident else ""
     held = page.held()
-    why = f", for {_listed(held)} or what shares its memory is held" if held else ""
+    names = listed([*map(repr, held)], _N_NAMED)
+    why = f", for {names} or what shares its memory is held" if held else ""
     return f"{page.unit.name!r} ({format_bytes(page.unit.n_bytes)}{stays}){why}"
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _N_NAMED} more" if len(names) > _N_NAMED else ""
-    return ", ".join(map(repr, names[:_N_NAMED])) + more

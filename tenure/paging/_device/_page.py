@@ -17,7 +17,7 @@ from tenure._torch.dynamo import never_compiled
 from tenure._torch.lending import Lent, is_held
 
 from .._model import HostTensor, Unit
-from .._room import Place
+from ._slabs import Place
 
 RESIDENT = "paged: resident"
 """What reports of memory call bytes of the device that units keep."""

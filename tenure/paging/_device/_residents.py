@@ -11,8 +11,8 @@ from itertools import accumulate, pairwise
 from tenure._named_tensors import NamedTensor
 
 from .._model import Unit
-from .._room import Slab
 from ._page import RESIDENT, Page
+from ._slabs import Slab
 
 
 class Residents:

@@ -16,11 +16,11 @@ from tenure._named_tensors import NamedTensor
 from tenure._torch.aside import aside_with_subclasses
 
 from .._link import Link
-from .._model import HostTensor, sizes_of_whole
+from .._model import HostTensor, sizes_of_unpaged
 from ._page import RESIDENT, in_place_of
 
 
-class WholeTensors:
+class UnpagedTensors:
     """Device copies of host tensors of any kind.
 
     Args:
@@ -42,7 +42,7 @@ class WholeTensors:
     @property
     def sizes(self) -> list[int]:
         """The bytes of each of their blocks."""
-        return [n_bytes for host in self._copies for n_bytes in sizes_of_whole(host.tensor)]
+        return [n_bytes for host in self._copies for n_bytes in sizes_of_unpaged(host.tensor)]
 
     def shown(self, host: HostTensor) -> Tensor:
         """The copy that stands for a host tensor, for the current stream."""

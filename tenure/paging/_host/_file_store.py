@@ -13,9 +13,9 @@ from pathlib import Path
 
 from torch import Tensor, UntypedStorage
 
-from tenure._describe import describe_tensor
 from tenure._errors import PagingError
 from tenure._named_tensors import NamedTensor
+from tenure._text import describe_tensor
 
 from .._model import HostTensor, Unit
 from ._mapped_file import MappedFile
@@ -122,7 +122,7 @@ class FileStore:
                 for extent, start in unit.starts()
             ]
             for host in unit.tensors:
-                host.settle()
+                host.remember_home()
 
     def bytes_of(self, unit: Unit) -> UnitBytes:
         """Where the bytes of a unit are now."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from tenure._account import moved
-from tenure._describe import describe_tensor
 from tenure._errors import PagingError
 from tenure._named_tensors import NamedTensor
+from tenure._text import describe_tensor
 
 from .._model import Extent, HostTensor, Unit
 from ._pinning import Memory, Pinning, private_memory
@@ -168,7 +168,7 @@ def _point(host: HostTensor, part: Tensor, start: int, *, keep_values: bool = Fa
     if keep_values:
         there.copy_(tensor.detach())
     tensor.data = there
-    host.settle()
+    host.remember_home()
 
 
 def _check_form(host: HostTensor, extent: Extent) -> None:

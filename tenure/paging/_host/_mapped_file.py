@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tenure._errors import PagingError
-from tenure._units import format_bytes
+from tenure._text import format_bytes
 
 from ._pagemap import written_runs
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from tenure._errors import PagingWarning
+from tenure._text import format_bytes
 from tenure._torch.aside import aside, aside_with_subclasses
-from tenure._units import format_bytes
 from tenure._warn import warn_user
 
 _logger = logging.getLogger("tenure")

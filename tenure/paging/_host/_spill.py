@@ -19,7 +19,7 @@ from typing import BinaryIO, cast
 import psutil
 
 from tenure._errors import PagingError, PagingWarning
-from tenure._units import format_bytes
+from tenure._text import format_bytes
 from tenure._warn import warn_user
 
 from .._model import Extent, Unit

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from tenure._describe import describe_tensor
 from tenure._errors import TenureError
+from tenure._text import describe_tensor
 from tenure._tree_copies import Survey, entries_of, is_mutable, set_entries
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})

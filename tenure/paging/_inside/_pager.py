@@ -21,7 +21,7 @@ from tenure._torch.dynamo import never_compiled
 from tenure._torch.entry_calls import calls_of, is_running
 from tenure._warn import warn_user
 
-from .._device import Engine, Page, WholeTensors
+from .._device import Engine, Page, UnpagedTensors
 from .._model import HostTensor, Unit
 from ._captured import captures, check_capture
 from ._door import Door, name_of, place_of, waits_for_us
@@ -77,13 +77,15 @@ class Pager:
 
     Args:
         engine: the pages.
-        whole: the tensors that are not paged.
+        unpaged: the tensors that are not paged.
         hosts: the model's tensors.
     """
 
-    def __init__(self, engine: Engine, whole: WholeTensors, hosts: Collection[HostTensor]) -> None:
+    def __init__(
+        self, engine: Engine, unpaged: UnpagedTensors, hosts: Collection[HostTensor]
+    ) -> None:
         self.engine = engine
-        self._whole = whole
+        self._unpaged = unpaged
         self._hosts = hosts
         self._door = Door()
         self._leaving = RLock()  # whoever leaves for an interrupted forward: its thread or another
@@ -192,7 +194,7 @@ class Pager:
             self.engine.let_host_write(host)
             return host.tensor
         if host.unit is None:
-            return self._whole.shown(host)
+            return self._unpaged.shown(host)
         page = self.engine.page_in_use(host.unit)
         if page is None:
             self._let_go_of_loose()
@@ -204,7 +206,7 @@ class Pager:
     def save(self) -> None:
         """Have on the host what the forward that runs has written so far."""
         self.engine.save()
-        self._whole.save()
+        self._unpaged.save()
 
     @contextmanager
     def closing(self) -> Iterator[None]:
@@ -301,7 +303,7 @@ class Pager:
         engine.order.end(completed=completed)
         engine.meter.end()
         engine.prefetch()
-        self._whole.save()
+        self._unpaged.save()
         engine.let_host_read()
 
     def _let_go_of_loose(self, *, held_too: bool = False) -> None:

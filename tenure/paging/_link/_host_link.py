@@ -37,7 +37,7 @@ class HostLink(Link):
     def mark(self, stream: Any, *, timed: bool = False) -> HostEvent:
         """Now: all that was asked for is computed."""
         now_s = time.perf_counter()
-        return HostEvent(_settled(Done(now_s, now_s)))
+        return HostEvent(_over(Done(now_s, now_s)))
 
     def page_in(
         self, pairs: Iterable[tuple[Tensor, Any]], after: Iterable[Any]
@@ -131,7 +131,7 @@ def _reading(pairs: list[tuple[Tensor, Any]]) -> Callable[[], None]:
     return read
 
 
-def _settled(done: Done) -> Future[Done]:
+def _over(done: Done) -> Future[Done]:
     future: Future[Done] = Future()
     future.set_result(done)
     return future

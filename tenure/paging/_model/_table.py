@@ -50,7 +50,7 @@ class HostTensor:
 
     @property
     def unit(self) -> Unit | None:
-        """What it is paged with; None for a tensor that is kept on the device whole."""
+        """What it is paged with; None for one of the unpaged tensors."""
         return None if self._unit is None else self._unit()
 
     def join(self, unit: Unit, start: int) -> None:
@@ -58,7 +58,7 @@ class HostTensor:
         self._unit = weakref.ref(unit)  # weakly: dropped plans must go, and what they refer to
         self.at_bytes += start
 
-    def settle(self) -> None:
+    def remember_home(self) -> None:
         """Remember where it lies now, in the pager's memory, and how."""
         self.home = self.tensor.data_ptr()
         self.home_form, self.home_strides = self.form, self.tensor.stride()
@@ -108,14 +108,14 @@ class TensorTable:
 
     Attributes:
         hosts: every tensor, by the ``id`` of its object.
-        whole: tensors that have no plain memory to page: subclasses, sparse and empty ones.
+        unpaged: tensors that have no plain memory to page: subclasses, sparse and empty ones.
         direct: for each module, the tensors that it registers itself.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.hosts: dict[int, HostTensor] = {}
         self.direct: dict[nn.Module, list[HostTensor]] = {}
-        self.whole: list[HostTensor] = []
+        self.unpaged: list[HostTensor] = []
         for prefix, module in model.named_modules():
             self.direct[module] = [
                 self.hosts.setdefault(id(tensor), HostTensor(tensor, name, is_buffer))
@@ -124,14 +124,14 @@ class TensorTable:
         self._extents = self._lay_out()
 
     @property
-    def whole_bytes(self) -> int:
-        """What copies of the tensors in ``whole`` take on a device."""
-        return sum(self.whole_sizes)
+    def unpaged_bytes(self) -> int:
+        """What copies of the tensors in ``unpaged`` take on a device."""
+        return sum(self.unpaged_sizes)
 
     @property
-    def whole_sizes(self) -> list[int]:
+    def unpaged_sizes(self) -> list[int]:
         """The bytes of each block of such copies."""
-        return [n_bytes for host in self.whole for n_bytes in sizes_of_whole(host.tensor)]
+        return [n_bytes for host in self.unpaged for n_bytes in sizes_of_unpaged(host.tensor)]
 
     def extents_of(self, modules: Iterable[nn.Module]) -> list[Extent]:
         """The extents that the modules themselves use, in the order of their registration."""
@@ -149,7 +149,7 @@ class TensorTable:
             if is_plain(host.tensor):
                 by_storage.setdefault(host.tensor.untyped_storage()._cdata, []).append(host)
             else:
-                self.whole.append(host)
+                self.unpaged.append(host)
         extents = map(_extent, by_storage.values())
         return {id(host.tensor): extent for extent in extents for host in extent.tensors}
 
@@ -164,11 +164,11 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
-def sizes_of_whole(tensor: Tensor) -> list[int]:
+def sizes_of_unpaged(tensor: Tensor) -> list[int]:
     """The bytes of each block that a copy of a tensor takes which is not plain."""
     inside = inner_tensors(tensor)
     if inside:
-        return [n_bytes for each in inside for n_bytes in sizes_of_whole(each)]
+        return [n_bytes for each in inside for n_bytes in sizes_of_unpaged(each)]
     return [storage.nbytes() for storage in storages_of(tensor)] if tensor.numel() else []
 
 

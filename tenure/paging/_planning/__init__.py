@@ -1,5 +1,6 @@
 """Plans: what stays, what passes, how near to the limit a model can run, and what is refused."""
 
+from ._arrangement import arrange as arrange
 from ._checks import Elsewhere as Elsewhere
 from ._checks import check_folder as check_folder
 from ._checks import check_host as check_host
@@ -15,3 +16,5 @@ from ._plan import PlannedUnit as PlannedUnit
 from ._plan import make_plan as make_plan
 from ._plan import plan_paging as plan_paging
 from ._plan import speed_of as speed_of
+from ._residency import Residency as Residency
+from ._residency import n_bytes as n_bytes

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from tenure._account import available_bytes
-from tenure._describe import describe_tensor
 from tenure._errors import ByteSizeError, PagingError
 from tenure._host_memory import free_host_bytes
-from tenure._units import parse_bytes
+from tenure._text import describe_tensor, parse_bytes
 
 from .._inside import PagedDict, check_capture
 from .._model import UnitSize

@@ -21,20 +21,13 @@ from tenure._segments import (
     taken_by,
     up_to,
 )
-from tenure._units import format_bytes
+from tenure._text import format_bytes
 
+from .._device import Arrangement
 from .._model import UNIT_ALIGNMENT_BYTES, Cut, TensorTable, Unit, UnitSize, cut, sizes_with_own
-from .._room import (
-    Arrangement,
-    LinkSpeed,
-    Residency,
-    arrange,
-    divide,
-    minimum_ring_bytes,
-    n_bytes,
-    smallest,
-)
+from ._arrangement import arrange
 from ._checks import Budget
+from ._residency import LinkSpeed, Residency, divide, minimum_ring_bytes, n_bytes, smallest
 
 _NEIGHBOURS = 4
 _PARTS = (3, 8, 24)
@@ -86,7 +79,7 @@ class Draft:
 
     def taken_by(self, division: Residency) -> Taken:
         """What a division takes of the device, with what can't be paged."""
-        sizes = self.arranged(division).sizes + self.table.whole_sizes
+        sizes = self.arranged(division).sizes + self.table.unpaged_sizes
         return taken_by(sizes, self.device)
 
     def divide(
@@ -95,7 +88,7 @@ class Draft:
         """The best division of a budget; without one, what keeps the link busy."""
         if budget is None:
             return smallest(self.cut, self.kept, _NEIGHBOURS)
-        room_bytes = budget.n_bytes - self.table.whole_bytes
+        room_bytes = budget.n_bytes - self.table.unpaged_bytes
         while True:
             found = divide(self.cut, self.kept, room_bytes, link, compute_s)
             if found is None:
@@ -141,7 +134,7 @@ def too_small(model: nn.Module, draft: Draft, budget: Budget) -> PagingError:
         budget: the budget.
     """
     minimum_bytes = draft.minimum_bytes
-    stays_bytes = draft.table.whole_bytes + n_bytes(draft.kept)
+    stays_bytes = draft.table.unpaged_bytes + n_bytes(draft.kept)
     ring_bytes = minimum_ring_bytes(draft.cut, draft.kept)
     stays = f", beside {format_bytes(stays_bytes)} that stay" if stays_bytes else ""
     name = type(model).__name__

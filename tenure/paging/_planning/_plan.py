@@ -12,19 +12,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tenure._units import format_bytes
+from tenure._text import counted, format_bytes
 
+from .._device import Arrangement
 from .._model import Cut, TensorTable, Unit
-from .._room import (
-    Arrangement,
-    LinkSpeed,
-    Residency,
-    arrange,
-    expected_s,
-    n_bytes,
-    predicted_pass_s,
-    preferred,
-)
+from ._arrangement import arrange
 from ._checks import (
     Budget,
     Elsewhere,
@@ -37,6 +29,7 @@ from ._checks import (
     checked_model,
 )
 from ._draft import Draft, too_small, unit_sizes
+from ._residency import LinkSpeed, Residency, expected_s, n_bytes, predicted_pass_s, preferred
 
 PCIE_4 = LinkSpeed(bytes_per_s=24e9)
 """What a plan assumes where nothing was measured: PCIe 4.0 with 16 lanes."""
@@ -247,8 +240,8 @@ def make_plan(
             PlannedUnit(unit.name, unit.n_bytes, unit in division.resident)
             for unit in draft.cut.units
         ),
-        weight_bytes=n_bytes(draft.cut.units) + draft.table.whole_bytes,
-        resident_bytes=arrangement.resident_bytes + draft.table.whole_bytes,
+        weight_bytes=n_bytes(draft.cut.units) + draft.table.unpaged_bytes,
+        resident_bytes=arrangement.resident_bytes + draft.table.unpaged_bytes,
         ring_bytes=arrangement.ring_bytes,
         allocated_bytes=taken.allocated_bytes,
         reserved_bytes=taken.reserved_bytes,
@@ -272,4 +265,4 @@ class _Choice:
 
 
 def _in_units(bytes_in_all: int, n_units: int) -> str:
-    return f"{format_bytes(bytes_in_all)} in {n_units} {'unit' if n_units == 1 else 'units'}"
+    return f"{format_bytes(bytes_in_all)} in {counted(n_units, 'unit')}"

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tenure._describe import describe, shape_of
 from tenure._errors import AwayTensorError
 from tenure._refusals import handles_in, operation_of
+from tenure._text import describe, shape_of
 
 if TYPE_CHECKING:
     from ._moved import Moved

@@ -17,9 +17,9 @@ from torch import Tensor, UntypedStorage
 
 from tenure._capture import is_capturing
 from tenure._errors import CourtesyError, CourtesyWarning
+from tenure._text import format_bytes, listed
 from tenure._torch.quiet import quietly
 from tenure._torch.workspaces import clear_workspaces
-from tenure._units import format_bytes
 from tenure._warn import warn_user
 
 from .._allocator import allocator_bytes
@@ -300,9 +300,8 @@ def _device(named: str | int | torch.device) -> torch.device:
 
 
 def _warning(report: CourtesyReport) -> str:
-    shown = "; ".join(map(str, report.stays[:_SHOWN]))
-    more = len(report.stays) - _SHOWN
+    stays = listed([*map(str, report.stays)], _SHOWN, "; ")
     return (
-        f"{format_bytes(report.stays_bytes)} could not be moved to host memory: {shown}"
-        f"{f'; and {more} more' if more > 0 else ''}. The report of the Courtesy names all."
+        f"{format_bytes(report.stays_bytes)} could not be moved to host memory: {stays}. "
+        "The report of the Courtesy names all."
     )

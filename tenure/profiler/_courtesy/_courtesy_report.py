@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from tenure._show import Report
-from tenure._units import format_bytes
+from tenure._text import counted, format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class CourtesyReport(Report):
             return f"Courtesy moved nothing: {self.note}"
         lines = [
             f"Courtesy moved {format_bytes(self.moved_bytes)} to host memory "
-            f"({_counted(self.n_storages, 'storage')}, {_counted(self.n_tensors, 'tensor')})."
+            f"({counted(self.n_storages, 'storage')}, {counted(self.n_tensors, 'tensor')})."
         ]
         if self.stays:
             lines.append(f"{format_bytes(self.stays_bytes)} stay where they are:")
@@ -83,7 +83,3 @@ class CourtesyReport(Report):
             f"{device} has {format_bytes(allocated_bytes)} allocated"
             f"{reserved if reserved_bytes != allocated_bytes else ''} now."
         )
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

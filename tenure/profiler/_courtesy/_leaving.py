@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from tenure._describe import describe_tensor
 from tenure._errors import CourtesyError
 from tenure._heap import find_holders
 from tenure._host_memory import free_host_bytes
-from tenure._units import format_bytes
+from tenure._text import describe_tensor, format_bytes
 
 from . import _staging
 from ._address_segments import Segments

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from tenure._heap import type_name
+from tenure._text import format_bytes
 from tenure._torch import trap
-from tenure._units import format_bytes
 
 from ._address_segments import Segment, on_stream
 from ._away import guard, heal, refuse_backward

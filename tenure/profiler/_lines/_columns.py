@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tenure._errors import ProfilerUsageError
-from tenure._units import format_bytes
+from tenure._text import format_bytes
 
 from ._records import LineRecord
 

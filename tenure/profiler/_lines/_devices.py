@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tenure._errors import ProfilerUsageError, ProfilerUsageWarning
+from tenure._text import counted
 from tenure._warn import warn_user
 
 _CPU = torch.device("cpu")
@@ -65,7 +66,7 @@ def checked_device(device: str | torch.device) -> torch.device:
         )
     index = found.index if found.index is not None else module.current_device() if n_devices else 0
     if index >= n_devices:
-        has = f"{n_devices or 'no'} such device{'' if n_devices == 1 else 's'}"
+        has = counted(n_devices, "such device") if n_devices else "no such devices"
         raise ProfilerUsageError(
             f'{found} is not there: this machine has {has}. Name one that is, or "cpu".'
         )

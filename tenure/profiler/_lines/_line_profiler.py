@@ -14,6 +14,7 @@ from typing import Any, Self, TextIO
 import torch
 
 from tenure._errors import ProfilerUsageError
+from tenure._text import counted
 
 from .._trace import Book, Figures, Watch, the_hub
 from ._columns import columns_named
@@ -209,8 +210,8 @@ class LineProfiler:
 
     def __repr__(self) -> str:
         state = "enabled" if self.enabled else "disabled"
-        n = len(self._functions)
-        return f"<LineProfiler of {n} function{'' if n == 1 else 's'} on {self.device}, {state}>"
+        functions = counted(len(self._functions), "function")
+        return f"<LineProfiler of {functions} on {self.device}, {state}>"
 
     def _lines(self) -> Book:
         if self.enabled:

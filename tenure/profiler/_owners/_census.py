@@ -32,6 +32,7 @@ from tenure._heap import (
 )
 from tenure._named_tensors import NamedTensor, tensor_namers
 from tenure._sited import created_at
+from tenure._text import listed
 from tenure._torch.quiet import quietly
 
 from ._naming import PARAMETERS, Kept, Named, Names
@@ -362,8 +363,7 @@ def _row(name: str, category: str, t: Tensor, site: str | None) -> TensorRow:
 def _member_of(
     key: int, record: SavedRecord, identity: weakref.ref[UntypedStorage] | None
 ) -> _Member:
-    more = len(record.saved_by) - 1
-    name = record.saved_by[0] + (f" and {more} more" if more else "")
+    name = listed(record.saved_by, 1)
     dtype, device = str(record.dtype).removeprefix("torch."), str(record.device)
     row = TensorRow(
         name, SAVED, record.shape, dtype, device, record.n_bytes, None, record.created_at

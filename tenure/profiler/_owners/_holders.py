@@ -7,12 +7,11 @@ from typing import SupportsIndex, overload
 
 from torch import Tensor, nn
 
-from tenure._describe import describe_tensor
 from tenure._errors import DisposedTensorError, ProfilerUsageError
 from tenure._heap import is_kind, type_name, weigh_holders
 from tenure._show import Column, Shown, Table
 from tenure._sited import created_at
-from tenure._units import format_bytes
+from tenure._text import counted, describe_tensor, format_bytes
 
 from ._naming import named_tensors_of
 from ._parts import parts_of
@@ -74,10 +73,9 @@ class HolderList(list[str], Shown):
 
     def summary(self) -> str:
         """The tensor or module and the balance of its references, in one line."""
-        noun = "reference" if self.n_references == 1 else "references"
         explained = self.n_references - self.n_unexplained
         balance = f"{explained} explained, {self.n_unexplained} unexplained"
-        return f"{self.tensor}: {self.n_references} {noun}, {balance}"
+        return f"{self.tensor}: {counted(self.n_references, 'reference')}, {balance}"
 
     def _with(self, names: list[str]) -> HolderList:
         return HolderList(
@@ -143,9 +141,8 @@ def _spelled(found: Tensor | nn.Module) -> str:
 def _spelled_module(module: nn.Module) -> str:
     tensors = {id(t): t for _, _, t in named_tensors_of(module)}
     storages = {part.key: part.n_bytes for t in tensors.values() for part in parts_of(t)}
-    noun = "tensor" if len(tensors) == 1 else "tensors"
     size = format_bytes(sum(storages.values()))
-    return f"{type_name(type(module))} with {len(tensors)} {noun}, {size}"
+    return f"{type_name(type(module))} with {counted(len(tensors), 'tensor')}, {size}"
 
 
 def _spelled_tensor(t: Tensor) -> str:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from tenure._describe import shape_of
 from tenure._heap import is_kind, read, storage_of
 from tenure._storages import named_inner_tensors
+from tenure._text import shape_of
 
 _SPARSE: dict[Any, tuple[str, ...]] = {
     torch.sparse_coo: ("_indices", "_values"),

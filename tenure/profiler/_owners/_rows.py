@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import UntypedStorage
 
+from tenure._text import describe_elements
+
 from ._naming import BUFFERS, OPTIMIZER_STATE, PARAMETERS
 
 GRADIENTS = "gradients"
@@ -77,5 +79,4 @@ class StorageEntry:
 
 def describe_row(row: TensorRow) -> str:
     """The tensor of a row in the words of all reports."""
-    sizes = ", ".join(map(str, row.shape))
-    return f"{row.dtype}[{sizes}] on {row.device}"
+    return f"{describe_elements(row.dtype, row.shape)} on {row.device}"

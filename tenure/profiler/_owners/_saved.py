@@ -11,7 +11,6 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from tenure._describe import describe
 from tenure._errors import ProfilerUsageError
 from tenure._heap import (
     OF_VARIABLE,
@@ -24,8 +23,8 @@ from tenure._heap import (
 )
 from tenure._show import Column, Report, Table
 from tenure._sited import created_at
+from tenure._text import counted, describe, describe_elements, format_bytes, listed
 from tenure._torch.quiet import quietly
-from tenure._units import format_bytes
 
 from ._graph_holdings import GraphHoldings, Kept
 from ._parts import Part, device_of, dtype_of, identity_of, parts_of, shape_or_empty
@@ -103,12 +102,10 @@ class SavedReport(Report):
 
     def summary(self) -> str:
         """How many nodes there are and what they keep, in one line."""
-        noun = "node" if self.n_nodes == 1 else "nodes"
         kept = sum(not record.is_leaf for record in self.records)
-        storages = "storage" if kept == 1 else "storages"
         return (
-            f"{self.n_nodes} {noun} of autograd: {format_bytes(self.total_bytes)} saved in {kept} "
-            f"{storages}, and {format_bytes(self.leaf_bytes)} of leaves"
+            f"{counted(self.n_nodes, 'node')} of autograd: {format_bytes(self.total_bytes)} saved "
+            f"in {counted(kept, 'storage')}, and {format_bytes(self.leaf_bytes)} of leaves"
         )
 
     def _parts(self) -> list[Table]:
@@ -272,12 +269,10 @@ def _tensors_in(root: object) -> Iterator[Tensor]:
 
 
 def _row(record: SavedRecord) -> tuple[str, ...]:
-    shown, more = record.saved_by[:_MAX_PLACES], len(record.saved_by) - _MAX_PLACES
-    place = ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+    place = listed(record.saved_by, _MAX_PLACES)
     notes = [note for note, is_true in _notes(record) if is_true]
     label = f"{place} ({', '.join(notes)})" if notes else place
-    sizes = describe(record.dtype, record.shape, record.device, record.n_bytes)
-    tensor = sizes.rpartition(", ")[0]
+    tensor = f"{describe_elements(record.dtype, record.shape)} on {record.device}"
     return (label, tensor, record.created_at or "", format_bytes(record.n_bytes))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tenure._units import format_bytes
+from tenure._text import counted, format_bytes
 
 from .._owners import SAVED, StorageEntry
 
@@ -85,9 +85,8 @@ def _graphs(new: Sequence[StorageEntry]) -> list[Finding]:
     if not saved or not roots:
         return []
     n_bytes = sum(row.n_bytes for row in saved)
-    noun = "storage" if len(saved) == 1 else "storages"
     names = ", ".join(list(roots)[:_MAX_ROOTS]) + (", …" if len(roots) > _MAX_ROOTS else "")
-    text = f"{names} keep graphs of autograd alive, with {len(saved)} {noun}, "
+    text = f"{names} keep graphs of autograd alive, with {counted(len(saved), 'storage')}, "
     return [Finding("graph", names, text + format_bytes(n_bytes), n_bytes)]
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tenure._errors import ProfilerUsageError
 from tenure._show import Column, Report, Table
-from tenure._units import format_bytes
+from tenure._text import counted, format_bytes
 
 from ._mem_report import UNEXPLAINED, MemReport
 
@@ -59,9 +59,8 @@ class GroupReport(Report):
         """How many ranks there are, what they take, and which takes the most, in one line."""
         totals = [report.total_bytes for report in self.reports]
         most = format_bytes(max(totals))
-        noun = "rank" if len(totals) == 1 else "ranks"
         return (
-            f"{len(totals)} {noun}, {format_bytes(self.total_bytes)}; "
+            f"{counted(len(totals), 'rank')}, {format_bytes(self.total_bytes)}; "
             f"the most on rank {totals.index(max(totals))}: {most}"
         )
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 
 from tenure._show import Column, Report, Table, line_of
-from tenure._units import format_bytes
+from tenure._text import counted, format_bytes
 
 from .._allocator import allocator_bytes, bytes_of_workspaces, cached_memory
 from .._owners import CATEGORIES, StorageEntry, TensorRow
@@ -120,9 +120,8 @@ class MemReport(Report):
         return tuple(row for device in self.devices for row in device.rows)
 
     def __repr__(self) -> str:
-        n_rows = len(self.rows)
-        noun = "tensor" if n_rows == 1 else "tensors"
-        return f"<MemReport of {n_rows} {noun}, {format_bytes(self.total_bytes)}>"
+        n_tensors = counted(len(self.rows), "tensor")
+        return f"<MemReport of {n_tensors}, {format_bytes(self.total_bytes)}>"
 
     def __str__(self) -> str:
         widths = _widths(self)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from tenure._errors import ProfilerUsageError
 from tenure._show import Column, Report, Table, plain
-from tenure._units import format_bytes
+from tenure._text import format_bytes
 
 from .._owners import StorageEntry, TensorRow, describe_row, take_census
 from ._findings import Finding, find_growth, find_standing

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from tenure._units import format_bytes_as_torch as format_size
+from tenure._text import format_bytes_as_torch as format_size
 
 from .._torch_backend import DEVICE_TYPE
 from ._memory import FIGURES, Counter, MemoryPool

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from tenure._units import format_bytes_as_torch
+from tenure._text import format_bytes_as_torch
 
 from .._torch_backend import DEVICE_TYPE
 from ._runtime import last_error

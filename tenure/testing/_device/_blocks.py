@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tenure._units import format_bytes_as_torch
+from tenure._text import format_bytes_as_torch
 
 from .._allocator import MemoryPool
 from .._torch_backend import (

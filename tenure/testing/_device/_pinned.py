@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tenure._units import parse_bytes
+from tenure._text import parse_bytes
 
 from .._allocator import (
     ALREADY_REGISTERED,

@@ -12,10 +12,9 @@ from torch import nn
 
 from tenure import NewDisposeScope, owner_of
 from tenure.adaptive._undo._buffer_state import BufferState
-from tenure.adaptive._undo._module_state import ModuleState
-from tenure.adaptive._undo._modules import modules_below
+from tenure.adaptive._undo._module_state import ModuleState, modules_below
 from tenure.adaptive._undo._rng_state import RngState, generators_in
-from tenure.adaptive._undo._rollback import Together
+from tenure.adaptive._undo._rollback import AllOf
 
 
 def draw(generator):
@@ -120,7 +119,7 @@ class Part:
 
 def test_parts_begin_in_order_and_are_undone_backwards():
     log = []
-    both = Together([Part(log, "a"), Part(log, "b")])
+    both = AllOf([Part(log, "a"), Part(log, "b")])
     both.begin()
     both.finish()
     both.undo()
@@ -129,7 +128,7 @@ def test_parts_begin_in_order_and_are_undone_backwards():
 
 def test_parts_that_began_are_undone_when_the_next_can_not_begin():
     log = []
-    both = Together([Part(log, "a"), Part(log, "b", ["begin"]), Part(log, "c")])
+    both = AllOf([Part(log, "a"), Part(log, "b", ["begin"]), Part(log, "c")])
     with pytest.raises(RuntimeError, match="begin b"):
         both.begin()
     assert log == ["begin a", "begin b", "undo a"]
@@ -137,7 +136,7 @@ def test_parts_that_began_are_undone_when_the_next_can_not_begin():
 
 def test_every_part_is_undone_although_one_fails():
     log = []
-    both = Together([Part(log, "a"), Part(log, "b", ["undo"])])
+    both = AllOf([Part(log, "a"), Part(log, "b", ["undo"])])
     with pytest.raises(RuntimeError, match="undo b"):
         both.undo()
     assert log == ["undo b", "undo a"]

@@ -661,5 +661,5 @@ def test_a_tensor_of_a_failed_attempt_says_where_the_call_was_and_nothing_of_ten
     with pytest.raises(DisposedTensorError, match=r"attempt of .*work.* at .* 2'") as raised:
         kept[0].exp()
     here = f"test_functions.py:{inspect.currentframe().f_lineno - 3}"
-    assert f"(opened at tests{os.sep}adaptive{os.sep}{here})" in str(raised.value)
+    assert f"(opened at tests{os.sep}adaptive{os.sep}decorators{os.sep}{here})" in str(raised.value)
     assert "_run.py" not in str(raised.value)

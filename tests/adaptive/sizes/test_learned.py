@@ -18,8 +18,8 @@ from tenure import adaptive
 from tenure.adaptive import AdaptiveUsageError, GlobalBatchsizeCache, explicit, memory_budget
 from tenure.adaptive._sizes import _learned
 from tenure.adaptive._sizes._call_signature import signature_of
-from tenure.adaptive._sizes._call_site import memory_for, stands_for
 from tenure.adaptive._sizes._record import SizeRecord
+from tenure.adaptive._sizes._remembered import remembered_of, stands_for
 
 pytestmark = pytest.mark.usefixtures("forgetful")
 
@@ -511,7 +511,7 @@ def test_a_size_that_was_loaded_without_a_known_failure_is_kept():
 
 def test_a_cache_of_nothing_looks_nowhere():
     frame = sys._getframe()
-    memory = memory_for(None, frame, None, adaptive.NoBatchsizeCache, (), {})
+    memory = remembered_of(None, frame, None, adaptive.NoBatchsizeCache, (), {})
     assert memory.known() is None
     assert memory.new() is not memory.new()
 

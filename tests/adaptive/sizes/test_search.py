@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenure.adaptive import AdaptiveUsageError, add_listener, remove_listener
-from tenure.adaptive._sizes._call_site import REMEMBERS_NOTHING
 from tenure.adaptive._sizes._limits import SizeLimits
 from tenure.adaptive._sizes._record import SizeRecord
+from tenure.adaptive._sizes._remembered import REMEMBERS_NOTHING
 from tenure.adaptive._sizes._search import AdaptiveSearch
 
 from .size_simulation import Device, Memory, Site, Wall, oom

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from tenure.paging import PagingError
-from tenure.paging._checkpoint._assigned import given
+from tenure.paging._checkpoint._assigned import assigned
 from tenure.paging._checkpoint._files import open_checkpoint
 
 from ..models import TiedLanguageModel, lstm
@@ -42,7 +42,7 @@ def on_meta(make):
 def refused(model, checkpoint, message):
     """That a checkpoint is refused with a message, and the model stays what it is."""
     before = [(id(each), each.device.type, each.data_ptr()) for each in model.parameters()]
-    with pytest.raises(PagingError, match=message), given(model, checkpoint):
+    with pytest.raises(PagingError, match=message), assigned(model, checkpoint):
         pass
     assert [(id(each), each.device.type, each.data_ptr()) for each in model.parameters()] == before
 
@@ -55,7 +55,7 @@ def test_a_model_gets_the_values_and_its_parameters_stay_the_same_objects(save, 
     model.a.weight.requires_grad_(False)
     model.a.weight.note = "kept"
     before = list(map(id, (*model.parameters(), *model.buffers())))
-    with given(model, save(source.state_dict())):
+    with assigned(model, save(source.state_dict())):
         pass
     assert list(map(id, (*model.parameters(), *model.buffers()))) == before
     torch.testing.assert_close(model.state_dict(), source.state_dict(), rtol=0, atol=0)
@@ -66,22 +66,22 @@ def test_a_model_gets_the_values_and_its_parameters_stay_the_same_objects(save, 
 
 def test_a_block_that_raises_leaves_the_model_as_it_was(save):
     model, source = on_meta(Net), Net()
-    with pytest.raises(KeyError), given(model, save(source.state_dict())):
+    with pytest.raises(KeyError), assigned(model, save(source.state_dict())):
         raise KeyError
     assert {each.device.type for each in (*model.parameters(), *model.buffers())} == {"meta"}
     plain = Net()
     values = {name: each.clone() for name, each in plain.state_dict().items()}
-    with pytest.raises(KeyError), given(plain, save(source.state_dict())):
+    with pytest.raises(KeyError), assigned(plain, save(source.state_dict())):
         raise KeyError
     torch.testing.assert_close(plain.state_dict(), values, rtol=0, atol=0)
 
 
 def test_layers_that_refer_weakly_to_their_parameters_get_theirs(save):
     source, model = lstm(), on_meta(lstm)
-    with pytest.raises(KeyError), given(model, save(source.state_dict())):
+    with pytest.raises(KeyError), assigned(model, save(source.state_dict())):
         raise KeyError
     assert {each.device.type for each in model.parameters()} == {"meta"}
-    with given(model, save(source.state_dict())):
+    with assigned(model, save(source.state_dict())):
         pass
     x = torch.randn(2, 5, 32)
     assert model(x).equal(source(x))
@@ -92,7 +92,7 @@ def test_tied_parameters_stay_tied_whichever_name_the_file_has(save):
     for left_out in ("embed.weight", "head.weight", None):
         model, state = on_meta(TiedLanguageModel), source.state_dict()
         state.pop(left_out, None)
-        with given(model, save(state)):
+        with assigned(model, save(state)):
             pass
         assert model.head.weight is model.embed.weight
         assert model.head.weight.equal(source.embed.weight)
@@ -155,6 +155,6 @@ def test_a_buffer_that_no_file_holds_needs_its_values(save):
     )
     refused(model, checkpoint, message)
     model.rope = torch.ones(2)
-    with given(model, checkpoint):
+    with assigned(model, checkpoint):
         pass
     assert model.rope.tolist() == [1, 1]

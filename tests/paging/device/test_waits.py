@@ -15,7 +15,7 @@ from tenure.paging._handle import carry_out
 from tenure.paging._host._host_buffers import HostBuffers
 from tenure.paging._link import _link
 from tenure.paging._planning._plan import make_plan
-from tenure.paging._room._residency import Residency
+from tenure.paging._planning._residency import Residency
 from tenure.testing import RaceError, Rates
 
 from ..models import Beside, Side

@@ -212,7 +212,9 @@ def test_many_threads_take_turns_while_some_are_interrupted(x, tmp_path):
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("where", ["_pager.calls_of", "_meter.Meter.begin", "_engine.Engine.begin"])
+@pytest.mark.parametrize(
+    "where", ["_inside._pager.calls_of", "_link._meter.Meter.begin", "_device._engine.Engine.begin"]
+)
 def test_a_call_that_fails_as_it_begins_leaves_the_door_open(
     sim, model, x, monkeypatch, error, where
 ):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._callables import unused
-from ..._undo import Rollback, Together
+from ..._undo import AllOf, Rollback
 from .._loss import ONLY
 from .._modules import (
     ModuleCall,
@@ -69,7 +69,7 @@ def trial(
         other_numbers: let it draw other random numbers.
         names: what leaves without a name are called, in other runs too.
     """
-    state: Rollback = Together((setup.state, setup.gradients))
+    state: Rollback = AllOf((setup.state, setup.gradients))
     watched: AbstractContextManager[list[ModuleCall]]
     watched = recorded(setup.roots) if watch else nullcontext([])
     with watched as calls, no_optimizer_steps(setup.run.spec.entry):

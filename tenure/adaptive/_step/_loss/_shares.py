@@ -12,8 +12,8 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
-from tenure._describe import describe_tensor
 from tenure._errors import AdaptiveUsageError
+from tenure._text import describe_tensor
 
 
 class Shares:

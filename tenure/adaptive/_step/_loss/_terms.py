@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from tenure._describe import describe_tensor
 from tenure._errors import AdaptiveUsageError
+from tenure._text import describe_tensor
 
 from ._precision import widened, widened_count
 from ._shares import Shares, plain_number

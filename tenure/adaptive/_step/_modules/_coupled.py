@@ -14,9 +14,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from tenure._errors import BatchCoupledError
+from tenure._text import listed
 
 from ..._undo import BufferState
-from ._module_names import listed, named_modules
+from ._module_names import named_modules
 
 _ONE_VALUE = "Expected more than 1 value per channel when training"
 """Part of the text of ``_verify_batch_size`` in torch/nn/functional.py."""
@@ -62,7 +63,7 @@ def refuse_coupled(found: list[Coupled], n_samples: int, size: int) -> None:
     if found:
         raise BatchCoupledError(
             f"The batch of {n_samples} has to be split into micro-batches of {size}, and "
-            f"{listed(list(map(str, found)))} would give other results then. Nothing was "
+            f"{listed([*map(str, found)], most=6)} would give other results then. Nothing was "
             "changed. Freeze them with eval(), use LayerNorm or GroupNorm, or accept statistics "
             'of each micro-batch with batchnorm="per_chunk".',
             tuple(each.name for each in found),

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from tenure._errors import AdaptiveUsageError
+from tenure._text import listed
 
-from ._module_names import listed, named_modules
+from ._module_names import named_modules
 
 
 def refuse_distributed(roots: Mapping[str, nn.Module], n_samples: int, size: int) -> None:
@@ -35,9 +36,9 @@ def refuse_distributed(roots: Mapping[str, nn.Module], n_samples: int, size: int
     if talking:
         raise AdaptiveUsageError(
             f"The batch of {n_samples} has to be split into micro-batches of {size} on this rank, "
-            f"and {listed(talking)} exchanges gradients with the other ranks at each backward "
-            "pass: ranks that split differently wait for each other, or get wrong gradients. "
-            "Nothing was changed. Pass a batch that fits on every rank."
+            f"and {listed(talking, most=6)} exchanges gradients with the other ranks at each "
+            "backward pass: ranks that split differently wait for each other, or get wrong "
+            "gradients. Nothing was changed. Pass a batch that fits on every rank."
         )
 
 

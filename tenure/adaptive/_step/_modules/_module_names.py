@@ -23,8 +23,3 @@ def named_parameters(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tens
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield f"{root_name}.{name}", parameter
-
-
-def listed(names: list[str]) -> str:
-    """The first names of many."""
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

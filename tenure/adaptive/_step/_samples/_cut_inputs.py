@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tenure._describe import describe_tensor
 from tenure._errors import AdaptiveUsageError, AdaptiveUsageWarning
+from tenure._text import describe_tensor
 from tenure._torch.dynamic import mark_dynamic, marked_dynamic
 from tenure._torch.versions import version_of
 from tenure._warn import warn_user

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tenure._describe import describe_tensor
 from tenure._errors import AdaptiveUsageError
+from tenure._text import describe_tensor
 
 from ._sample_tree import Leaf, SampleDims, SampleTree
 

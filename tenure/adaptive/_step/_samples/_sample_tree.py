@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from tenure._describe import describe_tensor
 from tenure._errors import AdaptiveUsageError
+from tenure._text import describe_tensor
 from tenure._torch.dispatch import without_functions
 from tenure._torch.pytree import parts_of
 

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from ..._undo import Generator, ModuleState, RngState, Together
+from ..._undo import AllOf, Generator, ModuleState, RngState
 from .._gradients import IsolatedGradients
 from .._modules import StepModels, generators_of
 
 
-class StepState(Together):
+class StepState(AllOf):
     """Random state and the state of modules.
 
     Args:
@@ -47,7 +47,7 @@ class StepState(Together):
         self.modules.add(new)
 
 
-class DeliveredTogether(Together):
+class DeliveredTogether(AllOf):
     """Gradients and all other state of a step: both are as before, or both as after it.
 
     What comes between the first gradient that is delivered and the end of the attempt, such as an

@@ -1,10 +1,16 @@
-"""Bytes as people read and write them; the same number always has the same spelling."""
+"""Bytes, tensors, counts and lists as people read them; the same thing has the same spelling."""
+
+from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from operator import index
 
+import torch
+
 from tenure._errors import ByteSizeError
+from tenure._storages import n_bytes_of
 
 _STEP = 1024
 _BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
@@ -53,6 +59,75 @@ def format_bytes_as_torch(n_bytes: int) -> str:
         if n_bytes > _STEP**power:
             return f"{n_bytes / _STEP**power:.2f} {_BINARY[power - 1]}"
     return f"{n_bytes} bytes"
+
+
+def counted(n: int, noun: str) -> str:
+    """Spell how many there are of something whose plural ends in s.
+
+    Example:
+        >>> counted(1, "row"), counted(2, "row"), counted(0, "row")
+        ('1 row', '2 rows', '0 rows')
+    """
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def listed(texts: Sequence[str], most: int, separator: str = ", ") -> str:
+    """Spell the first of many, and how many more there are.
+
+    Args:
+        texts: each as it is to be read.
+        most: how many to spell.
+        separator: what stands between two; one that ends a clause, as ``"; "``, ends the last too.
+
+    Example:
+        >>> listed(["a", "b"], 2), listed(["a", "b", "c"], 1), listed(["a", "b"], 1, "; ")
+        ('a, b', 'a and 2 more', 'a; and 1 more')
+    """
+    shown, n_more = separator.join(texts[:most]), len(texts) - most
+    # "a, b and 3 more", but "a moved; b stayed; and 3 more": a clause is not the last of a list
+    before = " " if separator == ", " else separator
+    return f"{shown}{before}and {n_more} more" if n_more > 0 else shown
+
+
+def describe(
+    dtype: torch.dtype, shape: Sequence[object], device: torch.device | str, n_bytes: int
+) -> str:
+    """Spell a tensor that may be gone already.
+
+    Example:
+        >>> describe(torch.float16, (32, 1024), "cuda:0", 65_536)
+        'float16[32, 1024] on cuda:0, 64.0 KiB'
+    """
+    return f"{describe_elements(dtype, shape)} on {device}, {format_bytes(n_bytes)}"
+
+
+def describe_elements(dtype: torch.dtype | str, shape: Sequence[object]) -> str:
+    """Spell what a tensor holds, wherever it is.
+
+    Example:
+        >>> describe_elements(torch.float16, (32, 1024))
+        'float16[32, 1024]'
+    """
+    return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+
+
+def describe_tensor(t: torch.Tensor) -> str:
+    """Spell a tensor of any layout, without running an operation on it.
+
+    Example:
+        >>> describe_tensor(torch.zeros(()))
+        'float32[] on cpu, 4 B'
+    """
+    with torch._C.DisableTorchFunction():
+        return describe(t.dtype, shape_of(t), t.device, n_bytes_of(t))
+
+
+def shape_of(t: torch.Tensor) -> tuple[int, ...]:
+    """The shape; a nested tensor, which has none, shows its number of components."""
+    try:
+        return tuple(t.shape)
+    except RuntimeError:
+        return (t.size(0),)
 
 
 def parse_bytes(size: int | str) -> int:

@@ -17,6 +17,42 @@ from tenure._torch.lending import in_own_storage
 from .._model import Unit
 
 
+@dataclass(frozen=True, slots=True)
+class SlabPlan:
+    """One slab, before it is allocated.
+
+    Attributes:
+        units: what is to stand in it, in this order; in the first slab behind the ring.
+        n_bytes: its size.
+    """
+
+    units: tuple[Unit, ...]
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """All slabs of a model, before they are allocated.
+
+    Attributes:
+        ring_bytes: the room for units that pass, at the front of the first slab.
+        slabs: the slabs, in the order in which they are allocated.
+    """
+
+    ring_bytes: int
+    slabs: tuple[SlabPlan, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        """The bytes of each slab."""
+        return [slab.n_bytes for slab in self.slabs]
+
+    @property
+    def resident_bytes(self) -> int:
+        """What the slabs have beside the ring."""
+        return sum(self.sizes) - self.ring_bytes
+
+
 @dataclass(eq=False, slots=True)
 class Slab:
     """Memory that is allocated in one piece.

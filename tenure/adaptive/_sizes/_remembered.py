@@ -1,4 +1,4 @@
-"""What is remembered for one call: which site it belongs to, and the record there.
+"""For what sizes are remembered, as toma's caches say, and where one call finds its record.
 
 Invariant: a call of whose site nothing is known costs one look into a dictionary; all else, such as
 names and signatures, is done where something ran out of memory.
@@ -12,23 +12,90 @@ import sys
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from types import CodeType, FrameType, MethodType
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
 from tenure._errors import AdaptiveUsageError
 
-from . import _learned
-from ._caches import BatchsizeCache, checked_cache_type
 from ._call_signature import signature_of
-from ._learned import SiteKey, from_files, sites
+from ._learned import Site, SiteKey, add, find, from_files, sites
 from ._record import SizeRecord
 
+_ROOM = "tenure.adaptive"
 _Split = tuple[Tensor, int]
 """A tensor of any shape, and the dimension of it that is split."""
 _Work = tuple[object, tuple[Any, ...], Mapping[str, Any], _Split | None]
 """The function, its arguments, and what is split."""
 _PLAIN = (str, int, float, bool, bytes, type(None))
+_ANSWERS = ("nothing", "function", "call")
+
+
+# --- for what: named by their class, as ``cache_type=``, and never instantiated
+
+
+class BatchsizeCache:
+    """What a size is remembered for.
+
+    Attributes:
+        remembered_for: ``"nothing"``, the ``"function"``, or the function and the ``"call"`` of it.
+    """
+
+    remembered_for: ClassVar[Literal["nothing", "function", "call"]]
+
+
+class NoBatchsizeCache(BatchsizeCache):
+    """Nothing is remembered: each call begins with its initial size."""
+
+    remembered_for = "nothing"
+
+
+class GlobalBatchsizeCache(BatchsizeCache):
+    """A size is remembered for the function, or for the ``context``, wherever it is called."""
+
+    remembered_for = "function"
+
+
+class StacktraceMemoryBatchsizeCache(BatchsizeCache):
+    """A size is remembered for the function and the call of it: the default.
+
+    The same call learns nothing anew; another one begins with its initial size. When memory has
+    come free since, larger sizes are tried.
+    """
+
+    remembered_for = "call"
+
+
+CacheType = type[BatchsizeCache]
+"""How a cache is named in a call: by its class."""
+
+
+def checked_cache_type(cache_type: object) -> CacheType:
+    """The class that was given; for None the room's ``DEFAULT_CACHE_TYPE``, as it is now.
+
+    Raises:
+        AdaptiveUsageError: it is no cache type, or one that does not say for what.
+    """
+    named = "cache_type"
+    if cache_type is None:
+        named = f"{_ROOM}.DEFAULT_CACHE_TYPE"
+        cache_type = sys.modules[_ROOM].DEFAULT_CACHE_TYPE
+    if cache_type is StacktraceMemoryBatchsizeCache or cache_type is GlobalBatchsizeCache:
+        return cache_type  # by far the most
+    if isinstance(cache_type, type) and issubclass(cache_type, BatchsizeCache):
+        if getattr(cache_type, "remembered_for", None) in _ANSWERS:
+            return cache_type
+        raise AdaptiveUsageError(
+            f"{named} is {cache_type!r}, which does not say what sizes are remembered for. Give it "
+            'remembered_for = "nothing", "function" or "call".'
+        )
+    raise AdaptiveUsageError(
+        f"{named} is {cache_type!r}, which is no cache type. Use NoBatchsizeCache, "
+        "GlobalBatchsizeCache or StacktraceMemoryBatchsizeCache, the class itself."
+    )
+
+
+# --- where
 
 
 class RemembersNothing:
@@ -45,7 +112,7 @@ class RemembersNothing:
 REMEMBERS_NOTHING = RemembersNothing()
 
 
-class CallSite:
+class RememberedCall:
     """Where one call looks up what is known, and leaves what it learns.
 
     Args:
@@ -60,7 +127,7 @@ class CallSite:
 
     def __init__(
         self,
-        cache_type: type[BatchsizeCache],
+        cache_type: CacheType,
         owner: object,
         frame: FrameType,
         context: Hashable | None,
@@ -76,7 +143,7 @@ class CallSite:
         """The record of this call; None where nothing is known."""
         if not (sites or from_files):  # nothing has failed in this process
             return None
-        site = _learned.find(self._key())
+        site = find(self._key())
         if site is None:
             if not from_files:
                 return None
@@ -98,10 +165,10 @@ class CallSite:
             return cache_type, id(owner)
         return cache_type, id(owner), id(frame.f_code), frame.f_lasti
 
-    def _add(self) -> _learned.Site:
+    def _add(self) -> Site:
         about, names = self._named()
         name = " | ".join([self._cache_type.__name__, *names]) if all(names) else ""
-        return _learned.add(self._key(), name, about)
+        return add(self._key(), name, about)
 
     def _named(self) -> tuple[list[object], list[str]]:
         """The objects that the site is about, and the parts of its name."""
@@ -134,17 +201,17 @@ def calling_frame() -> FrameType:
         return sys._getframe(1)
 
 
-def memory_for(
+def remembered_of(
     owner: object,
     frame: FrameType,
     context: Any,
-    cache_type: type[BatchsizeCache] | None,
+    cache_type: CacheType | None,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
     function: object = None,
     split: _Split | None = None,
-) -> CallSite | RemembersNothing:
+) -> RememberedCall | RemembersNothing:
     """What is remembered for one call, whose arguments are checked here.
 
     Args:
@@ -165,7 +232,7 @@ def memory_for(
     checked = checked_cache_type(cache_type)
     if checked.remembered_for == "nothing":
         return REMEMBERS_NOTHING
-    return CallSite(checked, owner, frame, context, (function, args, kwargs, split))
+    return RememberedCall(checked, owner, frame, context, (function, args, kwargs, split))
 
 
 def stands_for(function: Any) -> object:

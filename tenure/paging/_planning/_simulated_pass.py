@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from ._ring import ByteRing
+from .._device import ByteRing
 
 
 @dataclass(frozen=True, slots=True)

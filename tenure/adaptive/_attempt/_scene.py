@@ -1,17 +1,49 @@
-"""Memory that an allocator holds in pieces that are too small: what an error should tell of it."""
+"""The memory of a device at the moment of an error, and what an error should tell of it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from tenure._text import format_bytes
 from tenure._torch.allocator import free_block_bytes, has_expandable_segments, segments_of
-from tenure._units import format_bytes
 
-from .._memory import held_by
+from .._memory import accelerator_of, held_by
+from .._oom import OomInfo, unallocated_bytes_in
 
 _ADVICE = "set PYTORCH_ALLOC_CONF=expandable_segments:True before the program starts"
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """The memory of a device at the moment of the error, before anything was let go.
+
+    Attributes:
+        unused_bytes: what the allocator held and no tensor used; None where it can't be told.
+        pieces: how that lay, if there was enough of it for the request.
+    """
+
+    unused_bytes: int | None
+    pieces: Fragmentation | None = None
+
+
+def scene_of(info: OomInfo) -> Scene:
+    """Read the error, or the allocator; called inside ``except``.
+
+    The error is of the moment when memory ran out. Since then, values that the interpreter held
+    for the operation have died.
+    """
+    found, told_bytes = accelerator_of(info.device), unallocated_bytes_in(info.text)
+    if found is None:
+        return Scene(told_bytes)
+    try:
+        if told_bytes is None:
+            return Scene(held_by(*found).unused_bytes)
+        return Scene(told_bytes, fragmentation_of(*found, told_bytes, info.requested_bytes))
+    except Exception:  # a device without statistics
+        return Scene(told_bytes)
 
 
 class Fragmentation(NamedTuple):

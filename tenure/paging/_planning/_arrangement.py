@@ -7,7 +7,6 @@ never leaves stands with the ring, so that the other slabs can be given back who
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -19,6 +18,7 @@ from tenure._segments import (
     whole_block_bytes,
 )
 
+from .._device import Arrangement, SlabPlan
 from .._model import Unit
 from ._residency import Residency, n_bytes
 
@@ -26,42 +26,6 @@ _N_SLABS = (16, 8, 4, 2)
 """How many there are to be, about: the more there are, the less is given back for nothing."""
 _LOSS = 1 / 100
 """The share of all bytes that rounding may cost for that."""
-
-
-@dataclass(frozen=True, slots=True)
-class SlabPlan:
-    """One slab.
-
-    Attributes:
-        units: what stands in it, in this order; in the first slab behind the ring.
-        n_bytes: its size.
-    """
-
-    units: tuple[Unit, ...]
-    n_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Arrangement:
-    """All slabs.
-
-    Attributes:
-        ring_bytes: the room for units that pass, at the front of the first slab.
-        slabs: the slabs, in the order in which they are allocated.
-    """
-
-    ring_bytes: int
-    slabs: tuple[SlabPlan, ...]
-
-    @property
-    def sizes(self) -> list[int]:
-        """The bytes of each slab."""
-        return [slab.n_bytes for slab in self.slabs]
-
-    @property
-    def resident_bytes(self) -> int:
-        """What the slabs have beside the ring."""
-        return sum(self.sizes) - self.ring_bytes
 
 
 def arrange(
