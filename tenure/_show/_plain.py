@@ -51,6 +51,7 @@ def restored(hint: Any, value: object, place: str) -> Any:
         ReportFormatError: it can't be of that type.
     """
     kind = get_origin(hint) or hint
+    # Both spellings: `X | None` in a class is the one, Optional[X] of an alias the other.
     if kind is Union or kind is types.UnionType:
         return _of_any(get_args(hint), value, place)
     if is_dataclass(kind) and isinstance(value, Mapping):
@@ -62,6 +63,7 @@ def restored(hint: Any, value: object, place: str) -> Any:
         return {key: restored(inner, v, f"{place}[{key!r}]") for key, v in value.items()}
     if kind in (torch.dtype, torch.device) and isinstance(value, str):
         return _of_torch(kind, value, place)
+    # By exact type: True is an int to isinstance, and no number of bytes.
     is_there = value in get_args(hint) if kind is Literal else type(value) is kind
     if is_there or (kind is float and type(value) is int):
         return value

@@ -37,6 +37,7 @@ class Shown:
         from rich.text import Text
 
         shown = [part.rich() for part in self._parts()]
+        # Reports of lines: rich would take their brackets for markup.
         if not shown:
             return Text(str(self))
         return shown[0] if len(shown) == 1 else Group(*shown)
@@ -91,6 +92,8 @@ class Report(Shown):
 
 def _refuse_others(cls: type[Report], data: object) -> None:
     reader = f"{cls.__name__}.from_dict()"
+    # In this order: what it is at all, which kind, which version. The first that is wrong explains
+    # the others.
     if not isinstance(data, Mapping):
         raise ReportFormatError(
             f"{reader} got {type(data).__name__}, and a report is a dictionary. Pass what "

@@ -99,6 +99,7 @@ class Table:
                 column.heading,
                 justify="right" if is_number else "left",
                 overflow="fold",
+                # A folded number reads as two.
                 no_wrap=is_number and column.is_fixed,
             )
         for row in self.rows:
@@ -122,6 +123,8 @@ class Table:
         return [
             i
             for i, column in enumerate(self.columns)
+            # An empty table shows what it would have; a column that says nothing in any row takes
+            # width.
             if column.is_fixed or not self.rows or any(self._cells(i))
         ]
 
@@ -170,5 +173,7 @@ def _html_cell(cell: str, column: Column) -> str:
     if isinstance(cell, Bar):
         part = f"{cell.percent}%"
         style += f";background:linear-gradient(90deg,{_BAR} {part},transparent {part})"
+    # Escaped before the breaks are put in: names come from the user's keys, and may be markup. See
+    # test_html_is_escaped.
     lines = "<br>".join(map(html.escape, cell.split("\n")))
     return f'<td style="{style}">{lines}</td>' if style else f"<td>{lines}</td>"

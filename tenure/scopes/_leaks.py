@@ -16,6 +16,7 @@ from tenure._show import Column, Report, Table
 from tenure._storages import n_bytes_of
 from tenure._text import counted, describe, format_bytes, shape_of
 
+# The shortest chains are the useful ones; `holders` of the record has all.
 _MAX_HOLDERS = 3
 _COLUMNS = tuple(
     Column(heading, is_fixed=True) for heading in ("tensor", "created at", "kind", "held by")
@@ -111,6 +112,7 @@ class LeakReport(Report):
     _figures: ClassVar = ("total_bytes",)
 
     def __init__(self, records: Sequence[LeakRecord], *, scope: str) -> None:
+        # Frozen: a report that is logged and raised must say the same in both places.
         object.__setattr__(self, "records", tuple(records))
         object.__setattr__(self, "scope", scope)
 
@@ -174,6 +176,7 @@ def build_leak_report(
     if not survivors:
         return LeakReport((), scope=scope)
     tensors = [t for t, _ in survivors]
+    # Our own lists hold every survivor, and would be the first holders that are found.
     found = find_holders(tensors, ignore=(survivors, *survivors, *ignore))
     counted: set[int] = set()
     records = [
@@ -197,6 +200,7 @@ def _record(
     t: torch.Tensor, site: str | None, holders: list[Holder], counted: set[int]
 ) -> LeakRecord:
     key = storage_key(t)
+    # A view and its base are two tensors and one piece of memory.
     n_bytes = 0 if key in counted else n_bytes_of(t)
     if key is not None:
         counted.add(key)
@@ -204,6 +208,7 @@ def _record(
         shape, dtype, device = shape_of(t), t.dtype, t.device
     chains = tuple(holder.chain for holder in holders)
     graphs = {holder.graph for holder in holders}
+    # Of two graphs neither alone keeps it.
     graph = graphs.pop() if len(graphs) == 1 else ""
     return LeakRecord(shape, dtype, device, n_bytes, site, chains, holders[0].kind, graph)
 
@@ -234,8 +239,11 @@ def _grouped(records: Iterable[LeakRecord]) -> list[LeakRecord | _SavedTensors]:
     for record in records:
         if record.graph:
             saved[record.graph].append(record)
+    # A step of training leaves hundreds of saved tensors by one loss: one line says it. See
+    # test_text_has_one_line_for_what_one_graph_saved.
     groups = {graph: tuple(found) for graph, found in saved.items() if len(found) > 1}
     single = [record for record in records if record.graph not in groups]
+    # The tensor whose graph it is, if it leaked as well: its group stands below it.
     roots = {chain: record for record in reversed(single) for chain in record.holders}
     rows: list[LeakRecord | _SavedTensors] = []
     for record in records:

@@ -53,6 +53,7 @@ class LineColumn:
         text = format_bytes(value) if self.in_bytes else str(value)
         if self.is_exact(record):
             return text
+        # Of a shared device, some of it may be another thread's: neither more nor less is certain.
         return f"~ {text}" if record.shared and self.of_bytes_moved else f">= {text}"
 
 
@@ -78,6 +79,7 @@ def columns_named(names: Sequence[str] | None, records: Iterable[LineRecord]) ->
         names = DEFAULT_COLUMNS
     if isinstance(names, str):
         names = (names,)
+    # Those that were measured; before anything has run, those that torch documents.
     fields: set[str] = set().union(*(record.statistics for record in records))
     return [_COLUMNS.get(name) or _statistic(name, fields) for name in names]
 

@@ -101,6 +101,7 @@ class RecordsDisplay(Report):
     @classmethod
     def _of_facts(cls, facts: Mapping[str, object]) -> Self:
         found: _Facts = restored(_Facts, facts, cls.__name__)
+        # A column is a function; which one a name means depends on the statistics in the records.
         display = cls(found.sections, ())
         display.columns = tuple(columns_named(found.columns, display.records))
         return display
@@ -119,8 +120,10 @@ def section_of(
 ) -> Section:
     """The section of a function's records, all of one device; lines without source stand alone."""
     by_line = {record.line: record for record in records}
+    # A method is indented twice, which costs width and tells nothing.
     code = textwrap.dedent("\n".join(source)).split("\n") if source else []
     texts = dict(enumerate(code, first_line))
+    # Lines that ran without a source: code that was made at run time, or a file that changed.
     lines = sorted(texts | by_line)
     rows = tuple((line, texts.get(line, ""), by_line.get(line)) for line in lines)
     return Section(title_of(name, file, first_line, records[0].device), rows)
@@ -136,6 +139,7 @@ def _cell(column: LineColumn, most: int, record: LineRecord | None) -> str:
     if record is None:
         return ""
     text, value = column.cell(record), column.value(record)
+    # Negative numbers (net) have no part of the largest.
     return Bar(text, round(100 * value / most)) if value and value > 0 else text
 
 

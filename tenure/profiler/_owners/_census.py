@@ -49,7 +49,11 @@ from ._parts import (
 from ._rows import CATEGORIES, GRADIENTS, OTHERS, SAVED, StorageEntry, TensorRow
 from ._saved import SavedRecord, SavedStorage, saved_storages
 
+# A search costs some microseconds for each tensor; a process with a million small ones would wait
+# for names that nobody reads.
 _MAX_SEARCHED = 5000
+# Kinds of holders that hold a tensor's memory on somebody else's behalf: a name of its own is
+# better.
 _BORROWING = frozenset({"view", "autograd", "numpy"})
 # references to a handle from the list of all, and from the variable that is asked about
 _OWN_REFERENCES = 1 + OF_VARIABLE
@@ -87,6 +91,7 @@ class _Member(NamedTuple):
     def rank(self) -> tuple[int, int, int, int, str]:
         """Named parameters, buffers and so on in their order; the rest by size."""
         row = self.row
+        # What a pager says of its memory ("paged: ring") is no category of ours, and goes first.
         category = CATEGORIES.index(row.category) if row.category in CATEGORIES else -1
         return category, self.held.order, -row.n_bytes, -self.tensor_bytes, row.name
 
@@ -105,6 +110,7 @@ def take_census(
     """
     with quietly():
         heap = _look()
+        # Before any handle is held: what only a graph has is told by counts of references.
         saved = saved_storages(heap.nodes)[0]
         names = Names(list(models), heap.modules, [*optimizers, *heap.optimizers], heap.kept)
         handles = _handles_of(heap)
@@ -138,6 +144,7 @@ class _Heap:
 
 
 def _look() -> _Heap:
+    # First, so that the handles a pager makes for this answer are among the tensors of the pass.
     kept = [
         Kept(namer.served_model(), named)
         for namer in tensor_namers()
@@ -145,6 +152,8 @@ def _look() -> _Heap:
     ]
     found = instances(tracked_objects(), _is_surveyed)
     tensors = instances(found, lambda cls: is_kind(cls, Tensor))
+    # A node can be held without its tensor (by a hook, in a variable), and a tensor's node can be
+    # one that Python has no object for yet.
     nodes = [*(read(t, "grad_fn") for t in tensors), *instances(found, is_node_class)]
     return _Heap(
         kept,
@@ -182,8 +191,10 @@ class _Handles:
 
 
 def _handles_of(heap: _Heap) -> _Handles:
-    # this list is the one reference of ours that is counted off: there must be no second one yet
-    tensors = [t for reference in heap.tensors if (t := reference()) is not None]
+    # This list is the one reference of ours that is counted off: there must be no second one yet,
+    # as a variable bound here by := would be to the last tensor; see
+    # test_the_last_tensor_of_the_heap_is_named_like_the_others.
+    tensors = [t for t in (reference() for reference in heap.tensors) if t is not None]
     return _Handles(
         tensors,
         {id(t) for t in tensors if sys.getrefcount(t) - _OWN_REFERENCES > cpp_references(t)},
@@ -200,6 +211,7 @@ def _search(handles: _Handles, names: Names) -> dict[int, _Held]:
         if id(t) in handles.in_python and handles.stands_alone(t) and names.get(t) is None
     ]
     unnamed.sort(key=lambda t: -(storage_bytes(t) or 0))
+    # The largest are worth the search; the rest get a number.
     del unnamed[_MAX_SEARCHED:]
     found = find_holders(unnamed, live=handles.tensors)
     held = zip(map(id, unnamed), map(_best, found), strict=True)
@@ -251,6 +263,7 @@ class _Storages:
 
     def add(self, member: _Member) -> None:
         """Enter one tensor."""
+        # A unit of a pager lies in its buffer: its bytes are the buffer's, and counted once there.
         home = self._homes.get(member.key, member.key)
         self._members.setdefault(home, []).append(member)
 
@@ -267,10 +280,16 @@ def _enter_handles(storages: _Storages, handles: _Handles, calls: _Calls) -> lis
     hollow: list[TensorRow] = []
     for t in handles.tensors:
         named, gradient = calls.named(t), gradient_of(t)
+        # What neither Python holds nor a module names is C++'s alone: a graph's, entered under its
+        # node by `_enter_saved`, or somebody's whom nothing shows, by `_enter_rest`.
         if (named or id(t) in handles.in_python) and handles.stands_alone(t):
             is_parameter = is_kind(type(t), nn.Parameter)
+            # A Parameter outside of every module is one all the same, as in a hand-written
+            # optimizer.
             category = named.category if named else PARAMETERS if is_parameter else OTHERS
             hollow += _enter(storages, t, calls.of(t), category)
+        # By the name of what it belongs to: a gradient in a variable of its own is a gradient
+        # still.
         if gradient is not None:
             held = calls.of(t)
             hollow += _enter(storages, gradient, held._replace(name=f"{held.name}.grad"), GRADIENTS)
@@ -301,8 +320,11 @@ def _enter_saved(storages: _Storages, saved: dict[int, SavedStorage]) -> None:
     """What only a graph keeps; and what it shares with a variable is the graph's as well."""
     for key, (record, identity) in saved.items():
         members = storages.at(key)
+        # A variable and a graph share it: dropping the variable alone would free nothing, so it
+        # counts as saved; see test_a_variable_that_autograd_saved_counts_as_saved.
         if members and not record.is_leaf:
             first = min(members, key=lambda member: member.rank)
+            # A parameter that a graph saves is a parameter.
             if first.row.category == OTHERS:
                 row = replace(first.row, category=SAVED)
                 members[members.index(first)] = first._replace(row=row, tensor_bytes=row.n_bytes)
@@ -319,6 +341,7 @@ def _enter_rest(
             _enter(storages, t, calls.of(t), OTHERS)
     for storage in bare:
         n_bytes = storage.nbytes()
+        # A storage that the program holds by itself: no tensor lies over it any more.
         if n_bytes and not storages.at(storage._cdata) and not is_hollow(storage):
             held = calls.numbered("UntypedStorage")
             row = TensorRow(held.name, OTHERS, (n_bytes,), "uint8", str(storage.device), n_bytes)

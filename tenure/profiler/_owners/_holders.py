@@ -41,6 +41,7 @@ class HolderList(list[str], Shown):
         tensor: str = "a tensor",
     ) -> None:
         super().__init__(names)
+        # By name and not by place: a user may sort the list, or take names out of it.
         self._kinds = dict(zip(self, kinds, strict=False))
         self.n_references = n_references
         self.n_unexplained = n_unexplained
@@ -62,6 +63,8 @@ class HolderList(list[str], Shown):
     def __getitem__(self, index: slice) -> HolderList: ...
     def __getitem__(self, index: SupportsIndex | slice) -> str | HolderList:
         found = super().__getitem__(index)
+        # A slice of a list is a plain list, which would lose kinds and balance; see
+        # test_a_slice_and_a_copy_know_the_balance.
         return found if isinstance(found, str) else self._with(found)
 
     def copy(self) -> HolderList:
@@ -133,6 +136,7 @@ def holders(target: Tensor | nn.Module) -> HolderList:
 
 
 def _spelled(found: Tensor | nn.Module) -> str:
+    # By class and not with isinstance: a lazy proxy of a user answers that with code of its own.
     if is_kind(type(found), nn.Module):
         return _spelled_module(found)  # type: ignore[arg-type]
     return _spelled_tensor(found)  # type: ignore[arg-type]
@@ -140,6 +144,7 @@ def _spelled(found: Tensor | nn.Module) -> str:
 
 def _spelled_module(module: nn.Module) -> str:
     tensors = {id(t): t for _, _, t in named_tensors_of(module)}
+    # Tied weights are one storage, and count once.
     storages = {part.key: part.n_bytes for t in tensors.values() for part in parts_of(t)}
     size = format_bytes(sum(storages.values()))
     return f"{type_name(type(module))} with {counted(len(tensors), 'tensor')}, {size}"
@@ -149,6 +154,7 @@ def _spelled_tensor(t: Tensor) -> str:
     try:
         text = describe_tensor(t)
     except DisposedTensorError:
-        return repr(t)  # which says what it was, and where it was made
+        # its repr says what it was, and where it was made
+        return repr(t)
     site = created_at(t)
     return text + (f", created at {site}" if site else "")

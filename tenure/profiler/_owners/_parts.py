@@ -16,6 +16,8 @@ from tenure._heap import is_kind, read, storage_of
 from tenure._storages import named_inner_tensors
 from tenure._text import shape_of
 
+# The parts of each sparse layout; those of COO by their private names, as the public ones refuse
+# tensors that are not coalesced.
 _SPARSE: dict[Any, tuple[str, ...]] = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -44,6 +46,7 @@ class Part(NamedTuple):
 
 def parts_of(t: Tensor) -> list[Part]:
     """Every part of a tensor that takes memory; none of meta, fake and other hollow tensors."""
+    # Nearly all tensors are, and for them there is nothing to search.
     if is_plain(t):
         part = _safely(_part, t)
         return [] if part is None else [part]
@@ -66,6 +69,7 @@ def is_plain(t: Tensor) -> bool:
     """Whether a tensor is made of nothing but its own storage."""
     if type(t) is not Tensor and type(t) is not nn.Parameter:
         return False
+    # Asked after the class: a subclass may answer these with code of its own.
     return t.layout is torch.strided and not t.is_quantized
 
 
@@ -101,6 +105,7 @@ def shape_or_empty(t: Tensor) -> tuple[int | str, ...]:
 def is_hollow(storage: UntypedStorage) -> bool:
     """Whether a storage has a size but no memory: that of meta and fake tensors, of wrappers."""
     try:
+        # A wrapper's storage says that it lies on a real device, and only its address tells.
         return storage.device.type == "meta" or storage.data_ptr() == 0
     except RuntimeError:
         return True
@@ -132,6 +137,8 @@ def _part(t: Tensor) -> Part | None:
     if storage is None:
         return _opaque(t)
     n_bytes = storage.nbytes()
+    # A wrapper subclass shows sizes and has a storage that is none; its inner tensors have the
+    # bytes.
     if not n_bytes or (not is_plain(t) and is_hollow(storage)) or t.device.type == "meta":
         return None
     return Part("", t, storage._cdata, n_bytes)

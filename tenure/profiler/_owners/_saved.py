@@ -29,6 +29,7 @@ from tenure._torch.quiet import quietly
 from ._graph_holdings import GraphHoldings, Kept
 from ._parts import Part, device_of, dtype_of, identity_of, parts_of, shape_or_empty
 
+# More than a screen is read by nobody; `records` has all of them.
 _MAX_ROWS = 20
 _MAX_PLACES = 2
 _COLUMNS = (Column("saved by"), Column("tensor"), Column("created at"), Column("bytes", ">"))
@@ -162,6 +163,7 @@ def saved_storages(nodes: Iterable[object]) -> tuple[dict[int, SavedStorage], in
         The storages by their address, which is unique while the graphs live.
     """
     holdings = GraphHoldings(nodes)
+    # One storage is often saved several times: by two nodes, or as a tensor and a view of it.
     by_storage: dict[int, list[tuple[Kept, Part]]] = {}
     for entry in holdings.tensors:
         for part in parts_of(entry.found):
@@ -199,12 +201,16 @@ def _leaf_storages(by_storage: dict[int, list[tuple[Kept, Part]]]) -> set[int]:
         for entry, part in entries:
             if entry.is_held and _is_leaf(entry.found):
                 leaves.add(key)
+            # x.t() of a weight is saved as a view; what it shows is the weight's all the same.
             base = read(part.tensor, "_base")
             if base is not None:
                 known[key].add(id(base))
                 others = _is_in_python(sys.getrefcount(base), base)
                 if is_held.get(id(base), others) and _is_leaf(base):
                     leaves.add(key)
+    # More owners than the graph explains: a leaf may show the storage through another handle, such
+    # as x.detach(). The pass over the heap is paid only then; see
+    # test_an_input_that_is_a_view_or_an_alias_of_a_held_leaf_does_not_count.
     unsure = {
         key
         for key, entries in by_storage.items()
@@ -217,6 +223,7 @@ def _leaves_elsewhere(unsure: set[int], known: dict[int, set[int]]) -> set[int]:
     """Storages that a leaf outside of the graph shows, by one pass over the heap."""
     found: set[int] = set()
     heap = live_tensors()
+    # Popped, so that the list's own reference is gone when the handle's are counted.
     while heap:
         t = heap.pop()
         key = storage_key(t)
@@ -260,6 +267,7 @@ def _tensors_of(roots: Iterable[object]) -> list[Tensor]:
 def _tensors_in(root: object) -> Iterator[Tensor]:
     if is_kind(type(root), Tensor):
         yield root  # type: ignore[misc]
+    # Of the outputs of transformers' models, too, which are mappings.
     elif isinstance(root, Mapping):
         for value in root.values():
             yield from _tensors_in(value)

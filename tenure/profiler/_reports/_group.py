@@ -92,6 +92,7 @@ def gather_reports(report: MemReport, group: dist.ProcessGroup | None) -> GroupR
             "torch.distributed.init_process_group() first, or report() for this process alone."
         )
     gathered: list[MemReport] = [report] * dist.get_world_size(group)
+    # The exchange makes tensors of its own, which no override of the program should see.
     with torch._C.DisableTorchFunction():
         dist.all_gather_object(gathered, report, group=group)
     return GroupReport(tuple(gathered), dist.get_rank(group))

@@ -163,21 +163,25 @@ def build_report(
     rows: dict[str, list[TensorRow]] = {}
     for row in (*(row for entry in entries for row in entry.rows), *hollow):
         rows.setdefault(row.device, []).append(row)
+    # A device that was asked for is reported even if nothing lies there.
     names = sorted(rows) if device is None else [str(device)]
     found = (_device_report(name, rows.get(name, [])) for name in names)
     return MemReport(tuple(found), verbose)
 
 
 def _device_report(name: str, rows: Sequence[TensorRow]) -> DeviceReport:
+    # All of them, at zero: a script may ask for any.
     categories: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     for row in rows:
         categories[row.category] = categories.get(row.category, 0) + row.n_bytes
     device = torch.device(name)
     counted = allocator_bytes(device)
+    # The CPU: torch keeps no count of its bytes, so what was found is the total.
     if counted is None:
         return DeviceReport(name, tuple(rows), categories, sum(categories.values()))
     cached = cached_memory(device)
     workspaces = bytes_of_workspaces(device, cached, (row.n_bytes for row in rows))
+    # cuBLAS's: blocks that torch keeps and no tensor has, which would be unexplained else.
     if workspaces is not None:
         categories[WORKSPACES] = workspaces
     categories[ROUNDING] = counted.allocated - counted.requested
@@ -196,6 +200,7 @@ def _device_report(name: str, rows: Sequence[TensorRow]) -> DeviceReport:
 
 def _numel(row: TensorRow) -> int:
     sizes = [size for size in row.shape if isinstance(size, int)]
+    # A symbolic size has no number that could be added.
     return math.prod(sizes) if len(sizes) == len(row.shape) else 0
 
 
@@ -225,6 +230,7 @@ def _allocator_lines(device: DeviceReport) -> Iterator[str]:
         f"{format_bytes(device.reserved_bytes or 0)} that the allocator has reserved."
     )
     cached_bytes = (device.reserved_bytes or 0) - device.total_bytes
+    # Free is not usable: a tensor larger than the largest block needs a new segment.
     if device.largest_free_bytes is not None and cached_bytes > 0:
         yield (
             f"Free of that: {format_bytes(cached_bytes)}, the largest block "
@@ -240,6 +246,7 @@ def _widths(report: MemReport) -> list[int]:
     rows = [_cells(row, verbose=report.verbose) for device in report.devices for row in device.rows]
     minimum = (*_MIN_WIDTHS, *(len(column.heading) for column in _COLUMNS[3:]))
     found = [max(least, *(len(row[i]) for row in rows), 0) for i, least in enumerate(minimum)]
+    # Only scopes with capture= know sites; without any, the table is as wide as pytorch_memlab's.
     has_sites = any(row[-1] for row in rows)
     return found if has_sites else found[:-1]
 

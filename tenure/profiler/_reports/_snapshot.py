@@ -20,6 +20,7 @@ from .._owners import StorageEntry, TensorRow, describe_row, take_census
 from ._findings import Finding, find_growth, find_standing
 from ._mem_report import UNEXPLAINED, MemReport, build_report
 
+# The largest changes are the news; `to_dict` has all.
 _MAX_ROWS = 20
 _COLUMNS = (
     Column("change"),
@@ -79,6 +80,8 @@ class Snapshot(Report):
                 f"diff() wants the earlier Snapshot, and got {type(other).__name__}. Take one with "
                 "snapshot() before the code in question."
             )
+        # An identity says nothing in another process, and in this one a name can pass to a new
+        # storage.
         if _is_read(self) or _is_read(other):
             change = _by_name(other._entries, self._entries)
         else:
@@ -204,6 +207,7 @@ def snapshot() -> Snapshot:
 
 
 def _changes_of_devices(before: MemReport, now: MemReport) -> dict[str, int]:
+    # A device of one moment alone: all of it came, or went.
     found = {device.device: device.total_bytes for device in now.devices}
     for device in before.devices:
         found[device.device] = found.get(device.device, 0) - device.total_bytes
@@ -243,6 +247,8 @@ def _by_name(before: Sequence[StorageEntry], now: Sequence[StorageEntry]) -> _Ch
             places[row.name, row.category, row.created_at][side].append(entry)
     for was, found in places.values():
         # one name can stand for many storages: a node of autograd saves one in every layer
+        # Those of the same size first: a pair that only the order makes would look resized; see
+        # test_of_many_storages_of_one_name_those_of_one_size_belong_together.
         unchanged = Counter(map(_n_bytes, was)) & Counter(map(_n_bytes, found))
         was, found = _without(was, unchanged), _without(found, unchanged)
         n_pairs = min(len(was), len(found))
