@@ -21,6 +21,7 @@ from benchmarks._pairs import Loop, Pair, time_pair
 from benchmarks._record import Row, publish
 from tenure import NewDisposeScope
 from tenure._torch import swap
+from tenure._torch.quiet import without_functions
 from tenure.scopes._disposed import DisposedTensor
 
 _MIB = 2**20
@@ -141,7 +142,7 @@ def disposal_row() -> Row:
 def _empty_handles(kept: list[Tensor]) -> Iterator[None]:
     kept += [torch.ones(8) for _ in range(_N_SURVIVORS)]
     yield
-    with swap.without_modes():
+    with without_functions():
         for tensor in kept:
             twin = swap.make_empty(DisposedTensor, torch.float32)
             swap.swap(tensor, twin)

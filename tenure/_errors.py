@@ -155,6 +155,21 @@ class SplitMismatchError(TenureError):
         return type(self), (self.args[0], self.whole, self.split, self.advice)
 
 
+class MissingNameError(TenureError):
+    """torch has dropped a private name that tenure needs; what does not need it works on.
+
+    Attributes:
+        name: the name, from ``torch`` on.
+    """
+
+    def __init__(self, message: str, name: str = "") -> None:
+        super().__init__(message)
+        self.name = name
+
+    def __reduce__(self) -> tuple[type[MissingNameError], tuple[str, str]]:
+        return type(self), (self.args[0], self.name)
+
+
 class ByteSizeError(TenureError, ValueError):
     """A number of bytes was written in a way that can't be read."""
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor, UntypedStorage
 
+from tenure._torch.quiet import without_functions
+from tenure._torch.storages import sparse_parts
+
 _COMPRESSED_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
 _COMPRESSED_BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
 
 
 def storages_of(tensor: Tensor) -> list[UntypedStorage]:
     """The storages of a tensor of any layout; none where torch shows none (meta, opaque)."""
-    with torch._C.DisableTorchFunction():
+    with without_functions():
         return [part.untyped_storage() for part in _dense_parts(tensor) if not _is_hollow(part)]
 
 
@@ -27,7 +30,7 @@ def named_inner_tensors(tensor: Tensor) -> list[tuple[str, Tensor]]:
     """The same with the attributes that they are; the code of the subclass is what tells."""
     if type(tensor) is Tensor or not hasattr(type(tensor), "__tensor_flatten__"):
         return []
-    with torch._C.DisableTorchFunction():
+    with without_functions():
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         inside = [(name, getattr(tensor, name)) for name in names]
     # a DTensor names its mesh too
@@ -56,7 +59,7 @@ def _element_bytes(t: Tensor) -> int:
 def _dense_parts(tensor: Tensor) -> list[Tensor]:
     layout = tensor.layout
     if layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
+        return sparse_parts(tensor)
     if layout in _COMPRESSED_BY_ROW:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if layout in _COMPRESSED_BY_COLUMN:

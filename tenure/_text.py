@@ -11,6 +11,7 @@ import torch
 
 from tenure._errors import ByteSizeError
 from tenure._storages import n_bytes_of
+from tenure._torch.quiet import without_functions
 
 _STEP = 1024
 _BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
@@ -118,7 +119,7 @@ def describe_tensor(t: torch.Tensor) -> str:
         >>> describe_tensor(torch.zeros(()))
         'float32[] on cpu, 4 B'
     """
-    with torch._C.DisableTorchFunction():
+    with without_functions():
         return describe(t.dtype, shape_of(t), t.device, n_bytes_of(t))
 
 

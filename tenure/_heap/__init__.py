@@ -12,7 +12,6 @@ from ._holders import find_holders as find_holders
 from ._holders import weigh_holders as weigh_holders
 from ._nodes import is_node as is_node
 from ._nodes import is_node_class as is_node_class
-from ._nodes import is_saved_tensor as is_saved_tensor
 from ._nodes import slot_names as slot_names
 from ._nodes import slots_of_node as slots_of_node
 from ._nodes import walk_nodes as walk_nodes
@@ -24,7 +23,6 @@ from ._tensors import cpp_references as cpp_references
 from ._tensors import cpp_uses as cpp_uses
 from ._tensors import gradient_of as gradient_of
 from ._tensors import live_tensors as live_tensors
-from ._tensors import owners_of_storage as owners_of_storage
 from ._tensors import read as read
 from ._tensors import storage_bytes as storage_bytes
 from ._tensors import storage_key as storage_key

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, TypeVar
 
-from ._frames import is_tenure, read_locals
+from tenure._callers import is_tenure
+
+from ._frames import read_locals
 from ._identities import Identities, IdentitySet
 
 _T = TypeVar("_T")

@@ -11,6 +11,8 @@ from collections import defaultdict
 from types import FrameType
 from typing import NamedTuple
 
+from tenure._callers import is_tenure
+
 from ._fast_locals import forget
 from ._static import type_name
 
@@ -100,14 +102,6 @@ def _is_optimized(frame: FrameType) -> bool:
 def _is_namespace(frame: FrameType) -> bool:
     """Whether the variables of a frame are the globals of its module."""
     return not _is_optimized(frame) and frame.f_locals is frame.f_globals
-
-
-def is_tenure(frame: FrameType) -> bool:
-    """Whether a frame runs code of this library, its command line aside."""
-    name = frame.f_globals.get("__name__")
-    if type(name) is not str or name.startswith("tenure._cli"):
-        return False  # the command line uses the library like any program
-    return name == "tenure" or name.startswith("tenure.")
 
 
 def _spell(frame: FrameType, name: str, value: object) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from tenure._text import counted
+from tenure._torch.quiet import without_functions
 
 from ._chains import Chain, Chains
 from ._frames import RunningFrames
@@ -70,7 +71,7 @@ def find_holders(
     Returns:
         For each object its holders: those whose chain is a name first, the shortest first.
     """
-    with torch._C.DisableTorchFunction(), _collector_paused():
+    with without_functions(), _collector_paused():
         search = Search(objects, (objects, *ignore), RunningFrames(sys._getframe(1)), live)
         chains = Chains(search)
         return [_holders_of(n, search, chains) for n in search.targets]
@@ -79,7 +80,7 @@ def find_holders(
 def weigh_holders(found: object) -> tuple[list[Holder], Balance]:
     """As `find_holders` for one object of any kind, with the balance of the references to it."""
     ours = [found]
-    with torch._C.DisableTorchFunction(), _collector_paused():
+    with without_functions(), _collector_paused():
         # from this very frame on: its argument is a reference as well
         search = Search(ours, (ours,), RunningFrames(sys._getframe()))
         (n,) = search.targets

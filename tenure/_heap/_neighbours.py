@@ -10,7 +10,9 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from ._frames import is_tenure, read_locals
+from tenure._callers import is_tenure
+
+from ._frames import read_locals
 from ._identities import IdentitySet, References
 from ._static import is_kind
 

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tenure._torch.autograd import is_saved_tensor
+
 from ._static import class_attributes, mro_of
 
 _RAW = "_raw_saved_"
 _VARIABLE = "variable"
 _MAX_DEPTH = 2
-# the stubs of torch do not know the module
-_BINDINGS: Any = torch._C
-_SAVED_TENSOR = _BINDINGS._autograd.SavedTensor
 
 
 class Slot(NamedTuple):
@@ -43,11 +42,6 @@ def is_node(found: object) -> bool:
 def is_node_class(cls: type) -> bool:
     """Whether the instances of a class are nodes of a graph."""
     return any("next_functions" in class_attributes(base) for base in mro_of(cls))
-
-
-def is_saved_tensor(found: object) -> bool:
-    """Whether an object is what torch wraps a saved tensor in."""
-    return type(found) is _SAVED_TENSOR
 
 
 def walk_nodes(stack: list[Any], seen: dict[int, Any]) -> Iterator[Any]:
@@ -101,7 +95,7 @@ def saved_tensors(node: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _slots_in(label: str, saved: Any, depth: int) -> Iterator[Slot]:
-    if type(saved) is _SAVED_TENSOR:
+    if is_saved_tensor(saved):
         yield Slot(label, saved.data, saved.unpack_hook)
     elif type(saved) in (tuple, list) and depth:
         for item in saved:

@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 
+from tenure._torch.quiet import TENSOR_BASE
+from tenure._torch.storages import key_of, owners_of_storage, uses_of_tensor
+
 from ._collector import instances, tracked_objects
 from ._static import is_kind
-
-_BASE: Any = torch._C.TensorBase
 
 
 def _count_cpp_reference() -> int:
@@ -36,7 +37,7 @@ def read(t: torch.Tensor, name: str) -> Any:
     """An attribute as the base class has it; None where this kind of tensor has none."""
     # undefined, sparse, nested, fake and functorch tensors raise errors of many types here
     try:
-        return getattr(_BASE, name).__get__(t)
+        return getattr(TENSOR_BASE, name).__get__(t)
     except Exception:
         return None
 
@@ -52,7 +53,7 @@ def gradient_of(t: torch.Tensor) -> torch.Tensor | None:
 def storage_of(t: torch.Tensor) -> torch.UntypedStorage | None:
     """The storage; None for a tensor without one."""
     try:
-        storage: torch.UntypedStorage = _BASE.untyped_storage(t)
+        storage: torch.UntypedStorage = TENSOR_BASE.untyped_storage(t)
     except Exception:
         return None
     return storage
@@ -61,7 +62,7 @@ def storage_of(t: torch.Tensor) -> torch.UntypedStorage | None:
 def storage_key(t: torch.Tensor) -> int | None:
     """The identity of the storage; None for a tensor without one."""
     try:
-        return int(_BASE.untyped_storage(t)._cdata)
+        return int(key_of(TENSOR_BASE.untyped_storage(t)))
     except Exception:
         return None
 
@@ -69,7 +70,7 @@ def storage_key(t: torch.Tensor) -> int | None:
 def storage_bytes(t: torch.Tensor) -> int | None:
     """Bytes of the whole storage, whatever part of it the tensor shows."""
     try:
-        return int(_BASE.untyped_storage(t).nbytes())
+        return int(TENSOR_BASE.untyped_storage(t).nbytes())
     except Exception:
         return None
 
@@ -77,20 +78,15 @@ def storage_bytes(t: torch.Tensor) -> int | None:
 def storage_uses(t: torch.Tensor) -> int:
     """How many tensors and other owners share the storage, this tensor among them."""
     try:
-        return owners_of_storage(_BASE.untyped_storage(t))
+        return owners_of_storage(TENSOR_BASE.untyped_storage(t))
     except Exception:
         return 1
-
-
-def owners_of_storage(storage: torch.UntypedStorage) -> int:
-    """How many tensors and other owners in C++ share a storage; its Python object is none."""
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def cpp_uses(t: torch.Tensor) -> int:
     """How many owners the tensor has in C++, its Python handle among them."""
     try:
-        return int(_BASE._use_count(t))
+        return int(uses_of_tensor(t))
     except Exception:
         return 1
 
@@ -98,6 +94,6 @@ def cpp_uses(t: torch.Tensor) -> int:
 def spans_storage(t: torch.Tensor) -> bool:
     """Whether the elements of a tensor are as many bytes as its storage."""
     try:
-        return int(_BASE.numel(t)) * int(_BASE.element_size(t)) == storage_bytes(t)
+        return int(TENSOR_BASE.numel(t)) * int(TENSOR_BASE.element_size(t)) == storage_bytes(t)
     except Exception:
         return False

@@ -1,1 +1,80 @@
-"""Every private name of torch; a missing one stops only what needs it, in one clear sentence."""
+"""Every private name of torch; a missing one stops only what needs it, in one clear sentence.
+
+Invariant: importing tenure never fails for a name that torch has dropped. What is bound here is
+torch's own object, so that it costs a call nothing; or, where torch has none, what raises at its
+first use. Nobody else in tenure says a private name of torch (``tests/torch/test_private_names.py``
+reads the source for it), and the same file tries what is left when each of them is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, NoReturn
+
+import torch
+
+from tenure._errors import MissingNameError
+
+
+def bound(path: str, purpose: str) -> Any:
+    """What torch has under a private name.
+
+    Args:
+        path: the name from ``torch`` on; modules on the way are ones that torch has imported.
+        purpose: what of tenure does not work without it.
+
+    Returns:
+        The object itself; where there is none, one that raises a MissingNameError when it is
+        called, entered, asked for an attribute, or for an instance of it.
+    """
+    found = optional(path)
+    return _stand_in(path, purpose) if found is None else found
+
+
+def optional(path: str) -> Any:
+    """What torch has under a private name that tenure can do without; None where it has none."""
+    found: Any = torch
+    for name in path.split(".")[1:]:
+        found = getattr(found, name, None)
+    return found
+
+
+def getter(path: str, purpose: str) -> Callable[[Any], Any]:
+    """What reads a private attribute of objects, or raises where their class has none.
+
+    Args:
+        path: the class and the attribute.
+        purpose: as for `bound`.
+    """
+    owner, _, name = path.rpartition(".")
+    cls = optional(owner)
+    # what an instance gets when it is made is only annotated in its class
+    known = hasattr(cls, name) or name in getattr(cls, "__annotations__", ())
+    return attrgetter(name) if known else _stand_in(path, purpose)
+
+
+def refuse(path: str, purpose: str) -> NoReturn:
+    """Say that a private name is needed and missing.
+
+    Raises:
+        MissingNameError: always.
+    """
+    raise MissingNameError(
+        f"torch {torch.__version__} has no {path}, a private name that tenure needs for {purpose}. "
+        "Only that is lost. Install a torch that this tenure is tested with (see constraints.txt), "
+        "or update tenure.",
+        path,
+    )
+
+
+def _stand_in(path: str, purpose: str) -> Any:
+    """What stands in for a class or a function that is gone."""
+
+    def used(*_: object, **__: object) -> NoReturn:
+        refuse(path, purpose)
+
+    # a class, because some names are bases of classes of ours, which are made at import
+    asked = ("__instancecheck__", "__subclasscheck__", "__getattr__")
+    kind = type("_Kind", (type,), dict.fromkeys(asked, used))
+    return kind("Missing", (), {"__new__": used})

@@ -4,39 +4,53 @@ That profiler keeps its events in order, per thread, without clocks to line up a
 to convert afterwards, so a session can be read and begun anew at every line; the newer one takes
 milliseconds for that, has one session per process, and crashes an interpreter that exits inside it.
 A thread has one session at a time, of whichever profiler: ``begin`` is for a thread that has none.
+
+Marks stand among the events of a session: what no allocation of a program can be taken for. One is
+reported as c10 reports an allocation, by the function that c10 has for its allocators, with a size
+that no machine has: below ``_FIRST``. Where that function can't be reached it is a range with a
+name; the session notes no other ranges, because noting them is turned off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ctypes
+import functools
+import sys
+from collections.abc import Callable, Iterable
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import profiler as _profiler  # noqa: F401  # it must be whole before others wrap it
 
-from .marks import as_event, marker, number_of
+from . import bound
 
-_C: Any = torch._C
-_begin = _C._autograd._enable_profiler_legacy
-_end = _C._autograd._disable_profiler_legacy
-_record_functions = _C._autograd._enable_record_function
+_LINES = "figures by line of tenure.profiler"
+_begin = bound("torch._C._autograd._enable_profiler_legacy", _LINES)
+_end = bound("torch._C._autograd._disable_profiler_legacy", _LINES)
+_record_functions = bound("torch._C._autograd._enable_record_function", _LINES)
+_enter_range = bound("torch._C._autograd._record_function_with_args_enter", _LINES)
+_exit_range = bound("torch._C._autograd._record_function_with_args_exit", _LINES)
+_Config = bound("torch._C._profiler.ProfilerConfig", _LINES)
+_State = bound("torch._C._profiler.ProfilerState", _LINES)
+_ExperimentalConfig = bound("torch._C._profiler._ExperimentalConfig", _LINES)
+_host_bytes = bound("torch._C._autograd.ProfilerEvent.cpu_memory_usage", _LINES)
 
-is_profiling = _C._autograd._profiler_enabled
+is_profiling: Callable[[], bool] = bound("torch._C._autograd._profiler_enabled", _LINES)
 """Whether a session, tenure's or another's, is open on this thread."""
 
-_host_bytes = _C._autograd.ProfilerEvent.cpu_memory_usage
-_N_ENDS = 2  # events that say where a session begins and ends
-
-_CONFIG = _C._profiler.ProfilerConfig(
-    _C._profiler.ProfilerState.CPU,
-    False,  # input shapes
-    True,  # memory: all that is wanted
-    False,  # stacks
-    False,  # flops
-    False,  # modules
-    _C._profiler._ExperimentalConfig(),
-)
+# events that say where a session begins and ends
+_N_ENDS = 2
+_FIRST = -(2**62)
+_NAME = "tenure"
+_LIBRARY = "libc10.dylib" if sys.platform == "darwin" else "libc10.so"
+# int64_t is `long long` there, and `long` elsewhere
+_INT64 = "x" if sys.platform == "darwin" else "l"
+_REPORT = f"_ZN3c1027reportMemoryUsageToProfilerEPv{_INT64}mmNS_6DeviceE"
+# A c10::Device is two bytes: its type, 0 for the CPU, and its index, which is -1.
+_CPU = 0xFF00
+_N_READY = 256
 
 
 class Changes(NamedTuple):
@@ -53,7 +67,7 @@ class Changes(NamedTuple):
 
 def begin() -> None:
     """Open a session on this thread; operations are not noted in it, only allocations."""
-    _begin(_CONFIG)
+    _begin(_config())
     _record_functions(False)
 
 
@@ -61,10 +75,11 @@ def turn() -> Changes | None:
     """What happened since ``begin`` or the last turn; None if someone has ended the session."""
     try:
         lists = _end()
-    except RuntimeError:  # "Can't disable profiler when it's not running"
+    # "Can't disable profiler when it's not running"
+    except RuntimeError:
         _record_functions(True)
         return None
-    _begin(_CONFIG)
+    _begin(_config())
     return _changes(lists)
 
 
@@ -98,6 +113,69 @@ def _all_changes(events: Iterable[Any]) -> Changes:
         elif (number := number_of(event)) is not None:
             cpu.append(as_event(number))
     return Changes(cpu, cuda)
+
+
+def as_event(number: int) -> int:
+    """How mark ``number`` looks among the sizes of a session's events; numbers are 0 to 2**62."""
+    return _FIRST - number
+
+
+def marker() -> Callable[[int], None]:
+    """What leaves a mark in this thread's session, which must be open, by its number."""
+    return _report() or _name
+
+
+def number_of(event: Any) -> int | None:
+    """Which mark an event is that is no allocation; None for what else a session notes."""
+    if event.kind() != "push":
+        return None
+    name, _, number = event.name().partition(" ")
+    return int(number) if name == _NAME else None
+
+
+def _name(number: int) -> None:
+    _record_functions(True)
+    try:
+        _exit_range(_enter_range(f"{_NAME} {number}"))
+    finally:
+        _record_functions(False)
+
+
+@functools.cache
+def _report() -> Callable[[int], None] | None:
+    """What reports a mark; None in a build of torch that has no such function.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.13.0/c10/core/Allocator.h
+    """
+    try:
+        # holds the interpreter's lock: no other thread of Python comes in between
+        library: Any = ctypes.PyDLL(str(Path(torch.__file__).parent / "lib" / _LIBRARY))
+        function: Any = getattr(library, _REPORT)
+    except (OSError, AttributeError):
+        return None
+    function.restype = None
+    # made once: converting arguments takes longer than the call
+    address, unknown, device = ctypes.c_void_p(None), ctypes.c_size_t(0), ctypes.c_uint16(_CPU)
+    sizes = [ctypes.c_int64(as_event(number)) for number in range(_N_READY)]
+
+    def report(number: int) -> None:
+        size = sizes[number] if number < _N_READY else ctypes.c_int64(as_event(number))
+        function(address, size, unknown, unknown, device)
+
+    return report
+
+
+@functools.cache
+def _config() -> Any:
+    return _Config(
+        _State.CPU,
+        False,  # input shapes
+        True,  # memory: all that is wanted
+        False,  # stacks
+        False,  # flops
+        False,  # modules
+        _ExperimentalConfig(),
+    )
 
 
 def works() -> bool:

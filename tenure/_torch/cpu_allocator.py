@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-_C: Any = torch._C
-_lazy_clone: Any = torch._lazy_clone  # pyright: ignore[reportPrivateImportUsage]
+from . import bound, optional
+
+_is_cow_tensor = bound("torch._C._is_cow_tensor", "the census of Courtesy and mem_report()")
 _LIBRARY = "libc10.dylib" if sys.platform == "darwin" else "libc10.so"
 _FLAG = "FLAGS_caffe2_report_cpu_memory_usage"
 _REPORTER = "_ZN3c1025profiledCPUMemoryReporterEv"
@@ -98,7 +99,7 @@ def enter(storage: UntypedStorage) -> None:
 
 def is_lazily_copied(tensor: Tensor) -> bool:
     """Whether its storage is another's until one of them is written to."""
-    return bool(_C._is_cow_tensor(tensor))
+    return bool(_is_cow_tensor(tensor))
 
 
 def works() -> bool:
@@ -110,7 +111,7 @@ def works() -> bool:
         before = live_bytes()
         del old
         counted = is_known() and live_bytes() == before - 96
-        return counted and is_lazily_copied(_lazy_clone(torch.ones(1)))
+        return counted and is_lazily_copied(optional("torch._lazy_clone")(torch.ones(1)))
     finally:
         keep_sizes(False)
 

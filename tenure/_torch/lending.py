@@ -1,25 +1,36 @@
-"""Bytes that are lent out in a storage of their own, and whether anything still holds some of them.
+"""Bytes that are lent out in a storage of their own: whether they are held, and written unseen.
 
 A variable, a view or a graph of autograd holds a tensor; what was made by `detach()`, `.data` or
-NumPy holds no tensor of ours, but the storage that it lies in.
+NumPy holds no tensor of ours, but the storage that it lies in. Who asks a weight for ``.data`` or
+for an array may write it without raising a version.
+
+Invariant: while a model is paged, what is asked so of the bytes of a page is noted there. Classes
+are asked as before: only reading the attribute of a tensor passes here.
 """
 
 from __future__ import annotations
 
-import functools
-import sys
+import threading
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch._C import _to_dlpack as to_dlpack
 from torch.utils.dlpack import from_dlpack
 
-_ALONE_IN_C = 1
+from tenure._errors import PagingError
+from tenure._text import describe_tensor
+
+from . import bound
+from .quiet import aside, without_functions
+from .storages import key_of, n_holders, n_uses
+
+_to_dlpack = bound("torch._C._to_dlpack", "paging")
 _lent: weakref.WeakValueDictionary[int, Lent] = weakref.WeakValueDictionary()
-_n_uses = torch._C._storage_Use_Count
+_NAMES = ("data", "numpy", "__dlpack__")
+_lock = threading.Lock()
+_n_noting = 0
+_before: dict[str, Any] = {}
 
 
 class Lent:
@@ -51,7 +62,7 @@ class Lent:
         self._n_uses, self._n_holders = self._counts()
         self.is_aliased = False
         self.tensors: dict[int, str] = {}
-        _lent[self._holder[0]._cdata] = self
+        _lent[key_of(self._holder[0])] = self
 
     @property
     def storage(self) -> UntypedStorage:
@@ -67,13 +78,13 @@ class Lent:
         return n_uses > self._n_uses + n_tensors or n_holders > self._n_holders
 
     def _counts(self) -> tuple[int, int]:
-        return int(_n_uses(self._holder[0]._cdata)), _n_holders(self._holder, 0)
+        return n_uses(self._holder[0]), n_holders(self._holder, 0)
 
 
 def in_own_storage(memory: Tensor, start: int, end: int) -> Tensor:
     """Some bytes of a plain uint8 tensor, in a storage of their own that keeps it alive."""
     # By DLPack: a storage that is made from an address alone would outlive the memory.
-    part: Tensor = from_dlpack(to_dlpack(memory[start:end]))
+    part: Tensor = from_dlpack(_to_dlpack(memory[start:end]))
     return part
 
 
@@ -82,47 +93,100 @@ def lent_to(tensor: Tensor) -> Lent | None:
     if not _lent:
         return None
     try:
-        return _lent.get(tensor.untyped_storage()._cdata)
+        storage = tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):  # wrapper subclasses, transforms, sparse ones
         return None
+    return _lent.get(key_of(storage))
 
 
-def is_held(holder: Mapping[Any, Tensor], key: Any) -> bool:
-    """Whether ``holder[key]`` has another holder; views, saved tensors and containers count.
-
-    A tensor that shares its storage alone is not seen: ask `Lent`.
-    """
-    tensor: Any = holder[key]
-    n_in_c = tensor._use_count()
-    del tensor
-    return n_in_c > _ALONE_IN_C or _n_holders(holder, key) > _alone()
-
-
-def _n_holders(holder: Mapping[Any, object], key: Any) -> int:
-    return sys.getrefcount(holder[key])
+def note_while(owner: object) -> weakref.finalize[[], object]:
+    """Have it noted until what is returned is called, or its owner is gone."""
+    global _n_noting
+    with _lock:
+        _n_noting += 1
+        if _n_noting == 1:
+            _install()
+    return weakref.finalize(owner, _end)
 
 
-@functools.cache
-def _alone() -> int:
-    return _n_holders({0: object()}, 0)
+def _end() -> None:
+    global _n_noting
+    with _lock:
+        _n_noting -= 1
+        if not _n_noting:
+            _uninstall()
+
+
+def _install() -> None:
+    for name in _NAMES:
+        original = getattr(Tensor, name)
+        _before[name] = vars(Tensor).get(name)  # None where it is inherited
+        kind = _NotingData if name == "data" else _Noting
+        setattr(Tensor, name, kind(original))
+
+
+def _uninstall() -> None:
+    for name, own in _before.items():
+        if own is None:
+            delattr(Tensor, name)
+        else:
+            setattr(Tensor, name, own)
+    _before.clear()
+
+
+class _Noting:
+    """An attribute of tensors as it was, of which pages learn when it is read."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __get__(self, tensor: Tensor | None, owner: Any = None) -> Any:
+        if tensor is None:
+            return self._original  # subclasses know the operations by these objects
+        _note(tensor)
+        return self._original.__get__(tensor, owner)
+
+
+class _NotingData(_Noting):
+    """The same of ``.data``, which can be set."""
+
+    def __set__(self, tensor: Tensor, value: Tensor) -> None:
+        with without_functions():
+            lent = lent_to(tensor)
+        name = None if lent is None else lent.tensors.get(id(tensor))
+        if name is None:
+            self._original.__set__(tensor, value)
+        else:
+            _fill(name, tensor, value)
+
+
+def _note(tensor: Tensor) -> None:
+    with without_functions():
+        lent = lent_to(tensor)
+    if lent is not None:
+        lent.is_aliased = True
+
+
+def _fill(name: str, shown: Tensor, value: Tensor) -> None:
+    """Give a weight that is shown other values: what it lies in is the pager's."""
+    if _form(value) != _form(shown):
+        raise PagingError(
+            f"{name!r} was given {describe_tensor(value)} through .data in the forward of a paged "
+            f"model, where it is {describe_tensor(shown)}: that has no place there. Nothing was "
+            "changed. Give it a tensor of the same shape, type and device, or unpage() first."
+        )
+    with aside():
+        shown.copy_(value.clone())  # a copy first: it may be a view of the weight
+
+
+def _form(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def works() -> bool:
-    """Whether this torch lets a view, a graph and an alias be seen, and their end."""
+    """Whether this torch lets an alias be seen, and its end, and what is asked of a tensor."""
     with torch.inference_mode(False), torch.enable_grad():
-        return _sees_tensors() and _sees_storages()
-
-
-def _sees_tensors() -> bool:
-    holder = {0: torch.ones(2, 2, device="cpu")}
-    seen = [is_held(holder, 0)]
-    view = holder[0].t()
-    seen.append(is_held(holder, 0))
-    del view
-    product = torch.ones(2, 2, requires_grad=True, device="cpu") * holder[0]
-    seen.append(is_held(holder, 0))
-    del product
-    return [*seen, is_held(holder, 0)] == [False, True, True, False]
+        return _sees_storages() and _notes_what_is_asked()
 
 
 def _sees_storages() -> bool:
@@ -139,3 +203,13 @@ def _sees_storages() -> bool:
     del storage
     seen.append(bytes_lent.is_shared(1))
     return seen == [True, False, True, True, False] and tensor.tolist() == [2, 3, 4, 5]
+
+
+def _notes_what_is_asked() -> bool:
+    """Whether tensors can be asked in this way, and are as before when that ends."""
+    before = [vars(Tensor).get(name) for name in _NAMES]
+    value = torch.ones(2, device="cpu")
+    end = note_while(value)
+    seen = [value.data.tolist(), value.numpy().tolist(), Tensor.data.__get__(value).tolist()]  # type: ignore[attr-defined]
+    end()
+    return seen == [[1.0, 1.0]] * 3 and before == [vars(Tensor).get(name) for name in _NAMES]

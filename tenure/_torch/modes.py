@@ -1,4 +1,4 @@
-"""The stack of torch-function modes of this thread, of which torch has no public view.
+"""The stacks of modes that each thread has, of which torch has no public view.
 
 torch's own ``with mode:`` pops by position; tenure removes by identity, so that other people's
 modes stay where they were whatever order the blocks end in.
@@ -6,19 +6,35 @@ modes stay where they were whatever order the blocks end in.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-_C: Any = torch._C
-push = _C._push_on_torch_function_stack
-_pop = _C._pop_torch_function_stack
-_length = _C._len_torch_function_stack
-_at = _C._get_function_stack_at
+from . import bound, refuse
+
+if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    DispatchMode = TorchDispatchMode
+else:
+    DispatchMode = bound(
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        "memory_budget() and the verification of a step",
+    )
+
+_SCOPES = "scopes"
+_COUNTING = "memory_budget()"
+push = bound("torch._C._push_on_torch_function_stack", _SCOPES)
+_pop = bound("torch._C._pop_torch_function_stack", _SCOPES)
+_length = bound("torch._C._len_torch_function_stack", _SCOPES)
+_at = bound("torch._C._get_function_stack_at", _SCOPES)
+_n_dispatch = bound("torch._C._len_torch_dispatch_stack", _COUNTING)
+_dispatch_at = bound("torch._C._get_dispatch_stack_at", _COUNTING)
+_OPERATOR = type(torch.ops.aten.add.Tensor)
 
 
 def is_active(mode: object) -> bool:
-    """Whether ``mode`` stands on the stack; it does not inside a backward hook, for one."""
+    """Whether a function mode stands on the stack; it does not inside a backward hook, for one."""
     depth = _length()
     while depth:
         depth -= 1
@@ -28,7 +44,7 @@ def is_active(mode: object) -> bool:
 
 
 def remove(mode: object) -> None:
-    """Take the topmost occurrence of ``mode``, if any, off the stack; the others stay in order."""
+    """Take the topmost occurrence of a function mode, if any, off; the others stay in order."""
     top = _pop() if _length() else None
     if top is mode or top is None:
         return
@@ -36,12 +52,31 @@ def remove(mode: object) -> None:
     push(top)
 
 
+def open_modes() -> list[DispatchMode]:
+    """The dispatch modes that the program has open on this thread, the innermost last."""
+    stack = (_dispatch_at(i) for i in range(_n_dispatch()))
+    # the others are of torch's own compiler, and stand apart from the stack of the program
+    return [mode for mode in stack if not mode.is_infra_mode()]
+
+
+def schema_of(func: Any) -> Any:
+    """What an operator takes and gives, as a dispatch mode gets it; None of a higher-order one."""
+    schema = getattr(func, "_schema", None)
+    if schema is None and isinstance(func, _OPERATOR):
+        refuse("torch._ops.OpOverload._schema", f"{_COUNTING} and the verification of a step")
+    return schema
+
+
 def works() -> bool:
-    """Whether push, is_active and remove agree on this torch."""
+    """Whether push, is_active and remove agree on this torch, and a dispatch mode is seen."""
     lower, upper = torch.overrides.BaseTorchFunctionMode(), torch.overrides.BaseTorchFunctionMode()
     push(lower)
     push(upper)
     remove(lower)
     agreed = is_active(upper) and not is_active(lower)
     remove(upper)
-    return agreed and not is_active(upper)
+    mode: Any = DispatchMode()
+    with mode:
+        agreed = agreed and open_modes()[-1] is mode
+    known = schema_of(torch.ops.aten.add.Tensor) is not None
+    return agreed and known and not is_active(upper) and mode not in open_modes()

@@ -21,7 +21,9 @@ _BEGINNINGS: tuple[tuple[ModuleType, str], ...] = (
 
 def announce(make_way: Callable[[], None]) -> Callable[[], None]:
     """Call ``make_way`` on its thread before a profiler begins; returns what puts an end to it."""
-    wrappers = [_Announcing(module, name, make_way) for module, name in _BEGINNINGS]
+    # torch calls none that it has dropped: its own profiler then refuses to begin, and says so
+    there = [(module, name) for module, name in _BEGINNINGS if hasattr(module, name)]
+    wrappers = [_Announcing(module, name, make_way) for module, name in there]
 
     def stop() -> None:
         for wrapper in wrappers:

@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils import _pytree
+from . import bound
+
+_registered = bound("torch.utils._pytree.SUPPORTED_NODES", "containers of results and batches")
 
 
 def children_of(node: object) -> Sequence[Any] | None:
@@ -20,7 +22,7 @@ def children_of(node: object) -> Sequence[Any] | None:
 
 def parts_of(node: object) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     """The children of a registered container, and what makes one like it of other children."""
-    registered = _pytree.SUPPORTED_NODES.get(type(node))
+    registered = _registered.get(type(node))
     if registered is None:
         return None
     children, context = registered.flatten_fn(node)
@@ -35,11 +37,11 @@ class _Pair:
 
 def works() -> bool:
     """Whether a freshly registered container is found, taken apart and put together."""
-    _pytree.register_pytree_node(
+    bound("torch.utils._pytree.register_pytree_node", "this test")(
         _Pair, lambda pair: ([pair.left, pair.right], None), lambda items, _: _Pair(*items)
     )
     try:
         parts = parts_of(_Pair(1, 2))
         return parts is not None and parts[0] == [1, 2] and parts[1]([3, 4]) == _Pair(3, 4)
     finally:
-        _pytree.SUPPORTED_NODES.pop(_Pair)
+        _registered.pop(_Pair)

@@ -1,4 +1,9 @@
-"""Asking tensors questions that no mode, no subclass and no profiler of the user's gets to see."""
+"""Asking and copying tensors so that no mode, no subclass, no graph and no profiler gets to see it.
+
+Which block to take: ``without_functions`` where only Python above the dispatcher is to keep out
+(the cheapest), ``quietly`` for questions and small operations, ``aside`` for copies that also no
+graph and no transform may record.
+"""
 
 from __future__ import annotations
 
@@ -8,32 +13,95 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import bound
+from .modes import DispatchMode
+
+_ALL = "everything that looks at tensors"
+
+without_functions: Any = bound("torch._C.DisableTorchFunction", _ALL)
+"""A context in which neither function modes nor ``__torch_function__`` of subclasses run."""
+without_subclass_functions: Any = bound(
+    "torch._C.DisableTorchFunctionSubclass", "what is done with tensors that are away"
+)
+"""A context in which ``__torch_function__`` of subclasses does not run, and modes do."""
+without_dispatch: Any = bound(
+    "torch._C._DisableTorchDispatch", "paging, memory_budget(), reports of memory and Courtesy"
+)
+"""A context in which operations run below all dispatch modes and subclasses."""
+TENSOR_BASE: Any = bound("torch._C.TensorBase", _ALL)
+"""The class whose getters no subclass has replaced; they take the tensor by ``__get__``."""
+
+_without_transforms = bound("torch._C._DisableFuncTorch", "paging")
+_without_dispatch_modes = bound("torch.utils._python_dispatch._disable_current_modes", "paging")
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
     """A block in which neither modes nor overrides of subclasses run."""
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+    with without_functions(), without_dispatch():
         yield
 
 
-class _FunctionMode(TorchFunctionMode):
+@contextmanager
+def aside() -> Iterator[None]:
+    """A block whose tensors no scope owns, no mode sees and no graph or transform records.
+
+    For plain tensors: a subclass that is made of others does nothing of its own here.
+    """
+    # FakeTensorMode, for one, would give copies no address
+    with without_dispatch(), _unrecorded():
+        yield
+
+
+@contextmanager
+def aside_with_subclasses() -> Iterator[None]:
+    """The same for tensors of any class: without their own dispatch they have no bytes to copy."""
+    with _without_dispatch_modes(), _unrecorded():
+        yield
+
+
+@contextmanager
+def _unrecorded() -> Iterator[None]:
+    with (
+        without_functions(),
+        _without_transforms(),  # torch.func wraps what is made inside of it
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
+        yield
+
+
+class _Refusing(TorchFunctionMode):
     def __torch_function__(self, *_: object) -> None:
         raise AssertionError("a quiet block ran a mode")
 
 
-class _DispatchMode(TorchDispatchMode):
-    def __torch_dispatch__(self, *_: object) -> None:
-        raise AssertionError("a quiet block ran a mode")
-
-
 def works() -> bool:
-    """Whether an operation in such a block passes both kinds of mode by."""
+    """Whether modes of both kinds and a transform see nothing of such blocks."""
+    seen: list[object] = []
+
+    class Seeing(DispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    def transformed(x: torch.Tensor) -> torch.Tensor:
+        for block in (aside, aside_with_subclasses):
+            with Seeing(), block():  # type: ignore[no-untyped-call]  # torch left it unannotated
+                made = torch.ones(1, device="cpu") + 1
+            assert type(made) is torch.Tensor
+            is_wrapped: Any = bound("torch._C._functorch.is_functorch_wrapped_tensor", "this test")
+            seen.extend([None] * is_wrapped(made))
+        return x * 2
+
+    torch.func.vmap(transformed)(torch.ones(2))
     t = torch.ones(1)
     try:
-        mode: Any = _DispatchMode
-        with _FunctionMode(), mode(), quietly():
-            return bool((t + 1).numel() == 1)
+        with _Refusing(), Seeing(), quietly():  # type: ignore[no-untyped-call]
+            t + 1
     except AssertionError:
         return False
+    return not seen

@@ -7,15 +7,17 @@ handles, ``make_empty`` makes an impl without storage. Nothing else in tenure ca
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 
-without_modes = torch._C.DisableTorchFunction
-"""A context in which neither modes nor ``__torch_function__`` of subclasses run."""
+from . import bound
+from .quiet import quietly
+
+_DISPOSAL = "letting go of the memory of disposed tensors"
+_swap = bound("torch._C._swap_tensor_impl", _DISPOSAL)
+_make = bound("torch.Tensor._make_wrapper_subclass", _DISPOSAL)
 _META = torch.device("meta")
-_without_dispatch_modes = torch._C._DisableTorchDispatch
 
 
 def swap(first: Tensor, second: Tensor) -> None:
@@ -26,13 +28,12 @@ def swap(first: Tensor, second: Tensor) -> None:
 
     Source: https://github.com/pytorch/pytorch/blob/main/torch/csrc/autograd/python_variable.cpp
     """
-    torch._C._swap_tensor_impl(first, second)
+    _swap(first, second)
 
 
 def make_empty(cls: type[Tensor], dtype: torch.dtype) -> Tensor:
     """Make a ``cls`` of shape (0,) on the meta device, where only its dtype is to be read."""
-    make: Any = Tensor._make_wrapper_subclass
-    empty: Tensor = make(
+    empty: Tensor = _make(
         cls,
         (0,),
         dtype=dtype,
@@ -54,7 +55,7 @@ class _Probe(Tensor):
 def works() -> bool:
     """Whether this torch still swaps as tenure needs it: the impl moves, the data stays whole."""
     try:
-        with without_modes(), _without_dispatch_modes():
+        with quietly():
             handle, expected = torch.arange(3.0), [0.0, 1.0, 2.0]
             view = handle.view(3)
             probe = make_empty(_Probe, handle.dtype)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from tenure._torch.dynamo import never_compiled
+from tenure._torch.compiler import never_compiled
 
 from ._callables import check_function, name_of
 from ._decorators import (

@@ -15,7 +15,7 @@ from tenure._account import taken
 from tenure._errors import PagingError
 from tenure._segments import taken_by
 from tenure._text import parse_bytes
-from tenure._torch.aside import aside
+from tenure._torch.quiet import aside
 
 from ._attached import Attached
 from ._device import RESIDENT, Arrangement, Engine, UnpagedTensors, in_place_of

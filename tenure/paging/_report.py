@@ -111,10 +111,10 @@ def make_report(resources: Resources, weight_bytes: int) -> PagingReport:
         PagingError: no pass has ended.
     """
     engine, taken = resources.engine, resources.taken
-    record = engine.meter.finished()
-    if record is None or record.whole is None:
+    record = engine.measured()
+    if record is None or record.span is None:
         raise PagingError("There is nothing to report yet: call the model first.")
-    whole_s = _seconds(record.whole)
+    whole_s = _seconds(record.span)
     stall_s = min(whole_s, sum(map(_seconds, record.stalls)))
     compute_s = whole_s - stall_s
     copy_s = sum(map(_seconds, record.copies))
@@ -135,11 +135,11 @@ def make_report(resources: Resources, weight_bytes: int) -> PagingReport:
         helpful_budget_bytes=_helpful_bytes(
             whole_block_bytes(weight_bytes, engine.device),
             weight_bytes - resources.staying_bytes,
-            engine.ring_bytes,
+            engine.room.ring_bytes,
             compute_s * link_bytes_per_s,
         ),
         resident_bytes=resources.resident_bytes,
-        ring_bytes=engine.ring_bytes,
+        ring_bytes=engine.room.ring_bytes,
         allocated_bytes=taken.allocated_bytes,
         reserved_bytes=taken.reserved_bytes,
         staging_bytes=engine.staging_bytes,

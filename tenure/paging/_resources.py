@@ -44,17 +44,17 @@ class Resources:
     @property
     def resident_bytes(self) -> int:
         """The memory of what stays on the device now."""
-        return self.engine.resident_bytes + self.unpaged.n_bytes
+        return self.engine.room.resident_bytes + self.unpaged.n_bytes
 
     @property
     def staying_bytes(self) -> int:
         """The weights among it."""
-        return self.engine.staying_bytes + self.unpaged.n_bytes
+        return self.engine.room.staying_bytes + self.unpaged.n_bytes
 
     @property
     def taken(self) -> Taken:
         """What all of it takes of the device now."""
-        return taken_by([*self.engine.slab_sizes, *self.unpaged.sizes], self.engine.device)
+        return taken_by([*self.engine.room.slab_sizes, *self.unpaged.sizes], self.engine.device)
 
     def serve(self, model: nn.Module) -> None:
         """Be named in reports of memory as the model's, from now until it is given back."""
@@ -102,7 +102,7 @@ def acquire(
         engine = Engine(link, store, max_ahead)
         arrangement = planned.arrangement
         beside_bytes = planned.plan.budget_bytes - sum(arrangement.sizes)
-        reserved = engine.reserve(arrangement, planned.kept, beside_bytes)
+        reserved = engine.room.reserve(arrangement, planned.kept, beside_bytes)
         unpaged = UnpagedTensors(planned.table.unpaged, link)
         resources = Resources(engine, store, unpaged, planned.cut.units)
         undoing.callback(resources.close)

@@ -8,9 +8,8 @@ from types import FrameType
 
 from torch import Tensor
 
+from tenure._callers import package_of
 from tenure._heap import find_holders
-
-from ._sites import module_of
 
 # of the kinds of holders those that a user has stored something in; the rest is on its way
 _LASTING = frozenset({"attribute", "container", "global", "closure", "default", "partial", "cache"})
@@ -35,7 +34,7 @@ def _variables_of_torch() -> tuple[str, ...]:
     names: set[str] = set()
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if module_of(frame).partition(".")[0] == "torch":
+        if package_of(frame) == "torch":
             names.add(f"{frame.f_code.co_qualname}.<locals>.")
         frame = frame.f_back
     return tuple(names)

@@ -12,10 +12,9 @@ from threading import get_ident
 from types import CodeType, FrameType, TracebackType
 from typing import Any, Literal, Never, NoReturn, Self, get_args
 
-from torch.compiler import is_dynamo_compiling
-
+from tenure._callers import CONTEXTLIB, Capture, Site, opening_site, user_frame
 from tenure._text import counted
-from tenure._torch.dynamo import never_compiled
+from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 from tenure._torch.modes import remove
 
 from ._checks import (
@@ -31,7 +30,6 @@ from ._closing import settle
 from ._generators import SUSPENDABLE, warn_in_generator
 from ._leaks import LeakReport
 from ._ledger import Ledger, n_alive, take_all
-from ._sites import CONTEXTLIB, Capture, Site, opening_site, user_frame
 from ._thread import ThreadScopes, World, this_thread
 from ._tracker import Manager, current
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from torch import Tensor
 
+from tenure._callers import warn_user
 from tenure._errors import ScopeUsageError, ScopeUsageWarning
 from tenure._text import describe_tensor
-from tenure._warn import warn_user
 
 from ._thread import foreign_owner_of
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from tenure._errors import ScopeLeakError
-from tenure._torch.graph_outputs import belongs_to_graph
-from tenure._torch.swap import without_modes
+from tenure._torch.compiler import belongs_to_graph
+from tenure._torch.quiet import without_functions
 
 from ._deferred import inside_operation
 from ._disposal import Disposal, dispose_plain, dispose_tensor, swap_is_trusted
@@ -103,7 +103,7 @@ def _dispose_plain_ones(
     if not swap_is_trusted():
         rest += owned
         return interruptions
-    with without_modes():  # once, because it costs as much as a disposal
+    with without_functions():  # once, because it costs as much as a disposal
         for tensor, reference in owned:
             try:
                 if type(tensor) is Tensor and dispose_plain(

@@ -11,7 +11,7 @@ import sys
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING
 
-from tenure._torch.backward import ENGINE_CODE
+from tenure._torch.autograd import ENGINE_CODE, check_engine_is_seen
 
 from ._disposal import dispose_tensor
 from ._ledger import Reference, site_of
@@ -51,6 +51,8 @@ def inside_operation(opener: tuple[CodeType, int, int] | None) -> bool:
         opener: code, instruction and identity of the frame that opened a scope. What that scope
             owns is younger than an operation that runs around it, and need not wait for that one.
     """
+    if ENGINE_CODE is None:
+        check_engine_is_seen(now=True)
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tenure._callers import Site, SiteStack
 from tenure._errors import TenureWarning
 from tenure._storages import inner_tensors
 from tenure._torch import swap
-from tenure._torch.graph_outputs import belongs_to_graph
+from tenure._torch.compiler import belongs_to_graph
+from tenure._torch.quiet import TENSOR_BASE, without_functions
 
 from ._disposed import RECORD, Cause, DisposedTensor, Record, set_record
-from ._sites import Site, SiteStack
 
 _logger = logging.getLogger("tenure.scopes")
 _set_class = vars(object)["__class__"].__set__  # past a __setattr__ of the subclass
@@ -62,7 +63,7 @@ def dispose_plain(
 ) -> bool:
     """As `dispose_tensor` for one of exactly ``Tensor`` that is no graph's.
 
-    It runs in a block of ``without_modes``.
+    It runs in a block of ``without_functions``.
 
     Args:
         tensor: a tensor of any shape, dtype, device and layout.
@@ -112,11 +113,10 @@ def is_disposed(tensor: Tensor) -> bool:
 
 def _describe(tensor: Tensor, cause: Cause, created: Site | SiteStack | None) -> Record:
     # torch's own getters: a subclass may raise from its properties
-    getters: Any = torch._C.TensorBase
-    with swap.without_modes():
-        dtype = getters.dtype.__get__(tensor)
+    with without_functions():
+        dtype = TENSOR_BASE.dtype.__get__(tensor)
         try:
-            shape, device = getters.shape.__get__(tensor), getters.device.__get__(tensor)
+            shape, device = TENSOR_BASE.shape.__get__(tensor), TENSOR_BASE.device.__get__(tensor)
         except Exception:  # a nested tensor has no shape, and a subclass may compute its own
             shape, device = (), _device_of(tensor)
     return dtype, shape, device, created, cause
@@ -146,7 +146,7 @@ def _twin_of(tensor: Tensor, dtype: torch.dtype) -> Any:
     """A new handle that has taken over the impl of ``tensor``; None if that was refused."""
     if not swap_is_trusted():
         return None
-    with swap.without_modes():
+    with without_functions():
         twin = swap.make_empty(DisposedTensor, dtype)
         try:
             swap.swap(tensor, twin)

@@ -12,15 +12,14 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
+from tenure._callers import Site, SiteStack
 from tenure._errors import DisposedAttributeError, DisposedTensorError
 from tenure._refusals import handles_in, operation_of
 from tenure._text import describe
-from tenure._torch.dynamo import never_compiled
+from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 
 from ._blame import holder_of
-from ._sites import Site, SiteStack
 
 RECORD = "_tenure_record"
 """Where in its ``__dict__`` a disposed handle says what it was."""

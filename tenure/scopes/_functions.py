@@ -6,11 +6,10 @@ from typing import cast
 from weakref import ref
 
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
+from tenure._callers import user_site
 from tenure._errors import ScopeUsageError
-from tenure._torch.dynamo import never_compiled
-from tenure._torch.graph_outputs import belongs_to_graph
+from tenure._torch.compiler import belongs_to_graph, is_dynamo_compiling, never_compiled
 
 from ._checks import check_not_foreign, check_target, refuse_stuck, warn_of_graph
 from ._closing import dispose_all
@@ -20,7 +19,6 @@ from ._disposal import is_disposed as _is_disposed
 from ._disposed import Cause
 from ._ledger import take
 from ._scope import DisposeScope, current_scope, scope_or_none
-from ._sites import user_site
 from ._thread import ThreadScopes, this_thread
 from ._trees import Tree, given_back, required_tensors
 

@@ -10,9 +10,8 @@ import inspect
 import warnings
 from types import FrameType
 
+from tenure._callers import module_of
 from tenure._errors import ScopeUsageWarning
-
-from ._sites import module_of
 
 SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 """The flags of code objects whose frames can be suspended at a yield."""

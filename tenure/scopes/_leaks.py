@@ -15,6 +15,7 @@ from tenure._heap import Holder, find_holders, storage_key
 from tenure._show import Column, Report, Table
 from tenure._storages import n_bytes_of
 from tenure._text import counted, describe, format_bytes, shape_of
+from tenure._torch.quiet import without_functions
 
 # The shortest chains are the useful ones; `holders` of the record has all.
 _MAX_HOLDERS = 3
@@ -204,7 +205,7 @@ def _record(
     n_bytes = 0 if key in counted else n_bytes_of(t)
     if key is not None:
         counted.add(key)
-    with torch._C.DisableTorchFunction():
+    with without_functions():
         shape, dtype, device = shape_of(t), t.dtype, t.device
     chains = tuple(holder.chain for holder in holders)
     graphs = {holder.graph for holder in holders}

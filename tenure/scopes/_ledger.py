@@ -10,9 +10,7 @@ import weakref
 
 from torch import Tensor
 
-from tenure._sited import SitedRef
-
-from ._sites import Site, SiteStack
+from tenure._callers import Site, SitedRef, SiteStack
 
 Reference = weakref.ref[Tensor]
 

@@ -19,10 +19,9 @@ from torch.nn.modules import module as module_hooks
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from tenure._callers import module_of, outside_of_mode
 from tenure._errors import ScopeUsageError
 
-from ._callers import outside_of_mode
-from ._sites import module_of
 from ._trees import tensors_in
 
 _LIBRARY_MODULES = (

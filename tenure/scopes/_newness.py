@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-_GETTER = type(vars(torch._C.TensorBase)["grad"].__get__)
+from tenure._torch.quiet import TENSOR_BASE
+
+_GETTER = type(vars(TENSOR_BASE)["grad"].__get__)
 _SEQUENCES = (list, tuple)
 DEEPCOPY = Tensor.__deepcopy__
 

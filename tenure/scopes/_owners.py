@@ -15,10 +15,10 @@ from typing import Any
 from weakref import ref
 
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 
 from tenure._heap import instances, is_kind, tracked_objects
+from tenure._torch.compiler import is_dynamo_compiling
 
 _Attributes = dict[str, Any]
 

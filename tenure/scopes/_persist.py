@@ -5,10 +5,8 @@ from __future__ import annotations
 from contextlib import ContextDecorator
 from typing import TYPE_CHECKING
 
-from torch.compiler import is_dynamo_compiling
-
 from tenure._errors import ScopeUsageError
-from tenure._torch.dynamo import never_compiled
+from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 
 from ._tracker import current
 

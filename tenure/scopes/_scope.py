@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import cast
 
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
+from tenure._callers import user_site
 from tenure._errors import ScopeUsageError
-from tenure._torch.dynamo import never_compiled
+from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 
 from ._block import Block
 from ._checks import check_not_foreign, check_open, check_target, check_thread
@@ -20,7 +20,6 @@ from ._closing import disposable, dispose_all
 from ._disposal import is_disposed
 from ._disposed import Cause, refuse
 from ._ledger import alive, enter, owns, take
-from ._sites import user_site
 from ._storages import storage_bytes
 from ._thread import this_thread
 from ._tracker import current

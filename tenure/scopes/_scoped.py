@@ -12,15 +12,13 @@ import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from typing import Any, TypeVar, overload
 
-from torch.compiler import is_dynamo_compiling
-
+from tenure._callers import Capture, user_frame
 from tenure._errors import ScopeUsageError
-from tenure._torch.dynamo import never_compiled
+from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 
 from ._block import OnError, Policy
 from ._checks import check_thread
 from ._scope import DisposeScope
-from ._sites import Capture, user_frame
 from ._trees import tensors_in
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tenure._errors import ScopeUsageError
 from tenure._storages import storages_of
+from tenure._torch.storages import key_of
 
 from ._trees import tensors_in
 
@@ -15,7 +16,7 @@ from ._trees import tensors_in
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """The bytes of the storages of ``tensors``, shared ones once."""
     unique = {
-        storage._cdata: storage.nbytes()
+        key_of(storage): storage.nbytes()
         for tensor in tensors
         for part in _with_inner(tensor)
         for storage in storages_of(part)

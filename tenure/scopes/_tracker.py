@@ -15,16 +15,13 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
-from tenure._sited import SitedRef
-from tenure._torch.dynamo import never_compiled
+from tenure._callers import SitedRef, capture_site, maker_of, module_of
+from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 
-from ._callers import maker_of
 from ._library_objects import copies_library_object, is_library_code
 from ._newness import DEEPCOPY, SOLE, flat_tensors, is_new, is_parameter, new_among
-from ._sites import capture_site, module_of
 
 if TYPE_CHECKING:
     from ._block import Block

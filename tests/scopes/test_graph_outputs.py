@@ -16,7 +16,7 @@ from tenure import (
     owner_of,
     statistics,
 )
-from tenure._torch import graph_outputs
+from tenure._torch import compiler
 
 TREES = "torch._inductor.cudagraph_trees"
 LEFT = (
@@ -140,8 +140,8 @@ def test_no_tensor_is_asked_where_no_graph_of_that_kind_can_be(monkeypatch):
 
 def test_a_torch_without_the_question_has_no_such_tensors(graph, monkeypatch):
     monkeypatch.delattr(torch._C, "_is_cached_tensor")
-    assert not graph_outputs.works()
-    assert not graph_outputs.belongs_to_graph(torch.ones(3))
+    assert not compiler.tells_graph_outputs()
+    assert not compiler.belongs_to_graph(torch.ones(3))
 
 
 def test_torch_still_keeps_them_as_the_stand_in_does():

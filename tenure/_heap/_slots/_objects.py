@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
+from tenure._torch.quiet import TENSOR_BASE
+
 from .._static import class_attributes, instance_attributes, is_kind, mro_of, type_name
 from .._words import Slot, Step, Wanted, attribute, module_attribute, nothing
 
@@ -38,7 +40,7 @@ def thread_local_slots(holder: threading.local, wanted: Wanted) -> Iterator[Slot
 def tensor_slots(holder: torch.Tensor, wanted: Wanted) -> Iterator[Slot]:
     """What a tensor holds through Python besides its attributes: hooks and its graph node."""
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks", "grad_fn"):
-        yield getattr(torch._C.TensorBase, name).__get__(holder), Step(f".{name}", "attribute")
+        yield getattr(TENSOR_BASE, name).__get__(holder), Step(f".{name}", "attribute")
 
 
 def _members(holder: object, wanted: Wanted) -> Iterator[Slot]:

@@ -18,7 +18,7 @@ from typing import NoReturn, Protocol, TypeVar
 from tenure._capture import accelerator_is_capturing
 from tenure._errors import OutOfRetriesError
 from tenure._text import counted, format_bytes
-from tenure._torch.dynamo import never_compiled
+from tenure._torch.compiler import never_compiled
 from tenure.scopes import DisposeScope
 
 from .._oom import OomInfo, oom_of_work

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tenure._storages import storages_of
+from tenure._torch.storages import key_of
 
 _CPU = torch.device("cpu")
 _ALIGNMENT_BYTES = 16  # the largest element, complex128
@@ -46,7 +47,7 @@ def _overlapping(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Groups of tensors, by the bytes of a storage from the first to the last element of each."""
     by_storage: defaultdict[int, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
-        by_storage[tensor.untyped_storage()._cdata].append(tensor)
+        by_storage[key_of(tensor.untyped_storage())].append(tensor)
     for sharing in by_storage.values():
         group: list[Tensor] = []
         end = 0

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tenure._torch.versions import version_of, write_back
+from tenure._torch.storages import key_of
+from tenure._torch.writes import version_of, write_back
 from tenure._tree_copies import Survey, entries_of, is_mutable, set_entries
 
 from ._cpu_copies import cpu_copies_of, shows_one_memory
@@ -97,5 +98,5 @@ def _shown_by(tensor: Tensor) -> tuple[object, ...] | None:
     """Which elements of which memory a tensor shows; None where that is not one memory."""
     if not shows_one_memory(tensor):
         return None
-    storage, offset = tensor.untyped_storage()._cdata, tensor.storage_offset()
+    storage, offset = key_of(tensor.untyped_storage()), tensor.storage_offset()
     return storage, offset, tensor.dtype, tensor.shape, tensor.stride()

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from tenure._shrinking import ask_to_shrink
-from tenure._torch.workspaces import clear_workspaces
+from tenure._torch.device_allocator import clear_workspaces
 
 from .._memory import accelerator_of, held_by, meter_for
 from .._oom import OomInfo

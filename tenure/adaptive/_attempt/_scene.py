@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tenure._text import format_bytes
-from tenure._torch.allocator import free_block_bytes, has_expandable_segments, segments_of
+from tenure._torch.device_allocator import free_block_bytes, has_expandable_segments, segments_of
 
 from .._memory import accelerator_of, held_by
 from .._oom import OomInfo, unallocated_bytes_in

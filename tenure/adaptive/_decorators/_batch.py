@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, Unpack, overload
 
-from tenure._torch.dynamo import never_compiled
+from tenure._torch.compiler import never_compiled
 
 from .._sizes import CacheType
 from ._adaptive_function import AdaptiveFunction, required

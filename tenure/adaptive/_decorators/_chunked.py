@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
 from tenure._text import describe_tensor
-from tenure._torch.dynamo import never_compiled
+from tenure._torch.compiler import never_compiled
 
 from .._sizes import CacheType
 from ._collect import Collect

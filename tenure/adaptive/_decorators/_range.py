@@ -8,7 +8,7 @@ from operator import index
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
 from tenure._errors import AdaptiveUsageError
-from tenure._torch.dynamo import never_compiled
+from tenure._torch.compiler import never_compiled
 
 from .._sizes import CacheType
 from ._collect import Collect

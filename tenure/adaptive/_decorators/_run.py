@@ -15,9 +15,9 @@ from typing import Any, Self
 from rich.errors import LiveError
 from rich.progress import Progress
 from torch import Tensor
-from torch._C import DisableTorchFunction
 
-from tenure._torch.dynamic import mark_dynamic
+from tenure._torch.compiler import mark_dynamic
+from tenure._torch.quiet import without_functions
 from tenure.scopes import DisposeScope
 
 from .._attempt import Attempts, on_cpu
@@ -121,7 +121,7 @@ class Chunk(Piece):
         start, tensor = self.start, self._tensor
         self.end = end = start + size
         if type(tensor) is Tensor:
-            with DisableTorchFunction():
+            with without_functions():
                 chunk = tensor.narrow(self.dimension, start, size)
         else:
             chunk = tensor.narrow(self.dimension, start, size)

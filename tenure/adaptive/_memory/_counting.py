@@ -13,11 +13,12 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tenure._account import close_limit, open_limit
 from tenure._text import format_bytes
-from tenure._torch.dispatch import is_held, open_modes, uses_by_torch, without_functions
+from tenure._torch.modes import DispatchMode, open_modes
+from tenure._torch.quiet import without_functions
+from tenure._torch.storages import is_in_a_tensor, uses_by_torch
 
 from ._live_storages import LiveStorages, storages_in
 from ._resized import Geometry, geometries, restore
@@ -28,7 +29,7 @@ _LIFTS = frozenset({_aten.lift_fresh.default, _aten.lift.default})
 _CLOSED = -1
 
 
-class CountingMode(TorchDispatchMode):
+class CountingMode(DispatchMode):
     """Counts the storages that operations make on a device, and refuses those past a limit.
 
     Attributes:
@@ -160,7 +161,7 @@ class CountingMode(TorchDispatchMode):
         """
         storages = [value for value in args if isinstance(value, UntypedStorage)]
         n_above = len(self._stacked) - 1 - self._stacked.index(self)
-        return [each for each in storages if is_held(each, args[0].is_inference(), n_above)]
+        return [each for each in storages if is_in_a_tensor(each, args[0].is_inference(), n_above)]
 
     def _exceeds(self) -> bool:
         if self._account.live_bytes <= self._limit_bytes:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tenure._torch.workspaces import workspace_bytes
+from tenure._torch.device_allocator import workspace_bytes
 
 _NEEDED = (
     "empty_cache",

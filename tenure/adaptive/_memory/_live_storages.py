@@ -16,7 +16,8 @@ from torch import Tensor, UntypedStorage
 from torch.nn import Buffer, Parameter
 
 from tenure._storages import inner_tensors, storages_of
-from tenure._torch.dispatch import without_dispatch
+from tenure._torch.quiet import without_dispatch
+from tenure._torch.storages import key_of
 
 _PLAIN = frozenset({Tensor, Parameter, Buffer})
 _NESTED = (list, tuple)
@@ -43,7 +44,7 @@ class LiveStorages:
         """Enter storages that were there before: only what they grow from now on counts."""
         with self._lock:
             for storage in storages:
-                if storage._cdata not in self._entries and storage.device == self._device:
+                if key_of(storage) not in self._entries and storage.device == self._device:
                     self._enter(storage, storage.nbytes())
 
     def note_made(self, storages: Iterable[UntypedStorage]) -> int:
@@ -51,7 +52,7 @@ class LiveStorages:
         grown_bytes = 0
         with self._lock:
             for storage in storages:
-                entry = self._entries.get(storage._cdata)
+                entry = self._entries.get(key_of(storage))
                 if entry is not None:
                     grown_bytes += self._measure(entry, storage)
                 elif storage.device == self._device:
@@ -61,8 +62,8 @@ class LiveStorages:
     def note_moved(self, before: UntypedStorage, after: UntypedStorage) -> None:
         """Enter a storage that takes the place of another, as counted as that one is."""
         with self._lock:
-            entry = self._entries.get(before._cdata)
-            if after._cdata not in self._entries and after.device == self._device:
+            entry = self._entries.get(key_of(before))
+            if key_of(after) not in self._entries and after.device == self._device:
                 is_counted = entry is not None and entry.counted_bytes > 0
                 self._measure(self._enter(after, 0 if is_counted else after.nbytes()), after)
 
@@ -80,8 +81,8 @@ class LiveStorages:
             self._entries.clear()
 
     def _enter(self, storage: UntypedStorage, base_bytes: int) -> _Entry:
-        entry = self._entries[storage._cdata] = _Entry(storage, self._forget)
-        entry.key, entry.base_bytes, entry.counted_bytes = storage._cdata, base_bytes, 0
+        entry = self._entries[key_of(storage)] = _Entry(storage, self._forget)
+        entry.key, entry.base_bytes, entry.counted_bytes = key_of(storage), base_bytes, 0
         return entry
 
     def _measure(self, entry: _Entry, storage: UntypedStorage) -> int:

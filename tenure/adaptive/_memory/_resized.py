@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from tenure._torch.dispatch import without_dispatch
+from tenure._torch.modes import schema_of
+from tenure._torch.quiet import without_dispatch
+from tenure._torch.storages import key_of
 
 _aten = torch.ops.aten
 _RESIZERS = frozenset({_aten.resize_, _aten.resize_as_, _aten.set_})
@@ -29,7 +31,7 @@ class Geometry:
 
     def restore(self) -> None:
         """Give the tensor its old place, and the storage its old size; the elements stay."""
-        if self.tensor.untyped_storage()._cdata != self.storage._cdata or self._is_moved():
+        if key_of(self.tensor.untyped_storage()) != key_of(self.storage) or self._is_moved():
             place: Any = self.tensor
             place.set_(self.storage, self.offset, self.shape, self.stride)
         if self.storage.nbytes() > self.n_bytes:
@@ -62,7 +64,7 @@ def restore(places: Iterable[Geometry]) -> None:
 
 def _enlarged_arguments(func: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Names and positions of the ``out=`` arguments, or of the tensor that is resized."""
-    schema = getattr(func, "_schema", None)
+    schema = schema_of(func)
     if schema is None:  # a higher-order operator
         return (), ()
     resizes = func.overloadpacket in _RESIZERS

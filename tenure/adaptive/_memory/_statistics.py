@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tenure._torch.allocator import has_expandable_segments
+from tenure._torch.device_allocator import has_expandable_segments
 
 
 class Held(NamedTuple):

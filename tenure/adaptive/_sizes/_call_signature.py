@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tenure._text import shape_of
+from tenure._torch.quiet import without_functions
 
 _SEPARATOR = " | "
 
@@ -63,7 +64,7 @@ def _spelled(value: object, dimension: int = 0) -> str:
         return f"{type(value).__name__} in {'training' if value.training else 'evaluation'}"
     if not isinstance(value, Tensor):
         return ""
-    with torch._C.DisableTorchFunction():
+    with without_functions():
         # rows of different lengths have a size of their own in each batch, which is no number
         sizes = [str(n) if isinstance(n, int) else "ragged" for n in shape_of(value)]
         sizes[dimension : dimension + 1] = ["*"] * bool(sizes)

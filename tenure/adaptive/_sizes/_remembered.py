@@ -7,7 +7,6 @@ names and signatures, is done where something ran out of memory.
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 from collections.abc import Hashable, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
+from tenure._callers import position_of
 from tenure._errors import AdaptiveUsageError
 
 from ._call_signature import signature_of
@@ -279,7 +279,6 @@ def _name_of(owner: object) -> str:
 def _name_of_call(frame: FrameType) -> str:
     """Where a frame stands, the same in each process and after changes elsewhere in the file."""
     code = frame.f_code
-    positions = itertools.islice(code.co_positions(), frame.f_lasti // 2, None)
-    line, _, column, _ = next(positions, (None, None, None, None))
+    line, column = position_of(code, frame.f_lasti)
     below = "" if line is None else f"+{line - code.co_firstlineno}:{column or 0}"
     return f"{Path(code.co_filename).stem}:{code.co_qualname}{below}"

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from tenure._errors import AdaptiveUsageError
-from tenure._torch.dynamo import never_compiled
+from tenure._torch.compiler import never_compiled
 from tenure.scopes import DisposeScope
 
 from .._attempt import Attempts, OnRetry

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from tenure._torch.dispatch import without_functions
+from tenure._torch.quiet import without_functions
 from tenure.scopes import persist
 
 from ._notes import TensorNote, differing, is_gone, noted, remember_written

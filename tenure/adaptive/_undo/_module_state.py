@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tenure._torch.dispatch import without_functions
+from tenure._torch.quiet import without_functions
 
 from ._attribute_state import AttributeState
 from ._buffer_state import BufferState

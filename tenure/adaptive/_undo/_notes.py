@@ -16,11 +16,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
-from tenure._torch.dispatch import without_dispatch
-from tenure._torch.lazy_copies import lazy_copy, share_memory
-from tenure._torch.versions import version_of, write_back
+from tenure._torch.modules import NormBase
+from tenure._torch.quiet import without_dispatch
+from tenure._torch.writes import lazy_copy, share_memory, version_of, write_back
 from tenure.scopes import is_disposed
 
 
@@ -113,7 +112,7 @@ def differing(pairs: list[tuple[Tensor, Tensor]]) -> list[bool]:
 
 
 def _is_written(owner: nn.Module, name: str) -> bool:
-    if isinstance(owner, _NormBase):
+    if isinstance(owner, NormBase):
         return owner.training
     return name in _written.get(owner, ())
 

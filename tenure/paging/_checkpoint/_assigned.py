@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from tenure._errors import PagingError
 from tenure._text import describe_elements, listed
-from tenure._torch.aside import aside
+from tenure._torch.modules import unsaved_names
+from tenure._torch.quiet import aside
 
 from .._model import is_plain
 from ._files import Checkpoint, StoredTensor
@@ -93,7 +94,7 @@ def _matched(model: nn.Module, checkpoint: Checkpoint) -> list[tuple[_Wanted, St
 def _wanted(model: nn.Module) -> list[_Wanted]:
     by_tensor: dict[int, _Wanted] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        unsaved = module._non_persistent_buffers_set
+        unsaved = unsaved_names(module)
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
                 each = by_tensor.setdefault(id(tensor), _Wanted(tensor))

@@ -1,6 +1,7 @@
-"""What a user's safetensors files hold, and where in them.
+"""Which files hold a model's weights, what is in them, and where.
 
-Invariant: the files are the user's. They are read, and neither written nor copied.
+Invariant: the files are the user's. They are read, and neither written nor copied. Which of a
+folder's are taken is never a guess: a name that libraries give to whole models, or the only file.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ import torch
 from torch import Tensor
 
 from tenure._errors import PagingError
+from tenure._text import listed
 
 from .._host import MappedFile
-from ._folder import weights_in
 
+_INDEX, _FILE = ".safetensors.index.json", ".safetensors"
+_STEMS = ("model", "diffusion_pytorch_model")
+"""As transformers and timm call it, and as diffusers does."""
+_N_NAMED = 6
 _LENGTH_BYTES = 8
 # The names of the format, https://github.com/huggingface/safetensors#format
 _DTYPES = {
@@ -103,6 +108,32 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         checkpoint.close()
         raise
     return checkpoint
+
+
+def weights_in(folder: Path) -> Path:
+    """The index, or the only file, of the weights in a folder.
+
+    Raises:
+        PagingError: there is none, or more than one that could be meant.
+    """
+    usual = (folder / f"{stem}{suffix}" for stem in _STEMS for suffix in (_INDEX, _FILE))
+    found = next(filter(Path.exists, usual), None)
+    if found is not None:
+        return found
+    for suffix in (_INDEX, _FILE):
+        files = sorted(folder.glob(f"*{suffix}"))
+        if len(files) == 1:
+            return files[0]
+        if files:
+            raise PagingError(
+                f"{str(folder)!r} is a folder with {_named(files)} in it, and which of them is "
+                "meant can't be told. Name one file, or an index of several."
+            )
+    raise PagingError(
+        f"{str(folder)!r} is a folder with neither {' nor '.join(_usual_names())} in it, nor "
+        f"another safetensors file.{_elsewhere(folder)} Name a safetensors file, or the index of "
+        "several."
+    )
 
 
 def _shards(path: Path) -> Iterator[tuple[Path, set[str] | None]]:
@@ -193,3 +224,18 @@ def _refuse(path: Path, error: OSError | ValueError) -> NoReturn:
         f"The weights {str(path)!r} can't be read: {why}. Name a safetensors file, or the index of "
         "several, that this process may read."
     ) from error
+
+
+def _usual_names() -> list[str]:
+    return [f"{_STEMS[0]}{suffix}" for suffix in (_INDEX, _FILE)]
+
+
+def _elsewhere(folder: Path) -> str:
+    """The folders inside that have such files, as a pipeline of several models does."""
+    inside = [each for each in sorted(folder.iterdir()) if each.is_dir()]
+    holding = [each for each in inside if any(each.glob(f"*{_FILE}"))]
+    return f" There are such files in its folders {_named(holding)}." if holding else ""
+
+
+def _named(paths: list[Path]) -> str:
+    return listed([repr(path.name) for path in paths], _N_NAMED)

@@ -1,9 +1,14 @@
-"""The device's side of a paged model: pages, which come before they are used and go after."""
+"""Pages on the device: when a unit is fetched and goes, where it is, and who waits for its copy.
+
+`_engine` decides when, by what `_pass` expects; `_room` where; `_copies` who waits for what.
+"""
 
 from ._engine import Engine as Engine
 from ._page import RESIDENT as RESIDENT
 from ._page import Page as Page
 from ._page import in_place_of as in_place_of
+from ._pass import Forward as Forward
+from ._pass import Pass as Pass
 from ._ring import ByteRing as ByteRing
 from ._slabs import Arrangement as Arrangement
 from ._slabs import SlabPlan as SlabPlan

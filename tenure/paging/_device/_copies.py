@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tenure._errors import PagingError
-from tenure._torch.aside import aside
+from tenure._torch.quiet import aside
 
 from .._host import HostStore
 from .._link import Link, Meter
@@ -26,16 +26,16 @@ class Copies:
     Args:
         link: the streams of the device.
         store: the host bytes.
-
-    Attributes:
-        meter: what was moved.
+        meter: whom to tell of copies and of waits for them.
     """
 
-    def __init__(self, link: Link, store: HostStore) -> None:
-        self.meter = Meter(link)
-        self._link, self._store = link, store
+    def __init__(self, link: Link, store: HostStore, meter: Meter) -> None:
+        self._link, self._store, self._meter = link, store, meter
+        # The last copy to the device of each unit; until then, the host must not change its bytes.
         self._copied: dict[Unit, object] = {}
+        # The last copy of each unit to the host, until one back, or the host, has waited for it.
         self._written: dict[Unit, object] = {}
+        # All of those, until the host has waited for them: it reads what it likes.
         self._unread: list[object] = []
 
     def fill(self, page: Page, after: list[object]) -> None:
@@ -48,6 +48,8 @@ class Copies:
 
     def let_host_look(self) -> None:
         """Stop the host until what was written back is there."""
+        # Synchronization strategy: the link writes to memory that any code of the user's may read
+        # next, a state dict or a print; unawaited, that would be the values of the pass before.
         for event in self._unread:
             self._link.let_host(event)
 
@@ -65,6 +67,8 @@ class Copies:
         """Stop the host until no copy reads a unit's host bytes."""
         copied = self._copied.pop(unit, None)
         if copied is not None:
+            # Synchronization strategy: the copy reads the host's bytes some time after it was
+            # asked for; who changes them meanwhile would have half of the new ones on the device.
             self._link.let_host(copied)
 
     def refresh(self, page: Page) -> None:
@@ -79,6 +83,8 @@ class Copies:
                 (page.bytes_of(start, n_bytes), source[start : start + n_bytes])
                 for start, n_bytes in spans.items()
             ]
+        # Synchronization strategy: the page is in use, or may be; the copy waits for all streams
+        # that were shown it, or kernels of this pass would read values of the next.
         try:
             page.ready = self._copy_in(page.unit, pairs, self.marks_of(page))
         except BaseException:  # an interruption, too: what was noted was not copied
@@ -88,6 +94,8 @@ class Copies:
 
     def write_back(self, page: Page, changed: list[HostTensor]) -> None:
         """Copy tensors of a page to the host, after what the device was given so far."""
+        # Synchronization strategy: the copy waits for the kernels that write, and so do the next
+        # ones for the copy: `ready` is now its event, and nobody has waited for that yet.
         shown = [page.shown(host) for host in changed]
         with aside():
             pairs = [
@@ -97,7 +105,7 @@ class Copies:
             event = self._link.page_out(pairs, self.marks_of(page))
         self._written[page.unit] = event
         self._unread.append(event)
-        page.ready = event  # what is written there next must not overtake the copy
+        page.ready = event
         page.waited.clear()
         page.host_versions = [host.version for host in page.unit.tensors]
 
@@ -112,10 +120,13 @@ class Copies:
             PagingError: its file can't be read.
         """
         stream = self._link.current()
+        # Synchronization strategy: a stream waits once for each copy, and all that it is given
+        # later is after that; else a kernel would read the unit that had the place before.
         if stream.stream_id not in page.waited:
             try:
-                self.meter.let_compute(stream, page.ready)
-            except PagingError:  # read ahead of use, that need not be the end
+                self._meter.note_stall(self._link.let_compute(stream, page.ready))
+            except PagingError:
+                # A disk that failed when the file was read ahead may be well by now.
                 page.forget_copied()
                 if not may_retry:
                     raise
@@ -142,10 +153,13 @@ class Copies:
     def _copy_in(
         self, unit: Unit, pairs: list[tuple[Tensor, Tensor]], after: list[object]
     ) -> object:
+        # Synchronization strategy: the unit was written on the device, dropped, and is back before
+        # its values have reached the host: the copy would read those from before it was written.
         if unit in self._written:
             after = [*after, self._written.pop(unit)]
         with aside():
-            event = self.meter.page_in(pairs, after)
+            before, event = self._link.page_in(pairs, after)
+        self._meter.note_copy((before, event), sum(to.nbytes for to, _ in pairs))
         self._copied[unit] = event
         return event
 

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from tenure._torch.aside import aside
-from tenure._torch.dynamo import never_compiled
-from tenure._torch.lending import Lent, is_held
+from tenure._torch.compiler import never_compiled
+from tenure._torch.lending import Lent
+from tenure._torch.quiet import aside
+from tenure._torch.storages import is_held
+from tenure._torch.writes import counter_of
 
 from .._model import HostTensor, Unit
 from ._slabs import Place
@@ -70,7 +72,7 @@ class Page:
         if found is None:
             with aside():
                 found = self._show(host)
-            self._shown_versions[host] = found._version
+            self._shown_versions[host] = counter_of(found)
             self._shown[host] = found
             self._lent.tensors[id(found)] = host.name  # type: ignore[union-attr]
         # Some kernels choose their way by this flag, also where no graph is recorded. Where one is,
@@ -130,8 +132,8 @@ class Page:
         unseen = self._take_unseen()
         for host, tensor in self._shown.items():
             is_unseen = unseen or (with_buffers and host.is_buffer)
-            if is_unseen or tensor._version != self._shown_versions[host]:
-                self._shown_versions[host] = tensor._version
+            if is_unseen or counter_of(tensor) != self._shown_versions[host]:
+                self._shown_versions[host] = counter_of(tensor)
                 written.append(host)
         return written
 
@@ -151,6 +153,49 @@ class Page:
         offset = host.at_bytes // original.element_size()
         view.set_(self._lent.storage, offset, original.size(), original.stride())
         return in_place_of(original, view)
+
+
+class IdlePages:
+    """Passing pages between the end of their use and the end of their place.
+
+    Looking whether something holds one takes time, and so only those that were held are looked at
+    again: a page in ``free`` was held by nothing when it was last looked at. See
+    test_a_page_is_asked_a_few_times_a_pass_whether_it_is_held.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[Unit, Page] = {}
+        self._held: dict[Unit, Page] = {}
+
+    def add(self, page: Page) -> None:
+        """Nothing uses a page any more; something may hold it."""
+        (self._held if page.is_held() else self._free)[page.unit] = page
+
+    def discard(self, page: Page) -> None:
+        """A page is used again, or its place is given back."""
+        self._free.pop(page.unit, None)
+        self._held.pop(page.unit, None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._free.clear()
+        self._held.clear()
+
+    def free(self) -> dict[Unit, Page]:
+        """Those that nothing holds, in the order in which that was found out."""
+        for page in list(self._held.values()):
+            if not page.is_held():
+                del self._held[page.unit]
+                self._free[page.unit] = page
+        return self._free
+
+    def take(self, page: Page) -> bool:
+        """Discard a page if nothing holds it now: who had a weak reference may have it again."""
+        self.discard(page)
+        if page.is_held():
+            self._held[page.unit] = page
+            return False
+        return True
 
 
 @never_compiled

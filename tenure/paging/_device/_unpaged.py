@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tenure._account import taken
 from tenure._named_tensors import NamedTensor
-from tenure._torch.aside import aside_with_subclasses
+from tenure._torch.quiet import aside_with_subclasses
+from tenure._torch.writes import counter_of
 
 from .._link import Link
 from .._model import HostTensor, sizes_of_unpaged
@@ -57,7 +58,7 @@ class UnpagedTensors:
     def save(self) -> None:
         """Write what has changed on the device back to the host."""
         for host, copy in self._copies.items():
-            if copy._version != self._versions[host][1]:
+            if counter_of(copy) != self._versions[host][1]:
                 self._await_uses(host)
                 with aside_with_subclasses():
                     host.tensor.copy_(copy)
@@ -86,4 +87,4 @@ class UnpagedTensors:
             return in_place_of(host.tensor, copy)
 
     def _versions_of(self, host: HostTensor) -> tuple[int, int]:
-        return host.version, self._copies[host]._version
+        return host.version, counter_of(self._copies[host])

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from tenure._callers import warn_user
 from tenure._errors import PagingWarning
 from tenure._text import format_bytes
-from tenure._torch.aside import aside, aside_with_subclasses
-from tenure._warn import warn_user
+from tenure._torch.quiet import aside, aside_with_subclasses
 
 _logger = logging.getLogger("tenure")
 

@@ -18,9 +18,9 @@ from typing import BinaryIO, cast
 
 import psutil
 
+from tenure._callers import warn_user
 from tenure._errors import PagingError, PagingWarning
 from tenure._text import format_bytes
-from tenure._warn import warn_user
 
 from .._model import Extent, Unit
 from ._host_buffers import point_at

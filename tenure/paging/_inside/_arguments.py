@@ -1,7 +1,8 @@
-"""The arguments of a call on the device that computes: moved, handed back, named if left behind.
+"""What goes into a call and comes out of it: arguments on the device, results in no page's memory.
 
 Invariant: containers keep their class and what is set on them, and one that leads to nothing moved
-is passed itself. What a forward puts into a container arrives in the caller's own.
+is passed itself. What a forward puts into a container arrives in the caller's own. What it returns
+of its weights is copied, for their memory is where other weights pass.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import islice
 from typing import Any
 
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from tenure._errors import TenureError
+from tenure._storages import storages_of
 from tenure._text import describe_tensor
+from tenure._torch.storages import key_of
 from tenure._tree_copies import Survey, entries_of, is_mutable, set_entries
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
@@ -94,6 +97,23 @@ def moved(tree: Any, source: str, device: torch.device) -> Any:
     return Arguments(tree, source, device).given
 
 
+def apart_from(lent: Collection[int], output: Any) -> Any:
+    """An output with copies in place of tensors that lie in memory of pages.
+
+    Args:
+        lent: the ids of the storages of pages, as of ``key_of``.
+        output: tensors in lists, tuples, dictionaries and dataclasses. What is in other objects is
+            no less safe: its page is not reused as long as it is held.
+    """
+    survey = Survey(output, is_leaf=is_leaf)
+    copies = {
+        key: _copy(node)
+        for key, node in survey.nodes.items()
+        if isinstance(node, Tensor) and node.grad_fn is None and _is_in(lent, node)
+    }
+    return survey.replaced(copies) if copies else output
+
+
 def is_leaf(node: object) -> bool:
     """Whether a container is an object like any other, which is left alone."""
     # A PackedSequence has a part that stays on the host; what is registered with torch's pytree
@@ -151,3 +171,13 @@ def _inside(node: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{key!r}]", child) for key, child in dict.items(node))
     else:
         yield from ((f".{key}", child) for key, child in getattr(node, "__dict__", {}).items())
+
+
+def _is_in(lent: Collection[int], tensor: Tensor) -> bool:
+    return any(key_of(storage) in lent for storage in storages_of(tensor))
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    # not aside: it is the model's result, which the scopes and modes of the caller are to see
+    with torch.no_grad():
+        return tensor.detach().clone()

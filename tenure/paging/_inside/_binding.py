@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tenure._torch.entry_calls import is_saving
+from tenure._torch.modules import is_saving
 
 from .._model import HostTensor, TensorTable
 from ._pager import Pager

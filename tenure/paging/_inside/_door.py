@@ -14,7 +14,11 @@ from concurrent.futures import Future
 from threading import RLock
 from types import CodeType, FrameType
 
+from tenure._callers import is_internal, package_of
+
 _LOOK_EVERY_S = 1.0
+# the libraries that a thread waits in: its user wants to know which line of the program does
+_WAITING = ("concurrent", "queue", "threading")
 _WAITS: dict[CodeType, str] = {
     Future.result.__code__: "self",
     Future.exception.__code__: "self",
@@ -79,7 +83,7 @@ def waits_for_us(thread: int) -> bool:
 def place_of(thread: int) -> str:
     """The line that a thread is at, outside of the libraries that it waits in."""
     frames = list(_stack(sys._current_frames().get(thread)))
-    own = (frame for frame in frames if not _is_library(frame))
+    own = (frame for frame in frames if not _waits_or_is_internal(frame))
     frame = next(own, frames[0] if frames else None)
     return "" if frame is None else f" (at {frame.f_code.co_filename}:{frame.f_lineno})"
 
@@ -104,6 +108,5 @@ def _stack(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _is_library(frame: FrameType) -> bool:
-    name = str(frame.f_globals.get("__name__", ""))
-    return name.partition(".")[0] in ("concurrent", "queue", "tenure", "threading", "torch")
+def _waits_or_is_internal(frame: FrameType) -> bool:
+    return is_internal(frame) or package_of(frame) in _WAITING

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tenure._errors import PagingError
-from tenure._torch.entry_calls import calls
+from tenure._torch.modules import calls
 
 from ._hooks import ModuleHooks
 

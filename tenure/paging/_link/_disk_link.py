@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tenure._account import taken
 from tenure._named_tensors import NamedTensor
-from tenure._torch.aside import aside
+from tenure._torch.quiet import aside
 
 from .._host import Done, Pinning, Reader, raise_anew
 from ._link import Link, copy_if_other
@@ -103,7 +103,7 @@ class DiskLink(Link):
         if isinstance(event, TransferEvent):
             event.check()
 
-    def let_compute(self, stream: Any, event: Any) -> None:
+    def _let_wait(self, stream: Any, event: Any) -> None:
         """Have a transfer launched, and let a stream wait for it.
 
         Raises:

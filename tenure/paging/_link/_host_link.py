@@ -60,7 +60,7 @@ class HostLink(Link):
         """
         event.check()
 
-    def let_compute(self, stream: Any, event: HostEvent) -> None:
+    def _let_wait(self, stream: Any, event: HostEvent) -> None:
         """Stop the host, the only stream, until a read is over.
 
         Raises:

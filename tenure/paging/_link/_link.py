@@ -18,6 +18,8 @@ from torch import Tensor
 
 from tenure._named_tensors import NamedTensor
 
+from ._meter import Span
+
 
 class Link:
     """A stream into the device and one out of it, beside those that compute.
@@ -56,15 +58,15 @@ class Link:
         event.record(stream)
         return event
 
-    def page_in(
-        self, pairs: Iterable[tuple[Tensor, Tensor]], after: Iterable[Any]
-    ) -> tuple[Any, Any]:
+    def page_in(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Iterable[Any]) -> Span:
         """Copy host bytes into device bytes; the timed events before the copies and after them.
 
         Args:
             pairs: each a destination on the device and its source on the host.
             after: the events that the destinations and the sources are in use until.
         """
+        # Synchronization strategy: the destination may still be read by kernels, the source still
+        # be written by a copy to the host; each is an event of another stream.
         for event in after:
             self._in.wait_event(event)
         before = self.mark(self._in, timed=True)
@@ -75,6 +77,7 @@ class Link:
 
     def page_out(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Iterable[Any]) -> Any:
         """Copy device tensors to host tensors; the event after which the host may read them."""
+        # Synchronization strategy: the kernels that write these tensors run on other streams.
         for event in after:
             self._out.wait_event(event)
         with self._on(self._out):
@@ -82,9 +85,15 @@ class Link:
                 to.copy_(source, non_blocking=True)
         return self.mark(self._out)
 
-    def let_compute(self, stream: Any, event: Any) -> None:
-        """Let what a stream is given from now on wait for an event."""
-        stream.wait_event(event)
+    def let_compute(self, stream: Any, event: Any) -> Span:
+        """Let what a stream is given from now on wait for an event.
+
+        Returns:
+            The timed events before the wait and after it.
+        """
+        before = self.mark(stream, timed=True)
+        self._let_wait(stream, event)
+        return before, self.mark(stream, timed=True)
 
     def check(self, event: Any) -> None:
         """Raise what kept a copy from its source; of memory, nothing does."""
@@ -105,6 +114,9 @@ class Link:
     def finish(self) -> None:
         """Stop the host until the device has nothing left to do."""
         self.module.synchronize(self.device)
+
+    def _let_wait(self, stream: Any, event: Any) -> None:
+        stream.wait_event(event)
 
     def _here(self) -> AbstractContextManager[Any]:
         """A block in which the device is the current one."""

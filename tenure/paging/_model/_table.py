@@ -6,98 +6,20 @@ parameters, shared modules and views of one storage lie in one extent.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from tenure._storages import inner_tensors, storages_of
+from tenure._torch.storages import key_of
 
-if TYPE_CHECKING:
-    from ._units import Unit
+from ._units import Extent, HostTensor
 
-_ALIGNMENT_BYTES = 16  # kernels read whole vectors: a tensor keeps its place modulo this
+# Kernels read whole vectors, and choose their way by the address: a tensor keeps its place modulo
+# this, or it would be computed with in another order than by the plain model.
+_ALIGNMENT_BYTES = 16
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
-
-
-@dataclass(eq=False, slots=True)
-class HostTensor:
-    """One parameter or buffer of the model, as it is on the host.
-
-    Attributes:
-        tensor: the object that the model registered.
-        name: its first qualified name.
-        is_buffer: whether it is registered as a buffer.
-        at_bytes: where it begins in its extent; from when it is in a unit, in that unit.
-        touched: whether code outside of the model's forward may have written to it.
-        home: the address of its bytes in the pager's memory; 0 while they are the model's own.
-        home_form: its form there.
-        home_strides: its strides there.
-    """
-
-    tensor: Tensor
-    name: str
-    is_buffer: bool
-    at_bytes: int = 0
-    touched: bool = False
-    home: int = 0
-    home_form: tuple[object, ...] = ()
-    home_strides: tuple[int, ...] = ()
-    _unit: weakref.ref[Unit] | None = None
-
-    @property
-    def unit(self) -> Unit | None:
-        """What it is paged with; None for one of the unpaged tensors."""
-        return None if self._unit is None else self._unit()
-
-    def join(self, unit: Unit, start: int) -> None:
-        """Become part of a unit, in which its extent begins at byte ``start``."""
-        self._unit = weakref.ref(unit)  # weakly: dropped plans must go, and what they refer to
-        self.at_bytes += start
-
-    def remember_home(self) -> None:
-        """Remember where it lies now, in the pager's memory, and how."""
-        self.home = self.tensor.data_ptr()
-        self.home_form, self.home_strides = self.form, self.tensor.stride()
-
-    @property
-    def has_left(self) -> bool:
-        """Whether it was given other memory: ``parameter.data = other`` does that."""
-        return self.home != 0 and self.tensor.data_ptr() != self.home
-
-    @property
-    def form(self) -> tuple[object, ...]:
-        """What must not change while it is paged."""
-        tensor = self.tensor
-        return tensor.dtype, tensor.device, tensor.size()
-
-    @property
-    def version(self) -> int:
-        """Grows with each write in place that autograd would notice."""
-        return 0 if self.tensor.is_inference() else self.tensor._version
-
-
-@dataclass(eq=False, slots=True)
-class Extent:
-    """The bytes of one storage that tensors of the model use, from the first to the last.
-
-    Attributes:
-        low_byte: where they begin in the storage.
-        n_bytes: how many there are.
-        tensors: the tensors over them.
-    """
-
-    low_byte: int
-    n_bytes: int
-    tensors: list[HostTensor] = field(default_factory=list)
-
-    @property
-    def storage(self) -> torch.UntypedStorage:
-        """The storage they lie in, which a plan that is not carried out must not keep alive."""
-        return self.tensors[0].tensor.untyped_storage()
 
 
 class TensorTable:
@@ -147,7 +69,7 @@ class TensorTable:
         by_storage: dict[int, list[HostTensor]] = {}
         for host in self.hosts.values():
             if is_plain(host.tensor):
-                by_storage.setdefault(host.tensor.untyped_storage()._cdata, []).append(host)
+                by_storage.setdefault(key_of(host.tensor.untyped_storage()), []).append(host)
             else:
                 self.unpaged.append(host)
         extents = map(_extent, by_storage.values())

@@ -26,7 +26,7 @@ from tenure._text import format_bytes
 from .._device import Arrangement
 from .._model import UNIT_ALIGNMENT_BYTES, Cut, TensorTable, Unit, UnitSize, cut, sizes_with_own
 from ._arrangement import arrange
-from ._checks import Budget
+from ._options import Budget
 from ._residency import LinkSpeed, Residency, divide, minimum_ring_bytes, n_bytes, smallest
 
 _NEIGHBOURS = 4

@@ -17,18 +17,16 @@ from tenure._text import counted, format_bytes
 from .._device import Arrangement
 from .._model import Cut, TensorTable, Unit
 from ._arrangement import arrange
-from ._checks import (
+from ._draft import Draft, too_small, unit_sizes
+from ._options import (
     Budget,
-    Elsewhere,
     check_host,
     check_seconds_and_speed,
     checked_budget,
-    checked_device,
     checked_kept,
     checked_layer_size,
-    checked_model,
 )
-from ._draft import Draft, too_small, unit_sizes
+from ._pageable import Elsewhere, checked_device, checked_model
 from ._residency import LinkSpeed, Residency, expected_s, n_bytes, predicted_pass_s, preferred
 
 PCIE_4 = LinkSpeed(bytes_per_s=24e9)

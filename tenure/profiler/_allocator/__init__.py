@@ -9,5 +9,6 @@ from ._fields import Stats as Stats
 from ._fields import keep_largest as keep_largest
 from ._meters import CpuMeter as CpuMeter
 from ._meters import Interval as Interval
-from ._meters import cpu_interval as cpu_interval
-from ._meters import unseen_interval as unseen_interval
+from ._meters import Usage as Usage
+from ._meters import host_usage as host_usage
+from ._meters import unseen_usage as unseen_usage

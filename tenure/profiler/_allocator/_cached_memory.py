@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tenure._torch.allocator import FREE, free_block_bytes, segments_of
-from tenure._torch.workspaces import workspace_bytes
+from tenure._torch.device_allocator import FREE, free_block_bytes, segments_of, workspace_bytes
 
 _IN_USE = "active_allocated"
 

@@ -1,7 +1,7 @@
 """How much memory of an accelerator an interval took, by counters that the whole process shares.
 
-Invariant: each byte that the counters of a device tell is booked by one lane of a profiler at the
-most, whatever threads it has; an interval that others may have had a part in says so.
+Invariant: each byte that the counters of a device tell is booked by one thread of a profiler at
+the most, however many it has; an interval that others may have had a part in says so.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from tenure._torch.allocations import Changes
 
 from ._fields import Allocated, Stats, allocated_in, stats_of
-from ._meters import Interval
+from ._meters import Interval, Usage
 
 
 class DeviceAccount:
-    """What the counters of one device have told that no lane of a profiler has booked yet.
+    """What the counters of one device have told that no thread of a profiler has booked yet.
 
     Where the backend tells each thread its own events, a thread books those. Else who looks first
     books all, and the next books what has come since: sums are right, whosever lines they are.
@@ -35,7 +35,7 @@ class DeviceAccount:
         self._drop()
 
     def use(self, meter: DeviceMeter, is_used: bool) -> None:
-        """Note whether a lane is at a line, and so may book what happens."""
+        """Note whether a thread is at a line, and so may book what happens."""
         with self.lock:
             (self._busy.add if is_used else self._busy.discard)(meter)
 
@@ -49,17 +49,17 @@ class DeviceAccount:
         return self._stats
 
     def drop_unless_used(self, meter: DeviceMeter) -> None:
-        """What waits was done by no line, unless another lane is at one."""
+        """What waits was done by no line, unless another thread is at one."""
         if not self._busy - {meter}:
             self._drop()
 
-    def book(self, meter: DeviceMeter, own: list[int] | None, *, was_shared: bool) -> Interval:
-        """Take what a lane did out of what waits, as an interval without a peak.
+    def book(self, meter: DeviceMeter, own: list[int] | None, *, was_shared: bool) -> Usage:
+        """Take what a thread did out of what waits, as a usage without a peak.
 
         Args:
-            meter: the lane's.
-            own: the events of its thread, if they were seen.
-            was_shared: whether another lane has booked something since this one last looked.
+            meter: the thread's.
+            own: the events of the thread, if they were seen.
+            was_shared: whether another thread has booked something since this one last looked.
         """
         allocated, freed = self._allocated, self._freed
         others = bool(self._busy - {meter}) and (allocated or freed)
@@ -73,7 +73,7 @@ class DeviceAccount:
         self.n_bookings += bool(allocated or freed)
         self.drop_unless_used(meter)
         is_exact = is_exact and not is_shared
-        return Interval(allocated, freed, 0, is_exact, False, is_shared=is_shared)
+        return Usage(allocated, freed, 0, is_exact, False, is_shared)
 
     @property
     def _tells_events(self) -> bool:
@@ -86,7 +86,7 @@ class DeviceAccount:
 
 
 class DeviceMeter:
-    """A device whose module offers ``memory_stats``, for one lane; nothing is reset or emptied."""
+    """A device whose module has ``memory_stats``, for one thread; nothing is reset or emptied."""
 
     def __init__(self, account: DeviceAccount) -> None:
         self.device = account.device
@@ -101,7 +101,7 @@ class DeviceMeter:
         return allocated_in(self._stats).current
 
     def use(self, is_used: bool) -> None:
-        """Say whether the lane is at a line."""
+        """Say whether the thread is at a line."""
         self._account.use(self, is_used)
 
     def start(self) -> None:
@@ -121,9 +121,8 @@ class DeviceMeter:
             booked = account.book(self, own, was_shared=was_shared)
             self._stats, self._n_bookings = after, account.n_bookings
         peak_bytes, peak_exact = _peak(allocated_in(before), allocated_in(after), own or [])
-        return booked._replace(
-            peak_bytes=peak_bytes, peak_exact=peak_exact, before=before, after=after
-        )
+        usage = booked._replace(peak_bytes=peak_bytes, peak_exact=peak_exact)
+        return Interval(usage, before, after)
 
 
 def _growth(before: Allocated, after: Allocated) -> tuple[int, int, bool]:

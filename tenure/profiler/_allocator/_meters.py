@@ -6,7 +6,6 @@ interval whose inside could not be seen says so, and its numbers are then lower 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple
@@ -21,26 +20,54 @@ from ._fields import Stats, reached
 _NO_STATS: Stats = MappingProxyType({})
 
 
-class Interval(NamedTuple):
-    """What happened between two looks.
+# A named tuple and no frozen dataclass: one is made for each line that allocates, and a dataclass
+# takes three times as long to make.
+class Usage(NamedTuple):
+    """What happened in an interval, or in several: their sum is that of all of them.
 
     Attributes:
         allocated_bytes: bytes that were allocated.
         freed_bytes: bytes that were freed.
-        peak_bytes: the most that was live, on the scale of the meter's ``level_bytes``.
+        peak_bytes: the most that was live, above what whoever asks counts from.
         exact: whether the allocator's events were seen, or counted.
         peak_exact: whether the peak is the peak, and not the larger of the two ends.
-        is_shared: whether other threads may have done some of it, and this one more than is told.
-        before: the device's statistics at its start; empty for the CPU, which has none.
-        after: those at its end.
+        shared: whether other threads may have done some of it, and this one more than is told.
     """
 
     allocated_bytes: int
     freed_bytes: int
     peak_bytes: int
-    exact: bool
-    peak_exact: bool
-    is_shared: bool = False
+    exact: bool = True
+    peak_exact: bool = True
+    shared: bool = False
+
+    def __add__(self, other: Usage) -> Usage:  # type: ignore[override]  # no longer tuple
+        allocated, freed, peak, exact, peak_exact, shared = self
+        # A peak that is only a bound makes the largest a bound: that one may have been higher.
+        return Usage(
+            allocated + other[0],
+            freed + other[1],
+            max(peak, other[2]),
+            exact and other[3],
+            peak_exact and other[4],
+            shared or other[5],
+        )
+
+    def above(self, base_bytes: int) -> Usage:
+        """The same, with a peak that is counted from a base."""
+        return self._replace(peak_bytes=self.peak_bytes - base_bytes)
+
+
+class Interval(NamedTuple):
+    """What happened between two looks.
+
+    Attributes:
+        usage: the bytes; the peak is on the scale of the meter's ``level_bytes``.
+        before: the device's statistics at its start; empty for the CPU, which has none.
+        after: those at its end.
+    """
+
+    usage: Usage
     before: Stats = _NO_STATS
     after: Stats = _NO_STATS
 
@@ -71,31 +98,27 @@ class CpuMeter:
         was = self.level_bytes
         if changes is None:
             self.start()
-            return unseen_interval(was, self.level_bytes)
+            return Interval(unseen_usage(was, self.level_bytes))
         # The end is what other threads left it at; where it can't be told, this thread's own sum.
         self.level_bytes = allocator.live_bytes() if self._known else was + sum(changes.cpu)
-        return cpu_interval(changes.cpu, self.level_bytes)
+        return Interval(host_usage(changes.cpu, self.level_bytes, self._known))
 
 
-def cpu_interval(changes: list[int], level_bytes: int) -> Interval:
-    """The interval of changes of host memory that ended at a level."""
-    if not changes:
-        return Interval(0, 0, level_bytes, True, allocator.is_known())
-    net, highest = _summed(changes)
+def host_usage(changes: list[int], level_bytes: int, is_known: bool) -> Usage:
+    """The usage of an interval of host memory.
+
+    Args:
+        changes: what was allocated (positive) and freed in it, in order.
+        level_bytes: what was live at its end.
+        is_known: whether that is what c10 says, and not the sum of what this thread did.
+    """
+    net = sum(changes)
     allocated = sum([n_bytes for n_bytes in changes if n_bytes > 0])
-    peak = level_bytes - net + highest
-    return Interval(allocated, allocated - net, peak, True, allocator.is_known())
+    peak = level_bytes - net + max(accumulate(changes, initial=0))
+    return Usage(allocated, allocated - net, peak, True, is_known)
 
 
-def unseen_interval(was_bytes: int, level_bytes: int) -> Interval:
-    """An interval of which only the levels at its two ends are known."""
-    return _unseen(level_bytes - was_bytes, max(was_bytes, level_bytes))
-
-
-def _summed(changes: Sequence[int]) -> tuple[int, int]:
-    """The sum, and the highest of the sums on the way, 0 at the start among them."""
-    return sum(changes), max(accumulate(changes, initial=0))
-
-
-def _unseen(net_bytes: int, peak_bytes: int) -> Interval:
-    return Interval(max(0, net_bytes), max(0, -net_bytes), peak_bytes, False, False)
+def unseen_usage(was_bytes: int, level_bytes: int) -> Usage:
+    """The usage of an interval of which only the levels at its two ends are known."""
+    net = level_bytes - was_bytes
+    return Usage(max(0, net), max(0, -net), max(was_bytes, level_bytes), False, False)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tenure._torch.allocator import segments_of
+from tenure._torch.device_allocator import segments_of
 
 from ._staging import on_device
 

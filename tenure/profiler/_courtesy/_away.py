@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
@@ -24,6 +23,7 @@ from tenure._heap import type_name
 from tenure._refusals import handles_in, operation_of
 from tenure._text import describe, format_bytes, shape_of
 from tenure._torch import trap
+from tenure._torch.quiet import without_functions, without_subclass_functions
 
 from ._address_segments import Segment, on_stream
 from ._inventory import Holding
@@ -182,7 +182,7 @@ class AwayTensor(Tensor):
     ) -> Any:
         """Answer what the handle knows, and refuse everything else until its bytes are back."""
         if func in _READABLE:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_subclass_functions():
                 return func(*args, **(kwargs or {}))
         # Its bytes may be back: then this use gives the class back, and goes on.
         for tensor in handles_in((args, kwargs), AwayTensor):
@@ -282,7 +282,7 @@ def _attributes(tensor: Tensor) -> dict[str, Any]:
 def _text_of(tensor: Tensor) -> str:
     found = _guard_of(tensor)
     n_bytes = sum(part.n_bytes for part in found.parts) if found else 0
-    with torch._C.DisableTorchFunction():
+    with without_functions():
         text = describe(tensor.dtype, shape_of(tensor), tensor.device, n_bytes)
     return f"{text}, which a Courtesy moved to host memory"
 

@@ -15,12 +15,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, UntypedStorage
 
+from tenure._callers import warn_user
 from tenure._capture import is_capturing
 from tenure._errors import CourtesyError, CourtesyWarning
 from tenure._text import format_bytes, listed
+from tenure._torch.device_allocator import clear_workspaces
 from tenure._torch.quiet import quietly
-from tenure._torch.workspaces import clear_workspaces
-from tenure._warn import warn_user
 
 from .._allocator import allocator_bytes
 from . import _staging

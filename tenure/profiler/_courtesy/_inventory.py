@@ -21,16 +21,16 @@ from tenure._heap import (
     gradient_of,
     is_kind,
     is_node_class,
-    is_saved_tensor,
     judged,
-    owners_of_storage,
     read,
     slots_of_node,
     tracked_objects,
     walk_nodes,
 )
 from tenure._storages import storages_of
+from tenure._torch.autograd import is_saved_tensor
 from tenure._torch.quiet import quietly
+from tenure._torch.storages import key_of, owners_of_storage
 
 # Memory of the host never moves, and meta tensors have none.
 _NO_MEMORY = frozenset({"cpu", "meta"})
@@ -159,7 +159,7 @@ class _Found:
 def _enter(by_key: dict[int, Holding], storage: UntypedStorage) -> Holding | None:
     if storage.device.type in _NO_MEMORY or storage.nbytes() == 0:
         return None
-    return by_key.setdefault(storage._cdata, Holding(storage))
+    return by_key.setdefault(key_of(storage), Holding(storage))
 
 
 def _storages_of(t: Tensor) -> Iterable[UntypedStorage]:

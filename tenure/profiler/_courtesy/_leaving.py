@@ -17,7 +17,7 @@ from tenure._errors import CourtesyError
 from tenure._heap import find_holders
 from tenure._host_memory import free_host_bytes
 from tenure._text import describe_tensor, format_bytes
-from tenure._torch.owners import shared_keys
+from tenure._torch.storages import key_of, shared_keys
 
 from . import _staging
 from ._address_segments import Segment, Segments
@@ -100,7 +100,7 @@ def _reason_of_memory(storage: UntypedStorage, segments: Segments, shared: Colle
     # From a file, from NumPy, from another library: it can't be freed, so it can't be lent.
     if not storage.resizable():
         return "its memory belongs to somebody else than torch"
-    if storage._cdata in shared:
+    if key_of(storage) in shared:
         return "it is shared with another process"
     if segments.at(storage.data_ptr()).is_private:
         return "it lies in a memory pool of its own, whose addresses may be in use"

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from tenure._callers import warn_user
 from tenure._errors import ProfilerUsageError, ProfilerUsageWarning
 from tenure._text import counted
-from tenure._warn import warn_user
 
 _CPU = torch.device("cpu")
 

@@ -16,7 +16,8 @@ import torch
 from tenure._errors import ProfilerUsageError
 from tenure._text import counted
 
-from .._trace import Book, Figures, Watch, the_hub
+from .._allocator import Usage
+from .._trace import Book, Figures, Watch, the_trace
 from ._columns import columns_named
 from ._devices import checked_device, default_device, device_of_gpu
 from ._display import RecordsDisplay, Section, section_of, title_of
@@ -86,13 +87,13 @@ class LineProfiler:
     @property
     def device(self) -> torch.device:
         """The device that is measured; it can be set, also while a profiled function runs."""
-        return self._watch.device
+        return self._watch.measured.device
 
     @device.setter
     def device(self, device: str | torch.device) -> None:
         chosen = checked_device(device)
-        the_hub.look()
-        self._watch.device = chosen
+        the_trace.sessions.read()
+        self._watch.measured.device = chosen
 
     def add_function(self, function: Callable[..., Any]) -> None:
         """Profile one function more, from its next line on.
@@ -104,23 +105,23 @@ class LineProfiler:
         self._functions.setdefault(id(found.code), found)
         self._watch.codes = {i: function.code for i, function in self._functions.items()}
         if self.enabled:
-            the_hub.refresh()
+            the_trace.refresh()
 
     # --- when
 
     @property
     def enabled(self) -> bool:
         """Whether it is collecting."""
-        return the_hub.is_open(self._watch)
+        return the_trace.is_open(self._watch)
 
     def enable(self) -> None:
         """Begin to collect, beside what was collected before; if it is on, on this thread too."""
         self._ever_enabled = True
-        the_hub.open(self._watch)
+        the_trace.open(self._watch)
 
     def disable(self) -> None:
         """Stop collecting; what was collected stays. Does nothing if it is off."""
-        the_hub.close(self._watch)
+        the_trace.close(self._watch)
 
     def __enter__(self) -> Self:
         """Enable it for a block."""
@@ -141,7 +142,7 @@ class LineProfiler:
     def clear(self) -> None:
         """Forget what was collected; the functions stay, and an enabled profiler stays on."""
         if self.enabled:
-            the_hub.look()
+            the_trace.sessions.read()
         self._watch.clear()
 
     # --- what was found
@@ -215,13 +216,14 @@ class LineProfiler:
 
     def _lines(self) -> Book:
         if self.enabled:
-            the_hub.look()
+            the_trace.sessions.read()
         merged: Book = {}
         for book in self._watch.books():
             for key, figures in list(book.items()):
                 merged.setdefault(key, Figures()).merge(figures)
         for place in self._watch.unread() & merged.keys():
-            merged[place].exact = merged[place].peak_exact = False
+            usage = merged[place].usage or _NOTHING
+            merged[place].usage = usage._replace(exact=False, peak_exact=False)
         return merged
 
     def _chosen(self, func: Any) -> list[Function]:
@@ -262,6 +264,7 @@ class LineProfiler:
         return f"No lines: {names} {_NOT_RUN}"
 
 
+_NOTHING = Usage(0, 0, 0)
 _NOT_RUN = (
     "did not run while the profiler was enabled. Compiled code has no lines; before Python 3.12, "
     "neither has a thread that was started before."
@@ -294,16 +297,11 @@ def _record(
         function=function.name,
         line=line,
         hits=figures.hits,
-        allocated_bytes=figures.allocated_bytes,
-        freed_bytes=figures.freed_bytes,
-        peak_bytes=figures.peak_bytes or 0,
         device=device,
-        exact=figures.exact,
-        shared=figures.is_shared,
-        peak_exact=figures.peak_exact,
         source=source,
         file=function.file,
         statistics=dict(figures.statistics),
+        **(figures.usage or _NOTHING)._asdict(),
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 
+from tenure._callers import created_at
 from tenure._heap import (
     OF_VARIABLE,
     Holder,
@@ -31,9 +32,9 @@ from tenure._heap import (
     type_name,
 )
 from tenure._named_tensors import NamedTensor, tensor_namers
-from tenure._sited import created_at
 from tenure._text import listed
 from tenure._torch.quiet import quietly
+from tenure._torch.storages import key_of
 
 from ._naming import PARAMETERS, Kept, Named, Names
 from ._parts import (
@@ -342,10 +343,10 @@ def _enter_rest(
     for storage in bare:
         n_bytes = storage.nbytes()
         # A storage that the program holds by itself: no tensor lies over it any more.
-        if n_bytes and not storages.at(storage._cdata) and not is_hollow(storage):
+        if n_bytes and not storages.at(key_of(storage)) and not is_hollow(storage):
             held = calls.numbered("UntypedStorage")
             row = TensorRow(held.name, OTHERS, (n_bytes,), "uint8", str(storage.device), n_bytes)
-            storages.add(_Member(storage._cdata, weakref.ref(storage), row, n_bytes, held))
+            storages.add(_Member(key_of(storage), weakref.ref(storage), row, n_bytes, held))
 
 
 def _entry(key: int, members: list[_Member]) -> StorageEntry:
@@ -367,7 +368,7 @@ def _homes(kept: Iterable[NamedTensor]) -> dict[int, int]:
     for named in kept:
         home = storage_key(named.tensor)
         if home is not None:
-            homes.update((storage._cdata, home) for storage in named.inside)
+            homes.update((key_of(storage), home) for storage in named.inside)
     return homes
 
 

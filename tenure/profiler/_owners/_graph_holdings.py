@@ -22,13 +22,13 @@ from tenure._heap import (
     cpp_references,
     is_kind,
     is_node,
-    is_saved_tensor,
     slot_names,
     slots_of,
     slots_of_node,
     type_name,
     walk_nodes,
 )
+from tenure._torch.autograd import is_saved_tensor
 
 # references to an object from its entry, and from the variable that is asked about
 _OWN_REFERENCES = 1 + OF_VARIABLE

@@ -7,10 +7,10 @@ from typing import SupportsIndex, overload
 
 from torch import Tensor, nn
 
+from tenure._callers import created_at
 from tenure._errors import DisposedTensorError, ProfilerUsageError
 from tenure._heap import is_kind, type_name, weigh_holders
 from tenure._show import Column, Shown, Table
-from tenure._sited import created_at
 from tenure._text import counted, describe_tensor, format_bytes
 
 from ._naming import named_tensors_of

@@ -15,6 +15,7 @@ from torch import Tensor, UntypedStorage, nn
 from tenure._heap import is_kind, read, storage_of
 from tenure._storages import named_inner_tensors
 from tenure._text import shape_of
+from tenure._torch.storages import key_of
 
 # The parts of each sparse layout; those of COO by their private names, as the public ones refuse
 # tensors that are not coalesced.
@@ -141,7 +142,7 @@ def _part(t: Tensor) -> Part | None:
     # bytes.
     if not n_bytes or (not is_plain(t) and is_hollow(storage)) or t.device.type == "meta":
         return None
-    return Part("", t, storage._cdata, n_bytes)
+    return Part("", t, key_of(storage), n_bytes)
 
 
 def _opaque(t: Tensor) -> Part | None:

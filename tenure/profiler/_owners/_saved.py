@@ -11,6 +11,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from tenure._callers import created_at
 from tenure._errors import ProfilerUsageError
 from tenure._heap import (
     OF_VARIABLE,
@@ -22,7 +23,6 @@ from tenure._heap import (
     storage_uses,
 )
 from tenure._show import Column, Report, Table
-from tenure._sited import created_at
 from tenure._text import counted, describe, describe_elements, format_bytes, listed
 from tenure._torch.quiet import quietly
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
 import torch.distributed as dist
 
 from tenure._errors import ProfilerUsageError
 from tenure._show import Column, Report, Table
 from tenure._text import counted, format_bytes
+from tenure._torch.quiet import without_functions
 
 from ._mem_report import UNEXPLAINED, MemReport
 
@@ -93,6 +93,6 @@ def gather_reports(report: MemReport, group: dist.ProcessGroup | None) -> GroupR
         )
     gathered: list[MemReport] = [report] * dist.get_world_size(group)
     # The exchange makes tensors of its own, which no override of the program should see.
-    with torch._C.DisableTorchFunction():
+    with without_functions():
         dist.all_gather_object(gathered, report, group=group)
     return GroupReport(tuple(gathered), dist.get_rank(group))

@@ -1,6 +1,6 @@
-"""What ran and what it allocated: sessions, threads, and the lines that were reached."""
+"""What ran and what it allocated: sessions, their listeners, and the lines that were reached."""
 
 from ._booking import Book as Book
 from ._booking import Figures as Figures
-from ._engine import the_hub as the_hub
-from ._watches import Watch as Watch
+from ._booking import Watch as Watch
+from ._monitoring import the_trace as the_trace

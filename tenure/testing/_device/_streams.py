@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import torch
 
-from tenure._torch.backward import is_running_node
+from tenure._torch.autograd import is_running_node
 
 from .._allocator import CAPTURE_ISOLATION, CAPTURED_EVENT, error_of
 from .._torch_backend import DEVICE_TYPE, DEVICE_TYPE_NUMBER

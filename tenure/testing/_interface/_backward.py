@@ -16,7 +16,7 @@ from torch._C._acc import DeviceGuard
 from torch._C._autograd import DeviceType
 from torch.autograd.graph import get_gradient_edge
 
-from tenure._torch.backward import is_running_node
+from tenure._torch.autograd import is_running_node
 
 from .._device._machine import machine
 from .._device._streams import lent_to_autograd

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from tenure import NewDisposeScope, TenureError, scoped
-from tenure._torch.dispatch import works
+from tenure._torch.storages import works
 from tenure.adaptive import AdaptiveUsageError, memory_budget
 
 OOM = torch.OutOfMemoryError

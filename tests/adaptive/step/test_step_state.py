@@ -9,9 +9,9 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from tenure import NewDisposeScope, dispose
-from tenure._torch.lazy_copies import lazy_copy
-from tenure._torch.lazy_copies import works as lazy_copies_work
-from tenure._torch.module_calls import works as modules_are_told
+from tenure._torch.modules import works as modules_are_told
+from tenure._torch.writes import lazy_copy
+from tenure._torch.writes import works as lazy_copies_work
 from tenure.adaptive import NoBatchsizeCache, memory_budget, step
 from tenure.adaptive._undo import _tensor_notes
 

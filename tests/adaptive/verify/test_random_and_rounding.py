@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
+from tenure.adaptive import SplitMismatchError, step
 from tenure.adaptive._step._verify import _random, _rounding
 from tenure.adaptive._step._verify._random import ConstantNumbers
 from tenure.adaptive._step._verify._rounding import RoughRounding
@@ -92,3 +94,44 @@ def test_worse_rounding_keeps_positions_and_what_is_finite(dtype):
         assert torch.equal(mask.cumsum(0), positions)
         assert ((2 - mask) * torch.finfo(dtype).min).isfinite().all()
         assert not torch.equal(x / 3, third)
+
+
+def _in_float64(seed):
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5)).double()
+    x = torch.randn(8, 6, dtype=torch.float64)
+    return net, {"x": x, "y": torch.randint(5, (8,))}
+
+
+def _entropy(net, batch):
+    """In float32, as the losses of transformers are whatever the type of the model."""
+    return F.cross_entropy(net(batch["x"]).float(), batch["y"])
+
+
+_ROUNDED = {
+    "the loss": (_entropy, {}),
+    "a loss that is wide again": (lambda net, batch: _entropy(net, batch).double(), {}),
+    "one of two terms": (
+        lambda net, b: {"entropy": _entropy(net, b), "norm": net(b["x"]).square().mean()},
+        {},
+    ),
+    "what a root is taken of": (_entropy, {"then": lambda value: value.double().sqrt()}),
+    "outputs": (lambda net, batch: net(batch["x"]).float(), {"loss": lambda out: out.std()}),
+}
+
+
+@pytest.mark.parametrize("seed", [1, 6, 7])
+@pytest.mark.parametrize("what", _ROUNDED)
+def test_a_loss_that_is_rounded_on_the_way_is_right(what, seed):
+    fn, options = _ROUNDED[what]
+    net, batch = _in_float64(seed)
+    assert step(lambda b: fn(net, b), batch, maximum=3, **options).sizes == (3, 3, 2)
+
+
+@pytest.mark.parametrize("what", ["the loss", "a loss that is wide again", "one of two terms"])
+def test_a_loss_that_is_rounded_on_the_way_hides_no_mismatch(what):
+    fn, _ = _ROUNDED[what]
+    net, batch = _in_float64(1)
+    batch["y"][:3] = -100
+    with pytest.raises(SplitMismatchError, match="would give other results then"):
+        step(lambda b: fn(net, b), batch, maximum=3)

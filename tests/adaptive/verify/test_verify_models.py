@@ -169,6 +169,18 @@ def test_full_labels_are_left_alone(name, training):
     assert step(lambda batch: model(**batch).loss, batch, model=model, maximum=5).sizes == (5, 5, 2)
 
 
+def test_a_model_in_float64_whose_loss_is_in_float32_is_left_alone():
+    torch.manual_seed(5)
+    config = transformers.GPT2Config(
+        vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=16,
+        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, attn_implementation="eager",
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config).double()
+    ids = torch.randint(50, (8, 10))
+    result = step(lambda batch: model(input_ids=batch, labels=batch).loss, ids, maximum=3)
+    assert (result.sizes, result.loss.dtype) == ((3, 3, 2), torch.float32)
+
+
 def test_a_classifier_is_left_alone_under_autocast():
     torch.manual_seed(0)
     model = transformers.BertForSequenceClassification(transformers.BertConfig(**_LM))

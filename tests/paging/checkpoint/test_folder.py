@@ -3,7 +3,7 @@
 import pytest
 
 from tenure.paging import PagingError
-from tenure.paging._checkpoint._folder import weights_in
+from tenure.paging._checkpoint._files import weights_in
 
 ADVICE = "Name one file, or an index of several."
 

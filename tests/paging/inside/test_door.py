@@ -76,7 +76,7 @@ def test_a_forward_that_waits_for_threads_which_call_its_parts_is_an_error(x, tm
             r"waits there for this thread, which waits to get into the model: one thread",
         ):
             model(x)
-        assert not handle._pager._frames
+        assert handle._pager._pass is None
         assert model.branches[0](x).shape == x.shape
 
 
@@ -146,9 +146,9 @@ def test_after_an_interrupt_another_thread_gets_in_although_the_first_never_come
         thread = threading.Thread(target=call_and_stay)
         thread.start()
         assert interrupted.wait(60)
-        assert paged._pager._frames
+        assert paged._pager._pass is not None
         assert model(x).equal(expected)
-        assert not paged._pager._frames
+        assert paged._pager._pass is None
         may_end.set()
         thread.join()
         assert seen == [address, True]
@@ -170,7 +170,7 @@ def test_a_forward_whose_thread_has_ended_keeps_nobody_out(x, tmp_path):
         thread = threading.Thread(target=torch.no_grad()(call))
         thread.start()
         thread.join()
-        assert paged._pager._frames
+        assert paged._pager._pass is not None
         assert model(x).equal(expected)
 
 
@@ -213,7 +213,13 @@ def test_many_threads_take_turns_while_some_are_interrupted(x, tmp_path):
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize(
-    "where", ["_inside._pager.calls_of", "_link._meter.Meter.begin", "_device._engine.Engine.begin"]
+    "where",
+    [
+        "_inside._pager.calls_of",
+        "_device._pass.AccessOrder.begin",
+        "_link._meter.Meter.begin",
+        "_device._engine.Engine.begin",
+    ],
 )
 def test_a_call_that_fails_as_it_begins_leaves_the_door_open(
     sim, model, x, monkeypatch, error, where

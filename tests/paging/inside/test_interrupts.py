@@ -38,7 +38,7 @@ def test_a_thread_that_waited_at_the_door_while_the_model_was_unpaged_runs_it_pl
     assert not thread.is_alive()
     assert [output.equal(expected) for output in outputs] == [True, True]
     assert not paged._pager.is_inside
-    assert not paged._pager._frames
+    assert paged._pager._pass is None
 
 
 class Interrupted(torch.nn.Module):
@@ -66,7 +66,7 @@ def test_after_an_interrupt_the_next_reader_sees_the_host(model, x, tmp_path):
 
 
 def interrupted_at(k, call):
-    """Have a call interrupted at the k-th line of the engine and its ring; whether it got there."""
+    """Have a call interrupted at the k-th line of the engine and its room; whether it got there."""
     n_lines = 0
 
     def count(frame, event, _):
@@ -79,7 +79,7 @@ def interrupted_at(k, call):
 
     def choose(frame, event, _):
         file = frame.f_code.co_filename
-        return count if file.endswith(("_engine.py", "_ring.py", "_page.py")) else None
+        return count if file.endswith(("_engine.py", "_room.py", "_ring.py", "_page.py")) else None
 
     before = sys.gettrace()
     sys.settrace(choose)

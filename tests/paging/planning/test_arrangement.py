@@ -154,7 +154,7 @@ def test_what_others_have_left_in_the_cache_adds_no_segment(sim, others, sizes, 
     model = layers(*sizes)
     plan = plan_within(model, sim.device, int(sum(sizes) * MIB) * percent // 100)
     with page(model, sim.device, budget=plan.budget_bytes, host="pageable") as handle:
-        n_slabs = len(handle._resources.engine.slab_sizes)
+        n_slabs = len(handle._resources.engine.room.slab_sizes)
         assert sim.allocated_bytes <= plan.budget_bytes + n_slabs * MIB
         assert sim.reserved_bytes <= before_bytes + plan.reserved_bytes
 

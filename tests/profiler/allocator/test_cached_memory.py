@@ -33,7 +33,10 @@ def tells(monkeypatch):
     """A backend whose allocator tells of these segments."""
 
     def install(*segments):
-        module = types.SimpleNamespace(memory_snapshot=lambda: list(segments))
+        module = types.SimpleNamespace(
+            memory_snapshot=lambda: list(segments),
+            is_initialized=lambda: False,  # a torch with CUDA asks before it counts workspaces
+        )
         monkeypatch.setattr(torch, "get_device_module", lambda device: module)
 
     return install

@@ -45,13 +45,8 @@ def cuda_meter():
 
 
 def facts(interval):
-    return (
-        interval.allocated_bytes,
-        interval.freed_bytes,
-        interval.peak_bytes,
-        interval.exact,
-        interval.peak_exact,
-    )
+    *bytes_and_whether_exact, _ = interval.usage
+    return tuple(bytes_and_whether_exact)
 
 
 @pytest.mark.parametrize(
@@ -155,10 +150,10 @@ def test_intervals_add_up_however_they_are_cut(blocks, every):
             intervals.append(meter.read(Changes([], part)))
     finally:
         torch.get_device_module = original
-    assert all(interval.peak_exact for interval in intervals)
-    assert sum(i.allocated_bytes for i in intervals) == fake.figures["allocated"]
-    assert sum(i.freed_bytes for i in intervals) == fake.figures["freed"]
-    assert max(i.peak_bytes for i in intervals) == fake.figures["peak"]
+    assert all(interval.usage.peak_exact for interval in intervals)
+    assert sum(i.usage.allocated_bytes for i in intervals) == fake.figures["allocated"]
+    assert sum(i.usage.freed_bytes for i in intervals) == fake.figures["freed"]
+    assert max(i.usage.peak_bytes for i in intervals) == fake.figures["peak"]
 
 
 def test_a_host_interval_that_was_not_seen_is_what_the_ends_tell():

@@ -155,10 +155,10 @@ class Program:
 
     def look(self, thread, *, is_told=True):
         own, self.events[thread] = self.events[thread], []
-        interval = self.meters[thread].read(Changes([], own) if is_told else None)
-        self.booked[thread][0] += interval.allocated_bytes
-        self.booked[thread][1] += interval.freed_bytes
-        return interval
+        usage = self.meters[thread].read(Changes([], own) if is_told else None).usage
+        self.booked[thread][0] += usage.allocated_bytes
+        self.booked[thread][1] += usage.freed_bytes
+        return usage
 
 
 @pytest.fixture
@@ -175,10 +175,10 @@ def test_a_thread_books_its_own_events_and_leaves_the_others(program):
     program.change(1, -10)
     first = program.look(0)
     assert (first.allocated_bytes, first.freed_bytes) == (100, 0)
-    assert (first.exact, first.is_shared) == (False, True)
+    assert (first.exact, first.shared) == (False, True)
     second = program.look(1)
     assert (second.allocated_bytes, second.freed_bytes) == (30, 10)
-    assert (second.exact, second.is_shared) == (True, False)  # they say all that was left
+    assert (second.exact, second.shared) == (True, False)  # they say all that was left
 
 
 def test_events_that_are_all_that_was_counted_are_exact_beside_other_threads(program):
@@ -192,27 +192,27 @@ def test_a_thread_that_was_told_nothing_takes_what_is_left(program):
     program.change(0, 100)
     program.change(1, 30)
     program.look(0)
-    interval = program.look(1, is_told=False)
-    assert (interval.allocated_bytes, interval.exact, interval.is_shared) == (30, False, True)
+    usage = program.look(1, is_told=False)
+    assert (usage.allocated_bytes, usage.exact, usage.shared) == (30, False, True)
 
 
 def test_what_another_thread_took_first_is_not_booked_again(program):
     program.change(0, 100)
     program.change(1, 30)
     assert program.look(1, is_told=False).allocated_bytes == 130
-    interval = program.look(0)
-    assert (interval.allocated_bytes, interval.exact, interval.is_shared) == (0, False, True)
+    usage = program.look(0)
+    assert (usage.allocated_bytes, usage.exact, usage.shared) == (0, False, True)
 
 
 def test_what_an_unprofiled_thread_did_is_booked_on_no_line_and_does_not_stay(program):
     program.meters[1].use(False)
     program.change(0, 100)
     program.allocator.change(1000)  # nobody's
-    interval = program.look(0)
-    assert (interval.allocated_bytes, interval.exact, interval.is_shared) == (100, False, True)
+    usage = program.look(0)
+    assert (usage.allocated_bytes, usage.exact, usage.shared) == (100, False, True)
     program.change(0, 7)
-    interval = program.look(0)
-    assert (interval.allocated_bytes, interval.exact) == (7, True)
+    usage = program.look(0)
+    assert (usage.allocated_bytes, usage.exact) == (7, True)
 
 
 STEPS = st.lists(

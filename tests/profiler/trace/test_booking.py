@@ -4,8 +4,9 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tenure.profiler._allocator._meters import Interval
-from tenure.profiler._trace._booking import Figures, Lane
+from tenure.profiler._allocator import Interval, Usage
+from tenure.profiler._trace import Figures
+from tenure.profiler._trace._booking import Booking
 
 CODES = [1, 2, 3]
 SIZES = st.lists(st.integers(-50, 50), max_size=3)
@@ -30,7 +31,19 @@ class FakeMeter:
         self.level_bytes = level
         allocated = sum(n for n in changes if n > 0)
         freed = -sum(n for n in changes if n < 0)
-        return Interval(allocated, freed, highest, True, True)
+        return Interval(Usage(allocated, freed, highest))
+
+
+class FakeMeasured:
+    """Of the device of the meter above, with nothing live on it."""
+
+    device, n_begun = FakeMeter.device, 1
+
+    def new_meter(self, device):
+        return FakeMeter()
+
+    def base_bytes(self, device):
+        return 0
 
 
 class Program(RuleBasedStateMachine):
@@ -38,35 +51,35 @@ class Program(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.lane = Lane(FakeMeter(), 0, 1)
+        self.booking = Booking(FakeMeasured())
         self.frames = []
         self.n_frames = self.n_lines = self.allocated = self.freed = self.level = self.peak = 0
 
     def _happens(self, changes):
-        if self.lane.active:
+        if self.booking.is_active:
             self.allocated += sum(n for n in changes if n > 0)
             self.freed -= sum(n for n in changes if n < 0)
             self.peak = max(self.peak, self.level)
             for n_bytes in changes:
                 self.level += n_bytes
                 self.peak = max(self.peak, self.level)
-            self.lane.account(changes)
+            self.booking.account(changes)
         else:
-            self.lane.account([])
+            self.booking.account([])
 
     @rule(changes=SIZES, code=st.sampled_from(CODES))
     def enter(self, changes, code):
         self._happens(changes)
         self.n_frames += 1
         self.frames.append((self.n_frames, code))
-        self.lane.enter(self.n_frames, (code, 1))
+        self.booking.enter(self.n_frames, (code, 1))
 
     @precondition(lambda self: self.frames)
     @rule(changes=SIZES, line=st.integers(1, 5))
     def line(self, changes, line):
         self._happens(changes)
         identity, code = self.frames[-1]
-        self.lane.line(identity, (code, line))
+        self.booking.line(identity, (code, line))
         self.n_lines += 1
 
     @precondition(lambda self: self.frames)
@@ -74,7 +87,7 @@ class Program(RuleBasedStateMachine):
     def leave(self, changes, torn_down):
         self._happens(changes)
         identity, _ = self.frames.pop()
-        self.lane.leave(identity, torn_down)
+        self.booking.leave(identity, torn_down)
 
     @precondition(lambda self: len(self.frames) > 1)
     @rule(changes=SIZES, line=st.integers(1, 5))
@@ -82,16 +95,17 @@ class Program(RuleBasedStateMachine):
         self._happens(changes)
         self.frames.pop()
         identity, code = self.frames[-1]
-        self.lane.line(identity, (code, line))
+        self.booking.line(identity, (code, line))
         self.n_lines += 1
 
     @invariant()
     def sums_are_what_happened(self):
-        figures = self.lane.book().values()
-        assert sum(f.allocated_bytes for f in figures) == self.allocated
-        assert sum(f.freed_bytes for f in figures) == self.freed
+        figures = self.booking.book().values()
+        usages = [f.usage for f in figures if f.usage is not None]
+        assert sum(u.allocated_bytes for u in usages) == self.allocated
+        assert sum(u.freed_bytes for u in usages) == self.freed
         assert sum(f.hits for f in figures) == self.n_lines
-        reached = [f.peak_bytes for f in figures if f.peak_bytes is not None]
+        reached = [u.peak_bytes for u in usages]
         assert max(reached, default=0) <= max(self.peak, 0)
 
 
@@ -99,25 +113,26 @@ TestProgram = Program.TestCase
 
 
 def test_a_caller_was_at_the_peak_of_what_it_called():
-    lane = Lane(FakeMeter(), 0, 1)
+    booking = Booking(FakeMeasured())
     caller, callee = (CODES[0], 1), (CODES[1], 1)
-    lane.enter(1, caller)
-    lane.line(1, caller)
-    lane.account([10])
-    lane.enter(2, callee)
-    lane.line(2, callee)
-    lane.account([100, -100])
-    lane.leave(2, torn_down=True)
-    lane.account([-5])
-    lane.leave(1, torn_down=False)
-    by_code = {key[0]: figures for key, figures in lane.book().items()}
-    assert by_code[CODES[0]] == Figures(1, 10, 0, 110)
-    assert by_code[CODES[1]] == Figures(1, 100, 105, 110)
-    assert not lane.active
+    booking.enter(1, caller)
+    booking.line(1, caller)
+    booking.account([10])
+    booking.enter(2, callee)
+    booking.line(2, callee)
+    booking.account([100, -100])
+    booking.leave(2, torn_down=True)
+    booking.account([-5])
+    booking.leave(1, torn_down=False)
+    by_code = {key[0]: figures for key, figures in booking.book().items()}
+    assert by_code[CODES[0]] == Figures(1, Usage(10, 0, 110))
+    assert by_code[CODES[1]] == Figures(1, Usage(100, 105, 110))
+    assert not booking.is_active
 
 
 def test_figures_of_threads_are_added_and_bounds_stay_bounds():
-    first = Figures(1, 10, 5, 7, True, True, {"a": 1})
-    first.merge(Figures(2, 20, 6, 9, False, False, {"a": 3, "b": 2}))
+    first = Figures(1, Usage(10, 5, 7), {"a": 1})
+    first.merge(Figures(2, Usage(20, 6, 9, exact=False, peak_exact=False), {"a": 3, "b": 2}))
     first.merge(Figures(1))
-    assert first == Figures(4, 30, 11, 9, False, False, {"a": 3, "b": 2})
+    both = Usage(30, 11, 9, exact=False, peak_exact=False)
+    assert first == Figures(4, both, {"a": 3, "b": 2})

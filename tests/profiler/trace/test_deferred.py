@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenure._torch import marks
+from tenure._torch import allocations
 from tenure.profiler import LineProfiler
 
 N_LINES = 6
@@ -67,7 +67,7 @@ def found_by(program, in_a_hook):
 
     # `work` too, so that the session that it begins is lent to the engine while the hook runs
     profiler = LineProfiler(lines, work, device="cpu")
-    with mock.patch("tenure.profiler._trace._sessions.enter_existing"), profiler:
+    with mock.patch("tenure.profiler._trace._host_blocks.enter_host_blocks"), profiler:
         work() if in_a_hook else lines(None)
     found = [r for r in profiler.records if r.function == lines.__qualname__]
     assert all(record.exact and record.peak_exact for record in found)
@@ -75,12 +75,12 @@ def found_by(program, in_a_hook):
 
 
 @pytest.mark.parametrize("n_bytes", range(1007, 1025))
-@pytest.mark.parametrize("marks", ["reported", "named"])
+@pytest.mark.parametrize("way", ["reported", "named"])
 def test_a_hook_that_makes_and_frees_a_block_of_any_size_is_charged_for_it(
-    n_bytes, marks, monkeypatch
+    n_bytes, way, monkeypatch
 ):
-    if marks == "named":
-        monkeypatch.setattr(marks, "_report", lambda: None)
+    if way == "named":
+        monkeypatch.setattr(allocations, "_report", lambda: None)
     program = [[(n_bytes, "at once")] * i for i in range(N_LINES)]
     expected, found = found_by(program, in_a_hook=True)
     assert found == expected
@@ -97,23 +97,22 @@ def test_lines_have_what_a_ledger_says_whatever_is_made_and_freed(program, in_a_
     assert found == expected
 
 
-@pytest.mark.parametrize("marks", ["reported", "named"])
-def test_a_mark_is_no_memory(marks, monkeypatch):
-    from tenure._torch import allocations as allocations
+@pytest.mark.parametrize("way", ["reported", "named"])
+def test_a_mark_is_no_memory(way, monkeypatch):
     from tenure._torch import cpu_allocator as allocator
 
-    if marks == "named":
-        monkeypatch.setattr(marks, "_report", lambda: None)
+    if way == "named":
+        monkeypatch.setattr(allocations, "_report", lambda: None)
     allocator.keep_sizes(True)
     allocations.begin()
     before = allocator.live_bytes()
-    marks.marker()(3)
+    allocations.marker()(3)
     block = torch.UntypedStorage(64, device="cpu")
-    marks.marker()(2**20)
+    allocations.marker()(2**20)
     after = allocator.live_bytes()
     events = allocations.end().cpu
     allocator.keep_sizes(False)
-    assert events == [marks.as_event(3), 64, marks.as_event(2**20)]
+    assert events == [allocations.as_event(3), 64, allocations.as_event(2**20)]
     assert after - before == block.nbytes()
     assert not allocations.is_profiling()
 
@@ -257,9 +256,9 @@ def test_a_peak_reaches_every_caller_of_a_deep_recursion():
 
 @pytest.mark.parametrize("place", ["before the mark", "after the mark"])
 def test_an_interrupt_at_a_mark_loses_no_other_line(place, monkeypatch):
-    from tenure.profiler._trace._engine import the_hub
+    from tenure.profiler._trace import the_trace
 
-    set_mark, n_marks = marks.marker(), [0]
+    set_mark, n_marks = allocations.marker(), [0]
 
     def interrupted(number):
         n_marks[0] += 1
@@ -280,7 +279,7 @@ def test_an_interrupt_at_a_mark_loses_no_other_line(place, monkeypatch):
     with profiler:
         with pytest.raises(KeyboardInterrupt):
             work()
-        the_hub.look()
+        the_trace.sessions.read()
     lines = bytes_of(profiler, work)
     assert (lines[1], lines[2]) == ((1, 10, 10, True), (1, 20, 20, True))
     assert not torch._C._autograd._profiler_enabled()

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from tenure.profiler import LineProfiler
-from tenure.profiler._trace import _monitoring
-from tenure.profiler._trace._engine import best_engine
-from tenure.profiler._trace._sessions import Hub
-from tenure.profiler._trace._watches import Watch
+from tenure.profiler._trace import Watch, _monitoring
+from tenure.profiler._trace._monitoring import best_engine
+from tenure.profiler._trace._trace import Trace
 
 has_monitoring = pytest.mark.skipif(
     sys.version_info < (3, 12), reason="sys.monitoring came with Python 3.12"
@@ -73,39 +72,39 @@ def numbers(monkeypatch):
     return stand_in
 
 
-def opened(hub):
-    """A profiler that is enabled in a hub."""
+def opened(trace):
+    """A profiler that is enabled in a trace."""
     watch = Watch(torch.device("cpu"))
-    hub.open(watch)
+    trace.open(watch)
     return watch
 
 
 def test_the_number_of_the_interpreters_own_profiler_is_left_to_it(numbers):
-    hub = Hub(best_engine)
-    watch = opened(hub)
+    trace = Trace(best_engine)
+    watch = opened(trace)
     assert numbers.names == {3: "tenure.profiler"}
     numbers.use_tool_id(numbers.PROFILER_ID, "cProfile")
-    hub.close(watch)
+    trace.close(watch)
     assert numbers.names == {numbers.PROFILER_ID: "cProfile"}
 
 
 def test_a_number_that_someone_took_since_the_import_is_left_to_them(numbers):
-    hub = Hub(best_engine)
+    trace = Trace(best_engine)
     numbers.use_tool_id(3, "theirs")
-    hub.close(opened(hub))
-    watch = opened(hub)
+    trace.close(opened(trace))
+    watch = opened(trace)
     assert numbers.names == {3: "theirs", 4: "tenure.profiler"}
-    hub.close(watch)
+    trace.close(watch)
     assert numbers.names == {3: "theirs"}
 
 
 def test_without_a_free_number_lines_come_by_tracing(numbers):
     numbers.names = dict.fromkeys(range(6), "theirs")
     before = sys.gettrace()
-    hub = Hub(best_engine)
-    watch = opened(hub)
+    trace = Trace(best_engine)
+    watch = opened(trace)
     assert sys.gettrace() is not before
-    hub.close(watch)
+    trace.close(watch)
     assert sys.gettrace() is before
     assert set(numbers.names.values()) == {"theirs"}
 

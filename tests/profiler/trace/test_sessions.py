@@ -5,14 +5,14 @@ import torch
 from torch.autograd import profiler as torch_profiler
 
 from tenure._torch import cpu_allocator as allocator
-from tenure.profiler._trace import _sessions
-from tenure.profiler._trace._watches import Watch
+from tenure.profiler._trace import Watch, _host_blocks
+from tenure.profiler._trace._trace import Trace
 
 
 class Silent:
     """An engine that reports nothing, and notes what it is told."""
 
-    def __init__(self, hub):
+    def __init__(self, trace):
         self.told = []
 
     def start(self):
@@ -51,39 +51,39 @@ def sizes(monkeypatch):
     return told
 
 
-def check_untouched(before, sizes, hub, watch):
+def check_untouched(before, sizes, trace, watch):
     assert torch_profiler._prepare_profiler is before
     assert sizes[-1] is False
-    assert not hub.is_open(watch)
+    assert not trace.is_open(watch)
 
 
-@pytest.mark.parametrize("place", [(_sessions, "enter_existing"), (Watch, "begin")])
+@pytest.mark.parametrize("place", [(_host_blocks, "enter_host_blocks"), (Watch, "begin")])
 def test_a_first_opening_that_fails_is_undone(place, sizes, monkeypatch):
-    hub, watch, before = _sessions.Hub(Silent), new_watch(), torch_profiler._prepare_profiler
+    trace, watch, before = Trace(Silent), new_watch(), torch_profiler._prepare_profiler
     with monkeypatch.context() as patched:
         patched.setattr(*place, fail)
         with pytest.raises(MemoryError, match="no memory"):
-            hub.open(watch)
-    check_untouched(before, sizes, hub, watch)
-    hub.open(watch)
-    assert hub.is_open(watch)
-    hub.close(watch)
-    check_untouched(before, sizes, hub, watch)
+            trace.open(watch)
+    check_untouched(before, sizes, trace, watch)
+    trace.open(watch)
+    assert trace.is_open(watch)
+    trace.close(watch)
+    check_untouched(before, sizes, trace, watch)
 
 
 def test_an_engine_that_does_not_start_leaves_nothing_open(sizes):
-    hub, watch, before = _sessions.Hub(Broken), new_watch(), torch_profiler._prepare_profiler
+    trace, watch, before = Trace(Broken), new_watch(), torch_profiler._prepare_profiler
     with pytest.raises(MemoryError, match="no engine"):
-        hub.open(watch)
-    check_untouched(before, sizes, hub, watch)
+        trace.open(watch)
+    check_untouched(before, sizes, trace, watch)
 
 
 def test_a_second_opening_that_fails_leaves_the_first_open(sizes, monkeypatch):
-    hub, first, second = _sessions.Hub(Silent), new_watch(), new_watch()
-    hub.open(first)
+    trace, first, second = Trace(Silent), new_watch(), new_watch()
+    trace.open(first)
     monkeypatch.setattr(second, "begin", fail)
     with pytest.raises(MemoryError, match="no memory"):
-        hub.open(second)
-    assert (hub.is_open(first), hub.is_open(second), sizes[-1]) == (True, False, True)
-    hub.close(first)
+        trace.open(second)
+    assert (trace.is_open(first), trace.is_open(second), sizes[-1]) == (True, False, True)
+    trace.close(first)
     assert sizes[-1] is False

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tenure.profiler import LineProfiler
-from tenure.profiler._trace import _sessions, _tracing, _watches
-from tenure.profiler._trace._loops import has_loop
-from tenure.profiler._trace._tracing import Tracer
+from tenure.profiler._trace import Watch, _tracing
+from tenure.profiler._trace._trace import Trace
+from tenure.profiler._trace._tracing import Tracer, has_loop
 
 old_python = pytest.mark.skipif(
     sys.version_info >= (3, 12), reason="from Python 3.12 on nothing is traced by the profiler"
@@ -191,19 +191,20 @@ def test_every_way_to_return_is_known(function):
 @pytest.mark.parametrize("functions", [(work,), (work, helper)])
 def test_the_tracer_is_right_on_every_python(functions):
     """Python 3.12 and newer use another engine; this one is the last resort there."""
-    hub = _sessions.Hub(Tracer)
-    watch = _watches.Watch(torch.device("cpu"))
+    trace = Trace(Tracer)
+    watch = Watch(torch.device("cpu"))
     watch.codes = {id(function.__code__): function.__code__ for function in functions}
-    hub.open(watch)
+    trace.open(watch)
     try:
         work()
     finally:
-        hub.close(watch)
+        trace.close(watch)
     figures = [figure for book in watch.books() for figure in book.values()]
     number = 8 + 4
-    assert sum(figure.allocated_bytes for figure in figures) == 4 * 400 + 3 * number
-    assert sum(figure.freed_bytes for figure in figures) == 3 * 400 + 3 * number
-    assert max(figure.peak_bytes for figure in figures) == 3 * 400 + number
+    usages = [figure.usage for figure in figures if figure.usage is not None]
+    assert sum(usage.allocated_bytes for usage in usages) == 4 * 400 + 3 * number
+    assert sum(usage.freed_bytes for usage in usages) == 3 * 400 + 3 * number
+    assert max(usage.peak_bytes for usage in usages) == 3 * 400 + number
     assert not torch._C._autograd._profiler_enabled()
     assert asyncio.run(asyncio.sleep(0)) is None
 

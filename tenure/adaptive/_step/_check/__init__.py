@@ -1,6 +1,11 @@
 """Whether a loss can be split: a few samples whole and in parts, compared."""
 
 from ._check_split import check_split as check_split
+from ._compare import DECLARED as DECLARED
+from ._compare import EXCHANGED_RTOL as EXCHANGED_RTOL
+from ._compare import GRADIENTS as GRADIENTS
+from ._compare import LOSSES as LOSSES
+from ._compare import is_noise as is_noise
 from ._split_report import SplitDifference as SplitDifference
 from ._split_report import SplitReport as SplitReport
 from ._trial import LeafNames as LeafNames

@@ -8,29 +8,17 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from ..._callables import unused
 from ..._undo import AllOf, Rollback
 from .._loss import ONLY
-from .._modules import (
-    ModuleCall,
-    first_difference,
-    largest_value,
-    named_modules,
-    named_parameters,
-    no_optimizer_steps,
-    recorded,
-    relative_error,
-)
+from .._modules import named_modules, named_parameters, no_optimizer_steps
 from .._split import StepOutcome, StepSetup
+from ._compare import CHECKED, GRADIENT_FLOOR, largest_value, relative_error
+from ._module_outputs import ModuleCall, first_difference, recorded
 from ._split_report import DifferenceKind, SplitDifference
 
-_RTOL = {torch.float64: 1e-9, torch.float32: 1e-4}
-_COARSE_RTOL = 5e-2
-_FLOOR = 1e-3
-"""A gradient so much smaller than the largest one is zero but for rounding."""
 LeafNames = dict[int, tuple[Tensor, str]]
 """Leaves without a name by identity, kept so that it stays theirs, and what they are called."""
 
@@ -50,6 +38,11 @@ class Trial:
     gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
     calls: list[ModuleCall]
+
+    def tensors(self) -> list[Tensor]:
+        """All that rounding may have changed: a float64 model may have a loss in float32."""
+        outcome = self.outcome
+        return [*self.gradients.values(), outcome.loss, *outcome.terms.values()]
 
 
 def trial(
@@ -149,7 +142,7 @@ def _off(
 ) -> list[SplitDifference]:
     names = dict.fromkeys([*whole, *other])
     largest = max((largest_value(value) for value in whole.values()), default=0.0)
-    floor = largest * _FLOOR if kind == "gradient" else 0.0
+    floor = largest * GRADIENT_FLOOR if kind == "gradient" else 0.0
     errors = [(name, _error(whole.get(name), other.get(name), floor)) for name in names]
     return [SplitDifference(kind, name, error) for name, error in errors if not error <= rtol]
 
@@ -176,7 +169,6 @@ def first_module(whole: Trial, split: Trial, rtol: float) -> list[SplitDifferenc
 
 
 def default_rtol(result: Trial) -> float:
-    """The relative error that rounding explains, by the types that gradients and modules have."""
-    dtypes = {gradient.dtype for gradient in result.gradients.values()}
-    dtypes |= {call.output.dtype for call in result.calls}  # under autocast less than those
-    return max((_RTOL.get(dtype, _COARSE_RTOL) for dtype in dtypes), default=_COARSE_RTOL)
+    """The relative error that rounding explains, by the types of all that the run gave."""
+    # under autocast modules return coarser types than gradients have
+    return CHECKED.of([*result.tensors(), *(call.output for call in result.calls)])

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tenure._torch.dispatch import without_functions
+from tenure._torch.quiet import without_functions
+from tenure._torch.writes import counter_of
 from tenure.scopes import persist
 
 from ._held_hooks import HeldHooks
@@ -40,7 +41,7 @@ class _Delivery(NamedTuple):
     def run(self) -> None:
         # one addition is one call into C, that no interrupt can divide, and it counts a version
         for prior, new, version in self.added:
-            if prior._version == version:
+            if counter_of(prior) == version:
                 prior.add_(new)
         for prior, total in self.replaced:
             prior.data = total
@@ -161,7 +162,7 @@ class IsolatedGradients:
             if total is not None:
                 plan.replaced.append((prior, total))
             elif gradient is not None:
-                plan.added.append((prior, gradient, prior._version))
+                plan.added.append((prior, gradient, counter_of(prior)))
             plan.assigned.append((leaf, prior))
         return plan
 

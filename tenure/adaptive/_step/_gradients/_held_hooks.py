@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tenure._torch.autograd import hooks_of
+
 _Hooks = dict[int, Callable[[Tensor], Any]]
 
 
@@ -26,7 +28,7 @@ class HeldHooks:
     def hold(self, leaves: Iterable[Tensor]) -> None:
         """Take the hooks of leaves away."""
         for leaf in leaves:
-            hooks = leaf._backward_hooks
+            hooks = hooks_of(leaf)
             if hooks:
                 self._held.append((leaf, dict(hooks)))
                 hooks.clear()
@@ -44,7 +46,7 @@ class HeldHooks:
     def put_back(self) -> None:
         """Give the leaves their hooks, before those that were added meanwhile."""
         for leaf, hooks in self._held:
-            present: dict[int, Any] = leaf._backward_hooks  # type: ignore[assignment]  # it had some
+            present: dict[int, Any] = hooks_of(leaf)
             added_meanwhile = dict(present)
             present.clear()
             present.update(hooks | added_meanwhile)

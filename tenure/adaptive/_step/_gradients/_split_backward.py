@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
-from tenure._torch.dispatch import without_functions
+from tenure._torch.autograd import BACKWARD_TWICE, post_hooks_of
+from tenure._torch.quiet import without_functions
 
 from ._gradients import IsolatedGradients
 from ._graph_leaves import leaves_of
-
-_BACKWARD_TWICE = "through the graph a second time"
-"""Part of the text of ERR_BACKWARD_TWICE in torch/csrc/autograd/saved_variable.cpp."""
 
 
 class Scaler(Protocol):
@@ -87,7 +85,7 @@ class SplitBackward:
             with without_autocast(root.device for root, _ in pairs):
                 torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
         except RuntimeError as error:
-            if _BACKWARD_TWICE not in str(error):
+            if BACKWARD_TWICE not in str(error):
                 raise
             raise self._used_up() from error
 
@@ -134,7 +132,7 @@ class SplitBackward:
 
 
 def _refuse_post_hooks(leaves: Sequence[Tensor]) -> None:
-    hooked = [leaf for leaf in leaves if leaf._post_accumulate_grad_hooks]
+    hooked = [leaf for leaf in leaves if post_hooks_of(leaf)]
     if hooked:
         raise AdaptiveUsageError(
             f"{len(hooked)} of the parameters have a hook from register_post_accumulate_grad_hook"

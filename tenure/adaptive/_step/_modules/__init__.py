@@ -1,8 +1,6 @@
 """The modules that a step runs: which they are, their names, whether they mix samples."""
 
 from ._code_names import names_in as names_in
-from ._compare import largest_value as largest_value
-from ._compare import relative_error as relative_error
 from ._coupled import coupled_modules as coupled_modules
 from ._coupled import normalizes as normalizes
 from ._coupled import refuse_coupled as refuse_coupled
@@ -13,9 +11,6 @@ from ._models import StepModels as StepModels
 from ._models import generators_of as generators_of
 from ._module_names import named_modules as named_modules
 from ._module_names import named_parameters as named_parameters
-from ._module_outputs import ModuleCall as ModuleCall
-from ._module_outputs import first_difference as first_difference
-from ._module_outputs import recorded as recorded
 from ._optimizer_guard import no_optimizer_steps as no_optimizer_steps
 from ._reachable import Reachable as Reachable
 from ._reachable import modules_given as modules_given

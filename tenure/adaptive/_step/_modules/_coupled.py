@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from tenure._errors import BatchCoupledError
 from tenure._text import listed
+from tenure._torch.modules import BatchNorm, InstanceNorm
 
 from ..._undo import BufferState
 from ._module_names import named_modules
@@ -87,11 +86,11 @@ def normalizes(error: ValueError, n_samples: int, size: int) -> BatchCoupledErro
 
 
 def _why_coupled(module: nn.Module) -> str | None:
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, BatchNorm):
         if module.training:
             return "training with the statistics of its batch"
         has_none = module.running_mean is None
         return "without running statistics, so it uses those of its batch" if has_none else None
-    if isinstance(module, _InstanceNorm) and module.training and module.track_running_stats:
+    if isinstance(module, InstanceNorm) and module.training and module.track_running_stats:
         return "training its running statistics"
     return None

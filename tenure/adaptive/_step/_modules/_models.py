@@ -12,7 +12,7 @@ from itertools import chain
 
 from torch import nn
 
-from tenure._torch.module_calls import modules_told
+from tenure._torch.modules import modules_told
 
 from ..._callables import unused
 from ..._undo import Generator, generators_in, modules_below

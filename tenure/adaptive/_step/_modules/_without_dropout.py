@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
+
+from tenure._torch.modules import Dropout
 
 from ._module_names import named_modules
 
@@ -16,7 +17,7 @@ from ._module_names import named_modules
 def without_dropout(roots: Mapping[str, nn.Module]) -> Iterator[None]:
     """Turn dropout off in modules, and back on at the end of the block."""
     modules = [module for _, module in named_modules(roots)]
-    training = [m for m in modules if isinstance(m, _DropoutNd | nn.RReLU) and m.training]
+    training = [m for m in modules if isinstance(m, Dropout | nn.RReLU) and m.training]
     rated: list[Any] = [m for m in modules if isinstance(m, nn.MultiheadAttention | nn.RNNBase)]
     rates = [each.dropout for each in rated]
     try:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tenure._callers import warn_user
 from tenure._errors import AdaptiveUsageError, AdaptiveUsageWarning
 from tenure._text import describe_tensor
-from tenure._torch.dynamic import mark_dynamic, marked_dynamic
-from tenure._torch.versions import version_of
-from tenure._warn import warn_user
+from tenure._torch.compiler import mark_dynamic, marked_dynamic
+from tenure._torch.writes import version_of
 
 from .._gradients import leaves_of
 from ._sample_tree import Leaf, SampleTree

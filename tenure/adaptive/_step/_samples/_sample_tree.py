@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
 from tenure._text import describe_tensor
-from tenure._torch.dispatch import without_functions
 from tenure._torch.pytree import parts_of
+from tenure._torch.quiet import without_functions
 
 SampleDims: TypeAlias = (
     int | Literal["items"] | Mapping[Any, Any] | list[Any] | tuple[Any, ...] | None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tenure._torch.dispatch import without_functions
+from tenure._torch.quiet import without_functions
 
 from .._loss import Reduction, Shares, Terms, terms_of
 from ._spec import Chunk

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tenure._torch.dispatch import without_functions
+from tenure._torch.quiet import without_functions
 
 from ..._oom import oom_info
 from .._gradients import IsolatedGradients, SplitBackward, without_autocast

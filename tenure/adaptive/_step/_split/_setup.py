@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tenure._torch.dispatch import without_functions
+from tenure._torch.quiet import without_functions
 
 from ..._callables import short_name_of
 from ..._undo import generators_in

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
-from tenure._torch.dispatch import without_functions
+from tenure._torch.quiet import without_functions
 
 from .._loss import (
     Count,

@@ -7,10 +7,9 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
 from torch import Tensor, nn
 
-from .._check import default_rtol, first_module, trial
+from .._check import DECLARED, default_rtol, first_module, trial
 from .._loss import ONLY
 from .._modules import named_modules
 from .._samples import Leaf
@@ -22,8 +21,6 @@ from ._values import whole_values
 
 _SPLITS = ((5, 3), (3, 5), (4, 4))
 _N_SAMPLES = 8
-_RTOL = {torch.float64: 1e-8, torch.float32: 2e-5}
-_COARSE_RTOL = 1e-2
 _IGNORED = (-100, -1, 0, 255)
 _CURVES: dict[str, tuple[str, Callable[[float], float]]] = {
     "then=torch.sqrt": ("without the root", lambda value: value**2),
@@ -71,11 +68,12 @@ def _declared(subject: Subject, spec: StepSpec, is_random: bool) -> str:
     indices = chosen_samples(subject.tree, subject.n_samples, n)
     splits = [(a, b) for a, b in _SPLITS if a + b == n] or [(n - 1, 1), (1, n - 1)]
     starts = [(0, n), *((0, a) for a, _ in splits), *((a, n) for a, _ in splits)]
-    parts = Parts()
+    parts, values = Parts(), []
     for start, end in starts:
         value = _value(subject, indices[start:end], is_random)
         parts[start, end] = float(value)
-        parts.rtol = max(parts.rtol, _RTOL.get(value.dtype, _COARSE_RTOL))
+        values.append(value)
+    parts.rtol = DECLARED.of(values)
     if any(not math.isfinite(value) for value in parts.values()):
         splits = [(a, b) for a, b in splits if math.isfinite(parts[0, a] + parts[a, n])]
         if not splits or not math.isfinite(parts[0, n]):

@@ -7,6 +7,7 @@ f(a, b) - f(a', b) - f(a, b') + f(a', b') is zero.
 
 from __future__ import annotations
 
+from .._check import EXCHANGED_RTOL
 from .._loss import ONLY
 from ._finding import Finding
 from ._fitting import first_that_fits
@@ -15,7 +16,6 @@ from ._subject import Subject, comparable, set_back
 from ._values import Values, sums
 
 _MOST_SAMPLES = 8
-_RTOL = 1e-4
 _N_STATES = 3
 
 
@@ -68,7 +68,7 @@ class ExchangeCheck:
         for name in values[0]:
             a, b, c, d = (float(each[name]) for each in values)
             largest = max(map(abs, (a, b, c, d)))
-            if abs(a - b - c + d) > _RTOL * 4 * largest:
+            if abs(a - b - c + d) > EXCHANGED_RTOL * largest:
                 what = "the loss" if name == ONLY else f"the term {name!r}"
                 error = abs(a - b - c + d) / largest
                 self.finding = Finding(

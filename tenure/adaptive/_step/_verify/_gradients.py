@@ -10,18 +10,25 @@ import functools
 
 import torch
 
-from .._check import LeafNames, SplitDifference, Trial, buffers_of, differences, trial
+from .._check import (
+    GRADIENTS,
+    LeafNames,
+    SplitDifference,
+    Trial,
+    buffers_of,
+    differences,
+    is_noise,
+    trial,
+)
 from .._modules import coupled_modules
 from .._split import StepSetup
 from ._finding import Finding, worst
 from ._fitting import first_that_fits
-from ._noise import is_noise
+from ._rounding import RoughRounding
 from ._samples import chosen_samples
 from ._subject import Subject, comparable
 
 MOST_SAMPLES = 8
-_RTOL = {torch.float64: 1e-9, torch.float32: 1e-4}
-_COARSE_RTOL = 2e-2
 
 
 class GradientCheck:
@@ -76,7 +83,7 @@ class GradientCheck:
             self.loss = float(whole.outcome.loss.detach().abs().nan_to_num())
             found = [
                 each
-                for each in differences(whole, split, _rtol(whole))
+                for each in differences(whole, split, GRADIENTS.of(whole.tensors()))
                 if not self._is_of_one_run(each.name, whole, split)
             ]
             if found:
@@ -95,21 +102,24 @@ class GradientCheck:
         """Whether rounding, or what the function draws unseen, makes such a difference too."""
 
         @functools.cache
-        def again(roughness: int) -> dict[str, float]:
-            run = self._trial(indices, len(indices), roughness=roughness)
+        def again(roughness: int, draw: int) -> dict[str, float]:
+            run = self._trial(indices, len(indices), roughness=roughness, draw=draw)
             assert run is not None
             return {each.name: each.relative_error for each in differences(whole, run, 0.0)}
 
         def is_explained(each: SplitDifference) -> bool:
-            return is_noise(each.relative_error, lambda n: again(n).get(each.name, 0.0))
+            return is_noise(each.relative_error, lambda n, draw: again(n, draw).get(each.name, 0.0))
 
         return all(map(is_explained, found))
 
-    def _trial(self, indices: list[int], size: int, *, roughness: int = 0) -> Trial | None:
+    def _trial(
+        self, indices: list[int], size: int, *, roughness: int = 0, draw: int = 0
+    ) -> Trial | None:
         """One run; None where statistics were asked for each micro-batch, and can't be off."""
         setup = self._subject.of(self._subject.taken(indices))
         self.n_run += len(indices)
-        with comparable(setup, is_random=self._is_random, roughness=roughness) as numbers:
+        rough = RoughRounding(roughness, draw) if roughness else None
+        with comparable(setup, is_random=self._is_random, rough=rough) as numbers:
             per_chunk = setup.run.spec.batchnorm == "per_chunk"
             if per_chunk and coupled_modules(setup.roots):
                 return None
@@ -124,11 +134,3 @@ def _writes(setup: StepSetup, result: Trial) -> bool:
     """Whether a buffer is another after a run."""
     now = buffers_of(setup)
     return any(not torch.equal(now[name], buffer) for name, buffer in result.buffers.items())
-
-
-def _rtol(result: Trial) -> float:
-    """What rounding explains before it is asked; the loss is a tensor of its own type."""
-    dtypes = {gradient.dtype for gradient in result.gradients.values()}
-    if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
-        return _COARSE_RTOL
-    return max((_RTOL.get(dtype, _COARSE_RTOL) for dtype in dtypes), default=_COARSE_RTOL)

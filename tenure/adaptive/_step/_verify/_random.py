@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from tenure._torch.modes import DispatchMode, schema_of
 
 _Args = dict[str, Any]
 _Rule = Callable[[_Args, float], Any]
@@ -24,7 +25,7 @@ _MOST_NUMBERS = 100_000
 """Then a loop waits for a number that it does not get."""
 
 
-class ConstantNumbers(TorchDispatchMode):
+class ConstantNumbers(DispatchMode):
     """Fills what torch would fill with random numbers with one of them; dropout keeps everything.
 
     A permutation reverses the order, so that work that shuffles its samples mixes them still.
@@ -51,7 +52,7 @@ class ConstantNumbers(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if not _is_random(func):
             return func(*args, **kwargs)
-        named = [argument.name for argument in func._schema.arguments]
+        named = [argument.name for argument in schema_of(func).arguments]
         given = dict(zip(named, args, strict=False)) | kwargs
         off = {name: 0.0 for name in ("dropout_p", "dropout") if name in given}
         if off:
@@ -78,7 +79,7 @@ def _one_number() -> float:
 
 
 def _call(func: Any, given: _Args) -> Any:
-    arguments = func._schema.arguments
+    arguments = schema_of(func).arguments
     args = [given[a.name] for a in arguments if a.name in given and not a.kwarg_only]
     return func(
         *args, **{a.name: given[a.name] for a in arguments if a.name in given and a.kwarg_only}

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from tenure._torch.modes import DispatchMode, schema_of
 
 _aten = torch.ops.aten
 _EXACT = frozenset(
@@ -30,7 +31,7 @@ _EXACT = frozenset(
 """Operations that round nothing."""
 
 
-class RoughRounding(TorchDispatchMode):
+class RoughRounding(DispatchMode):
     """Each operation that rounds is off by up to one more rounding, at random.
 
     Whole numbers stay: positions that are counted in floats are exact, and one a little less
@@ -40,14 +41,15 @@ class RoughRounding(TorchDispatchMode):
 
     Args:
         n_roundings: by up to how many roundings.
+        seed: which numbers; the same ones are as much larger with more roundings.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, n_roundings: int = 1) -> None:
+    def __init__(self, n_roundings: int = 1, seed: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
         self._n_roundings = n_roundings
-        self._numbers = torch.Generator().manual_seed(0)
+        self._numbers = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(
         self,
@@ -83,7 +85,7 @@ def _can_be_rounded(made: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _rounds(func: Any, args: tuple[Any, ...]) -> bool:
-    schema = getattr(func, "_schema", None)
+    schema = schema_of(func)
     if schema is None or func.overloadpacket in _EXACT:
         return False
     if any(returned.alias_info is not None for returned in schema.returns):

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
+
+from tenure._torch.modules import BatchNorm, InstanceNorm
 
 from ..._undo import RngState
 from .._modules import named_modules, without_dropout
@@ -93,7 +93,7 @@ class Subject:
 
 @contextmanager
 def comparable(
-    setup: StepSetup, *, is_random: bool, roughness: int = 0
+    setup: StepSetup, *, is_random: bool, rough: RoughRounding | None = None
 ) -> Iterator[ConstantNumbers]:
     """A block in which a step draws the same random numbers for any number of samples.
 
@@ -103,15 +103,15 @@ def comparable(
     Args:
         setup: the step.
         is_random: whether it draws random numbers.
-        roughness: by how many roundings each operation is worse.
+        rough: how much worse each operation rounds.
     """
     numbers = ConstantNumbers()
     with ExitStack() as block:
         block.enter_context(without_dropout(setup.roots))
         if setup.run.spec.batchnorm == "per_chunk":
             block.enter_context(_without_statistics(setup.roots))
-        if roughness:  # below the constant numbers, for it draws some of its own
-            block.enter_context(RoughRounding(roughness))
+        if rough is not None:  # below the constant numbers, for it draws some of its own
+            block.enter_context(rough)
         if is_random:
             block.enter_context(set_back(setup))
             block.enter_context(numbers)
@@ -143,7 +143,7 @@ def _after(first: Callable[[], None], fn: Callable[[Any], Any]) -> Callable[[Any
 @contextmanager
 def _without_statistics(roots: Mapping[str, nn.Module]) -> Iterator[None]:
     """Normalize with running statistics: those of a micro-batch were asked for."""
-    kinds = (_BatchNorm, _InstanceNorm)
+    kinds = (BatchNorm, InstanceNorm)
     found = [
         module
         for _, module in named_modules(roots)

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
+from tenure._callers import warn_user
 from tenure._errors import AdaptiveUsageWarning, SplitMismatchError
-from tenure._torch.dynamo import not_compiling
-from tenure._warn import warn_user
+from tenure._torch.compiler import not_compiling
 
 from .._samples import SampleDims
 from .._split import StepOutcome, StepSetup, StepSpec

@@ -6,22 +6,20 @@ of many that is masked, an outlier.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from .._check import LOSSES, is_noise
 from .._loss import ONLY
 from .._modules import coupled_modules
 from .._split import StepOutcome
 from ._finding import Finding, farthest
 from ._fitting import first_that_fits
-from ._noise import is_noise
+from ._rounding import RoughRounding
 from ._subject import Subject, comparable
 from ._values import Values, split_values, whole_values
-
-_RTOL = {torch.float64: 1e-9, torch.float32: 2e-5}
-_COARSE_RTOL = 1e-2
 
 
 class WholeCheck:
@@ -74,9 +72,10 @@ class WholeCheck:
             return False
         split = self._known(n_samples) or self._values(n_samples, sizes)
         assert split is not None
+        rtol = LOSSES.of([*whole.values(), *self._outcome.terms.values()])
         for name, value in whole.items():
             error = self._error(value, split[name])
-            if not error <= _rtol(value):
+            if not error <= rtol:
                 what = "the loss" if name == ONLY else f"the term {name!r}"
                 # also if there is no room for more
                 self.finding = Finding(what, *farthest(value, split[name]), error, sizes)
@@ -104,14 +103,14 @@ class WholeCheck:
         return {**self._outcome.terms, ONLY: self._outcome.loss}
 
     def _values(
-        self, n_samples: int, sizes: Sequence[int] | None, *, roughness: int = 0
+        self, n_samples: int, sizes: Sequence[int] | None, *, rough: RoughRounding | None = None
     ) -> Values | None:
         """Those of the whole, or of parts; None where statistics can't be turned off."""
         is_whole = n_samples == self._subject.n_samples
         part = self._subject.taken(None if is_whole else range(n_samples))
         setup = self._subject.of(part)
         self.n_run += n_samples
-        with comparable(setup, is_random=self._is_random, roughness=roughness):
+        with comparable(setup, is_random=self._is_random, rough=rough):
             if setup.run.spec.batchnorm == "per_chunk" and coupled_modules(setup.roots):
                 return None
             if sizes is not None:
@@ -127,15 +126,11 @@ class WholeCheck:
     def _is_explained(self, name: str, value: Tensor, error: float, n_samples: int) -> bool:
         """Whether rounding, or what the function draws unseen, makes such a difference too."""
 
-        def noise(roughness: int) -> float:
-            again = self._values(n_samples, None, roughness=roughness)
+        @functools.cache
+        def noise(roughness: int, draw: int) -> float:
+            rough = RoughRounding(roughness, draw) if roughness else None
+            again = self._values(n_samples, None, rough=rough)
             assert again is not None
             return self._error(value, again[name])
 
         return is_noise(error, noise)
-
-
-def _rtol(value: Tensor) -> float:
-    if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
-        return _COARSE_RTOL
-    return _RTOL.get(value.dtype, _COARSE_RTOL)

@@ -1,0 +1,222 @@
+"""Whose code a frame runs, and where in the user's program something happened.
+
+A site is a code object and an instruction, spelled out only when it is read; it holds no frame, so
+it keeps no local variable alive. A note of where a tensor was made is a weak reference to the
+tensor: it goes with the tensor and keeps nothing alive either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import sys
+import warnings
+import weakref
+from types import CodeType, FrameType
+from typing import Any, Literal, Self
+
+from torch import Tensor
+
+from tenure._errors import TenureWarning
+
+Capture = Literal["site", "stack"]
+
+CONTEXTLIB = vars(contextlib)
+"""The globals of the frames that run an ExitStack or a decorated context manager."""
+_OWN_PACKAGE = __name__.partition(".")[0]
+_COMMAND_LINE = f"{_OWN_PACKAGE}._cli"
+_INTERNAL = frozenset({_OWN_PACKAGE, "torch", "contextlib"})
+_OWN_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+_STACK_DEPTH = 16
+_HANDLER = "__torch_function__"
+# a mode calls torch in its handler, or in a function or two that the handler calls
+_REACH = 6
+# what ``torch.compiler.disable`` puts around a handler
+_WRAPPER = "torch._dynamo."
+
+
+def module_of(frame: FrameType) -> str:
+    """The name of the module whose code ``frame`` runs; "" where ``exec`` was given another."""
+    name = frame.f_globals.get("__name__")
+    # a subclass of str would have us run its code, in the midst of somebody else's operation
+    return name if type(name) is str else ""
+
+
+def package_of(frame: FrameType) -> str:
+    """The name of the outermost package whose code ``frame`` runs."""
+    return module_of(frame).partition(".")[0]
+
+
+def is_tenure(frame: FrameType) -> bool:
+    """Whether ``frame`` is tenure's; the command line uses it like any program, and is not."""
+    name = module_of(frame)
+    return name.partition(".")[0] == _OWN_PACKAGE and not name.startswith(_COMMAND_LINE)
+
+
+def is_internal(frame: FrameType) -> bool:
+    """Whether ``frame`` is tenure's, or of what calls tenure for the user: torch, contextlib."""
+    # the module is asked for once: this runs for each frame between an operation and its user
+    name = module_of(frame)
+    return name.partition(".")[0] in _INTERNAL and not name.startswith(_COMMAND_LINE)
+
+
+def user_frame(frame: FrameType) -> FrameType:
+    """The nearest frame, from ``frame`` outwards, that is not internal.
+
+    Where there is none (torch calls back on a thread of its own), ``frame`` itself.
+    """
+    outer: FrameType | None = frame
+    while outer is not None and is_internal(outer):
+        outer = outer.f_back
+    return outer or frame
+
+
+def warn_user(message: str, category: type[TenureWarning]) -> None:
+    """Warn, with the place of the innermost frame that is the user's."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back and is_internal(frame):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
+
+
+def maker_of(frame: FrameType) -> FrameType:
+    """The frame that called torch, where ``frame`` is the one that called tenure's handler.
+
+    A torch-function mode above tenure's, such as ``with torch.device("cuda"):``, is called first,
+    and calls on. Its frames then stand between the handler and the code that wanted a tensor.
+    """
+    found = frame
+    while (outer := outside_of_mode(found)) is not None:
+        found = outer
+    return found
+
+
+def outside_of_mode(frame: FrameType) -> FrameType | None:
+    """The frame that called the mode in whose handler ``frame`` runs; None if it runs in none."""
+    inner: FrameType | None = frame
+    for _ in range(_REACH):
+        if inner is None:
+            return None
+        if inner.f_code.co_name == _HANDLER:
+            return _unwrapped(inner.f_back)
+        inner = inner.f_back
+    return None
+
+
+def _unwrapped(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and module_of(frame).startswith(_WRAPPER):
+        frame = frame.f_back
+    return frame
+
+
+class Site:
+    """One place in a source file; ``str(site)`` reads ``train.py:41``."""
+
+    __slots__ = ("_code", "_instruction")
+
+    def __init__(self, code: CodeType, instruction: int = -1) -> None:
+        self._code = code
+        self._instruction = instruction
+
+    @property
+    def line(self) -> int:
+        """The line number; that of the ``def`` when no instruction is known."""
+        line = None if self._instruction < 0 else position_of(self._code, self._instruction)[0]
+        return line or self._code.co_firstlineno
+
+    def __str__(self) -> str:
+        return f"{_shorten(self._code.co_filename)}:{self.line}"
+
+    def __repr__(self) -> str:
+        return f"<Site {self}>"
+
+
+class SiteStack:
+    """The places of a call stack, innermost first."""
+
+    __slots__ = ("_sites",)
+
+    def __init__(self, sites: tuple[Site, ...]) -> None:
+        self._sites = sites
+
+    def __str__(self) -> str:
+        return " < ".join(map(str, self._sites))
+
+
+def position_of(code: CodeType, instruction: int) -> tuple[int | None, int | None]:
+    """The line and the column of an instruction; None for what the compiler left out."""
+    # there is one entry for each code unit of two bytes
+    positions = itertools.islice(code.co_positions(), instruction // 2, None)
+    line, _, column, _ = next(positions, (None, None, None, None))
+    return line, column
+
+
+def opening_site(code: CodeType, instruction: int, frame_id: int) -> Site:
+    """The place that opened a block; of a block of tenure's own, the user's place that led to it.
+
+    Args:
+        code: what the frame that opened it runs.
+        instruction: how far that frame was.
+        frame_id: the identity of that frame, which is looked for on this thread.
+    """
+    # a block that opens keeps no frame, and looks at none: only tenure's own pay for a search
+    if code.co_filename.startswith(_OWN_FOLDER):
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and (frame.f_code is not code or id(frame) != frame_id):
+            frame = frame.f_back
+        if frame is not None:
+            return _place(user_frame(frame))
+    return Site(code, instruction)
+
+
+def user_site() -> Site:
+    """The place in the user's program that called into tenure."""
+    return _place(user_frame(sys._getframe(1)))
+
+
+def capture_site(frame: FrameType, capture: Capture) -> Site | SiteStack:
+    """The user's place at or around ``frame``, alone or with the calls that led to it."""
+    user = user_frame(frame)
+    if capture == "site":
+        return _place(user)
+    sites: list[Site] = []
+    outer: FrameType | None = user
+    while outer is not None and len(sites) < _STACK_DEPTH:
+        sites.append(_place(outer))
+        outer = outer.f_back
+    return SiteStack(tuple(sites))
+
+
+def _place(frame: FrameType) -> Site:
+    return Site(frame.f_code, frame.f_lasti)
+
+
+def _shorten(path: str) -> str:
+    try:
+        inside = os.path.relpath(path)
+    # another drive, or a working directory that is gone
+    except (ValueError, OSError):
+        return path
+    return path if inside.startswith(os.pardir) else inside
+
+
+class SitedRef(weakref.ref[Tensor]):
+    """A weak reference that also knows where its tensor was made."""
+
+    __slots__ = ("site",)
+    site: Any
+
+    def __new__(cls, tensor: Tensor, site: object) -> Self:
+        reference = super().__new__(cls, tensor)
+        reference.site = site
+        return reference
+
+
+def created_at(tensor: Tensor) -> str | None:
+    """Where a scope with ``capture=`` saw the tensor being made, as ``train.py:41``; else None."""
+    # every weak reference to an object can be asked for: the tensor itself needs no attribute
+    for reference in weakref.getweakrefs(tensor):
+        if type(reference) is SitedRef:
+            return str(reference.site)
+    return None

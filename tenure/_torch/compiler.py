@@ -1,0 +1,153 @@
+"""torch.compile: what it must not compile, which sizes change, and which tensors its graphs keep.
+
+What is called from a frame that dynamo gave up on (a graph break inside a ``with`` block, say) is
+compiled by itself. There ``is_dynamo_compiling()`` folds to True, so a verb would do nothing for a
+scope that is really open; and the compiled handler takes one torch function for another, because
+dynamo does not guard on its ``func``. Traced as a part of the user's function all is transparent.
+
+Invariant: dynamo is never loaded here, which takes seconds: where it is not, nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from . import bound, optional, refuse
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_DYNAMO = "torch._dynamo"
+_TREES = "torch._inductor.cudagraph_trees"
+_EVAL_FRAME = "torch._C._dynamo.eval_frame"
+_PURPOSE = "scopes, retries and paging in compiled code"
+_EXECUTION = f"{_EVAL_FRAME}.set_code_exec_strategy"
+_strategy_of = optional(_EXECUTION)
+_strategy = optional(f"{_EVAL_FRAME}._FrameExecStrategy")
+_action = optional(f"{_EVAL_FRAME}._FrameAction")
+_can_mark = None not in (_strategy_of, _strategy, _action)
+_set_eval_frame = bound(f"{_EVAL_FRAME}.set_eval_frame", "step() beside compiled code")
+
+
+def never_compiled(function: Function) -> Function:
+    """Let the frames of ``function``, and what they call, run as they are; it costs no call.
+
+    Source: ``torch._dynamo.eval_frame.skip_code``, without importing dynamo.
+    """
+    if _can_mark:
+        skip = _action.SKIP
+        _strategy_of(function.__code__, _strategy(skip, skip))
+    return function
+
+
+def _refuse_to_be_compiled() -> bool:
+    if torch.compiler.is_dynamo_compiling():
+        refuse(_EXECUTION, _PURPOSE)
+    return False
+
+
+# Where functions can't be marked, a scope can't tell whether it is traced or compiled by itself,
+# and would be lost without a word. The function itself otherwise: dynamo folds it by identity.
+is_dynamo_compiling: Callable[[], bool] = (
+    torch.compiler.is_dynamo_compiling if _can_mark else _refuse_to_be_compiled
+)
+
+
+@contextmanager
+def not_compiling() -> Iterator[None]:
+    """A block in which compiled functions run as they are written: nothing is compiled for it.
+
+    Another thread that calls a compiled function meanwhile may run it so too, which is slower.
+    """
+    if f"{_DYNAMO}.eval_frame" not in sys.modules:
+        yield
+        return
+    # a stance can't be taken where a graph break of the caller's has left its callback
+    callback = _set_eval_frame(None)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        _set_eval_frame(callback)
+
+
+def mark_dynamic(tensor: Tensor, dim: int) -> None:
+    """Let compiled code that gets ``tensor`` expect other sizes of a dimension, unless it can't.
+
+    Without it dynamo compiles once for the first size, and again when it meets another. It still
+    compiles a size of 1 by itself, and one that the code itself compares with a number.
+    """
+    # half imported, on another thread, it has no such name yet
+    mark = getattr(sys.modules.get(_DYNAMO), "maybe_mark_dynamic", None)
+    if mark is not None:
+        mark(tensor, dim % tensor.dim())
+
+
+@contextmanager
+def marked_dynamic(tensors: Iterable[tuple[Tensor, int]]) -> Iterator[None]:
+    """A block in which tensors of the user's own are marked; they keep nothing of it."""
+    if _DYNAMO not in sys.modules:
+        yield
+        return
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for tensor, dim in tensors:
+        space = vars(tensor)
+        # the user has marked it: that holds, whatever it says
+        if not any(name.startswith("_dynamo_") for name in space):
+            before.append((space, space.copy()))
+            mark_dynamic(tensor, dim)
+    try:
+        yield
+    finally:
+        for space, attributes in before:
+            for name in space.keys() - attributes.keys():
+                if "_dynamo_" in name:
+                    del space[name]
+
+
+def belongs_to_graph(tensor: Tensor) -> bool:
+    """Whether a CUDA graph will hand out this very tensor again; views and copies are others.
+
+    Those of ``torch.compile(mode="reduce-overhead")`` return the same handle from each replay, to
+    save making one, so a handle that has let go of its tensor would come out of the next. torch
+    notes them for autograd and for autocast.
+
+    Args:
+        tensor: a tensor of any shape, dtype, device and subclass.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_inductor/cudagraph_trees.py
+    """
+    if _TREES not in sys.modules:
+        return False
+    ask = optional("torch._C._is_cached_tensor")
+    return ask is not None and bool(ask(tensor))
+
+
+def tells_graph_outputs() -> bool:
+    """Whether torch still tells a tensor that is noted from one that is not."""
+    ask = optional("torch._C._is_cached_tensor")
+    return ask is not None and not ask(torch.empty(0))
+
+
+def works() -> bool:
+    """Whether marked functions run as they are, and in a block that does not compile, all do."""
+    seen: list[bool] = []
+
+    @never_compiled
+    def marked(x: Tensor) -> Tensor:
+        seen.append(torch.compiler.is_dynamo_compiling())
+        return x + 1
+
+    def unmarked(x: Tensor) -> Tensor:
+        seen.append(torch.compiler.is_dynamo_compiling())
+        return x + 1
+
+    torch.compile(marked, backend="eager")(torch.ones(1))
+    with not_compiling():
+        torch.compile(unmarked, backend="eager")(torch.ones(1))
+    return seen == [False, False] and tells_graph_outputs()

@@ -1,0 +1,118 @@
+"""What the caching allocators of devices hold, and the working memory that torch keeps for cuBLAS.
+
+A program says how an allocator is set up in ``PYTORCH_ALLOC_CONF``, before it starts or while it
+runs, and torch has no public question for it.
+
+For cuBLAS torch takes one block from its own allocator for each thread and each stream that
+multiplied matrices, and keeps it for good. It offers no public way to let them go.
+
+Source: ``aten/src/ATen/cuda/CublasHandlePool.cpp`` of PyTorch.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from tenure._capture import is_capturing, kind_of_live_graph
+
+from . import optional
+
+# a build without CUDA has none of these, so each can be missing
+_SETTINGS = "torch._C._accelerator_getAllocatorSettings"
+_CLEAR = "torch._C._cuda_clearCublasWorkspaces"
+_SIZES = ("torch._C._cuda_getCublasWorkspaceSize", "torch._C._cuda_getCublasLtWorkspaceSize")
+_SHARED_POOL = (0, 0)
+FREE = "inactive"
+"""The state of a block of a segment that holds nothing."""
+
+
+def has_expandable_segments() -> bool:
+    """Whether segments grow and shrink, so that free parts of them can be given back too."""
+    settings = (optional(_SETTINGS) or str)()
+    return "expandable_segments:true" in str(settings).replace(" ", "").lower()
+
+
+def segments_of(module: Any, device: torch.device) -> list[dict[str, Any]]:
+    """The segments of a device, as ``torch.cuda.memory_snapshot()`` tells of them.
+
+    Args:
+        module: that of the device.
+        device: the device, with its index.
+
+    Returns:
+        Empty where the allocator tells nothing of them, as that of MPS or ``cudaMallocAsync``.
+    """
+    try:
+        found = _snapshot(module)
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return []
+    return [segment for segment in found if segment["device"] == device.index]
+
+
+def free_block_bytes(segments: list[dict[str, Any]]) -> list[int]:
+    """The sizes of the free blocks that any tensor may get: a CUDA graph keeps its pool's."""
+    shared = (s for s in segments if tuple(s.get("segment_pool_id", _SHARED_POOL)) == _SHARED_POOL)
+    blocks = (block for segment in shared for block in segment.get("blocks", ()))
+    return [block["size"] for block in blocks if block["state"] == FREE]
+
+
+def workspace_bytes(device: torch.device) -> dict[str, int]:
+    """Bytes of one block by library, as torch takes it at the next use; empty where it keeps none.
+
+    How many blocks there are is not told. An accelerator that is not in use is not brought to life.
+    """
+    if not _keeps_workspaces(device):
+        return {}
+    return {
+        "cuBLAS": int(torch.backends.cuda.cublas_workspace_size()),
+        "cuBLASLt": int(torch.backends.cuda.cublaslt_workspace_size()),
+    }
+
+
+def clear_workspaces(device: torch.device) -> int:
+    """Let go of the blocks of all devices of a type where that is safe; bytes freed on this one.
+
+    A block goes back to the stream that used it, so that work under way keeps it, and its bytes
+    stay in the cache. It is not safe
+
+    - while a graph is captured, or one that was is alive: it uses the addresses it was captured
+      with, and a workspace that was made before the capture lies in memory that can be given back;
+    - while another thread runs: it may hold a block's address for the multiplication that it is
+      about to launch.
+    """
+    if not _keeps_workspaces(device) or not _is_safe(device):
+        return 0
+    module: Any = torch.get_device_module(device)
+    before_bytes = int(module.memory_allocated(device))
+    optional(_CLEAR)()
+    return max(0, before_bytes - int(module.memory_allocated(device)))
+
+
+def works() -> bool:
+    """Whether torch tells the settings as a text; one with CUDA has the names of workspaces too."""
+    names = (_CLEAR, *_SIZES)
+    known = not torch.backends.cuda.is_built() or all(optional(name) is not None for name in names)
+    return known and isinstance((optional(_SETTINGS) or bool)(), str)
+
+
+def _snapshot(module: Any) -> list[dict[str, Any]]:
+    try:
+        found = module.memory_snapshot(include_traces=False)
+    # only CUDA's has traces, which may be long
+    except TypeError:
+        found = module.memory_snapshot()
+    return list(found)
+
+
+def _keeps_workspaces(device: torch.device) -> bool:
+    if device.type != "cuda" or optional(_CLEAR) is None:
+        return False
+    return bool(torch.get_device_module(device).is_initialized())
+
+
+def _is_safe(device: torch.device) -> bool:
+    is_alone = len(sys._current_frames()) == 1
+    return is_alone and not is_capturing(device) and kind_of_live_graph(device) is None

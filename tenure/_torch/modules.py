@@ -1,0 +1,171 @@
+"""What torch keeps to itself of ``nn.Module``: its calls, where it saves itself, and base classes.
+
+torch has hooks for all modules, but compiled code guards on them: what was compiled without is
+compiled once more where there are some, and ``torch.compile(module)`` warns. So the call itself is
+wrapped, as torch.fx does while it traces; once and for good, because each change of a class makes
+Python forget what it has learned about the attributes of all modules.
+
+Invariant: a call is known by the id of its frame, and no frame is kept: one that is held holds its
+tensors. An id counts as that call only while a frame of such code has it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from . import bound, optional, refuse
+
+_NORM = "torch.nn.modules.batchnorm"
+if TYPE_CHECKING:
+    BatchNorm = nn.modules.batchnorm._BatchNorm
+    NormBase = nn.modules.batchnorm._NormBase
+    Dropout = nn.modules.dropout._DropoutNd
+    InstanceNorm = nn.modules.instancenorm._InstanceNorm
+else:
+    # libraries derive layers of theirs from these, and not from BatchNorm1d and its like
+    BatchNorm = bound(f"{_NORM}._BatchNorm", "step()")
+    NormBase = bound(f"{_NORM}._NormBase", "buffers that an attempt wrote")
+    Dropout = bound("torch.nn.modules.dropout._DropoutNd", "the check of a step")
+    InstanceNorm = bound("torch.nn.modules.instancenorm._InstanceNorm", "step()")
+
+Seen = Callable[[nn.Module], object]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_is_compiled = torch.compiler.is_dynamo_compiling
+_CALL = "torch.nn.Module._call_impl"
+_UNSAVED = "torch.nn.Module._non_persistent_buffers_set"
+_calling: CodeType | None = getattr(optional(_CALL), "__code__", None)
+_CALLS: dict[CodeType, str] = {} if _calling is None else {_calling: "self"}
+"""The code that calls a module, and which of its variables is the module."""
+_saving = bound("torch.nn.Module._save_to_state_dict", "state_dict() of a paged model")
+
+
+def calls(variable: str) -> Callable[[_Function], _Function]:
+    """Have a function count as a call of the module that one of its variables is."""
+
+    def mark(function: _Function) -> _Function:
+        _CALLS[function.__code__] = variable
+        return function
+
+    return mark
+
+
+def calls_of(module: nn.Module) -> Iterator[int]:
+    """The calls of a module on this thread's stack, the innermost first; none if it is compiled."""
+    if _calling is None:
+        refuse(_CALL, "paging")
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        variable = _CALLS.get(frame.f_code)
+        if variable is not None and frame.f_locals.get(variable) is module:
+            yield id(frame)
+        frame = frame.f_back
+
+
+def is_running(call: int, frame: FrameType | None) -> bool:
+    """Whether a call is on the stack that a frame ends; None is that of a thread that ended."""
+    while frame is not None and not (id(frame) == call and frame.f_code in _CALLS):
+        frame = frame.f_back
+    return frame is not None
+
+
+def is_saving(frame: FrameType) -> bool:
+    """Whether a frame is that of a module that enters its own tensors into a state dict."""
+    return frame.f_code is _saving.__code__
+
+
+class _Thread(threading.local):
+    seen: Seen | None = None
+
+
+_this_thread = _Thread()
+_lock = threading.Lock()
+
+
+@contextmanager
+def modules_told(seen: Seen) -> Iterator[None]:
+    """A block in which ``seen`` gets each module that is called on this thread, before it runs.
+
+    Those that run inside compiled code are not told, and where blocks nest, each is.
+    """
+    with _lock:  # two threads that are the first here wrap once
+        _wrap_calls()
+    outer = _this_thread.seen
+    _this_thread.seen = seen if outer is None else _both(seen, outer)
+    try:
+        yield
+    finally:
+        _this_thread.seen = outer
+
+
+def _both(inner: Seen, outer: Seen) -> Seen:
+    def seen(module: nn.Module) -> None:
+        inner(module)
+        outer(module)
+
+    return seen
+
+
+@functools.cache
+def _wrap_calls() -> None:
+    call: Any = nn.Module.__call__
+
+    @functools.wraps(call)
+    def told_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # dynamo folds the first condition, and sees a plain call
+        if not _is_compiled():
+            seen = _this_thread.seen
+            if seen is not None:
+                seen(self)
+        return call(self, *args, **kwargs)
+
+    nn.Module.__call__ = told_call  # type: ignore[method-assign]  # as torch.fx does
+
+
+def unsaved_names(module: nn.Module) -> set[str]:
+    """The names of the buffers that no state dict has."""
+    names: set[str] | None = getattr(module, "_non_persistent_buffers_set", None)
+    if names is None:
+        refuse(_UNSAVED, "load_into()")
+    return names
+
+
+def works() -> bool:
+    """Whether modules are called, told and saved where we look."""
+    return _tells_modules() and _sees_calls()
+
+
+def _tells_modules() -> bool:
+    ran: list[nn.Module] = []
+    module = nn.Identity()
+    with modules_told(ran.append):
+        module(None)
+    return ran == [module]
+
+
+def _sees_calls() -> bool:
+    seen: list[bool] = []
+
+    class Saved(dict[str, Any]):
+        def items(self) -> Any:
+            seen.append(is_saving(sys._getframe(1)))
+            return super().items()
+
+    class Looking(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(len(list(calls_of(self))) == 1)
+            return x
+
+    module = Looking()
+    module(torch.ones(1))
+    vars(module)["_parameters"] = Saved()
+    module.state_dict()
+    return seen == [True, True]

@@ -1,0 +1,155 @@
+"""What torch keeps to itself about storages: which is which, who uses one, and where it was sent.
+
+A use is a tensor, or another owner in C++; the Python object of the storage is one while it asks.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from . import bound, getter
+from .modes import DispatchMode
+
+_ALL = "everything that tells storages apart"
+key_of: Callable[[UntypedStorage], int] = getter("torch.UntypedStorage._cdata", _ALL)
+"""The address of a storage in C++: its identity while it lives, whatever Python object shows it."""
+_use_count: Any = bound(
+    "torch._C._storage_Use_Count", "paging, memory_budget(), the state of a step and who holds what"
+)
+_tensor_use_count = bound("torch.Tensor._use_count", "paging and who holds what")
+_indices = bound("torch.Tensor._indices", "sparse tensors")
+_values = bound("torch.Tensor._values", "sparse tensors")
+_ALONE_IN_C = 1
+_REDUCTIONS = "torch.multiprocessing.reductions"
+
+
+def n_uses(storage: UntypedStorage) -> int:
+    """How many tensors and other owners in C++ use a storage, the object that asks among them."""
+    return int(_use_count(key_of(storage)))
+
+
+def owners_of_storage(storage: UntypedStorage) -> int:
+    """How many tensors and other owners in C++ share a storage; its Python object is none."""
+    return n_uses(storage) - 1
+
+
+def uses_of_tensor(tensor: Tensor) -> int:
+    """How many owners a tensor has in C++, its Python handle among them."""
+    return int(_tensor_use_count(tensor))
+
+
+def sparse_parts(tensor: Tensor) -> list[Tensor]:
+    """The indices and values of a COO tensor, also where it is not coalesced."""
+    return [_indices(tensor), _values(tensor)]
+
+
+def shared_keys() -> frozenset[int]:
+    """The storages that this process got from, or gave to, another one through torch."""
+    reductions: Any = sys.modules.get(_REDUCTIONS)
+    if reductions is None:
+        return frozenset()
+    return frozenset(ref.cdata for ref in list(reductions.shared_cache.values()))
+
+
+@functools.cache
+def uses_by_torch(inference: bool) -> int:
+    """How often torch itself uses a storage on its way to the handler of ``set_``.
+
+    To be asked outside of handlers. A mode above the handler adds one, a tensor in the storage too.
+    """
+    probe = _UseProbe()
+    with torch.inference_mode(inference), probe:
+        _put_in_a_tensor(UntypedStorage(1))
+    return probe.n_uses
+
+
+def is_in_a_tensor(storage: UntypedStorage, inference: bool, n_modes_above: int) -> bool:
+    """Whether a tensor lies in ``storage``, asked in the handler of ``set_``."""
+    return n_uses(storage) > uses_by_torch(inference) + n_modes_above
+
+
+def is_held(holder: Mapping[Any, Tensor], key: Any) -> bool:
+    """Whether ``holder[key]`` has another holder; views, saved tensors and containers count.
+
+    A tensor that shares its storage alone is not seen: ask `tenure._torch.lending.Lent`.
+    """
+    tensor = holder[key]
+    n_in_c = uses_of_tensor(tensor)
+    # a variable of this function would count as a holder
+    del tensor
+    return n_in_c > _ALONE_IN_C or n_holders(holder, key) > _alone()
+
+
+def n_holders(holder: Mapping[Any, object], key: Any) -> int:
+    """How many references Python has to ``holder[key]``, those of this question among them."""
+    return sys.getrefcount(holder[key])
+
+
+@functools.cache
+def _alone() -> int:
+    return n_holders({0: object()}, 0)
+
+
+class _UseProbe(DispatchMode):
+    """Notes how often the storage given to ``set_`` was used when the handler got it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
+        self.n_uses = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.set_.source_Storage:
+            self.n_uses = n_uses(args[1])
+        return func(*args, **(kwargs or {}))
+
+
+def _put_in_a_tensor(storage: UntypedStorage) -> Tensor:
+    empty: Any = torch.empty(0, dtype=torch.uint8, device="cpu")
+    tensor: Tensor = empty.set_(storage)
+    return tensor
+
+
+def works() -> bool:
+    """Whether storages, tensors and what was shared are known and counted as tenure takes them."""
+    with torch.inference_mode(False), torch.enable_grad():
+        return _counts_storages() and _counts_tensors() and _knows_shared()
+
+
+def _counts_storages() -> bool:
+    """Whether a storage that a tensor lies in is used once more than one that is fresh."""
+    storage, probe = UntypedStorage(1), _UseProbe()
+    holder = _put_in_a_tensor(storage)
+    with probe:
+        _put_in_a_tensor(storage)
+    is_counted = probe.n_uses == uses_by_torch(False) + 1
+    return is_counted and holder.untyped_storage() is storage
+
+
+def _counts_tensors() -> bool:
+    """Whether a view and a graph are seen to hold a tensor, and their end too."""
+    holder = {0: torch.ones(2, 2, device="cpu")}
+    seen = [is_held(holder, 0)]
+    view = holder[0].t()
+    seen.append(is_held(holder, 0))
+    del view
+    product = torch.ones(2, 2, requires_grad=True, device="cpu") * holder[0]
+    seen.append(is_held(holder, 0))
+    del product
+    return [*seen, is_held(holder, 0)] == [False, True, True, False]
+
+
+def _knows_shared() -> bool:
+    """Whether a storage counts its tensors, and a shared one is known by the same number."""
+    from torch.multiprocessing.reductions import StorageWeakRef, shared_cache
+
+    t = torch.ones(1, device="cpu")
+    storage, view = t.untyped_storage(), t.view(1)
+    cache: Any = shared_cache
+    counts = owners_of_storage(storage) == len((t, view))
+    return counts and hasattr(cache, "values") and StorageWeakRef(storage).cdata == key_of(storage)

@@ -1,0 +1,102 @@
+"""Whether a tensor was written: version counters, and torch's copies on write.
+
+A graph refuses its backward pass when a tensor that it saved has another version than then. Values
+that are put back exactly as they were deserve the version that they had.
+
+A lazy copy takes memory only when one of the two is written, which moves to other memory then.
+Nobody else may have its address: a NumPy array or another tensor over the same storage would still
+read the old memory. So only what has a storage to itself is copied like this. And only on the CPU:
+on CUDA torch moves the memory on the default stream (``copy_data`` of CUDACachingAllocator.cpp),
+and work on another would not wait.
+
+Source: ``c10::impl::cow`` of PyTorch; ``test_cow_input`` holds that operators read without copying.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from . import bound, getter
+from .storages import n_uses
+
+_ATTEMPTS = "the state of attempts and steps"
+counter_of: Callable[[Tensor], int] = getter(
+    "torch.Tensor._version", f"{_ATTEMPTS}, paging and Courtesy"
+)
+"""How often a tensor was written to. Inference tensors, which are not counted, raise."""
+_set_counter = bound("torch._C._autograd._unsafe_set_version_counter", _ATTEMPTS)
+_lazy_clone = bound("torch._lazy_clone", _ATTEMPTS)
+_address = bound("torch._C._data_address", _ATTEMPTS)
+_ALONE = 2
+"""Uses of a storage with one tensor, while a Python object asks."""
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """How often a tensor of any kind was written to; None for inference tensors, uncounted."""
+    return None if tensor.is_inference() else counter_of(tensor)
+
+
+def write_back(tensor: Tensor, values: Tensor, version: int | None) -> None:
+    """Copy values into a tensor that had them when its version was ``version``.
+
+    Source: ``torch.autograd._unsafe_preserve_version_counter``, for a version of the caller's.
+    """
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        tensor.copy_(values)
+    if version is not None:
+        _set_counter((tensor,), (version,))
+
+
+def lazy_copy(tensor: Tensor) -> Tensor | None:
+    """A copy that takes no memory yet, made below all modes; None where that is not safe."""
+    if (
+        type(tensor) is not Tensor
+        or tensor.device.type != "cpu"
+        or tensor.layout is not torch.strided
+        or tensor.is_inference()
+        or n_uses(tensor.untyped_storage()) != _ALONE
+    ):
+        return None
+    try:
+        copy: Tensor = _lazy_clone(tensor)
+    except RuntimeError:  # memory that is shared with other processes, or of another library
+        return None
+    return copy
+
+
+def share_memory(tensor: Tensor, copy: Tensor) -> bool:
+    """Whether a tensor still lies where it did when its lazy copy was made, so is as it was.
+
+    It has moved if it was written, or if its address was taken, which compiled code does.
+    """
+    return bool(_address(tensor) == _address(copy))
+
+
+def works() -> bool:
+    """Whether versions can be given back, and lazy copies tell who was written."""
+    return _gives_versions_back() and _copies_lazily()
+
+
+def _gives_versions_back() -> bool:
+    """Whether a backward pass accepts a saved tensor that was changed and written back."""
+    weight = torch.ones(2, requires_grad=True)
+    buffer = torch.tensor([2.0, 3.0])
+    before, version = buffer.clone(), version_of(buffer)
+    result = (weight * buffer).sum()
+    buffer.zero_()
+    write_back(buffer, before, version)
+    result.backward()
+    return weight.grad is not None and weight.grad.tolist() == [2.0, 3.0]
+
+
+def _copies_lazily() -> bool:
+    """Whether what is written moves away from its lazy copy, and only then."""
+    tensor = torch.zeros(2)
+    copy = lazy_copy(tensor)
+    if copy is None or not share_memory(tensor, copy):
+        return False
+    tensor.add_(1)
+    return not share_memory(tensor, copy) and copy.tolist() == [0, 0] and tensor.tolist() == [1, 1]

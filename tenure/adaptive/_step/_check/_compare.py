@@ -1,0 +1,113 @@
+"""How far apart two results may be that are the same: by their types, and by what rounding makes.
+
+The one home of every tolerance of `check_split` and of the verification of `step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """The largest relative error that passes, by the coarsest type of floating point on the way.
+
+    Attributes:
+        float64: where nothing was coarser than that.
+        float32: the same.
+        coarser: for half precision, and for what is none of these.
+        minds_autocast: whether autocast around the call counts as half precision, although no
+            result shows it.
+    """
+
+    float64: float
+    float32: float
+    coarser: float
+    minds_autocast: bool = False
+
+    def of(self, results: Iterable[Tensor]) -> float:
+        """What passes for these results; for none of them the most."""
+        if self.minds_autocast and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+            return self.coarser
+        known = {torch.float64: self.float64, torch.float32: self.float32}
+        passing = (known.get(each.dtype, self.coarser) for each in results)
+        return max(passing, default=self.coarser)
+
+
+# `check_split` asks nobody else: float32 gets what a deep network loses, and bfloat16, with 8 bits,
+# the 5 % that its gradients are off in whole networks. The numbers stand in its docstring.
+CHECKED = Tolerance(1e-9, 1e-4, 5e-2)
+# What is farther off is no error yet: `is_noise` decides, by runs that cost time.
+GRADIENTS = Tolerance(1e-9, 1e-4, 2e-2, minds_autocast=True)
+# A loss is a sum of many, without the cancellation that gradients have.
+LOSSES = Tolerance(1e-9, 2e-5, 1e-2, minds_autocast=True)
+# Losses that were put together of two and went through a logarithm or a root.
+DECLARED = Tolerance(1e-8, 2e-5, 1e-2)
+# Sums of four runs that cancel; relative to the largest, in each of the four.
+EXCHANGED_RTOL = 4 * 1e-4
+# A gradient so much smaller than the largest one is zero but for rounding.
+GRADIENT_FLOOR = 1e-3
+
+# How much farther than one more rounding of each operation two kernels may be apart.
+_ROUNDINGS = 16
+_ROUGHER = 8
+_LEAST_GROWTH = 2
+# One number, such as a loss in float32, stays what it was in many a rough run, and in others is off
+# by as much with one rounding as with many: see test_a_loss_that_is_rounded_on_the_way_is_right.
+_DRAWS = 6
+
+
+def is_noise(error: float, noise: Callable[[int, int], float]) -> bool:
+    """Whether a difference is one of rounding, or of what the function draws unseen.
+
+    It is noise only where rougher rounding makes more of it. What crosses a threshold, such as
+    which sample is the hardest, is as far off with one rounding as with many, and hides what a
+    split changes.
+
+    Args:
+        error: how far the parts are off.
+        noise: how far the whole is off from itself with so many more roundings of each operation,
+            drawn the i-th time; with none of them, from a second run.
+    """
+    if error <= _ROUNDINGS * noise(0, 0):
+        return True
+    for n_draws in (1, _DRAWS):
+        rough = max(noise(1, draw) for draw in range(n_draws))
+        if error > _ROUNDINGS * rough:
+            continue
+        rougher = max(noise(_ROUGHER, draw) for draw in range(n_draws))
+        if rougher >= _LEAST_GROWTH * rough:
+            return True
+    return False
+
+
+def relative_error(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
+    """The largest difference, relative to the largest value of ``b``; NaN where only one is NaN.
+
+    Args:
+        a: any tensor.
+        b: one of the same shape.
+        floor: differences are relative to this where ``b`` has only smaller values.
+    """
+    if a.numel() == 0:
+        return 0.0
+    a, b = _comparable(a), _comparable(b)
+    if torch.equal(a.isnan(), b.isnan()):
+        a, b = a.nan_to_num(), b.nan_to_num()
+    difference = float((a - b).abs().max())
+    return difference / (max(float(b.abs().max()), floor) or 1.0)
+
+
+def largest_value(x: Tensor) -> float:
+    """The largest absolute value; 0 for none."""
+    return float(_comparable(x).nan_to_num().abs().max()) if x.numel() else 0.0
+
+
+def _comparable(x: Tensor) -> Tensor:
+    x = x.to_dense() if x.layout is not torch.strided else x
+    x = torch.view_as_real(x) if x.is_complex() else x
+    return x.detach().cpu().double()

@@ -1,0 +1,139 @@
+"""One pass over a model: who runs it, what it uses, what comes next, and how it ends.
+
+Invariant: nothing is predicted that the last pass of the same kind did not use, so that fetching
+ahead never moves bytes that the last pass did not need; only what ran to its end is learned from.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from threading import get_ident
+
+from tenure._torch.modules import is_running
+
+from .._model import Unit
+from ._page import Page
+
+
+class AccessOrder:
+    """The units that each kind of pass used, in order.
+
+    A kind is whatever tells passes apart: the module that was called, and its mode. Kinds that take
+    turns, such as the two halves of a diffusion pipeline's autoencoder, are expected in turn.
+    """
+
+    def __init__(self) -> None:
+        self._learned: dict[Hashable, list[Unit]] = {}
+        self._next_kind: dict[Hashable, Hashable] = {}
+        self._last_kind: Hashable = None
+
+    def begin(self, kind: Hashable) -> list[Unit]:
+        """A pass of this kind begins; what the last one of its kind used."""
+        self._next_kind[self._last_kind] = kind
+        self._last_kind = kind
+        return self._learned.get(kind, [])
+
+    def learn(self, kind: Hashable, used: list[Unit]) -> None:
+        """A pass of this kind has used these units."""
+        self._learned[kind] = used
+
+    def after(self, kind: Hashable) -> list[Unit]:
+        """What a pass used that followed one of this kind."""
+        return self._learned.get(self._next_kind.get(kind), [])
+
+
+@dataclass(eq=False, slots=True)
+class Forward:
+    """A forward that runs, the pages it uses, and what it began amid.
+
+    Attributes:
+        token: what tells its module from others.
+        handled: the exception that was being handled when it began.
+        pages: what it uses.
+        restores: put back what was changed for it, the last first.
+    """
+
+    token: object
+    handled: BaseException | None
+    pages: list[Page] = field(default_factory=list)
+    restores: list[Callable[[], object]] = field(default_factory=list)
+
+
+class Pass:
+    """From the begin of the outermost forward to its end; it begins when it is made, on its thread.
+
+    Args:
+        order: what the passes before it used.
+        kind: of pass.
+        name: of the class of the outermost module.
+        call: the call of that module; None if it is compiled.
+
+    Attributes:
+        thread: the id of the thread that it runs on.
+        name: as above.
+        forwards: those that run, the outermost first.
+        loose: the pages in use that no forward brackets.
+        saves_buffers: whether every buffer that was shown is to be written back.
+    """
+
+    def __init__(
+        self, order: AccessOrder, kind: Hashable = None, name: str = "", call: int | None = None
+    ) -> None:
+        self.thread, self.name, self._call = get_ident(), name, call
+        self.forwards: list[Forward] = []
+        self.loose: list[Page] = []
+        self.saves_buffers = False
+        self._order, self._kind = order, kind
+        self._predicted = order.begin(kind)
+        # How many of these are past; what was used before them may have been others.
+        self._position = 0
+        self._used: list[Unit] = []
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether a KeyboardInterrupt has ended the outermost forward: torch tells no hook then."""
+        if self._call is None:
+            return False
+        # No variable of this frame may be a frame: it would keep all tensors of the stack.
+        if self.thread == get_ident():
+            return not is_running(self._call, sys._getframe())
+        return not is_running(self._call, sys._current_frames().get(self.thread))
+
+    def take_over(self) -> None:
+        """End it on this thread: its own may never come back to the model."""
+        self._call = None  # first, or this thread would look for that call on its own stack
+        self.thread = get_ident()
+
+    def n_running(self, token: object) -> int:
+        """How many forwards of one module run in it: a module may call itself."""
+        return sum(forward.token is token for forward in self.forwards)
+
+    def note(self, unit: Unit) -> None:
+        """It begins to use a unit; where that was not expected, the prediction follows."""
+        self._used.append(unit)
+        position, predicted = self._position, self._predicted
+        if position < len(predicted) and predicted[position] is unit:
+            self._position += 1
+        # A mixture of experts leaves some out, or comes to them in another order: what was
+        # predicted behind this use still stands. See test_after_a_step_that_was_not_expected...
+        elif unit in predicted[position:]:
+            self._position = predicted.index(unit, position) + 1
+        elif unit in predicted:
+            self._position = predicted.index(unit) + 1
+
+    def upcoming(self) -> Iterator[Unit]:
+        """The units to come, in order: the rest of this pass, then the pass that follows it."""
+        yield from self._predicted[self._position :]
+        yield from self._order.after(self._kind)
+
+    def soon(self) -> dict[Unit, int]:
+        """The units to come, each with how many come before it."""
+        return {unit: i for i, unit in reversed(list(enumerate(self.upcoming())))}
+
+    def end(self, *, completed: bool) -> None:
+        """It is over; only one that ran to its end is learned from."""
+        if completed:
+            self._order.learn(self._kind, self._used)
+        self._predicted, self._position = [], 0

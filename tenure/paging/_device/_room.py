@@ -1,0 +1,288 @@
+"""Where pages are on the device, and which of them go when there is no room.
+
+Invariant: all memory is allocated at the start; later, only in the stead of slabs that were let go.
+Who takes a place learns of every event that its earlier use ends with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from tenure._account import taken
+from tenure._errors import PagingError
+from tenure._named_tensors import NamedTensor
+from tenure._segments import whole_block_bytes
+from tenure._text import format_bytes, listed
+from tenure._torch.quiet import aside
+
+from .._link import Link
+from .._model import Unit
+from ._copies import Copies
+from ._page import RESIDENT, IdlePages, Page
+from ._pass import Pass
+from ._residents import Residents, memory_bytes
+from ._ring import ByteRing, Fences
+from ._slabs import Arrangement, Place, Slab, joined, nowhere, places_in
+
+RING = "paged: ring"
+"""What reports of memory call the bytes that passing units share."""
+_N_NAMED = 4
+_ADVICE = (
+    "What holds tensors beyond their use is a variable, a view or a container, in the code of the "
+    "model or in yours: clone() what is kept, or "
+)
+
+Found = tuple[Page, list[object]]
+"""A page yet to be filled, and the events that its place is in use until."""
+
+
+class Room:
+    """The ring of a model, and the slabs beside it.
+
+    Args:
+        link: the streams of the device.
+        copies: what goes between the host and the pages.
+
+    Attributes:
+        pages: the units that are on the device.
+        idle: those that pass and are not in use.
+    """
+
+    def __init__(self, link: Link, copies: Copies) -> None:
+        self.pages: dict[Unit, Page] = {}
+        self.idle = IdlePages()
+        self._link, self._copies = link, copies
+        self._residents = Residents(self.pages)
+        self._beside_bytes = 0
+        self._ring = ByteRing(0)
+        self._fences: Fences[object] = Fences()
+        self._ring_place = nowhere()
+
+    @property
+    def ring_bytes(self) -> int:
+        """The memory that passing units share."""
+        return self._ring.capacity_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """What of the ring no page takes."""
+        return self._ring.capacity_bytes - self._ring.used_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """What the units that stay on the device take."""
+        return self._residents.n_bytes
+
+    @property
+    def staying_bytes(self) -> int:
+        """The bytes of these units themselves."""
+        return n_bytes_of(self._residents.pages())
+
+    @property
+    def slab_sizes(self) -> list[int]:
+        """The bytes of each piece of the device's memory that units have."""
+        slabs = dict.fromkeys([self._ring_place.slab, *self._residents.slabs()])
+        return [slab.memory.nbytes for slab in slabs]
+
+    def reserve(
+        self, arrangement: Arrangement, kept: frozenset[Unit], beside_bytes: int
+    ) -> dict[Unit, Place]:
+        """Allocate the ring, and memory for units that are to stay.
+
+        Args:
+            arrangement: where these are to stand.
+            kept: units that stay whatever happens.
+            beside_bytes: what else of the budget is taken, for who names budgets.
+        """
+        self._residents.kept, self._beside_bytes = kept, beside_bytes
+        reserved: dict[Unit, Place] = {}
+        ring_bytes = arrangement.ring_bytes
+        for slab_plan in arrangement.slabs:
+            slab = self._allocate(slab_plan.n_bytes, RING if ring_bytes else RESIDENT)
+            if ring_bytes:
+                self._give_to_ring(slab, ring_bytes)
+            with aside():
+                reserved.update(places_in(slab, ring_bytes, slab_plan.units))
+            ring_bytes = 0
+        return reserved
+
+    def take_back(self) -> None:
+        """Nothing is in use: take back what an interruption kept from being released."""
+        self.idle.clear()
+        for page in self.pages.values():
+            page.users = 0
+            if not page.is_resident:
+                self.idle.add(page)
+        if self._ring.free_but({page.start for page in self._passing()}):
+            # Synchronization strategy: an interruption has lost a page, or the copy to one, before
+            # the end of its use was noted. No event is left to wait for, so the host waits for all
+            # that runs; else the next copy to that place would overtake what still reads it.
+            self._link.finish()
+
+    def in_ring(self, unit: Unit) -> Found | None:
+        """A page for a unit where the ring has room for it."""
+        start = self._ring.place(unit.n_bytes)
+        if start is None:
+            return None
+        after = self._fences.take(start, start + unit.n_bytes)
+        return Page(unit, self._ring_place.memory, start), after
+
+    def at_once(self, unit: Unit, now: Pass) -> Found:
+        """A page for a unit that is needed now, at the cost of those that are needed last.
+
+        Raises:
+            PagingError: what is in use leaves no room for it.
+        """
+        while (found := self.in_ring(unit)) is None:
+            if not self._drop_last_needed(now):
+                return self._to_stay(unit, now)
+        return found
+
+    def make_way(self, units: list[Unit], now: Pass) -> None:
+        """Let go of what is in the way of several units, each of which would fit alone."""
+        while not self._ring.has_room([u.n_bytes for u in units if u not in self.pages]):
+            if not self._drop_last_needed(now):
+                return
+
+    def drop(self, page: Page) -> None:
+        """Give a page's place back, if nothing holds it; who takes it waits for its last use."""
+        if not self.idle.take(page):
+            return
+        del self.pages[page.unit]
+        end = page.start + page.unit.n_bytes
+        for event in self._copies.uses_of(page):
+            self._fences.add(page.start, end, event)
+        self._ring.free(page.start)
+
+    def give_back(self, n_bytes: int) -> int:
+        """Let go of slabs of idle resident units, until so many bytes are free; they pass then.
+
+        Returns:
+            The bytes that were freed; 0 where in each slab one is in use or too large for the ring.
+        """
+        return self._let_go(self._residents.to_give_back(n_bytes, self._ring.capacity_bytes))
+
+    def named_tensors(self) -> Iterator[NamedTensor]:
+        """The ring, and each unit that stays."""
+        ring = self._ring_place
+        if ring.memory.nbytes:
+            inside = [storage for page in self._passing() for storage in page.storages]
+            yield NamedTensor(ring.memory, "ring", RING, (*inside, *ring.around))
+        yield from self._residents.named_tensors()
+
+    def close(self) -> None:
+        """Let go of the device's memory."""
+        self.pages.clear()
+        self.idle.clear()
+        self._ring_place = nowhere()
+
+    def _allocate(self, n_bytes: int, what: str) -> Slab:
+        def make() -> Tensor:
+            return torch.empty(n_bytes, dtype=torch.uint8, device=self._link.device)
+
+        with aside():
+            return Slab(taken(make, what))
+
+    def _give_to_ring(self, slab: Slab, n_bytes: int) -> None:
+        slab.has_ring = True
+        self._ring = ByteRing(n_bytes)
+        with aside():
+            self._ring_place = slab.place(0, n_bytes)
+        # Synchronization strategy: the allocator hands out what the current stream may still use,
+        # for it orders that stream alone; the first copies to these bytes come from another.
+        self._fences.add(0, n_bytes, self._link.mark(self._link.current()))
+
+    def _passing(self) -> list[Page]:
+        pages = list(self.pages.values())  # at once: another thread may ask for a report
+        return [page for page in pages if not page.is_resident]
+
+    def _let_go(self, slabs: list[Slab]) -> int:
+        """Free slabs with all that is in them; how many bytes."""
+        n_bytes = sum(slab.memory.nbytes for slab in slabs)
+        if slabs:
+            # Synchronization strategy: the allocator gives this memory to whoever asks next, and
+            # knows of no use of it on the link's streams or the model's own side streams.
+            self._link.finish()
+        for page in self._residents.on(slabs):
+            del self.pages[page.unit]
+        return n_bytes
+
+    def _drop_last_needed(self, now: Pass) -> bool:
+        """Give the place of the idle page back that is needed last; whether there was any."""
+        idle = self.idle.free()
+        if not idle:
+            return False
+        soon = now.soon()
+        self.drop(max(idle.values(), key=lambda page: soon.get(page.unit, len(soon))))
+        return True
+
+    def _to_stay(self, unit: Unit, now: Pass) -> Found:
+        """A page where others stayed, as what passes leaves no room; those pass now.
+
+        A model whose layers keep views of their weights, as one does that fuses them at its first
+        call, holds more at once than the plan could know.
+        """
+        row = self._residents.to_stand_in_for(unit.n_bytes, now.soon())
+        after = [event for page in row for event in self._copies.uses_of(page)]
+        for page in row:
+            del self.pages[page.unit]
+        if row:
+            with aside():
+                place = joined([page.place for page in row if page.place is not None])
+        else:
+            place = self._place_in_new_slab(unit)
+        return Page(unit, place.memory, 0, place), after
+
+    def _place_in_new_slab(self, unit: Unit) -> Place:
+        """A place in the stead of several slabs, which are let go."""
+        residents = self._residents
+        n_bytes = whole_block_bytes(unit.n_bytes, self._link.device)
+        slabs = residents.to_replace(n_bytes)
+        if slabs is None:
+            self._refuse(unit)
+        residents.spare_bytes += self._let_go(slabs)
+        del slabs  # which are to be free before as much is allocated
+        self._link.release_cached()  # or they would stay reserved beside what is allocated now
+        slab = self._allocate(n_bytes, RESIDENT)
+        residents.spare_bytes -= n_bytes
+        return slab.place(0, n_bytes)
+
+    def _refuse(self, unit: Unit) -> NoReturn:
+        """Raise for a unit that has no room: who holds the room, and the budget that would do."""
+        ring_bytes, here_bytes = self._ring.capacity_bytes, self.resident_bytes
+        leaving_bytes = memory_bytes(self._residents.leaving())
+        needed_bytes = self._ring.used_bytes + here_bytes - leaving_bytes + unit.n_bytes
+        all_bytes = ring_bytes + here_bytes + self._residents.spare_bytes
+        # there may be room, but in several places; and what holds weights, holds others next time
+        needed_bytes = max(needed_bytes, all_bytes + max(unit.n_bytes, all_bytes // 4))
+        budget_bytes = needed_bytes + self._beside_bytes
+        pages = [page for page in self.pages.values() if page.users or page.held()]
+        told = [_told(page) for page in sorted(pages, key=lambda page: -page.unit.n_bytes)]
+        is_held = any(page.held() for page in pages)
+        advice = _ADVICE if is_held else "What runs needs all of these at once: "
+        if is_held and torch.is_grad_enabled():
+            advice = f"A graph of autograd holds weights: run under torch.no_grad(). {advice}"
+        raise PagingError(
+            f"{unit.name!r} ({format_bytes(unit.n_bytes)}) has no room on {self._link.device}: "
+            f"{format_bytes(ring_bytes)} are there for passing units. In use: "
+            f"{listed(told, _N_NAMED, '; ') or 'nothing'}. "
+            f"{advice}allow a budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes).",
+            budget_bytes,
+        )
+
+
+def n_bytes_of(pages: Iterable[Page]) -> int:
+    """The bytes of the units of pages."""
+    return sum(page.unit.n_bytes for page in pages)
+
+
+def _told(page: Page) -> str:
+    stays = ", which stays" if page.is_resident else ""
+    held = page.held()
+    names = listed([*map(repr, held)], _N_NAMED)
+    why = f", for {names} or what shares its memory is held" if held else ""
+    return f"{page.unit.name!r} ({format_bytes(page.unit.n_bytes)}{stays}){why}"

@@ -1,0 +1,118 @@
+"""What a paged model is refused: to be captured, to be traced, and to be trained.
+
+Invariant: no wait, no event and no address of a paged model gets into a capture or a trace. What
+asks for one is refused by name before anything is done; memory of a model that is garbage waits for
+the end of the capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import suppress
+
+import torch
+from torch import nn
+
+from tenure._callers import warn_user
+from tenure._capture import is_capturing
+from tenure._errors import PagingError, PagingWarning
+
+from .._model import HostTensor
+
+_later: list[Callable[[], None]] = []
+
+
+def captures(device: torch.device) -> bool:
+    """Whether a graph is being captured on this thread, on the current device or on this one."""
+    if is_capturing(device):
+        return True
+    if device.type == "cpu":
+        return False
+    module = torch.get_device_module(device)
+    if module.current_device() == device.index:
+        return False
+    # A capture is asked for of the current device: with the model on a second one, of both.
+    with module.device(device):
+        return is_capturing(device)
+
+
+def check_capture(device: torch.device, what: str) -> None:
+    """Refuse what must not happen while a graph is captured.
+
+    Args:
+        device: where the model is paged to.
+        what: what was done, to whom.
+
+    Raises:
+        PagingError: a graph is being captured; nothing was done, and the capture goes on.
+    """
+    if captures(device):
+        raise PagingError(
+            f"{what} while a graph is captured. Paging waits for the device, which no capture "
+            "allows, and a replay would read the addresses of now, where other weights lie by "
+            "then. Nothing was done. Capture a model that is not paged: call unpage() before, and "
+            "move it to the device."
+        )
+
+
+def after_captures(device: torch.device, close: Callable[[], None]) -> None:
+    """Give memory back now; while a graph is captured, at the first call of this after it."""
+    _later.append(close)
+    if not captures(device):
+        while _later:
+            with suppress(IndexError):  # another thread may have taken the last one
+                _later.pop()()
+
+
+class Gradients:
+    """Refuses passes that would train, and warns once of gradients that nobody gets.
+
+    Args:
+        hosts: the model's tensors. Which of them ask for gradients is looked at in each pass: a
+            user may freeze them after the model was paged.
+    """
+
+    def __init__(self, hosts: Collection[HostTensor]) -> None:
+        self._hosts = hosts
+        self._has_warned = False
+
+    def check(self, module: nn.Module) -> None:
+        """Look at a pass of this module that begins.
+
+        Raises:
+            PagingError: it would train, or it is traced.
+        """
+        if torch.jit.is_tracing():
+            raise PagingError(
+                f"{type(module).__name__} is traced by torch.jit while it is paged: the trace "
+                "would keep the places that weights pass through, and read others there later. "
+                "Call unpage() first."
+            )
+        if not torch.is_grad_enabled():
+            return
+        if module.training and self._asking():
+            raise PagingError(
+                f"{type(module).__name__} was called in training mode with gradients on, and its "
+                "parameters are paged for inference: they would get no gradients. Nothing ran. "
+                "Call eval(), or run under torch.no_grad(); to train, unpage() first."
+            )
+        if not self._has_warned:
+            self._warn(module)
+
+    def _asking(self) -> list[str]:
+        """The names of the parameters that ask for gradients."""
+        hosts = (host for host in self._hosts if not host.is_buffer)
+        return [host.name for host in hosts if host.tensor.requires_grad]
+
+    def _warn(self, module: nn.Module) -> None:
+        asking = self._asking()
+        if asking:
+            self._has_warned = True
+            which = f"{len(asking)} of its parameters ask" if asking[1:] else "a parameter asks"
+            warn_user(
+                f"{type(module).__name__} is paged for inference and was called with gradients on, "
+                f"and {which} for them, {asking[0]!r} for one: they get none. Call it under "
+                "torch.no_grad(), or freeze them with requires_grad_(False); to train them, "
+                "unpage() first.",
+                PagingWarning,
+            )

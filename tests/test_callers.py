@@ -1,0 +1,180 @@
+"""Whose frame is which: where warnings point, where a tensor was made, who called torch."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from tenure import (
+    DisposedTensorError,
+    NewDisposeScope,
+    detach_from_scope,
+    is_disposed,
+    owner_of,
+)
+from tenure._callers import created_at, warn_user
+from tenure._errors import TenureWarning
+
+
+class Direct(TorchFunctionMode):
+    """Calls on in its handler."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class ByHelper(TorchFunctionMode):
+    """Calls on in a function that its handler calls."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return self._call(func, args, kwargs or {})
+
+    def _call(self, func, args, kwargs):
+        return self._really(func, args, kwargs)
+
+    def _really(self, func, args, kwargs):
+        return func(*args, **kwargs)
+
+
+class Undecorated(TorchFunctionMode):
+    """Its handler has a wrapper of dynamo around it."""
+
+    @torch.compiler.disable
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Two:
+    """Two modes, one above the other."""
+
+    def __enter__(self):
+        self.modes = Direct(), ByHelper()
+        for mode in self.modes:
+            mode.__enter__()
+
+    def __exit__(self, *error):
+        for mode in reversed(self.modes):
+            mode.__exit__(*error)
+
+
+MODES = [lambda: torch.device("cpu"), Direct, ByHelper, Undecorated, Two]
+each_mode = pytest.mark.parametrize(
+    "mode", MODES, ids=["device", "direct", "helper", "disabled", "two"]
+)
+
+
+@each_mode
+def test_buffers_that_a_module_converts_under_a_mode_are_its_own(mode):
+    norm = nn.BatchNorm1d(2)
+    with NewDisposeScope() as scope:
+        with mode():
+            norm.double()
+        assert owner_of(norm.running_mean) is None
+        scope.dispose_everything()
+    assert norm(torch.ones(3, 2, dtype=torch.float64)).shape == (3, 2)
+
+
+@each_mode
+def test_the_scale_of_a_grad_scaler_first_used_under_a_mode_is_its_own(mode):
+    scaler = torch.amp.GradScaler("cpu")
+    with NewDisposeScope(), mode():
+        scaler.scale(torch.ones(1))
+    with NewDisposeScope() as scope, mode():
+        assert scope.detach(scaler.scale(torch.ones(1))).item() == 2.0**16
+
+
+@each_mode
+def test_the_copy_of_a_module_under_a_mode_is_whole(mode):
+    norm = nn.BatchNorm1d(2)
+    with NewDisposeScope(), mode():
+        copied = copy.deepcopy(norm)
+        assert owner_of(copied.running_mean) is None
+    assert copied(torch.ones(3, 2)).shape == (3, 2)
+
+
+@each_mode
+def test_what_the_block_makes_under_a_mode_is_the_blocks(mode):
+    with NewDisposeScope() as scope, mode():
+        x = torch.ones(2) + 1
+        parts = x.split(1)
+        copied = copy.deepcopy(x)
+        assert len(scope) == 4
+    assert all(map(is_disposed, (x, *parts, copied)))
+
+
+@each_mode
+def test_a_tensor_made_under_a_mode_was_created_where_torch_was_called(mode):
+    with NewDisposeScope(capture="site"), mode():
+        x = torch.ones(2)
+        line = test_a_tensor_made_under_a_mode_was_created_where_torch_was_called.__code__
+    with pytest.raises(DisposedTensorError, match=f"test_callers.py:{line.co_firstlineno + 3}"):
+        x + 1
+
+
+def test_the_handler_of_a_mode_may_be_called_by_hand_before_a_mode_calls_it():
+    class Borrowing(Direct):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return super().__torch_function__(func, types, args, kwargs)
+
+    norm = nn.BatchNorm1d(2)
+    with NewDisposeScope() as scope:
+        by_hand = Direct().__torch_function__(torch.ones, (), (2,))
+        assert by_hand in scope
+        with Borrowing():
+            norm.double()
+        assert owner_of(norm.running_mean) is None
+
+
+def test_a_tensor_of_no_scope_has_no_site():
+    assert created_at(torch.ones(2)) is None
+
+
+def test_a_scope_that_captures_nothing_gives_no_site():
+    with NewDisposeScope():
+        assert created_at(torch.ones(2)) is None
+
+
+def test_the_site_stays_known_while_and_after_the_scope_is_open():
+    with NewDisposeScope(capture="site"):
+        made = torch.ones(2)
+        line = made_at(made)
+        detach_from_scope(made)
+    assert created_at(made) == f"tests/test_callers.py:{line}"
+
+
+def test_the_site_of_a_survivor_outlasts_a_scope_that_reports():
+    with NewDisposeScope(policy="report"):
+        made = torch.ones(2)
+    first = test_the_site_of_a_survivor_outlasts_a_scope_that_reports.__code__.co_firstlineno
+    assert made_at(made) == first + 2
+
+
+def made_at(tensor):
+    """The line in this file."""
+    path, _, line = created_at(tensor).rpartition(":")
+    assert path.endswith("test_callers.py")
+    return int(line)
+
+
+CODE = "def below(): warn_user('here', TenureWarning)"
+
+
+def place_of_warning(name):
+    """The file that a warning names which comes from code of a module of that name."""
+    names = {"__name__": name, "warn_user": warn_user, "TenureWarning": TenureWarning}
+    exec(compile(CODE, "below.py", "exec"), names)
+    with pytest.warns(TenureWarning, match="here") as caught:
+        names["below"]()
+    return caught[0].filename
+
+
+@pytest.mark.parametrize("name", ["tenure", "tenure.scopes", "torch", "torch.nn", "contextlib"])
+def test_code_of_the_library_and_of_what_calls_it_is_passed_by(name):
+    assert place_of_warning(name) == __file__
+
+
+@pytest.mark.parametrize("name", ["torchmetrics", "tenure._cli", "program"])
+def test_other_code_is_the_users(name):
+    assert place_of_warning(name) == "below.py"

@@ -1,0 +1,23 @@
+"""The private names of torch that tenure stands on still do what it takes them for."""
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import tenure._torch
+from tenure._torch import trap
+from tenure.scopes import _newness
+
+MODULES = sorted(path.stem for path in Path(tenure._torch.__file__).parent.glob("[a-z]*.py"))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_self_test_passes(module):
+    if module == "trap" and not trap.works():
+        pytest.skip("only builds of torch with CUDA have traps")
+    assert import_module(f"tenure._torch.{module}").works()
+
+
+def test_a_new_tensor_is_told_from_a_gradient_by_its_reference_count():
+    assert _newness.SOLE > 0
