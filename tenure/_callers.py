@@ -74,6 +74,7 @@ def user_frame(frame: FrameType) -> FrameType:
 
 def warn_user(message: str, category: type[TenureWarning]) -> None:
     """Warn, with the place of the innermost frame that is the user's."""
+    # a fixed stacklevel would be right for one way in, and a frame of torch or ours for the next
     level, frame = 1, sys._getframe()
     while frame.f_back and is_internal(frame):
         level, frame = level + 1, frame.f_back
@@ -215,7 +216,8 @@ class SitedRef(weakref.ref[Tensor]):
 
 def created_at(tensor: Tensor) -> str | None:
     """Where a scope with ``capture=`` saw the tensor being made, as ``train.py:41``; else None."""
-    # every weak reference to an object can be asked for: the tensor itself needs no attribute
+    # Python lists the weak references to an object: the tensor needs no attribute, which a
+    # subclass may refuse, and no table of ours has to follow its life
     for reference in weakref.getweakrefs(tensor):
         if type(reference) is SitedRef:
             return str(reference.site)

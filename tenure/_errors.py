@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+# For type checkers alone: what an error carries has the type that its room gives it, so that users
+# get its attributes completed and checked (see tests/typing/api.py).
 if TYPE_CHECKING:
     from tenure.adaptive import OomInfo
     from tenure.profiler import Courtesy
@@ -37,11 +39,9 @@ class ScopeLeakError(TenureError):
     """
 
     def __init__(self, message: str, report: LeakReport | None = None) -> None:
+        # the message alone, here and below: an exception is pickled as its arguments and attributes
         super().__init__(message)
         self.report = report
-
-    def __reduce__(self) -> tuple[type[ScopeLeakError], tuple[str, LeakReport | None]]:
-        return type(self), (self.args[0], self.report)
 
 
 class AdaptiveUsageError(TenureError):
@@ -60,7 +60,8 @@ class CourtesyError(TenureError):
         self.courtesy = courtesy
 
     def __reduce__(self) -> tuple[type[CourtesyError], tuple[str]]:
-        return type(self), (self.args[0],)  # what is away is away in this process only
+        # what is away is away in this process only: it means nothing to another
+        return type(self), (self.args[0],)
 
 
 class AwayTensorError(CourtesyError):
@@ -81,9 +82,6 @@ class PagingError(TenureError):
     def __init__(self, message: str, minimum_bytes: int | None = None) -> None:
         super().__init__(message)
         self.minimum_bytes = minimum_bytes
-
-    def __reduce__(self) -> tuple[type[PagingError], tuple[str, int | None]]:
-        return type(self), (self.args[0], self.minimum_bytes)
 
 
 class SimulatorUsageError(TenureError):
@@ -109,9 +107,6 @@ class OutOfRetriesError(TenureError):
         self.sizes = sizes
         self.info = info
 
-    def __reduce__(self) -> tuple[type[OutOfRetriesError], tuple[object, ...]]:
-        return type(self), (self.args[0], self.sizes, self.info)
-
 
 class BatchCoupledError(TenureError):
     """A batch had to be split, and something in the work mixes its samples.
@@ -123,9 +118,6 @@ class BatchCoupledError(TenureError):
     def __init__(self, message: str, names: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.names = names
-
-    def __reduce__(self) -> tuple[type[BatchCoupledError], tuple[object, ...]]:
-        return type(self), (self.args[0], self.names)
 
 
 class SplitMismatchError(TenureError):
@@ -151,9 +143,6 @@ class SplitMismatchError(TenureError):
         self.split = split
         self.advice = advice
 
-    def __reduce__(self) -> tuple[type[SplitMismatchError], tuple[object, ...]]:
-        return type(self), (self.args[0], self.whole, self.split, self.advice)
-
 
 class MissingNameError(TenureError):
     """torch has dropped a private name that tenure needs; what does not need it works on.
@@ -166,9 +155,6 @@ class MissingNameError(TenureError):
         super().__init__(message)
         self.name = name
 
-    def __reduce__(self) -> tuple[type[MissingNameError], tuple[str, str]]:
-        return type(self), (self.args[0], self.name)
-
 
 class ByteSizeError(TenureError, ValueError):
     """A number of bytes was written in a way that can't be read."""
@@ -176,6 +162,10 @@ class ByteSizeError(TenureError, ValueError):
 
 class ReportFormatError(TenureError, ValueError):
     """A report can't be read from what was given: another kind, a newer version, or altered."""
+
+
+class CommandError(TenureError):
+    """A verb of the command line can't do what was asked; the message is one line."""
 
 
 class TenureWarning(UserWarning):
@@ -220,19 +210,16 @@ _ROOMS: dict[str, str] = {
 }
 
 
-def _speak_as_tenure() -> None:
-    """Let tracebacks read ``tenure.DisposedTensorError``, where users import it from.
+# No public names: pickle looks a class up where it says it is, and finds these only here.
+_INTERNAL = (DisposedAttributeError, CommandError, MissingNameError)
 
-    DisposedAttributeError is no public name and stays: pickle looks a class up where it says it is.
-    """
+
+def _speak_as_tenure() -> None:
+    """Let tracebacks read ``tenure.DisposedTensorError``, where users import it from."""
     for name, value in list(globals().items()):
         ours = isinstance(value, type) and value.__module__ == __name__
-        if ours and value is not DisposedAttributeError:
+        if ours and value not in _INTERNAL:
             value.__module__ = _ROOMS.get(name, "tenure")
 
 
 _speak_as_tenure()
-
-
-class CommandError(TenureError):
-    """A verb of the command line can't do what was asked; the message is one line."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from operator import index
+from typing import Any
 
 import torch
 
@@ -41,6 +42,7 @@ def format_bytes(n_bytes: int) -> str:
         return f"{n_bytes} B"
     value = float(n_bytes)
     power = 0
+    # what is compared is what is shown: one byte less than a MiB would read 1024.0 KiB
     while power < len(_SHOWN) and abs(round(value, 1)) >= _STEP:
         value /= _STEP
         power += 1
@@ -56,6 +58,7 @@ def format_bytes_as_torch(n_bytes: int) -> str:
 
     Source: ``format_size`` in ``c10/cuda/CUDACachingAllocator.cpp``.
     """
+    # more than a unit, and not as much: torch writes 1024.00 KiB for a MiB
     for power in (3, 2, 1):
         if n_bytes > _STEP**power:
             return f"{n_bytes / _STEP**power:.2f} {_BINARY[power - 1]}"
@@ -119,16 +122,30 @@ def describe_tensor(t: torch.Tensor) -> str:
         >>> describe_tensor(torch.zeros(()))
         'float32[] on cpu, 4 B'
     """
+    # an error describes tensors in the midst of an operation, with scopes and other modes around
     with without_functions():
         return describe(t.dtype, shape_of(t), t.device, n_bytes_of(t))
 
 
 def shape_of(t: torch.Tensor) -> tuple[int, ...]:
     """The shape; a nested tensor, which has none, shows its number of components."""
+    # a jagged one has a shape, one of the older layout raises
     try:
         return tuple(t.shape)
     except RuntimeError:
         return (t.size(0),)
+
+
+def operation_of(func: Callable[..., Any]) -> str:
+    """How an error calls a function of torch: ``exp()``, ``add()`` for an operator, ``.grad``."""
+    name: str = getattr(func, "__name__", None) or type(func).__name__
+    if name in {"__get__", "__set__", "__delete__"}:
+        return f".{getattr(getattr(func, '__self__', None), '__name__', name)}"
+    return f"{_unwrapped(name)}()"
+
+
+def _unwrapped(name: str) -> str:
+    return name.removeprefix("__").removesuffix("__") if name.startswith("__") else name
 
 
 def parse_bytes(size: int | str) -> int:
@@ -162,6 +179,7 @@ def _checked_int(size: object) -> int:
         n_bytes = index(size)  # type: ignore[arg-type]  # it raises TypeError, as it should
     except TypeError:
         n_bytes = None
+    # True is a number to Python, and a switch to whoever wrote it
     if n_bytes is None or isinstance(size, bool):
         kind = type(size).__name__
         raise ByteSizeError(f"A number of bytes can't be read from a {kind}. {_SPELLINGS}")

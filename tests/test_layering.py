@@ -18,6 +18,25 @@ _MAY_IMPORT = {
     "_demo": {"scopes", "profiler", "adaptive", "paging"},
     "_cli": {"scopes", "profiler", "adaptive", "paging", "_demo"},
 }
+# What belongs to no room, the lowest first: one home for each idea that several rooms share. A
+# module of `_torch` that words what it refuses, or looks at the heap, stands above what it uses.
+_GROUND = (
+    "_errors",
+    "_torch",
+    "_storages",
+    "_text",
+    "_torch.lending",
+    "_callers",
+    "_containers",
+    "_registries",
+    "_segments",
+    "_host_memory",
+    "_heap",
+    "_capture",
+    "_torch.device_allocator",
+    "_account",
+    "_show",
+)
 # The packages of a package, the lowest first; each may import those before it.
 _PACKAGES = {
     ("adaptive",): (
@@ -93,6 +112,28 @@ def test_a_room_imports_only_the_rooms_below_it_and_the_ground_none():
         return imported[1] not in _MAY_IMPORT or imported[1] in _MAY_IMPORT.get(room[0], ())
 
     assert _told(each for each in _all_imports() if not may(*each)) == []
+
+
+def _place_in_the_ground(name):
+    """The place of a module, or of what is imported from one; None outside of the ground."""
+    places = [_GROUND.index(each) for each in (".".join(name[1:3]), *name[1:2]) if each in _GROUND]
+    return places[0] if places else None
+
+
+def test_the_ground_imports_no_module_of_the_ground_above_itself():
+    at = {path.relative_to(_ROOT).parts[0].removesuffix(".py") for path in _ROOT.glob("_*")}
+    assert at - {"__init__", "__main__", "__pycache__", "_demo", "_cli"} == {
+        each for each in _GROUND if "." not in each
+    }
+    places = ((_place_in_the_ground(n), _place_in_the_ground(i), n, i) for n, i in _all_imports())
+    assert (
+        _told(
+            (name, imported)
+            for place, other, name, imported in places
+            if place is not None and other is not None and other > place
+        )
+        == []
+    )
 
 
 def test_no_module_imports_private_names_of_another_room():

@@ -24,8 +24,5 @@ from ._tensors import cpp_uses as cpp_uses
 from ._tensors import gradient_of as gradient_of
 from ._tensors import live_tensors as live_tensors
 from ._tensors import read as read
-from ._tensors import storage_bytes as storage_bytes
-from ._tensors import storage_key as storage_key
-from ._tensors import storage_of as storage_of
 from ._tensors import storage_uses as storage_uses
 from ._words import Namer as Namer

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tenure._storages import storage_key
+
 from ._index import Referrers
 from ._nodes import below, saved_tensors, walk_nodes
 from ._static import type_name
-from ._tensors import cpp_references, gradient_of, live_tensors, read, spans_storage, storage_key
+from ._tensors import cpp_references, gradient_of, live_tensors, read, spans_storage
 from ._words import Step
 
 _VIEW = Step("", "view", anchor="view", link=" ")

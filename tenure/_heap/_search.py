@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from tenure._storages import storage_key
+
 from ._counts import OF_VARIABLE
 from ._cpp_holders import TensorGraph
 from ._frames import RunningFrames
@@ -22,7 +24,7 @@ from ._nodes import is_node
 from ._roots import Roots
 from ._slots import frame_of, slots_of
 from ._static import is_kind
-from ._tensors import cpp_references, cpp_uses, storage_key, storage_uses
+from ._tensors import cpp_references, cpp_uses, storage_uses
 from ._untracked import SHARES, Untracked
 from ._words import Root, Step
 

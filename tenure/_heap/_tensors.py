@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
+from tenure._storages import storage_bytes
 from tenure._torch.quiet import TENSOR_BASE
-from tenure._torch.storages import key_of, owners_of_storage, uses_of_tensor
+from tenure._torch.storages import owners_of_storage, uses_of_tensor
 
 from ._collector import instances, tracked_objects
 from ._static import is_kind
@@ -48,31 +49,6 @@ def gradient_of(t: torch.Tensor) -> torch.Tensor | None:
     if read(t, "is_leaf") or read(t, "retains_grad"):
         gradient = read(t, "grad")
     return gradient
-
-
-def storage_of(t: torch.Tensor) -> torch.UntypedStorage | None:
-    """The storage; None for a tensor without one."""
-    try:
-        storage: torch.UntypedStorage = TENSOR_BASE.untyped_storage(t)
-    except Exception:
-        return None
-    return storage
-
-
-def storage_key(t: torch.Tensor) -> int | None:
-    """The identity of the storage; None for a tensor without one."""
-    try:
-        return int(key_of(TENSOR_BASE.untyped_storage(t)))
-    except Exception:
-        return None
-
-
-def storage_bytes(t: torch.Tensor) -> int | None:
-    """Bytes of the whole storage, whatever part of it the tensor shows."""
-    try:
-        return int(TENSOR_BASE.untyped_storage(t).nbytes())
-    except Exception:
-        return None
 
 
 def storage_uses(t: torch.Tensor) -> int:

@@ -12,12 +12,13 @@ from itertools import filterfalse
 from types import FrameType
 from typing import Any
 
+from tenure._storages import storage_key
+
 from ._collector import tracked_objects
 from ._frames import read_locals
 from ._identities import Identities, IdentitySet, References
 from ._slots import array_class, holds_objects, is_array, referents_of
 from ._static import class_attributes
-from ._tensors import storage_key
 from ._words import Step
 
 _CONTAINERS = (dict, tuple)

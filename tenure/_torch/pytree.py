@@ -5,7 +5,7 @@ Each function looks one level down and never into a leaf.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,9 @@ from . import bound
 _registered = bound("torch.utils._pytree.SUPPORTED_NODES", "containers of results and batches")
 
 
-def children_of(node: object) -> Sequence[Any] | None:
-    """The children of a registered container, or None if its type is not registered."""
-    parts = parts_of(node)
-    return None if parts is None else parts[0]
+def is_registered(node: object) -> bool:
+    """Whether its type is one of them."""
+    return _registered.get(type(node)) is not None
 
 
 def parts_of(node: object) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:

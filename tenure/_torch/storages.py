@@ -44,7 +44,7 @@ def uses_of_tensor(tensor: Tensor) -> int:
     return int(_tensor_use_count(tensor))
 
 
-def sparse_parts(tensor: Tensor) -> list[Tensor]:
+def coo_parts(tensor: Tensor) -> list[Tensor]:
     """The indices and values of a COO tensor, also where it is not coalesced."""
     return [_indices(tensor), _values(tensor)]
 

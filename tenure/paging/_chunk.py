@@ -17,11 +17,10 @@ from tenure._segments import taken_by
 from tenure._text import parse_bytes
 from tenure._torch.quiet import aside
 
-from ._attached import Attached
 from ._device import RESIDENT, Arrangement, Engine, UnpagedTensors, in_place_of
 from ._handle import PagedModel
 from ._host import HostBuffers
-from ._inside import Arguments, ModuleHooks, Pager, moved
+from ._inside import Arguments, Attached, ModuleHooks, Pager, moved
 from ._link import Link
 from ._model import Cut, HostTensor, TensorTable, Unit, cut
 from ._planning import (
@@ -76,7 +75,8 @@ def chunk(
     pager = ChunkPager(resources.engine, resources.unpaged, planned.table.hosts.values())
     attached = Attached(
         model,
-        planned,
+        planned.table,
+        planned.cut,
         pager,
         model.modules(),
         lambda module, units, table, _: ChunkHooks(module, units, table, pager),

@@ -16,12 +16,19 @@ import torch
 from torch import nn
 
 from tenure._errors import PagingError
-from tenure._shrinking import register_shrinkable, unregister_shrinkable
+from tenure._registries import shrinkables
 from tenure._text import format_bytes
 
-from ._attached import Attached
 from ._host import FileStore, HostBuffers, HostStore, SpillStore, checked_folder
-from ._inside import Method, ModuleHooks, Pager, after_captures, check_capture, checked_methods
+from ._inside import (
+    Attached,
+    Method,
+    ModuleHooks,
+    Pager,
+    after_captures,
+    check_capture,
+    checked_methods,
+)
 from ._link import DiskLink, HostLink, Link
 from ._model import hookable
 from ._planning import (
@@ -85,7 +92,7 @@ class PagedModel:
         """
         if not self.closed:
             check_capture(self._resources.engine.device, f"unpage() was called of {self!r}")
-        unregister_shrinkable(self._pager)
+        shrinkables.discard(self._pager)
         with self._pager.closing():
             self._attached.undo()
             self._resources.close()
@@ -215,9 +222,10 @@ def carry_out(
     """Page a model by a plan."""
     resources = acquire(planned, link, store, planned.cut.units, max_ahead)
     pager = Pager(resources.engine, resources.unpaged, planned.table.hosts.values())
-    attached = Attached(model, planned, pager, hookable(model), ModuleHooks, methods)
+    table, pieces = planned.table, planned.cut
+    attached = Attached(model, table, pieces, pager, hookable(model), ModuleHooks, methods)
     handle = PagedModel(model, planned.plan, pager, resources, attached)
-    register_shrinkable(pager)
+    shrinkables.add(pager)
     return handle
 
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 from torch import nn
 
-from tenure._named_tensors import NamedTensor, register_namer, unregister_namer
+from tenure._registries import NamedTensor, namers
 from tenure._segments import Taken, taken_by
 
 from ._device import Engine, UnpagedTensors
@@ -59,7 +59,7 @@ class Resources:
     def serve(self, model: nn.Module) -> None:
         """Be named in reports of memory as the model's, from now until it is given back."""
         self._model = weakref.ref(model)
-        register_namer(self)
+        namers.add(self)
 
     def served_model(self) -> nn.Module | None:
         """See `TensorNamer`."""
@@ -74,7 +74,7 @@ class Resources:
         """Let go of the device, and of what the host needed."""
         if not self.closed:
             self.closed = True
-            unregister_namer(self)
+            namers.discard(self)
             self.engine.close()
             self.unpaged.close()
             self.store.close()

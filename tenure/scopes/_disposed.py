@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from tenure._callers import Site, SiteStack
+from tenure._containers import handles_in
 from tenure._errors import DisposedAttributeError, DisposedTensorError
-from tenure._refusals import handles_in, operation_of
-from tenure._text import describe
+from tenure._text import describe, operation_of
 from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 
 from ._blame import holder_of

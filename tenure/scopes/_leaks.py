@@ -11,9 +11,9 @@ from typing import ClassVar
 
 import torch
 
-from tenure._heap import Holder, find_holders, storage_key
+from tenure._heap import Holder, find_holders
 from tenure._show import Column, Report, Table
-from tenure._storages import n_bytes_of
+from tenure._storages import n_bytes_of, storage_key
 from tenure._text import counted, describe, format_bytes, shape_of
 from tenure._torch.quiet import without_functions
 

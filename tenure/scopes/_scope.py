@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tenure._callers import user_site
 from tenure._errors import ScopeUsageError
+from tenure._storages import total_bytes
 from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 
 from ._block import Block
@@ -20,7 +21,6 @@ from ._closing import disposable, dispose_all
 from ._disposal import is_disposed
 from ._disposed import Cause, refuse
 from ._ledger import alive, enter, owns, take
-from ._storages import storage_bytes
 from ._thread import this_thread
 from ._tracker import current
 from ._trees import Tree, given_back, required_tensors
@@ -67,7 +67,7 @@ class DisposeScope(Block):
     @property
     def live_bytes(self) -> int:
         """The bytes of the storages of the tensors that it owns, shared ones once."""
-        return storage_bytes(self.owned())
+        return total_bytes(self.owned())
 
     def owned(self) -> list[Tensor]:
         """The tensors that it owns, in no particular order; none once it has closed."""

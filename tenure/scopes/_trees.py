@@ -6,20 +6,17 @@ compares no user object with another.
 
 from __future__ import annotations
 
-import dataclasses
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from tenure._containers import contents_of
 from tenure._errors import ScopeUsageError
 from tenure._storages import inner_tensors
-from tenure._torch.pytree import children_of
 
 Tree = TypeVar("Tree")
 """What the functions of ``*trees`` take and give back."""
-_SEQUENCES = (list, tuple, set, frozenset, deque)
 _SINGLE = frozenset({int, float, complex, bool, str, bytes, type(None)})
 
 
@@ -44,7 +41,7 @@ def tensors_in(trees: Iterable[object]) -> list[Tensor]:
                 found.append(node)
                 waiting.extend(inner_tensors(node)[::-1])
             else:
-                waiting.extend(_children(node)[::-1])
+                waiting.extend(_below(node)[::-1])
         except Exception as error:
             raise ScopeUsageError(
                 f"A {type(node).__name__} could not be searched for tensors: its own code raised "
@@ -79,16 +76,10 @@ def given_back(trees: tuple[Tree, ...]) -> Tree:
     return trees[0] if len(trees) == 1 else several
 
 
-def _children(node: Any) -> list[Any]:
-    if isinstance(node, _SEQUENCES):
-        return list(node)
-    if isinstance(node, Mapping):
-        return list(node.values())
+def _below(node: Any) -> list[Any]:
     if isinstance(node, nn.Module):
         return [*node.parameters(), *node.buffers()]
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return [getattr(node, field.name, None) for field in dataclasses.fields(node)]
-    return list(children_of(node) or ())
+    return contents_of(node)
 
 
 def _brief(tree: object) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tenure._shrinking import Shrinkable, ask_to_shrink
+from tenure._registries import Shrinkable, ask_to_shrink
 from tenure.paging import PagingError, PagingWarning, chunk, page
 from tenure.testing import Rates
 

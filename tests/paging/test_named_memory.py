@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tenure._shrinking import ask_to_shrink
+from tenure._registries import ask_to_shrink
 from tenure.paging import chunk, page
 from tenure.profiler import MemReporter, snapshot
 from tests.paging.models import build

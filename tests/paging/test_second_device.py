@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from tenure._shrinking import ask_to_shrink
+from tenure._registries import ask_to_shrink
 from tenure.paging import PagingWarning, chunk, page, plan_paging
 
 from .models import build, mlp

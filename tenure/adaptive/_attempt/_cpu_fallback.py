@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tenure._containers import Survey, entries_of, is_mutable, set_entries
 from tenure._torch.storages import key_of
 from tenure._torch.writes import version_of, write_back
-from tenure._tree_copies import Survey, entries_of, is_mutable, set_entries
 
 from ._cpu_copies import cpu_copies_of, shows_one_memory
 

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import torch
 
-from tenure._shrinking import ask_to_shrink
+from tenure._registries import ask_to_shrink
 from tenure._torch.device_allocator import clear_workspaces
 
 from .._memory import accelerator_of, held_by, meter_for

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any, Literal
@@ -10,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from tenure._containers import level_of
 from tenure._errors import AdaptiveUsageError
 
 Collect = Literal["list", "cat"] | Callable[[list[Any]], Any]
@@ -63,15 +63,11 @@ def _joined(results: list[Any], dimension: int) -> Any:
         )
     if isinstance(first, Tensor):
         return _cat(results, dimension)
-    if isinstance(first, dict):
-        joined = copy.copy(first)  # its class has an order, a default or methods of its own
-        for key in first:
-            joined[key] = _joined([each[key] for each in results], dimension)
-        return joined
-    if isinstance(first, tuple | list):
-        entries = [_joined(list(entry), dimension) for entry in zip(*results, strict=True)]
-        named = hasattr(first, "_fields")
-        return type(first)(*entries) if named else type(first)(entries)
+    level = level_of(first) if isinstance(first, dict | tuple | list) else None
+    if level is not None:
+        # by key: the dicts of two pieces may have their keys in different orders
+        entries = [[each[key] for each in results] for key in level.keys]
+        return level.make([_joined(entry, dimension) for entry in entries])
     raise AdaptiveUsageError(
         f'collect="cat" can\'t concatenate a result of type {type(first).__name__}. Return tensors '
         "with at least one dimension, or tuples, lists or dicts of them; or give a function of the "

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.nn import Buffer, Parameter
 
-from tenure._storages import inner_tensors, storages_of
+from tenure._storages import all_storages_of
 from tenure._torch.quiet import without_dispatch
 from tenure._torch.storages import key_of
 
@@ -132,5 +132,4 @@ def _storages_of_plain(tensor: Any) -> list[UntypedStorage]:
 
 def _storages_of_any(tensor: Tensor) -> list[UntypedStorage]:
     with without_dispatch():
-        inner = inner_tensors(tensor)
-        return storages_in(inner) if inner else storages_of(tensor)
+        return all_storages_of(tensor)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tenure._named_tensors import NamedTensor
+from tenure._registries import NamedTensor
 from tenure._torch.lending import note_while
 
 from .._host import HostStore

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate, pairwise
 
-from tenure._named_tensors import NamedTensor
+from tenure._registries import NamedTensor
 
 from .._model import Unit
 from ._page import RESIDENT, Page

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from tenure._account import taken
-from tenure._named_tensors import NamedTensor
+from tenure._registries import NamedTensor
 from tenure._torch.quiet import aside_with_subclasses
 from tenure._torch.writes import counter_of
 

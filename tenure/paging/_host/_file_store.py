@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor, UntypedStorage
 
 from tenure._errors import PagingError
-from tenure._named_tensors import NamedTensor
+from tenure._registries import NamedTensor
 from tenure._text import describe_tensor
 
 from .._model import HostTensor, Unit

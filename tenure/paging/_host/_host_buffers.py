@@ -15,7 +15,7 @@ from torch import Tensor, UntypedStorage
 
 from tenure._account import moved
 from tenure._errors import PagingError
-from tenure._named_tensors import NamedTensor
+from tenure._registries import NamedTensor
 from tenure._text import describe_tensor
 
 from .._model import Extent, HostTensor, Unit

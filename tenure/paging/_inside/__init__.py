@@ -1,10 +1,12 @@
-"""Inside a paged model: while a forward runs, the modules show what is on the device."""
+"""Inside a paged model: while a forward runs, and on its thread, its modules show the device.
+
+`_pager` knows who is inside; `_hooks` tell it; `_binding` is what shows; `_door` keeps others out.
+"""
 
 from ._arguments import Arguments as Arguments
 from ._arguments import moved as moved
-from ._binding import Binding as Binding
+from ._attached import Attached as Attached
 from ._binding import PagedDict as PagedDict
-from ._entry_points import EntryPoint as EntryPoint
 from ._entry_points import Method as Method
 from ._entry_points import checked_methods as checked_methods
 from ._hooks import ModuleHooks as ModuleHooks

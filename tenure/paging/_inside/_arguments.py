@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from tenure._containers import Survey, entries_of, is_mutable, set_entries
 from tenure._errors import TenureError
 from tenure._storages import storages_of
 from tenure._text import describe_tensor
 from tenure._torch.storages import key_of
-from tenure._tree_copies import Survey, entries_of, is_mutable, set_entries
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 _N_NAMED = 3

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tenure._account import taken
-from tenure._named_tensors import NamedTensor
+from tenure._registries import NamedTensor
 from tenure._torch.quiet import aside
 
 from .._host import Done, Pinning, Reader, raise_anew

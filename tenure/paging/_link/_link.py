@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tenure._named_tensors import NamedTensor
+from tenure._registries import NamedTensor
 
 from ._meter import Span
 

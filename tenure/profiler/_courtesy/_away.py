@@ -18,10 +18,10 @@ from typing import Any, NoReturn
 from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
+from tenure._containers import handles_in
 from tenure._errors import AwayTensorError
 from tenure._heap import type_name
-from tenure._refusals import handles_in, operation_of
-from tenure._text import describe, format_bytes, shape_of
+from tenure._text import describe, format_bytes, operation_of, shape_of
 from tenure._torch import trap
 from tenure._torch.quiet import without_functions, without_subclass_functions
 

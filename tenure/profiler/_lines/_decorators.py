@@ -1,15 +1,171 @@
-"""A function with something around each of its calls, that stays the kind of function it is."""
+"""Decorators that profile a function for as long as the program runs, in one profiler for all.
+
+Nothing starts before the first function is decorated.
+"""
 
 from __future__ import annotations
 
+import atexit
 import functools
 import inspect
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractContextManager
-from typing import Any
+import itertools
+import traceback
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import nn
+
+from tenure._errors import ProfilerUsageError
+
+from ._columns import columns_named
+from ._devices import device_of_gpu
+from ._line_profiler import LineProfiler
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+# What `profile` has to show at the end, in the order in which it was asked.
+_to_print: list[tuple[Any, Sequence[str] | None]] = []
 
 
-def around(func: Any, call: Callable[[], AbstractContextManager[None]]) -> Any:
+@functools.cache
+def _profiler() -> LineProfiler:
+    # Made late: it asks for accelerators, which an import must not.
+    return LineProfiler()
+
+
+@overload
+def profile(func: _F, columns: Sequence[str] | None = None) -> _F: ...
+@overload
+def profile(func: None = None, columns: Sequence[str] | None = None) -> Callable[[_F], _F]: ...
+def profile(func: Any = None, columns: Sequence[str] | None = None) -> Any:
+    """Profile a function from here on, and print its lines when the program ends.
+
+    Args:
+        func: the function; it is returned as it is. Without it, a decorator is returned.
+        columns: as for ``LineProfiler.display``.
+
+    Raises:
+        ProfilerUsageError: no Python function runs when it is called, or there is no such column.
+
+    Source: ``profile`` of pytorch_memlab.
+    """
+    # A mistake should show here, and not when the program ends.
+    columns_named(columns, ())
+    if func is None:
+        return functools.partial(profile, columns=columns)
+    profiler = _profiler()
+    profiler.add_function(func)
+    if not _to_print:
+        atexit.register(_print_at_exit)
+    _to_print.append((func, columns))
+    profiler.enable()
+    return func
+
+
+def profile_every(
+    output_interval: int = 1, enable: bool = True, columns: Sequence[str] | None = None
+) -> Callable[[_F], _F]:
+    """Profile a function from here on, and print its lines after every so many calls.
+
+    What is printed is the sum, or for peaks the maximum, over all calls up to then. A call of a
+    coroutine or a generator function counts when what it returned has ended.
+
+    Args:
+        output_interval: after how many calls to print.
+        enable: False to leave the function alone.
+        columns: as for ``LineProfiler.display``.
+
+    Raises:
+        ProfilerUsageError: the interval is no positive number, or there is no such column; when it
+            decorates, no Python function runs when the function is called, or it is a module.
+
+    Source: ``profile_every`` of pytorch_memlab.
+    """
+    # Without brackets the function itself comes here.
+    if not isinstance(output_interval, int) or isinstance(output_interval, bool):
+        output_interval = 0
+    if output_interval < 1:
+        raise ProfilerUsageError(
+            "profile_every() wants a number of calls, at least 1, after which to print. Use it as "
+            "@profile_every(10), with brackets."
+        )
+    columns_named(columns, ())
+
+    def decorate(func: Any) -> Any:
+        if not enable:
+            return func
+        if isinstance(func, (staticmethod, classmethod)):
+            return type(func)(decorate(func.__func__))
+        if isinstance(func, property):
+            return func.getter(decorate(func.fget))
+        if isinstance(func, nn.Module):
+            raise ProfilerUsageError(
+                "profile_every() can't decorate a module: a function would take its place. "
+                "Decorate the forward of its class, or use profile()."
+            )
+        profiler = _profiler()
+        profiler.add_function(func)
+        profiler.enable()
+        calls = itertools.count(1)
+
+        @contextmanager
+        def call() -> Iterator[None]:
+            try:
+                yield
+            finally:
+                if next(calls) % output_interval == 0:
+                    profiler.print_stats(func, columns)
+
+        return _decorated(func, call)
+
+    return decorate
+
+
+def set_target_gpu(gpu_id: int | str | torch.device) -> None:
+    """Measure another accelerator with the decorators; also inside a function that they profile.
+
+    Args:
+        gpu_id: its index, or a device.
+
+    Raises:
+        ProfilerUsageError: it isn't there.
+
+    Source: ``set_target_gpu`` of pytorch_memlab.
+    """
+    _profiler().device = device_of_gpu(gpu_id)
+
+
+def set_target_device(device: str | torch.device) -> None:
+    """Measure another device with the decorators; also inside a function that they profile.
+
+    Args:
+        device: as torch spells it, ``"cpu"`` or ``"cuda:1"``.
+
+    Raises:
+        ProfilerUsageError: it isn't there, or can't be measured.
+    """
+    _profiler().device = device
+
+
+def clear_global_line_profiler() -> None:
+    """Forget what the decorators have collected; decorated functions are still profiled.
+
+    Source: ``clear_global_line_profiler`` of pytorch_memlab.
+    """
+    _profiler().clear()
+
+
+def _print_at_exit() -> None:
+    for func, columns in _to_print:
+        try:
+            _profiler().print_stats(func, columns)
+        # The other tables must come all the same.
+        except Exception:
+            traceback.print_exc()
+
+
+def _decorated(func: Any, call: Callable[[], AbstractContextManager[None]]) -> Any:
     """``func``, with each call, up to the end of what it returns, in a block of ``call``."""
 
     async def stream(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
@@ -19,9 +175,11 @@ def around(func: Any, call: Callable[[], AbstractContextManager[None]]) -> Any:
             try:
                 while True:
                     items.append(await step)
-                    del step  # with what was sent: nothing is to live longer than without us
+                    # With what was sent: nothing is to live longer than without us.
+                    del step
                     try:
                         step = inner.asend((yield items.pop()))
+                    # As `yield from` does: the inner one ends before this one does.
                     except GeneratorExit:
                         await inner.aclose()
                         raise

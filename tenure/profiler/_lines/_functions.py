@@ -17,8 +17,10 @@ from torch import nn
 
 from tenure._errors import ProfilerUsageError
 
-# what wraps itself, or has an answer for every attribute, would never end
+# What wraps itself, or has an answer for every attribute, would never end.
 _MAX_LAYERS = 100
+# What `exec`, `eval` and `python -c` call the file of whatever they run, if nobody else names it.
+_NAMELESS = "<string>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +49,13 @@ class Function:
 
     def source(self) -> tuple[str, ...]:
         """Its lines; none where there is no source, as of what ``exec`` made, or no longer."""
+        # From Python 3.13 on linecache has the text of `python -c` under that name, and would give
+        # it for what `exec` made of another text: as in the workers of pytest-xdist.
+        if self.file == _NAMELESS:
+            return ()
         try:
             return tuple(line.rstrip() for line in inspect.getsourcelines(self.code)[0])
-        # the latter two of a file that was edited since
+        # The latter two of a file that was edited since.
         except (OSError, SyntaxError, tokenize.TokenError):
             return ()
 

@@ -3,6 +3,8 @@
 A cell runs statement by statement, and before each the functions to profile are looked up again, so
 what the cell defines is profiled like what was there before. What was collected is shown in any
 case; an error of the statement then goes on.
+
+IPython is imported when the extension is loaded, and not before.
 """
 
 from __future__ import annotations
@@ -16,9 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from IPython.core.error import UsageError
-from IPython.display import display
-
 from tenure._errors import ProfilerUsageError
 
 from ._columns import DEFAULT_COLUMNS, columns_named
@@ -30,10 +29,28 @@ _LONG = {
     "function=": "f", "column=": "c", "no_default_columns": "D", "no-default-columns": "D",
     "return-profiler": "r", "gpu=": "g", "device=": "d", "quiet": "q", "dump-profile=": "T",
 }  # fmt: skip
-# words end at spaces outside of quotes
+# Words end at spaces outside of quotes.
 _WORD = re.compile(r"""\s*((?:"[^"]*"|'[^']*'|[^\s"'])+)""")
 _OPTION = re.compile(r"""\s*(-(?:"[^"]*"|'[^']*'|[^\s"'])+)""")
 _ONCE = {"g": "--gpu", "d": "--device", "T": "--dump-profile"}
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Add ``%mlrun`` and ``%%mlrun`` to a shell; IPython calls this for ``%load_ext tenure``.
+
+    Args:
+        shell: the ``InteractiveShell``.
+    """
+    from IPython.core.magic import no_var_expand
+
+    # Braces in the statement are its own.
+    @no_var_expand
+    def magic(line: str, cell: str | None = None) -> Any:
+        return mlrun(shell, line, cell)
+
+    # For `%mlrun?`.
+    magic.__doc__ = mlrun.__doc__
+    shell.register_magic_function(magic, "line_cell", "mlrun")
 
 
 def mlrun(shell: Any, line: str, cell: str | None = None) -> LineProfiler | None:
@@ -71,16 +88,17 @@ def mlrun(shell: Any, line: str, cell: str | None = None) -> LineProfiler | None
     """
     options, statement = _parsed(line)
     if cell is not None:
-        # what follows the options belongs to the cell, as the first line that runs
+        # What follows the options belongs to the cell, as the first line that runs.
         statement = f"{statement}\n{cell}" if statement else cell
     targets = [_Target(expression, shell) for expression in options.functions]
     profiler = _profiler(options)
     with _reported_at_end(profiler, options), profiler:
         _run(shell, statement, lambda: _register(targets, profiler))
+    # Again: what only the last statement has defined did not run, but was not misspelled either.
     _register(targets, profiler)
     for target in targets:
         if not target.is_known:
-            raise UsageError(
+            raise _usage_error(
                 f"%mlrun -f {target.expression}: {target.missing}, neither before the code nor "
                 "after it, which ran. Check the spelling, or let the code define it."
             )
@@ -115,9 +133,9 @@ class _Target:
         try:
             tree = ast.parse(expression, mode="eval")
         except SyntaxError as error:
-            raise UsageError(f"%mlrun -f {expression}: {error.msg}.") from None
+            raise _usage_error(f"%mlrun -f {expression}: {error.msg}.") from None
         self._code = compile(tree, "<mlrun -f>", "eval")
-        # a name may be bound again by the code; what has to be computed is computed once
+        # A name may be bound again by the code; what has to be computed is computed once.
         self._is_name = _is_dotted_name(tree.body)
 
     def value(self) -> Any:
@@ -146,12 +164,12 @@ def _parsed(line: str) -> tuple[_Options, str]:
         found.setdefault(name, []).append(value)
     twice = next((name for name in _ONCE if len(found.get(name, ())) > 1), None)
     if twice:
-        raise UsageError(f"%mlrun {_ONCE[twice]} is given twice.")
+        raise _usage_error(f"%mlrun {_ONCE[twice]} is given twice.")
     if "f" not in found:
-        raise UsageError("%mlrun: name what to profile, with -f FUNCTION.")
+        raise _usage_error("%mlrun: name what to profile, with -f FUNCTION.")
     columns = [*(() if "D" in found else DEFAULT_COLUMNS), *found.get("c", ())]
     if not columns:
-        raise UsageError("%mlrun -D: name at least one column, with -c COLUMN.")
+        raise _usage_error("%mlrun -D: name at least one column, with -c COLUMN.")
     return (
         _Options(
             functions=found["f"],
@@ -175,7 +193,8 @@ def _split(line: str) -> tuple[list[tuple[str, str]], str]:
             break
         try:
             found, _ = getopt.getopt([match[1]], _SHORT, [*_LONG])
-        except getopt.GetoptError:  # it may want the next word
+        # It may want the next word, which may stand in quotes.
+        except getopt.GetoptError:
             value = _WORD.match(line)
             words = [match[1], *([] if value is None else [_unquoted(value[1])])]
             line = line if value is None else line[value.end() :]
@@ -188,7 +207,7 @@ def _strictly(words: list[str]) -> list[tuple[str, str]]:
     try:
         found, left = getopt.getopt(words, _SHORT, [*_LONG])
     except getopt.GetoptError as error:
-        raise UsageError(f"%mlrun: {error.msg}. See %mlrun? for what there is.") from None
+        raise _usage_error(f"%mlrun: {error.msg}. See %mlrun? for what there is.") from None
     assert not left
     return found
 
@@ -205,13 +224,14 @@ def _unquoted(word: str) -> str:
 
 def _index(text: str) -> int:
     if not text.isdecimal():
-        raise UsageError(f"%mlrun --gpu {text}: not an index. Name a device with -d.")
+        raise _usage_error(f"%mlrun --gpu {text}: not an index. Name a device with -d.")
     return int(text)
 
 
 def _profiler(options: _Options) -> LineProfiler:
     profiler = LineProfiler(target_gpu=options.gpu, device=options.device)
-    columns_named(options.columns, ())  # before anything runs
+    # Before anything runs: a misspelled column must not cost a long statement.
+    columns_named(options.columns, ())
     return profiler
 
 
@@ -240,20 +260,30 @@ def _reported_at_end(profiler: LineProfiler, options: _Options) -> Iterator[None
     try:
         yield
     finally:
-        # where no function was found, the error that follows says so
+        # Where no function was found, the error that follows says so.
         try:
             if profiler.functions:
                 _report(profiler.display(columns=options.columns), options)
-        except ProfilerUsageError:  # a column that this device has not; the rest is still worth it
+        # A column that this device has not: the rest is still worth showing, after such a run.
+        except ProfilerUsageError:
             _report(profiler.display(), options)
             raise
 
 
 def _report(shown: RecordsDisplay, options: _Options) -> None:
     if not options.quiet:
+        from IPython.display import display
+
         display(shown)
     if options.dump is not None:
         path = Path(options.dump).expanduser()
         path.write_text(f"{shown}\n", "utf-8")
         if not options.quiet:
             print(f"Wrote {path}")
+
+
+def _usage_error(text: str) -> Exception:
+    """The error that IPython shows as its text alone."""
+    from IPython.core.error import UsageError
+
+    return UsageError(text)

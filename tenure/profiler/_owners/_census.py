@@ -26,12 +26,11 @@ from tenure._heap import (
     is_kind,
     is_node_class,
     read,
-    storage_bytes,
-    storage_key,
     tracked_objects,
     type_name,
 )
-from tenure._named_tensors import NamedTensor, tensor_namers
+from tenure._registries import NamedTensor, namers
+from tenure._storages import element_bytes, is_hollow, storage_bytes, storage_key
 from tenure._text import listed
 from tenure._torch.quiet import quietly
 from tenure._torch.storages import key_of
@@ -41,11 +40,9 @@ from ._parts import (
     device_of,
     dtype_of,
     identity_of,
-    is_hollow,
     is_plain,
     parts_of,
     shape_or_empty,
-    tensor_bytes,
 )
 from ._rows import CATEGORIES, GRADIENTS, OTHERS, SAVED, StorageEntry, TensorRow
 from ._saved import SavedRecord, SavedStorage, saved_storages
@@ -148,7 +145,7 @@ def _look() -> _Heap:
     # First, so that the handles a pager makes for this answer are among the tensors of the pass.
     kept = [
         Kept(namer.served_model(), named)
-        for namer in tensor_namers()
+        for namer in namers.alive()
         for named in namer.named_tensors()
     ]
     found = instances(tracked_objects(), _is_surveyed)
@@ -308,7 +305,7 @@ def _enter(storages: _Storages, t: Tensor, held: _Held, category: str) -> list[T
                 part.key,
                 identity_of(part.tensor),
                 replace(row, n_bytes=part.n_bytes),
-                tensor_bytes(part.tensor),
+                element_bytes(part.tensor),
                 held,
                 has_graph,
             )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tenure._heap import instance_attributes, is_kind, type_name
-from tenure._named_tensors import NamedTensor
+from tenure._registries import NamedTensor
 
 PARAMETERS = "parameters"
 BUFFERS = "buffers"

@@ -12,20 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from tenure._heap import is_kind, read, storage_of
-from tenure._storages import named_inner_tensors
+from tenure._heap import is_kind, read
+from tenure._storages import is_hollow, named_inner_tensors, sparse_parts, storage_of
 from tenure._text import shape_of
 from tenure._torch.storages import key_of
 
-# The parts of each sparse layout; those of COO by their private names, as the public ones refuse
-# tensors that are not coalesced.
-_SPARSE: dict[Any, tuple[str, ...]] = {
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
 _PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
 
 
@@ -60,7 +51,7 @@ def parts_of(t: Tensor) -> list[Part]:
             seen.add(id(tensor))
             inside = _safely(_inside, tensor) or []
             waiting += [(label + name, inner) for name, inner in reversed(inside)]
-            part = None if _is_container(tensor) else _safely(_part, tensor)
+            part = _safely(_part, tensor)
             if part is not None:
                 found.append(part._replace(label=label))
     return found
@@ -78,11 +69,6 @@ def identity_of(t: Tensor) -> weakref.ref[UntypedStorage] | None:
     """A weak reference to the storage: the same object as long as it is the same storage."""
     storage = storage_of(t)
     return None if storage is None else weakref.ref(storage)
-
-
-def tensor_bytes(t: Tensor) -> int:
-    """Bytes of the elements that a tensor shows; 0 where it does not tell."""
-    return _safely(lambda t: t.numel() * t.element_size(), t) or 0
 
 
 def dtype_of(t: Tensor) -> torch.dtype:
@@ -103,15 +89,6 @@ def shape_or_empty(t: Tensor) -> tuple[int | str, ...]:
     return tuple(sizes or ())
 
 
-def is_hollow(storage: UntypedStorage) -> bool:
-    """Whether a storage has a size but no memory: that of meta and fake tensors, of wrappers."""
-    try:
-        # A wrapper's storage says that it lies on a real device, and only its address tells.
-        return storage.device.type == "meta" or storage.data_ptr() == 0
-    except RuntimeError:
-        return True
-
-
 def _safely(question: Callable[[Tensor], Any], t: Tensor) -> Any:
     # a subclass may raise anything from its own overrides, and a report must not
     try:
@@ -120,13 +97,9 @@ def _safely(question: Callable[[Tensor], Any], t: Tensor) -> Any:
         return None
 
 
-def _is_container(t: Tensor) -> bool:
-    return _safely(lambda t: t.layout in _SPARSE, t) is True
-
-
 def _inside(t: Tensor) -> list[tuple[str, Tensor]]:
-    if t.layout in _SPARSE:
-        return [(f".{name.lstrip('_')}", getattr(t, name)()) for name in _SPARSE[t.layout]]
+    if parts := sparse_parts(t):
+        return [(f".{name}", part) for name, part in parts]
     if t.is_quantized and t.qscheme() in _PER_CHANNEL:
         scales, zeros = t.q_per_channel_scales(), t.q_per_channel_zero_points()
         return [(".scales", scales), (".zero_points", zeros)]
@@ -135,6 +108,7 @@ def _inside(t: Tensor) -> list[tuple[str, Tensor]]:
 
 def _part(t: Tensor) -> Part | None:
     storage = storage_of(t)
+    # also of sparse tensors, which are no more than the parts inside
     if storage is None:
         return _opaque(t)
     n_bytes = storage.nbytes()

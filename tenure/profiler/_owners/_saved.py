@@ -19,10 +19,10 @@ from tenure._heap import (
     is_kind,
     live_tensors,
     read,
-    storage_key,
     storage_uses,
 )
 from tenure._show import Column, Report, Table
+from tenure._storages import storage_key
 from tenure._text import counted, describe, describe_elements, format_bytes, listed
 from tenure._torch.quiet import quietly
 

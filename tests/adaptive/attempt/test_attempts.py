@@ -8,7 +8,8 @@ import weakref
 import pytest
 import torch
 
-from tenure import NewDisposeScope, _shrinking, is_disposed, owner_of
+from tenure import NewDisposeScope, is_disposed, owner_of
+from tenure._registries import shrinkables
 from tenure.adaptive import OutOfRetriesError, add_listener, remove_listener, statistics
 from tenure.adaptive._attempt import _attempts
 from tenure.adaptive._attempt._attempts import Attempts
@@ -378,14 +379,14 @@ class Pager:
 
 def test_a_pager_is_asked_before_the_size_shrinks():
     pager = Pager(2 << 30)
-    _shrinking.register_shrinkable(pager)
+    shrinkables.add(pager)
     assert run(refuse_above(2)) == 2
     assert pager.asked == [("cuda", 2 << 30), ("cuda", 2 << 30)]
 
 
 def test_a_size_limit_asks_nobody_for_memory():
     pager = Pager(1 << 20)
-    _shrinking.register_shrinkable(pager)
+    shrinkables.add(pager)
     assert run(refuse_above(2, "Invalid buffer size: 24.00 GiB")) == 2
     assert pager.asked == []
 
@@ -396,7 +397,7 @@ def test_a_pager_that_fails_is_logged_and_the_size_shrinks(caplog):
             raise ValueError("broken pager")
 
     broken = Broken()
-    _shrinking.register_shrinkable(broken)
+    shrinkables.add(broken)
     assert run(refuse_above(2)) == 2
     assert "broken pager" in caplog.text
 

@@ -6,7 +6,8 @@ import types
 import pytest
 import torch
 
-from tenure import NewDisposeScope, _shrinking
+from tenure import NewDisposeScope
+from tenure._registries import shrinkables
 from tenure.adaptive import oom_info
 from tenure.adaptive._attempt import _relief
 from tenure.adaptive._attempt._attempts import Attempts
@@ -337,11 +338,11 @@ def test_less_than_was_wanted_promises_nothing_whoever_gives_it(
 ):
     allocator()
     info, lender = error_of(text), Lender(given_bytes)
-    _shrinking.register_shrinkable(lender)
+    shrinkables.add(lender)
     try:
         assert Relief().make_room(info, Scene(0), 8) == promised_bytes
     finally:
-        _shrinking.unregister_shrinkable(lender)
+        shrinkables.discard(lender)
     assert lender.given_bytes == 0
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tenure._shrinking import ask_to_shrink
+from tenure._registries import ask_to_shrink
 from tenure.adaptive import memory_budget
 from tenure.paging import load_paged, page
 from tenure.paging._host import _mapped_file as mapped_file

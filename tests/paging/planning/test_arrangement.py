@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tenure._shrinking import ask_to_shrink
+from tenure._registries import ask_to_shrink
 from tenure.adaptive import batch
 from tenure.paging import PagingError, chunk, page, plan_paging
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tenure._named_tensors import tensor_namers
+from tenure._registries import namers
 from tenure.adaptive import memory_budget
 from tenure.paging import chunk, load_paged, page, plan_paging
 
@@ -25,7 +25,7 @@ class Tagged(torch.Tensor):
 
 def named_bytes(device_type):
     """What all that is paged says that it keeps on a device."""
-    named = [each for namer in tensor_namers() for each in namer.named_tensors()]
+    named = [each for namer in namers.alive() for each in namer.named_tensors()]
     return sum(each.tensor.nbytes for each in named if each.tensor.device.type == device_type)
 
 

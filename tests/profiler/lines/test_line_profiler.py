@@ -3,6 +3,7 @@
 import functools
 import io
 import json
+import linecache
 import subprocess
 import sys
 
@@ -184,7 +185,11 @@ def test_a_function_that_wraps_itself_is_profiled():
     assert [record.hits for record in profiler.records] == [1]
 
 
-def test_code_without_source_has_numbers():
+@pytest.mark.parametrize("of_another", [None, "import sys\nprint(sys.argv)\n"])
+def test_code_without_source_has_numbers(of_another, monkeypatch):
+    if of_another is not None:  # as Python 3.13 does with the text of `python -c`
+        lines = of_another.splitlines(keepends=True)
+        monkeypatch.setitem(linecache.cache, "<string>", (len(of_another), None, lines, "<string>"))
     names = {"torch": torch}
     exec("def made(n):\n    return torch.ones(n)\n", names)
     profiler = LineProfiler(names["made"], device="cpu")

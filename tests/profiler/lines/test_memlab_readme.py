@@ -17,7 +17,7 @@ from tenure.profiler import (
     set_target_device,
     set_target_gpu,
 )
-from tenure.profiler._lines._global_profiler import _profiler
+from tenure.profiler._lines._decorators import _profiler
 
 pytestmark = pytest.mark.slow  # each looks through the whole heap, some many times
 

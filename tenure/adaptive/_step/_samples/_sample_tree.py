@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast
@@ -17,9 +16,9 @@ from typing import Any, Literal, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from tenure._containers import Level, is_record, level_of
 from tenure._errors import AdaptiveUsageError
 from tenure._text import describe_tensor
-from tenure._torch.pytree import parts_of
 from tenure._torch.quiet import without_functions
 
 SampleDims: TypeAlias = (
@@ -171,7 +170,7 @@ class SampleTree:
             return self._leaf(value, self._dim_in_range(value, value.ndim, dims, path), path)
         if isinstance(value, _SIMPLE):
             return self._leaf(value, None, path)
-        container = _container_of(value)
+        container = level_of(value)
         if dims is None:
             return self._shared(value, container, path)
         if container is None:
@@ -185,9 +184,9 @@ class SampleTree:
         self._refuse_hidden(value, container, path)
         return self._inner(value, container, dims, path)
 
-    def _refuse_hidden(self, value: Any, container: _Container, path: str) -> None:
+    def _refuse_hidden(self, value: Any, container: Level, path: str) -> None:
         """Make sure that no tensor would stay whole beside those that are split."""
-        if not isinstance(value, dict) and not _has_fields(value):
+        if not isinstance(value, dict) and not is_record(value):
             return
         space = getattr(value, "__dict__", {})
         names = [] if space is value else [name for name in space if name not in container.keys]
@@ -199,7 +198,7 @@ class SampleTree:
                 "a plain dict."
             )
 
-    def _shared(self, value: Any, container: _Container | None, path: str) -> _Build:
+    def _shared(self, value: Any, container: Level | None, path: str) -> _Build:
         is_within_itself = id(value) in self._around
         if container is None or is_within_itself or not _holds(value, self._reaches, {}):
             return self._leaf(value, None, path)
@@ -208,7 +207,7 @@ class SampleTree:
         self._around.discard(id(value))
         return build
 
-    def _inner(self, value: Any, container: _Container, dims: Any, path: str) -> _Build:
+    def _inner(self, value: Any, container: Level, dims: Any, path: str) -> _Build:
         below = self._dims_below(container.keys, dims, path)
         builds = [
             self._take_apart(child, below[key], _step(path, value, key))
@@ -281,81 +280,15 @@ class SampleTree:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Container:
-    """One level of a container.
-
-    Attributes:
-        keys: the keys, indices or names of fields.
-        children: what stands there.
-        make: makes a container like it of other children.
-    """
-
-    keys: list[Any]
-    children: list[Any]
-    make: Callable[[list[Any]], Any]
-
-
-def _container_of(value: Any) -> _Container | None:
-    """One level of a container, or None if it is none that can be put together again."""
-    if isinstance(value, list | tuple):
-        return _Container(list(range(len(value))), list(value), _sequence_maker(value))
-    if isinstance(value, dict | UserDict):  # copies of other mappings may share what they hold
-        keys = list(value)
-        return _Container(keys, [value[key] for key in keys], _mapping_maker(value, keys))
-    parts = parts_of(value)
-    if parts is not None:
-        children, make = parts
-        return _Container(list(range(len(children))), children, make)
-    if _has_fields(value):
-        names = [each.name for each in dataclasses.fields(value) if hasattr(value, each.name)]
-        children = [getattr(value, name) for name in names]
-        return _Container(names, children, _field_setter(value, names))
-    return None
-
-
-def _has_fields(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
 def _holds(value: Any, wanted: Callable[[object], bool], seen: dict[int, Any]) -> bool:
     """Whether something that is wanted stands at or below a value."""
-    container = None if isinstance(value, (*_SIMPLE, Tensor)) else _container_of(value)
+    container = None if isinstance(value, (*_SIMPLE, Tensor)) else level_of(value)
     if container is None:
         return wanted(value)
     if id(value) in seen:
         return False
     seen[id(value)] = value  # kept, so that nothing else gets its id
     return any(_holds(child, wanted, seen) for child in container.children)
-
-
-def _sequence_maker(value: Any) -> Callable[[list[Any]], Any]:
-    kind = type(value)
-    if hasattr(kind, "_fields"):
-        return lambda items: kind(*items)
-    return cast("Callable[[list[Any]], Any]", kind)
-
-
-def _mapping_maker(value: Any, keys: list[Any]) -> Callable[[list[Any]], Any]:
-    def make(items: list[Any]) -> Any:
-        made = {} if type(value) is dict else copy.copy(value)
-        if getattr(value, "__dict__", None) is value:  # its items are its attributes
-            made.__dict__ = made
-        for key, item in zip(keys, items, strict=True):
-            made[key] = item
-        return made
-
-    return make
-
-
-def _field_setter(value: Any, names: list[str]) -> Callable[[list[Any]], Any]:
-    def make(items: list[Any]) -> Any:
-        made = copy.copy(value)
-        for name, item in zip(names, items, strict=True):
-            object.__setattr__(made, name, item)  # a frozen dataclass refuses its own
-        return made
-
-    return make
 
 
 def _step(path: str, value: Any, key: Any) -> str:

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
-from ._inside import Binding, EntryPoint, Method, ModuleHooks, Pager
-from ._model import HostTensor, TensorTable, Unit
-from ._planning import Planned
+from .._model import Cut, HostTensor, TensorTable, Unit
+from ._binding import Binding
+from ._entry_points import EntryPoint, Method
+from ._hooks import ModuleHooks
+from ._pager import Pager
 
 Hook = Callable[[nn.Module, list[Unit], TensorTable, Pager], ModuleHooks]
 
@@ -21,7 +23,8 @@ class Attached:
 
     Args:
         model: the model.
-        planned: its plan.
+        table: its tensors.
+        pieces: its units.
         pager: the pager.
         modules: those that may be given hooks.
         hook: gives a module its hooks.
@@ -31,18 +34,18 @@ class Attached:
     def __init__(
         self,
         model: nn.Module,
-        planned: Planned,
+        table: TensorTable,
+        pieces: Cut,
         pager: Pager,
         modules: Iterable[nn.Module],
         hook: Hook,
         methods: Iterable[Method] = (),
     ) -> None:
-        table, needs = planned.table, planned.cut.needs
         methods = list(methods)
         wanted = {model, *(method.module for method in methods)}
         self._hooks: dict[nn.Module, ModuleHooks] = {}
         for module in dict.fromkeys([*modules, *wanted]):
-            units = needs.get(module) or _bracketed(table.direct[module])
+            units = pieces.needs.get(module) or _bracketed(table.direct[module])
             if units or table.direct[module] or module in wanted:
                 self._hooks[module] = hook(module, units, table, pager)
         self._entries = [EntryPoint(method, self._hooks[method.module]) for method in methods]

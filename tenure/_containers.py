@@ -1,0 +1,253 @@
+"""Containers: one level of any, and trees of them with some of their objects replaced.
+
+Invariant: an object has one replacement, however often and from wherever a tree leads to it, also
+from within itself; a container that leads to nothing replaced stands for itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict, defaultdict, deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from tenure._torch.pytree import is_registered, parts_of
+
+# Not every Mapping: copies of others may share what they hold.
+_MAPPINGS = (dict, UserDict)
+_SEQUENCES = (list, deque)
+_UNSET = object()
+
+
+class Level(NamedTuple):
+    """One level of a container that can be made again.
+
+    Attributes:
+        keys: the keys, indices or names of fields.
+        children: what stands there.
+        make: makes a container like it of other children.
+    """
+
+    keys: list[Any]
+    children: list[Any]
+    make: Callable[[list[Any]], Any]
+
+
+def level_of(node: Any) -> Level | None:
+    """One level of a container, or None if it is none that can be put together again."""
+    if isinstance(node, (tuple, *_SEQUENCES)):
+        return Level(list(range(len(node))), list(node), partial(_sequence_like, node))
+    if isinstance(node, _MAPPINGS):
+        entries = dict(node.items())  # a subclass may show others than it stores
+        return _level(entries, partial(_mapping_like, node))
+    # what a class has registered is what it wants to be taken apart into, its fields or not
+    parts = parts_of(node)
+    if parts is not None:
+        children, make = parts
+        return Level(list(range(len(children))), children, make)
+    if is_record(node):
+        return _level(_fields_of(node), partial(_record_like, node))
+    return None
+
+
+def contents_of(node: Any) -> list[Any]:
+    """What one level holds, also of containers that can't be made again; none of other objects."""
+    if isinstance(node, (tuple, set, frozenset, *_SEQUENCES)):
+        return list(node)
+    if isinstance(node, Mapping):
+        return list(node.values())
+    # all fields, though its class be registered: a flatten function may leave some out
+    if is_record(node):
+        return list(_fields_of(node).values())
+    parts = parts_of(node)
+    return [] if parts is None else parts[0]
+
+
+def is_record(node: object) -> bool:
+    """Whether it is a dataclass that is nothing else: no class, tensor, module or tuple."""
+    return dataclasses.is_dataclass(node) and not isinstance(
+        node, type | tuple | Tensor | nn.Module
+    )
+
+
+def is_mutable(node: object) -> bool:
+    """Whether a container can be written to: a mapping, a list, a dataclass."""
+    if isinstance(node, (*_MAPPINGS, *_SEQUENCES)):
+        return True
+    return is_record(node) and not is_registered(node)
+
+
+def entries_of(node: Any) -> dict[Any, Any]:
+    """What a container that can be written to holds, by key, by index or by attribute."""
+    if isinstance(node, _MAPPINGS):
+        return dict(node.items())
+    if isinstance(node, _SEQUENCES):
+        return dict(enumerate(node))
+    # with what was set beside the fields: a forward may keep its results there
+    return _fields_of(node) | getattr(node, "__dict__", {})
+
+
+def set_entries(node: Any, entries: dict[Any, Any]) -> None:
+    """Give a container these entries, and no others; those that it has already are not touched."""
+    before = entries_of(node)
+    if isinstance(node, _SEQUENCES):
+        others = list(entries.values())
+        # as a whole: what was removed or put in between has moved all that follows
+        if len(others) != len(before) or any(map(_is_other, others, node)):
+            node.clear()
+            node.extend(others)
+        return
+    is_mapping = isinstance(node, _MAPPINGS)
+    for key in [key for key in before if key not in entries]:
+        node.__delitem__(key) if is_mapping else object.__delattr__(node, key)
+    for key, entry in entries.items():
+        if key not in before or before[key] is not entry:
+            _set(node, key, entry)
+
+
+def handles_in(values: Iterable[object], cls: type[Tensor]) -> Iterator[Tensor]:
+    """The tensors of exactly ``cls`` in a call, one by one: behind one may stand half-made objects.
+
+    ``copy.deepcopy`` for one passes its memo along, with all that it has copied so far.
+    """
+    for value in values:
+        if type(value) is cls:
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from handles_in(value, cls)
+        elif isinstance(value, Mapping):
+            yield from handles_in(value.values(), cls)
+
+
+class Survey:
+    """All that a tree leads to, each object once.
+
+    Args:
+        tree: any object, cyclic or not.
+        known: the ids of objects to look no further into.
+        is_leaf: says of a container that it is none.
+
+    Attributes:
+        nodes: the objects by id, in the order in which a reader meets them.
+    """
+
+    def __init__(
+        self,
+        tree: Any,
+        known: Container[int] = (),
+        is_leaf: Callable[[object], bool] = lambda node: False,
+    ) -> None:
+        self._tree = tree
+        self.nodes: dict[int, Any] = {}
+        # kept: a container may make its children anew, whose ids would then be others'
+        self._children: dict[int, list[Any]] = {}
+        self._makers: dict[int, Callable[[list[Any]], Any]] = {}
+        self._parents: defaultdict[int, list[int]] = defaultdict(list)
+        waiting = [tree]
+        while waiting:
+            node = waiting.pop()
+            if id(node) in self.nodes:
+                continue
+            self.nodes[id(node)] = node
+            if id(node) not in known and not is_leaf(node):
+                children = self._enter(node)
+                for child in children:
+                    self._parents[id(child)].append(id(node))
+                waiting += reversed(children)
+
+    def replaced(self, replacements: dict[int, Any]) -> Any:
+        """The tree with replaced objects, by id; the copies of containers join replacements."""
+        nodes = self.nodes.items()
+        changed = {key for key, node in nodes if replacements.get(key, node) is not node}
+        waiting = list(changed)
+        while waiting:
+            above = [key for key in self._parents[waiting.pop()] if key not in changed]
+            changed.update(above)
+            waiting += above
+        return self._replaced(self._tree, replacements, changed)
+
+    def _enter(self, node: Any) -> list[Any]:
+        """Note the children of a container, and what makes one like it if it can't be written."""
+        if is_mutable(node):
+            children = list(entries_of(node).values())
+        else:
+            level = level_of(node)
+            if level is None:
+                return []
+            children, self._makers[id(node)] = level.children, level.make
+        self._children[id(node)] = children
+        return children
+
+    def _replaced(self, node: Any, replacements: dict[int, Any], changed: set[int]) -> Any:
+        if id(node) not in changed:
+            return node
+        if id(node) in replacements:
+            return replacements[id(node)]
+        children = self._children[id(node)]
+        make = self._makers.get(id(node))
+        if make is not None:
+            made = make([self._replaced(child, replacements, changed) for child in children])
+            return replacements.setdefault(id(node), made)  # a list in it may have led back here
+        # the copy is there before its entries are: one of them may lead back to it
+        made = replacements[id(node)] = _copied(node)
+        for key, child in zip(entries_of(node), children, strict=True):
+            other = self._replaced(child, replacements, changed)
+            if other is not child:
+                _set(made, key, other)
+        return made
+
+
+def _level(entries: dict[Any, Any], make: Callable[[list[Any], list[Any]], Any]) -> Level:
+    keys = list(entries)
+    return Level(keys, list(entries.values()), partial(make, keys))
+
+
+def _fields_of(node: Any) -> dict[str, Any]:
+    """The fields of a dataclass that have a value."""
+    names = [each.name for each in dataclasses.fields(node)]
+    found = {name: getattr(node, name, _UNSET) for name in names}
+    return {name: value for name, value in found.items() if value is not _UNSET}
+
+
+def _sequence_like(node: Any, items: list[Any]) -> Any:
+    kind = type(node)
+    if hasattr(kind, "_fields"):
+        return kind(*items)
+    return kind(items, node.maxlen) if isinstance(node, deque) else kind(items)
+
+
+def _mapping_like(node: Any, keys: list[Any], items: list[Any]) -> Any:
+    made = {} if type(node) is dict else _copied(node)
+    for key, item in zip(keys, items, strict=True):
+        made[key] = item
+    return made
+
+
+def _record_like(node: Any, names: list[str], items: list[Any]) -> Any:
+    made = _copied(node)
+    for name, item in zip(names, items, strict=True):
+        _set(made, name, item)
+    return made
+
+
+def _copied(node: Any) -> Any:
+    made = copy.copy(node)
+    # its items are its attributes, as in many a class of settings: a copy has those of its own
+    if getattr(node, "__dict__", None) is node:
+        made.__dict__ = made
+    return made
+
+
+def _set(node: Any, key: Any, entry: Any) -> None:
+    if isinstance(node, (*_MAPPINGS, *_SEQUENCES)):
+        node[key] = entry
+    else:
+        object.__setattr__(node, key, entry)  # a frozen dataclass refuses its own
+
+
+def _is_other(one: object, other: object) -> bool:
+    return one is not other

@@ -1,0 +1,125 @@
+"""Who can give device memory back, and who names tensors that no module has: pagers, caches.
+
+Invariant: being registered keeps nothing alive, and asking never raises for one of those asked.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+from torch import Tensor, UntypedStorage, nn
+
+_Member = TypeVar("_Member")
+
+_logger = logging.getLogger("tenure")
+
+
+class NamedTensor(NamedTuple):
+    """A tensor with a storage of its own, and what a report of memory calls it.
+
+    Attributes:
+        tensor: it shows all bytes of its storage.
+        name: what it is to the model that it serves.
+        category: what its bytes count as, beside parameters, buffers and so on.
+        inside: other storages whose bytes are counted with these, or with several such as these:
+            what lies in them, and what they lie in.
+    """
+
+    tensor: Tensor
+    name: str
+    category: str
+    inside: tuple[UntypedStorage, ...] = ()
+
+
+class TensorNamer(Protocol):
+    """What keeps memory for a model, and can say what for."""
+
+    def served_model(self) -> nn.Module | None:
+        """The model that the memory is for; None when that is gone."""
+        ...
+
+    def named_tensors(self) -> Iterable[NamedTensor]:
+        """The tensors that it keeps now. Called on any thread, and never inside an operation."""
+        ...
+
+
+@runtime_checkable
+class Shrinkable(Protocol):
+    """What holds device memory that it can do without, at a price."""
+
+    def shrink(self, device: str | None, n_bytes: int | None) -> int:
+        """Give back device memory, if possible at once as much as is wanted.
+
+        Called on the thread that ran out of memory, outside of any operation.
+
+        Args:
+            device: where memory is short, as torch spells it; ``"cuda"`` where the index is not
+                known, None where the device is not.
+            n_bytes: bytes that would help; None where that is not known.
+
+        Returns:
+            The bytes given back on that device; 0 when there is nothing left to give, and from
+            then on.
+        """
+        ...
+
+
+class _Registry(Generic[_Member]):
+    """Objects for as long as they live, the first first."""
+
+    def __init__(self) -> None:
+        # reentrant: a garbage collection inside may end a model, and its finalizer takes what was
+        # registered for it out again on this very thread (see test_registries.py)
+        self._lock = threading.RLock()
+        self._members: weakref.WeakKeyDictionary[_Member, None] = weakref.WeakKeyDictionary()
+
+    def add(self, member: _Member) -> None:
+        """From now on, and as long as it lives, ask this one."""
+        with self._lock:
+            self._members[member] = None
+
+    def discard(self, member: _Member) -> None:
+        """Ask it no more; one that is not registered is ignored."""
+        with self._lock:
+            self._members.pop(member, None)
+
+    def alive(self) -> list[_Member]:
+        """All that are registered and alive."""
+        with self._lock:
+            # not the dictionary itself: it must not change size while somebody walks it
+            references = self._members.keyrefs()
+        return [member for each in references if (member := each()) is not None]
+
+
+shrinkables: _Registry[Shrinkable] = _Registry()
+"""Who is asked for memory when it is short."""
+namers: _Registry[TensorNamer] = _Registry()
+"""Whose tensors are named in reports."""
+
+
+def ask_to_shrink(device: str | None, n_bytes: int | None) -> int:
+    """Ask one after the other until ``n_bytes`` have been given back.
+
+    Returns:
+        The bytes given back in all.
+    """
+    given_bytes = 0
+    for shrinkable in shrinkables.alive():
+        if n_bytes is not None and given_bytes >= n_bytes:
+            break
+        wanted_bytes = None if n_bytes is None else n_bytes - given_bytes
+        given_bytes += _ask(shrinkable, device, wanted_bytes)
+    return given_bytes
+
+
+def _ask(shrinkable: Shrinkable, device: str | None, n_bytes: int | None) -> int:
+    try:
+        return max(0, shrinkable.shrink(device, n_bytes))
+    # whoever asks has an error of its own to handle, which one broken cache must not replace
+    except Exception:
+        _logger.warning("%r could not give memory back.", shrinkable, exc_info=True)
+        return 0

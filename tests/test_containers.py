@@ -1,0 +1,145 @@
+"""One level of containers of every kind, and trees of them with objects replaced."""
+
+import collections
+import dataclasses
+import types
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.utils import _pytree
+
+from tenure._containers import (
+    Survey,
+    contents_of,
+    entries_of,
+    is_mutable,
+    level_of,
+    set_entries,
+)
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    x: Any
+    y: Any
+    late: Any = dataclasses.field(init=False, repr=False, compare=False)
+
+
+@dataclasses.dataclass
+class Registered:
+    x: Any
+    hidden: Any
+
+
+class Settings(dict):
+    """A mapping whose items are its attributes."""
+
+    def __init__(self, **items):
+        super().__init__(items)
+        self.__dict__ = self
+
+
+@pytest.fixture
+def registered():
+    _pytree.register_pytree_node(
+        Registered,
+        lambda node: ([node.x], node.hidden),
+        lambda children, hidden: Registered(*children, hidden),
+    )
+    yield Registered
+    _pytree.SUPPORTED_NODES.pop(Registered)
+
+
+CONTAINERS = {
+    "list": [1, 2],
+    "tuple": (1, 2),
+    "namedtuple": Pair(1, 2),
+    "deque": collections.deque([1, 2], 3),
+    "dict": {"x": 1, "y": 2},
+    "defaultdict": collections.defaultdict(list, x=1, y=2),
+    "OrderedDict": collections.OrderedDict(y=1, x=2),
+    "UserDict": collections.UserDict(x=1, y=2),
+    "settings": Settings(x=1, y=2),
+    "dataclass": Batch(1, 2),
+}
+
+
+@pytest.mark.parametrize("node", CONTAINERS.values(), ids=CONTAINERS)
+def test_a_level_is_taken_apart_and_made_again_of_other_children(node):
+    level = level_of(node)
+    assert level.children == contents_of(node) == [1, 2]
+    assert level_of(level.make([3, 4])).children == [3, 4]
+    assert level.make([1, 2]) == node
+    assert type(level.make([3, 4])) is type(node)
+    assert level.children == contents_of(node) == [1, 2]
+
+
+def test_a_level_keeps_what_its_class_has_beside_the_children():
+    assert level_of(CONTAINERS["deque"]).make([3, 4]).maxlen == 3
+    assert level_of(CONTAINERS["defaultdict"]).make([3, 4])["z"] == []
+    assert level_of(CONTAINERS["settings"]).make([3, 4]).y == 4
+
+
+def test_what_is_registered_is_taken_apart_as_registered_and_read_whole(registered):
+    node = registered(1, 2)
+    assert level_of(node).children == [1]
+    assert level_of(node).make([3]) == registered(3, 2)
+    assert contents_of(node) == [1, 2]
+    assert not is_mutable(node)
+
+
+@pytest.mark.parametrize("node", [{1}, frozenset({1}), types.MappingProxyType({"x": 1})])
+def test_what_can_not_be_made_again_is_read_all_the_same(node):
+    assert level_of(node) is None
+    assert contents_of(node) == [1]
+
+
+@pytest.mark.parametrize("node", [1, "ab", None, Batch, torch.ones(2), torch.nn.Linear(1, 1)])
+def test_other_objects_are_no_containers(node):
+    assert level_of(node) is None
+    assert contents_of(node) == []
+    assert not is_mutable(node)
+
+
+@pytest.mark.parametrize(
+    "node",
+    [node for node in CONTAINERS.values() if is_mutable(node)],
+    ids=lambda n: type(n).__name__,
+)
+def test_entries_that_are_there_already_are_not_touched(node):
+    before = entries_of(node)
+    set_entries(node, before)
+    assert entries_of(node) == before
+
+
+def test_a_tree_has_one_replacement_for_an_object_also_within_itself():
+    old, new = object(), object()
+    ring = [old]
+    ring += [{"a": (old, ring)}, "b"]
+    made = Survey(ring).replaced({id(old): new})
+    assert made[0] is new
+    assert made[1]["a"][0] is new
+    assert made[1]["a"][1] is made
+    assert ring[0] is old
+
+
+def test_settings_in_a_tree_have_attributes_of_their_own():
+    old = object()
+    tree = Settings(x=old)
+    made = Survey(tree).replaced({id(old): 3})
+    assert made == {"x": 3}
+    assert made.x == 3
+    assert tree.x is old
+
+
+def test_what_leads_to_nothing_replaced_stands_for_itself():
+    old, apart = object(), [1]
+    made = Survey([old, apart]).replaced({id(old): 3})
+    assert made[0] == 3
+    assert made[1] is apart
