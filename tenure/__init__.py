@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ._errors import ByteSizeError as ByteSizeError
     from ._errors import DisposedTensorError as DisposedTensorError
     from ._errors import MissingTorchNameError as MissingTorchNameError
+    from ._errors import ReportFormatError as ReportFormatError
     from ._errors import ScopeLeakError as ScopeLeakError
     from ._errors import ScopeUsageError as ScopeUsageError
     from ._errors import ScopeUsageWarning as ScopeUsageWarning
@@ -42,8 +43,8 @@ __version__ = "0.1.0"
 _ROOMS = ("adaptive", "paging", "profiler", "scopes", "testing")
 _NAMES = {
     "tenure._errors": (
-        "ByteSizeError", "DisposedTensorError", "MissingTorchNameError", "ScopeLeakError",
-        "ScopeUsageError", "ScopeUsageWarning", "TenureError", "TenureWarning",
+        "ByteSizeError", "DisposedTensorError", "MissingTorchNameError", "ReportFormatError",
+        "ScopeLeakError", "ScopeUsageError", "ScopeUsageWarning", "TenureError", "TenureWarning",
     ),
     "tenure.scopes": (
         "DisposeScope", "LeakRecord", "LeakReport", "NewDisposeScope", "ScopeStatistics",

@@ -160,6 +160,10 @@ class ByteSizeError(TenureError, ValueError):
     """A number of bytes was written in a way that can't be read."""
 
 
+class ReportFormatError(TenureError, ValueError):
+    """A report can't be read from what was given: another kind, a newer version, or altered."""
+
+
 class CommandError(TenureError):
     """A verb of the command line can't do what was asked; the message is one line."""
 

@@ -1,6 +1,12 @@
-"""How tenure shows what it found: tables for a terminal, for rich and for a notebook."""
+"""How tenure shows and keeps what it found: tables, reports, and reports as plain data."""
 
-from ._tables import Column as Column
-from ._tables import html_table as html_table
-from ._tables import rich_table as rich_table
-from ._tables import text_table as text_table
+from ._plain import plain as plain
+from ._plain import restored as restored
+from ._report import Report as Report
+from ._report import Shown as Shown
+from ._table import Bar as Bar
+from ._table import Column as Column
+from ._table import Paragraph as Paragraph
+from ._table import Part as Part
+from ._table import Table as Table
+from ._table import line_of as line_of

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from tenure._errors import PagingError
 from tenure._segments import whole_block_bytes
+from tenure._show import Report
 from tenure._text import counted, format_bytes
 
 from ._resources import Resources
@@ -20,7 +21,7 @@ _NAMES = {"link": "link", "compute": "computation"}
 
 
 @dataclass(frozen=True, slots=True)
-class PagingReport:
+class PagingReport(Report):
     """The last pass of a paged model.
 
     Attributes:
@@ -85,6 +86,7 @@ class PagingReport:
         return "\n".join(lines)
 
     def _taken_lines(self) -> Iterator[str]:
+        # Equal where the allocator rounds nothing; then the line would repeat the one above.
         if self.reserved_bytes != self.resident_bytes + self.ring_bytes:
             yield (
                 f"  takes      {format_bytes(self.allocated_bytes)}, in "
@@ -117,6 +119,7 @@ def make_report(resources: Resources, weight_bytes: int) -> PagingReport:
     compute_s = whole_s - stall_s
     copy_s = sum(map(_seconds, record.copies))
     link_bytes_per_s = record.copied_bytes / copy_s if copy_s else 0.0
+    # Copies and computation run side by side, so the longer of them is the least that a pass takes.
     limit_s = max(copy_s, compute_s)
     return PagingReport(
         passes=engine.meter.passes,
@@ -149,8 +152,10 @@ def _helpful_bytes(
     most_bytes: int, passing_bytes: int, ring_bytes: int, hidden_bytes: float
 ) -> int | None:
     """A ring, and what has to stay for the rest to be copied while the device computes."""
+    # Copies hide behind computation already.
     if passing_bytes <= hidden_bytes:
         return None
+    # More than all of the weights never helps.
     return min(most_bytes, int(most_bytes - hidden_bytes) + ring_bytes)
 
 

@@ -1,22 +1,27 @@
-"""What outlived a scope and why, as text and numbers; a report keeps no tensor alive."""
+"""What outlived a scope and why, as text and numbers; a report keeps no tensor alive.
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+Shown, tensors that autograd saved in one graph are one row. That is for the eye only: no record is
+dropped or altered, and a record with any other holder stands by itself.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
 from tenure._heap import Holder, find_holders
+from tenure._show import Column, Report, Table
 from tenure._storages import n_bytes_of, storage_key
 from tenure._text import counted, describe, format_bytes, shape_of
 from tenure._torch.quiet import without_functions
 
-from ._leak_groups import SavedTensors, grouped
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
+# The shortest chains are the useful ones; `holders` of the record has all.
 _MAX_HOLDERS = 3
+_COLUMNS = tuple(
+    Column(heading, is_fixed=True) for heading in ("tensor", "created at", "kind", "held by")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,7 @@ class LeakRecord:
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    nbytes: int
+    nbytes: int = field(metadata={"key": "n_bytes"})
     created_at: str | None
     holders: tuple[str, ...]
     kind: str
@@ -53,7 +58,41 @@ class LeakRecord:
         return f"{self}, created at {self.created_at}" if self.created_at else str(self)
 
 
-class LeakReport:
+@dataclass(frozen=True, slots=True)
+class _SavedTensors:
+    """Two or more tensors that nothing but one graph holds.
+
+    Attributes:
+        records: the records, in the order of creation.
+        is_rooted: the tensor whose graph it is stands above in the report.
+    """
+
+    records: tuple[LeakRecord, ...]
+    is_rooted: bool
+
+    def __str__(self) -> str:
+        lead = "and " if self.is_rooted else ""
+        largest = f"the largest {self.largest.line()}"
+        return f"{lead}{self.summary()}, in the graph of {self.graph}; {largest}"
+
+    @property
+    def graph(self) -> str:
+        """What holds the graph."""
+        return self.records[0].graph
+
+    @property
+    def largest(self) -> LeakRecord:
+        """The record with the most bytes; of several, the first."""
+        return max(self.records, key=lambda record: record.nbytes)
+
+    def summary(self) -> str:
+        """How many tensors there are, and their bytes."""
+        n_bytes = sum(record.nbytes for record in self.records)
+        return f"{len(self.records)} tensors that autograd saved, {format_bytes(n_bytes)}"
+
+
+@dataclass(frozen=True, slots=True, repr=False, init=False)
+class LeakReport(Report):
     """The tensors that outlived one scope; false when there are none.
 
     Printed, as text or as a table, tensors that nothing but one graph holds share a line; `records`
@@ -68,11 +107,15 @@ class LeakReport:
         scope: what the scope is called.
     """
 
-    __slots__ = ("records", "scope")
+    records: tuple[LeakRecord, ...]
+    scope: str
+
+    _figures: ClassVar = ("total_bytes",)
 
     def __init__(self, records: Sequence[LeakRecord], *, scope: str) -> None:
-        self.records = tuple(records)
-        self.scope = scope
+        # Frozen: a report that is logged and raised must say the same in both places.
+        object.__setattr__(self, "records", tuple(records))
+        object.__setattr__(self, "scope", scope)
 
     @property
     def total_bytes(self) -> int:
@@ -93,23 +136,17 @@ class LeakReport:
 
     def __str__(self) -> str:
         lines = [f"{self.summary()}{':' if self else '.'}"]
-        for row in grouped(self.records):
-            if isinstance(row, SavedTensors):
+        for row in _grouped(self.records):
+            if isinstance(row, _SavedTensors):
                 lines.append(f"  {row}")
             else:
                 lines.append(f"  {row.line()}")
                 lines.extend(f"    {line}" for line in _holder_lines(row))
         return "\n".join(lines)
 
-    def __rich__(self) -> "RenderableType":
-        from ._leak_table import leak_table
-
-        return leak_table(self)
-
-    def _repr_html_(self) -> str:
-        from ._leak_table import leak_html
-
-        return leak_html(self)
+    def _parts(self) -> list[Table]:
+        rows = list(map(_cells, _grouped(self.records)))
+        return [Table(self.summary(), _COLUMNS, rows, is_ruled=True)]
 
     def summary(self) -> str:
         """The scope, how many tensors outlived it, and their bytes, in one line."""
@@ -140,6 +177,7 @@ def build_leak_report(
     if not survivors:
         return LeakReport((), scope=scope)
     tensors = [t for t, _ in survivors]
+    # Our own lists hold every survivor, and would be the first holders that are found.
     found = find_holders(tensors, ignore=(survivors, *survivors, *ignore))
     counted: set[int] = set()
     records = [
@@ -163,6 +201,7 @@ def _record(
     t: torch.Tensor, site: str | None, holders: list[Holder], counted: set[int]
 ) -> LeakRecord:
     key = storage_key(t)
+    # A view and its base are two tensors and one piece of memory.
     n_bytes = 0 if key in counted else n_bytes_of(t)
     if key is not None:
         counted.add(key)
@@ -170,6 +209,7 @@ def _record(
         shape, dtype, device = shape_of(t), t.dtype, t.device
     chains = tuple(holder.chain for holder in holders)
     graphs = {holder.graph for holder in holders}
+    # Of two graphs neither alone keeps it.
     graph = graphs.pop() if len(graphs) == 1 else ""
     return LeakRecord(shape, dtype, device, n_bytes, site, chains, holders[0].kind, graph)
 
@@ -179,3 +219,43 @@ def _holder_lines(record: LeakRecord) -> list[str]:
     more = len(record.holders) - len(shown)
     lines = [f"held by {chain}" for chain in shown]
     return [*lines, f"and by {more} more"] if more else lines
+
+
+def _cells(row: LeakRecord | _SavedTensors) -> tuple[str, str, str, str]:
+    """The row as a table shows it: the tensor, its site, the kind and the names of its holders."""
+    if isinstance(row, _SavedTensors):
+        largest = row.largest
+        tensors = f"{row.summary()}\nthe largest {largest}"
+        return (tensors, largest.created_at or "", largest.kind, f"the graph of {row.graph}")
+    return (str(row), row.created_at or "", row.kind, "\n".join(row.holders))
+
+
+def _grouped(records: Iterable[LeakRecord]) -> list[LeakRecord | _SavedTensors]:
+    """The records in their order, each followed by what its graph saved.
+
+    A graph whose own tensor is not among the records stands where the first of its tensors was.
+    """
+    records = tuple(records)
+    saved: defaultdict[str, list[LeakRecord]] = defaultdict(list)
+    for record in records:
+        if record.graph:
+            saved[record.graph].append(record)
+    # A step of training leaves hundreds of saved tensors by one loss: one line says it. See
+    # test_text_has_one_line_for_what_one_graph_saved.
+    groups = {graph: tuple(found) for graph, found in saved.items() if len(found) > 1}
+    single = [record for record in records if record.graph not in groups]
+    # The tensor whose graph it is, if it leaked as well: its group stands below it.
+    roots = {chain: record for record in reversed(single) for chain in record.holders}
+    rows: list[LeakRecord | _SavedTensors] = []
+    for record in records:
+        if record.graph not in groups:
+            rows.append(record)
+            rooted = [
+                groups[chain]
+                for chain in record.holders
+                if roots[chain] is record and chain in groups
+            ]
+            rows.extend(_SavedTensors(group, is_rooted=True) for group in rooted)
+        elif record.graph not in roots and record is groups[record.graph][0]:
+            rows.append(_SavedTensors(groups[record.graph], is_rooted=False))
+    return rows

@@ -17,6 +17,7 @@ from tenure import (
     LeakRecord,
     LeakReport,
     NewDisposeScope,
+    ReportFormatError,
     ScopeLeakError,
     ScopeStatistics,
     ScopeUsageError,
@@ -209,6 +210,26 @@ def counting() -> None:
     assert_type(counters.live, int)
     assert_type(str(counters), str)
     counters.reset()
+
+
+def writing(
+    leaks: LeakReport, record: LineRecord, display: RecordsDisplay, paged: PagingReport
+) -> None:
+    assert_type(leaks.to_dict(), dict[str, object])
+    assert_type(LeakReport.from_dict(leaks.to_dict()), LeakReport)
+    assert_type(LineRecord.from_dict(record.to_dict()), LineRecord)
+    assert_type(RecordsDisplay.from_dict(display.to_dict()), RecordsDisplay)
+    assert_type(PagingReport.from_dict(paged.to_dict()), PagingReport)
+    earlier = Snapshot.from_dict(snapshot().to_dict())
+    assert_type(earlier, Snapshot)
+    assert_type(SnapshotDiff.from_dict(snapshot().diff(earlier).to_dict()), SnapshotDiff)
+    assert_type(MemReport.from_dict({}), MemReport)
+    assert_type(GroupReport.from_dict({}), GroupReport)
+    assert_type(SavedReport.from_dict({}), SavedReport)
+    assert_type(SplitReport.from_dict({}), SplitReport)
+    assert_type(CourtesyReport.from_dict({}), CourtesyReport)
+    unreadable: list[type[TenureError]] = [ReportFormatError]
+    assert unreadable
 
 
 def reading(report: LeakReport) -> None:

@@ -37,6 +37,7 @@ class Segment(NamedTuple):
     is_private: bool
 
 
+# Where the allocator tells nothing of an address: memory from any stream will do.
 _UNKNOWN = Segment(0, 0, _DEFAULT_STREAM, is_private=False)
 
 
@@ -67,10 +68,12 @@ def on_stream(device: torch.device, segment: Segment) -> Iterator[None]:
     The device is current around it: ``torch.cuda.stream`` leaves by turning to the device that was
     current before, which makes a context there.
     """
+    # There is no stream to turn to, and turning would make a context on the device.
     if segment is _UNKNOWN:
         yield
         return
     module: Any = torch.get_device_module(device)
+    # Number 0 is what CUDA calls the default stream, and no stream that ExternalStream takes.
     if segment.stream == _DEFAULT_STREAM:
         stream = module.default_stream(device)
     else:
@@ -82,10 +85,12 @@ def on_stream(device: torch.device, segment: Segment) -> Iterator[None]:
 def _told(device: torch.device) -> list[dict[str, Any]]:
     """What the allocator tells, where memory can be allocated for a stream that it names."""
     module: Any = torch.get_device_module(device)
+    # A stream that can't be named again can't be allocated for, so what it owned is not asked.
     return segments_of(module, device) if hasattr(module, "ExternalStream") else []
 
 
 def _segment(entry: dict[str, Any]) -> Segment:
     low = entry["address"]
+    # Without a pool in the entry (other backends) there is the shared one alone.
     pool = tuple(entry.get("segment_pool_id", _SHARED_POOL))
     return Segment(low, low + entry["total_size"], entry["stream"], pool != _SHARED_POOL)

@@ -1,33 +1,43 @@
-"""What a handle is while its bytes are away: the same object, of a class that refuses every use.
+"""What a storage and its handles are while its bytes are away: the same objects, in host memory.
 
-Only what the handle itself knows (shape, dtype, device, gradient and the like) can be asked. The
-class goes back to what it was when the bytes are back, at the next use at the latest.
+The storage stays the same object, so whatever shares it (views, ties, graphs, versions) needs no
+change. Its bytes exist at any moment on the device, in host memory, or on both, never on neither,
+unless the storage itself has died. A handle gets a class that refuses every use: only what it
+itself knows (shape, dtype, device, gradient and the like) can be asked. The class goes back to what
+it was when the bytes are back, at the next use at the latest.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from functools import partial
+from typing import Any, NoReturn
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
 from tenure._containers import handles_in
 from tenure._errors import AwayTensorError
-from tenure._text import describe, operation_of, shape_of
+from tenure._heap import type_name
+from tenure._text import describe, format_bytes, operation_of, shape_of
+from tenure._torch import trap
 from tenure._torch.quiet import without_functions, without_subclass_functions
 
-if TYPE_CHECKING:
-    from ._moved import Moved
+from ._address_segments import Segment, on_stream
+from ._inventory import Holding
 
+_TRAP = "its bytes are in host memory: leave the block of tenure's Courtesy, or call its restore()."
 _GUARD = "_tenure_away"
 _ADVICE = (
     "Leave the block of the Courtesy, or call restore() on it (the attribute courtesy of this "
     "error), before it is used."
 )
 _GRADIENT: Any = Tensor.grad
-_set_class = vars(object)["__class__"].__set__  # past a __setattr__ of the subclass
+# past a __setattr__ of the subclass
+_set_class = vars(object)["__class__"].__set__
+# What the handle itself knows. Anything else reads bytes, or hands out a view that could.
 _READABLE_PROPERTIES = (
     "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "retains_grad",
     "grad_fn", "output_nr", "_version", "_base", "nbytes", "itemsize",
@@ -39,6 +49,106 @@ _READABLE_METHODS = (
     "is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg",
     "is_inference", "get_device", "__len__", "__dir__", "__hash__", "_is_view",
 )  # fmt: skip
+
+
+class Moved:
+    """The bytes of a storage, its tensors and its graphs while they are away.
+
+    Args:
+        courtesy: the Courtesy that moved it, which is asked to ``forget`` what is back or dead.
+        holding: the storage and all that shares it.
+        host: uint8[n_bytes], the bytes of the storage.
+        segment: where they lay.
+
+    Attributes:
+        n_bytes: how many bytes.
+        device: where they belong.
+        host: the bytes, or None when they are not needed any more.
+    """
+
+    def __init__(self, courtesy: Any, holding: Holding, host: Tensor, segment: Segment) -> None:
+        self.courtesy = courtesy
+        self.n_bytes = host.numel()
+        self.device = holding.storage.device
+        self.host: Tensor | None = host
+        self.n_tensors = len(holding.tensors)
+        self._segment = segment
+        self._hooks: list[Any] = []
+        self._handles = [weakref.ref(handle) for handle in holding.handles]
+        self._storage = weakref.ref(holding.storage, partial(_let_go, weakref.ref(self)))
+
+    @property
+    def text(self) -> str:
+        """How many bytes of which device."""
+        return f"{format_bytes(self.n_bytes)} on {self.device}"
+
+    @property
+    def storage(self) -> UntypedStorage | None:
+        """The storage, or None when it has died."""
+        return self._storage()
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the bytes in host memory are the ones that count."""
+        return self.host is not None
+
+    def leave(self, holding: Holding) -> None:
+        """Make every use loud, then let go of the device memory."""
+        # Handles first, nodes next, memory last: whatever fails between, no use reads freed bytes;
+        # see test_an_interrupt_while_leaving_brings_back_what_had_left.
+        for handle in holding.handles:
+            guard(handle, self)
+        for node in holding.nodes.values():
+            # Weakly: the graph would keep the bytes in host memory as long as it lives.
+            refusal = partial(_refuse, weakref.ref(self), type_name(type(node)))
+            self._hooks.append(node.register_prehook(refusal))
+        holding.storage.resize_(0)
+        # C++ that has a pointer passes Python by: the empty storage itself refuses. See
+        # test_what_passes_python_by_is_trapped_meanwhile.
+        trap.arm(holding.storage, f"{self.text}: {_TRAP}")
+
+    def allocate(self) -> UntypedStorage | None:
+        """Give the storage its memory back, whose bytes are undefined yet; None if it has died.
+
+        Raises:
+            RuntimeError: there is no memory for it, and it stays as it was.
+        """
+        storage = self.storage
+        # An earlier restore() may have come this far, and failed in the copies.
+        if storage is not None and storage.nbytes() != self.n_bytes:
+            trap.disarm(storage)
+            try:
+                with on_stream(self.device, self._segment):
+                    storage.resize_(self.n_bytes)
+            # Out of memory, or an interrupt: it is away still, and must refuse as before.
+            except BaseException:
+                trap.arm(storage, f"{self.text}: {_TRAP}")
+                raise
+        return storage
+
+    def come_back(self) -> None:
+        """Let the tensors and graphs be used again; the storage has its bytes."""
+        self.host = None
+        for hook in self._hooks:
+            hook.remove()
+        for reference in self._handles:
+            handle = reference()
+            if handle is not None:
+                heal(handle)
+
+
+def _let_go(reference: weakref.ref[Moved], _: Any) -> None:
+    """The storage has died, and nobody needs its bytes any more."""
+    moved = reference()
+    if moved is not None:
+        moved.host = None
+        moved.courtesy.forget(moved)
+
+
+def _refuse(reference: weakref.ref[Moved], node: str, _: tuple[Tensor, ...]) -> None:
+    moved = reference()
+    if moved is not None and moved.is_away:
+        refuse_backward(node, moved)
 
 
 @dataclass(slots=True)
@@ -74,6 +184,7 @@ class AwayTensor(Tensor):
         if func in _READABLE:
             with without_subclass_functions():
                 return func(*args, **(kwargs or {}))
+        # Its bytes may be back: then this use gives the class back, and goes on.
         for tensor in handles_in((args, kwargs), AwayTensor):
             if not heal(tensor):
                 refuse(tensor, operation_of(func))
@@ -110,6 +221,7 @@ def can_guard(tensor: Tensor) -> bool:
 def guard(tensor: Tensor, part: Moved) -> None:
     """Let a handle refuse every use while ``part`` is away."""
     found = _guard_of(tensor)
+    # A sparse tensor lies in several storages, each of which may be away.
     if found is not None:
         found.parts.append(part)
         return

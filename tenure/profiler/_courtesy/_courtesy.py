@@ -24,10 +24,10 @@ from tenure._torch.quiet import quietly
 
 from .._allocator import allocator_bytes
 from . import _staging
+from ._away import Moved
 from ._courtesy_report import CourtesyReport, Stay
 from ._inventory import Holding, take_inventory
-from ._leaving import depart
-from ._moved import Moved
+from ._leaving import prepare
 
 # one at a time: two that move the same storage would each think that the other's bytes are its own
 _turn = RLock()
@@ -105,7 +105,8 @@ class Courtesy:
         if report.stays:
             try:
                 warn_user(_warning(report), CourtesyWarning)
-            except CourtesyWarning:  # an error to this program: leave nothing half done
+            except CourtesyWarning:
+                # an error to this program: leave nothing half done
                 with _turn, quietly():
                     self._return(going)
                 raise
@@ -162,6 +163,7 @@ class Courtesy:
                 raise
             any_use = "the AwayTensorError that any use of these tensors raises"
             is_for_room = error.__cause__ is not None
+            # The block's own error comes first; what is still away is said below it.
             exc.add_note(self._still_away(any_use) if is_for_room else str(error))
 
     def __repr__(self) -> str:
@@ -170,18 +172,20 @@ class Courtesy:
     # --- leaving
 
     def _leave(self) -> tuple[list[Moved], CourtesyReport]:
-        torch.clear_autocast_cache()  # what it holds is none of Python's, and could not be moved
+        # what it holds is none of Python's, and could not be moved
+        torch.clear_autocast_cache()
         holdings = [held for held in take_inventory() if self._concerns(held.storage.device)]
         devices = list(dict.fromkeys(held.storage.device for held in holdings))
-        departures = [
-            depart(self, device, [held for held in holdings if held.storage.device == device])
+        leavings = [
+            prepare(device, [held for held in holdings if held.storage.device == device])
             for device in devices
         ]
-        ready = [pair for departure in departures for pair in departure.ready]
-        stays = [stay for departure in departures for stay in departure.stays]
+        stays = [stay for leaving in leavings for stay in leaving.stays]
+        ready = [(one.holding, Moved(self, *one)) for leaving in leavings for one in leaving.ready]
         going = [moved for _, moved in ready]
         self._let_leave(ready)
-        del holdings, departures, ready  # so that what is counted now is what the program has
+        # nothing of ours may hold what the program lets go: what is counted now is what it has
+        del holdings, leavings, ready
         return going, self._reported(going, stays, devices)
 
     def _concerns(self, device: torch.device) -> bool:
@@ -202,6 +206,7 @@ class Courtesy:
         begun: list[Moved] = []
         try:
             for held, moved in ready:
+                # Before it leaves: an interrupt in the middle of that must find it.
                 begun.append(moved)
                 self._moved[id(moved)] = moved
                 _unfinished.add(self)
@@ -210,7 +215,8 @@ class Courtesy:
             self._return(begun)
             raise
         for device in {moved.device for moved in begun}:
-            clear_workspaces(device)  # their blocks are the cache's then
+            # their blocks are the cache's then, and go with it
+            clear_workspaces(device)
             module: Any = torch.get_device_module(device)
             if hasattr(module, "empty_cache"):
                 module.empty_cache()
@@ -218,6 +224,7 @@ class Courtesy:
     def _reported(
         self, going: list[Moved], stays: list[Stay], devices: list[torch.device]
     ) -> CourtesyReport:
+        # Counted after the cache was emptied: it is what other processes can't have.
         left = {str(d): told for d in devices if (told := allocator_bytes(d)) is not None}
         return CourtesyReport(
             moved_bytes=sum(moved.n_bytes for moved in going),
@@ -241,15 +248,18 @@ class Courtesy:
     def _return(self, wanted: Iterable[Moved]) -> RuntimeError | None:
         """Bring these back as far as there is room; the error of the first that has none."""
         failure: RuntimeError | None = None
+        # All memory first, then all copies: by device, so that the pinned buffers are made once.
         loads: dict[torch.device, list[tuple[UntypedStorage, Tensor]]] = {}
         back: list[Moved] = []
         for moved in wanted:
             try:
                 storage, host = moved.allocate(), moved.host
             except RuntimeError as error:
-                error.__traceback__ = None  # its frames hold what is on its way
+                # its frames hold what is on its way
+                error.__traceback__ = None
                 failure = failure or error
-                continue  # a smaller one may still fit
+                # a smaller one may still fit: see test_what_fits_comes_back_past_what_does_not
+                continue
             if storage is not None and host is not None:
                 loads.setdefault(moved.device, []).append((storage, host))
                 back.append(moved)

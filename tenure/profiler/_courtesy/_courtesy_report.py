@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
+from tenure._show import Report
 from tenure._text import counted, format_bytes
 
 
@@ -32,7 +33,7 @@ class Stay:
 
 
 @dataclass(frozen=True, slots=True)
-class CourtesyReport:
+class CourtesyReport(Report):
     """What became of the memory of accelerators; ``print`` shows it.
 
     Attributes:
@@ -53,6 +54,8 @@ class CourtesyReport:
     left_bytes: Mapping[str, int] = field(default_factory=dict)
     left_reserved_bytes: Mapping[str, int] = field(default_factory=dict)
     note: str = ""
+
+    _figures: ClassVar = ("stays_bytes",)
 
     @property
     def stays_bytes(self) -> int:
@@ -80,6 +83,3 @@ class CourtesyReport:
             f"{device} has {format_bytes(allocated_bytes)} allocated"
             f"{reserved if reserved_bytes != allocated_bytes else ''} now."
         )
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"

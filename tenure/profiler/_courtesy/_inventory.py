@@ -32,11 +32,13 @@ from tenure._torch.autograd import is_saved_tensor
 from tenure._torch.quiet import quietly
 from tenure._torch.storages import key_of, owners_of_storage
 
+# Memory of the host never moves, and meta tensors have none.
 _NO_MEMORY = frozenset({"cpu", "meta"})
 _NODE = "node"
 # objects whose references are looked at together
 _CHUNK = 4096
-_ALONE = 1  # what cpp_uses() says of a tensor that only its handle owns
+# what cpp_uses() says of a tensor that only its handle owns
+_ALONE = 1
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +85,8 @@ class _Found:
         self._nodes: dict[int, Any] = {}
         self._uses: Counter[int] = Counter()
         self._open: list[Tensor] = []
+        # Gradients, bases and saved tensors can be C++'s alone: from the heap they are reached step
+        # by step.
         self._look_at(tracked_objects())
         while self._open:
             self._expand(self._open.pop())
@@ -119,6 +123,8 @@ class _Found:
     def unseen_owners(self, holding: Holding) -> int:
         """Owners of the storage, and of its tensors, that this search has not met."""
         n_seen = len(holding.tensors) + len(holding.wrappers)
+        # A tensor that more of C++ owns than graphs, views and gradients explain is in use by
+        # something that can't be told to wait; see test_an_owner_that_cannot_be_seen_is_counted.
         of_tensors = sum(
             cpp_uses(t) - _ALONE - self._uses[key] for key, t in holding.tensors.items()
         )
@@ -130,6 +136,7 @@ class _Found:
         self.tensors[id(t)] = t
         base = read(t, "_base")
         self._add_use(base)
+        # Its second reference to the base is one of those that C++ counts.
         if base is not None and _is_twofold_view(t, base):
             self._uses[id(base)] += 1
         self._add_use(gradient_of(t))

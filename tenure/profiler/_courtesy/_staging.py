@@ -17,6 +17,8 @@ from torch import Tensor, UntypedStorage
 
 from tenure._torch.quiet import quietly
 
+# Large enough for the full speed of the link, small enough to be pinned anywhere: pinned memory is
+# lost to all other processes.
 _BUFFER_BYTES = 32 * 2**20
 _N_BUFFERS = 2
 
@@ -55,6 +57,9 @@ def to_host(loads: list[Load], device: torch.device) -> None:
             return
         waiting: deque[tuple[Any, list[_Piece], Tensor]] = deque()
         for number, batch in enumerate(_batches(loads, buffers[0].numel())):
+            # Synchronization strategy: a buffer is written again only after the host has taken its
+            # bytes, and the host takes them only after the event behind the copy into it. Else
+            # bytes of two storages mix.
             if len(waiting) == _N_BUFFERS:
                 _unload(*waiting.popleft())
             buffer = buffers[number % _N_BUFFERS]
@@ -76,6 +81,7 @@ def to_device(loads: list[Load], device: torch.device) -> None:
         busy: dict[int, Any] = {}
         for number, batch in enumerate(_batches(loads, buffers[0].numel())):
             turn = number % _N_BUFFERS
+            # The other way round: the host may write to a buffer once the copy out of it is done.
             if turn in busy:
                 busy[turn].synchronize()
             for piece in batch:
@@ -118,6 +124,7 @@ def _buffers(loads: list[Load], device: torch.device) -> list[Tensor]:
         return []
     plain = [host_bytes(n_bytes) for _ in range(_N_BUFFERS)]
     try:
+        # Page-locked memory can run out; then the bytes go the slow way.
         return [buffer.pin_memory() for buffer in plain]
     except (RuntimeError, NotImplementedError):  # no pinned memory there, or none left
         return []
@@ -129,6 +136,8 @@ def _batches(loads: Iterable[Load], capacity: int) -> Iterator[list[_Piece]]:
     start = 0
     for storage, host in loads:
         source, done = _bytes_of(storage), 0
+        # A storage can be larger than a buffer, and a buffer can hold many storages: small ones
+        # share a wait.
         while done < host.numel():
             length = min(capacity - start, host.numel() - done)
             part = slice(done, done + length)

@@ -28,7 +28,7 @@ _FIELDS_IN_WORDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class LineColumn:
     """One column.
 
     Attributes:
@@ -53,22 +53,23 @@ class Column:
         text = format_bytes(value) if self.in_bytes else str(value)
         if self.is_exact(record):
             return text
+        # Of a shared device, some of it may be another thread's: neither more nor less is certain.
         return f"~ {text}" if record.shared and self.of_bytes_moved else f">= {text}"
 
 
 _COLUMNS = {
     column.name: column
     for column in (
-        Column("hits", lambda r: r.hits, lambda _: True, in_bytes=False),
-        Column("alloc", lambda r: r.allocated_bytes, lambda r: r.exact, of_bytes_moved=True),
-        Column("freed", lambda r: r.freed_bytes, lambda r: r.exact, of_bytes_moved=True),
-        Column("net", lambda r: r.net_bytes, lambda r: not r.shared, of_bytes_moved=True),
-        Column("peak", lambda r: r.peak_bytes, lambda r: r.peak_exact),
+        LineColumn("hits", lambda r: r.hits, lambda _: True, in_bytes=False),
+        LineColumn("alloc", lambda r: r.allocated_bytes, lambda r: r.exact, of_bytes_moved=True),
+        LineColumn("freed", lambda r: r.freed_bytes, lambda r: r.exact, of_bytes_moved=True),
+        LineColumn("net", lambda r: r.net_bytes, lambda r: not r.shared, of_bytes_moved=True),
+        LineColumn("peak", lambda r: r.peak_bytes, lambda r: r.peak_exact),
     )
 }
 
 
-def columns_named(names: Sequence[str] | None, records: Iterable[LineRecord]) -> list[Column]:
+def columns_named(names: Sequence[str] | None, records: Iterable[LineRecord]) -> list[LineColumn]:
     """The columns of these names, of which fields of ``memory_stats()`` are some.
 
     Raises:
@@ -78,18 +79,19 @@ def columns_named(names: Sequence[str] | None, records: Iterable[LineRecord]) ->
         names = DEFAULT_COLUMNS
     if isinstance(names, str):
         names = (names,)
+    # Those that were measured; before anything has run, those that torch documents.
     fields: set[str] = set().union(*(record.statistics for record in records))
     return [_COLUMNS.get(name) or _statistic(name, fields) for name in names]
 
 
-def _statistic(name: str, fields: set[str]) -> Column:
+def _statistic(name: str, fields: set[str]) -> LineColumn:
     if name not in (fields or _FIELDS):
         theirs = ", ".join(sorted(fields)) if fields else _FIELDS_IN_WORDS
         raise ProfilerUsageError(
             f"There is no column {name!r}. There are {', '.join(_COLUMNS)}, and {theirs}."
         )
     is_peak = name.endswith(".peak")
-    return Column(
+    return LineColumn(
         name,
         lambda record: record.statistics.get(name),
         lambda record: record.peak_exact or not is_peak,

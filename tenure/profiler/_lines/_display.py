@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Self
 
 import torch
 
-from ._columns import Column
+from tenure._show import Bar, Column, Paragraph, Part, Report, Table, plain, restored
+
+from ._columns import LineColumn, columns_named
 from ._records import LineRecord
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-_RIGHT = "code"
+_CODE = Column("code", is_fixed=True, is_code=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +43,11 @@ class Section:
             "process's: some of their bytes may stand here, or some of these on their lines."
         )
 
-    def cells(self, columns: Sequence[Column]) -> list[list[str]]:
-        """The texts of each row."""
-        return [
-            [str(line), *(column.cell(record) if record else "" for column in columns), source]
-            for line, source, record in self.rows
-        ]
 
-
-class RecordsDisplay:
+class RecordsDisplay(Report):
     """Records with the source around them; it shows itself wherever it is printed."""
 
-    def __init__(self, sections: Sequence[Section], columns: Sequence[Column]) -> None:
+    def __init__(self, sections: Sequence[Section], columns: Sequence[LineColumn]) -> None:
         self.sections = tuple(sections)
         self.columns = tuple(columns)
 
@@ -68,36 +60,59 @@ class RecordsDisplay:
     @property
     def headings(self) -> list[str]:
         """The names of all columns, the source's last."""
-        return ["line", *(column.name for column in self.columns), _RIGHT]
+        return [column.heading for column in self._columns()]
 
     def __str__(self) -> str:
-        return "\n\n".join(self._text(section) for section in self.sections)
+        return "\n\n".join(map(_text, self._parts()))
 
     def __repr__(self) -> str:
         return str(self)
 
-    def __rich__(self) -> RenderableType:
-        from ._line_tables import rich_tables
+    def _parts(self) -> list[Part]:
+        columns, largest = self._columns(), [self._largest(column) for column in self.columns]
+        return [
+            Paragraph(section.title, section.note)
+            if section.note
+            else Table(section.title, columns, self._rows(section, largest), section.footnote)
+            for section in self.sections
+        ]
 
-        return rich_tables(self)
+    def _columns(self) -> list[Column]:
+        names = ("line", *(column.name for column in self.columns))
+        return [*(Column(name, ">", is_fixed=True) for name in names), _CODE]
 
-    def _repr_html_(self) -> str:
-        from ._line_tables import html_tables
+    def _rows(self, section: Section, largest: Sequence[int]) -> list[list[str]]:
+        return [
+            [
+                str(line),
+                *(_cell(*pair, record) for pair in zip(self.columns, largest, strict=True)),
+                source,
+            ]
+            for line, source, record in section.rows
+        ]
 
-        return html_tables(self)
+    def _largest(self, column: LineColumn) -> int:
+        return max((column.value(record) or 0 for record in self.records), default=0)
 
-    def _text(self, section: Section) -> str:
-        if section.note:
-            return "\n".join(line for line in (_title(section), section.note) if line)
-        table = [self.headings, *section.cells(self.columns)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [_title(section)]
-        for *cells, source in table:
-            numbers = "  ".join(cell.rjust(w) for cell, w in zip(cells, widths, strict=False))
-            lines.append(f"{numbers}  {source}".rstrip())
-        if section.footnote:
-            lines.append(section.footnote)
-        return "\n".join(lines)
+    def _facts(self) -> dict[str, Any]:
+        facts: dict[str, Any] = plain(_Facts(tuple(c.name for c in self.columns), self.sections))
+        return facts
+
+    @classmethod
+    def _of_facts(cls, facts: Mapping[str, object]) -> Self:
+        found: _Facts = restored(_Facts, facts, cls.__name__)
+        # A column is a function; which one a name means depends on the statistics in the records.
+        display = cls(found.sections, ())
+        display.columns = tuple(columns_named(found.columns, display.records))
+        return display
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What is written of a display: the columns by their names, as they are functions."""
+
+    columns: tuple[str, ...]
+    sections: tuple[Section, ...]
 
 
 def section_of(
@@ -105,8 +120,10 @@ def section_of(
 ) -> Section:
     """The section of a function's records, all of one device; lines without source stand alone."""
     by_line = {record.line: record for record in records}
+    # A method is indented twice, which costs width and tells nothing.
     code = textwrap.dedent("\n".join(source)).split("\n") if source else []
     texts = dict(enumerate(code, first_line))
+    # Lines that ran without a source: code that was made at run time, or a file that changed.
     lines = sorted(texts | by_line)
     rows = tuple((line, texts.get(line, ""), by_line.get(line)) for line in lines)
     return Section(title_of(name, file, first_line, records[0].device), rows)
@@ -118,5 +135,15 @@ def title_of(name: str, file: str, first_line: int, device: torch.device | None 
     return f"{place}, {device}" if device is not None else place
 
 
-def _title(section: Section) -> str:
-    return f"## {section.title}" if section.title else ""
+def _cell(column: LineColumn, most: int, record: LineRecord | None) -> str:
+    if record is None:
+        return ""
+    text, value = column.cell(record), column.value(record)
+    # Negative numbers (net) have no part of the largest.
+    return Bar(text, round(100 * value / most)) if value and value > 0 else text
+
+
+def _text(part: Part) -> str:
+    title = f"## {part.title}" if part.title else ""
+    body = part.body(rule="") if isinstance(part, Table) else ""
+    return "\n".join(filter(None, (title, body, part.note)))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
+
+from tenure._show import plain, restored
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class LineRecord:
     file: str = ""
     statistics: Mapping[str, int] = field(default_factory=dict, repr=False)
 
+    _figures: ClassVar = ("net_bytes",)
+
     @property
     def net_bytes(self) -> int:
         """By how much live memory grew; negative where it shrank."""
@@ -59,19 +63,15 @@ class LineRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """The record as values that JSON has."""
-        return {
-            "function": self.function,
-            "file": self.file,
-            "line": self.line,
-            "source": self.source,
-            "device": str(self.device),
-            "hits": self.hits,
-            "allocated_bytes": self.allocated_bytes,
-            "freed_bytes": self.freed_bytes,
-            "net_bytes": self.net_bytes,
-            "peak_bytes": self.peak_bytes,
-            "exact": self.exact,
-            "shared": self.shared,
-            "peak_exact": self.peak_exact,
-            "statistics": dict(self.statistics),
-        }
+        facts: dict[str, Any] = plain(self)
+        return facts
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object]) -> Self:
+        """Read a record that ``to_dict`` gave, in this process or in another one.
+
+        Raises:
+            ReportFormatError: something is missing, or is no such value.
+        """
+        record: Self = restored(cls, data, cls.__name__)
+        return record

@@ -1,13 +1,13 @@
 """Who has which storage: modules and optimizers, autograd, variables."""
 
-from ._census import CATEGORIES as CATEGORIES
-from ._census import SAVED as SAVED
-from ._census import StorageEntry as StorageEntry
-from ._census import TensorRow as TensorRow
-from ._census import describe_row as describe_row
 from ._census import take_census as take_census
 from ._holders import HolderList as HolderList
 from ._holders import holders as holders
+from ._rows import CATEGORIES as CATEGORIES
+from ._rows import SAVED as SAVED
+from ._rows import StorageEntry as StorageEntry
+from ._rows import TensorRow as TensorRow
+from ._rows import describe_row as describe_row
 from ._saved import SavedRecord as SavedRecord
 from ._saved import SavedReport as SavedReport
 from ._saved import saved_for_backward as saved_for_backward

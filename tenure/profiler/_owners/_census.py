@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
@@ -35,7 +35,7 @@ from tenure._text import dtype_name, listed
 from tenure._torch.quiet import quietly
 from tenure._torch.storages import key_of
 
-from ._naming import BUFFERS, OPTIMIZER_STATE, PARAMETERS, Kept, Names
+from ._naming import PARAMETERS, Kept, Named, Names
 from ._parts import (
     device_of,
     dtype_of,
@@ -44,76 +44,17 @@ from ._parts import (
     parts_of,
     shape_or_empty,
 )
+from ._rows import CATEGORIES, GRADIENTS, OTHERS, SAVED, StorageEntry, TensorRow
 from ._saved import SavedRecord, SavedStorage, saved_storages
 
-GRADIENTS = "gradients"
-SAVED = "saved for backward"
-OTHERS = "other tensors"
-CATEGORIES: tuple[str, ...] = (PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER_STATE, SAVED, OTHERS)
-"""What a storage counts as, the first of them that is true of one of its tensors.
-
-Memory that a pager or the like keeps for a model counts as what that says, before all of these.
-"""
-
+# A search costs some microseconds for each tensor; a process with a million small ones would wait
+# for names that nobody reads.
 _MAX_SEARCHED = 5000
+# Kinds of holders that hold a tensor's memory on somebody else's behalf: a name of its own is
+# better.
 _BORROWING = frozenset({"view", "autograd", "numpy"})
 # references to a handle from the list of all, and from the variable that is asked about
 _OWN_REFERENCES = 1 + OF_VARIABLE
-
-
-@dataclass(frozen=True, slots=True)
-class TensorRow:
-    """One tensor, or one part of a tensor that is made of several.
-
-    Attributes:
-        name: what holds it: a dotted name of a model, a variable, the node that saved it.
-        category: one of the categories of the report.
-        shape: its shape; symbolic sizes as text.
-        dtype: its dtype, as ``float32``.
-        device: its device.
-        n_bytes: bytes of the whole storage, if this row stands for it; 0 in the other rows over it.
-        owner: the name of the row with the bytes; None if it is this one.
-        created_at: "file.py:17" where a scope with ``capture=`` saw it made; otherwise None.
-    """
-
-    name: str
-    category: str
-    shape: tuple[int | str, ...]
-    dtype: str
-    device: str
-    n_bytes: int
-    owner: str | None = None
-    created_at: str | None = None
-
-    def __str__(self) -> str:
-        return f"{self.name}: {describe_row(self)}"
-
-
-@dataclass(frozen=True, slots=True)
-class StorageEntry:
-    """One storage and the tensors over it, its owner first.
-
-    Attributes:
-        rows: the tensors.
-        identity: a weak reference, the same object as long as it is the same storage; None for
-            memory that a library hides.
-        shown_bytes: bytes of the largest tensor over it; less than all if only views are left.
-        kind: what holds the owner, as in `HolderList.kinds`; empty where its name says it.
-        has_graph: a graph of autograd hangs on one of the tensors.
-    """
-
-    rows: tuple[TensorRow, ...]
-    identity: weakref.ref[UntypedStorage] | None
-    shown_bytes: int
-    kind: str = ""
-    has_graph: bool = False
-
-    @property
-    def owner(self) -> TensorRow:
-        """The row with the bytes."""
-        return self.rows[0]
-
-
 _LAST = sys.maxsize
 
 
@@ -126,6 +67,19 @@ class _Held(NamedTuple):
 
 
 class _Member(NamedTuple):
+    """One tensor over a storage.
+
+    Attributes:
+        key: the storage, while it lives.
+        identity: a weak reference to it.
+        row: the tensor, with all bytes of the storage.
+        tensor_bytes: those that it shows.
+        held: what it is called.
+        has_graph: a graph of autograd hangs on it.
+    """
+
+    key: int
+    identity: weakref.ref[UntypedStorage] | None
     row: TensorRow
     tensor_bytes: int
     held: _Held
@@ -135,14 +89,9 @@ class _Member(NamedTuple):
     def rank(self) -> tuple[int, int, int, int, str]:
         """Named parameters, buffers and so on in their order; the rest by size."""
         row = self.row
+        # What a pager says of its memory ("paged: ring") is no category of ours, and goes first.
         category = CATEGORIES.index(row.category) if row.category in CATEGORIES else -1
         return category, self.held.order, -row.n_bytes, -self.tensor_bytes, row.name
-
-
-def describe_row(row: TensorRow) -> str:
-    """The tensor of a row in the words of all reports."""
-    sizes = ", ".join(map(str, row.shape))
-    return f"{row.dtype}[{sizes}] on {row.device}"
 
 
 def take_census(
@@ -155,187 +104,260 @@ def take_census(
         optimizers: optimizers whose state is named.
 
     Returns:
-        The storages, and rows of tensors without memory.
+        The storages in the order of their owners' categories, and rows of tensors without memory.
     """
     with quietly():
-        survey = _Survey()
-        saved = saved_storages(survey.nodes)[0]
-        names = Names(list(models), survey.modules, [*optimizers, *survey.optimizers], survey.kept)
-        return _Census(names, survey, saved).result()
+        heap = _look()
+        # Before any handle is held: what only a graph has is told by counts of references.
+        saved = saved_storages(heap.nodes)[0]
+        names = Names(list(models), heap.modules, [*optimizers, *heap.optimizers], heap.kept)
+        handles = _handles_of(heap)
+        calls = _Calls(names, _search(handles, names))
+        storages = _Storages(_homes(kept.named for kept in heap.kept))
+        hollow = _enter_handles(storages, handles, calls)
+        _enter_saved(storages, saved)
+        _enter_rest(storages, handles, heap.storages, calls)
+        return storages.entries(), sorted(hollow, key=lambda row: row.name)
 
 
-class _Survey:
+@dataclass(frozen=True, slots=True)
+class _Heap:
     """Tensors and what tells something of them, from one pass over the heap.
 
     Attributes:
+        kept: the tensors that pagers and the like keep, which the pass has therefore seen.
         tensors: all tensors; weakly, as references of ours would hide that others hold them.
         nodes: the nodes of every graph that a tensor or a variable leads to.
         modules: all modules.
         optimizers: all optimizers.
         storages: the handles of storages.
-        kept: the tensors that pagers and the like keep, which the pass has therefore seen.
     """
 
-    def __init__(self) -> None:
-        self.kept = [
-            Kept(namer.served_model(), named)
-            for namer in namers.alive()
-            for named in namer.named_tensors()
-        ]
-        found = instances(tracked_objects(), _is_surveyed)
-        tensors = instances(found, lambda cls: is_kind(cls, Tensor))
-        self.tensors = list(map(weakref.ref, tensors))
-        nodes = [*(read(t, "grad_fn") for t in tensors), *instances(found, is_node_class)]
-        self.nodes = list({id(node): node for node in nodes if node is not None}.values())
-        self.modules = instances(found, lambda cls: is_kind(cls, nn.Module))
-        self.optimizers = instances(found, lambda cls: is_kind(cls, Optimizer))
-        self.storages = instances(found, lambda cls: is_kind(cls, UntypedStorage))
+    kept: list[Kept]
+    tensors: list[weakref.ref[Tensor]]
+    nodes: list[Any]
+    modules: list[nn.Module]
+    optimizers: list[Optimizer]
+    storages: list[UntypedStorage]
+
+
+def _look() -> _Heap:
+    # First, so that the handles a pager makes for this answer are among the tensors of the pass.
+    kept = [
+        Kept(namer.served_model(), named)
+        for namer in namers.alive()
+        for named in namer.named_tensors()
+    ]
+    found = instances(tracked_objects(), _is_surveyed)
+    tensors = instances(found, lambda cls: is_kind(cls, Tensor))
+    # A node can be held without its tensor (by a hook, in a variable), and a tensor's node can be
+    # one that Python has no object for yet.
+    nodes = [*(read(t, "grad_fn") for t in tensors), *instances(found, is_node_class)]
+    return _Heap(
+        kept,
+        list(map(weakref.ref, tensors)),
+        list({id(node): node for node in nodes if node is not None}.values()),
+        instances(found, lambda cls: is_kind(cls, nn.Module)),
+        instances(found, lambda cls: is_kind(cls, Optimizer)),
+        instances(found, lambda cls: is_kind(cls, UntypedStorage)),
+    )
 
 
 def _is_surveyed(cls: type) -> bool:
     return is_kind(cls, Tensor, nn.Module, Optimizer, UntypedStorage) or is_node_class(cls)
 
 
-class _Census:
-    """The work of one census; it holds every tensor while it lasts.
+@dataclass(frozen=True, slots=True)
+class _Handles:
+    """Every tensor, held while the census lasts.
 
-    The order matters: who holds a tensor can only be told before the census itself refers to it
-    from more than one list.
+    Attributes:
+        tensors: the tensors.
+        in_python: those that something in Python holds, by identity.
+        gradients: the gradients among them, which are named by what they are the gradient of.
+        inner: those that a sparse tensor or a wrapper is made of, which are named by it.
     """
 
-    def __init__(self, names: Names, survey: _Survey, saved: dict[int, SavedStorage]) -> None:
+    tensors: list[Tensor]
+    in_python: set[int]
+    gradients: set[int]
+    inner: set[int]
+
+    def stands_alone(self, t: Tensor) -> bool:
+        """Whether a tensor has a name of its own."""
+        return id(t) not in self.gradients and id(t) not in self.inner
+
+
+def _handles_of(heap: _Heap) -> _Handles:
+    # This list is the one reference of ours that is counted off: there must be no second one yet,
+    # as a variable bound here by := would be to the last tensor; see
+    # test_the_last_tensor_of_the_heap_is_named_like_the_others.
+    tensors = [t for t in (reference() for reference in heap.tensors) if t is not None]
+    return _Handles(
+        tensors,
+        {id(t) for t in tensors if sys.getrefcount(t) - _OWN_REFERENCES > cpp_references(t)},
+        {id(g) for t in tensors if (g := gradient_of(t)) is not None},
+        {id(inner) for t in tensors for inner in _inner_of(t)},
+    )
+
+
+def _search(handles: _Handles, names: Names) -> dict[int, _Held]:
+    """Name the largest of the tensors that no module and no optimizer has a name for."""
+    unnamed = [
+        t
+        for t in handles.tensors
+        if id(t) in handles.in_python and handles.stands_alone(t) and names.get(t) is None
+    ]
+    unnamed.sort(key=lambda t: -(storage_bytes(t) or 0))
+    # The largest are worth the search; the rest get a number.
+    del unnamed[_MAX_SEARCHED:]
+    found = find_holders(unnamed, live=handles.tensors)
+    held = zip(map(id, unnamed), map(_best, found), strict=True)
+    return {key: best for key, best in held if best is not None}
+
+
+class _Calls:
+    """What tensors are called: by a module or an optimizer, by a holder, or by a number."""
+
+    def __init__(self, names: Names, searched: dict[int, _Held]) -> None:
         self._names = names
-        self._bare = survey.storages
-        self._saved = saved
-        self._homes = _homes(kept.named for kept in survey.kept)
-        self._handles = [t for reference in survey.tensors if (t := reference()) is not None]
-        self._in_python = {
-            id(t) for t in self._handles if sys.getrefcount(t) - _OWN_REFERENCES > cpp_references(t)
-        }
-        self._gradients = {id(g) for t in self._handles if (g := gradient_of(t)) is not None}
-        self._inner = {id(inner) for t in self._handles for inner in _inner_of(t)}
-        self._held = self._search()
-        self._members: dict[int, list[_Member]] = {}
-        self._identities: dict[int, weakref.ref[UntypedStorage] | None] = {}
-        self._hollow: list[TensorRow] = []
+        self._held = searched
         self._n_unnamed = 0
 
-    def result(self) -> tuple[list[StorageEntry], list[TensorRow]]:
-        """The storages in the order of their owners' categories, and rows without memory."""
-        for t in self._handles:
-            if id(t) in self._in_python or self._names.get(t) is not None:
-                self._add_handle(t)
-            gradient = gradient_of(t)
-            if gradient is not None:
-                named = self._named(t, "")
-                self._add(gradient, named._replace(name=f"{named.name}.grad"), GRADIENTS)
-        self._add_saved()
-        self._add_rest()
-        for members in self._members.values():
-            members.sort(key=lambda member: member.rank)
-        keys = sorted(self._members, key=lambda key: self._members[key][0].rank)
-        return [self._entry(key) for key in keys], sorted(self._hollow, key=lambda row: row.name)
+    def named(self, t: Tensor) -> Named | None:
+        """What a module or an optimizer calls it."""
+        return self._names.get(t)
 
-    def _search(self) -> dict[int, _Held]:
-        """Name the largest of the tensors that no module and no optimizer has a name for."""
-        unnamed = [
-            t
-            for t in self._handles
-            if id(t) in self._in_python
-            and id(t) not in self._gradients
-            and id(t) not in self._inner
-            and self._names.get(t) is None
-        ]
-        unnamed.sort(key=lambda t: -(storage_bytes(t) or 0))
-        del unnamed[_MAX_SEARCHED:]
-        found = find_holders(unnamed, live=self._handles)
-        held = zip(map(id, unnamed), map(_best, found), strict=True)
-        return {key: best for key, best in held if best is not None}
-
-    def _add_handle(self, t: Tensor) -> None:
-        if id(t) not in self._gradients and id(t) not in self._inner:
-            named = self._names.get(t)
-            is_parameter = is_kind(type(t), nn.Parameter)
-            category = named.category if named else PARAMETERS if is_parameter else OTHERS
-            self._add(t, self._named(t, type_name(type(t))), category)
-
-    def _named(self, t: Tensor, fallback: str) -> _Held:
+    def of(self, t: Tensor) -> _Held:
+        """What it is called; the same at each call."""
         named = self._names.get(t)
         if named is not None:
             return _Held(named.name, order=named.order)
         held = self._held.get(id(t))
         if held is None:
-            self._n_unnamed += 1
-            # numbered, as nothing else tells them apart
-            name = f"{fallback or type_name(type(t))}{self._n_unnamed - 1}"
-            held = self._held[id(t)] = _Held(name, "unknown")
+            held = self._held[id(t)] = self.numbered(type_name(type(t)))
         return held
 
-    def _add(self, t: Tensor, held: _Held, category: str) -> None:
-        site = created_at(t)
-        has_graph = read(t, "grad_fn") is not None
-        parts = parts_of(t)
-        for part in parts:
-            row = _row(held.name + part.label, category, part.tensor, site)
-            key = self._home(part.key)
-            if key == part.key:
-                self._identities.setdefault(key, identity_of(part.tensor))
-            member = _Member(
-                replace(row, n_bytes=part.n_bytes), element_bytes(part.tensor), held, has_graph
+    def numbered(self, kind: str) -> _Held:
+        """A name for one that nothing else tells from the others."""
+        self._n_unnamed += 1
+        return _Held(f"{kind}{self._n_unnamed - 1}", "unknown")
+
+
+class _Storages:
+    """The tensors over each storage.
+
+    Args:
+        homes: the storages that lie in another, by the key of each that of the other.
+    """
+
+    def __init__(self, homes: dict[int, int]) -> None:
+        self._homes = homes
+        self._members: dict[int, list[_Member]] = {}
+
+    def at(self, key: int) -> list[_Member]:
+        """The tensors over a storage, or over the one that its bytes lie in."""
+        return self._members.get(self._homes.get(key, key), [])
+
+    def add(self, member: _Member) -> None:
+        """Enter one tensor."""
+        # A unit of a pager lies in its buffer: its bytes are the buffer's, and counted once there.
+        home = self._homes.get(member.key, member.key)
+        self._members.setdefault(home, []).append(member)
+
+    def entries(self) -> list[StorageEntry]:
+        """The storages in the order of their owners' categories."""
+        for members in self._members.values():
+            members.sort(key=lambda member: member.rank)
+        keys = sorted(self._members, key=lambda key: self._members[key][0].rank)
+        return [_entry(key, self._members[key]) for key in keys]
+
+
+def _enter_handles(storages: _Storages, handles: _Handles, calls: _Calls) -> list[TensorRow]:
+    """What Python holds, and gradients; those without memory are given back."""
+    hollow: list[TensorRow] = []
+    for t in handles.tensors:
+        named, gradient = calls.named(t), gradient_of(t)
+        # What neither Python holds nor a module names is C++'s alone: a graph's, entered under its
+        # node by `_enter_saved`, or somebody's whom nothing shows, by `_enter_rest`.
+        if (named or id(t) in handles.in_python) and handles.stands_alone(t):
+            is_parameter = is_kind(type(t), nn.Parameter)
+            # A Parameter outside of every module is one all the same, as in a hand-written
+            # optimizer.
+            category = named.category if named else PARAMETERS if is_parameter else OTHERS
+            hollow += _enter(storages, t, calls.of(t), category)
+        # By the name of what it belongs to: a gradient in a variable of its own is a gradient
+        # still.
+        if gradient is not None:
+            held = calls.of(t)
+            hollow += _enter(storages, gradient, held._replace(name=f"{held.name}.grad"), GRADIENTS)
+    return hollow
+
+
+def _enter(storages: _Storages, t: Tensor, held: _Held, category: str) -> list[TensorRow]:
+    """Enter each part of a tensor; where it has none, its row is given back."""
+    site, has_graph = created_at(t), read(t, "grad_fn") is not None
+    parts = parts_of(t)
+    for part in parts:
+        row = _row(held.name + part.label, category, part.tensor, site)
+        storages.add(
+            _Member(
+                part.key,
+                identity_of(part.tensor),
+                replace(row, n_bytes=part.n_bytes),
+                element_bytes(part.tensor),
+                held,
+                has_graph,
             )
-            self._members.setdefault(key, []).append(member)
-        if not parts and _is_hollow(t):
-            self._hollow.append(replace(_row(held.name, category, t, site), device="meta"))
-
-    def _add_saved(self) -> None:
-        """What only a graph keeps; and what it shares with a variable is the graph's as well."""
-        for own_key, (record, identity) in self._saved.items():
-            key = self._home(own_key)
-            members = self._members.get(key)
-            if members and not record.is_leaf:
-                first = min(members, key=lambda member: member.rank)
-                if first.row.category == OTHERS:
-                    row = replace(first.row, category=SAVED)
-                    members[members.index(first)] = first._replace(
-                        row=row, tensor_bytes=row.n_bytes
-                    )
-            elif not members:
-                self._members[key] = [_member_of(record)]
-                self._identities[key] = identity
-
-    def _add_rest(self) -> None:
-        """Memory that only C++ refers to, and bare storages."""
-        for t in self._handles:
-            if any(self._home(part.key) not in self._members for part in parts_of(t)):
-                self._add(t, self._named(t, ""), OTHERS)
-        for storage in self._bare:
-            if self._home(key_of(storage)) in self._members:
-                continue
-            if storage.nbytes() and not is_hollow(storage):
-                # numbered like tensors without a name
-                name = f"UntypedStorage{self._n_unnamed}"
-                self._n_unnamed += 1
-                n_bytes, device = storage.nbytes(), str(storage.device)
-                row = TensorRow(name, OTHERS, (n_bytes,), "uint8", device, n_bytes)
-                self._identities[key_of(storage)] = weakref.ref(storage)
-                self._members[key_of(storage)] = [_Member(row, n_bytes, _Held(name, "unknown"))]
-
-    def _home(self, key: int) -> int:
-        """The storage whose bytes a storage lies in; mostly itself."""
-        return self._homes.get(key, key)
-
-    def _entry(self, key: int) -> StorageEntry:
-        members = self._members[key]
-        owner = members[0].row
-        rest = (replace(m.row, n_bytes=0, owner=owner.name) for m in members[1:])
-        shown_bytes = max(member.tensor_bytes for member in members)
-        return StorageEntry(
-            (owner, *rest),
-            self._identities[key],
-            shown_bytes,
-            members[0].held.kind,
-            any(member.has_graph for member in members),
         )
+    is_hollow = not parts and storage_bytes(t)  # and it is not just empty
+    return [replace(_row(held.name, category, t, site), device="meta")] if is_hollow else []
+
+
+def _enter_saved(storages: _Storages, saved: dict[int, SavedStorage]) -> None:
+    """What only a graph keeps; and what it shares with a variable is the graph's as well."""
+    for key, (record, identity) in saved.items():
+        members = storages.at(key)
+        # A variable and a graph share it: dropping the variable alone would free nothing, so it
+        # counts as saved; see test_a_variable_that_autograd_saved_counts_as_saved.
+        if members and not record.is_leaf:
+            first = min(members, key=lambda member: member.rank)
+            # A parameter that a graph saves is a parameter.
+            if first.row.category == OTHERS:
+                row = replace(first.row, category=SAVED)
+                members[members.index(first)] = first._replace(row=row, tensor_bytes=row.n_bytes)
+        elif not members:
+            storages.add(_member_of(key, record, identity))
+
+
+def _enter_rest(
+    storages: _Storages, handles: _Handles, bare: list[UntypedStorage], calls: _Calls
+) -> None:
+    """Memory that only C++ refers to, and bare storages."""
+    for t in handles.tensors:
+        if not all(storages.at(part.key) for part in parts_of(t)):
+            _enter(storages, t, calls.of(t), OTHERS)
+    for storage in bare:
+        n_bytes = storage.nbytes()
+        # A storage that the program holds by itself: no tensor lies over it any more.
+        if n_bytes and not storages.at(key_of(storage)) and not is_hollow(storage):
+            held = calls.numbered("UntypedStorage")
+            row = TensorRow(held.name, OTHERS, (n_bytes,), "uint8", str(storage.device), n_bytes)
+            storages.add(_Member(key_of(storage), weakref.ref(storage), row, n_bytes, held))
+
+
+def _entry(key: int, members: list[_Member]) -> StorageEntry:
+    owner = members[0].row
+    # of the storage itself, and not of one whose bytes lie in it
+    own = (member.identity for member in members if member.key == key)
+    return StorageEntry(
+        owner,
+        max(member.tensor_bytes for member in members),
+        members[0].held.kind,
+        any(member.has_graph for member in members),
+        tuple(replace(m.row, n_bytes=0, owner=owner.name) for m in members[1:]),
+        next(own, members[0].identity),
+    )
 
 
 def _homes(kept: Iterable[NamedTensor]) -> dict[int, int]:
@@ -359,21 +381,18 @@ def _row(name: str, category: str, t: Tensor, site: str | None) -> TensorRow:
     return TensorRow(name, category, shape_or_empty(t), dtype, str(device_of(t)), 0, None, site)
 
 
-def _member_of(record: SavedRecord) -> _Member:
+def _member_of(
+    key: int, record: SavedRecord, identity: weakref.ref[UntypedStorage] | None
+) -> _Member:
     name = listed(record.saved_by, 1)
     dtype, device = dtype_name(record.dtype), str(record.device)
     row = TensorRow(
         name, SAVED, record.shape, dtype, device, record.n_bytes, None, record.created_at
     )
-    return _Member(row, record.n_bytes, _Held(name, "autograd"))
+    return _Member(key, identity, row, record.n_bytes, _Held(name, "autograd"))
 
 
 def _inner_of(t: Tensor) -> list[Tensor]:
     if is_plain(t):
         return []
     return [part.tensor for part in parts_of(t) if part.tensor is not t]
-
-
-def _is_hollow(t: Tensor) -> bool:
-    """Whether a tensor shows sizes without memory behind them, and is not just empty."""
-    return bool(storage_bytes(t))

@@ -81,12 +81,15 @@ class GraphHoldings:
         self._entered: set[int] = set()
         self._waiting: dict[int, Kept] = {}
         nodes = [node for node in roots if node is not None]
+        # Objects in Python can lead to nodes (a checkpoint's arguments have graphs), and these to
+        # objects again, until neither finds anything new.
         while nodes:
             self._add_nodes(nodes)
             nodes = self._enter_owned()
         self.n_nodes = len(self._seen)
         entries = self._kept.values()
         self.tensors = [entry for entry in entries if is_kind(type(entry.found), Tensor)]
+        # Only now: a reference that was not met yet would look like somebody else's.
         for entry in self.tensors:
             entry.is_held = entry.has_unknown_references()
 
@@ -95,6 +98,8 @@ class GraphHoldings:
             name, slots = self._described(type(node))
             for label, data, unpack_hook in slots_of_node(node, slots):
                 self._add_data(f"{name}.{label}", data, unpack_hook)
+            # A custom Function's node is its context: what the user put on it is an attribute in
+            # Python.
             self._meet_referents(node, name, None, is_packed=False)
 
     def _described(self, cls: type) -> tuple[str, list[str]]:
@@ -113,6 +118,7 @@ class GraphHoldings:
 
     def _enter(self, found: Any, place: str) -> Kept:
         entry = self._kept.get(id(found))
+        # The entry holds the object, so that its identity stays its own meanwhile.
         if entry is None:
             entry = self._kept[id(found)] = self._waiting[id(found)] = Kept(found)
         if place not in entry.places:
@@ -123,12 +129,14 @@ class GraphHoldings:
         self, found: Any, place: str, namer: Namer | None = None, *, is_packed: bool = False
     ) -> None:
         """Note one reference from Python."""
+        # Classes are held by their modules anyway, and lead everywhere.
         if is_kind(type(found), type) or found is None:
             return
         entry = self._enter(found, place)
         entry.namer = entry.namer or namer
         entry.references += 1
         entry.is_packed |= is_packed
+        # Looked at again with each reference that is met: the last one may be what was missing.
         if id(found) not in self._entered:
             self._waiting[id(found)] = entry
 

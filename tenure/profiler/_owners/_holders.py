@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, SupportsIndex, overload
+from typing import SupportsIndex, overload
 
 from torch import Tensor, nn
 
 from tenure._callers import created_at
 from tenure._errors import DisposedTensorError, ProfilerUsageError
 from tenure._heap import is_kind, type_name, weigh_holders
-from tenure._show import Column, html_table, rich_table
+from tenure._show import Column, Shown, Table
 from tenure._text import counted, describe_tensor, format_bytes
 
 from ._naming import named_tensors_of
 from ._parts import parts_of
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
 _COLUMNS = (Column("held by"), Column("kind"))
 
 
-class HolderList(list[str]):
+class HolderList(list[str], Shown):
     """The names of what holds a tensor or a module, the shortest first.
 
     It is a list like any other: what is changed in it shows when it is printed, and a slice or a
@@ -44,6 +41,7 @@ class HolderList(list[str]):
         tensor: str = "a tensor",
     ) -> None:
         super().__init__(names)
+        # By name and not by place: a user may sort the list, or take names out of it.
         self._kinds = dict(zip(self, kinds, strict=False))
         self.n_references = n_references
         self.n_unexplained = n_unexplained
@@ -65,6 +63,8 @@ class HolderList(list[str]):
     def __getitem__(self, index: slice) -> HolderList: ...
     def __getitem__(self, index: SupportsIndex | slice) -> str | HolderList:
         found = super().__getitem__(index)
+        # A slice of a list is a plain list, which would lose kinds and balance; see
+        # test_a_slice_and_a_copy_know_the_balance.
         return found if isinstance(found, str) else self._with(found)
 
     def copy(self) -> HolderList:
@@ -73,12 +73,6 @@ class HolderList(list[str]):
 
     def __str__(self) -> str:
         return "\n".join((f"{self.summary()}{':' if self else '.'}", *(f"  {n}" for n in self)))
-
-    def __rich__(self) -> RenderableType:
-        return rich_table(self.summary(), _COLUMNS, self._rows())
-
-    def _repr_html_(self) -> str:
-        return html_table(self.summary(), _COLUMNS, self._rows())
 
     def summary(self) -> str:
         """The tensor or module and the balance of its references, in one line."""
@@ -95,8 +89,8 @@ class HolderList(list[str]):
             tensor=self.tensor,
         )
 
-    def _rows(self) -> list[tuple[str, str]]:
-        return list(zip(self, self.kinds, strict=True))
+    def _parts(self) -> list[Table]:
+        return [Table(self.summary(), _COLUMNS, list(zip(self, self.kinds, strict=True)))]
 
 
 def holders(target: Tensor | nn.Module) -> HolderList:
@@ -142,6 +136,7 @@ def holders(target: Tensor | nn.Module) -> HolderList:
 
 
 def _spelled(found: Tensor | nn.Module) -> str:
+    # By class and not with isinstance: a lazy proxy of a user answers that with code of its own.
     if is_kind(type(found), nn.Module):
         return _spelled_module(found)  # type: ignore[arg-type]
     return _spelled_tensor(found)  # type: ignore[arg-type]
@@ -149,6 +144,7 @@ def _spelled(found: Tensor | nn.Module) -> str:
 
 def _spelled_module(module: nn.Module) -> str:
     tensors = {id(t): t for _, _, t in named_tensors_of(module)}
+    # Tied weights are one storage, and count once.
     storages = {part.key: part.n_bytes for t in tensors.values() for part in parts_of(t)}
     size = format_bytes(sum(storages.values()))
     return f"{type_name(type(module))} with {counted(len(tensors), 'tensor')}, {size}"
@@ -158,6 +154,7 @@ def _spelled_tensor(t: Tensor) -> str:
     try:
         text = describe_tensor(t)
     except DisposedTensorError:
-        return repr(t)  # which says what it was, and where it was made
+        # its repr says what it was, and where it was made
+        return repr(t)
     site = created_at(t)
     return text + (f", created at {site}" if site else "")

@@ -22,6 +22,7 @@ OPTIMIZER_STATE = "optimizer state"
 
 _REGISTRIES = (("_parameters", PARAMETERS), ("_buffers", BUFFERS))
 _SEQUENCES = (list, tuple, deque)
+# State nests little, and a cycle in it must end somewhere.
 _MAX_DEPTH = 4
 
 
@@ -62,11 +63,13 @@ class Names:
         for model in models:
             self._add_module(model, "")
         roots = [(model, "") for model in models]
+        # Parts of a given model have names already, and would only get longer ones here.
         known = {id(module) for model in models for _, module in _modules(model)}
         labels = _Labels()
         for module in _outermost(found):
             if id(module) not in known and any(True for _ in named_tensors_of(module)):
                 roots.append((module, labels.of(module)))
+                # A weight that a model has already gets no second name from one that was not given.
                 self._add_module(*roots[-1], unless=frozenset(self._names))
         for served, named in kept:
             label = "" if served is None else _label_of(served, roots)
@@ -98,10 +101,14 @@ class Names:
         attributes = instance_attributes(optimizer)
         # by identity: subclasses of tensors may define __eq__
         states = {id(key): state for key, state in _pairs(attributes.get("state"))}
+        # Groups, and not only states: an optimizer that has not stepped yet has no state; see
+        # test_an_optimizer_that_has_not_stepped_yet_is_named_later.
         for index, parameter in enumerate(_parameters_of(attributes.get("param_groups"))):
             named = self.get(parameter)
             owner = named.name if named else f"param{index}"
             self._add_state(f"{label}.{owner}", states.get(id(parameter)))
+        # Such as the history of LBFGS, or a master copy that a wrapper keeps; see
+        # test_state_in_lists_and_outside_of_parameters_is_named.
         rest = {k: v for k, v in attributes.items() if k not in {"state", "param_groups"}}
         self._add_state(label, rest)
 
@@ -148,6 +155,8 @@ def named_tensors_of(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
 
 def _modules(module: nn.Module, *, unique: bool = True) -> Iterator[tuple[str, nn.Module]]:
     """A module and all below it; if not unique, once for each name but never inside itself."""
+    # A module can contain itself: the ones above are remembered for each path; see
+    # test_a_module_that_contains_itself_is_named.
     waiting: deque[tuple[str, Any, frozenset[int]]] = deque([("", module, frozenset())])
     seen: set[int] = set()
     while waiting:
@@ -184,6 +193,7 @@ def _parameters_of(groups: object) -> Iterator[Tensor]:
 
 
 def _pairs(mapping: Any) -> list[tuple[Any, Any]]:
+    # dict's own items(): a subclass may run code of the user's.
     return list(dict.items(mapping)) if is_kind(type(mapping), dict) else []
 
 

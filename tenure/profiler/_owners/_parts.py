@@ -39,6 +39,7 @@ class Part(NamedTuple):
 
 def parts_of(t: Tensor) -> list[Part]:
     """Every part of a tensor that takes memory; none of meta, fake and other hollow tensors."""
+    # Nearly all tensors are, and for them there is nothing to search.
     if is_plain(t):
         part = _safely(_part, t)
         return [] if part is None else [part]
@@ -61,6 +62,7 @@ def is_plain(t: Tensor) -> bool:
     """Whether a tensor is made of nothing but its own storage."""
     if type(t) is not Tensor and type(t) is not nn.Parameter:
         return False
+    # Asked after the class: a subclass may answer these with code of its own.
     return t.layout is torch.strided and not t.is_quantized
 
 
@@ -113,6 +115,8 @@ def _part(t: Tensor) -> Part | None:
     if storage is None:
         return _opaque(t)
     n_bytes = storage.nbytes()
+    # A wrapper subclass shows sizes and has a storage that is none; its inner tensors have the
+    # bytes.
     if not n_bytes or (not is_plain(t) and is_hollow(storage)) or t.device.type == "meta":
         return None
     return Part("", t, key_of(storage), n_bytes)

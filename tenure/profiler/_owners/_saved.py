@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,17 +21,15 @@ from tenure._heap import (
     read,
     storage_uses,
 )
-from tenure._show import Column, html_table, rich_table, text_table
+from tenure._show import Column, Report, Table
 from tenure._storages import storage_key
-from tenure._text import counted, describe, describe_elements, dtype_name, format_bytes, listed
+from tenure._text import counted, describe, describe_elements, format_bytes, listed
 from tenure._torch.quiet import quietly
 
 from ._graph_holdings import GraphHoldings, Kept
 from ._parts import Part, device_of, dtype_of, identity_of, parts_of, shape_or_empty
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
+# More than a screen is read by nobody; `records` has all of them.
 _MAX_ROWS = 20
 _MAX_PLACES = 2
 _COLUMNS = (Column("saved by"), Column("tensor"), Column("created at"), Column("bytes", ">"))
@@ -68,7 +66,7 @@ class SavedRecord:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class SavedReport:
+class SavedReport(Report):
     """What the graphs of some tensors keep alive, each storage once.
 
     Attributes:
@@ -78,6 +76,8 @@ class SavedReport:
 
     records: tuple[SavedRecord, ...]
     n_nodes: int
+
+    _figures: ClassVar = ("total_bytes", "leaf_bytes")
 
     @property
     def total_bytes(self) -> int:
@@ -101,36 +101,6 @@ class SavedReport:
     def __repr__(self) -> str:
         return f"<SavedReport of {self.summary()}>"
 
-    def __str__(self) -> str:
-        return f"{self.summary()}\n{text_table(_COLUMNS, self._rows())}"
-
-    def __rich__(self) -> RenderableType:
-        return rich_table(self.summary(), _COLUMNS, self._rows())
-
-    def _repr_html_(self) -> str:
-        return html_table(self.summary(), _COLUMNS, self._rows())
-
-    def to_dict(self) -> dict[str, object]:
-        """The report as numbers and text."""
-        return {
-            "total_bytes": self.total_bytes,
-            "leaf_bytes": self.leaf_bytes,
-            "n_nodes": self.n_nodes,
-            "records": [
-                {
-                    "shape": list(record.shape),
-                    "dtype": dtype_name(record.dtype),
-                    "device": str(record.device),
-                    "n_bytes": record.n_bytes,
-                    "saved_by": list(record.saved_by),
-                    "created_at": record.created_at,
-                    "is_leaf": record.is_leaf,
-                    "is_packed": record.is_packed,
-                }
-                for record in self.records
-            ],
-        }
-
     def summary(self) -> str:
         """How many nodes there are and what they keep, in one line."""
         kept = sum(not record.is_leaf for record in self.records)
@@ -139,13 +109,13 @@ class SavedReport:
             f"in {counted(kept, 'storage')}, and {format_bytes(self.leaf_bytes)} of leaves"
         )
 
-    def _rows(self) -> list[tuple[str, ...]]:
+    def _parts(self) -> list[Table]:
         ranked = sorted(self.records, key=lambda record: (record.is_leaf, -record.n_bytes))
         rows = [_row(record) for record in ranked[:_MAX_ROWS]]
         if rest := ranked[_MAX_ROWS:]:
             n_bytes = format_bytes(sum(record.n_bytes for record in rest))
             rows.append((f"and {len(rest)} more", "", "", n_bytes))
-        return rows
+        return [Table(self.summary(), _COLUMNS, rows)]
 
 
 def saved_for_backward(*roots: Tensor | Iterable[Tensor] | Mapping[str, Tensor]) -> SavedReport:
@@ -193,6 +163,7 @@ def saved_storages(nodes: Iterable[object]) -> tuple[dict[int, SavedStorage], in
         The storages by their address, which is unique while the graphs live.
     """
     holdings = GraphHoldings(nodes)
+    # One storage is often saved several times: by two nodes, or as a tensor and a view of it.
     by_storage: dict[int, list[tuple[Kept, Part]]] = {}
     for entry in holdings.tensors:
         for part in parts_of(entry.found):
@@ -230,12 +201,16 @@ def _leaf_storages(by_storage: dict[int, list[tuple[Kept, Part]]]) -> set[int]:
         for entry, part in entries:
             if entry.is_held and _is_leaf(entry.found):
                 leaves.add(key)
+            # x.t() of a weight is saved as a view; what it shows is the weight's all the same.
             base = read(part.tensor, "_base")
             if base is not None:
                 known[key].add(id(base))
                 others = _is_in_python(sys.getrefcount(base), base)
                 if is_held.get(id(base), others) and _is_leaf(base):
                     leaves.add(key)
+    # More owners than the graph explains: a leaf may show the storage through another handle, such
+    # as x.detach(). The pass over the heap is paid only then; see
+    # test_an_input_that_is_a_view_or_an_alias_of_a_held_leaf_does_not_count.
     unsure = {
         key
         for key, entries in by_storage.items()
@@ -248,6 +223,7 @@ def _leaves_elsewhere(unsure: set[int], known: dict[int, set[int]]) -> set[int]:
     """Storages that a leaf outside of the graph shows, by one pass over the heap."""
     found: set[int] = set()
     heap = live_tensors()
+    # Popped, so that the list's own reference is gone when the handle's are counted.
     while heap:
         t = heap.pop()
         key = storage_key(t)
@@ -291,6 +267,7 @@ def _tensors_of(roots: Iterable[object]) -> list[Tensor]:
 def _tensors_in(root: object) -> Iterator[Tensor]:
     if is_kind(type(root), Tensor):
         yield root  # type: ignore[misc]
+    # Of the outputs of transformers' models, too, which are mappings.
     elif isinstance(root, Mapping):
         for value in root.values():
             yield from _tensors_in(value)

@@ -68,6 +68,9 @@ def _growth(new: Sequence[StorageEntry]) -> list[Finding]:
     by_place: dict[str, list[StorageEntry]] = {}
     for entry in new:
         place = _place(entry)
+        # A place is a name with an index in it; without one, nothing says that more will come
+        # there. Without a kind the name is a model's, an optimizer's or a node's, which grow by
+        # what they do.
         if place != entry.owner.name and entry.kind:
             by_place.setdefault(place, []).append(entry)
     found = []
@@ -82,6 +85,7 @@ def _growth(new: Sequence[StorageEntry]) -> list[Finding]:
 def _graphs(new: Sequence[StorageEntry]) -> list[Finding]:
     saved = [entry.owner for entry in new if entry.owner.category == SAVED]
     roots = dict.fromkeys(_place(entry) for entry in new if entry.has_graph)
+    # A graph that came with nothing saved costs nothing to keep.
     if not saved or not roots:
         return []
     n_bytes = sum(row.n_bytes for row in saved)
@@ -111,6 +115,7 @@ def _views(entries: Sequence[StorageEntry]) -> list[Finding]:
     found = []
     for entry in entries:
         row, wasted = entry.owner, entry.owner.n_bytes - entry.shown_bytes
+        # Both bounds: a small tensor wastes little, and of a large one a kept half is no waste.
         if wasted >= max(_MIN_WASTED_BYTES, entry.shown_bytes):
             text = (
                 f"{row.name} shows {format_bytes(entry.shown_bytes)} and keeps "

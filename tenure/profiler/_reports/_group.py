@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch.distributed as dist
 
 from tenure._errors import ProfilerUsageError
-from tenure._show import Column, html_table, rich_table, text_table
+from tenure._show import Column, Report, Table
 from tenure._text import counted, format_bytes
 from tenure._torch.quiet import without_functions
 
 from ._mem_report import UNEXPLAINED, MemReport
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
 
 @dataclass(frozen=True, slots=True, repr=False)
-class GroupReport:
+class GroupReport(Report):
     """The memory of every rank.
 
     Attributes:
@@ -27,8 +24,10 @@ class GroupReport:
         rank: the rank that holds this object.
     """
 
-    reports: tuple[MemReport, ...]
+    reports: tuple[MemReport, ...] = field(metadata={"key": "ranks"})
     rank: int
+
+    _figures: ClassVar = ("total_bytes", "unexplained_bytes", "categories")
 
     @property
     def is_first(self) -> bool:
@@ -53,26 +52,8 @@ class GroupReport:
         names = dict.fromkeys(name for categories in by_rank for name in categories)
         return {name: sum(found.get(name, 0) for found in by_rank) for name in names}
 
-    def to_dict(self) -> dict[str, object]:
-        """The report as numbers and text, fit for JSON."""
-        return {
-            "total_bytes": self.total_bytes,
-            "unexplained_bytes": self.unexplained_bytes,
-            "categories": self.categories,
-            "ranks": [report.to_dict() for report in self.reports],
-        }
-
     def __repr__(self) -> str:
         return f"<GroupReport of {self.summary()}>"
-
-    def __str__(self) -> str:
-        return f"{self.summary()}\n{text_table(self._columns(), self._rows())}"
-
-    def __rich__(self) -> RenderableType:
-        return rich_table(self.summary(), self._columns(), self._rows())
-
-    def _repr_html_(self) -> str:
-        return html_table(self.summary(), self._columns(), self._rows())
 
     def summary(self) -> str:
         """How many ranks there are, what they take, and which takes the most, in one line."""
@@ -83,11 +64,8 @@ class GroupReport:
             f"the most on rank {totals.index(max(totals))}: {most}"
         )
 
-    def _columns(self) -> list[Column]:
+    def _parts(self) -> list[Table]:
         ranks = [Column(f"rank {rank}", ">") for rank in range(len(self.reports))]
-        return [Column("category"), *ranks, Column("all", ">")]
-
-    def _rows(self) -> list[tuple[str, ...]]:
         rows = [
             _row(name, [report.categories.get(name, 0) for report in self.reports])
             for name, n_bytes in self.categories.items()
@@ -95,7 +73,7 @@ class GroupReport:
         ]
         rows.append(_row(UNEXPLAINED, [report.unexplained_bytes for report in self.reports]))
         rows.append(_row("total", [report.total_bytes for report in self.reports]))
-        return rows
+        return [Table(self.summary(), [Column("category"), *ranks, Column("all", ">")], rows)]
 
 
 def _row(name: str, sizes: list[int]) -> tuple[str, ...]:
@@ -114,6 +92,7 @@ def gather_reports(report: MemReport, group: dist.ProcessGroup | None) -> GroupR
             "torch.distributed.init_process_group() first, or report() for this process alone."
         )
     gathered: list[MemReport] = [report] * dist.get_world_size(group)
+    # The exchange makes tensors of its own, which no override of the program should see.
     with without_functions():
         dist.all_gather_object(gathered, report, group=group)
     return GroupReport(tuple(gathered), dist.get_rank(group))

@@ -1,28 +1,39 @@
 """A report of memory as numbers and text: categories that add up to the total, device by device.
 
 Invariant: on every device the bytes of the categories and the unexplained bytes are the total.
+Printed as plain text, it has the layout of pytorch_memlab's table.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
+from tenure._show import Column, Report, Table, line_of
 from tenure._text import counted, format_bytes
 
 from .._allocator import allocator_bytes, bytes_of_workspaces, cached_memory
 from .._owners import CATEGORIES, StorageEntry, TensorRow
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
 ROUNDING = "allocator rounding"
 WORKSPACES = "library workspaces"
 UNEXPLAINED = "unexplained"
+
+_COLUMNS = (
+    Column("Element type"),
+    Column("Size", ">"),
+    Column("Used MEM", ">"),
+    Column("Category"),
+    Column("Created at"),
+)
+_SUMS = (Column("Category"), Column("Used MEM", ">"))
+# the widths of pytorch_memlab's table, which scripts read by position
+_MIN_WIDTHS = (39, 19, 9)
+_GAP = " "
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +56,7 @@ class DeviceReport:
     """
 
     device: str
-    rows: tuple[TensorRow, ...]
+    rows: tuple[TensorRow, ...] = field(metadata={"key": "tensors"})
     categories: dict[str, int]
     total_bytes: int
     is_counted: bool = False
@@ -53,6 +64,8 @@ class DeviceReport:
     device_used_bytes: int | None = None
     largest_free_bytes: int | None = None
     inactive_split_bytes: int | None = None
+
+    _figures: ClassVar = ("unexplained_bytes",)
 
     @property
     def unexplained_bytes(self) -> int:
@@ -69,7 +82,7 @@ class DeviceReport:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class MemReport:
+class MemReport(Report):
     """The memory of all devices, or of one.
 
     Attributes:
@@ -79,6 +92,8 @@ class MemReport:
 
     devices: tuple[DeviceReport, ...]
     verbose: bool = False
+
+    _figures: ClassVar = ("total_bytes", "unexplained_bytes", "categories")
 
     @property
     def categories(self) -> dict[str, int]:
@@ -104,33 +119,30 @@ class MemReport:
         """The tensors of all devices."""
         return tuple(row for device in self.devices for row in device.rows)
 
-    def to_dict(self) -> dict[str, object]:
-        """The report as numbers and text, fit for JSON."""
-        return {
-            "total_bytes": self.total_bytes,
-            "unexplained_bytes": self.unexplained_bytes,
-            "categories": self.categories,
-            "devices": [_device_dict(device) for device in self.devices],
-        }
-
     def __repr__(self) -> str:
         n_tensors = counted(len(self.rows), "tensor")
         return f"<MemReport of {n_tensors}, {format_bytes(self.total_bytes)}>"
 
     def __str__(self) -> str:
-        from ._mem_table import mem_text
+        widths = _widths(self)
+        rule = "-" * (sum(widths) + len(_GAP) * (len(widths) - 1))
+        lines = [_line([column.heading for column in _COLUMNS], widths)]
+        for device in self.devices:
+            lines += [rule, f"Storage on {device.device}"]
+            lines += (_line(_cells(row, verbose=self.verbose), widths) for row in device.rows)
+            lines += [rule, _total_line(device)]
+            lines += (_line([name, "", size, "", ""], widths) for name, size in _sums(device))
+            lines += _allocator_lines(device)
+        lines.append(rule)
+        return "\n".join(lines)
 
-        return mem_text(self)
-
-    def __rich__(self) -> RenderableType:
-        from ._mem_table import mem_rich
-
-        return mem_rich(self)
-
-    def _repr_html_(self) -> str:
-        from ._mem_table import mem_html
-
-        return mem_html(self)
+    def _parts(self) -> list[Table]:
+        tables = []
+        for device in self.devices:
+            rows = [_cells(row, verbose=self.verbose) for row in device.rows]
+            tables.append(Table(f"Storage on {device.device}", _COLUMNS, rows))
+            tables.append(Table(_total_line(device), _SUMS, _sums(device)))
+        return tables
 
 
 def build_report(
@@ -151,21 +163,25 @@ def build_report(
     rows: dict[str, list[TensorRow]] = {}
     for row in (*(row for entry in entries for row in entry.rows), *hollow):
         rows.setdefault(row.device, []).append(row)
+    # A device that was asked for is reported even if nothing lies there.
     names = sorted(rows) if device is None else [str(device)]
     found = (_device_report(name, rows.get(name, [])) for name in names)
     return MemReport(tuple(found), verbose)
 
 
 def _device_report(name: str, rows: Sequence[TensorRow]) -> DeviceReport:
+    # All of them, at zero: a script may ask for any.
     categories: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     for row in rows:
         categories[row.category] = categories.get(row.category, 0) + row.n_bytes
     device = torch.device(name)
     counted = allocator_bytes(device)
+    # The CPU: torch keeps no count of its bytes, so what was found is the total.
     if counted is None:
         return DeviceReport(name, tuple(rows), categories, sum(categories.values()))
     cached = cached_memory(device)
     workspaces = bytes_of_workspaces(device, cached, (row.n_bytes for row in rows))
+    # cuBLAS's: blocks that torch keeps and no tensor has, which would be unexplained else.
     if workspaces is not None:
         categories[WORKSPACES] = workspaces
     categories[ROUNDING] = counted.allocated - counted.requested
@@ -184,23 +200,56 @@ def _device_report(name: str, rows: Sequence[TensorRow]) -> DeviceReport:
 
 def _numel(row: TensorRow) -> int:
     sizes = [size for size in row.shape if isinstance(size, int)]
+    # A symbolic size has no number that could be added.
     return math.prod(sizes) if len(sizes) == len(row.shape) else 0
 
 
-def _device_dict(device: DeviceReport) -> dict[str, object]:
-    return {
-        "device": device.device,
-        "total_bytes": device.total_bytes,
-        "unexplained_bytes": device.unexplained_bytes,
-        "is_counted": device.is_counted,
-        "reserved_bytes": device.reserved_bytes,
-        "device_used_bytes": device.device_used_bytes,
-        "largest_free_bytes": device.largest_free_bytes,
-        "inactive_split_bytes": device.inactive_split_bytes,
-        "categories": dict(device.categories),
-        "tensors": _tensor_dicts(device.rows),
-    }
+def _cells(row: TensorRow, *, verbose: bool) -> list[str]:
+    name = f"{row.name}(->{row.owner})" if verbose and row.owner is not None else row.name
+    size = f"({', '.join(map(str, row.shape))}{',' if len(row.shape) == 1 else ''})"
+    return [name, size, format_bytes(row.n_bytes), row.category, row.created_at or ""]
 
 
-def _tensor_dicts(rows: Iterable[TensorRow]) -> list[dict[str, object]]:
-    return [{**asdict(row), "shape": list(row.shape)} for row in rows]
+def _total_line(device: DeviceReport) -> str:
+    used = format_bytes(sum(row.n_bytes for row in device.rows))
+    return f"Total Tensors: {device.n_elements} \tUsed Memory: {used}"
+
+
+def _sums(device: DeviceReport) -> list[tuple[str, str]]:
+    found = [(name, n_bytes) for name, n_bytes in device.categories.items() if n_bytes]
+    found += [(UNEXPLAINED, device.unexplained_bytes), ("total", device.total_bytes)]
+    return [(name, format_bytes(n_bytes)) for name, n_bytes in found]
+
+
+def _allocator_lines(device: DeviceReport) -> Iterator[str]:
+    if not device.is_counted:
+        yield f"The total is that of the storages found: {device.device} counts no live bytes."
+        return
+    yield (
+        f"The allocated memory on {device.device}: {format_bytes(device.total_bytes)}, of "
+        f"{format_bytes(device.reserved_bytes or 0)} that the allocator has reserved."
+    )
+    cached_bytes = (device.reserved_bytes or 0) - device.total_bytes
+    # Free is not usable: a tensor larger than the largest block needs a new segment.
+    if device.largest_free_bytes is not None and cached_bytes > 0:
+        yield (
+            f"Free of that: {format_bytes(cached_bytes)}, the largest block "
+            f"{format_bytes(device.largest_free_bytes)}; beside blocks in use, where "
+            f"empty_cache() can't reach it: {format_bytes(device.inactive_split_bytes or 0)}."
+        )
+    if device.device_used_bytes is not None:
+        used = format_bytes(device.device_used_bytes)
+        yield f"In use on {device.device} by all processes and the driver: {used}."
+
+
+def _widths(report: MemReport) -> list[int]:
+    rows = [_cells(row, verbose=report.verbose) for device in report.devices for row in device.rows]
+    minimum = (*_MIN_WIDTHS, *(len(column.heading) for column in _COLUMNS[3:]))
+    found = [max(least, *(len(row[i]) for row in rows), 0) for i, least in enumerate(minimum)]
+    # Only scopes with capture= know sites; without any, the table is as wide as pytorch_memlab's.
+    has_sites = any(row[-1] for row in rows)
+    return found if has_sites else found[:-1]
+
+
+def _line(cells: list[str], widths: list[int]) -> str:
+    return line_of(cells, _COLUMNS, widths, _GAP)

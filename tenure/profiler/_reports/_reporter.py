@@ -60,6 +60,7 @@ class MemReporter:
             )
         self._model = None if model is None else weakref.ref(model)
         self._pre_collect = pre_collect
+        # Weakly, so that a reporter in a global keeps no model alive.
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._entries: list[StorageEntry] = []
         self._hollow: list[TensorRow] = []
@@ -79,6 +80,8 @@ class MemReporter:
 
     def collect_tensor(self) -> None:
         """Look at every tensor that is alive; none is kept."""
+        # Garbage in cycles is alive to the allocator, and would be reported by the names in the
+        # cycle.
         if self._pre_collect:
             gc.collect()
         model = None if self._model is None else self._model()

@@ -1,26 +1,26 @@
 """What is alive at one moment, and what two moments tell of the time between.
 
 A snapshot refers to storages weakly: it keeps no tensor alive, and knows each storage again without
-mistaking a new one at the same address for it.
+mistaking a new one at the same address for it. One that was read knows them by name, category and
+site.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any, ClassVar, NamedTuple
 
 from tenure._errors import ProfilerUsageError
-from tenure._show import Column, html_table, rich_table, text_table
+from tenure._show import Column, Report, Table, plain
 from tenure._text import format_bytes
 
 from .._owners import StorageEntry, TensorRow, describe_row, take_census
 from ._findings import Finding, find_growth, find_standing
 from ._mem_report import UNEXPLAINED, MemReport, build_report
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
+# The largest changes are the news; `to_dict` has all.
 _MAX_ROWS = 20
 _COLUMNS = (
     Column("change"),
@@ -31,18 +31,18 @@ _COLUMNS = (
 )
 
 
-class Snapshot:
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Snapshot(Report):
     """The storages of one moment with their names, and the totals of the allocators.
 
     Attributes:
         report: the memory by device and category.
     """
 
-    __slots__ = ("_entries", "report")
+    _entries: tuple[StorageEntry, ...] = field(metadata={"key": "storages"})
+    report: MemReport
 
-    def __init__(self, entries: list[StorageEntry], report: MemReport) -> None:
-        self._entries = tuple(entries)
-        self.report = report
+    _figures: ClassVar = ("total_bytes",)
 
     @property
     def total_bytes(self) -> int:
@@ -65,6 +65,10 @@ class Snapshot:
     def diff(self, other: Snapshot) -> SnapshotDiff:
         """What has changed from another, earlier moment to this one.
 
+        Two of this process know every storage again. Where one was read by ``from_dict``, a storage
+        is the same as one of the same name, category and site; of several such, first those of the
+        same size belong together.
+
         Args:
             other: the earlier snapshot; if it is the later one, every sign is reversed.
 
@@ -76,21 +80,18 @@ class Snapshot:
                 f"diff() wants the earlier Snapshot, and got {type(other).__name__}. Take one with "
                 "snapshot() before the code in question."
             )
-        before = {_key(entry): entry for entry in other._entries}
-        now = {_key(entry): entry for entry in self._entries}
-        new = [entry for key, entry in now.items() if key not in before]
-        gone = [entry.owner for key, entry in before.items() if key not in now]
-        resized = [
-            (before[key].owner, entry.owner)
-            for key, entry in now.items()
-            if key in before and before[key].owner.n_bytes != entry.owner.n_bytes
-        ]
+        # An identity says nothing in another process, and in this one a name can pass to a new
+        # storage.
+        if _is_read(self) or _is_read(other):
+            change = _by_name(other._entries, self._entries)
+        else:
+            change = _by_identity(other._entries, self._entries)
         return SnapshotDiff(
             self.total_bytes - other.total_bytes,
-            tuple(entry.owner for entry in new),
-            tuple(gone),
-            tuple(resized),
-            find_growth(new) + find_standing(new),
+            tuple(entry.owner for entry in change.new),
+            tuple(entry.owner for entry in change.gone),
+            tuple((was.owner, now.owner) for was, now in change.resized),
+            find_growth(change.new) + find_standing(change.new),
             _changes_of_devices(other.report, self.report),
         )
 
@@ -100,15 +101,12 @@ class Snapshot:
     def __str__(self) -> str:
         return str(self.report)
 
-    def __rich__(self) -> RenderableType:
-        return self.report.__rich__()
-
-    def _repr_html_(self) -> str:
-        return self.report._repr_html_()
+    def _parts(self) -> Sequence[Table]:
+        return self.report._parts()
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class SnapshotDiff:
+class SnapshotDiff(Report):
     """The difference of two snapshots.
 
     Attributes:
@@ -127,6 +125,8 @@ class SnapshotDiff:
     findings: tuple[Finding, ...] = ()
     device_bytes: dict[str, int] = field(default_factory=dict)
 
+    _figures: ClassVar = ("unexplained_bytes", "categories")
+
     @property
     def unexplained_bytes(self) -> int:
         """The part of the change that no tensor accounts for."""
@@ -143,37 +143,13 @@ class SnapshotDiff:
     def __bool__(self) -> bool:
         return bool(self.total_bytes or self.new or self.freed or self.resized)
 
-    def to_dict(self) -> dict[str, object]:
-        """The difference as numbers and text, fit for JSON."""
-        return {
-            "total_bytes": self.total_bytes,
-            "unexplained_bytes": self.unexplained_bytes,
-            "categories": self.categories,
-            "device_bytes": self.device_bytes,
-            "changes": [
-                {"change": change, "name": row.name, "category": row.category, "n_bytes": n_bytes}
-                for change, row, n_bytes in self._changes()
-            ],
-            "findings": [
-                {"kind": finding.kind, "text": finding.text, "n_bytes": finding.n_bytes}
-                for finding in self.findings
-            ],
-        }
-
     def __repr__(self) -> str:
         return f"<SnapshotDiff of {self.summary()}>"
 
     def __str__(self) -> str:
         lines = [self.summary(), *(f"  {finding}" for finding in self.findings)]
-        if rows := self._rows():
-            lines.append(text_table(_COLUMNS, rows))
-        return "\n".join(lines)
-
-    def __rich__(self) -> RenderableType:
-        return rich_table(self._title(), _COLUMNS, self._rows())
-
-    def _repr_html_(self) -> str:
-        return html_table(self._title(), _COLUMNS, self._rows())
+        (table,) = self._parts()
+        return "\n".join([*lines, table.body()] if table.rows else lines)
 
     def summary(self) -> str:
         """The change of the total, and how many storages came and went, in one line."""
@@ -182,8 +158,12 @@ class SnapshotDiff:
             f"storages, {_signed(self.unexplained_bytes)} {UNEXPLAINED}"
         )
 
-    def _title(self) -> str:
-        return "\n".join((self.summary(), *map(str, self.findings)))
+    def _facts(self) -> dict[str, Any]:
+        changes = [
+            {"change": change, "name": row.name, "category": row.category, "n_bytes": n_bytes}
+            for change, row, n_bytes in self._changes()
+        ]
+        return {**plain(self), "changes": changes}
 
     def _changes(self) -> Iterator[tuple[str, TensorRow, int]]:
         yield from (("new", row, row.n_bytes) for row in self.new)
@@ -191,7 +171,7 @@ class SnapshotDiff:
         for was, row in self.resized:
             yield "resized", row, row.n_bytes - was.n_bytes
 
-    def _rows(self) -> list[tuple[str, ...]]:
+    def _parts(self) -> list[Table]:
         ranked = sorted(self._changes(), key=lambda change: -abs(change[2]))
         rows: list[tuple[str, ...]] = [
             (change, row.name, describe_row(row), row.created_at or "", _signed(n_bytes))
@@ -200,7 +180,8 @@ class SnapshotDiff:
         if rest := ranked[_MAX_ROWS:]:
             n_bytes = sum(n_bytes for _, _, n_bytes in rest)
             rows.append(("", f"and {len(rest)} more", "", "", _signed(n_bytes)))
-        return rows
+        title = "\n".join((self.summary(), *map(str, self.findings)))
+        return [Table(title, _COLUMNS, rows)]
 
 
 def snapshot() -> Snapshot:
@@ -222,19 +203,79 @@ def snapshot() -> Snapshot:
         (3072, 3)
     """
     entries, hollow = take_census()
-    return Snapshot(entries, build_report(entries, hollow))
+    return Snapshot(tuple(entries), build_report(entries, hollow))
 
 
 def _changes_of_devices(before: MemReport, now: MemReport) -> dict[str, int]:
+    # A device of one moment alone: all of it came, or went.
     found = {device.device: device.total_bytes for device in now.devices}
     for device in before.devices:
         found[device.device] = found.get(device.device, 0) - device.total_bytes
     return found
 
 
+class _Change(NamedTuple):
+    new: list[StorageEntry]
+    gone: list[StorageEntry]
+    resized: list[tuple[StorageEntry, StorageEntry]]
+
+
+def _by_identity(before: Sequence[StorageEntry], now: Sequence[StorageEntry]) -> _Change:
+    """What changed among storages of this process, each of which is known again."""
+    was, found = {_key(entry): entry for entry in before}, {_key(entry): entry for entry in now}
+    pairs = [(was[key], entry) for key, entry in found.items() if key in was]
+    return _Change(
+        [entry for key, entry in found.items() if key not in was],
+        [entry for key, entry in was.items() if key not in found],
+        [pair for pair in pairs if pair[0].owner.n_bytes != pair[1].owner.n_bytes],
+    )
+
+
 def _key(entry: StorageEntry) -> int | str:
     """The storage itself; memory that a library hides is known by its name alone."""
     return entry.owner.name if entry.identity is None else id(entry.identity)
+
+
+def _by_name(before: Sequence[StorageEntry], now: Sequence[StorageEntry]) -> _Change:
+    """What changed between processes, where names are all that two storages can share."""
+    change = _Change([], [], [])
+    places: defaultdict[tuple[str | None, ...], tuple[list[StorageEntry], list[StorageEntry]]]
+    places = defaultdict(lambda: ([], []))
+    for side, entries in enumerate((before, now)):
+        for entry in entries:
+            row = entry.owner
+            places[row.name, row.category, row.created_at][side].append(entry)
+    for was, found in places.values():
+        # one name can stand for many storages: a node of autograd saves one in every layer
+        # Those of the same size first: a pair that only the order makes would look resized; see
+        # test_of_many_storages_of_one_name_those_of_one_size_belong_together.
+        unchanged = Counter(map(_n_bytes, was)) & Counter(map(_n_bytes, found))
+        was, found = _without(was, unchanged), _without(found, unchanged)
+        n_pairs = min(len(was), len(found))
+        change.resized.extend(zip(was[:n_pairs], found[:n_pairs], strict=True))
+        change.gone.extend(was[n_pairs:])
+        change.new.extend(found[n_pairs:])
+    return change
+
+
+def _without(entries: Iterable[StorageEntry], sizes: Counter[int]) -> list[StorageEntry]:
+    """The storages that are left if so many of each size go."""
+    left, rest = Counter(sizes), []
+    for entry in entries:
+        if left[_n_bytes(entry)]:
+            left[_n_bytes(entry)] -= 1
+        else:
+            rest.append(entry)
+    return rest
+
+
+def _n_bytes(entry: StorageEntry) -> int:
+    return entry.owner.n_bytes
+
+
+def _is_read(snapshot: Snapshot) -> bool:
+    """Whether it refers to no storage, as one that was read."""
+    return all(entry.identity is None for entry in snapshot._entries)
 
 
 def _signed(n_bytes: int) -> str:

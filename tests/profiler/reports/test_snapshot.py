@@ -157,6 +157,18 @@ def test_swapping_parameters_is_not_hindered():
     assert len(taken) > 0
 
 
+def test_the_last_tensor_of_the_heap_is_named_like_the_others():
+    x, total = torch.ones(4, requires_grad=True), torch.zeros(4)
+    gc.collect()
+    y = x.exp()
+    total.add_(y.sin())
+    del y  # its graph alone has it now, and it stands behind all older tensors
+    gc.collect()
+    names = [row.name for row in snapshot().records if row.category == "saved for backward"]
+    assert "ExpBackward0.result and 1 more" in names
+    assert total.requires_grad
+
+
 # findings
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
+
+from tenure._show import Report
 
 DifferenceKind = Literal["module", "buffer", "loss", "term", "gradient", "random"]
 
@@ -40,7 +42,7 @@ class SplitDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class SplitReport:
+class SplitReport(Report):
     """Whether a step gives the same result in micro-batches; true if it does.
 
     Attributes:
@@ -52,6 +54,8 @@ class SplitReport:
     sizes: tuple[int, ...]
     rtol: float
     differences: tuple[SplitDifference, ...]
+
+    _figures: ClassVar = ("ok",)
 
     @property
     def ok(self) -> bool:

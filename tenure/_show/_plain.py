@@ -1,0 +1,139 @@
+"""Records as values that JSON has, and back: by the fields and types that a dataclass states.
+
+Invariant: what is written means the same in another process: names, sites, dtypes, shapes, devices
+and bytes, and no identity of an object.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import torch
+
+from tenure._errors import ReportFormatError
+
+_ADVICE = "It was cut or altered after to_dict() gave it: write it anew."
+_OF_TORCH = "torch."
+
+
+def plain(value: object) -> Any:
+    """A value of a report as JSON has it.
+
+    Of a dataclass, every field under its name, or under the ``"key"`` of its metadata (None leaves
+    it out), and the properties that its class lists as ``_figures``.
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        facts = {name: plain(getattr(value, name)) for name in getattr(value, "_figures", ())}
+        return facts | {key: plain(getattr(value, name)) for key, name in _keys(type(value))}
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    if isinstance(value, torch.dtype | torch.device):
+        return str(value).removeprefix(_OF_TORCH)
+    # a size that is a symbol is known by how it is spelled
+    return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+def restored(hint: Any, value: object, place: str) -> Any:
+    """What `plain` made this value from.
+
+    Args:
+        hint: the type that it had.
+        value: what JSON has.
+        place: what it is in the report, for the error.
+
+    Raises:
+        ReportFormatError: it can't be of that type.
+    """
+    kind = get_origin(hint) or hint
+    # Both spellings: `X | None` in a class is the one, Optional[X] of an alias the other.
+    if kind is Union or kind is types.UnionType:
+        return _of_any(get_args(hint), value, place)
+    if is_dataclass(kind) and isinstance(value, Mapping):
+        return _record(kind, value, place)
+    if kind is tuple and isinstance(value, list):
+        return tuple(_items(get_args(hint), value, place))
+    if kind in (dict, Mapping) and isinstance(value, Mapping):
+        inner = get_args(hint)[1]
+        return {key: restored(inner, v, f"{place}[{key!r}]") for key, v in value.items()}
+    if kind in (torch.dtype, torch.device) and isinstance(value, str):
+        return _of_torch(kind, value, place)
+    # By exact type: True is an int to isinstance, and no number of bytes.
+    is_there = value in get_args(hint) if kind is Literal else type(value) is kind
+    if is_there or (kind is float and type(value) is int):
+        return value
+    raise ReportFormatError(f"{place} is {_shortened(value)}, and no {_spelled(hint)}. {_ADVICE}")
+
+
+def _record(cls: Any, value: Mapping[str, object], place: str) -> Any:
+    hints, found = _hints(cls), {}
+    for key, name in _keys(cls):
+        if key not in value:
+            raise ReportFormatError(f"{place}.{key} is missing. {_ADVICE}")
+        found[name] = restored(hints[name], value[key], f"{place}.{key}")
+    return cls(**found)
+
+
+def _items(hints: tuple[Any, ...], values: list[Any], place: str) -> Iterator[Any]:
+    if hints[-1] is Ellipsis:
+        hints = hints[:1] * len(values)
+    if len(hints) != len(values):
+        text = f"{place} has {len(values)} values, and should have {len(hints)}. {_ADVICE}"
+        raise ReportFormatError(text)
+    for i, (hint, value) in enumerate(zip(hints, values, strict=True)):
+        yield restored(hint, value, f"{place}[{i}]")
+
+
+def _of_any(hints: tuple[Any, ...], value: object, place: str) -> Any:
+    """Of the type that fits; where none does, the error is that of the first."""
+    if value is None and types.NoneType in hints:
+        return None
+    failure: ReportFormatError | None = None
+    for hint in hints:
+        try:
+            return restored(hint, value, place)
+        except ReportFormatError as error:
+            failure = failure or error
+    assert failure is not None
+    raise failure
+
+
+def _of_torch(kind: Any, value: str, place: str) -> Any:
+    try:
+        found = torch.device(value) if kind is torch.device else getattr(torch, value)
+    except (RuntimeError, AttributeError):
+        found = None
+    if isinstance(found, kind):
+        return found
+    # a device of a backend that gives itself a name is known once the backend is imported
+    raise ReportFormatError(
+        f"{place} is {_shortened(value)}, a {_spelled(kind)} that this torch does not know. Read "
+        "the report where its backend is imported, with a torch as new."
+    )
+
+
+@functools.cache
+def _keys(cls: type[Any]) -> tuple[tuple[str, str], ...]:
+    """The key and the name of each field that is written."""
+    named = ((field.metadata.get("key", field.name), field.name) for field in fields(cls))
+    return tuple((key, name) for key, name in named if key is not None)
+
+
+@functools.cache
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _spelled(hint: Any) -> str:
+    name = getattr(hint, "__name__", "")
+    return name if name and not get_args(hint) else str(hint)
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

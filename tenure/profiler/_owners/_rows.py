@@ -1,0 +1,82 @@
+"""What a census tells of each tensor and each storage, as text and numbers."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+from torch import UntypedStorage
+
+from tenure._text import describe_elements
+
+from ._naming import BUFFERS, OPTIMIZER_STATE, PARAMETERS
+
+GRADIENTS = "gradients"
+SAVED = "saved for backward"
+OTHERS = "other tensors"
+CATEGORIES: tuple[str, ...] = (PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER_STATE, SAVED, OTHERS)
+"""What a storage counts as, the first of them that is true of one of its tensors.
+
+Memory that a pager or the like keeps for a model counts as what that says, before all of these.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRow:
+    """One tensor, or one part of a tensor that is made of several.
+
+    Attributes:
+        name: what holds it: a dotted name of a model, a variable, the node that saved it.
+        category: one of the categories of the report.
+        shape: its shape; symbolic sizes as text.
+        dtype: its dtype, as ``float32``.
+        device: its device.
+        n_bytes: bytes of the whole storage, if this row stands for it; 0 in the other rows over it.
+        owner: the name of the row with the bytes; None if it is this one.
+        created_at: "file.py:17" where a scope with ``capture=`` saw it made; otherwise None.
+    """
+
+    name: str
+    category: str
+    shape: tuple[int | str, ...]
+    dtype: str
+    device: str
+    n_bytes: int
+    owner: str | None = None
+    created_at: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name}: {describe_row(self)}"
+
+
+@dataclass(frozen=True, slots=True)
+class StorageEntry:
+    """One storage and the tensors over it.
+
+    Attributes:
+        owner: the row with the bytes.
+        shown_bytes: bytes of the largest tensor over it; less than all if only views are left.
+        kind: what holds the owner, as in `HolderList.kinds`; empty where its name says it.
+        has_graph: a graph of autograd hangs on one of the tensors.
+        others: the other tensors over it.
+        identity: a weak reference, the same object as long as it is the same storage; None for
+            memory that a library hides, and in a report that was read.
+    """
+
+    owner: TensorRow
+    shown_bytes: int
+    kind: str = ""
+    has_graph: bool = False
+    # written nowhere: a report has the rows already, and an identity tells another process nothing
+    others: tuple[TensorRow, ...] = field(default=(), metadata={"key": None})
+    identity: weakref.ref[UntypedStorage] | None = field(default=None, metadata={"key": None})
+
+    @property
+    def rows(self) -> tuple[TensorRow, ...]:
+        """All tensors, the owner first."""
+        return (self.owner, *self.others)
+
+
+def describe_row(row: TensorRow) -> str:
+    """The tensor of a row in the words of all reports."""
+    return f"{describe_elements(row.dtype, row.shape)} on {row.device}"

@@ -1,0 +1,371 @@
+"""Reports outlive their process: what JSON has of one reads back as the same report."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tenure
+from tenure import LeakRecord, LeakReport, ReportFormatError, adaptive, paging, profiler
+from tenure._show import Column, Report, Table
+from tenure.profiler import (
+    CourtesyReport,
+    DeviceReport,
+    Finding,
+    GroupReport,
+    LineProfiler,
+    LineRecord,
+    MemReport,
+    RecordsDisplay,
+    SavedRecord,
+    SavedReport,
+    Snapshot,
+    SnapshotDiff,
+    Stay,
+    TensorRow,
+    snapshot,
+)
+
+CPU = torch.device("cpu")
+ROW = TensorRow("f.<locals>.x", "other tensors", (2, "s0"), "float32", "cpu", 8, None, "a.py:3")
+VIEW = TensorRow("y", "buffers", (1,), "float32", "cpu", 0, "f.<locals>.x")
+DEVICE = DeviceReport(
+    "cpu", (ROW, VIEW), {"other tensors": 8, "buffers": 0}, 10, True, 20, 30, 4, 5
+)
+MEM = MemReport((DEVICE,), verbose=True)
+LEAK = LeakRecord((3,), torch.float16, torch.device("cuda:0"), 6, None, ("a", "b"), "global", "g")
+SAVED = SavedRecord((2,), torch.int64, CPU, 16, ("MulBackward0.self",), "a.py:7", is_leaf=True)
+
+
+def work(n):
+    x = torch.ones(n)
+    return x.sum()
+
+
+def lines():
+    with LineProfiler(work, device="cpu") as profiler:
+        work(64)
+    return profiler
+
+
+def paging_report(**changed):
+    facts = {
+        "passes": 3, "pass_s": 0.25, "stall_s": 0.05, "compute_s": 0.2, "bytes_per_pass": 4096,
+        "link_bytes_per_s": 2e9, "faults": 1, "total_faults": 2, "share_of_limit": 0.9,
+        "bound": "link", "helpful_budget_bytes": None, "resident_bytes": 10, "ring_bytes": 20,
+        "allocated_bytes": 30, "reserved_bytes": 40, "staging_bytes": 5, "host_bytes": 6,
+        "pinned_bytes": 7,
+    }  # fmt: skip
+    return paging.PagingReport(**(facts | changed))
+
+
+REPORTS = {
+    "leaks": LeakReport([LEAK, replace(LEAK, nbytes=8)], scope="<DisposeScope 'step'>"),
+    "no leaks": LeakReport([], scope="s"),
+    "memory": MEM,
+    "ranks": GroupReport((MEM, MEM), 1),
+    "saved": SavedReport((SAVED,), 4),
+    "difference": SnapshotDiff(
+        7, (ROW,), (VIEW,), ((ROW, VIEW),), (Finding("view", "x", "x is large", 4),), {"cpu": 7}
+    ),
+    "lines": lines().display(),
+    "no lines": LineProfiler().display(),
+    "paging": paging_report(),
+    "paging with a budget": paging_report(helpful_budget_bytes=4096, bound="compute"),
+    "courtesy": CourtesyReport(4, 1, 2, (Stay("a tensor", 4, "it has slots"),), {"cuda:0": 4}),
+    "split": adaptive.SplitReport(
+        (2, 1), 1e-5, (adaptive.SplitDifference("module", "net.1 (BatchNorm1d)", 0.5),)
+    ),
+}
+report_of_each_kind = pytest.mark.parametrize("report", REPORTS.values(), ids=REPORTS)
+
+
+def read_again(report):
+    return type(report).from_dict(json.loads(json.dumps(report.to_dict())))
+
+
+@report_of_each_kind
+def test_what_was_written_reads_as_the_same_report(report):
+    again = read_again(report)
+    assert (str(again), repr(again)) == (str(report), repr(report))
+    assert again._repr_html_() == report._repr_html_()
+    assert again.to_dict() == report.to_dict()
+    if not isinstance(report, RecordsDisplay):
+        assert again == report
+
+
+@report_of_each_kind
+def test_it_says_what_it_is(report):
+    facts = report.to_dict()
+    assert facts["format"] == f"tenure.{type(report).__name__}"
+    assert facts["version"] == 1
+
+
+def test_every_public_report_is_held_by_these_tests():
+    rooms = (tenure, adaptive, paging, profiler)
+    public = {value for room in rooms for value in vars(room).values() if isinstance(value, type)}
+    written = {kind for kind in public if issubclass(kind, Report)} | {LeakReport}
+    assert written == {type(report) for report in REPORTS.values()} | {Snapshot}
+
+
+OTHER_PROCESS = """
+import json, sys, torch
+from tenure import NewDisposeScope
+from tenure.profiler import LineProfiler, MemReporter, snapshot
+
+def work():
+    return torch.ones(64).sum()
+
+model = torch.nn.Linear(4, 2, bias=False)
+CACHE = []
+with NewDisposeScope("step", policy="report") as scope:
+    CACHE.append(torch.ones(3))
+with LineProfiler(work, device="cpu") as profiler:
+    work()
+reports = [MemReporter(model).get_stats(), scope.leaks, profiler.display(), snapshot()]
+print(json.dumps([[report.to_dict(), str(report)] for report in reports]))
+"""
+
+
+def test_a_report_of_another_process_reads_as_it_was_printed_there():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", OTHER_PROCESS],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    kinds = (MemReport, LeakReport, RecordsDisplay, Snapshot)
+    for kind, (facts, text) in zip(kinds, json.loads(done.stdout), strict=True):
+        assert str(kind.from_dict(facts)) == text
+
+
+texts = st.text(max_size=8)
+numbers = st.integers(-(2**60), 2**60)
+
+
+@given(
+    st.builds(
+        LineRecord,
+        function=texts,
+        line=numbers,
+        hits=numbers,
+        allocated_bytes=numbers,
+        freed_bytes=numbers,
+        peak_bytes=numbers,
+        device=st.sampled_from([CPU, torch.device("cuda", 1)]),
+        exact=st.booleans(),
+        shared=st.booleans(),
+        peak_exact=st.booleans(),
+        source=texts,
+        file=texts,
+        statistics=st.dictionaries(texts, numbers, max_size=3),
+    )
+)
+def test_a_record_of_a_line_reads_as_the_same_record(record):
+    assert LineRecord.from_dict(json.loads(json.dumps(record.to_dict()))) == record
+
+
+rows = st.builds(
+    TensorRow,
+    name=texts,
+    category=texts,
+    shape=st.lists(st.one_of(numbers, texts), max_size=3).map(tuple),
+    dtype=texts,
+    device=st.just("cpu"),
+    n_bytes=numbers,
+    owner=st.none() | texts,
+    created_at=st.none() | texts,
+)
+
+
+@given(st.builds(SnapshotDiff, numbers, st.lists(rows, max_size=3).map(tuple), st.just(())))
+def test_a_difference_of_any_rows_reads_as_the_same(change):
+    assert read_again(change) == change
+
+
+@given(
+    st.builds(
+        LeakRecord,
+        shape=st.lists(numbers, max_size=3).map(tuple),
+        dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]),
+        device=st.just(CPU),
+        nbytes=numbers,
+        created_at=st.none() | texts,
+        holders=st.lists(texts, max_size=3).map(tuple),
+        kind=texts,
+        graph=texts,
+    )
+)
+def test_a_leak_of_any_record_reads_as_the_same(record):
+    report = LeakReport([record], scope="s")
+    assert read_again(report) == report
+
+
+# snapshots
+
+HISTORY = []
+
+
+def test_a_snapshot_that_was_read_keeps_its_records_and_findings():
+    HISTORY.append(torch.ones(4096)[:1])
+    taken = snapshot()
+    HISTORY.clear()
+    again = read_again(taken)
+    assert again.records == taken.records
+    assert again.findings == taken.findings
+    assert str(again) == str(taken)
+
+
+def test_a_snapshot_that_was_read_differs_from_itself_by_nothing():
+    taken = read_again(snapshot())
+    assert not taken.diff(taken)
+
+
+def storages(*rows):
+    facts = [
+        {"owner": row, "shown_bytes": row["n_bytes"], "kind": "", "has_graph": False}
+        for row in (
+            dict(zip(("name", "category", "created_at", "n_bytes"), row, strict=True))
+            | {"shape": [], "dtype": "uint8", "device": "cpu", "owner": None}
+            for row in rows
+        )
+    ]
+    total = sum(row[3] for row in rows)
+    device = DeviceReport("cpu", (), {}, total)
+    report = MemReport((device,)).to_dict()
+    return Snapshot.from_dict(
+        {"format": "tenure.Snapshot", "version": 1, "storages": facts, "report": report}
+    )
+
+
+def test_between_processes_name_category_and_site_tell_storages_apart():
+    before = storages(("w", "parameters", "a.py:1", 8), ("x", "buffers", None, 4))
+    now = storages(
+        ("w", "parameters", "a.py:1", 8),
+        ("w", "parameters", "a.py:2", 2),
+        ("x", "buffers", None, 6),
+    )
+    change = now.diff(before)
+    assert [(row.name, row.created_at) for row in change.new] == [("w", "a.py:2")]
+    assert change.freed == ()
+    assert [(was.n_bytes, row.n_bytes) for was, row in change.resized] == [(4, 6)]
+    assert change.total_bytes == 4
+
+
+def test_of_many_storages_of_one_name_those_of_one_size_belong_together():
+    name = "MulBackward0.self", "saved for backward", None
+    before = storages((*name, 8), (*name, 8), (*name, 4))
+    now = storages((*name, 4), (*name, 16), (*name, 8), (*name, 2))
+    change = now.diff(before)
+    assert [(was.n_bytes, row.n_bytes) for was, row in change.resized] == [(8, 16)]
+    assert [row.n_bytes for row in change.new] == [2]
+    assert change.freed == ()
+
+
+sized = st.lists(
+    st.tuples(st.sampled_from("ab"), st.just("buffers"), st.none(), st.integers(0, 3)), max_size=8
+)
+
+
+@given(sized, sized)
+def test_the_changes_between_processes_add_up(before, now):
+    change = storages(*now).diff(storages(*before))
+    assert change.total_bytes == sum(r[3] for r in now) - sum(r[3] for r in before)
+    assert change.unexplained_bytes == 0
+    assert len(change.new) - len(change.freed) == len(now) - len(before)
+
+
+def test_a_snapshot_of_this_process_is_compared_with_one_that_was_read():
+    before = read_again(snapshot())
+    HISTORY.append(torch.ones(256))
+    change = snapshot().diff(before)
+    HISTORY.clear()
+    assert [(row.name, row.n_bytes) for row in change.new] == [(f"{__name__}.HISTORY[0]", 1024)]
+    assert [finding.kind for finding in change.findings] == []
+
+
+# what can't be read
+
+
+def altered(**changed):
+    return json.loads(json.dumps(MEM.to_dict())) | changed
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], r"^MemReport\.from_dict\(\) got list, and a report is a dictionary\. Pass what"),
+        ({}, r'a dictionary whose "format" is None, so it is no report of tenure\. Pass what'),
+        (
+            altered(format="tenure.Snapshot"),
+            r"got 'tenure\.Snapshot', which is another kind of report\. Read it with "
+            r"Snapshot\.from_dict\(\)\.$",
+        ),
+        (
+            altered(version=2),
+            r"got version 2 of 'tenure\.MemReport', and this tenure knows version 1\. Read it with "
+            r"the tenure that wrote it, or update this one\.$",
+        ),
+        (altered(version="1"), r"got version '1' of"),
+        (altered(devices="all"), r"^MemReport\.devices is 'all', and no tuple\[.*write it anew\.$"),
+        (altered(devices=[{}]), r"^MemReport\.devices\[0\]\.device is missing\. It was cut or"),
+        (altered(verbose=1), r"^MemReport\.verbose is 1, and no bool\. "),
+    ],
+)
+def test_what_is_no_such_report_is_refused(data, message):
+    with pytest.raises(ReportFormatError, match=message):
+        MemReport.from_dict(data)
+
+
+def test_each_missing_key_is_named():
+    facts = read_again(REPORTS["leaks"]).to_dict()
+    for key in ("records", "scope"):
+        rest = {name: value for name, value in facts.items() if name != key}
+        with pytest.raises(ReportFormatError, match=rf"^LeakReport\.{key} is missing\. "):
+            LeakReport.from_dict(rest)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("device", "abacus:0"), ("dtype", "float3"), ("dtype", "Tensor")]
+)
+def test_a_device_or_dtype_that_torch_does_not_know_is_named(key, value):
+    facts = json.loads(json.dumps(REPORTS["leaks"].to_dict()))
+    facts["records"][1][key] = value
+    with pytest.raises(
+        ReportFormatError, match=rf"^LeakReport\.records\[1\]\.{key} is '{value}', a {key} that"
+    ):
+        LeakReport.from_dict(facts)
+
+
+def test_a_record_without_a_field_is_refused():
+    facts = lines().records[0].to_dict()
+    del facts["hits"]
+    with pytest.raises(ReportFormatError, match=r"^LineRecord\.hits is missing\. "):
+        LineRecord.from_dict(facts)
+
+
+def test_a_row_of_another_length_is_refused():
+    facts = json.loads(json.dumps(lines().display().to_dict()))
+    facts["sections"][0]["rows"][0].pop()
+    with pytest.raises(ReportFormatError, match=r"rows\[0\] has 2 values, and should have 3\. "):
+        RecordsDisplay.from_dict(facts)
+
+
+def test_the_error_is_a_value_error_of_tenure():
+    assert issubclass(ReportFormatError, ValueError)
+    assert issubclass(ReportFormatError, tenure.TenureError)
+
+
+# how a table looks
+
+
+def test_a_column_that_is_empty_everywhere_is_left_out_unless_it_is_fixed():
+    columns = [Column("a"), Column("b", ">"), Column("c", ">", is_fixed=True)]
+    table = Table("title", columns, [("x", "", ""), ("yy", "", "")])
+    assert table.text() == "title\na   c\n--  -\nx\nyy"
+    assert table.body(rule="") == "a   c\nx\nyy"
