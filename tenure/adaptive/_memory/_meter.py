@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tenure._host_memory import available_host_bytes
+from tenure._host_memory import free_host_bytes
 
 from ._counting import CountingMode, counting_on
 from ._devices import accelerator_of
@@ -123,7 +123,7 @@ class _Host:
     """The memory of the machine; what work needed of it can't be told."""
 
     def available_bytes(self) -> int:
-        return available_host_bytes()
+        return free_host_bytes()
 
     def restart(self) -> None:
         pass
