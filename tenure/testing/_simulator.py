@@ -20,7 +20,7 @@ from ._device._pinned import check_failure, pinned_memory
 from ._device._rates import Rates
 from ._device._streams import current_stream, forget_choices
 from ._device._which import index_of
-from ._interface import _index_of_to
+from ._interface._module_to import install_current_index
 from ._torch_backend import sim_device
 
 
@@ -111,7 +111,7 @@ class Simulator:
         check_number(fail_at)
         check_failure(fail_pinning)
         if devices > 1:
-            _index_of_to.install()
+            install_current_index()
         machine.start(settings)
         pinned_memory.start()
         forget_choices()
@@ -278,7 +278,8 @@ class Simulator:
         if machine.late is not None:
             machine.late.settle_all()
         with contextlib.suppress(RaceError):
-            machine.host_copies.settle_all()  # what it finds is among the faults
+            # What it finds is among the faults.
+            machine.host_copies.settle_all()
         if machine.detector.faults:
             raise RaceError("\n".join(self.take_faults()))
 
