@@ -154,5 +154,6 @@ def chunked(
     )
 
 
+# The frame is among what is passed on: it is that of who called the function above this one.
 def _remembered(func: Any, *call: Any, split: tuple[Tensor, int] | None = None) -> Remembered:
     return remembered_of(stands_for(func), *call, function=func, split=split)

@@ -80,7 +80,7 @@ def load_paged(
     """
     check_folder(host)
     max_ahead = checked_prefetch(prefetch)
-    chosen = checked_device(device, from_disk=True, elsewhere=Elsewhere.CPU)
+    chosen = checked_device(device, Elsewhere.CPU)
     checked_model(model, has_values=False)
     entries = checked_methods(model, methods)
     checkpoint = open_checkpoint(weights)

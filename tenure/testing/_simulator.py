@@ -49,7 +49,7 @@ class Simulator:
         0 1024
     """
 
-    # a misspelt `sim.budget = ...` must not pass for a setting
+    # A misspelt `sim.budget = ...` must not pass for a setting
     __slots__ = ("_index", "default_allocator", "default_late_engine", "default_late_kernels")
 
     def __init__(self, index: int = 0) -> None:
@@ -150,7 +150,7 @@ class Simulator:
 
     @budget_bytes.setter
     def budget_bytes(self, size: int | str | None) -> None:
-        # or what is cached of the old budget would serve beyond the new one
+        # Or what is cached of the old budget would serve beyond the new one
         self._pool.empty_cache(machine.clock.host_s)
         self._pool.budget_bytes = None if size is None else parse_bytes(size)
 
