@@ -25,7 +25,9 @@ Capture = Literal["site", "stack"]
 CONTEXTLIB = vars(contextlib)
 """The globals of the frames that run an ExitStack or a decorated context manager."""
 _OWN_PACKAGE = __name__.partition(".")[0]
-_COMMAND_LINE = f"{_OWN_PACKAGE}._cli"
+# programs like any other, though they are ours: what they make is named by their lines, and a list
+# of theirs that keeps tensors is a leak (see test_other_code_is_the_users)
+_PROGRAMS = (f"{_OWN_PACKAGE}._cli", f"{_OWN_PACKAGE}._demo")
 _INTERNAL = frozenset({_OWN_PACKAGE, "torch", "contextlib"})
 _OWN_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 _STACK_DEPTH = 16
@@ -49,16 +51,16 @@ def package_of(frame: FrameType) -> str:
 
 
 def is_tenure(frame: FrameType) -> bool:
-    """Whether ``frame`` is tenure's; the command line uses it like any program, and is not."""
+    """Whether ``frame`` is tenure's; the command line and the demo use it, and are not."""
     name = module_of(frame)
-    return name.partition(".")[0] == _OWN_PACKAGE and not name.startswith(_COMMAND_LINE)
+    return name.partition(".")[0] == _OWN_PACKAGE and not name.startswith(_PROGRAMS)
 
 
 def is_internal(frame: FrameType) -> bool:
     """Whether ``frame`` is tenure's, or of what calls tenure for the user: torch, contextlib."""
     # the module is asked for once: this runs for each frame between an operation and its user
     name = module_of(frame)
-    return name.partition(".")[0] in _INTERNAL and not name.startswith(_COMMAND_LINE)
+    return name.partition(".")[0] in _INTERNAL and not name.startswith(_PROGRAMS)
 
 
 def user_frame(frame: FrameType) -> FrameType:
