@@ -25,9 +25,8 @@ Capture = Literal["site", "stack"]
 CONTEXTLIB = vars(contextlib)
 """The globals of the frames that run an ExitStack or a decorated context manager."""
 _OWN_PACKAGE = __name__.partition(".")[0]
-# programs like any other, though they are ours: what they make is named by their lines, and a list
-# of theirs that keeps tensors is a leak (see test_other_code_is_the_users)
 _PROGRAMS = (f"{_OWN_PACKAGE}._cli", f"{_OWN_PACKAGE}._demo")
+"""What stands in the package and uses it like any program."""
 _INTERNAL = frozenset({_OWN_PACKAGE, "torch", "contextlib"})
 _OWN_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 _STACK_DEPTH = 16
@@ -51,7 +50,7 @@ def package_of(frame: FrameType) -> str:
 
 
 def is_tenure(frame: FrameType) -> bool:
-    """Whether ``frame`` is tenure's; the command line and the demo use it, and are not."""
+    """Whether ``frame`` is tenure's; the command line and its demo are programs, and are not."""
     name = module_of(frame)
     return name.partition(".")[0] == _OWN_PACKAGE and not name.startswith(_PROGRAMS)
 

@@ -127,6 +127,6 @@ def name_the_leak(screen: Screen, corpus: Corpus, settings: Settings) -> None:
             open_scope=open_scope,
             on_step=lambda step: None,
         )
-    if leaks := scopes[-1].leaks:
-        screen.say(str(leaks))
+    # also where it is empty: a report that is missing would look like a loop without a leak
+    screen.say(str(scopes[-1].leaks))
     screen.say("The cure: history.append(validate().item())")
