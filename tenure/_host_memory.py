@@ -166,5 +166,6 @@ def _number(file: Path) -> int | None:
 def _text(file: Path) -> str:
     try:
         return file.read_text("utf-8", "surrogateescape")
-    except OSError:  # another system, or not for this process to read
+    # another system, or not for this process to read
+    except OSError:
         return ""
