@@ -14,7 +14,7 @@ from tenure._devices import indexed
 from tenure._errors import PagingError
 from tenure._text import describe_tensor
 
-from .._inside import PagedDict, check_capture
+from .._forward import PagedDict, check_capture
 
 _ON_STREAMS = ("Stream", "Event", "stream", "current_stream", "current_device", "device")
 """What a device's module must have for weights to be copied while it computes."""

@@ -9,7 +9,7 @@ import torch
 
 from tenure.profiler import LineProfiler
 from tenure.profiler._trace import Watch, _monitoring
-from tenure.profiler._trace._monitoring import best_engine
+from tenure.profiler._trace._lines_by_monitoring import best_engine
 from tenure.profiler._trace._trace import Trace
 
 has_monitoring = pytest.mark.skipif(
