@@ -2,8 +2,6 @@
 
 from ._budget import memory_budget as memory_budget
 from ._cpu_limit import set_cpu_memory_limit as set_cpu_memory_limit
-from ._devices import accelerator_of as accelerator_of
 from ._meter import MemoryMeter as MemoryMeter
+from ._meter import held_by as held_by
 from ._meter import meter_for as meter_for
-from ._statistics import Held as Held
-from ._statistics import held_by as held_by

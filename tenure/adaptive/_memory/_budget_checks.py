@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tenure._capture import is_capturing
+from tenure._devices import indexed
 from tenure._errors import AdaptiveUsageError
 from tenure._text import parse_bytes
 
 from .._callables import is_suspendable, name_of
-from ._devices import indexed
 
 if TYPE_CHECKING:
     from ._budget import memory_budget

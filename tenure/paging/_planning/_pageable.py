@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from tenure._devices import indexed
 from tenure._errors import PagingError
 from tenure._text import describe_tensor
 
@@ -84,10 +85,9 @@ def checked_device(
         )
     _check_streams(chosen, module)
     # With an index from here on: what is current may be another device when the model is called.
-    index = module.current_device() if chosen.index is None else chosen.index
-    if not 0 <= index < module.device_count():
+    found = indexed(chosen)
+    if found.index >= module.device_count():
         raise PagingError(f"There is no device {str(chosen)!r}: there are {module.device_count()}.")
-    found = torch.device(chosen.type, index)
     check_capture(found, "A model was to be paged")
     return found
 
