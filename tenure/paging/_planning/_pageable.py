@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ class Elsewhere(Enum):
     CPU = ", or 'cpu'"
 
     @classmethod
-    def of(cls, host: object) -> Self:
+    def of(cls, host: object) -> Elsewhere:
         """Where weights come from a folder, the CPU will do; else a folder would."""
         return cls.CPU if isinstance(host, Path) else cls.FOLDER
 
