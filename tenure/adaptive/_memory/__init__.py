@@ -5,5 +5,4 @@ from ._devices import accelerator_of as accelerator_of
 from ._host_memory import set_cpu_memory_limit as set_cpu_memory_limit
 from ._meter import MemoryMeter as MemoryMeter
 from ._meter import meter_for as meter_for
-from ._statistics import Held as Held
 from ._statistics import held_by as held_by
