@@ -132,11 +132,17 @@ def describe_tensor(t: torch.Tensor) -> str:
         return describe(t.dtype, shape_of(t), t.device, n_bytes_of(t))
 
 
-def shape_of(t: torch.Tensor) -> tuple[int, ...]:
-    """The shape; a nested tensor, which has none, shows its number of components."""
+def shape_of(t: torch.Tensor) -> tuple[int | str, ...]:
+    """The shape, symbolic sizes as text; a nested tensor without one has its number of components.
+
+    Example:
+        >>> shape_of(torch.zeros(2, 3))
+        (2, 3)
+    """
     # a jagged one has a shape, one of the older layout raises
     try:
-        return tuple(t.shape)
+        # a symbol can't be written down, nor sent to another process
+        return tuple([n if type(n) is int else str(n) for n in t.shape])
     except RuntimeError:
         return (t.size(0),)
 

@@ -7,6 +7,8 @@ and bytes, and no identity of an object.
 from __future__ import annotations
 
 import functools
+import math
+import numbers
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -18,6 +20,8 @@ from tenure._errors import ReportFormatError
 
 _ADVICE = "It was cut or altered after to_dict() gave it: write it anew."
 _OF_TORCH = "torch."
+_NOT_FINITE = ("nan", "inf", "-inf")
+_AS_THEY_ARE = (str, int, bool, types.NoneType)
 
 
 def plain(value: object) -> Any:
@@ -26,6 +30,8 @@ def plain(value: object) -> Any:
     Of a dataclass, every field under its name, or under the ``"key"`` of its metadata (None leaves
     it out), and the properties that its class lists as ``_figures``.
     """
+    if type(value) in _AS_THEY_ARE:
+        return value
     if is_dataclass(value) and not isinstance(value, type):
         facts = {name: plain(getattr(value, name)) for name in getattr(value, "_figures", ())}
         return facts | {key: plain(getattr(value, name)) for key, name in _keys(type(value))}
@@ -35,8 +41,15 @@ def plain(value: object) -> Any:
         return [plain(inner) for inner in value]
     if isinstance(value, torch.dtype | torch.device):
         return str(value).removeprefix(_OF_TORCH)
+    # numbers of numpy among them: as they are, JSON has no word for them
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        number = float(value)
+        # nan and inf, which no JSON has: a model that diverged is reported as well
+        return number if math.isfinite(number) else str(number)
     # a size that is a symbol is known by how it is spelled
-    return value if value is None or isinstance(value, str | int | float) else str(value)
+    return str(value)
 
 
 def restored(hint: Any, value: object, place: str) -> Any:
@@ -61,11 +74,12 @@ def restored(hint: Any, value: object, place: str) -> Any:
     if kind in (dict, Mapping) and isinstance(value, Mapping):
         inner = get_args(hint)[1]
         return {key: restored(inner, v, f"{place}[{key!r}]") for key, v in value.items()}
+    if kind is float and (type(value) is int or value in _NOT_FINITE):
+        return _float(value, place)
     if kind in (torch.dtype, torch.device) and isinstance(value, str):
         return _of_torch(kind, value, place)
     # By exact type: True is an int to isinstance, and no number of bytes.
-    is_there = value in get_args(hint) if kind is Literal else type(value) is kind
-    if is_there or (kind is float and type(value) is int):
+    if value in get_args(hint) if kind is Literal else type(value) is kind:
         return value
     raise ReportFormatError(f"{place} is {_shortened(value)}, and no {_spelled(hint)}. {_ADVICE}")
 
@@ -103,10 +117,18 @@ def _of_any(hints: tuple[Any, ...], value: object, place: str) -> Any:
     raise failure
 
 
+def _float(value: Any, place: str) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        text = f"{place} is {_shortened(value)}, more than a float can be. {_ADVICE}"
+        raise ReportFormatError(text) from None
+
+
 def _of_torch(kind: Any, value: str, place: str) -> Any:
     try:
-        found = torch.device(value) if kind is torch.device else getattr(torch, value)
-    except (RuntimeError, AttributeError):
+        found = torch.device(value) if kind is torch.device else vars(torch).get(value)
+    except RuntimeError:
         found = None
     if isinstance(found, kind):
         return found

@@ -110,7 +110,7 @@ def _refuse_others(cls: type[Report], data: object) -> None:
             f"{reader} got {kind!r}, which is another kind of report. Read it with "
             f"{kind.removeprefix(_HOME)}.from_dict()."
         )
-    if type(version) is not int or version > cls._version:
+    if type(version) is not int or not 1 <= version <= cls._version:
         raise ReportFormatError(
             f"{reader} got version {version!r} of {kind!r}, and this tenure knows version "
             f"{cls._version}. Read it with the tenure that wrote it, or update this one."

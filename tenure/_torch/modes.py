@@ -43,13 +43,18 @@ def is_active(mode: object) -> bool:
     return False
 
 
-def remove(mode: object) -> None:
-    """Take the topmost occurrence of a function mode, if any, off; the others stay in order."""
+def remove(mode: object) -> bool:
+    """Take the topmost occurrence of a function mode off; the others stay in order.
+
+    Returns:
+        False where it stands nowhere, as inside a backward hook.
+    """
     top = _pop() if _length() else None
     if top is mode or top is None:
-        return
-    remove(mode)
+        return top is mode
+    found = remove(mode)
     push(top)
+    return found
 
 
 def open_modes() -> list[DispatchMode]:

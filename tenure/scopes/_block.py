@@ -116,6 +116,8 @@ class Block(Owner):
         """Close the scope; an exception of the block goes on unmasked."""
         # closed early, or transparent inside compiled code
         if self._status is not OPEN:
+            if self._status is CLOSED and self._thread.thread_id == get_ident():
+                self._catch_up()
             return
         if self._thread.thread_id != get_ident():
             check_thread(self, "close")
@@ -193,9 +195,19 @@ class Block(Owner):
         # that interrupts
         if world.n_scopes == 0:
             tracker = self._thread.tracker
-            remove(tracker)
-            if tracker.world is world:
+            # closed in a backward hook, which has a stack of its own, it leaves the tracker on that
+            # of the block: the end of the block takes it off, or the next scope takes it over
+            if remove(tracker) and tracker.world is world:
                 tracker.world = world.outer
+
+    def _catch_up(self) -> None:
+        """Do at the end of a block what could not be done in an operation that closed its scope."""
+        thread = self._thread
+        world = thread.tracker.world
+        if world is not None and world.n_scopes == 0 and remove(thread.tracker):
+            thread.tracker.world = world.outer
+        if thread.waiting:
+            dispose_waiting(thread)
 
     def _unlink(self) -> None:
         """Finish what an exception interrupted: nothing of this scope stays on the thread."""

@@ -29,7 +29,7 @@ class LeakRecord:
     """One tensor that something other than a running function's variables still held.
 
     Attributes:
-        shape: the tensor's shape.
+        shape: the tensor's shape; a symbolic size, as of a jagged tensor, by its name.
         dtype: its dtype.
         device: its device.
         nbytes: bytes of its storage; 0 if an earlier record has the same storage.
@@ -41,7 +41,7 @@ class LeakRecord:
             empty where anything else holds it.
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[int | str, ...]
     dtype: torch.dtype
     device: torch.device
     nbytes: int = field(metadata={"key": "n_bytes"})

@@ -61,6 +61,32 @@ def test_an_interrupt_while_closing_leaves_no_scope_open(monkeypatch):
         assert current_scope() is outer
 
 
+def close_in_a_backward_hook(scope):
+    leaf = torch.ones(2, requires_grad=True)
+    leaf.register_post_accumulate_grad_hook(lambda _: scope.close())
+    product = (leaf * leaf).sum()
+    product.backward()
+    return product
+
+
+def test_a_block_whose_scope_a_backward_hook_has_closed_ends_like_any_other():
+    with NewDisposeScope("step") as scope:
+        product = close_in_a_backward_hook(scope)
+        assert scope.closed
+    assert is_disposed(product)
+    assert this_thread().tracker.world is None
+
+
+def test_the_next_scope_takes_over_what_a_backward_hook_could_not_clear():
+    for _ in range(3):
+        product = close_in_a_backward_hook(NewDisposeScope("step").__enter__())
+        assert torch._C._len_torch_function_stack() == 1
+    with NewDisposeScope("next"):
+        assert is_disposed(product)
+        made = torch.ones(2)
+    assert is_disposed(made)
+
+
 @pytest.mark.parametrize("open_scopes", [scoped, lambda function: function])
 def test_the_recursion_limit_leaves_no_scope_open(open_scopes):
     @open_scopes

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -69,6 +70,7 @@ REPORTS = {
     "no leaks": LeakReport([], scope="s"),
     "memory": MEM,
     "ranks": GroupReport((MEM, MEM), 1),
+    "no ranks": GroupReport((), 0),
     "saved": SavedReport((SAVED,), 4),
     "difference": SnapshotDiff(
         7, (ROW,), (VIEW,), ((ROW, VIEW),), (Finding("view", "x", "x is large", 4),), {"cpu": 7}
@@ -142,6 +144,29 @@ def test_a_report_of_another_process_reads_as_it_was_printed_there():
     kinds = (MemReport, LeakReport, RecordsDisplay, Snapshot)
     for kind, (facts, text) in zip(kinds, json.loads(done.stdout), strict=True):
         assert str(kind.from_dict(facts)) == text
+
+
+@pytest.mark.parametrize("error", [float("nan"), float("inf"), float("-inf"), np.float32(0.5), 1])
+def test_a_number_that_json_has_no_word_for_is_written_all_the_same(error):
+    report = adaptive.SplitReport((2, 1), error, (adaptive.SplitDifference("loss", "", error),))
+    strict = json.dumps(report.to_dict(), allow_nan=False)
+    assert str(type(report).from_dict(json.loads(strict))) == str(report)
+
+
+def test_numbers_and_text_of_numpy_are_written_as_plain_ones():
+    report = LeakReport([replace(LEAK, nbytes=np.int64(3), shape=(np.int32(2),))], scope=np.str_())
+    facts = report.to_dict()
+    assert type(facts["scope"]) is str
+    assert LeakReport.from_dict(facts) == report
+    assert read_again(report) == report
+
+
+def test_a_leaked_jagged_tensor_is_read_with_its_symbolic_size():
+    with tenure.NewDisposeScope("s", policy="report") as scope:
+        HISTORY.append(torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged))
+    HISTORY.clear()
+    assert any(type(n) is str for record in scope.leaks.records for n in record.shape)
+    assert read_again(scope.leaks) == scope.leaks
 
 
 texts = st.text(max_size=8)
@@ -292,6 +317,14 @@ def test_a_snapshot_of_this_process_is_compared_with_one_that_was_read():
 # what can't be read
 
 
+def test_memory_without_a_storage_is_compared_by_name_beside_storages():
+    (kept,) = (entry for entry in snapshot()._entries[:1])
+    hidden = [replace(kept, identity=None)] * 2
+    before, now = (Snapshot((kept, *more), MEM) for more in ([], hidden))
+    assert now.diff(before).new == (kept.owner, kept.owner)
+    assert before.diff(now).freed == (kept.owner, kept.owner)
+
+
 def altered(**changed):
     return json.loads(json.dumps(MEM.to_dict())) | changed
 
@@ -312,6 +345,7 @@ def altered(**changed):
             r"the tenure that wrote it, or update this one\.$",
         ),
         (altered(version="1"), r"got version '1' of"),
+        (altered(version=0), r"got version 0 of"),
         (altered(devices="all"), r"^MemReport\.devices is 'all', and no tuple\[.*write it anew\.$"),
         (altered(devices=[{}]), r"^MemReport\.devices\[0\]\.device is missing\. It was cut or"),
         (altered(verbose=1), r"^MemReport\.verbose is 1, and no bool\. "),
@@ -340,6 +374,18 @@ def test_a_device_or_dtype_that_torch_does_not_know_is_named(key, value):
         ReportFormatError, match=rf"^LeakReport\.records\[1\]\.{key} is '{value}', a {key} that"
     ):
         LeakReport.from_dict(facts)
+
+
+def test_a_number_that_no_float_can_be_is_refused():
+    facts = REPORTS["split"].to_dict() | {"rtol": 10**400}
+    with pytest.raises(ReportFormatError, match=r"^SplitReport\.rtol is 1000.*, more than a float"):
+        adaptive.SplitReport.from_dict(facts)
+
+
+def test_a_column_that_nobody_knows_is_refused():
+    facts = lines().display().to_dict() | {"columns": ["hits", "weight"]}
+    with pytest.raises(ReportFormatError, match=r"^RecordsDisplay\.columns: .* no column 'weight'"):
+        RecordsDisplay.from_dict(facts)
 
 
 def test_a_record_without_a_field_is_refused():

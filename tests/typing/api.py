@@ -237,7 +237,7 @@ def reading(report: LeakReport) -> None:
     assert_type(str(report), str)
     for record in report.records:
         assert_type(record, LeakRecord)
-        assert_type(record.shape, tuple[int, ...])
+        assert_type(record.shape, tuple[int | str, ...])
         assert_type(record.dtype, torch.dtype)
         assert_type(record.device, torch.device)
         assert_type(record.nbytes, int)

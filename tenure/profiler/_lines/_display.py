@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 
+from tenure._errors import ProfilerUsageError, ReportFormatError
 from tenure._show import Bar, Column, Paragraph, Part, Report, Table, plain, restored
 
 from ._columns import LineColumn, columns_named
@@ -103,7 +104,10 @@ class RecordsDisplay(Report):
         found: _Facts = restored(_Facts, facts, cls.__name__)
         # A column is a function; which one a name means depends on the statistics in the records.
         display = cls(found.sections, ())
-        display.columns = tuple(columns_named(found.columns, display.records))
+        try:
+            display.columns = tuple(columns_named(found.columns, display.records))
+        except ProfilerUsageError as error:
+            raise ReportFormatError(f"{cls.__name__}.columns: {error}") from None
         return display
 
 

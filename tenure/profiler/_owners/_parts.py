@@ -86,8 +86,7 @@ def device_of(t: Tensor) -> torch.device:
 
 def shape_or_empty(t: Tensor) -> tuple[int | str, ...]:
     """The shape, symbolic sizes as text; empty where the code of a subclass does not tell it."""
-    sizes = _safely(lambda t: [size if type(size) is int else str(size) for size in shape_of(t)], t)
-    return tuple(sizes or ())
+    return _safely(shape_of, t) or ()
 
 
 def _safely(question: Callable[[Tensor], Any], t: Tensor) -> Any:

@@ -58,6 +58,8 @@ class GroupReport(Report):
     def summary(self) -> str:
         """How many ranks there are, what they take, and which takes the most, in one line."""
         totals = [report.total_bytes for report in self.reports]
+        if not totals:
+            return "no ranks"
         most = format_bytes(max(totals))
         return (
             f"{counted(len(totals), 'rank')}, {format_bytes(self.total_bytes)}; "

@@ -222,18 +222,23 @@ class _Change(NamedTuple):
 
 def _by_identity(before: Sequence[StorageEntry], now: Sequence[StorageEntry]) -> _Change:
     """What changed among storages of this process, each of which is known again."""
-    was, found = {_key(entry): entry for entry in before}, {_key(entry): entry for entry in now}
+    was, found = _by_storage(before), _by_storage(now)
     pairs = [(was[key], entry) for key, entry in found.items() if key in was]
+    # memory that a library hides has no storage to be known by
+    hidden = _by_name(_without_storage(before), _without_storage(now))
     return _Change(
-        [entry for key, entry in found.items() if key not in was],
-        [entry for key, entry in was.items() if key not in found],
-        [pair for pair in pairs if pair[0].owner.n_bytes != pair[1].owner.n_bytes],
+        [*(entry for key, entry in found.items() if key not in was), *hidden.new],
+        [*(entry for key, entry in was.items() if key not in found), *hidden.gone],
+        [pair for pair in pairs if pair[0].owner.n_bytes != pair[1].owner.n_bytes] + hidden.resized,
     )
 
 
-def _key(entry: StorageEntry) -> int | str:
-    """The storage itself; memory that a library hides is known by its name alone."""
-    return entry.owner.name if entry.identity is None else id(entry.identity)
+def _by_storage(entries: Iterable[StorageEntry]) -> dict[int, StorageEntry]:
+    return {id(entry.identity): entry for entry in entries if entry.identity is not None}
+
+
+def _without_storage(entries: Iterable[StorageEntry]) -> list[StorageEntry]:
+    return [entry for entry in entries if entry.identity is None]
 
 
 def _by_name(before: Sequence[StorageEntry], now: Sequence[StorageEntry]) -> _Change:
