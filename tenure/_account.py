@@ -66,7 +66,8 @@ def taken(make: Callable[[], Tensor], what: str) -> Tensor:
     Raises:
         torch.OutOfMemoryError: a limit of this thread has no room for it; it is gone.
     """
-    made = [make()]  # in a list, for a traceback that leads here must not keep it
+    # in a list, for a traceback that leads here must not keep it
+    made = [make()]
     for limit in list(_this_thread.open):
         limit.note_taken(made, what)
     return made[0]

@@ -25,7 +25,8 @@ Capture = Literal["site", "stack"]
 CONTEXTLIB = vars(contextlib)
 """The globals of the frames that run an ExitStack or a decorated context manager."""
 _OWN_PACKAGE = __name__.partition(".")[0]
-_COMMAND_LINE = f"{_OWN_PACKAGE}._cli"
+_PROGRAMS = (f"{_OWN_PACKAGE}._cli", f"{_OWN_PACKAGE}._demo")
+"""What stands in the package and uses it like any program."""
 _INTERNAL = frozenset({_OWN_PACKAGE, "torch", "contextlib"})
 _OWN_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 _STACK_DEPTH = 16
@@ -49,16 +50,16 @@ def package_of(frame: FrameType) -> str:
 
 
 def is_tenure(frame: FrameType) -> bool:
-    """Whether ``frame`` is tenure's; the command line uses it like any program, and is not."""
+    """Whether ``frame`` is tenure's; the command line and its demo are programs, and are not."""
     name = module_of(frame)
-    return name.partition(".")[0] == _OWN_PACKAGE and not name.startswith(_COMMAND_LINE)
+    return name.partition(".")[0] == _OWN_PACKAGE and not name.startswith(_PROGRAMS)
 
 
 def is_internal(frame: FrameType) -> bool:
     """Whether ``frame`` is tenure's, or of what calls tenure for the user: torch, contextlib."""
     # the module is asked for once: this runs for each frame between an operation and its user
     name = module_of(frame)
-    return name.partition(".")[0] in _INTERNAL and not name.startswith(_COMMAND_LINE)
+    return name.partition(".")[0] in _INTERNAL and not name.startswith(_PROGRAMS)
 
 
 def user_frame(frame: FrameType) -> FrameType:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections import UserDict, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
@@ -47,7 +48,8 @@ def level_of(node: Any) -> Level | None:
     if isinstance(node, (tuple, *_SEQUENCES)):
         return Level(list(range(len(node))), list(node), partial(_sequence_like, node))
     if isinstance(node, _MAPPINGS):
-        entries = dict(node.items())  # a subclass may show others than it stores
+        # by its items(): a subclass may show others than it stores
+        entries = dict(node.items())
         return _level(entries, partial(_mapping_like, node))
     # what a class has registered is what it wants to be taken apart into, its fields or not
     parts = parts_of(node)
@@ -102,7 +104,7 @@ def set_entries(node: Any, entries: dict[Any, Any]) -> None:
     if isinstance(node, _SEQUENCES):
         others = list(entries.values())
         # as a whole: what was removed or put in between has moved all that follows
-        if len(others) != len(before) or any(map(_is_other, others, node)):
+        if len(others) != len(before) or any(map(operator.is_not, others, node)):
             node.clear()
             node.extend(others)
         return
@@ -196,7 +198,8 @@ class Survey:
         make = self._makers.get(id(node))
         if make is not None:
             made = make([self._replaced(child, replacements, changed) for child in children])
-            return replacements.setdefault(id(node), made)  # a list in it may have led back here
+            # a list in it may have led back here
+            return replacements.setdefault(id(node), made)
         # the copy is there before its entries are: one of them may lead back to it
         made = replacements[id(node)] = _copied(node)
         for key, child in zip(entries_of(node), children, strict=True):
@@ -251,8 +254,5 @@ def _set(node: Any, key: Any, entry: Any) -> None:
     if isinstance(node, (*_MAPPINGS, *_SEQUENCES)):
         node[key] = entry
     else:
-        object.__setattr__(node, key, entry)  # a frozen dataclass refuses its own
-
-
-def _is_other(one: object, other: object) -> bool:
-    return one is not other
+        # a frozen dataclass refuses its own
+        object.__setattr__(node, key, entry)

@@ -51,19 +51,13 @@ class _Mount(NamedTuple):
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:
-    """Bytes that can still be allocated before the machine, or a container, has no more.
+    """Bytes that this process may still allocate: by the machine, its containers, its own limit.
 
     Args:
         root: where the files of the system lie.
     """
-    return max(0, min([int(psutil.virtual_memory().available), *_free_in_groups(root)]))
-
-
-def available_host_bytes() -> int:
-    """Bytes that this process may still allocate: what is free, or less by its own limit."""
-    limits = address_space_limits()
-    left = [limit - address_space_bytes() for limit in limits[:1]]
-    return max(0, min([free_host_bytes(), *left]))
+    left = [limit - address_space_bytes() for limit in address_space_limits()[:1]]
+    return max(0, min([int(psutil.virtual_memory().available), *_free_in_groups(root), *left]))
 
 
 def address_space_bytes() -> int:
@@ -172,5 +166,6 @@ def _number(file: Path) -> int | None:
 def _text(file: Path) -> str:
     try:
         return file.read_text("utf-8", "surrogateescape")
-    except OSError:  # another system, or not for this process to read
+    # another system, or not for this process to read
+    except OSError:
         return ""

@@ -175,6 +175,6 @@ def test_code_of_the_library_and_of_what_calls_it_is_passed_by(name):
     assert place_of_warning(name) == __file__
 
 
-@pytest.mark.parametrize("name", ["torchmetrics", "tenure._cli", "program"])
+@pytest.mark.parametrize("name", ["torchmetrics", "tenure._cli", "tenure._demo", "program"])
 def test_other_code_is_the_users(name):
     assert place_of_warning(name) == "below.py"

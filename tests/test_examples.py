@@ -11,6 +11,7 @@ def test_there_are_examples():
     assert len(_EXAMPLES) >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", _EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs_and_tells_what_it_found(path):
     done = subprocess.run(

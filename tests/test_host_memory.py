@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tenure._host_memory import available_host_bytes, free_host_bytes
+from tenure._host_memory import free_host_bytes
+from tenure.adaptive._memory import meter_for
 from tenure.paging._planning._options import _free_bytes
 
 MACHINE = 1000
@@ -141,7 +142,15 @@ def test_names_with_spaces_are_found(system):
     assert free_host_bytes(root) == 300
 
 
+def test_the_limit_of_the_process_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr("tenure._host_memory.address_space_limits", lambda: [900, 2000])
+    monkeypatch.setattr("tenure._host_memory.address_space_bytes", lambda: 860)
+    assert free_host_bytes(tmp_path) == 40
+    monkeypatch.setattr("tenure._host_memory.address_space_bytes", lambda: 901)
+    assert free_host_bytes(tmp_path) == 0
+
+
 def test_retries_and_budgets_of_paging_ask_for_it(monkeypatch):
     monkeypatch.setattr("tenure._host_memory._free_in_groups", lambda root: [70])
-    assert available_host_bytes() == 70
+    assert meter_for("cpu").available_bytes() == 70
     assert _free_bytes(SimpleNamespace(type="cpu")) == 70

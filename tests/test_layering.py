@@ -23,6 +23,7 @@ _MAY_IMPORT = {
 _GROUND = (
     "_errors",
     "_torch",
+    "_devices",
     "_storages",
     "_text",
     "_torch.lending",

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ._comparison import compare_live_bytes
-from ._leak import name_the_leak
-from ._learning import learn
-from ._paged import run_paged
+from ._scoped import compare_live_bytes, learn, name_the_leak
 from ._screen import Screen
 from ._settings import Settings
-from ._shortage import train_within_a_budget
+from ._shortage import run_paged, train_within_a_budget
 from ._text import read_corpus
 
 _CHAPTERS = (learn, compare_live_bytes, name_the_leak, train_within_a_budget, run_paged)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -44,3 +45,17 @@ class Screen:
         with Progress(*columns, console=self._console, transient=True, disable=hidden) as bar:
             task = bar.add_task(label, total=n_steps)
             yield lambda: bar.advance(task)
+
+
+@contextmanager
+def silent(name: str) -> Iterator[None]:
+    """A block in which a logger, and those above it, print nothing: the demo prints it itself."""
+    logger = logging.getLogger(name)
+    nowhere = logging.NullHandler()
+    propagate, logger.propagate = logger.propagate, False
+    logger.addHandler(nowhere)
+    try:
+        yield
+    finally:
+        logger.removeHandler(nowhere)
+        logger.propagate = propagate

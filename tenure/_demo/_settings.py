@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+MORE_THAN_THERE_IS = "1EiB"
+"""A budget that measures and never refuses."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tenure._errors import CommandError
 
-_VALIDATION_SHARE = 10  # one part in ten, from the end, is never trained on
+# one part in ten, from the end, is never trained on
+_VALIDATION_SHARE = 10
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,8 @@ def train(
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            history.append(validate())  # the leak: validate().item() was meant
+            # the leak: validate().item() was meant
+            history.append(validate())
             step = Step(number, loss.item(), history[-1].item())
         on_step(step)
     return history

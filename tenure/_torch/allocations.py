@@ -18,13 +18,13 @@ import functools
 import sys
 from collections.abc import Callable, Iterable
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import profiler as _profiler  # noqa: F401  # it must be whole before others wrap it
 
 from . import bound, require
+from .cpu_allocator import C10_LIBRARY
 
 _LINES = "figures by line of tenure.profiler"
 _begin = bound("torch._C._autograd._enable_profiler_legacy", _LINES)
@@ -44,7 +44,6 @@ is_profiling: Callable[[], bool] = bound("torch._C._autograd._profiler_enabled",
 _N_ENDS = 2
 _FIRST = -(2**62)
 _NAME = "tenure"
-_LIBRARY = "libc10.dylib" if sys.platform == "darwin" else "libc10.so"
 # int64_t is `long long` there, and `long` elsewhere
 _INT64 = "x" if sys.platform == "darwin" else "l"
 _REPORT = f"_ZN3c1027reportMemoryUsageToProfilerEPv{_INT64}mmNS_6DeviceE"
@@ -149,7 +148,7 @@ def _report() -> Callable[[int], None] | None:
     """
     try:
         # holds the interpreter's lock: no other thread of Python comes in between
-        library: Any = ctypes.PyDLL(str(Path(torch.__file__).parent / "lib" / _LIBRARY))
+        library: Any = ctypes.PyDLL(C10_LIBRARY)
         function: Any = getattr(library, _REPORT)
     except (OSError, AttributeError):
         return None
@@ -169,21 +168,15 @@ def _report() -> Callable[[int], None] | None:
 def _config() -> Any:
     # a session that could not be read or ended would stay open: nothing is begun without these
     require(_begin, _end, _record_functions, _enter_range, _exit_range, _host_bytes)
-    return _Config(
-        _State.CPU,
-        False,  # input shapes
-        True,  # memory: all that is wanted
-        False,  # stacks
-        False,  # flops
-        False,  # modules
-        _ExperimentalConfig(),
-    )
+    # of input shapes, memory, stacks, flops and modules, memory is all that is wanted
+    return _Config(_State.CPU, False, True, False, False, False, _ExperimentalConfig())
 
 
 def works() -> bool:
     """Whether a temporary, a turn, a mark and a block of an earlier turn come out right."""
     if is_profiling():
-        return True  # nothing can be tried now; turns that fail say so
+        # nothing can be tried now; turns that fail say so
+        return True
     begin()
     kept = torch.empty(64, dtype=torch.uint8, device="cpu")
     torch.UntypedStorage(32, device="cpu")

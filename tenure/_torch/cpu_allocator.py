@@ -20,7 +20,9 @@ from torch import Tensor, UntypedStorage
 from . import optional
 
 _is_cow_tensor = optional("torch._C._is_cow_tensor")
-_LIBRARY = "libc10.dylib" if sys.platform == "darwin" else "libc10.so"
+C10_LIBRARY = str(
+    Path(torch.__file__).parent / "lib" / f"libc10.{'dylib' if sys.platform == 'darwin' else 'so'}"
+)
 _FLAG = "FLAGS_caffe2_report_cpu_memory_usage"
 _REPORTER = "_ZN3c1025profiledCPUMemoryReporterEv"
 _NEW = "_ZN3c1025ProfiledCPUMemoryReporter3NewEPvm"
@@ -37,7 +39,7 @@ class _Table:
     """
 
     def __init__(self) -> None:
-        library: Any = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / _LIBRARY))
+        library: Any = ctypes.CDLL(C10_LIBRARY)
         self.flag = ctypes.c_bool.in_dll(library, _FLAG)
         reporter = getattr(library, _REPORTER)
         reporter.restype = ctypes.c_void_p

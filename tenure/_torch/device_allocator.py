@@ -52,9 +52,15 @@ def segments_of(module: Any, device: torch.device) -> list[dict[str, Any]]:
     return [segment for segment in found if segment["device"] == device.index]
 
 
+def is_private(segment: dict[str, Any]) -> bool:
+    """Whether a segment belongs to a pool of its own, as that of a CUDA graph."""
+    # without a pool in the entry (other backends) there is the shared one alone
+    return tuple(segment.get("segment_pool_id", _SHARED_POOL)) != _SHARED_POOL
+
+
 def free_block_bytes(segments: list[dict[str, Any]]) -> list[int]:
     """The sizes of the free blocks that any tensor may get: a CUDA graph keeps its pool's."""
-    shared = (s for s in segments if tuple(s.get("segment_pool_id", _SHARED_POOL)) == _SHARED_POOL)
+    shared = (segment for segment in segments if not is_private(segment))
     blocks = (block for segment in shared for block in segment.get("blocks", ()))
     return [block["size"] for block in blocks if block["state"] == FREE]
 

@@ -95,7 +95,8 @@ def lent_to(tensor: Tensor) -> Lent | None:
         return None
     try:
         storage = tensor.untyped_storage()
-    except (RuntimeError, NotImplementedError):  # wrapper subclasses, transforms, sparse ones
+    # wrapper subclasses, transforms, sparse ones
+    except (RuntimeError, NotImplementedError):
         return None
     return _lent.get(key_of(storage))
 
@@ -121,7 +122,8 @@ def _end() -> None:
 def _install() -> None:
     for name in _NAMES:
         original = getattr(Tensor, name)
-        _before[name] = vars(Tensor).get(name)  # None where it is inherited
+        # None where it is inherited
+        _before[name] = vars(Tensor).get(name)
         kind = _NotingData if name == "data" else _Noting
         setattr(Tensor, name, kind(original))
 
@@ -143,7 +145,8 @@ class _Noting:
 
     def __get__(self, tensor: Tensor | None, owner: Any = None) -> Any:
         if tensor is None:
-            return self._original  # subclasses know the operations by these objects
+            # subclasses know the operations by these objects
+            return self._original
         _note(tensor)
         return self._original.__get__(tensor, owner)
 
@@ -177,7 +180,8 @@ def _fill(name: str, shown: Tensor, value: Tensor) -> None:
             "changed. Give it a tensor of the same shape, type and device, or unpage() first."
         )
     with aside():
-        shown.copy_(value.clone())  # a copy first: it may be a view of the weight
+        # a copy first: it may be a view of the weight
+        shown.copy_(value.clone())
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:

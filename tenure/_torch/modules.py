@@ -96,7 +96,8 @@ def modules_told(seen: Seen) -> Iterator[None]:
 
     Those that run inside compiled code are not told, and where blocks nest, each is.
     """
-    with _lock:  # two threads that are the first here wrap once
+    # two threads that are the first here wrap once
+    with _lock:
         _wrap_calls()
     outer = _this_thread.seen
     _this_thread.seen = seen if outer is None else _both(seen, outer)

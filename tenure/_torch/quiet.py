@@ -31,6 +31,8 @@ without_dispatch: Any = bound(
 """A context in which operations run below all dispatch modes and subclasses."""
 TENSOR_BASE: Any = torch.Tensor.__mro__[-2]
 """The class whose getters no subclass has replaced; they take the tensor by ``__get__``."""
+set_class = vars(object)["__class__"].__set__
+"""Gives an object another class, past a ``__setattr__`` of its own; TypeError where it can't."""
 
 _without_transforms = bound("torch._C._DisableFuncTorch", "paging")
 _without_dispatch_modes = bound("torch.utils._python_dispatch._disable_current_modes", "paging")
@@ -63,9 +65,10 @@ def aside_with_subclasses() -> Iterator[None]:
 
 @contextmanager
 def _unrecorded() -> Iterator[None]:
+    # without transforms: torch.func wraps what is made inside of it
     with (
         without_functions(),
-        _without_transforms(),  # torch.func wraps what is made inside of it
+        _without_transforms(),
         torch.inference_mode(False),
         torch.no_grad(),
     ):

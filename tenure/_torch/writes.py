@@ -64,7 +64,8 @@ def lazy_copy(tensor: Tensor) -> Tensor | None:
         return None
     try:
         copy: Tensor = _lazy_clone(tensor)
-    except RuntimeError:  # memory that is shared with other processes, or of another library
+    # memory that is shared with other processes, or of another library
+    except RuntimeError:
         return None
     return copy
 

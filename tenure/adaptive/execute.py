@@ -153,6 +153,7 @@ def range(
     @never_compiled
     def execute(func: Callable[[int, int], Any]) -> Any:
         check_function("@execute.range", func)
+        # Asked for here, for it is the frame above this one.
         frame = calling_frame()
         remembered = remembered_of(None, frame, checked.context, checked.cache_type, (), {})
         piece = Piece(func, start, (), {})

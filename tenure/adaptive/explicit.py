@@ -22,7 +22,14 @@ from ._decorators import (
     run_batch,
     run_pieces,
 )
-from ._sizes import BatchsizeCache, calling_frame, checked_size, remembered_of, stands_for
+from ._sizes import (
+    BatchsizeCache,
+    Remembered,
+    calling_frame,
+    checked_size,
+    remembered_of,
+    stands_for,
+)
 
 T = TypeVar("T")
 
@@ -54,15 +61,7 @@ def batch(
     """
     check_function("explicit.batch", func)
     initial = checked_size("initial_batchsize", initial_batchsize)
-    remembered = remembered_of(
-        stands_for(func),
-        calling_frame(),
-        toma_context,
-        toma_cache_type,
-        args,
-        kwargs,
-        function=func,
-    )
+    remembered = _remembered(func, calling_frame(), toma_context, toma_cache_type, args, kwargs)
     result: T = run_batch(
         name_of(func), func, initial, args=args, kwargs=kwargs, options=PLAIN, remembered=remembered
     )
@@ -101,15 +100,7 @@ def range(
     check_function("explicit.range", func)
     start, end = checked_range("explicit.range", start, end)
     initial = checked_size("initial_step", initial_step)
-    remembered = remembered_of(
-        stands_for(func),
-        calling_frame(),
-        toma_context,
-        toma_cache_type,
-        args,
-        kwargs,
-        function=func,
-    )
+    remembered = _remembered(func, calling_frame(), toma_context, toma_cache_type, args, kwargs)
     piece = Piece(func, start, args, kwargs)
     run_pieces(name_of(func), piece, end, initial=initial, options=PLAIN, remembered=remembered)
 
@@ -148,15 +139,9 @@ def chunked(
         "explicit.chunked", tensor, 0 if toma_dimension is None else toma_dimension
     )
     initial = checked_size("initial_step", initial_step)
-    remembered = remembered_of(
-        stands_for(func),
-        calling_frame(),
-        toma_context,
-        toma_cache_type,
-        args,
-        kwargs,
-        function=func,
-        split=(tensor, dimension),
+    split = tensor, dimension
+    remembered = _remembered(
+        func, calling_frame(), toma_context, toma_cache_type, args, kwargs, split=split
     )
     chunk = Chunk(func, tensor, dimension, args, kwargs)
     run_pieces(
@@ -167,3 +152,8 @@ def chunked(
         options=PLAIN,
         remembered=remembered,
     )
+
+
+# The frame is among what is passed on: it is that of who called the function above this one.
+def _remembered(func: Any, *call: Any, split: tuple[Tensor, int] | None = None) -> Remembered:
+    return remembered_of(stands_for(func), *call, function=func, split=split)

@@ -71,6 +71,8 @@ def chunk(
     resident = planned.division.resident
     link = Link(chosen)
     store = HostBuffers(chosen, pin=True)
+    # The store takes up what goes to the device alone: weights that are computed with on the host
+    # stay the model's own, neither copied nor pinned.
     resources = acquire(planned, link, store, [u for u in planned.cut.units if u in resident], 0)
     pager = ChunkPager(resources.engine, resources.unpaged, planned.table.hosts.values())
     attached = Attached(
@@ -147,6 +149,8 @@ class ChunkHooks(ModuleHooks):
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """After the forward."""
         safe = super().end(module, args, output)
+        # Of modules that run on the host one inside the other, only the outermost has an output
+        # that a layer on the device may get.
         if self._runs_on_host and not self._chunk.on_host:
             return moved(output if safe is None else safe, "cpu", self._chunk.engine.device)
         return safe
@@ -154,10 +158,12 @@ class ChunkHooks(ModuleHooks):
 
 def _planned(model: nn.Module, device: torch.device, max_capacity: int | str) -> Planned:
     table = TensorTable(model)
+    # As small as can be: a unit is computed on one side as a whole, and room on the device that is
+    # too small for a block may do for its attention.
     pieces = cut(model, table, lambda module: False)
     division, arrangement = _division(pieces, max_capacity, device)
     resident = division.resident
-    taken = taken_by(arrangement.sizes + table.unpaged_sizes, device)
+    needed = taken_by(arrangement.sizes + table.unpaged_sizes, device)
     plan = PagingPlan(
         model=type(model).__name__,
         device=str(device),
@@ -165,9 +171,9 @@ def _planned(model: nn.Module, device: torch.device, max_capacity: int | str) ->
         weight_bytes=table.unpaged_bytes + n_bytes(pieces.units),
         resident_bytes=table.unpaged_bytes + arrangement.resident_bytes,
         ring_bytes=0,
-        allocated_bytes=taken.allocated_bytes,
-        reserved_bytes=taken.reserved_bytes,
-        budget_bytes=taken.allocated_bytes,
+        allocated_bytes=needed.allocated_bytes,
+        reserved_bytes=needed.reserved_bytes,
+        budget_bytes=needed.allocated_bytes,
         minimum_bytes=taken_by(table.unpaged_sizes, device).allocated_bytes,
         link_bytes_per_s=PCIE_4.bytes_per_s,
         limit_s=0.0,

@@ -68,7 +68,7 @@ class PagedModel:
         self._pager = pager
         self._resources = resources
         resources.serve(model)
-        # a collection may come while a graph is captured, which closing would break
+        # A collection may come while a graph is captured, which closing would break
         device = resources.engine.device
         weakref.finalize(pager, after_captures, device, resources.close).atexit = False
         self._attached = attached
@@ -193,9 +193,7 @@ def page(
     check_inference(training)
     check_host(host)
     max_ahead = checked_prefetch(prefetch)
-    from_disk = isinstance(host, Path)
-    elsewhere = Elsewhere.CPU if from_disk else Elsewhere.FOLDER
-    chosen = checked_device(device, from_disk=from_disk, elsewhere=elsewhere)
+    chosen = checked_device(device, Elsewhere.of(host))
     checked_model(model)
     entries = checked_methods(model, methods)
     planned = make_plan(model, chosen, max_layer_size, budget, keep, speed_of(host))

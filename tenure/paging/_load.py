@@ -80,11 +80,13 @@ def load_paged(
     """
     check_folder(host)
     max_ahead = checked_prefetch(prefetch)
-    chosen = checked_device(device, from_disk=True, elsewhere=Elsewhere.CPU)
+    chosen = checked_device(device, Elsewhere.CPU)
     checked_model(model, has_values=False)
     entries = checked_methods(model, methods)
     checkpoint = open_checkpoint(weights)
     try:
+        # Before the model is given anything: what can't be named or converted is refused with the
+        # model as it was.
         convert_names(checkpoint, model, host)
         with assigned(model, checkpoint):
             planned = make_plan(model, chosen, max_layer_size, budget, keep, DISK)
@@ -92,5 +94,6 @@ def load_paged(
             link = file_link(planned, chosen, store)
             return carry_out(model, planned, link, store, max_ahead, entries)
     except BaseException:
+        # An interruption, too: until there is a handle, nobody else closes the files.
         checkpoint.close()
         raise

@@ -24,7 +24,7 @@ from tenure._storages import inner_tensors
 from tenure._torch import swap
 from tenure._torch.autograd import ENGINE_CODE, check_engine_is_seen
 from tenure._torch.compiler import belongs_to_graph
-from tenure._torch.quiet import TENSOR_BASE, without_functions
+from tenure._torch.quiet import TENSOR_BASE, set_class, without_functions
 
 from ._disposed import RECORD, Cause, DisposedTensor, Record, set_record
 from ._library_state import held_as_state
@@ -35,7 +35,6 @@ from ._tracker import HANDLER_CODE
 Survivors = list[tuple[Tensor, Reference]]
 
 _logger = logging.getLogger("tenure.scopes")
-_set_class = vars(object)["__class__"].__set__  # past a __setattr__ of the subclass
 
 
 class Disposal(enum.Enum):
@@ -196,7 +195,7 @@ def dispose_tensor(
         return Disposal.GRAPHS
     record = _describe(tensor, cause, created)
     try:
-        _set_class(tensor, DisposedTensor)
+        set_class(tensor, DisposedTensor)
     # a class with slots, such as DTensor, can't be exchanged
     except TypeError:
         return _dispose_inner(tensor, cause, created)

@@ -179,9 +179,9 @@ def build_leak_report(
     tensors = [t for t, _ in survivors]
     # Our own lists hold every survivor, and would be the first holders that are found.
     found = find_holders(tensors, ignore=(survivors, *survivors, *ignore))
-    counted: set[int] = set()
+    seen_keys: set[int] = set()
     records = [
-        _record(t, site, culprits, counted)
+        _record(t, site, culprits, seen_keys)
         for (t, site), holders in zip(survivors, found, strict=True)
         if (culprits := _culprits(holders))
     ]
@@ -198,13 +198,13 @@ def _culprits(holders: list[Holder]) -> list[Holder]:
 
 
 def _record(
-    t: torch.Tensor, site: str | None, holders: list[Holder], counted: set[int]
+    t: torch.Tensor, site: str | None, holders: list[Holder], seen_keys: set[int]
 ) -> LeakRecord:
     key = storage_key(t)
     # A view and its base are two tensors and one piece of memory.
-    n_bytes = 0 if key in counted else n_bytes_of(t)
+    n_bytes = 0 if key in seen_keys else n_bytes_of(t)
     if key is not None:
-        counted.add(key)
+        seen_keys.add(key)
     with without_functions():
         shape, dtype, device = shape_of(t), t.dtype, t.device
     chains = tuple(holder.chain for holder in holders)

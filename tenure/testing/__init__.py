@@ -24,4 +24,5 @@ __all__ = [
 ]
 
 for _name in __all__:
-    globals()[_name].__module__ = __name__  # where users import it from, for tracebacks and help()
+    # Where users import it from, for tracebacks and help().
+    globals()[_name].__module__ = __name__

@@ -26,7 +26,8 @@ def kernel(run: Callable[..., Any]) -> Callable[..., Any]:
         try:
             raise failure
         finally:
-            del failure  # else the frame and the error would keep each other alive
+            # Or the frame and the error would keep each other alive.
+            del failure
 
     return unwound
 
@@ -36,7 +37,8 @@ def register(kernels: dict[str, Callable[..., Any]], key: str = "PrivateUse1") -
     library = torch.library.Library("aten", "IMPL")
     for name, run in kernels.items():
         library.impl(name, run, key)
-    _libraries.append(library)  # the kernels are unregistered when it dies
+    # Kept, for the kernels are unregistered when it dies.
+    _libraries.append(library)
 
 
 def register_fallback(run: Callable[..., Any], key: str) -> None:

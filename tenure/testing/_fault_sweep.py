@@ -118,7 +118,8 @@ def _run(sim: Simulator, fn: Callable[[], Any], number: int) -> AllocationFailur
         result, error = fn(), None
     except torch.OutOfMemoryError as raised:
         if sim.failure_is_planted:
-            raise  # not ours: the budget is too small
+            # This one was not planted: the budget is too small.
+            raise
         result, error = None, raised
         _let_go_of_frames(raised)
     except BaseException as raised:

@@ -24,14 +24,16 @@ def _with_options_of(
 ) -> Callable[[Callable[..., Any]], Callable[P, AbstractContextManager[Simulator]]]:
     """Decorator: the options are those of `start`, and are declared and checked there alone."""
     signature = inspect.signature(start)
-    options = list(signature.parameters.values())[1:]  # without self
+    # All but self.
+    options = list(signature.parameters.values())[1:]
 
     def decorate(block: Callable[..., Any]) -> Callable[P, AbstractContextManager[Simulator]]:
         annotation = AbstractContextManager[Simulator]
 
         @functools.wraps(block)
         def checked(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[Simulator]:
-            signature.bind(None, *args, **kwargs)  # here, and not only where the block is entered
+            # A wrong option fails here already, not only where the block is entered.
+            signature.bind(None, *args, **kwargs)
             made: AbstractContextManager[Simulator] = block(*args, **kwargs)
             return made
 
@@ -80,7 +82,8 @@ def simulated_accelerator(**options: Any) -> Iterator[Simulator]:
             "A simulated accelerator is running already, and a process has one. Within its block"
             " call what it gave to start it afresh: sim(budget=...)."
         )
-    from ._interface._setup import install  # this is what changes torch
+    # Late: this is what changes torch, and to import the module must not.
+    from ._interface._setup import install
 
     install()
     simulator = Simulator()

@@ -20,7 +20,7 @@ from ._device._pinned import check_failure, pinned_memory
 from ._device._rates import Rates
 from ._device._streams import current_stream, forget_choices
 from ._device._which import index_of
-from ._interface import _index_of_to
+from ._interface._module_to import install_current_index
 from ._torch_backend import sim_device
 
 
@@ -49,7 +49,7 @@ class Simulator:
         0 1024
     """
 
-    # a misspelt `sim.budget = ...` must not pass for a setting
+    # A misspelt `sim.budget = ...` must not pass for a setting
     __slots__ = ("_index", "default_allocator", "default_late_engine", "default_late_kernels")
 
     def __init__(self, index: int = 0) -> None:
@@ -111,7 +111,7 @@ class Simulator:
         check_number(fail_at)
         check_failure(fail_pinning)
         if devices > 1:
-            _index_of_to.install()
+            install_current_index()
         machine.start(settings)
         pinned_memory.start()
         forget_choices()
@@ -150,7 +150,7 @@ class Simulator:
 
     @budget_bytes.setter
     def budget_bytes(self, size: int | str | None) -> None:
-        # or what is cached of the old budget would serve beyond the new one
+        # Or what is cached of the old budget would serve beyond the new one
         self._pool.empty_cache(machine.clock.host_s)
         self._pool.budget_bytes = None if size is None else parse_bytes(size)
 
@@ -278,7 +278,8 @@ class Simulator:
         if machine.late is not None:
             machine.late.settle_all()
         with contextlib.suppress(RaceError):
-            machine.host_copies.settle_all()  # what it finds is among the faults
+            # What it finds is among the faults.
+            machine.host_copies.settle_all()
         if machine.detector.faults:
             raise RaceError("\n".join(self.take_faults()))
 

@@ -127,12 +127,14 @@ def test_weights_larger_than_their_memory_give_the_same_loss(done):
     assert "The loss of the paged model is the same to the last bit." in chapter
 
 
+@pytest.mark.slow
 def test_the_same_seed_prints_the_same_text(done):
     timed = re.compile(r"^(pass|  moved|  computed) .*$", flags=re.MULTILINE)
     again = _demo("--seed", "0")
     assert timed.sub("", again.stdout) == timed.sub("", done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_steps_and_seed_are_used():
     chapter = _chapter(other := _demo("--steps", "3", "--seed", "7"), 1)

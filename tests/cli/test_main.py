@@ -4,8 +4,7 @@ import sys
 import pytest
 
 import tenure
-from tenure import _cli
-from tenure._cli import main
+from tenure._cli import _main, main
 from tenure._errors import CommandError, PagingError
 
 
@@ -29,7 +28,7 @@ def test_help_lists_each_verb_with_the_first_line_of_its_docstring(capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["--help"])
     words = " ".join(capsys.readouterr().out.split())
-    for verb in _cli._VERBS:
+    for verb in _main._VERBS:
         assert f"{verb.__name__.lower()} {verb.__doc__.splitlines()[0]}" in words
 
 
@@ -86,7 +85,7 @@ def test_a_bad_number_is_refused_in_one_line(arguments, complaint, capsys):
 def _with_verb(monkeypatch, run):
     """Make `tenure probe` call ``run``."""
     members = {"__doc__": "Probe.", "add_arguments": staticmethod(lambda parser: None), "run": run}
-    monkeypatch.setattr(_cli, "_VERBS", (type("Probe", (), members),))
+    monkeypatch.setattr(_main, "_VERBS", (type("Probe", (), members),))
 
 
 def test_an_error_of_the_user_is_one_line_and_exit_code_2(monkeypatch, capsys):

@@ -209,6 +209,7 @@ def test_many_modules_leave_no_more_than_the_living_behind():
     assert len(modules._references) < 2 * len(modules.states()) + 1000
 
 
+@pytest.mark.slow
 def test_modules_and_optimizers_older_than_the_first_scope_are_known():
     program = """
 import torch
@@ -232,6 +233,7 @@ def test_the_signature_of_a_module_stays():
     assert list(inspect.signature(nn.Module.__init__).parameters) == ["self", "args", "kwargs"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamo_first", [True, False])
 def test_a_module_made_in_a_compiled_function_breaks_no_graph(dynamo_first):
     program = f"""

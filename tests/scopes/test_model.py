@@ -2,6 +2,7 @@
 
 import gc
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -203,5 +204,5 @@ class Ownership(RuleBasedStateMachine):
         assert counts == {name: self.counts[name] for name in counts}
 
 
-TestOwnership = Ownership.TestCase
+TestOwnership = pytest.mark.slow(Ownership.TestCase)
 TestOwnership.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

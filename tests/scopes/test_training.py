@@ -552,6 +552,7 @@ def train_in_parallel(rank: int, folder: str, in_scopes: bool) -> None:
     os._exit(0)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_bit_for_bit_alike(tmp_path):
     for in_scopes in (False, True):
         torch.multiprocessing.spawn(train_in_parallel, args=(str(tmp_path), in_scopes), nprocs=2)

@@ -8,5 +8,4 @@ from ._events import OnRetry as OnRetry
 from ._events import add_listener as add_listener
 from ._events import remove_listener as remove_listener
 from ._events import statistics as statistics
-from ._events import tell as tell
 from ._release import release as release

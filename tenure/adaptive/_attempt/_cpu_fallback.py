@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tenure._containers import Survey, entries_of, is_mutable, set_entries
-from tenure._storages import storages_of
+from tenure._storages import byte_range, storages_of
 from tenure._torch.storages import key_of
 from tenure._torch.writes import version_of, write_back
 
@@ -156,8 +156,8 @@ def _overlapping(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     for sharing in by_storage.values():
         group: list[Tensor] = []
         end = 0
-        for tensor in sorted(sharing, key=lambda each: _span_of(each)[0]):
-            first, last = _span_of(tensor)
+        for tensor in sorted(sharing, key=byte_range):
+            first, last = byte_range(tensor)
             if group and first >= end:
                 yield group
                 group = []
@@ -166,16 +166,9 @@ def _overlapping(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield group
 
 
-def _span_of(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the one behind its last."""
-    offset, n_bytes = int(tensor.storage_offset()), tensor.itemsize
-    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return offset * n_bytes, (offset + reach + 1) * n_bytes
-
-
 def _copied_as_one(group: list[Tensor]) -> list[Tensor]:
-    start = min(_span_of(each)[0] for each in group) // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
-    end = max(_span_of(each)[1] for each in group)
+    start = min(byte_range(each)[0] for each in group) // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
+    end = max(byte_range(each)[1] for each in group)
     with torch.inference_mode(False), torch.no_grad():
         on_device = torch.empty(0, dtype=torch.uint8, device=group[0].device)
         on_device.set_(group[0].untyped_storage(), start, (end - start,), (1,))

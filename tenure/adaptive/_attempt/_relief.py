@@ -14,10 +14,11 @@ from typing import Any
 import psutil
 import torch
 
+from tenure._devices import accelerator_of
 from tenure._registries import ask_to_shrink
 from tenure._torch.device_allocator import clear_workspaces
 
-from .._memory import accelerator_of, held_by, meter_for
+from .._memory import held_by, meter_for
 from .._oom import OomInfo
 from ._scene import Scene
 

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tenure._devices import accelerator_of
 from tenure._text import format_bytes
 from tenure._torch.device_allocator import free_block_bytes, has_expandable_segments, segments_of
 
-from .._memory import accelerator_of, held_by
+from .._memory import held_by
 from .._oom import OomInfo, unallocated_bytes_in
 
 _ADVICE = "set PYTORCH_ALLOC_CONF=expandable_segments:True before the program starts"

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tenure._capture import is_capturing
+from tenure._devices import indexed
 from tenure._errors import AdaptiveUsageError
 from tenure._text import parse_bytes
 
 from .._callables import is_suspendable, name_of
-from ._devices import indexed
 
 if TYPE_CHECKING:
     from ._budget import memory_budget
@@ -47,10 +47,12 @@ def checked_device(device: str | torch.device) -> torch.device:
         if not isinstance(device, str | torch.device):
             raise TypeError(f"a device is a str or a torch.device, not a {type(device).__name__}")
         found = torch.device(device)
+        # No tensor is on "cpu:0": torch drops that index, and would find the two devices unequal.
         if found.type == "cpu":
             return torch.device("cpu")
         return _checked_accelerator(found)
     except (RuntimeError, TypeError) as error:
+        # CUDA's errors go on with lines of advice on how to debug kernels.
         reason = str(error).partition("\n")[0]
         raise AdaptiveUsageError(
             f"memory_budget() can't limit device={device!r}: {reason}. Name a device that "

@@ -102,7 +102,8 @@ def keeps_fractions(device: torch.device) -> bool:
         return False
     try:
         module.get_per_process_memory_fraction(device)
-    except RuntimeError:  # a pluggable allocator, which has none
+    except RuntimeError:
+        # A pluggable allocator, which has none.
         return False
     return True
 

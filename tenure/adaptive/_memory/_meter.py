@@ -7,16 +7,63 @@ meter is made after an out-of-memory error only; nothing here runs on the way wi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from tenure._host_memory import available_host_bytes
+from tenure._devices import accelerator_of, counters_of
+from tenure._host_memory import free_host_bytes
+from tenure._torch.device_allocator import has_expandable_segments
 
 from ._counting import CountingMode, counting_on
-from ._devices import accelerator_of
 from ._fraction import allowed_bytes
-from ._statistics import held_by
+
+
+class Held(NamedTuple):
+    """The bytes that an allocator holds of a device.
+
+    Attributes:
+        allocated_bytes: what tensors use.
+        active_bytes: that, and what the work of a stream still uses.
+        reserved_bytes: all that it holds.
+        split_bytes: the free parts of segments that are in use: they can't be given back.
+    """
+
+    allocated_bytes: int
+    active_bytes: int
+    reserved_bytes: int
+    split_bytes: int
+
+    @property
+    def unused_bytes(self) -> int:
+        """What no tensor uses, wherever it lies."""
+        return self.reserved_bytes - self.allocated_bytes
+
+    @property
+    def spare_bytes(self) -> int:
+        """What can be given back to the device, and so serve anything."""
+        return self.reserved_bytes - self.active_bytes - self.split_bytes
+
+
+def held_by(module: Any, device: torch.device) -> Held:
+    """Read an allocator.
+
+    Raises:
+        RuntimeError: it does not tell what it holds beside what is in use.
+    """
+    counters = counters_of(module, device)
+    allocated_bytes, reserved_bytes = counters.allocated, counters.reserved
+    # A cache that is not told must not pass for an empty one, see
+    # test_an_allocator_that_tells_half_of_what_it_holds_has_no_meter.
+    if allocated_bytes is None or reserved_bytes is None:
+        raise RuntimeError(f"The allocator of {device} does not tell what it holds.")
+    return Held(
+        allocated_bytes,
+        # not every backend counts it
+        max(allocated_bytes, counters.active or 0),
+        max(allocated_bytes, reserved_bytes),
+        0 if has_expandable_segments() else counters.inactive_split or 0,
+    )
 
 
 class _Source(Protocol):
@@ -123,7 +170,7 @@ class _Host:
     """The memory of the machine; what work needed of it can't be told."""
 
     def available_bytes(self) -> int:
-        return available_host_bytes()
+        return free_host_bytes()
 
     def restart(self) -> None:
         pass

@@ -36,7 +36,7 @@ SiteKey = tuple[object, ...]
 
 
 @dataclass(slots=True)
-class Site:
+class SizeSite:
     """One function, call or context, and its records by signature, the latest last.
 
     Attributes:
@@ -82,12 +82,12 @@ class Site:
 
 
 _lock = threading.RLock()
-sites: OrderedDict[SiteKey, Site] = OrderedDict()
+sites: OrderedDict[SiteKey, SizeSite] = OrderedDict()
 from_files: dict[str, dict[str, SizeRecord]] = {}
 """What was loaded; where there is something, sites not seen yet are looked up by name."""
 
 
-def find(key: SiteKey) -> Site | None:
+def find(key: SiteKey) -> SizeSite | None:
     """The site of a key, if something is known there."""
     site = sites.get(key)
     # one whose objects are gone is another's by now, though the identities are the same: add() puts
@@ -102,7 +102,7 @@ def find(key: SiteKey) -> Site | None:
     return site
 
 
-def add(key: SiteKey, name: str, about: Iterable[object]) -> Site:
+def add(key: SiteKey, name: str, about: Iterable[object]) -> SizeSite:
     """The site of a key, with what a file told of it."""
     # two threads that are the first here get the same one
     with _lock:
@@ -111,7 +111,7 @@ def add(key: SiteKey, name: str, about: Iterable[object]) -> Site:
             references = tuple(weakref.ref(each) for each in about)
             # copies: what is learned here is not what the file said, which other sites begin with
             known = {each: record.copy() for each, record in from_files.get(name, {}).items()}
-            site = sites[key] = Site(name, references, known)
+            site = sites[key] = SizeSite(name, references, known)
             _shorten(sites, _MOST_SITES)
     return site
 

@@ -147,7 +147,7 @@ class SizeRecord:
         with _lock:
             self.free_bytes, self.climbing = free_bytes, True
 
-    def note_settled(self) -> None:
+    def note_largest(self) -> None:
         """Measuring says that no larger size fits."""
         with _lock:
             self._rest(_CLOSED_INTERVAL)

@@ -19,7 +19,7 @@ from tenure._callers import position_of
 from tenure._errors import AdaptiveUsageError
 
 from ._call_signature import signature_of
-from ._learned import Site, SiteKey, add, find, from_files, sites
+from ._learned import SiteKey, SizeSite, add, find, from_files, sites
 from ._record import SizeRecord
 
 _ROOM = "tenure.adaptive"
@@ -170,7 +170,7 @@ class RememberedCall:
         # test_two_calls_on_one_line_are_two_calls
         return cache_type, id(owner), id(frame.f_code), frame.f_lasti
 
-    def _add(self) -> Site:
+    def _add(self) -> SizeSite:
         about, names = self._named()
         # a site without a name that is the same in each process is in no file
         name = " | ".join([self._cache_type.__name__, *names]) if all(names) else ""

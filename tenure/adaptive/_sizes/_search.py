@@ -231,7 +231,7 @@ class AdaptiveSearch:
             return
         self._meter = None
         if not larger and size == known.ok and policy.is_largest(known, free_bytes):
-            record.note_settled()
+            record.note_largest()
 
     def _climb(self, record: SizeRecord) -> None:
         """In a loop of many pieces: count them like calls, and go up a step where that is due."""

@@ -5,7 +5,6 @@
 
 from ._engine import Engine as Engine
 from ._page import RESIDENT as RESIDENT
-from ._page import Page as Page
 from ._page import in_place_of as in_place_of
 from ._pass import Forward as Forward
 from ._pass import Pass as Pass

@@ -15,7 +15,7 @@ from tenure._errors import PagingError
 from tenure._torch.quiet import aside
 
 from .._host import HostStore
-from .._link import Link, Meter
+from .._link import Link, PassMeter
 from .._model import HostTensor, Unit
 from ._page import Page
 
@@ -29,7 +29,7 @@ class Copies:
         meter: whom to tell of copies and of waits for them.
     """
 
-    def __init__(self, link: Link, store: HostStore, meter: Meter) -> None:
+    def __init__(self, link: Link, store: HostStore, meter: PassMeter) -> None:
         self._link, self._store, self._meter = link, store, meter
         # The last copy to the device of each unit; until then, the host must not change its bytes.
         self._copied: dict[Unit, object] = {}

@@ -15,7 +15,7 @@ from tenure._registries import NamedTensor
 from tenure._torch.lending import note_while
 
 from .._host import HostStore
-from .._link import Link, Meter, PassRecord
+from .._link import Link, PassMeter, PassRecord
 from .._model import HostTensor, Unit
 from ._copies import Copies
 from ._page import Page
@@ -40,7 +40,7 @@ class Engine:
 
     def __init__(self, link: Link, store: HostStore, max_ahead: int | None = None) -> None:
         self.access_order = AccessOrder()
-        self.meter = Meter()
+        self.meter = PassMeter()
         self._copies = Copies(link, store, self.meter)
         self.room = Room(link, self._copies)
         self._link, self._store, self._max_ahead = link, store, max_ahead

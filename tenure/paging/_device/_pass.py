@@ -118,7 +118,8 @@ class Pass:
         if position < len(predicted) and predicted[position] is unit:
             self._position += 1
         # A mixture of experts leaves some out, or comes to them in another order: what was
-        # predicted behind this use still stands. See test_after_a_step_that_was_not_expected...
+        # predicted behind this use still stands. See
+        # test_after_a_step_that_was_not_expected_the_prediction_follows.
         elif unit in predicted[position:]:
             self._position = predicted.index(unit, position) + 1
         elif unit in predicted:

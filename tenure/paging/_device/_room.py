@@ -260,7 +260,7 @@ class Room:
         leaving_bytes = memory_bytes(self._residents.leaving())
         needed_bytes = self._ring.used_bytes + here_bytes - leaving_bytes + unit.n_bytes
         all_bytes = ring_bytes + here_bytes + self._residents.spare_bytes
-        # there may be room, but in several places; and what holds weights, holds others next time
+        # There may be room, but in several places; and what holds weights, holds others next time
         needed_bytes = max(needed_bytes, all_bytes + max(unit.n_bytes, all_bytes // 4))
         budget_bytes = needed_bytes + self._beside_bytes
         pages = [page for page in self.pages.values() if page.users or page.held()]

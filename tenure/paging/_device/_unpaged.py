@@ -87,7 +87,7 @@ class UnpagedTensors:
     def _copy(self, host: HostTensor) -> Tensor:
         host.touched = False
         with aside_with_subclasses():
-            # a copy of a tensor that is there already would be the same object
+            # A copy of a tensor that is there already would be the same object
             copy = taken(lambda: host.tensor.detach().to(self._link.device, copy=True), RESIDENT)
             return in_place_of(host.tensor, copy)
 

@@ -181,6 +181,6 @@ def _is_in(lent: Collection[int], tensor: Tensor) -> bool:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    # not aside: it is the model's result, which the scopes and modes of the caller are to see
+    # Not aside: it is the model's result, which the scopes and modes of the caller are to see
     with torch.no_grad():
         return tensor.detach().clone()

@@ -17,7 +17,7 @@ from types import CodeType, FrameType
 from tenure._callers import is_internal, package_of
 
 _LOOK_EVERY_S = 1.0
-# the libraries that a thread waits in: its user wants to know which line of the program does
+# The libraries that a thread waits in: its user wants to know which line of the program does
 _WAITING = ("concurrent", "queue", "threading")
 _WAITS: dict[CodeType, str] = {
     Future.result.__code__: "self",
@@ -76,7 +76,7 @@ class Door:
 def waits_for_us(thread: int) -> bool:
     """Whether a thread waits for this one to end, or for the work that a pool gave to it."""
     ours: list[object] = [threading.current_thread()]
-    # a pool's thread runs a work item; its future is public, the class of the item is not
+    # A pool's thread runs a work item; its future is public, the class of the item is not
     ours += [
         getattr(frame.f_locals.get("self"), "future", None) for frame in _stack(sys._getframe())
     ]

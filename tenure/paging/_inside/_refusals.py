@@ -83,7 +83,7 @@ class Gradients:
         Raises:
             PagingError: it would train, or it is traced.
         """
-        if torch.jit.is_tracing():
+        if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
             raise PagingError(
                 f"{type(module).__name__} is traced by torch.jit while it is paged: the trace "
                 "would keep the places that weights pass through, and read others there later. "

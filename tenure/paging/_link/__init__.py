@@ -3,5 +3,5 @@
 from ._disk_link import DiskLink as DiskLink
 from ._host_link import HostLink as HostLink
 from ._link import Link as Link
-from ._meter import Meter as Meter
+from ._meter import PassMeter as PassMeter
 from ._meter import PassRecord as PassRecord

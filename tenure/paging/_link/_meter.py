@@ -31,7 +31,7 @@ class PassRecord:
     faults: int = 0
 
 
-class Meter:
+class PassMeter:
     """Is told what goes over a link, and keeps it pass by pass.
 
     Attributes:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from tenure._storages import inner_tensors, storages_of
+from tenure._storages import byte_range, inner_tensors, storages_of
 from tenure._torch.storages import key_of
 
 from ._units import Extent, HostTensor
@@ -112,17 +112,9 @@ def _registered(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor, b
 
 
 def _extent(hosts: list[HostTensor]) -> Extent:
-    ranges = [_byte_range(host.tensor) for host in hosts]
+    ranges = [byte_range(host.tensor) for host in hosts]
     low = min(start for start, _ in ranges) // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
     high = max(end for _, end in ranges)
     for host, (start, _) in zip(hosts, ranges, strict=True):
         host.at_bytes = start - low
     return Extent(low, high - low, hosts)
-
-
-def _byte_range(tensor: Tensor) -> tuple[int, int]:
-    """From its first byte in the storage to the end of its last."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    n_elements = 1 + sum((n - 1) * step for n, step in steps)
-    start = int(tensor.storage_offset()) * tensor.element_size()
-    return start, start + int(n_elements) * tensor.element_size()

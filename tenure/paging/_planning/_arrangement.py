@@ -68,7 +68,7 @@ def _poured(
     ring_bytes: int, resident: Sequence[Unit], kept: Collection[Unit], least_bytes: int
 ) -> list[list[Unit]]:
     """Units in slabs of at least so many bytes, in their order; what never leaves in the first."""
-    # what could not pass through the ring does not leave either
+    # What could not pass through the ring does not leave either
     leaving = [unit for unit in resident if unit not in kept and unit.n_bytes <= ring_bytes]
     fixed = [unit for unit in resident if unit not in set(leaving)]
     least_bytes = max(least_bytes, OWN_SEGMENT_BYTES)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from tenure._devices import indexed
 from tenure._errors import PagingError
 from tenure._text import describe_tensor
 
@@ -46,19 +48,20 @@ class Elsewhere(Enum):
     FOLDER = ", or a folder: host=Path(...)"
     CPU = ", or 'cpu'"
 
+    @classmethod
+    def of(cls, host: object) -> Self:
+        """Where weights come from a folder, the CPU will do; else a folder would."""
+        return cls.CPU if isinstance(host, Path) else cls.FOLDER
+
 
 def checked_device(
-    device: str | torch.device,
-    *,
-    from_disk: bool = False,
-    elsewhere: Elsewhere = Elsewhere.NOTHING,
+    device: str | torch.device, elsewhere: Elsewhere = Elsewhere.NOTHING
 ) -> torch.device:
     """An accelerator that is there, with its index; the CPU where weights come from a disk.
 
     Args:
         device: what was asked for.
-        from_disk: whether the CPU is one as well.
-        elsewhere: what the user may name in its place.
+        elsewhere: what the user may name in its place; with ``CPU`` that is one as well.
 
     Raises:
         PagingError: it is none, or a graph is being captured.
@@ -67,7 +70,7 @@ def checked_device(
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise PagingError(f"{device!r} is not a device.") from error
-    if chosen.type == "cpu" and from_disk:
+    if chosen.type == "cpu" and elsewhere is Elsewhere.CPU:
         return torch.device("cpu")
     if chosen.type in ("cpu", "meta"):
         raise PagingError(
@@ -82,10 +85,9 @@ def checked_device(
         )
     _check_streams(chosen, module)
     # With an index from here on: what is current may be another device when the model is called.
-    index = module.current_device() if chosen.index is None else chosen.index
-    if not 0 <= index < module.device_count():
+    found = indexed(chosen)
+    if found.index >= module.device_count():
         raise PagingError(f"There is no device {str(chosen)!r}: there are {module.device_count()}.")
-    found = torch.device(chosen.type, index)
     check_capture(found, "A model was to be paged")
     return found
 

@@ -188,9 +188,7 @@ def plan_paging(
     """
     check_host(host)
     checked_model(model, has_values=False)
-    from_disk = isinstance(host, Path)
-    elsewhere = Elsewhere.CPU if from_disk else Elsewhere.FOLDER
-    chosen = checked_device(device, from_disk=from_disk, elsewhere=elsewhere)
+    chosen = checked_device(device, Elsewhere.of(host))
     check_seconds_and_speed(link_bytes_per_s, compute_s)
     link = speed_of(host)
     if link_bytes_per_s is not None:

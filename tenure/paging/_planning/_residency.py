@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from .._model import Cut, Unit
-from ._simulated_pass import Step, pass_s
+from ._simulated_pass import UnitUse, pass_s
 
 _MOST_NEIGHBOURS = 6
 _SMALL_SHARE = 1 / 64
@@ -107,14 +107,14 @@ def smallest(cut: Cut, kept: frozenset[Unit], n_neighbours: int) -> Residency:
 def predicted_pass_s(cut: Cut, division: Residency, link: LinkSpeed, compute_s: float) -> float:
     """Seconds of a pass in the steady state, its computation spread by bytes."""
     total_bytes = n_bytes(cut.units) or 1
-    steps = [
-        Step(
+    uses = [
+        UnitUse(
             0 if unit in division.resident else unit.n_bytes,
             compute_s * unit.n_bytes / total_bytes,
         )
         for unit in cut.units
     ]
-    return pass_s(steps, division.ring_bytes, link.bytes_per_s, link.latency_s)
+    return pass_s(uses, division.ring_bytes, link.bytes_per_s, link.latency_s)
 
 
 def expected_s(cut: Cut, division: Residency, link: LinkSpeed, compute_s: float | None) -> float:

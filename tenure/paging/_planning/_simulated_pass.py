@@ -15,7 +15,7 @@ from .._device import ByteRing
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class UnitUse:
     """The use of one unit.
 
     Attributes:
@@ -35,32 +35,32 @@ class _Passing:
 
 
 def pass_s(
-    steps: Sequence[Step], ring_bytes: int, link_bytes_per_s: float, copy_latency_s: float
+    uses: Sequence[UnitUse], ring_bytes: int, link_bytes_per_s: float, copy_latency_s: float
 ) -> float:
     """Seconds of one pass of many, when each follows the one before; infinite if one can't run.
 
     Args:
-        steps: what a pass uses, in order.
+        uses: what a pass uses, in order.
         ring_bytes: room for units that pass.
         link_bytes_per_s: speed of copies to the device.
         copy_latency_s: added to each copy.
     """
     # It would wait for ever.
-    if any(step.n_bytes > ring_bytes for step in steps):
+    if any(use.n_bytes > ring_bytes for use in uses):
         return inf
     # The first finds the ring empty, and the second what the first has left there: what the third
     # takes is what all that follow take.
     n_passes = 3
-    run = _Run(list(steps) * n_passes, ByteRing(ring_bytes), link_bytes_per_s, copy_latency_s)
-    ends = [run.compute(number) for number in range(len(run.steps))]
-    return ends[-1] - ends[-1 - len(steps)] if steps else 0.0
+    run = _Run(list(uses) * n_passes, ByteRing(ring_bytes), link_bytes_per_s, copy_latency_s)
+    ends = [run.compute(number) for number in range(len(run.uses))]
+    return ends[-1] - ends[-1 - len(uses)] if uses else 0.0
 
 
 class _Run:
     def __init__(
-        self, steps: list[Step], ring: ByteRing, link_bytes_per_s: float, copy_latency_s: float
+        self, uses: list[UnitUse], ring: ByteRing, link_bytes_per_s: float, copy_latency_s: float
     ) -> None:
-        self.steps = steps
+        self.uses = uses
         self._ring, self._bytes_per_s, self._latency_s = ring, link_bytes_per_s, copy_latency_s
         self._passing: deque[_Passing] = deque()
         self._next_copy = 0
@@ -68,16 +68,16 @@ class _Run:
         self._ends: list[float] = []
 
     def compute(self, number: int) -> float:
-        """The end of a step, once all before it are known."""
+        """The end of a use, once all before it are known."""
         self._copy_ahead(number)
         ready_s = next((p.copied_s for p in self._passing if p.number == number), 0.0)
         begin_s = max(ready_s, self._ends[-1] if self._ends else 0.0)
-        self._ends.append(begin_s + self.steps[number].compute_s)
+        self._ends.append(begin_s + self.uses[number].compute_s)
         return self._ends[-1]
 
     def _copy_ahead(self, number: int) -> None:
-        while self._next_copy < len(self.steps):
-            n_bytes = self.steps[self._next_copy].n_bytes
+        while self._next_copy < len(self.uses):
+            n_bytes = self.uses[self._next_copy].n_bytes
             if n_bytes:
                 start = self._place(n_bytes, number)
                 if start is None:
@@ -88,7 +88,7 @@ class _Run:
             self._next_copy += 1
 
     def _place(self, n_bytes: int, number: int) -> int | None:
-        """Room for a copy while step ``number`` is about to run; earlier ones give theirs up."""
+        """Room for a copy while use ``number`` is about to run; earlier ones give theirs up."""
         while (start := self._ring.place(n_bytes)) is None:
             if not self._passing or self._passing[0].number >= number:
                 return None

@@ -1,8 +1,8 @@
 """What the allocators of devices and of the host say: counters, caches, bytes of an interval."""
 
+from ._cached_memory import allocator_bytes as allocator_bytes
 from ._cached_memory import bytes_of_workspaces as bytes_of_workspaces
 from ._cached_memory import cached_memory as cached_memory
-from ._counters import allocator_bytes as allocator_bytes
 from ._device_meter import DeviceAccount as DeviceAccount
 from ._device_meter import DeviceMeter as DeviceMeter
 from ._fields import Stats as Stats

@@ -1,4 +1,4 @@
-"""What an allocator holds block by block: what is free in its cache, and what libraries took.
+"""What an allocator holds, in all and block by block: its cache, and what libraries took.
 
 A library's working memory is known by its size alone: as many blocks of it as no tensor has.
 """
@@ -11,9 +11,27 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tenure._devices import accelerator_of, counters_of, told_by
 from tenure._torch.device_allocator import FREE, free_block_bytes, segments_of, workspace_bytes
 
 _IN_USE = "active_allocated"
+
+
+class AllocatorBytes(NamedTuple):
+    """The bytes of one device, as its allocator counts them.
+
+    Attributes:
+        allocated: bytes of the blocks in use.
+        requested: bytes that were asked for; less than allocated by what the blocks are rounded up.
+        reserved: bytes that the allocator took from the device, in use or cached.
+        device_used: bytes in use on the device by all processes, the driver's among them; None
+            where the backend does not tell.
+    """
+
+    allocated: int
+    requested: int
+    reserved: int
+    device_used: int | None
 
 
 class CachedMemory(NamedTuple):
@@ -29,6 +47,28 @@ class CachedMemory(NamedTuple):
     largest_free_bytes: int
     inactive_split_bytes: int
     n_blocks_in_use: Counter[int]
+
+
+def allocator_bytes(device: torch.device) -> AllocatorBytes | None:
+    """The counters of a device; None where torch keeps none, as on the CPU."""
+    found = accelerator_of(device)
+    if found is None:
+        return None
+    counters = counters_of(*found)
+    if counters.allocated is None:
+        return None
+    # some backends leave what was requested at 0
+    requested = counters.requested or counters.allocated
+    reserved = max(counters.allocated, counters.reserved or 0)
+    return AllocatorBytes(counters.allocated, requested, reserved, _device_used(*found))
+
+
+def _device_used(module: Any, device: torch.device) -> int | None:
+    # the driver is asked for no device that is not in use: that would bring a context to life
+    if told_by(module, "is_initialized") is False:
+        return None
+    told = told_by(module, "mem_get_info", device)
+    return None if told is None else int(told[1]) - int(told[0])
 
 
 def cached_memory(device: torch.device) -> CachedMemory | None:

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tenure._torch.device_allocator import segments_of
+from tenure._torch.device_allocator import is_private, segments_of
 
 from ._staging import on_device
 
 _DEFAULT_STREAM = 0
-_SHARED_POOL = (0, 0)
 
 
 class Segment(NamedTuple):
@@ -91,6 +90,4 @@ def _told(device: torch.device) -> list[dict[str, Any]]:
 
 def _segment(entry: dict[str, Any]) -> Segment:
     low = entry["address"]
-    # Without a pool in the entry (other backends) there is the shared one alone.
-    pool = tuple(entry.get("segment_pool_id", _SHARED_POOL))
-    return Segment(low, low + entry["total_size"], entry["stream"], pool != _SHARED_POOL)
+    return Segment(low, low + entry["total_size"], entry["stream"], is_private(entry))

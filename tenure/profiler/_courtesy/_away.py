@@ -23,7 +23,7 @@ from tenure._errors import AwayTensorError
 from tenure._heap import type_name
 from tenure._text import describe, format_bytes, operation_of, shape_of
 from tenure._torch import trap
-from tenure._torch.quiet import without_functions, without_subclass_functions
+from tenure._torch.quiet import set_class, without_functions, without_subclass_functions
 
 from ._address_segments import Segment, on_stream
 from ._inventory import Holding
@@ -35,8 +35,6 @@ _ADVICE = (
     "error), before it is used."
 )
 _GRADIENT: Any = Tensor.grad
-# past a __setattr__ of the subclass
-_set_class = vars(object)["__class__"].__set__
 # What the handle itself knows. Anything else reads bytes, or hands out a view that could.
 _READABLE_PROPERTIES = (
     "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "retains_grad",
@@ -211,10 +209,10 @@ def can_guard(tensor: Tensor) -> bool:
     """Whether the class of a handle can be exchanged; not for one with slots."""
     cls = type(tensor)
     try:
-        _set_class(tensor, AwayTensor)
+        set_class(tensor, AwayTensor)
     except TypeError:
         return False
-    _set_class(tensor, cls)
+    set_class(tensor, cls)
     return True
 
 
@@ -226,7 +224,7 @@ def guard(tensor: Tensor, part: Moved) -> None:
         found.parts.append(part)
         return
     cls = type(tensor)
-    _set_class(tensor, AwayTensor)
+    set_class(tensor, AwayTensor)
     _attributes(tensor)[_GUARD] = Guard(cls, [part])
 
 
@@ -238,7 +236,7 @@ def heal(tensor: Tensor) -> bool:
     if found.is_away:
         return False
     del _attributes(tensor)[_GUARD]
-    _set_class(tensor, found.cls)
+    set_class(tensor, found.cls)
     return True
 
 

@@ -165,7 +165,8 @@ def _enter(by_key: dict[int, Holding], storage: UntypedStorage) -> Holding | Non
 def _storages_of(t: Tensor) -> Iterable[UntypedStorage]:
     try:
         return storages_of(t)
-    except Exception:  # opaque tensors raise errors of many types here
+    # opaque tensors raise errors of many types here
+    except Exception:
         return ()
 
 
@@ -177,7 +178,8 @@ def _is_twofold_view(t: Tensor, base: Tensor) -> bool:
     try:
         is_lazy = torch.is_conj(t) != torch.is_conj(base) or torch.is_neg(t) != torch.is_neg(base)
         return is_lazy or torch.is_complex(t) != torch.is_complex(base)
-    except Exception:  # functorch's wrappers raise errors of many types here
+    # functorch's wrappers raise errors of many types here
+    except Exception:
         return False
 
 

@@ -126,7 +126,8 @@ def _buffers(loads: list[Load], device: torch.device) -> list[Tensor]:
     try:
         # Page-locked memory can run out; then the bytes go the slow way.
         return [buffer.pin_memory() for buffer in plain]
-    except (RuntimeError, NotImplementedError):  # no pinned memory there, or none left
+    # no pinned memory there, or none left
+    except (RuntimeError, NotImplementedError):
         return []
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tenure._callers import warn_user
+from tenure._devices import indexed
 from tenure._errors import ProfilerUsageError, ProfilerUsageWarning
 from tenure._text import counted
 
@@ -64,13 +65,14 @@ def checked_device(device: str | torch.device) -> torch.device:
             f"{found} can't be measured: torch.{found.type} has no memory_stats(). "
             'Measure the memory of the CPU with set_target_device("cpu").'
         )
-    index = found.index if found.index is not None else module.current_device() if n_devices else 0
-    if index >= n_devices:
+    # where none is there, torch knows no current one
+    chosen = indexed(found) if n_devices else torch.device(found.type, found.index or 0)
+    if chosen.index >= n_devices:
         has = counted(n_devices, "such device") if n_devices else "no such devices"
         raise ProfilerUsageError(
             f'{found} is not there: this machine has {has}. Name one that is, or "cpu".'
         )
-    return torch.device(found.type, index)
+    return chosen
 
 
 def _accelerator() -> str | None:

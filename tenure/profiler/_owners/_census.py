@@ -310,7 +310,8 @@ def _enter(storages: _Storages, t: Tensor, held: _Held, category: str) -> list[T
                 has_graph,
             )
         )
-    is_hollow = not parts and storage_bytes(t)  # and it is not just empty
+    # of a size, and not just empty
+    is_hollow = not parts and storage_bytes(t)
     return [replace(_row(held.name, category, t, site), device="meta")] if is_hollow else []
 
 

@@ -35,7 +35,7 @@ _OWN_REFERENCES = 1 + OF_VARIABLE
 
 
 @dataclass(slots=True)
-class Kept:
+class Referent:
     """One object that the graph refers to.
 
     Attributes:
@@ -77,9 +77,9 @@ class GraphHoldings:
     def __init__(self, roots: Iterable[Any]) -> None:
         self._seen: dict[int, Any] = {}
         self._classes: dict[int, tuple[str, list[str]]] = {}
-        self._kept: dict[int, Kept] = {}
+        self._kept: dict[int, Referent] = {}
         self._entered: set[int] = set()
-        self._waiting: dict[int, Kept] = {}
+        self._waiting: dict[int, Referent] = {}
         nodes = [node for node in roots if node is not None]
         # Objects in Python can lead to nodes (a checkpoint's arguments have graphs), and these to
         # objects again, until neither finds anything new.
@@ -116,11 +116,11 @@ class GraphHoldings:
         elif is_kind(type(data), Tensor):
             self._enter(data, place)
 
-    def _enter(self, found: Any, place: str) -> Kept:
+    def _enter(self, found: Any, place: str) -> Referent:
         entry = self._kept.get(id(found))
         # The entry holds the object, so that its identity stays its own meanwhile.
         if entry is None:
-            entry = self._kept[id(found)] = self._waiting[id(found)] = Kept(found)
+            entry = self._kept[id(found)] = self._waiting[id(found)] = Referent(found)
         if place not in entry.places:
             entry.places.append(place)
         return entry
@@ -162,7 +162,8 @@ class GraphHoldings:
     ) -> None:
         # a function of its own, so that its variables count for no reference later
         referents = {id(held): held for held in gc.get_referents(holder)}
-        if not referents:  # as of most nodes, which have no Python side
+        # as of most nodes, which have no Python side
+        if not referents:
             return
         for key, step in slots_of(holder, referents):
             held = referents[key]

@@ -26,7 +26,7 @@ from tenure._storages import storage_key
 from tenure._text import counted, describe, describe_elements, format_bytes, listed
 from tenure._torch.quiet import quietly
 
-from ._graph_holdings import GraphHoldings, Kept
+from ._graph_holdings import GraphHoldings, Referent
 from ._parts import Part, device_of, dtype_of, identity_of, parts_of, shape_or_empty
 
 # More than a screen is read by nobody; `records` has all of them.
@@ -164,7 +164,7 @@ def saved_storages(nodes: Iterable[object]) -> tuple[dict[int, SavedStorage], in
     """
     holdings = GraphHoldings(nodes)
     # One storage is often saved several times: by two nodes, or as a tensor and a view of it.
-    by_storage: dict[int, list[tuple[Kept, Part]]] = {}
+    by_storage: dict[int, list[tuple[Referent, Part]]] = {}
     for entry in holdings.tensors:
         for part in parts_of(entry.found):
             by_storage.setdefault(part.key, []).append((entry, part))
@@ -176,7 +176,7 @@ def saved_storages(nodes: Iterable[object]) -> tuple[dict[int, SavedStorage], in
     return found, holdings.n_nodes
 
 
-def _record(entries: list[tuple[Kept, Part]], is_leaf: bool) -> SavedRecord:
+def _record(entries: list[tuple[Referent, Part]], is_leaf: bool) -> SavedRecord:
     part = entries[0][1]
     places = dict.fromkeys(place + part.label for entry, part in entries for place in entry.places)
     sites = (created_at(t) for entry, part in entries for t in (entry.found, part.tensor))
@@ -192,7 +192,7 @@ def _record(entries: list[tuple[Kept, Part]], is_leaf: bool) -> SavedRecord:
     )
 
 
-def _leaf_storages(by_storage: dict[int, list[tuple[Kept, Part]]]) -> set[int]:
+def _leaf_storages(by_storage: dict[int, list[tuple[Referent, Part]]]) -> set[int]:
     is_held = {id(e.found): e.is_held for entries in by_storage.values() for e, _ in entries}
     known: dict[int, set[int]] = {}
     leaves: set[int] = set()

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from tenure._devices import indexed
 from tenure._errors import ProfilerUsageError
 from tenure._heap import is_kind
 
@@ -163,19 +164,10 @@ class MemReporter:
 
 
 def _device_of(device: torch.device | str | int) -> torch.device:
-    """The device with the index that tensors on it show."""
     try:
-        found = torch.device(device)
-        if found.type in {"cpu", "meta"}:
-            return torch.device(found.type)
-        if found.index is None:
-            module = torch.get_device_module(found)
-            # where only one device can be there, as with MPS, none is the current one
-            has_current = hasattr(module, "current_device")
-            return torch.device(found.type, module.current_device() if has_current else 0)
+        return indexed(device)
     except (RuntimeError, TypeError, AssertionError) as error:
         raise ProfilerUsageError(
             f"{device!r} is no device that this torch knows. Pass a torch.device, a name such as "
             '"cuda:0" or "cpu", or the index of an accelerator.'
         ) from error
-    return found

@@ -85,6 +85,7 @@ class Unread(Protocol):
 
     def claims(self) -> list[Claim]:
         """Those that more may have happened to than they know; any thread may ask."""
+        raise NotImplementedError
 
 
 class Listener(Protocol):
@@ -102,3 +103,4 @@ class Listener(Protocol):
 
     def on_thread(self, unread: Unread) -> ThreadListener:
         """Its part on a thread that it has none on, and that has this left to tell."""
+        raise NotImplementedError

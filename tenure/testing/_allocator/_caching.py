@@ -181,7 +181,8 @@ class CachingPool(MemoryPool):
         self._wait_for_recorded()
         unused = self._table.drop_unused()
         if unused:
-            self._wait_host(self._finished_s())  # as cudaFree does
+            # As cudaFree does.
+            self._wait_host(self._finished_s())
         for block in unused:
             self._n_device_frees += 1
             self._shrink(block, segment=1, reserved_bytes=block.n_bytes)

@@ -249,7 +249,8 @@ class ExactPool(MemoryPool):
         if requested_bytes == 0:
             return None
         with self._lock:
-            last_error.check()  # here every allocation is a segment
+            # CUDA looks at its last error where it takes a segment; here every allocation is one.
+            last_error.check()
             self._count_down(requested_bytes)
             self.release_finished(host_s)
             self._make_room(requested_bytes)
@@ -294,7 +295,8 @@ class ExactPool(MemoryPool):
         needed_bytes = self.rounded(requested_bytes)
         if self._fits(needed_bytes):
             return
-        if self._waiting:  # as the caching allocator does before it gives up
+        if self._waiting:
+            # As the caching allocator does before it gives up.
             self.retry_count += 1
             self._wait_for_recorded()
         if not self._fits(needed_bytes):

@@ -34,7 +34,8 @@ class StreamLog:
         """The current stream changes now."""
         number, notes = next_node_number(), self._notes.setdefault(index, [(0, before)])
         if notes[-1][0] == number:
-            notes.pop()  # no node was made while that one was current
+            # No node was made while that one was current.
+            notes.pop()
         if not notes or notes[-1][1] is not after:
             notes.append((number, after))
         if len(notes) > _MOST_NOTED:
@@ -129,11 +130,13 @@ class Pass:
             if feeder in self._ends:
                 yield from self._ends[feeder]
             elif feeder in self._feeders.get(node, ()):
-                yield from self._ready(feeder, seen)  # it launched nothing
+                # It launched nothing: the work of what fed it comes before.
+                yield from self._ready(feeder, seen)
 
     def _stream_of(self, node: Any, index: int) -> Any:
         number = node_number(node)
-        if number == LEAF_NUMBER:  # made for the first operator that took the leaf
+        if number == LEAF_NUMBER:
+            # Made for the first operator that took the leaf.
             number = min(map(node_number, self._feeders.get(node, ())), default=0)
         found = self._log.at(index, number)
         return found if found is not None and self._owns(found) else self._around[index]

@@ -239,6 +239,7 @@ def _lent(storage: torch.UntypedStorage) -> Window:
     """The window of a storage that C++ made over memory it does not own, as pickling does."""
     n_bytes = storage.nbytes()
     if n_bytes == 0:
+        # It has no address to find a block by.
         return _window_of(torch.empty(0, dtype=torch.uint8, device=storage.device))
     address, key = storage.data_ptr(), storage_key(storage)
     for block in list(_blocks.values()):
@@ -260,6 +261,7 @@ def _release(key: int) -> None:
 def _free(block: Block) -> None:
     taken, block.taken = block.taken, None
     if block.detector is not machine.detector:
+        # From before the machine was started afresh: no stream of now can still use it.
         block.pool.free(taken)
         return
     _check_release(block)

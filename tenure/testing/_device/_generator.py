@@ -10,14 +10,16 @@ from contextlib import contextmanager
 
 import torch
 
-_DEFAULT_SEED = 67280421310721  # as torch's own default seed: c10/core/GeneratorImpl.h
+# As torch's own default seed: c10/core/GeneratorImpl.h.
+_DEFAULT_SEED = 67280421310721
 
 
 class DeviceRandom:
     """The seeded state that random operations on the device draw from."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # of two threads, one would leave the other's state behind
+        # Without it one of two threads would leave the other's state behind.
+        self._lock = threading.RLock()
         self.seed(_DEFAULT_SEED)
 
     def seed(self, seed: int) -> None:

@@ -61,6 +61,8 @@ class HostCopies:
         if not self._detector.enabled:
             destination.copy_(value)
             return
+        # What still copies these bytes out, and ran before: checked now, or what is written here
+        # would be taken for the program's.
         self._finish_outgoing(seen, destination)
         launch = _Launch(stream_id, seen[stream_id])
         staged = torch.empty_like(destination).copy_(value)

@@ -213,7 +213,8 @@ class LateWork:
         try:
             with below_everything():
                 work.run()
-        except Exception as error:  # an index out of bytes that were not there yet
+        except Exception as error:
+            # As an index does that was read from bytes which were not there yet.
             work.poison()
             self.detector.faults.append(f"late kernel: {work.name} failed when it ran: {error}")
 

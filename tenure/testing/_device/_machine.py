@@ -50,7 +50,8 @@ class Settings:
 
 
 def _check_whole(name: str, value: int) -> None:
-    if type(value) is not int or value < 1:  # True is no number of anything
+    if type(value) is not int or value < 1:
+        # By its type: True is an int, and a mistake.
         raise ValueError(f"{name}={value!r}: must be a whole number, 1 or more.")
 
 
@@ -79,11 +80,14 @@ class Machine:
     streams: dict[int, Any]
     capture: Capture | None
     late: LateWork | None
-    passing: Any  # the backward pass under way
-    is_in_bad_fork = False  # this process was forked from one that had used a device
+    # The backward pass under way.
+    passing: Any
+    # This process was forked from one that had used a device.
+    is_in_bad_fork = False
 
     def __init__(self) -> None:
-        self._random: list[DeviceRandom] = []  # a fresh start seeds none of them anew
+        # Outside of start(): a fresh start seeds none of them anew.
+        self._random: list[DeviceRandom] = []
         self.start(Settings())
 
     def start(self, settings: Settings) -> None:
@@ -135,7 +139,8 @@ class Machine:
                 span.history.recorded_stream_ids.add(stream.number)
         try:
             self.detector.launch(by, stream.number, stream.seen, reads, writes)
-        finally:  # a race is told and then happens
+        finally:
+            # Although a race is told: then it happens too.
             if later is not None and self.late is not None:
                 self.late.add(later, stream)
 
@@ -169,7 +174,8 @@ class Machine:
         if done:
             self._host_passes(seen)
         else:
-            last_error.clear()  # torch clears "not ready", and with it what was there before
+            # torch clears "not ready", and with it what was there before.
+            last_error.clear()
         return done
 
     def synchronize(self, index: int) -> None:

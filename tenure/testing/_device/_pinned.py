@@ -25,7 +25,8 @@ from .._allocator import (
 )
 from ._races import History, Span
 
-_HOST_STREAM_ID = -1  # no stream: the home of memory that the host owns
+# That of no stream: where memory is at home that the host owns.
+_HOST_STREAM_ID = -1
 
 
 @dataclass(slots=True)

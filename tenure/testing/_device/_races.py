@@ -53,7 +53,8 @@ class History:
     home_stream_id: int
     accesses: list[Access] = field(default_factory=list)
     recorded_stream_ids: set[int] = field(default_factory=set)
-    made_in: Any = None  # the backward pass that it was allocated in
+    # The backward pass that it was allocated in.
+    made_in: Any = None
 
 
 def default_number(index: int) -> int:

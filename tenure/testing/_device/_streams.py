@@ -219,7 +219,8 @@ class Stream(torch.Stream):
     ) -> None:
         index, stream = _current.outer.pop()
         _choose(self.device_index, stream)
-        turn_to(index)  # as torch.cuda.stream, which makes a context where there was none
+        # As torch.cuda.stream does: this makes a context where there was none.
+        turn_to(index)
 
     def __repr__(self) -> str:
         return f"<sim.Stream {self.stream_id}, ready_s={self.ready_s:.6f}, on {self.device}>"
@@ -259,7 +260,8 @@ def current_stream(device: Any = None) -> Stream:
     index = index_of(device)
     own, lent = _current.streams.get(index), _stream_of_node(index)
     if lent is not None and own is lent[1]:
-        own = None  # chosen around the pass, and not in it
+        # It was chosen around the pass, and not in it.
+        own = None
     for chosen in (own, lent and lent[0], _main_streams.get(index)):
         if chosen is not None and chosen.device_index == index and machine.owns(chosen):
             return chosen

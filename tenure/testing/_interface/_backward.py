@@ -53,7 +53,8 @@ class SafeGuard(DeviceGuard):
 
 def install() -> None:
     """Let `backward` and `grad` raise what the guard has taken, and return when memory is exact."""
-    _empty_pass()  # made now, so that no mode of a program sees it made
+    # It is made now, so that no mode of a program sees it made.
+    _empty_pass()
     run: Any = getattr(torch.autograd, _RUN)
     setattr(torch.autograd, _RUN, _ending_well(run))
 

@@ -35,10 +35,14 @@ from ._device_memory import memory_stats_as_nested_dict as memory_stats_as_neste
 from ._device_memory import reset_accumulated_memory_stats as reset_accumulated_memory_stats
 from ._device_memory import reset_peak_memory_stats as reset_peak_memory_stats
 from ._graphs import CUDAGraph as CUDAGraph
-from ._graphs import forbid_seeding_in_capture
 from ._graphs import graph as graph
 from ._graphs import is_current_stream_capturing as is_current_stream_capturing
 
+# CUDAGeneratorImpl.cpp of torch 2.13.
+_SEEDED = (
+    "CUDAGeneratorImpl::set_current_seed can be called during stream capture only if new seed is"
+    " the same as the original seed."
+)
 # torch.utils.checkpoint saves random states only of modules that say this of themselves.
 _initialized = True
 
@@ -132,7 +136,7 @@ def manual_seed_all(seed: int) -> None:
 
 def _seed(index: int, seed: int) -> None:
     random = machine.devices[index].random
-    forbid_seeding_in_capture(index, changes=seed != random.initial_seed)
+    _forbid_seeding_in_capture(index, changes=seed != random.initial_seed)
     random.seed(seed)
 
 
@@ -145,8 +149,14 @@ def set_rng_state(state: torch.Tensor, index: Any = None) -> None:
     """Go back to a state from `get_rng_state`."""
     chosen = index_of(index)
     random = machine.devices[chosen].random
-    forbid_seeding_in_capture(chosen, changes=not torch.equal(state, random.state()))
+    _forbid_seeding_in_capture(chosen, changes=not torch.equal(state, random.state()))
     random.set_state(state)
+
+
+def _forbid_seeding_in_capture(index: int, *, changes: bool) -> None:
+    """Refuse a change of the random state while a graph is captured; to read it is allowed."""
+    if changes and current_stream(index).capture is not None:
+        raise RuntimeError(_SEEDED)
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:

@@ -13,33 +13,13 @@ from .._device._capture import Capture
 from .._device._machine import machine
 from .._device._races import History, Span
 from .._device._streams import Stream, current_stream, default_stream, stream
-
-# CUDAGeneratorImpl.cpp and CUDACachingAllocator.cpp of torch 2.13.
-_SEEDED = (
-    "CUDAGeneratorImpl::set_current_seed can be called during stream capture only if new seed is"
-    " the same as the original seed."
-)
-_EMPTIED = (
-    '!is_capture_context() INTERNAL ASSERT FAILED at "c10/cuda/CUDACachingAllocator.cpp":4291,'
-    " please report a bug to PyTorch. "
-)
+from .._device._which import current_index
+from ._device_memory import empty_cache
 
 
 def is_current_stream_capturing() -> bool:
     """Whether launches of this thread are recorded into a graph."""
     return current_stream().capture is not None
-
-
-def forbid_seeding_in_capture(index: int, *, changes: bool) -> None:
-    """Refuse a change of the random state while a graph is captured; to read it is allowed."""
-    if changes and current_stream(index).capture is not None:
-        raise RuntimeError(_SEEDED)
-
-
-def forbid_emptying_in_capture() -> None:
-    """Refuse to empty the cache, in the words of torch's own assertion."""
-    if machine.capture is not None:
-        raise RuntimeError(_EMPTIED)
 
 
 class CUDAGraph:
@@ -143,10 +123,8 @@ class graph:
         self._chosen = stream
 
     def __enter__(self) -> None:
-        from . import _device_module  # which offers this class
-
-        _device_module.synchronize()
-        _device_module.empty_cache()
+        machine.synchronize(current_index())
+        empty_cache()
         self._context = stream(self._chosen or Stream())
         self._context.__enter__()
         self._graph.capture_begin()

@@ -46,9 +46,9 @@ def _install_kernels() -> None:
 
 
 def _install_patches() -> None:
-    from . import _accelerator, _addresses, _backward, _parameter_data, _storage_methods
+    from . import _accelerator, _backward, _module_to, _storage_methods
 
-    for module in (_accelerator, _addresses, _backward, _parameter_data, _storage_methods):
+    for module in (_accelerator, _backward, _module_to, _storage_methods):
         module.install()
 
 

@@ -1,8 +1,11 @@
-"""Making and copying whole storages on the device, which torch does without its dispatcher.
+"""Making, copying and locating whole storages, which torch does without its dispatcher.
 
 `copy.deepcopy`, `torch.load` and pickle come through here. Python has no allocator to give to torch
 (`torch.UntypedStorage(n, device="sim")` ends the process), so what makes a storage is led to the
 device's own; in place a storage can only be emptied and, later, filled again.
+
+`data_ptr()` agrees with `memory_snapshot()`: the caching allocator knows addresses as numbers, and
+these are the answer, while C++ sees the host memory that stands for them, the answer where exact.
 """
 
 from typing import Any
@@ -10,13 +13,21 @@ from typing import Any
 import torch
 from torch.storage import _StorageBase
 
-from .._device._blocks import allocate_bytes, empty_block, has_block, n_bytes_of, refill_block
+from .._device._blocks import (
+    address_of,
+    allocate_bytes,
+    empty_block,
+    has_block,
+    is_on_device,
+    n_bytes_of,
+    refill_block,
+)
 from .._device._which import index_of
 from .._torch_backend import DEVICE_TYPE
 
 
 def install() -> None:
-    """Replace the constructor, `new`, `clone`, `resize_` and what tells of sizes."""
+    """Replace the constructor, `new`, `clone`, `resize_`, and what tells of sizes and addresses."""
     torch.UntypedStorage.__new__ = _constructor()  # type: ignore[method-assign]
     torch.UntypedStorage.new = _renewer()  # type: ignore[method-assign]
     _StorageBase.clone = _cloner()  # type: ignore[method-assign]
@@ -24,6 +35,8 @@ def install() -> None:
     torch.UntypedStorage.resizable = _resizability()  # type: ignore[method-assign]
     for name in ("nbytes", "size"):
         setattr(torch.UntypedStorage, name, _sizer(name))
+    torch.UntypedStorage.data_ptr = _storage_locator()  # type: ignore[method-assign]
+    torch.Tensor.data_ptr = _tensor_locator()  # type: ignore[method-assign]
 
 
 def _constructor() -> Any:
@@ -101,3 +114,27 @@ def _resizer() -> Any:
         return storage
 
     return resize_
+
+
+def _storage_locator() -> Any:
+    plain = torch.UntypedStorage.data_ptr
+
+    def data_ptr(self: torch.UntypedStorage) -> int:
+        address = address_of(self)
+        return plain(self) if address is None else address
+
+    return data_ptr
+
+
+def _tensor_locator() -> Any:
+    plain = torch.Tensor.data_ptr
+
+    def data_ptr(self: torch.Tensor) -> int:
+        # The plain one first: it refuses a tensor without storage, in torch's own words.
+        lies_at = plain(self)
+        address = address_of(self.untyped_storage()) if lies_at and is_on_device(self) else None
+        if address is None:
+            return lies_at
+        return address + int(self.storage_offset()) * self.element_size()
+
+    return data_ptr

@@ -17,6 +17,7 @@ from ._autocast_lists import FLOAT32, FLOAT32_RESULT, LOWER, WIDEST
 
 _KEY = "AutocastPrivateUse1"
 
+# By id, with the parameter beside its cast: it is kept, so that no other object gets the id.
 _parameter_casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
@@ -66,6 +67,7 @@ def _widest_type(args: Any, kwargs: Any) -> torch.dtype | None:
 
 
 def _eligible(tensor: torch.Tensor) -> bool:
+    # As ATen's autocast_mode.h: doubles are never cast.
     is_single = tensor.is_floating_point() and tensor.dtype != torch.float64
     return is_on_device(tensor) and is_single
 
@@ -92,6 +94,7 @@ def _cast_parameter(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _forget_casts_with_autocast() -> None:
+    # The end of the outermost block calls this function of torch's, whatever the device.
     plain = torch.clear_autocast_cache
 
     def clear_autocast_cache() -> None:

@@ -13,7 +13,8 @@ from .._dispatch import kernel
 from .._torch_backend import operator_named
 from ._fallback import run_as
 
-_SDP_MATH = 0  # at::SDPBackend::math
+# at::SDPBackend::math.
+_SDP_MATH = 0
 
 
 @kernel

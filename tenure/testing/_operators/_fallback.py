@@ -38,8 +38,7 @@ from .._torch_backend import (
     sim_device,
     tensor_key,
 )
-from ._again import again, poison
-from ._later import CallLater
+from ._later import CallLater, again, poison_results
 from ._mixing import HOST_OUTPUTS, check_host_tensor, refuse_mixing
 from ._schemas import (
     argument_names,
@@ -73,7 +72,8 @@ def run_as(operator: Any, host_function: Any, args: tuple[Any, ...], kwargs: dic
     call = _Call(operator)
     host_args, host_kwargs = call.to_host(args, kwargs)
     if host_function is operator and call.passes_numbers_as_tensors:
-        host_function = operator.overloadpacket  # only its overloads know what to do with them
+        # Only the packet chooses the overload that takes them.
+        host_function = operator.overloadpacket
     capture = call.stream.capture
     is_late = machine.late is not None and capture is None
     later = call.later(operator, host_args, host_kwargs) if is_late else None
@@ -83,7 +83,8 @@ def run_as(operator: Any, host_function: Any, args: tuple[Any, ...], kwargs: dic
         result = call.to_device(host_result)
     n_flops = count_flops(host_function, host_args, host_kwargs, host_result)
     waits = reaches_host(operator, result)
-    random = call.random  # and not the call, which would keep its tensors allocated
+    # Taken out of the call, which would keep its tensors allocated for as long as the graph.
+    random = call.random
     if capture is None:
         work = None
         if later is not None and not waits and not call.has_outgrown:
@@ -233,7 +234,7 @@ class _Call:
             capture.fail()
         arguments = set(self._owners)
         repeat, stream = again(run, result, arguments), self.stream
-        poison(result, arguments)
+        poison_results(result, arguments)
         reads, writes = self._read_spans, self._written_spans
         n_bytes = sum(span.high - span.low for span in (*reads, *writes))
         work = Work(

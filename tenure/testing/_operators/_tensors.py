@@ -71,7 +71,8 @@ def _new(
     n_bytes = required_elements(size, stride) * element.itemsize
     tensor = tensor_over(allocate_bytes(n_bytes, index), element, size, stride, 0)
     if machine.capture is not None:
-        bytes_of(on_host(tensor)).fill_(POISON)  # what a capture writes there, comes with a replay
+        # What the capture writes there comes only with a replay: to read it sooner is loud.
+        bytes_of(on_host(tensor)).fill_(POISON)
     return tensor
 
 

@@ -74,7 +74,8 @@ def to_copy(
     if target.type == "meta":
         return result
     if non_blocking and target.type == "cpu":
-        pinned_memory.pin_storage(result)  # as on CUDA, which allocates such results pinned
+        # As on CUDA, which allocates such results pinned.
+        pinned_memory.pin_storage(result)
     return result.copy_(source, non_blocking)
 
 
@@ -140,7 +141,8 @@ def _copy_in(source: torch.Tensor, destination: torch.Tensor, *, non_blocking: b
     pinned = span is not None and _same_layout(source, destination)
     later = _later_in(source, destination, span) if span and pinned and non_blocking else None
     if later is not None and machine.late is not None:
-        machine.late.settle_before(later.touches[0], stream.seen)  # what is expected is read now
+        # What is expected is read now.
+        machine.late.settle_before(later.touches[0], stream.seen)
     machine.launch(_NAME, stream, [span] if span else [], [span_of(destination)], later)
     machine.clock.launch_copy(stream, "h2d", destination.nbytes, pinned=pinned)
     if pinned and non_blocking:
@@ -162,10 +164,12 @@ def _copy_out(source: torch.Tensor, destination: torch.Tensor, *, non_blocking: 
     pinned = span is not None and _same_layout(source, destination)
     later = _later_out(source, destination, span) if span and pinned and non_blocking else None
     if later is not None and machine.late is not None:
-        machine.late.settle_before(later.touches[1], stream.seen)  # the poison is written now
+        # The poison is written now.
+        machine.late.settle_before(later.touches[1], stream.seen)
     machine.launch(_NAME, stream, [span_of(source)], [span] if span else [], later)
     machine.host_copies.deliver(stream.seen)
-    n_bytes = destination.numel() * source.element_size()  # the host converts what arrives
+    # The host converts what arrives.
+    n_bytes = destination.numel() * source.element_size()
     machine.clock.launch_copy(stream, "d2h", n_bytes, pinned=pinned)
     if later is not None:
         machine.host_copies.expect(destination, stream.seen)

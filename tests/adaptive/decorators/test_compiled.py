@@ -91,6 +91,7 @@ def test_chunked_compiles_one_graph_for_any_number_of_sizes():
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_a_step_that_compiles_nothing_does_not_load_dynamo():
     program = """
 import sys, torch

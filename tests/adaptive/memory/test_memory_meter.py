@@ -185,6 +185,15 @@ def test_a_driver_that_tells_no_free_memory_leaves_no_meter(monkeypatch):
     assert meter_for("xpu") is None
 
 
+def test_an_allocator_that_tells_half_of_what_it_holds_has_no_meter(monkeypatch):
+    fake = OfXpu()
+    fake.memory_stats = lambda device: {"allocated_bytes.all.current": 10 * MIB}
+    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
+    assert meter_for("xpu").available_bytes() == 110 * MIB
+    monkeypatch.delattr(OfXpu, "memory_reserved")
+    assert meter_for("xpu") is None
+
+
 def load(n_rows, device, unit=1024):
     """Needs 4 KiB, and 3 KiB for each row; of another unit than KiB as much."""
     fixed = made(4 * unit, device)

@@ -409,6 +409,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.slow
 def test_sites_are_the_same_in_another_process_and_after_changes_elsewhere(tmp_path):
     program, path = tmp_path / "train.py", tmp_path / "sizes.json"
 

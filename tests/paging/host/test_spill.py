@@ -100,6 +100,7 @@ def test_what_others_keep_in_the_folder_stays(tmp_path):
     assert (tmp_path / "model.safetensors").read_text() == "precious"
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_leaves_nothing(tmp_path):
     done = in_another_process(
         """
@@ -116,6 +117,7 @@ def test_a_process_that_is_killed_leaves_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_forked_process_computes_too_and_its_end_is_not_the_parents(tmp_path):
     done = in_another_process(
         """
@@ -163,6 +165,7 @@ def test_a_path_that_no_system_takes_is_refused():
         page(model, "cpu", host=module.Path("a\0b"))
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_model_in_memory(tmp_path):
     done = in_another_process(
         """

@@ -61,6 +61,7 @@ def run(code, **environment):
     return done.stdout.split()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_a_model_of_128_mib_takes_its_budget_of_24_and_little_more(tmp_path):
     """Never all weights in memory, neither while loading nor while computing."""
@@ -85,6 +86,7 @@ def test_a_model_of_128_mib_takes_its_budget_of_24_and_little_more(tmp_path):
     assert peak_bytes <= handle_bytes + 8 * MIB
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_a_model_that_was_in_memory_gives_it_back(tmp_path):
     before_bytes, after_bytes = map(

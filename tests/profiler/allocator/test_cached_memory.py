@@ -9,11 +9,12 @@ import torch
 from tenure.profiler import MemReporter, snapshot
 from tenure.profiler._allocator import _cached_memory
 from tenure.profiler._allocator._cached_memory import (
+    AllocatorBytes,
     CachedMemory,
+    allocator_bytes,
     bytes_of_workspaces,
     cached_memory,
 )
-from tenure.profiler._allocator._counters import AllocatorBytes, allocator_bytes
 
 CUDA = torch.device("cuda:0")
 MIB = 1 << 20

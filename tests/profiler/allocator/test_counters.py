@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from tenure.profiler._allocator._counters import AllocatorBytes, allocator_bytes
+from tenure.profiler._allocator._cached_memory import AllocatorBytes, allocator_bytes
 
 DEVICE = torch.device("cuda:0")
 
@@ -56,6 +56,16 @@ def test_a_backend_that_counts_what_is_allocated_alone(backend, stats):
 def test_a_backend_with_one_device_and_one_count(backend):
     backend(current_allocated_memory=lambda: 256)
     assert allocator_bytes(torch.device("mps")) == AllocatorBytes(256, 256, 256, None)
+
+
+def test_the_driver_is_not_asked_for_a_device_that_is_not_in_use(backend):
+    backend(
+        is_initialized=lambda: False,
+        memory_stats=lambda device: {},
+        memory_allocated=lambda device: 0,
+        mem_get_info=lambda device: pytest.fail("a context came to life"),
+    )
+    assert allocator_bytes(DEVICE) == AllocatorBytes(0, 0, 0, None)
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,9 @@ def held_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
     named = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
     yield from zip(named, defaults, strict=True)
     yield from (function.__kwdefaults__ or {}).items()
-    if hasattr(function, "__wrapped__"):
-        yield short_name_of(function.__wrapped__), function.__wrapped__
+    wrapped = getattr(function, "__wrapped__", None)
+    if wrapped is not None:
+        yield short_name_of(wrapped), wrapped
 
 
 def is_of_a_library(module: str | None) -> bool:

@@ -1,15 +1,19 @@
-"""`parameter.data = other` across devices, which torch allows for CUDA and refuses for PrivateUse1.
+"""What `Module.to` calls, with the device of Python as with CUDA: `.data = other`, `tensor.to`.
 
-`Module.to` depends on it: with it, parameters stay the same objects and tied weights stay tied. A
-gradient follows its tensor, because torch lets Python set none of another device.
+With the first, parameters stay the same objects and tied weights stay tied; torch refuses it for
+PrivateUse1. A gradient follows its tensor, because torch lets Python set none of another device.
+`tensor.to("sim")` means the current device, where torch asks a guard that knows one device only;
+`torch.tensor(..., device="sim")` asks that guard too and stays with `sim:0`.
 """
 
+import functools
 from typing import Any
 
 import torch
 
 from .._device._blocks import is_on_device
-from .._torch_backend import swap_implementation
+from .._device._which import index_of
+from .._torch_backend import DEVICE_TYPE, sim_device, swap_implementation
 
 # What `Module.to` asks before it sets `.data`.
 _CHECK = "_has_compatible_shallow_copy_type"
@@ -19,6 +23,12 @@ def install() -> None:
     """Replace the setter of `Tensor.data` and the check that `Module.to` makes before it."""
     torch.Tensor.data = _data_property()
     setattr(torch, _CHECK, _compatibility())
+
+
+@functools.cache
+def install_current_index() -> None:
+    """Replace `Tensor.to`; the first start with several devices does."""
+    torch.Tensor.to = _with_index(torch.Tensor.to)  # type: ignore[method-assign]
 
 
 def _compatibility() -> Any:
@@ -31,7 +41,8 @@ def _compatibility() -> Any:
 
 
 def _data_property() -> Any:
-    plain: Any = torch.Tensor.data  # typed as what a tensor's is
+    # A property, which the stubs give the type of what a tensor has there.
+    plain: Any = torch.Tensor.data
 
     def set_data(tensor: torch.Tensor, other: torch.Tensor) -> None:
         if isinstance(other, torch.Tensor) and _crosses(tensor, other):
@@ -59,3 +70,22 @@ def _move(tensor: torch.Tensor, other: torch.Tensor) -> None:
         if _crosses(grad, tensor):
             _move(grad, grad.to(tensor.device))
         tensor.grad = grad
+
+
+def _with_index(plain: Any) -> Any:
+    @functools.wraps(plain)
+    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if "device" in kwargs:
+            kwargs["device"] = _resolved(kwargs["device"])
+        moved: torch.Tensor = plain(tensor, *map(_resolved, args), **kwargs)
+        return moved
+
+    return to
+
+
+def _resolved(value: Any) -> Any:
+    if not isinstance(value, (str, torch.device)):
+        return value
+    asked = torch.device(value)
+    is_open = asked.type == DEVICE_TYPE and asked.index is None
+    return sim_device(index_of(None)) if is_open else value

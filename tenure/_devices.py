@@ -1,0 +1,89 @@
+"""Which device is meant, as all rooms read it, and what its module tells of its allocator.
+
+Nothing is synchronized, emptied or reset. What a room refuses, it says in words of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+_HOST = ("cpu", "meta")
+# A backend need not have `memory_stats()`, and that of a device not yet in use is empty. MPS has
+# functions of other names, without a device: see
+# test_the_only_device_of_its_kind_has_its_own_names.
+_WITHOUT_STATS = {
+    "allocated": ("memory_allocated", "current_allocated_memory"),
+    "reserved": ("memory_reserved", "driver_allocated_memory"),
+}
+
+
+class Counters(NamedTuple):
+    """The bytes that an allocator counts of one device; None for what its backend doesn't tell.
+
+    Attributes:
+        allocated: of the blocks in use.
+        requested: that were asked for; less by what blocks are rounded up.
+        active: in use, and those that the work of a stream still uses.
+        reserved: all that it took from the device, in use or cached.
+        inactive_split: the free parts of segments that are in use.
+    """
+
+    allocated: int | None
+    requested: int | None
+    active: int | None
+    reserved: int | None
+    inactive_split: int | None
+
+
+def indexed(device: str | int | torch.device) -> torch.device:
+    """The device with the index that its storages have; that of the host has none.
+
+    Without an index it is the current device of its kind.
+
+    Raises:
+        RuntimeError: torch doesn't know it, or has none to be the current one.
+        AssertionError: this build of torch has no such devices.
+        TypeError: it is no device.
+    """
+    found = torch.device(device)
+    if found.type in _HOST:
+        return torch.device(found.type)
+    if found.index is not None:
+        return found
+    # where torch knows no current device, as for MPS, there is one at the most
+    current = getattr(torch.get_device_module(found), "current_device", None)
+    return torch.device(found.type, 0 if current is None else current())
+
+
+def accelerator_of(device: str | torch.device | None) -> tuple[Any, torch.device] | None:
+    """The module and the device that is named; None for the host and what is not there."""
+    if device is None:
+        return None
+    try:
+        found = indexed(device)
+        return None if found.type in _HOST else (torch.get_device_module(found), found)
+    # torch does not know it, or this machine, or this process, has none
+    except Exception:
+        return None
+
+
+def counters_of(module: Any, device: torch.device) -> Counters:
+    """What the allocator of a device counts, whatever its module calls it."""
+    stats = told_by(module, "memory_stats", device) or {}
+    told = {name: stats.get(f"{name}_bytes.all.current") for name in Counters._fields}
+    for name, (of_device, of_the_only_one) in _WITHOUT_STATS.items():
+        if told[name] is None:
+            told[name] = told_by(module, of_device, device)
+        if told[name] is None:
+            told[name] = told_by(module, of_the_only_one)
+    return Counters(**told)
+
+
+def told_by(module: Any, function: str, *args: Any) -> Any:
+    """What a function of a device's module returns; None where it has none, or that refuses."""
+    try:
+        return getattr(module, function)(*args)
+    except (AttributeError, RuntimeError):
+        return None

@@ -1,0 +1,96 @@
+"""Which device is meant, and what its module tells, on modules that a test made up."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tenure._devices import Counters, accelerator_of, counters_of, indexed, told_by
+
+CUDA = torch.device("cuda:0")
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """Has the functions that a test gives it, and stands for every device's."""
+    made = SimpleNamespace()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: made)
+    return made
+
+
+def refusing(*_):
+    raise RuntimeError("not on this backend")
+
+
+@pytest.mark.parametrize("device", ["cuda:3", torch.device("cuda", 3)])
+def test_an_index_that_is_named_stays(module, device):
+    assert indexed(device) == torch.device("cuda:3")
+
+
+def test_without_an_index_it_is_the_current_device_or_the_only_one(module):
+    assert indexed("mps") == torch.device("mps:0")
+    module.current_device = lambda: 2
+    assert indexed("cuda") == torch.device("cuda:2")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu", 0), "meta", "meta:0"])
+def test_the_devices_of_the_host_have_no_index(device):
+    assert indexed(device) == torch.device(torch.device(device).type)
+    assert accelerator_of(device) is None
+
+
+def test_an_accelerator_is_its_module_and_its_indexed_device(module):
+    module.current_device = lambda: 1
+    assert accelerator_of("cuda") == (module, torch.device("cuda:1"))
+    module.current_device = refusing
+    assert accelerator_of("cuda") is None
+
+
+@pytest.mark.parametrize("device", [None, "nowhere", "vega:3"])
+def test_what_torch_does_not_know_is_no_accelerator(device):
+    assert accelerator_of(device) is None
+
+
+STATS = {
+    "allocated_bytes.all.current": 1536,
+    "requested_bytes.all.current": 1100,
+    "active_bytes.all.current": 2048,
+    "reserved_bytes.all.current": 4096,
+    "inactive_split_bytes.all.current": 512,
+}
+
+
+def test_all_that_statistics_tell(module):
+    module.memory_stats = lambda device: STATS
+    assert counters_of(module, CUDA) == Counters(1536, 1100, 2048, 4096, 512)
+
+
+@pytest.mark.parametrize("stats", [None, refusing, lambda device: {}])
+def test_without_statistics_the_single_functions_are_asked(module, stats):
+    if stats is not None:
+        module.memory_stats = stats
+    module.memory_allocated = lambda device: 10 + device.index
+    assert counters_of(module, CUDA) == Counters(10, None, None, None, None)
+    module.memory_reserved = lambda device: 20 + device.index
+    assert counters_of(module, torch.device("cuda:1")) == Counters(11, None, None, 21, None)
+
+
+def test_statistics_that_tell_a_part_go_first(module):
+    module.memory_stats = lambda device: {"allocated_bytes.all.current": 0}
+    module.memory_allocated = lambda device: pytest.fail("it was told")
+    module.memory_reserved = lambda device: 20
+    assert counters_of(module, CUDA) == Counters(0, None, None, 20, None)
+
+
+def test_the_only_device_of_its_kind_has_its_own_names(module):
+    module.current_allocated_memory = lambda: 10
+    module.driver_allocated_memory = lambda: 30
+    names = vars(module)
+    assert all(hasattr(torch.mps, name) for name in names)
+    assert counters_of(module, torch.device("mps:0")) == Counters(10, None, None, 30, None)
+
+
+def test_a_module_that_tells_nothing_has_no_counters(module):
+    module.memory_stats = module.memory_allocated = refusing
+    assert counters_of(module, CUDA) == Counters(None, None, None, None, None)
+    assert told_by(module, "memory_stats", CUDA) is told_by(module, "mem_get_info", CUDA) is None
