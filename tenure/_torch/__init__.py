@@ -27,7 +27,7 @@ def bound(path: str, purpose: str) -> Any:
 
     Returns:
         The object itself; where there is none, one that raises a MissingTorchNameError when it is
-        called, entered, asked for an attribute, or for an instance of it.
+        called, asked for an attribute, or for an instance of it.
     """
     found = optional(path)
     return _stand_in(path, purpose) if found is None else found
