@@ -20,7 +20,12 @@ def test_each_file_and_package_it_names_is_there():
     assert {name for name in _named() if not (_ROOT.parent / name).exists()} == set()
 
 
-@pytest.mark.parametrize("room", ["adaptive", "profiler", "paging"])
+@pytest.mark.parametrize("room", ["adaptive", "profiler", "paging", "testing"])
 def test_each_package_of_a_room_has_its_line(room):
     rows = set(re.findall(r"^\| `(_\w+)` \|", _PAGE.read_text("utf-8"), re.MULTILINE))
     assert {path.parent.name for path in (_ROOT / room).glob("*/__init__.py")} <= rows
+
+
+def test_each_module_of_the_ground_has_its_line():
+    ground = {path.name for path in _ROOT.glob("_*.py")} - {"__init__.py", "__main__.py"}
+    assert {f"tenure/{name}" for name in ground} <= _named()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from ._corpus import read_corpus
 from ._scoped import compare_live_bytes, learn, name_the_leak
 from ._screen import Screen
 from ._settings import Settings
 from ._shortage import run_paged, train_within_a_budget
-from ._text import read_corpus
 
 _CHAPTERS = (learn, compare_live_bytes, name_the_leak, train_within_a_budget, run_paged)
 

@@ -12,9 +12,9 @@ from tenure import DisposedTensorError, DisposeScope, NewDisposeScope
 from tenure._text import format_bytes
 from tenure.adaptive import memory_budget
 
+from ._corpus import Corpus
 from ._screen import Screen, silent
 from ._settings import MORE_THAN_THERE_IS, Settings
-from ._text import Corpus
 from ._training import OpenScope, Step, train
 
 _ROWS = 10

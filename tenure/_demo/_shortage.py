@@ -15,10 +15,10 @@ from tenure._text import format_bytes
 from tenure.adaptive import AdaptiveEvent, add_listener, memory_budget, remove_listener, step
 from tenure.paging import page
 
+from ._corpus import Corpus, draw_windows
 from ._model import CharTransformer, make_model
 from ._screen import Screen, silent
 from ._settings import MORE_THAN_THERE_IS, Settings
-from ._text import Corpus, draw_windows
 
 _SHARE_OF_PEAK = 0.6
 """How much of the peak of the plain run the fourth chapter's budget allows."""

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tenure import DisposeScope
 
+from ._corpus import Corpus, draw_windows
 from ._model import make_model
 from ._settings import Settings
-from ._text import Corpus, draw_windows
 
 OpenScope = Callable[[], AbstractContextManager[DisposeScope | None]]
 

@@ -1,4 +1,4 @@
-"""Who holds a tensor, in words; nothing that was looked at is kept once the answer is given."""
+"""Who holds a tensor, ranked; nothing that was looked at is kept once the answer is given."""
 
 import gc
 import itertools

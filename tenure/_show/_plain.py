@@ -1,4 +1,4 @@
-"""Records as values that JSON has, and back: by the fields and types that a dataclass states.
+"""Records as values that JSON has, and back; which fields there are, a report's dataclass says.
 
 Invariant: what is written means the same in another process: names, sites, dtypes, shapes, devices
 and bytes, and no identity of an object.

@@ -2,7 +2,8 @@
 
 Invariant: importing tenure never fails for a name that torch has dropped. What is bound here is
 torch's own object, so that it costs a call nothing; or, where torch has none, what raises at its
-first use. Nobody else in tenure says a private name of torch (``tests/torch/test_private_names.py``
+first use. Nobody else in tenure but ``testing``, which is a backend of
+torch, says a private name of it (``tests/torch/test_private_names.py``
 reads the source for it), and the same file tries what is left when each of them is gone.
 """
 
@@ -26,7 +27,7 @@ def bound(path: str, purpose: str) -> Any:
 
     Returns:
         The object itself; where there is none, one that raises a MissingTorchNameError when it is
-        called, entered, asked for an attribute, or for an instance of it.
+        called, asked for an attribute, or for an instance of it.
     """
     found = optional(path)
     return _stand_in(path, purpose) if found is None else found

@@ -64,5 +64,6 @@ def works() -> bool:
             swap(handle, probe)
             probe.__class__ = Tensor
             return probe.tolist() == expected and view.tolist() == expected
-    except (AttributeError, TypeError, RuntimeError):
+    # whatever a torch that has changed makes of it
+    except Exception:
         return False

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from tenure._account import taken
+from tenure._cuda_blocks import taken_by
 from tenure._errors import PagingError
-from tenure._segments import taken_by
 from tenure._text import parse_bytes
 from tenure._torch.quiet import aside
 
 from ._device import RESIDENT, Arrangement, Engine, UnpagedTensors, in_place_of
+from ._forward import Arguments, Attached, ModuleHooks, Pager, moved
 from ._handle import PagedModel
 from ._host import HostBuffers
-from ._inside import Arguments, Attached, ModuleHooks, Pager, moved
 from ._link import Link
 from ._model import Cut, HostTensor, TensorTable, Unit, cut
 from ._planning import (

@@ -19,8 +19,7 @@ from tenure._errors import PagingError
 from tenure._registries import shrinkables
 from tenure._text import format_bytes
 
-from ._host import FileStore, HostBuffers, HostStore, SpillStore, checked_folder
-from ._inside import (
+from ._forward import (
     Attached,
     Method,
     ModuleHooks,
@@ -29,6 +28,7 @@ from ._inside import (
     check_capture,
     checked_methods,
 )
+from ._host import FileStore, HostBuffers, HostStore, SpillStore, checked_folder
 from ._link import DiskLink, HostLink, Link
 from ._model import hookable
 from ._planning import (

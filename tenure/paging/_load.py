@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ._checkpoint import assigned, convert_names, open_checkpoint
+from ._forward import checked_methods
 from ._handle import PagedModel, carry_out, file_link
 from ._host import FileStore
-from ._inside import checked_methods
 from ._planning import (
     DISK,
     Elsewhere,

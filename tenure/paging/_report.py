@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tenure._cuda_blocks import whole_block_bytes
 from tenure._errors import PagingError
-from tenure._segments import whole_block_bytes
 from tenure._show import Report
 from tenure._text import counted, format_bytes
 

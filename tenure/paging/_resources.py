@@ -11,8 +11,8 @@ from contextlib import ExitStack
 
 from torch import nn
 
+from tenure._cuda_blocks import Taken, taken_by
 from tenure._registries import NamedTensor, namers
-from tenure._segments import Taken, taken_by
 
 from ._device import Engine, UnpagedTensors
 from ._host import HostStore

@@ -8,7 +8,7 @@ from torch import nn
 
 from tenure import ByteSizeError
 from tenure.paging import PagingError, PagingWarning, chunk
-from tenure.paging._inside._arguments import moved
+from tenure.paging._forward._arguments import moved
 
 from .models import ZOO, build, mlp
 from .test_zoo import home

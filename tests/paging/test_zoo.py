@@ -7,7 +7,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from tenure.paging import PagingError, page, plan_paging
-from tenure.paging._inside._arguments import moved
+from tenure.paging._forward._arguments import moved
 
 from .models import ZOO, build
 

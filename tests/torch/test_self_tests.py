@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import tenure._torch
-from tenure._torch import trap
+from tenure._torch import swap, trap
 from tenure.scopes import _newness
 
 MODULES = sorted(path.stem for path in Path(tenure._torch.__file__).parent.glob("[a-z]*.py"))
@@ -17,6 +17,15 @@ def test_the_self_test_passes(module):
     if module == "trap" and not trap.works():
         pytest.skip("only builds of torch with CUDA have traps")
     assert import_module(f"tenure._torch.{module}").works()
+
+
+@pytest.mark.parametrize("error", [TypeError, ValueError, RuntimeError])
+def test_a_swap_that_raises_anything_is_one_that_does_not_work(monkeypatch, error):
+    def changed(*_):
+        raise error
+
+    monkeypatch.setattr(swap, "_swap", changed)
+    assert not swap.works.__wrapped__()
 
 
 def test_a_new_tensor_is_told_from_a_gradient_by_its_reference_count():

@@ -133,7 +133,8 @@ class Attempts:
                 if not self._prepare_next(outcome, search, relief, may_shrink=sizes_are_left):
                     if fallback is None:
                         # The traceback of the failure leads back to this frame: held here, it would
-                        # be a cycle. See test_the_last_error_still_shows_its_lines_and_holds_no...
+                        # be a cycle. See
+                        # test_the_last_error_still_shows_its_lines_and_holds_no_tensor.
                         last = [outcome]
                         del outcome
                         self._give_up(last, sizes, search.limited_by)

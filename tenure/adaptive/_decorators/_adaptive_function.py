@@ -78,7 +78,8 @@ class AdaptiveFunction:
             return self._with(bound)
         if owner is not None and not isinstance(function, MethodType):
             # whoever looks it up in a class may call it with an instance first, also where it was
-            # written elsewhere: see test_a_method_that_was_taken_from_another_class_binds_...
+            # written elsewhere, see
+            # test_a_method_that_was_taken_from_another_class_binds_to_instances
             self._classes.add((owner.__module__, owner.__qualname__))
         return self
 

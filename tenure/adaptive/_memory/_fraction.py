@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tenure._segments import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES
+from tenure._cuda_blocks import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES
 from tenure._torch.device_allocator import workspace_bytes
 
 _NEEDED = (

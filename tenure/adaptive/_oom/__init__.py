@@ -8,4 +8,4 @@ from ._info import oom_of_work as oom_of_work
 from ._registry import OomRegistration as OomRegistration
 from ._registry import register_oom as register_oom
 from ._rules import OomKind as OomKind
-from ._text import unallocated_bytes_in as unallocated_bytes_in
+from ._wanted_bytes import unallocated_bytes_in as unallocated_bytes_in

@@ -12,8 +12,8 @@ from tenure._errors import AdaptiveUsageError
 
 from ._chain import Link, ids_in, links_below
 from ._rules import Oom, OomKind
-from ._text import device_in, requested_bytes_in, text_of, type_name
 from ._verdict import NEVER, verdict_on
+from ._wanted_bytes import device_in, requested_bytes_in, text_of, type_name
 
 
 @dataclass(frozen=True, slots=True)

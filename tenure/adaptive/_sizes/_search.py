@@ -1,4 +1,4 @@
-"""The sizes of one call: what it tries, what it measures, and what it leaves to the next.
+"""The state of one call: its sizes, what it measures; what to try next is the policy's.
 
 Invariant: after a failure the size is strictly smaller, allowed, and a size known to work where
 there is one; the state of the search is local, what it learns goes to the record of its site.

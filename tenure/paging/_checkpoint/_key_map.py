@@ -97,6 +97,8 @@ class _Asked:
         }
         self._collected: dict[str, tuple[Any, list[str]]] = {}
         self.map = KeyMap()
+        # As transformers does: experts are joined in the order in which they come, and the 10th
+        # comes after the 9th.
         for name in sorted(tensors, key=loading.dot_natural_key):
             self._take(name, tensors[name], renamings, converters)
         self.map.conversions = [
@@ -134,6 +136,7 @@ class _Asked:
     def _making(self, target: str, converter: Any) -> Callable[[], dict[str, Tensor]]:
         def make() -> dict[str, Tensor]:
             made = converter.convert(target, model=self._model, config=self._model.config)
+            # What no operation has joined comes as it was collected, in a list of one.
             return {
                 name: each[0] if isinstance(each, list) else each for name, each in made.items()
             }

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from tenure._account import taken
+from tenure._cuda_blocks import whole_block_bytes
 from tenure._errors import PagingError
 from tenure._registries import NamedTensor
-from tenure._segments import whole_block_bytes
 from tenure._text import format_bytes, listed
 from tenure._torch.quiet import aside
 

@@ -1,4 +1,4 @@
-"""Host memory that a device copies from while it computes: private to the process, and pinned.
+"""Host memory that a device copies from while it computes: private, pinned, and given back.
 
 Invariant: memory is pinned where it is, if the device can, so that it is never there twice, nor
 rounded up. What can't be pinned works, and copies from it wait. An error that pinning leaves behind

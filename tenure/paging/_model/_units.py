@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tenure._segments import up_to
+from tenure._cuda_blocks import up_to
 from tenure._torch.writes import version_of
 
 EXTENT_ALIGNMENT_BYTES = 256

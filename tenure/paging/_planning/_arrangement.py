@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-from tenure._segments import (
+from tenure._cuda_blocks import (
     LARGE_SEGMENT_BYTES,
     OWN_SEGMENT_BYTES,
     is_rounding,

@@ -11,8 +11,7 @@ from typing import Self
 import torch
 from torch import nn
 
-from tenure._errors import PagingError
-from tenure._segments import (
+from tenure._cuda_blocks import (
     MIB,
     OWN_SEGMENT_BYTES,
     SEGMENT_STEP_BYTES,
@@ -21,6 +20,7 @@ from tenure._segments import (
     taken_by,
     up_to,
 )
+from tenure._errors import PagingError
 from tenure._text import format_bytes
 
 from .._device import Arrangement

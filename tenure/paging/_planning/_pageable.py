@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from tenure._devices import indexed
 from tenure._errors import PagingError
 from tenure._text import describe_tensor
 
-from .._inside import PagedDict, check_capture
+from .._forward import PagedDict, check_capture
 
 _ON_STREAMS = ("Stream", "Event", "stream", "current_stream", "current_device", "device")
 """What a device's module must have for weights to be copied while it computes."""
@@ -49,7 +49,7 @@ class Elsewhere(Enum):
     CPU = ", or 'cpu'"
 
     @classmethod
-    def of(cls, host: object) -> Self:
+    def of(cls, host: object) -> Elsewhere:
         """Where weights come from a folder, the CPU will do; else a folder would."""
         return cls.CPU if isinstance(host, Path) else cls.FOLDER
 

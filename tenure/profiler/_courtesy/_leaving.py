@@ -1,4 +1,4 @@
-"""The first half of moving: what can go is copied to host memory, and nothing is changed yet.
+"""What can leave, copied to host memory before anything changes; and why the rest has to stay.
 
 Bytes at another address are not the same to everyone: whatever is in doubt stays, with a reason
 that is a sentence about one storage or about its whole device.

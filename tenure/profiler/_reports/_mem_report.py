@@ -175,24 +175,24 @@ def _device_report(name: str, rows: Sequence[TensorRow]) -> DeviceReport:
     for row in rows:
         categories[row.category] = categories.get(row.category, 0) + row.n_bytes
     device = torch.device(name)
-    counted = allocator_bytes(device)
+    told = allocator_bytes(device)
     # The CPU: torch keeps no count of its bytes, so what was found is the total.
-    if counted is None:
+    if told is None:
         return DeviceReport(name, tuple(rows), categories, sum(categories.values()))
     cached = cached_memory(device)
     workspaces = bytes_of_workspaces(device, cached, (row.n_bytes for row in rows))
     # cuBLAS's: blocks that torch keeps and no tensor has, which would be unexplained else.
     if workspaces is not None:
         categories[WORKSPACES] = workspaces
-    categories[ROUNDING] = counted.allocated - counted.requested
+    categories[ROUNDING] = told.allocated - told.requested
     return DeviceReport(
         name,
         tuple(rows),
         categories,
-        counted.allocated,
+        told.allocated,
         True,
-        counted.reserved,
-        counted.device_used,
+        told.reserved,
+        told.device_used,
         None if cached is None else cached.largest_free_bytes,
         None if cached is None else cached.inactive_split_bytes,
     )

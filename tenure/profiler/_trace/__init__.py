@@ -2,5 +2,5 @@
 
 from ._booking import Book as Book
 from ._booking import Figures as Figures
-from ._monitoring import the_trace as the_trace
+from ._lines_by_monitoring import the_trace as the_trace
 from ._watch import Watch as Watch

@@ -13,7 +13,7 @@ import _thread
 import threading
 from collections.abc import Callable
 
-from tenure._torch import allocations as allocations
+from tenure._torch import allocations
 from tenure._torch.allocations import Changes
 from tenure._torch.autograd import is_running_node
 from tenure._torch.profilers import announce

@@ -159,6 +159,7 @@ class CachingPool(MemoryPool):
             self._let_go(block, busy_until_s)
 
     def _in_new_segment(self, requested_bytes: int, n_bytes: int, stream_id: int) -> Block:
+        # Here and not for blocks that are free already: CUDA is asked for new segments alone.
         last_error.check()
         wanted_bytes = segment_bytes(n_bytes)
         if not self._fits(wanted_bytes):

@@ -1,4 +1,4 @@
-"""Segments of device memory, cut into blocks, and the free ones of each pool and stream.
+"""Requests rounded to blocks, segments cut into them, and the free ones of pools and streams.
 
 The blocks of a segment tile it, and no two free ones are neighbours. Addresses are numbers: nothing
 lies there.

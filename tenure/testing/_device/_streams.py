@@ -286,6 +286,7 @@ def lent_to_autograd(roots: list[Any]) -> Iterator[None]:
         yield
     finally:
         machine.passing = outer
+        # Not the last one: another thread may have begun a pass since.
         _passes.remove(made)
         made.finish()
 

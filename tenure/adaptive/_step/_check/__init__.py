@@ -1,4 +1,4 @@
-"""Whether a loss can be split: a few samples whole and in parts, compared."""
+"""`check_split()`: whether a loss can be split, as users ask it; and how two runs are compared."""
 
 from ._check_split import check_split as check_split
 from ._compare import DECLARED as DECLARED

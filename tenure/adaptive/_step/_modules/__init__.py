@@ -12,6 +12,6 @@ from ._models import named_modules as named_modules
 from ._models import named_parameters as named_parameters
 from ._optimizer_guard import no_optimizer_steps as no_optimizer_steps
 from ._reachable import Reachable as Reachable
-from ._reachable import held_by as held_by
 from ._reachable import modules_given as modules_given
 from ._reachable import names_in as names_in
+from ._reachable import used_by as used_by

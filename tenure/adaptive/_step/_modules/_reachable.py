@@ -60,7 +60,7 @@ def names_in(code: CodeType) -> CodeNames:
     )
 
 
-def held_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
+def used_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """What the code of a function uses by its own names: captured, named as global, a default."""
     if is_of_a_library(function.__module__):
         return
@@ -150,7 +150,7 @@ class Reachable:
 def _below(name: str, value: Any, attributes: frozenset[str]) -> Iterator[tuple[str, Any]]:
     """What a value is made of, one level down."""
     if isinstance(value, FunctionType):
-        yield from held_by(value)
+        yield from used_by(value)
     elif isinstance(value, MethodType):
         yield short_name_of(value.__func__), value.__func__
         yield "self", value.__self__

@@ -1,4 +1,4 @@
-"""A split step whose loss is a mean or a sum over samples, or several of them.
+"""A split step whose loss is a mean or a sum over samples, and the factor of each chunk.
 
 Three ways, the cheapest that is exact: with weights that are known, one pass; with one weight that
 is known only at the end and no other term, one pass, and the gradients are multiplied by it then;

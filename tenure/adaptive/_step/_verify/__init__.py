@@ -1,3 +1,3 @@
-"""A step that splits compares itself with the whole, on a few samples, before it delivers."""
+"""What `step` checks by itself when it splits: a few samples, whole and in parts."""
 
 from ._verification import Verification as Verification

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from tenure.scopes import is_disposed
 
 from ..._sizes import stands_for
-from .._modules import held_by, named_modules, names_in
+from .._modules import named_modules, names_in, used_by
 from .._samples import Leaf
 from .._split import StepParts
 
@@ -219,7 +219,7 @@ def _children(value: Any, attributes: frozenset[str]) -> Iterator[tuple[str, Any
         yield "self", value.__self__, names_in(code).attributes if code else attributes
     elif isinstance(value, FunctionType):
         names = names_in(value.__code__).attributes
-        yield from ((name, child, names) for name, child in held_by(value))
+        yield from ((name, child, names) for name, child in used_by(value))
     elif isinstance(value, list | tuple):
         # a history, which grows, makes no other place
         items = enumerate(value[:_MAX_ITEMS])

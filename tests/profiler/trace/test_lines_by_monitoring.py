@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tenure.profiler import LineProfiler
-from tenure.profiler._trace import Watch, _monitoring
-from tenure.profiler._trace._monitoring import best_engine
+from tenure.profiler._trace import Watch, _lines_by_monitoring
+from tenure.profiler._trace._lines_by_monitoring import best_engine
 from tenure.profiler._trace._trace import Trace
 
 has_monitoring = pytest.mark.skipif(
@@ -68,7 +68,7 @@ EVENTS = [
 @pytest.fixture
 def numbers(monkeypatch):
     stand_in = Numbers()
-    monkeypatch.setattr(_monitoring, "monitoring", stand_in)
+    monkeypatch.setattr(_lines_by_monitoring, "monitoring", stand_in)
     return stand_in
 
 

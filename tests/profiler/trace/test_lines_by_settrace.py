@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tenure.profiler import LineProfiler
-from tenure.profiler._trace import Watch, _tracing
+from tenure.profiler._trace import Watch, _lines_by_settrace
+from tenure.profiler._trace._lines_by_settrace import Tracer, has_loop
 from tenure.profiler._trace._trace import Trace
-from tenure.profiler._trace._tracing import Tracer, has_loop
 
 old_python = pytest.mark.skipif(
     sys.version_info >= (3, 12), reason="from Python 3.12 on nothing is traced by the profiler"
@@ -185,7 +185,7 @@ def nothing():
 def test_every_way_to_return_is_known(function):
     """On Python 3.12 and 3.13 a constant is returned by an instruction of its own."""
     last = list(dis.get_instructions(function))[-1]
-    assert last.opcode in _tracing.RETURNS
+    assert last.opcode in _lines_by_settrace.RETURNS
 
 
 @pytest.mark.parametrize("functions", [(work,), (work, helper)])

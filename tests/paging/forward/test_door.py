@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tenure.paging import PagingError, PagingWarning, page
-from tenure.paging._inside import _door, _pager
+from tenure.paging._forward import _door, _pager
 
 from ..models import WIDTH, mlp
 
@@ -215,7 +215,7 @@ def test_many_threads_take_turns_while_some_are_interrupted(x, tmp_path):
 @pytest.mark.parametrize(
     "where",
     [
-        "_inside._pager.calls_of",
+        "_forward._pager.calls_of",
         "_device._pass.AccessOrder.begin",
         "_link._meter.PassMeter.begin",
         "_device._engine.Engine.begin",

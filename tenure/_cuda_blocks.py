@@ -1,4 +1,4 @@
-"""What blocks take of a device whose allocator rounds them up and reserves whole segments.
+"""What blocks take of a device whose allocator rounds them up, as CUDA's, in whole segments.
 
 Invariant: as of CUDA's caching allocator with its default settings, empty and serving nobody else.
 The CPU's takes what it is asked for.

@@ -1,4 +1,4 @@
-"""Inside a paged model: while a forward runs, and on its thread, its modules show the device.
+"""While a paged model's forward runs: hooks, the door, and modules that show device tensors.
 
 `_pager` knows who is inside; `_hooks` tell it; `_binding` is what shows; `_door` keeps others out.
 """

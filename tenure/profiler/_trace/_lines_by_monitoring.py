@@ -14,9 +14,9 @@ from typing import Any
 
 from tenure._torch.autograd import ENGINE_CODE, check_engine_is_seen
 
+from ._lines_by_settrace import Tracer
 from ._listeners import Codes
 from ._trace import Engine, Trace
-from ._tracing import Tracer
 
 monitoring: Any = getattr(sys, "monitoring", None)
 """The module; None before Python 3.12."""

@@ -14,7 +14,7 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput
 
 from tenure.paging import PagingError, page
-from tenure.paging._inside._arguments import Arguments, moved
+from tenure.paging._forward._arguments import Arguments, moved
 
 from ..models import WIDTH
 
