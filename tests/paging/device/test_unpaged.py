@@ -9,7 +9,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from tenure.paging import page
 
-from ..inside.test_modes import Operations
+from ..forward.test_modes import Operations
 from ..models import WIDTH, mlp
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
