@@ -20,12 +20,12 @@ ON_SIM := tests --ignore=tests/sweeps
 
 # All that is soon done; test-all is what has to hold before a change lands.
 test: $(VENV)/.test
-	$(PYTEST) -m "not simdevice and not slow" $(HEAP_TESTS)
-	$(PYTEST) -m "not simdevice and not slow" $(OTHER_TESTS)
-	$(PYTEST) -m "simdevice and not slow" $(ON_SIM)
+	$(PYTEST) -m "not simdevice and not slow and not exhaustive" $(HEAP_TESTS)
+	$(PYTEST) -m "not simdevice and not slow and not exhaustive" $(OTHER_TESTS)
+	$(PYTEST) -m "simdevice and not slow and not exhaustive" $(ON_SIM)
 
-# Also the slow ones, every operator of torch, and the simulated accelerator once more with the rules
-# of CUDA's allocator.
+# Also the slow and exhaustive ones, every operator of torch, and the simulated accelerator once more
+# with the rules of CUDA's allocator.
 test-all: $(VENV)/.test
 	$(PYTEST) -m "not simdevice" $(HEAP_TESTS)
 	$(PYTEST) -m "not simdevice" $(OTHER_TESTS)

@@ -376,6 +376,7 @@ def test_leaving_the_block_by_an_exception_unpages_and_masks_nothing(sim, model)
     assert sim.allocated_bytes == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_failing_allocation_at_every_index_leaves_the_model_usable(sim, model, x):
     expected = on_device_whole(sim, model, x)

@@ -60,6 +60,7 @@ def test_importing_it_changes_nothing_in_torch_and_the_first_block_does():
     assert out == "sim:0\n"
 
 
+@pytest.mark.exhaustive
 def test_importing_tenure_does_not_import_it_and_its_name_does():
     _in_a_process_of_its_own(
         """
@@ -71,6 +72,7 @@ def test_importing_tenure_does_not_import_it_and_its_name_does():
     )
 
 
+@pytest.mark.exhaustive
 def test_a_process_whose_privateuse1_has_a_name_is_refused_by_that_name():
     out = _in_a_process_of_its_own(
         """

@@ -129,6 +129,7 @@ def without_gc():
     gc.unfreeze()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("maximum", [None, 3])
 @pytest.mark.parametrize("way", WAYS)

@@ -124,6 +124,7 @@ def test_any_plan_is_within_its_budget_and_reserves_a_segment_more_at_most(
     assert plan.resident_bytes + plan.ring_bytes <= plan.allocated_bytes
 
 
+@pytest.mark.exhaustive
 @ON_SIM
 @given(sizes=SIZES, percent=st.integers(1, 110))
 def test_any_model_takes_what_its_plan_says(sim, sizes, percent):
@@ -248,6 +249,7 @@ class Together(nn.Module):
         return x
 
 
+@pytest.mark.exhaustive
 @settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

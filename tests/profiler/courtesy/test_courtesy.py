@@ -101,6 +101,7 @@ def test_what_shares_memory_still_shares_it(sim):
     assert views[0][1, 1] == views[1][1, 2] == views[4][2, 1] == 99
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "values",
     [
@@ -196,6 +197,7 @@ def gradients(model, x, graph, between):
     return [p.grad.cpu() for p in (*model.parameters(), x) if p.grad is not None]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_graph_from_before_gives_the_same_gradients_afterwards(sim, name):
     def lend():
@@ -552,6 +554,7 @@ def test_what_fits_comes_back_past_what_does_not(sim):
     assert y.mean().item() == 40.0
 
 
+@pytest.mark.exhaustive
 def test_each_failing_allocation_while_restoring_loses_nothing(sim, trained):
     model, _ = trained
     before = [portrait(t) for t in (*model.parameters(), *model.buffers())]

@@ -26,6 +26,7 @@ def _run(sim, net, x, verify):
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:step.. split a batch:UserWarning")
 def test_a_failure_at_any_allocation_of_the_verification_changes_nothing(sim):
