@@ -235,3 +235,16 @@ def small_net():
 def samples(n=9):
     """What it takes."""
     return torch.randn(n, 4, dtype=torch.float64)
+
+
+class OwnBatchNorm(nn.Module):
+    """Normalizes by itself: an operation writes its buffers without raising their versions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.batch_norm(self.linear(x), self.mean, self.var, training=True)

@@ -9,9 +9,10 @@ from types import MappingProxyType
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from tenure.adaptive import AdaptiveUsageError, BatchCoupledError, NoBatchsizeCache, step
+
+from .step_cases import OwnBatchNorm
 
 
 class Wrapper:
@@ -37,17 +38,7 @@ def test_of_two_modules_of_one_name_neither_is_overlooked(is_first):
 
 
 def test_a_buffer_that_is_written_without_a_version_couples_the_batch():
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.register_buffer("mean", torch.zeros(4))
-            self.register_buffer("var", torch.ones(4))
-
-        def forward(self, x):
-            return F.batch_norm(self.linear(x), self.mean, self.var, training=True)
-
-    own = Own().double()
+    own = OwnBatchNorm().double()
     with pytest.raises(BatchCoupledError, match=r"updates its buffer 'mean'"):
         step(lambda x: own(x).square().mean(), batch(), maximum=4)
     assert torch.equal(own.mean, torch.zeros(4, dtype=torch.float64))

@@ -15,7 +15,7 @@ from tenure._torch.writes import works as lazy_copies_work
 from tenure.adaptive import NoBatchsizeCache, memory_budget, step
 from tenure.adaptive._undo import _notes
 
-from .step_cases import samples
+from .step_cases import OwnBatchNorm, samples
 
 
 def failing_once(fn):
@@ -221,19 +221,9 @@ def test_a_module_may_hold_a_buffer_that_was_disposed_and_is_made_again():
 
 
 def test_buffers_that_an_operation_writes_unseen_are_taken_back_in_both_passes():
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.register_buffer("mean", torch.zeros(4))
-            self.register_buffer("var", torch.ones(4))
-
-        def forward(self, x):
-            return nn.functional.batch_norm(self.linear(x), self.mean, self.var, training=True)
-
     def trained(options, *, twice):
         torch.manual_seed(0)
-        net = Own().double()
+        net = OwnBatchNorm().double()
         fn = lambda b: net(b)  # noqa: E731
         for _ in range(2 if twice else 1):  # the second time the buffers are known to be written
             step(fn, x, loss=lambda out: out.std(), batchnorm="per_chunk", **options)
@@ -241,7 +231,7 @@ def test_buffers_that_an_operation_writes_unseen_are_taken_back_in_both_passes()
 
     x = samples(8)
     torch.manual_seed(0)
-    wanted = Own().double()
+    wanted = OwnBatchNorm().double()
     for i in range(2):
         for chunk in x.split(4):
             wanted(chunk)
