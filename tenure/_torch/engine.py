@@ -1,21 +1,20 @@
 """What autograd's engine does between two nodes, as a dispatch mode sees it.
 
 Where several gradients flow into one tensor the engine adds them up, in place if nobody else holds
-the first. While a mode looks on it never does, so that what it would have done has to be worked out.
+the first. While a mode looks on it never does, so what it would have done has to be worked out.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import bound
-from .autograd import ENGINE_CODE
+from . import bound, require
+from .autograd import ENGINE_CODE, check_engine_is_seen
 from .modes import DispatchMode
 from .storages import owners_of_storage, uses_of_tensor
 
@@ -26,6 +25,16 @@ current_node: Any = bound("torch._C._current_autograd_node", _PREDICTION)
 next_sequence: Any = bound("torch._C._autograd._get_sequence_nr", _PREDICTION)
 """The number that the next node of this thread gets."""
 _ADD_THEMSELVES = frozenset[str]()
+
+
+def check() -> None:
+    """Make sure of all that a mode asks here.
+
+    Raises:
+        MissingTorchNameError: a name is missing.
+    """
+    require(current_node, next_sequence)
+    check_engine_is_seen()
 
 
 def sequence_of_node() -> int:
@@ -56,9 +65,10 @@ def _is_called_by_engine(frame: FrameType | None) -> bool:
 
 
 def _has_one_owner(gradient: Tensor) -> bool:
-    return uses_of_tensor(gradient) <= _uses_alone() and owners_of_storage(
-        gradient.untyped_storage()
-    ) <= 1
+    return (
+        uses_of_tensor(gradient) <= _uses_alone()
+        and owners_of_storage(gradient.untyped_storage()) <= 1
+    )
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -93,7 +103,7 @@ def _uses_alone() -> int:
         x = torch.ones(2, requires_grad=True, device="cpu") * 2
         y = (x.sin() + x.cos()).sum()
         with probe:
-            y.backward()  # type: ignore[no-untyped-call]
+            y.backward()
     return probe.n_uses
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
+from torch import Tensor, nn
 
 from . import bound
 
@@ -32,6 +32,25 @@ def new_mode() -> Any:
 def is_fake(value: object) -> bool:
     """Whether it is a tensor without data."""
     return isinstance(value, FakeTensor)
+
+
+def mode_of(fake: Any) -> Any:
+    """The mode that made a tensor without data."""
+    return fake.fake_mode
+
+
+def fake_of(tensor: Tensor, mode: Any) -> Any:
+    """A tensor like a real one without its data; like one of ``meta`` on the CPU."""
+    if tensor.device.type != "meta":
+        return mode.from_tensor(tensor)
+    with mode, torch.no_grad():
+        fake: Any = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+        )
+    # what isinstance() asks for
+    if isinstance(tensor, nn.Parameter):
+        fake._is_param = True
+    return fake.requires_grad_(tensor.requires_grad)
 
 
 def works() -> bool:

@@ -13,7 +13,7 @@ from tenure._errors import PredictionError
 _aten = torch.ops.aten
 
 
-def assumed(func: Any, args: Any, kwargs: Any) -> tuple[Any, str]:
+def assumed(func: Any, args: Any, kwargs: Any) -> tuple[Any, str | None]:
     """A result that takes as much memory as any, and what it assumes; or a guess of a number.
 
     Args:
@@ -27,17 +27,18 @@ def assumed(func: Any, args: Any, kwargs: Any) -> tuple[Any, str]:
     make = _ASSUMED.get(func)
     if make is None:
         raise PredictionError(
-            f"{func} gives a result whose size depends on values, and a prediction has none. Predict "
-            "a part of the work without it, or measure one real run."
+            f"{func} gives a result whose size depends on values, and a prediction has none. "
+            "Predict a part of the work without it, or measure one real run."
         )
     return make(*args, **kwargs)
 
 
-def _item(tensor: Tensor) -> tuple[Any, str]:
+def _item(tensor: Tensor) -> tuple[Any, str | None]:
     if tensor.dtype is torch.bool:
         return False, "a condition on values is taken to be false"
     if tensor.dtype.is_floating_point:
-        return 1.0, "a value is taken to be 1.0"
+        # a loss that is logged: sizes are no floats
+        return 1.0, None
     return 1, "a value is taken to be 1"
 
 
@@ -75,7 +76,7 @@ def _unique(tensor: Tensor, *_: Any, **__: Any) -> tuple[Any, str]:
     return found, "all elements are taken to be different"
 
 
-_ASSUMED: dict[Any, Callable[..., tuple[Any, str]]] = {
+_ASSUMED: dict[Any, Callable[..., tuple[Any, str | None]]] = {
     _aten._local_scalar_dense.default: _item,
     _aten.equal.default: _equal,
     _aten.nonzero.default: _nonzero,

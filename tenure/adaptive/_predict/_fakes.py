@@ -11,15 +11,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from tenure._torch.autograd import hooks_of, post_hooks_of
-from tenure._torch.fakes import FakeTensor, is_fake, new_mode
+from tenure._torch.autograd import carry_hooks_over
+from tenure._torch.fakes import FakeTensor, fake_of, is_fake, mode_of, new_mode
 from tenure._torch.quiet import set_class, without_functions
 from tenure._torch.swap import swap
-
-HOST = torch.device("cpu")
 
 
 class _Lent(NamedTuple):
@@ -40,7 +37,7 @@ class _Lent(NamedTuple):
 
 def mode_for(tensors: Iterable[Tensor]) -> Any:
     """The mode whose fakes are among ``tensors``; else a new one."""
-    return next((tensor.fake_mode for tensor in tensors if is_fake(tensor)), None) or new_mode()
+    return next((mode_of(tensor) for tensor in tensors if is_fake(tensor)), None) or new_mode()
 
 
 @contextmanager
@@ -71,10 +68,9 @@ def lent_to_fakes(tensors: Iterable[Tensor], mode: Any) -> Iterator[list[Tensor]
 
 
 def _lend(handle: Any, mode: Any) -> _Lent:
-    twin = _fake_of(handle, mode)
+    twin = fake_of(handle, mode)
     lent = _Lent(handle, twin, type(handle), handle.__dict__)
     seen = {**lent.attributes, **twin.__dict__}
-    hooks, post_hooks = hooks_of(handle), post_hooks_of(handle)
     set_class(handle, FakeTensor)
     try:
         swap(handle, twin)
@@ -84,11 +80,7 @@ def _lend(handle: Any, mode: Any) -> _Lent:
         raise
     handle.__dict__ = seen
     set_class(twin, lent.cls)
-    # torch keeps them in the tensor, and shows them on the handle
-    if hooks:
-        handle._backward_hooks = hooks
-    if post_hooks:
-        handle._post_accumulate_grad_hooks = post_hooks
+    carry_hooks_over(handle)
     return lent
 
 
@@ -103,15 +95,3 @@ def _take_back(lent: _Lent) -> None:
 def _put_gradient(tensor: Tensor, gradient: Tensor | None) -> None:
     if tensor.is_leaf:
         tensor.grad = gradient
-
-
-def _fake_of(tensor: Tensor, mode: Any) -> Any:
-    if tensor.device.type != "meta":
-        return mode.from_tensor(tensor)
-    with mode, torch.no_grad():
-        fake: Any = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=HOST
-        )
-    if isinstance(tensor, nn.Parameter):
-        fake._is_param = True
-    return fake.requires_grad_(tensor.requires_grad)

@@ -20,6 +20,7 @@ from tenure._torch.storages import key_of
 
 from ._assumptions import assumed
 from ._blocks import Block, Category, Event, Phase, Record
+
 # SCRATCH
 
 
@@ -122,12 +123,16 @@ class Observer(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # a question about a tensor; the process ends where one raises
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
         self._note_pass()
         try:
             result = func(*args, **kwargs)
         except NEEDS_DATA:
             result, reason = assumed(func, args, kwargs)
-            self.reasons.setdefault(f"{reason} at {_place(sys._getframe(1)).line()}")
+            if reason is not None:
+                self.reasons.setdefault(f"{reason} at {_place(sys._getframe(1)).line()}")
         self._note(func, args, kwargs, result)
         return result
 

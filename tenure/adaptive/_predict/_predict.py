@@ -14,14 +14,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from tenure._torch import cpu_allocator
-from tenure._torch.fakes import UNKNOWN
+from tenure._torch import cpu_allocator, engine
 from tenure._torch.compiler import never_compiled
 from tenure.scopes import persist
 
+from .._reachable import Reachable
 from .._undo import AllOf, ModuleState, RngState, modules_below
-from .._step._modules import Reachable
-from ._fakes import HOST, lent_to_fakes, mode_for
+from ._fakes import lent_to_fakes, mode_for
 from ._observer import Observer
 from ._optimizer import OptimizerState
 from ._places import describe_place
@@ -38,6 +37,7 @@ def predict_peak(
     **kwargs: Any,
 ) -> PeakReport:
     """Say how much memory work would take at its worst moment, without doing it."""
+    engine.check()
     work = Work(fn, args, kwargs, optimizer)
     observer = work.observe()
     return _report(work, observer)
@@ -76,7 +76,7 @@ class Work:
         for tensor in (*self.parameters, *self.inputs):
             if tensor.device.type != "meta":
                 return tensor.device
-        return HOST
+        return torch.device("cpu")
 
     def observe(self) -> Observer:
         """Run the work on tensors without data."""
@@ -122,7 +122,9 @@ class Work:
             self.optimizer.step()
 
     def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in (*self.parameters, *self.inputs) if p.is_leaf and p.grad is not None]
+        return [
+            p.grad for p in (*self.parameters, *self.inputs) if p.is_leaf and p.grad is not None
+        ]
 
 
 def losses_in(result: Any) -> list[Tensor]:

@@ -16,7 +16,7 @@ class PeakReport(Report):
         peak_bytes: what is alive then, with what was there before.
         baseline_bytes: what was there before.
         categories: what is alive then, by what it is for.
-        phase: which part of the step runs then: ``"forward"``, ``"backward"``, ``"optimizer step"``.
+        phase: what runs then: ``"forward"``, ``"backward"`` or ``"optimizer step"``.
         operation: the operation that runs then.
         place: the module and the line of the forward pass that it belongs to.
         device: whose memory it is.

@@ -1,5 +1,9 @@
 """The modules that a step runs: which they are, their names, whether they mix samples."""
 
+from ..._reachable import Reachable as Reachable
+from ..._reachable import modules_given as modules_given
+from ..._reachable import names_in as names_in
+from ..._reachable import used_by as used_by
 from ._coupled import coupled_modules as coupled_modules
 from ._coupled import normalization_error as normalization_error
 from ._coupled import refuse_coupled as refuse_coupled
@@ -11,7 +15,3 @@ from ._models import generators_of as generators_of
 from ._models import named_modules as named_modules
 from ._models import named_parameters as named_parameters
 from ._optimizer_guard import no_optimizer_steps as no_optimizer_steps
-from ._reachable import Reachable as Reachable
-from ._reachable import modules_given as modules_given
-from ._reachable import names_in as names_in
-from ._reachable import used_by as used_by

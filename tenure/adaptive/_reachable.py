@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from tenure._errors import AdaptiveUsageError
 
-from ..._callables import short_name_of, unused
-from ..._undo import Generator, generator_kinds, is_gone
+from ._callables import short_name_of, unused
+from ._undo import Generator, generator_kinds, is_gone
 
 T = TypeVar("T")
 
