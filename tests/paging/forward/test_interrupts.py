@@ -2,7 +2,6 @@
 
 import copy
 import sys
-from pathlib import Path
 import threading
 
 import pytest
