@@ -27,7 +27,6 @@ from ._forward import (
     Pager,
     after_captures,
     check_capture,
-    checked_methods,
 )
 from ._host import FileStore, HostBuffers, HostStore, SpillStore, checked_folder
 from ._link import DiskLink, HostLink, Link
@@ -41,6 +40,7 @@ from ._planning import (
     check_host,
     check_inference,
     checked_device,
+    checked_methods,
     checked_model,
     checked_prefetch,
     make_plan,

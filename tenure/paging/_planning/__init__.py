@@ -5,6 +5,7 @@ from ._checks import check_folder as check_folder
 from ._checks import check_host as check_host
 from ._checks import check_inference as check_inference
 from ._checks import checked_device as checked_device
+from ._checks import checked_methods as checked_methods
 from ._checks import checked_model as checked_model
 from ._checks import checked_prefetch as checked_prefetch
 from ._draft import arrange as arrange
