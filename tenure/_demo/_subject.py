@@ -1,6 +1,6 @@
 """What the demo trains: a character transformer, on real text that needs no download.
 
-Invariant: weights and text depend on the settings alone.
+How large it is stands here alone; weights and batches depend on the seed, and on nothing else.
 """
 
 from __future__ import annotations
