@@ -1,4 +1,4 @@
-"""From arguments to a verb, its exit code, and errors in one line.
+"""The command line, ``tenure`` and ``python -m tenure``: a verb, its exit code, errors in one line.
 
 Invariant: nothing here imports torch before a verb runs, so that ``--help`` answers at once.
 """
@@ -10,15 +10,12 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import tenure
 from tenure._errors import CommandError, TenureError
 
-from ._verbs import Demo, Verb
-
-_VERBS: tuple[type[Verb], ...] = (Demo,)
 _USER_ERROR = 2
 _INTERRUPTED = 130
 _TRACEBACK = "TENURE_TRACEBACK"
@@ -68,18 +65,54 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="tenure", description="Deterministic tensor lifetimes for PyTorch.")
     parser.add_argument("--version", action="version", version=f"tenure {tenure.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for verb in _VERBS:
-        _add_verb(verbs, verb)
-    return parser
-
-
-def _add_verb(verbs: argparse._SubParsersAction[_Parser], verb: type[Verb]) -> None:
-    text = inspect.getdoc(verb) or ""
-    parser = verbs.add_parser(
-        verb.__name__.lower(),
+    text = inspect.getdoc(_demo) or ""
+    demo = verbs.add_parser(
+        "demo",
         help=text.partition("\n")[0],
         description=text,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    verb.add_arguments(parser)
-    parser.set_defaults(run=verb.run)
+    demo.add_argument("--quick", action="store_true", help="a smaller model and fewer steps")
+    demo.add_argument(
+        "--steps",
+        type=_whole_number(1),
+        metavar="N",
+        help="steps of the first chapter (default: 300; with --quick 40)",
+    )
+    demo.add_argument(
+        "--seed",
+        type=_whole_number(0),
+        default=0,
+        metavar="N",
+        help="of the weights and of the batches (default: 0)",
+    )
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _whole_number(minimum: int, maximum: int = 2**64 - 1) -> Callable[[str], int]:
+    """A ``type`` for argparse: a whole number from ``minimum`` to ``maximum``."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {minimum}")
+        if int(text) > maximum:
+            raise argparse.ArgumentTypeError(f"{text!r} is above {maximum}")
+        return int(text)
+
+    return parse
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    """Train a small transformer in scopes, with a leak planted in its loop.
+
+    The text is the source of Python's own standard library, character by character. Five chapters:
+    the loss going down; the live bytes of the same steps without scopes and with them; the report
+    that names the list which holds what leaked; training in too little memory for its batch; and
+    running the model in too little memory for its weights. Needs no network and no accelerator.
+    """
+    from tenure._demo import FULL, QUICK, tell
+
+    settings = QUICK if arguments.quick else FULL
+    tell(settings.replace(steps=arguments.steps or settings.steps, seed=arguments.seed))
+    return 0

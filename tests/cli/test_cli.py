@@ -4,7 +4,7 @@ import sys
 import pytest
 
 import tenure
-from tenure._cli import _main, main
+from tenure._cli import main
 from tenure._errors import CommandError, PagingError
 
 
@@ -24,12 +24,11 @@ def test_version_is_that_of_the_package(capsys):
     assert capsys.readouterr().out == f"tenure {tenure.__version__}\n"
 
 
-def test_help_lists_each_verb_with_the_first_line_of_its_docstring(capsys):
+def test_help_lists_the_verb_with_the_first_line_of_its_docstring(capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["--help"])
     words = " ".join(capsys.readouterr().out.split())
-    for verb in _main._VERBS:
-        assert f"{verb.__name__.lower()} {verb.__doc__.splitlines()[0]}" in words
+    assert "demo Train a small transformer in scopes, with a leak planted in its loop." in words
 
 
 def test_help_of_a_verb_is_its_docstring(capsys):
@@ -83,24 +82,23 @@ def test_a_bad_number_is_refused_in_one_line(arguments, complaint, capsys):
 
 
 def _with_verb(monkeypatch, run):
-    """Make `tenure probe` call ``run``."""
-    members = {"__doc__": "Probe.", "add_arguments": staticmethod(lambda parser: None), "run": run}
-    monkeypatch.setattr(_main, "_VERBS", (type("Probe", (), members),))
+    """Make `tenure demo` call ``run``."""
+    monkeypatch.setattr("tenure._demo.tell", run)
 
 
 def test_an_error_of_the_user_is_one_line_and_exit_code_2(monkeypatch, capsys):
-    def run(arguments):
+    def run(settings):
         raise CommandError("no such file: x.py. Give the path of a script.")
 
     _with_verb(monkeypatch, run)
-    assert main(["probe"]) == 2
+    assert main(["demo"]) == 2
     assert capsys.readouterr().err == (
-        "tenure probe: error: no such file: x.py. Give the path of a script.\n"
+        "tenure demo: error: no such file: x.py. Give the path of a script.\n"
     )
 
 
 def _failing(monkeypatch):
-    def run(arguments):
+    def run(settings):
         raise PagingError("No budget of 3 B does.\n  The least is 4 B.")
 
     _with_verb(monkeypatch, run)
@@ -112,10 +110,10 @@ def test_an_error_of_tenure_is_one_line_that_says_how_to_see_more(asked, monkeyp
     if asked is not None:
         monkeypatch.setenv("TENURE_TRACEBACK", asked)
     _failing(monkeypatch)
-    assert main(["probe"]) == 2
+    assert main(["demo"]) == 2
     assert capsys.readouterr() == (
         "",
-        "tenure probe: error: No budget of 3 B does. The least is 4 B. "
+        "tenure demo: error: No budget of 3 B does. The least is 4 B. "
         "(PagingError; TENURE_TRACEBACK=1 shows where.)\n",
     )
 
@@ -123,28 +121,28 @@ def test_an_error_of_tenure_is_one_line_that_says_how_to_see_more(asked, monkeyp
 def test_an_error_of_tenure_shows_where_it_was_raised_when_asked_to(monkeypatch, capsys):
     monkeypatch.setenv("TENURE_TRACEBACK", "1")
     _failing(monkeypatch)
-    assert main(["probe"]) == 2
+    assert main(["demo"]) == 2
     told = capsys.readouterr().err
     assert told.startswith("Traceback (most recent call last):\n")
     assert 'raise PagingError("No budget' in told
-    assert told.endswith("\ntenure probe: error: No budget of 3 B does. The least is 4 B.\n")
+    assert told.endswith("\ntenure demo: error: No budget of 3 B does. The least is 4 B.\n")
 
 
 def test_an_error_of_someone_else_keeps_its_traceback(monkeypatch):
-    def run(arguments):
+    def run(settings):
         raise ZeroDivisionError
 
     _with_verb(monkeypatch, run)
     with pytest.raises(ZeroDivisionError):
-        main(["probe"])
+        main(["demo"])
 
 
 def test_control_c_ends_in_one_line_and_exit_code_130(monkeypatch, capsys):
-    def run(arguments):
+    def run(settings):
         raise KeyboardInterrupt
 
     _with_verb(monkeypatch, run)
-    assert main(["probe"]) == 130
+    assert main(["demo"]) == 130
     assert capsys.readouterr().err == "tenure: interrupted\n"
 
 
