@@ -40,17 +40,6 @@ def allocated_in(stats: Stats) -> Allocated:
     return Allocated(*(get(f"allocated_bytes.all.{figure}", 0) for figure in Allocated._fields))
 
 
-def flat(stats: Stats) -> dict[str, int]:
-    """The fields by the names that ``memory_stats()`` gives them."""
-    return dict(_flat("", stats))
-
-
-def reached(before: Stats, after: Stats) -> dict[str, int]:
-    """The fields at the end of an interval; of a peak, as much as it is known to have reached."""
-    was, fields = flat(before), flat(after)
-    return {name: _at_most(was, fields, name) for name in fields}
-
-
 def keep_largest(largest: dict[str, int], last: Stats, before: Stats, after: Stats) -> None:
     """Take an interval into the largest value of each field.
 
@@ -70,14 +59,15 @@ def keep_largest(largest: dict[str, int], last: Stats, before: Stats, after: Sta
     }
     # A flat peak needs the current value, which may be as it was
     start, end = (before, new) if "allocated_bytes" in after else (before, after)
-    was = flat({name: start[name] for name in end if name in start})
-    fields = flat(end)
+    was = dict(_flat("", {name: start[name] for name in end if name in start}))
+    fields = dict(_flat("", end))
     for name in fields:
         value = _at_most(was, fields, name)
         largest[name] = max(value, largest.get(name, value))
 
 
 def _flat(prefix: str, stats: Stats) -> Iterator[tuple[str, int]]:
+    """The fields by the names that ``memory_stats()`` gives them."""
     for name, value in stats.items():
         if isinstance(value, Mapping):
             yield from _flat(f"{prefix}{name}.", value)

@@ -15,7 +15,7 @@ import torch
 from tenure._torch import cpu_allocator as allocator
 from tenure._torch.allocations import Changes
 
-from ._fields import Stats, reached
+from ._fields import Stats
 
 _NO_STATS: Stats = MappingProxyType({})
 
@@ -70,11 +70,6 @@ class Interval(NamedTuple):
     usage: Usage
     before: Stats = _NO_STATS
     after: Stats = _NO_STATS
-
-    @property
-    def statistics(self) -> dict[str, int]:
-        """The fields at the end, peaks as far as the interval's own can be told."""
-        return reached(self.before, self.after)
 
 
 class CpuMeter:
