@@ -16,8 +16,7 @@ import torch
 from tenure._errors import ProfilerUsageError
 from tenure._text import counted
 
-from .._allocator import Usage
-from .._trace import Book, Figures, Watch, the_trace
+from .._trace import Book, Figures, Usage, Watch, the_trace
 from ._columns import columns_named
 from ._devices import checked_device, default_device, device_of_gpu
 from ._display import RecordsDisplay, Section, section_of, title_of

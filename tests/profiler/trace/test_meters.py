@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 
 from tenure._torch.allocations import Changes
 from tenure.profiler import LineProfiler, ProfilerUsageError, ProfilerUsageWarning, set_target_gpu
-from tenure.profiler._allocator._device_meter import DeviceAccount, DeviceMeter
-from tenure.profiler._allocator._meters import CpuMeter
 from tenure.profiler._lines import _devices
 from tenure.profiler._lines._devices import checked_device, default_device, device_of_gpu
 from tenure.profiler._trace import Figures
+from tenure.profiler._trace._meters import CpuMeter, DeviceAccount, DeviceMeter
 
 FIELDS = ("current", "peak", "allocated", "freed")
 
