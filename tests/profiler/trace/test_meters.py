@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from tenure._torch.allocations import Changes
 from tenure.profiler import LineProfiler, ProfilerUsageError, ProfilerUsageWarning, set_target_gpu
-from tenure.profiler._lines import _devices
-from tenure.profiler._lines._devices import checked_device, default_device, device_of_gpu
+from tenure.profiler._lines import _targets
+from tenure.profiler._lines._targets import checked_device, default_device, device_of_gpu
 from tenure.profiler._trace import Figures
 from tenure.profiler._trace._meters import CpuMeter, DeviceAccount, DeviceMeter
 
@@ -216,7 +216,7 @@ def test_a_device_that_is_not_there_or_has_no_statistics_is_refused(monkeypatch)
 
 
 def test_without_an_accelerator_the_cpu_is_measured(monkeypatch):
-    monkeypatch.setattr(_devices, "_accelerator", lambda: None)
+    monkeypatch.setattr(_targets, "_accelerator", lambda: None)
     assert default_device() == torch.device("cpu")
     assert LineProfiler().device == torch.device("cpu")
     with pytest.warns(
@@ -231,14 +231,14 @@ def test_without_an_accelerator_the_cpu_is_measured(monkeypatch):
     "use", [set_target_gpu, device_of_gpu, lambda n: LineProfiler(target_gpu=n)]
 )
 def test_the_warning_that_no_gpu_is_there_points_at_the_users_line(monkeypatch, use):
-    monkeypatch.setattr(_devices, "_accelerator", lambda: None)
+    monkeypatch.setattr(_targets, "_accelerator", lambda: None)
     with pytest.warns(ProfilerUsageWarning, match="^There is no GPU 3 here") as caught:
         use(3)
     assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_a_negative_index_is_no_accelerator(monkeypatch):
-    monkeypatch.setattr(_devices, "_accelerator", lambda: "cuda")
+    monkeypatch.setattr(_targets, "_accelerator", lambda: "cuda")
     message = (
         r"^There is no accelerator -1: an index is 0 or more\. Name one that is there, or .cpu.\."
     )
@@ -247,7 +247,7 @@ def test_a_negative_index_is_no_accelerator(monkeypatch):
 
 
 def test_an_accelerator_is_measured_where_there_is_one(monkeypatch):
-    monkeypatch.setattr(_devices, "_accelerator", lambda: "cuda")
-    monkeypatch.setattr(_devices, "checked_device", lambda device: device)
+    monkeypatch.setattr(_targets, "_accelerator", lambda: "cuda")
+    monkeypatch.setattr(_targets, "checked_device", lambda device: device)
     assert default_device() == torch.device("cuda:0")
     assert device_of_gpu(3) == torch.device("cuda:3")
