@@ -58,7 +58,7 @@ _PACKAGES = {
         "_check",
         "_verify",
     ),
-    ("profiler",): ("_allocator", "_trace", "_lines", "_owners", "_reports", "_courtesy"),
+    ("profiler",): ("_trace", "_lines", "_owners", "_reports", "_courtesy"),
     ("paging",): (
         "_model",
         "_host",

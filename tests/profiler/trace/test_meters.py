@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from tenure._torch.allocations import Changes
 from tenure.profiler import LineProfiler, ProfilerUsageError, ProfilerUsageWarning, set_target_gpu
-from tenure.profiler._allocator._device_meter import DeviceAccount, DeviceMeter
-from tenure.profiler._allocator._meters import CpuMeter
-from tenure.profiler._lines import _devices
-from tenure.profiler._lines._devices import checked_device, default_device, device_of_gpu
+from tenure.profiler._lines import _targets
+from tenure.profiler._lines._targets import checked_device, default_device, device_of_gpu
+from tenure.profiler._trace import Figures
+from tenure.profiler._trace._meters import CpuMeter, DeviceAccount, DeviceMeter
 
 FIELDS = ("current", "peak", "allocated", "freed")
 
@@ -42,6 +42,12 @@ def fake(monkeypatch):
 
 def cuda_meter():
     return DeviceMeter(DeviceAccount(torch.device("cuda:0")))
+
+
+def reached(interval):
+    figures = Figures()
+    figures.note_statistics(interval)
+    return figures.statistics
 
 
 def facts(interval):
@@ -87,7 +93,7 @@ def test_counters_that_are_reset_within_the_interval_leave_what_the_ends_tell(fa
     fake.change(-200)
     interval = meter.read(None)
     assert facts(interval) == (300, 0, 400, False, False)
-    assert interval.statistics["allocated_bytes.all.current"] == 400
+    assert reached(interval)["allocated_bytes.all.current"] == 400
 
 
 @pytest.mark.parametrize(
@@ -113,9 +119,9 @@ def test_a_field_of_a_peak_is_the_intervals_own_as_far_as_it_is_known(fake):
     fake.change(100, 200, -200)
     meter = cuda_meter()
     fake.change(50, -10)
-    assert meter.read(None).statistics["allocated_bytes.all.peak"] == 140
+    assert reached(meter.read(None))["allocated_bytes.all.peak"] == 140
     fake.change(500, -500)
-    assert meter.read(None).statistics["allocated_bytes.all.peak"] == 640
+    assert reached(meter.read(None))["allocated_bytes.all.peak"] == 640
 
 
 def test_a_device_that_is_not_initialised_has_nothing_allocated(monkeypatch):
@@ -210,7 +216,7 @@ def test_a_device_that_is_not_there_or_has_no_statistics_is_refused(monkeypatch)
 
 
 def test_without_an_accelerator_the_cpu_is_measured(monkeypatch):
-    monkeypatch.setattr(_devices, "_accelerator", lambda: None)
+    monkeypatch.setattr(_targets, "_accelerator", lambda: None)
     assert default_device() == torch.device("cpu")
     assert LineProfiler().device == torch.device("cpu")
     with pytest.warns(
@@ -225,14 +231,14 @@ def test_without_an_accelerator_the_cpu_is_measured(monkeypatch):
     "use", [set_target_gpu, device_of_gpu, lambda n: LineProfiler(target_gpu=n)]
 )
 def test_the_warning_that_no_gpu_is_there_points_at_the_users_line(monkeypatch, use):
-    monkeypatch.setattr(_devices, "_accelerator", lambda: None)
+    monkeypatch.setattr(_targets, "_accelerator", lambda: None)
     with pytest.warns(ProfilerUsageWarning, match="^There is no GPU 3 here") as caught:
         use(3)
     assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_a_negative_index_is_no_accelerator(monkeypatch):
-    monkeypatch.setattr(_devices, "_accelerator", lambda: "cuda")
+    monkeypatch.setattr(_targets, "_accelerator", lambda: "cuda")
     message = (
         r"^There is no accelerator -1: an index is 0 or more\. Name one that is there, or .cpu.\."
     )
@@ -241,7 +247,7 @@ def test_a_negative_index_is_no_accelerator(monkeypatch):
 
 
 def test_an_accelerator_is_measured_where_there_is_one(monkeypatch):
-    monkeypatch.setattr(_devices, "_accelerator", lambda: "cuda")
-    monkeypatch.setattr(_devices, "checked_device", lambda device: device)
+    monkeypatch.setattr(_targets, "_accelerator", lambda: "cuda")
+    monkeypatch.setattr(_targets, "checked_device", lambda device: device)
     assert default_device() == torch.device("cuda:0")
     assert device_of_gpu(3) == torch.device("cuda:3")

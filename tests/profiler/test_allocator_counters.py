@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from tenure.profiler._allocator._cached_memory import AllocatorBytes, allocator_bytes
+from tenure.profiler._allocator import AllocatorBytes, allocator_bytes
 
 DEVICE = torch.device("cuda:0")
 

@@ -67,7 +67,7 @@ def found_by(program, in_a_hook):
 
     # `work` too, so that the session that it begins is lent to the engine while the hook runs
     profiler = LineProfiler(lines, work, device="cpu")
-    with mock.patch("tenure.profiler._trace._host_blocks.enter_host_blocks"), profiler:
+    with mock.patch("tenure.profiler._trace._sessions.enter_host_blocks"), profiler:
         work() if in_a_hook else lines(None)
     found = [r for r in profiler.records if r.function == lines.__qualname__]
     assert all(record.exact and record.peak_exact for record in found)
@@ -268,7 +268,7 @@ def test_an_interrupt_at_a_mark_loses_no_other_line(place, monkeypatch):
         if n_marks[0] == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("tenure.profiler._trace._deferred.marker", lambda: interrupted)
+    monkeypatch.setattr("tenure.profiler._trace._threads.marker", lambda: interrupted)
 
     def work():
         torch.empty(10, dtype=torch.uint8)

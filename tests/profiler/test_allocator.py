@@ -6,9 +6,8 @@ import types
 import pytest
 import torch
 
-from tenure.profiler import MemReporter, snapshot
-from tenure.profiler._allocator import _cached_memory
-from tenure.profiler._allocator._cached_memory import (
+from tenure.profiler import MemReporter, _allocator, snapshot
+from tenure.profiler._allocator import (
     AllocatorBytes,
     CachedMemory,
     allocator_bytes,
@@ -47,7 +46,7 @@ def tells(monkeypatch):
 def cublas(monkeypatch):
     """A torch that keeps one block for each handle of cuBLAS, and one of cuBLASLt."""
     sizes = {"cuBLAS": WORKSPACE, "cuBLASLt": MIB}
-    monkeypatch.setattr(_cached_memory, "workspace_bytes", lambda device: sizes)
+    monkeypatch.setattr(_allocator, "workspace_bytes", lambda device: sizes)
 
 
 def test_free_blocks_are_told_apart_by_what_lies_beside_them(tells):

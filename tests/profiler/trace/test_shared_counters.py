@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tenure._torch.allocations import Changes
 from tenure.profiler import LineProfiler
-from tenure.profiler._allocator._device_meter import DeviceAccount, DeviceMeter
+from tenure.profiler._trace._meters import DeviceAccount, DeviceMeter
 
 from .test_meters import FakeAllocator
 

@@ -9,9 +9,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .._static import instance_attributes, is_kind
-from .._words import Key, Namer, Slot, Step, Wanted, attribute
-from ._objects import spell_key
+from ._reading import instance_attributes, is_kind
+from ._words import Key, Namer, Slot, Step, Wanted, attribute, spell_key
 
 # the key of the base of a view that shows all of it in the same order, if in another shape
 _WHOLE_BASE = "whole base"

@@ -1,26 +1,71 @@
-"""The slots of what most objects are: instances, classes, tensors and builtin containers.
+"""What an object refers to, slot by slot, with the spelling of each slot.
 
-Attributes are named as such, past properties and ``__getattr__``; containers and their subclasses
-are read by the methods of the builtins.
+The garbage collector says how many references there are and the readers only name them; so counting
+the answers counts references. No code of the objects themselves runs: attributes are named as such,
+past properties and ``__getattr__``; containers and their subclasses are read by the methods of the
+builtins.
 """
 
+import contextvars
+import functools
 import gc
 import threading
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 
 import torch
 
 from tenure._torch.quiet import TENSOR_BASE
 
-from .._static import class_attributes, instance_attributes, is_kind, mro_of, type_name
-from .._words import Slot, Step, Wanted, attribute, module_attribute, nothing
+from . import _array_slots, _code_slots
+from ._reading import class_attributes, instance_attributes, is_kind, module_name, mro_of, type_name
+from ._words import (
+    Reader,
+    Slot,
+    Step,
+    Wanted,
+    attribute,
+    inside,
+    module_attribute,
+    nothing,
+    spell_key,
+)
 
-# by identity: a metaclass may define __hash__ and __eq__
-_PLAIN_KEYS = frozenset(map(id, (str, bytes, int, float, bool, type(None))))
-_MAX_KEY_CHARACTERS = 40
-_MAX_KEY_ITEMS = 4
+
+def slots_of(holder: object, wanted: Wanted) -> Iterator[tuple[int, Step]]:
+    """Every reference from one object to any of the wanted ones.
+
+    Args:
+        holder: any object that the collector tracks, or an array of NumPy.
+        wanted: identities of the objects that matter.
+
+    Yields:
+        The identity of what is referred to and how; "(inside a …)" where no reader has a name.
+    """
+    left = Counter(key for key in map(id, _array_slots.referents_of(holder)) if key in wanted)
+    for value, step in _named_slots(holder, left):
+        if left[id(value)] > 0:
+            left[id(value)] -= 1
+            yield id(value), step
+    unnamed = inside(type_name(type(holder)))
+    for key in left.elements():
+        yield key, unnamed
+
+
+def _named_slots(holder: object, wanted: Wanted) -> Iterator[Slot]:
+    if not wanted:
+        return
+    for cls in mro_of(type(holder)):
+        reader = _READERS.get(id(cls)) or _LATE_READERS.get(f"{module_name(cls)}.{type_name(cls)}")
+        # an object that is being built or torn down may lack what its type promises
+        try:
+            yield from reader(holder, wanted) if reader else ()
+        except (AttributeError, RuntimeError, ValueError):
+            continue
+
+
+# --- instances, classes, tensors
 
 
 def instance_slots(holder: object, wanted: Wanted) -> Iterator[Slot]:
@@ -123,12 +168,52 @@ def _members_of_set(values: Iterator[object], wanted: Wanted) -> Iterator[Slot]:
     return ((value, Step(" (a member)")) for value in list(values) if id(value) in wanted)
 
 
-def spell_key(key: object) -> str:
-    """The key as code where its `repr` is the interpreter's own, otherwise its type."""
-    if type(key) is tuple and len(key) <= _MAX_KEY_ITEMS:
-        inner = ", ".join(map(spell_key, key))
-        return f"({inner},)" if len(key) == 1 else f"({inner})"
-    if id(type(key)) not in _PLAIN_KEYS:
-        return f"<{type_name(type(key))}>"
-    text = repr(key)
-    return text if len(text) <= _MAX_KEY_CHARACTERS else f"{text[:_MAX_KEY_CHARACTERS]}…"
+# --- who reads what
+
+
+# by identity: a metaclass may define __hash__ and __eq__
+_READERS: dict[int, Reader] = {
+    id(cls): reader
+    for cls, reader in (
+        (list, list_slots),
+        (tuple, tuple_slots),
+        (deque, deque_slots),
+        (set, set_slots),
+        (frozenset, frozenset_slots),
+        (dict, dict_slots),
+        (object, instance_slots),
+        (type, class_slots),
+        (threading.local, thread_local_slots),
+        (torch.Tensor, tensor_slots),
+        (types.FunctionType, _code_slots.function_slots),
+        (types.CellType, _code_slots.cell_slots),
+        (types.MappingProxyType, proxy_slots),
+        (types.MethodType, _code_slots.method_slots),
+        (types.BuiltinMethodType, _code_slots.method_slots),
+        (functools.partial, _code_slots.partial_slots),
+        (type(functools.lru_cache(len)), _code_slots.cache_slots),
+        (types.GeneratorType, _code_slots.suspended_slots),
+        (types.CoroutineType, _code_slots.suspended_slots),
+        (types.AsyncGeneratorType, _code_slots.suspended_slots),
+        (types.FrameType, _code_slots.frame_slots),
+        (types.TracebackType, _code_slots.traceback_slots),
+        (BaseException, _code_slots.exception_slots),
+        (contextvars.ContextVar, _code_slots.variable_slots),
+        (contextvars.Token, _code_slots.token_slots),
+        (contextvars.Context, _code_slots.branch_slots),
+    )
+}
+
+# of the interpreter's own classes without a public name; of libraries that may come later, or never
+_LATE_READERS: dict[str, Reader] = {
+    "builtins.hamt": _code_slots.branch_slots,
+    "builtins.hamt_array_node": _code_slots.branch_slots,
+    "builtins.hamt_bitmap_node": _code_slots.leaf_slots,
+    "builtins.hamt_collision_node": _code_slots.leaf_slots,
+    "_asyncio.Future": _code_slots.future_slots,
+    "_asyncio.Task": _code_slots.task_slots,
+    "numpy.ndarray": _array_slots.array_slots,
+    "pandas.core.generic.NDFrame": _array_slots.table_slots,
+    "pandas.core.internals.managers.BaseBlockManager": _array_slots.manager_slots,
+    "pandas.core.internals.blocks.Block": _array_slots.block_slots,
+}

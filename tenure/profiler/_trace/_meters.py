@@ -1,21 +1,127 @@
-"""How much memory of an accelerator an interval took, by counters that the whole process shares.
+"""How much memory an interval of the program took, gave back, and held at most.
 
-Invariant: each byte that the counters of a device tell is booked by one thread of a profiler at
-the most, however many it has; an interval that others may have had a part in says so.
+Invariants: what a meter gives for two neighbouring intervals adds up to what it gives for both; an
+interval whose inside could not be seen says so, and its numbers are then lower bounds. The counters
+of a device are the whole process's: each byte that they tell is booked by one thread of a profiler
+at the most, however many it has, and an interval that others may have had a part in says so.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from itertools import accumulate
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
+from tenure._torch import cpu_allocator as allocator
 from tenure._torch.allocations import Changes
 
-from ._fields import Allocated, Stats, allocated_in, stats_of
-from ._meters import Interval, Usage
+Stats = Mapping[str, Any]
+"""As ``memory_stats_as_nested_dict()`` gives it, or flat, as ``memory_stats()`` does."""
+
+_NO_STATS: Stats = MappingProxyType({})
+
+
+# A named tuple and no frozen dataclass: one is made for each line that allocates, and a dataclass
+# takes three times as long to make.
+class Usage(NamedTuple):
+    """What happened in an interval, or in several: their sum is that of all of them.
+
+    Attributes:
+        allocated_bytes: bytes that were allocated.
+        freed_bytes: bytes that were freed.
+        peak_bytes: the most that was live, above what whoever asks counts from.
+        exact: whether the allocator's events were seen, or counted.
+        peak_exact: whether the peak is the peak, and not the larger of the two ends.
+        shared: whether other threads may have done some of it, and this one more than is told.
+    """
+
+    allocated_bytes: int
+    freed_bytes: int
+    peak_bytes: int
+    exact: bool = True
+    peak_exact: bool = True
+    shared: bool = False
+
+    def __add__(self, other: Usage) -> Usage:  # type: ignore[override]  # no longer tuple
+        allocated, freed, peak, exact, peak_exact, shared = self
+        # A peak that is only a bound makes the largest a bound: that one may have been higher.
+        return Usage(
+            allocated + other[0],
+            freed + other[1],
+            max(peak, other[2]),
+            exact and other[3],
+            peak_exact and other[4],
+            shared or other[5],
+        )
+
+    def above(self, base_bytes: int) -> Usage:
+        """The same, with a peak that is counted from a base."""
+        return self._replace(peak_bytes=self.peak_bytes - base_bytes)
+
+
+class Interval(NamedTuple):
+    """What happened between two looks.
+
+    Attributes:
+        usage: the bytes; the peak is on the scale of the meter's ``level_bytes``.
+        before: the device's statistics at its start; empty for the CPU, which has none.
+        after: those at its end.
+    """
+
+    usage: Usage
+    before: Stats = _NO_STATS
+    after: Stats = _NO_STATS
+
+
+class CpuMeter:
+    """Host memory, as torch's CPU allocator gives it out."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.level_bytes = allocator.live_bytes()
+        self._known = allocator.is_known()
+
+    def use(self, is_used: bool) -> None:
+        """Take no note: each thread's events are told to it alone."""
+
+    def start(self) -> None:
+        """Begin an interval here."""
+        if self._known:
+            self.level_bytes = allocator.live_bytes()
+
+    def read(self, changes: Changes | None) -> Interval:
+        """The interval since ``start`` or the last read, of which ``changes`` are the events."""
+        was = self.level_bytes
+        if changes is None:
+            self.start()
+            return Interval(unseen_usage(was, self.level_bytes))
+        # The end is what other threads left it at; where it can't be told, this thread's own sum.
+        self.level_bytes = allocator.live_bytes() if self._known else was + sum(changes.cpu)
+        return Interval(host_usage(changes.cpu, self.level_bytes, self._known))
+
+
+def host_usage(changes: list[int], level_bytes: int, is_known: bool) -> Usage:
+    """The usage of an interval of host memory.
+
+    Args:
+        changes: what was allocated (positive) and freed in it, in order.
+        level_bytes: what was live at its end.
+        is_known: whether that is what c10 says, and not the sum of what this thread did.
+    """
+    net = sum(changes)
+    allocated = sum([n_bytes for n_bytes in changes if n_bytes > 0])
+    peak = level_bytes - net + max(accumulate(changes, initial=0))
+    return Usage(allocated, allocated - net, peak, True, is_known)
+
+
+def unseen_usage(was_bytes: int, level_bytes: int) -> Usage:
+    """The usage of an interval of which only the levels at its two ends are known."""
+    net = level_bytes - was_bytes
+    return Usage(max(0, net), max(0, -net), max(was_bytes, level_bytes), False, False)
 
 
 class DeviceAccount:
@@ -32,7 +138,7 @@ class DeviceAccount:
         self.lock = threading.RLock()
         self.n_bookings = 0
         self._module: Any = torch.get_device_module(device)
-        self._stats = stats_of(self._module, device)
+        self._stats = _stats_of(self._module, device)
         self._busy: set[DeviceMeter] = set()
         self._drop()
 
@@ -43,8 +149,8 @@ class DeviceAccount:
 
     def look(self) -> Stats:
         """Read the counters; what they have grown by waits to be booked."""
-        before, self._stats = self._stats, stats_of(self._module, self.device)
-        allocated, freed, is_counted = _growth(allocated_in(before), allocated_in(self._stats))
+        before, self._stats = self._stats, _stats_of(self._module, self.device)
+        allocated, freed, is_counted = _growth(_allocated_in(before), _allocated_in(self._stats))
         self._allocated += allocated
         self._freed += freed
         self._is_counted &= is_counted
@@ -103,7 +209,7 @@ class DeviceMeter:
     @property
     def level_bytes(self) -> int:
         """Live bytes of the device at the last look."""
-        return allocated_in(self._stats).current
+        return _allocated_in(self._stats).current
 
     def use(self, is_used: bool) -> None:
         """Say whether the thread is at a line."""
@@ -126,12 +232,12 @@ class DeviceMeter:
             was_shared = account.n_bookings != self._n_bookings
             booked = account.book(self, own, was_shared=was_shared)
             self._stats, self._n_bookings = after, account.n_bookings
-        peak_bytes, peak_exact = _peak(allocated_in(before), allocated_in(after), own or [])
+        peak_bytes, peak_exact = _peak(_allocated_in(before), _allocated_in(after), own or [])
         usage = booked._replace(peak_bytes=peak_bytes, peak_exact=peak_exact)
         return Interval(usage, before, after)
 
 
-def _growth(before: Allocated, after: Allocated) -> tuple[int, int, bool]:
+def _growth(before: _Allocated, after: _Allocated) -> tuple[int, int, bool]:
     """What was allocated and freed, and whether it was counted and not only told by the ends."""
     allocated = _counted(before.allocated, after.allocated)
     freed = _counted(before.freed, after.freed)
@@ -147,7 +253,7 @@ def _counted(before: int, after: int) -> int:
     return after - before if after >= before else after
 
 
-def _peak(before: Allocated, after: Allocated, own: list[int]) -> tuple[int, bool]:
+def _peak(before: _Allocated, after: _Allocated, own: list[int]) -> tuple[int, bool]:
     """The peak of an interval, and whether it is known although no counter is reset."""
     start, end = before.current, after.current
     if after.peak > before.peak:
@@ -160,3 +266,28 @@ def _peak(before: Allocated, after: Allocated, own: list[int]) -> tuple[int, boo
     if is_counted and (sum(own), sum(n for n in own if n > 0)) == (end - start, allocated):
         return start + highest, True
     return max(start, end), False
+
+
+class _Allocated(NamedTuple):
+    """The four figures of the allocated bytes; all 0 while a backend is not initialised."""
+
+    current: int = 0
+    peak: int = 0
+    allocated: int = 0
+    freed: int = 0
+
+
+def _stats_of(module: Any, device: torch.device) -> Stats:
+    """What a device's module tells of its memory, in the cheaper of the forms that it has."""
+    read = getattr(module, "memory_stats_as_nested_dict", None) or module.memory_stats
+    found: Stats = read(device)
+    return found
+
+
+def _allocated_in(stats: Stats) -> _Allocated:
+    """The four figures that say what happened to the allocated bytes."""
+    pools = stats.get("allocated_bytes")
+    if pools is not None:
+        return _Allocated(**pools["all"])
+    get = stats.get
+    return _Allocated(*(get(f"allocated_bytes.all.{figure}", 0) for figure in _Allocated._fields))

@@ -1,20 +1,25 @@
-"""The slots of code that stands still, generators, dead frames and the like, and of its contexts.
+"""The slots of code: of functions and what wraps them, of what stands still, of its contexts.
 
-A frame that is running is never read here; `RunningFrames` knows its variables. A context keeps its
-values in a tree of nodes that only the collector shows. It counts as alive by itself: the current
-one of a thread is held by no object.
+A chain starts anew at a callable, because its own name says more than the way to it. A frame that
+is running is never read here; `RunningFrames` knows its variables. A context keeps its values in a
+tree of nodes that only the collector shows. It counts as alive by itself: the current one of a
+thread is held by no object.
 """
 
 import contextvars
+import functools
 import gc
 import sys
 import types
 from collections.abc import Iterator
 from typing import Any, cast
 
-from .._frames import read_locals
-from .._static import type_name
-from .._words import Root, Slot, Step, Wanted, variables
+import torch
+
+from ._reading import class_attributes, is_kind, read_locals, type_name
+from ._words import Namer, Root, Slot, Step, Wanted, items, variables
+
+_NAMED = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 
 # the builtin type, its name in a chain, and the attribute that has its frame
 _KINDS: tuple[tuple[type, str, str], ...] = (
@@ -30,6 +35,63 @@ _IN_CONTEXT = Root("", "context", cost=2)
 _NODES = frozenset(
     id(cls) for cls in type.__subclasses__(object) if type_name(cls).startswith("hamt")
 )
+
+
+def function_slots(holder: types.FunctionType, wanted: Wanted) -> Iterator[Slot]:
+    """Captured variables and defaults."""
+    code, name = holder.__code__, holder.__qualname__
+    yield holder.__closure__, _anchored("closure", name, variables(code.co_freevars))
+    first = code.co_argcount - len(holder.__defaults__ or ())
+    names = code.co_varnames[first : code.co_argcount]
+    yield holder.__defaults__, _anchored("default", name, variables(names))
+    yield holder.__kwdefaults__, _anchored("default", name, variables(()))
+
+
+def cell_slots(holder: types.CellType, wanted: Wanted) -> Iterator[Slot]:
+    """The value of a captured variable."""
+    yield holder.cell_contents, Step("", "closure")
+
+
+def method_slots(
+    holder: types.MethodType | types.BuiltinMethodType, wanted: Wanted
+) -> Iterator[Slot]:
+    """The object that a method is bound to."""
+    of_self = holder.__self__
+    if is_kind(type(of_self), torch.Tensor):
+        yield of_self, Step("", "method", anchor="bound method", link=" ")
+    else:
+        anchor = type_name(type(of_self))
+        yield of_self, Step("", "method", anchor=anchor, link=", held by the bound method ")
+
+
+def partial_slots(holder: "functools.partial[object]", wanted: Wanted) -> Iterator[Slot]:
+    """Arguments and function of a `functools.partial`."""
+    func, args, keywords = (
+        class_attributes(functools.partial)[name].__get__(holder)  # type: ignore[attr-defined]
+        for name in ("func", "args", "keywords")
+    )
+    anchor = f"partial of {_name_of(func)}"
+    yield args, Step("", "partial", anchor=anchor, namer=items("args"))
+    yield keywords, Step("", "partial", anchor=anchor, namer=items("keywords"))
+    yield func, Step(": func", "partial", anchor=anchor)
+
+
+def cache_slots(holder: object, wanted: Wanted) -> Iterator[Slot]:
+    """Arguments and results that a `functools.lru_cache` remembers."""
+    wrapped = object.__getattribute__(holder, "__wrapped__")
+    step = Step("", "cache", anchor=f"lru_cache of {_name_of(wrapped)}")
+    return ((value, step) for value in gc.get_referents(holder) if value is not wrapped)
+
+
+def _anchored(kind: str, name: str, namer: Namer) -> Step:
+    return Step("", kind, anchor=f"{kind} of {name}", namer=namer)
+
+
+def _name_of(func: Any) -> str:
+    return str(func.__qualname__) if is_kind(type(func), *_NAMED) else type_name(type(func))
+
+
+# --- code that stands still
 
 
 def frame_of(holder: object) -> types.FrameType | None:
@@ -124,12 +186,12 @@ def leaf_slots(holder: object, wanted: Wanted) -> Iterator[Slot]:
             yield held, _INSIDE
         else:
             variable = next(left)
-            yield held, _anchored("context variable", variable)
+            yield held, _anchored_variable("context variable", variable)
 
 
 def variable_slots(holder: contextvars.ContextVar[object], wanted: Wanted) -> Iterator[Slot]:
     """The default of a context variable."""
-    step = _anchored("default of context variable", holder)
+    step = _anchored_variable("default of context variable", holder)
     return ((held, step) for held in gc.get_referents(holder) if held is not holder.name)
 
 
@@ -139,5 +201,5 @@ def token_slots(holder: contextvars.Token[object], wanted: Wanted) -> Iterator[S
     yield holder.var, Step(".var", "attribute")
 
 
-def _anchored(what: str, variable: contextvars.ContextVar[object]) -> Step:
+def _anchored_variable(what: str, variable: contextvars.ContextVar[object]) -> Step:
     return Step("", "context", anchor=f"{what} {variable.name}")

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from tenure._heap._frames import read_locals
+from tenure._heap._reading import read_locals
 from tenure.profiler import snapshot
 
 
