@@ -13,7 +13,7 @@ from typing import Self, get_args
 
 from tenure._errors import AdaptiveUsageError
 
-from ._rules import Oom, OomKind
+from ._texts import Oom, OomKind
 
 _lock = Lock()
 _registered: tuple[OomRegistration, ...] = ()
