@@ -23,7 +23,7 @@ from .._check import (
 from .._modules import coupled_modules
 from .._split import StepParts
 from ._finding import Finding, worst
-from ._rounding import RoughRounding
+from ._modes import RoughRounding
 from ._subject import Subject, chosen_samples, comparable, first_that_fits
 
 MOST_SAMPLES = 8
