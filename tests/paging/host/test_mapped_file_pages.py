@@ -6,12 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenure.paging._host._pagemap import works, written_runs
+from tenure.paging._host._mapped_file import tells_written, written_runs
 
 PAGE = mmap.PAGESIZE
 N_PAGES = 8
 
-pytestmark = pytest.mark.skipif(not works(), reason="this system does not tell written pages")
+pytestmark = pytest.mark.skipif(not tells_written(), reason="this system does not tell")
 
 
 def mapped():

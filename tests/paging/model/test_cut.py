@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tenure.paging._model import UNIT_ALIGNMENT_BYTES, TensorTable, UnitSize, cut, sizes_with_own
-from tenure.paging._model._units import EXTENT_ALIGNMENT_BYTES
+from tenure.paging._model._tensors import EXTENT_ALIGNMENT_BYTES
 
 WIDTH = 16
 LINEAR_BYTES = 4 * WIDTH * (WIDTH + 1)

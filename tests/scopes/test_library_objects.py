@@ -200,7 +200,7 @@ def test_the_weight_that_a_reparametrization_computes_is_the_modules(reparametri
 
 
 def test_many_modules_leave_no_more_than_the_living_behind():
-    from tenure.scopes._library_state import _of_torch
+    from tenure.scopes._library_objects import _of_torch
 
     with NewDisposeScope():
         for _ in range(2000):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tenure.paging import PagingError, PagingWarning, page
-from tenure.paging._host import _spill as module
+from tenure.paging._host import _file_store as module
 
 from ..models import mlp
 from ..test_zoo import assert_equal
