@@ -19,13 +19,13 @@ import torch
 
 from tenure._errors import AdaptiveUsageError, OutOfRetriesError, TenureError
 
-from ._registry import registered_oom
 from ._texts import (
     NEVER_TEXT,
     Oom,
     OomKind,
     builtin_oom,
     device_in,
+    registered_oom,
     requested_bytes_in,
     text_of,
     type_name,
