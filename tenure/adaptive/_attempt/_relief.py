@@ -249,7 +249,7 @@ def scene_of(info: OomInfo) -> Scene:
     try:
         if told_bytes is None:
             return Scene(held_by(*found).unused_bytes)
-        return Scene(told_bytes, fragmentation_of(*found, told_bytes, info.requested_bytes))
+        return Scene(told_bytes, _fragmentation_of(*found, told_bytes, info.requested_bytes))
     # a device without statistics
     except Exception:
         return Scene(told_bytes)
@@ -282,7 +282,7 @@ class Fragmentation(NamedTuple):
         return text if self.is_expandable else f"{text}: {_ADVICE}"
 
 
-def fragmentation_of(
+def _fragmentation_of(
     module: Any, device: torch.device, unused_bytes: int, requested_bytes: int | None
 ) -> Fragmentation | None:
     """What to tell of an allocation that failed; None where the unused memory was too little.

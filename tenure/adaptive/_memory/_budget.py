@@ -68,8 +68,8 @@ class memory_budget(ContextDecorator):
     """
 
     def __init__(self, limit: int | str, device: str | torch.device = "cpu") -> None:
-        self.limit_bytes = checked_limit(limit)
-        self.device = checked_device(device)
+        self.limit_bytes = _checked_limit(limit)
+        self.device = _checked_device(device)
         self._counting = CountingMode(self.limit_bytes, self.device)
         self._net: FractionNet | None = None
         self._status: _Status = "not yet open"
@@ -92,8 +92,8 @@ class memory_budget(ContextDecorator):
             AdaptiveUsageError: the budget was entered before, or a graph is being captured on its
                 device.
         """
-        check_new(self, self._status)
-        check_not_capturing(self)
+        _check_new(self, self._status)
+        _check_not_capturing(self)
         if self.device.type != "cpu" and keeps_fractions(self.device):
             self._net = FractionNet(self.limit_bytes, self.device)
         # no __exit__ follows an interrupt in here, and the fraction is that of the whole process
@@ -119,7 +119,7 @@ class memory_budget(ContextDecorator):
             AdaptiveUsageError: on another thread, or when it isn't open, and nothing changes; or
                 before a mode that was opened inside, and the budget is closed.
         """
-        check_open(self, self._status, self._thread_id)
+        _check_open(self, self._status, self._thread_id)
         in_order = self._close()
         if not in_order and (exc is None or isinstance(exc, GeneratorExit)):
             raise AdaptiveUsageError(
@@ -140,7 +140,7 @@ class memory_budget(ContextDecorator):
         Raises:
             AdaptiveUsageError: it is no function, or gives a generator or a coroutine.
         """
-        check_plain_function(func)
+        _check_plain_function(func)
         return super().__call__(func)
 
     def __repr__(self) -> str:
@@ -164,7 +164,7 @@ _ONE_BLOCK = "A budget is neither reusable nor reentrant: make a new one with me
 _WITHOUT_MEMORY = ("meta",)
 
 
-def checked_limit(limit: int | str) -> int:
+def _checked_limit(limit: int | str) -> int:
     """The bytes of a limit.
 
     Raises:
@@ -179,7 +179,7 @@ def checked_limit(limit: int | str) -> int:
     return n_bytes
 
 
-def checked_device(device: str | torch.device) -> torch.device:
+def _checked_device(device: str | torch.device) -> torch.device:
     """A device that is there, with the index it has on its storages.
 
     Raises:
@@ -202,7 +202,7 @@ def checked_device(device: str | torch.device) -> torch.device:
         ) from error
 
 
-def check_new(budget: memory_budget, status: str) -> None:
+def _check_new(budget: memory_budget, status: str) -> None:
     """Make sure that a budget was not opened before.
 
     Raises:
@@ -212,7 +212,7 @@ def check_new(budget: memory_budget, status: str) -> None:
         raise AdaptiveUsageError(f"{budget!r} was entered a second time. {_ONE_BLOCK}")
 
 
-def check_not_capturing(budget: memory_budget) -> None:
+def _check_not_capturing(budget: memory_budget) -> None:
     """Make sure that the limit is set before or after a graph is captured.
 
     Raises:
@@ -226,7 +226,7 @@ def check_not_capturing(budget: memory_budget) -> None:
         )
 
 
-def check_open(budget: memory_budget, status: str, thread_id: int) -> None:
+def _check_open(budget: memory_budget, status: str, thread_id: int) -> None:
     """Make sure that a budget is closed once, and where it was opened.
 
     Raises:
@@ -241,7 +241,7 @@ def check_open(budget: memory_budget, status: str, thread_id: int) -> None:
         )
 
 
-def check_plain_function(function: Callable[..., Any]) -> None:
+def _check_plain_function(function: Callable[..., Any]) -> None:
     """Make sure that a function runs from its call to its return.
 
     Raises:

@@ -122,7 +122,7 @@ class CountingMode(DispatchMode):
             if made_bytes > 0 and self._exceeds():
                 # The traceback holds this frame: it must not hold what the operation made.
                 result = args = kwargs = None  # type: ignore[assignment]
-                restore(places)
+                _restore(places)
                 places = []
                 self._refuse(func, made_bytes)
         self.recent_peak_bytes = max(self.recent_peak_bytes, self._account.live_bytes)
@@ -149,7 +149,7 @@ class CountingMode(DispatchMode):
 
     def _before(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> list[Geometry]:
+    ) -> list[_Geometry]:
         """Enter what is there before an operation, and note what it may enlarge."""
         existing = storages_in(args)
         if kwargs:
@@ -157,7 +157,7 @@ class CountingMode(DispatchMode):
         # its argument is new, unless the memory is another library's
         if func in _LIFTS:
             existing = [storage for storage in existing if not storage.resizable()]
-        places = geometries(func, args, kwargs)
+        places = _geometries(func, args, kwargs)
         # set_ is the one operation that is given storages as such
         if places:
             existing += self._held(args)
@@ -228,7 +228,7 @@ _known: dict[Any, tuple[tuple[str, ...], tuple[int, ...]]] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class _Geometry:
     """Where the elements of a tensor lie; it holds the storage, so it is kept for one call only."""
 
     tensor: Tensor
@@ -252,7 +252,7 @@ class Geometry:
         return now != (self.offset, self.shape, self.stride)
 
 
-def geometries(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Geometry]:
+def _geometries(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[_Geometry]:
     """The places of the arguments that ``func`` may enlarge; of most functions there are none."""
     # by the schema, once for each operator: this stands in the way of every operation of a budget
     places = _known.get(func)
@@ -266,7 +266,7 @@ def geometries(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
     return [_geometry_of(tensor) for tensor in _flat(chosen) if tensor.layout is torch.strided]
 
 
-def restore(places: Iterable[Geometry]) -> None:
+def _restore(places: Iterable[_Geometry]) -> None:
     """Undo what a refused operation did to the places of its arguments."""
     with without_dispatch():
         for place in places:
@@ -288,10 +288,10 @@ def _enlarged_arguments(func: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
     return tuple(name for name, _ in found), tuple(position for _, position in found)
 
 
-def _geometry_of(tensor: Tensor) -> Geometry:
+def _geometry_of(tensor: Tensor) -> _Geometry:
     storage = tensor.untyped_storage()
     offset = int(tensor.storage_offset())
-    return Geometry(tensor, storage, storage.nbytes(), offset, tensor.shape, tensor.stride())
+    return _Geometry(tensor, storage, storage.nbytes(), offset, tensor.shape, tensor.stride())
 
 
 def _flat(values: Iterable[Any]) -> list[Tensor]:

@@ -96,21 +96,21 @@ def oom_of_work(exc: BaseException, outside: BaseException | None) -> OomInfo | 
             came of, tells nothing.
     """
     found: OomInfo | None = None
-    seen = ids_in(outside)
-    waiting = [Link(exc, None)]
+    seen = _ids_in(outside)
+    waiting = [_Link(exc, None)]
     while waiting:
         link = waiting.pop()
         if id(link.exception) in seen:
             continue
         seen.add(id(link.exception))
         text = text_of(link.exception)
-        verdict = verdict_on(link.exception, text)
+        verdict = _verdict_on(link.exception, text)
         # it hides those below: to try again would repeat a bug, use a device that no longer works,
         # or swallow an interrupt
-        if verdict is NEVER:
+        if verdict is _NEVER:
             return None
         if not isinstance(verdict, Oom):
-            waiting.extend(reversed(links_below(link)))
+            waiting.extend(reversed(_links_below(link)))
         # of several in a group the one after which nothing may be tried again
         elif found is None or (found.retry_safe and not verdict.retry_safe):
             found = _info(verdict, link, text)
@@ -134,7 +134,7 @@ def is_oom(exc: BaseException) -> bool:
     return oom_info(exc) is not None
 
 
-def _info(oom: Oom, link: Link, text: str) -> OomInfo:
+def _info(oom: Oom, link: _Link, text: str) -> OomInfo:
     return OomInfo(
         kind=oom.kind,
         device=device_in(text, oom.device),
@@ -167,18 +167,18 @@ _MEMBERS: Any = vars(BaseExceptionGroup)["exceptions"]
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class _Link:
     """An exception of a chain, and the one above it, through which it was reached."""
 
     exception: BaseException
-    above: Link | None
+    above: _Link | None
 
-    def path(self) -> list[Link]:
+    def path(self) -> list[_Link]:
         """The links from the top of the chain to this one."""
         return list(self._upwards())[::-1]
 
-    def _upwards(self) -> Iterator[Link]:
-        link: Link | None = self
+    def _upwards(self) -> Iterator[_Link]:
+        link: _Link | None = self
         while link is not None:
             yield link
             link = link.above
@@ -192,7 +192,7 @@ def chain_of(exc: BaseException, outside: BaseException | None = None) -> Iterat
         outside: the exception that was handled when the work began; it, and what it came of,
             belongs to the caller and is left out.
     """
-    seen = ids_in(outside)
+    seen = _ids_in(outside)
     waiting = [exc]
     while waiting:
         one = waiting.pop()
@@ -203,14 +203,14 @@ def chain_of(exc: BaseException, outside: BaseException | None = None) -> Iterat
             waiting += _below(one, also_suppressed=True)
 
 
-def ids_in(outside: BaseException | None) -> set[int]:
+def _ids_in(outside: BaseException | None) -> set[int]:
     """The identities of an exception and of all that it came of."""
     return set() if outside is None else {id(one) for one in chain_of(outside)}
 
 
-def links_below(link: Link) -> list[Link]:
+def _links_below(link: _Link) -> list[_Link]:
     """The members of a group, the cause, and the context unless it is suppressed, in this order."""
-    return [Link(other, link) for other in _below(link.exception, also_suppressed=False)]
+    return [_Link(other, link) for other in _below(link.exception, also_suppressed=False)]
 
 
 def _below(exc: BaseException, *, also_suppressed: bool) -> list[BaseException]:
@@ -225,7 +225,7 @@ class _Never(Enum):
     NEVER = "never"
 
 
-NEVER: Final = _Never.NEVER
+_NEVER: Final = _Never.NEVER
 """The verdict on what is no out-of-memory error, whatever stands below it in its chain."""
 
 _DEVICE = Oom("device")
@@ -249,12 +249,12 @@ _HANDLE = re.compile(
 """Source: the checks of ``aten/src/ATen/cuda/Exceptions.h``, and who calls them with a handle."""
 
 
-def verdict_on(exc: BaseException, text: str) -> Oom | _Never | None:
+def _verdict_on(exc: BaseException, text: str) -> Oom | _Never | None:
     """What an exception is by itself: an out-of-memory error, never one, or None for neither."""
     kind = type(exc)
     if not issubclass(kind, Exception):
         # interrupts and exits, cancellations, and groups that hold one
-        return NEVER
+        return _NEVER
     # A type is certain where a text is a guess; what is never one comes before the texts, because
     # a long one may say both.
     return _by_type(exc, text) or _never(kind, text) or _by_text(kind, text)
@@ -281,7 +281,7 @@ def _never(kind: type[BaseException], text: str) -> _Never | None:
         # its cause tells
         return None
     if issubclass(kind, (TenureError, AssertionError)) or NEVER_TEXT.search(text):
-        return NEVER
+        return _NEVER
     return None
 
 

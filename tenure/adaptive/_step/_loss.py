@@ -197,7 +197,7 @@ def _count(count: object, what: str) -> Count:
     # kept on its device: reading it would make the host wait in each micro-batch
     if isinstance(count, Tensor) and count.numel() == 1 and not count.requires_grad:
         return count.detach().reshape(())
-    number = plain_number(count)
+    number = _plain_number(count)
     if number is not None:
         return number
     shown = describe_tensor(count) if isinstance(count, Tensor) else _brief(count)
@@ -309,7 +309,7 @@ class Shares:
         return shares
 
 
-def plain_number(value: object) -> int | float | None:
+def _plain_number(value: object) -> int | float | None:
     """A number of Python or numpy, or an array of one, as one of Python; None for anything else."""
     # NumPy's scalars are numbers to Python as well, but its 0-dimensional arrays are none
     if hasattr(value, "__array_interface__") and value.size == 1:  # type: ignore[attr-defined]
@@ -358,7 +358,7 @@ def _numbers(values: list[object]) -> list[float]:
     """The weights of a term for each chunk."""
     numbers = []
     for value in _read(values):
-        number = plain_number(value)
+        number = _plain_number(value)
         if number is None or not 0 <= number < math.inf:
             raise AdaptiveUsageError(
                 f"weight() returned {_shown(value)} for a micro-batch. Return what the mean "

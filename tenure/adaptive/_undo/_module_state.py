@@ -48,8 +48,8 @@ class ModuleState(AllOf):
 
     def __init__(self, modules: Iterable[nn.Module], *, with_modes: bool = True) -> None:
         self.buffers = BufferState(modules)
-        kinds = (AttributeState(modules), self.buffers)
-        self._kinds = (ModeState(modules), *kinds) if with_modes else kinds
+        kinds = (_AttributeState(modules), self.buffers)
+        self._kinds = (_ModeState(modules), *kinds) if with_modes else kinds
         super().__init__(self._kinds)
 
     def add(self, modules: Iterable[nn.Module]) -> None:
@@ -58,7 +58,7 @@ class ModuleState(AllOf):
             kind.add(modules)
 
 
-class ModeState:
+class _ModeState:
     """How some modules are set.
 
     That is training or evaluation, the hooks of forward passes, and which parameters get gradients.
@@ -140,7 +140,7 @@ class _Noted(NamedTuple):
     attributes: dict[str, Any]
 
 
-class AttributeState:
+class _AttributeState:
     """What the attributes of some modules hold.
 
     A tensor that a failed attempt keeps on a module, as a cache for calls to come, is let go with

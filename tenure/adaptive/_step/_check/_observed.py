@@ -75,7 +75,7 @@ def observed_run(
     """
     state: Rollback = AllOf((parts.state, parts.gradients))
     watched: AbstractContextManager[list[ModuleCall]]
-    watched = recorded(parts.roots) if watch else nullcontext([])
+    watched = _recorded(parts.roots) if watch else nullcontext([])
     with watched as calls, no_optimizer_steps(parts.spec.entry):
         state.begin()
         try:
@@ -177,7 +177,7 @@ def first_module(whole: Observed, split: Observed, rtol: float) -> list[SplitDif
     n_calls, lengths = len(whole.calls), split.outcome.sizes
     # two passes call everything twice; the last calls have graphs
     chunks = [split.calls[i : i + n_calls] for i in range(0, len(split.calls), n_calls or 1)]
-    found = first_difference(whole.calls, chunks[-len(lengths) :], lengths, rtol)
+    found = _first_difference(whole.calls, chunks[-len(lengths) :], lengths, rtol)
     if found is None:
         return []
     call, error = found
@@ -226,7 +226,7 @@ class ModuleCall(NamedTuple):
 
 
 @contextmanager
-def recorded(roots: Mapping[str, nn.Module]) -> Iterator[list[ModuleCall]]:
+def _recorded(roots: Mapping[str, nn.Module]) -> Iterator[list[ModuleCall]]:
     """Note the output of each call of each module in the block, innermost first."""
     calls: list[ModuleCall] = []
     handles = [
@@ -240,7 +240,7 @@ def recorded(roots: Mapping[str, nn.Module]) -> Iterator[list[ModuleCall]]:
             handle.remove()
 
 
-def first_difference(
+def _first_difference(
     whole: list[ModuleCall], chunks: list[list[ModuleCall]], lengths: Sequence[int], rtol: float
 ) -> tuple[ModuleCall, float] | None:
     """The first call whose outputs for the chunks are not those for the whole, and how far off."""

@@ -65,7 +65,7 @@ class IsolatedGradients:
         # by identity: two leaves may hold the same numbers; each is kept, so that its id stays its
         # own
         self._held: dict[int, _Held] = {}
-        self._hooks = HeldHooks()
+        self._hooks = _HeldHooks()
         # None until the point of no return; a second `finish` goes on where the first was
         # interrupted
         self._delivery: _Delivery | None = None
@@ -234,7 +234,7 @@ def leaves_of(roots: Iterable[Tensor]) -> list[Tensor]:
     return list(leaves.values())
 
 
-class HeldHooks:
+class _HeldHooks:
     """The hooks that wait, in the order of their leaves."""
 
     __slots__ = ("_held",)

@@ -278,7 +278,7 @@ class _SurveyedTerms:
         # the first chunk has run already, and buffers and random numbers start over
         self._parts.inputs.run_again()
         self._parts.state.undo()
-        two_passes(self._parts, len(self._chunks.lengths), self._forward, self._differentiate)
+        _two_passes(self._parts, len(self._chunks.lengths), self._forward, self._differentiate)
         assert self._loss is not None
         return self._loss, self._values
 
@@ -320,7 +320,7 @@ class OutputsPass:
 
     def run(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Run it; the loss, and the same by name."""
-        two_passes(self._parts, len(self._chunks), self._forward, self._differentiate)
+        _two_passes(self._parts, len(self._chunks), self._forward, self._differentiate)
         return self._value, {ONLY: self._value}
 
     def _forward(self, i: int) -> tuple[Outputs, list[Tensor]]:
@@ -341,7 +341,7 @@ class OutputsPass:
         return joined.gradients()
 
 
-def two_passes(
+def _two_passes(
     parts: StepParts,
     n_chunks: int,
     forward: Callable[[int], tuple[Output, Sequence[Tensor]]],

@@ -97,7 +97,7 @@ class ExchangeCheck:
         parts = self._subject.parts_of(indices)
         self.n_run += len(indices)
         with comparable(parts, is_random=False), set_back(parts):
-            return sums(parts)
+            return _sums(parts)
 
 
 Values = dict[str, Tensor]
@@ -194,7 +194,7 @@ class LossCheck:
             if parts.spec.batchnorm == "per_chunk" and coupled_modules(parts.roots):
                 return None
             if sizes is not None:
-                return split_values(parts, sizes)
+                return _split_values(parts, sizes)
             return whole_values(parts)
 
     def _error(self, whole: Tensor, split: Tensor) -> float:
@@ -221,7 +221,7 @@ class LossCheck:
 
 
 @contextmanager
-def unseen(parts: StepParts) -> Iterator[None]:
+def _unseen(parts: StepParts) -> Iterator[None]:
     """A block without graphs, whose changes of buffers, attributes and random state are undone."""
     parts.state.begin()
     try:
@@ -236,7 +236,7 @@ def unseen(parts: StepParts) -> Iterator[None]:
 
 def whole_values(parts: StepParts) -> Values:
     """The loss of all samples in one piece, and its terms if there are several."""
-    with unseen(parts):
+    with _unseen(parts):
         spec = parts.spec
         returned = spec.fn(parts.inputs.whole())
         if callable(spec.loss):
@@ -245,9 +245,9 @@ def whole_values(parts: StepParts) -> Values:
         return _with_loss(terms, loss)
 
 
-def split_values(parts: StepParts, sizes: Sequence[int]) -> Values:
+def _split_values(parts: StepParts, sizes: Sequence[int]) -> Values:
     """The same of parts of these lengths."""
-    with unseen(parts):
+    with _unseen(parts):
         spec = parts.spec
         chunks = [Chunk(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
         if callable(spec.loss):
@@ -259,9 +259,9 @@ def split_values(parts: StepParts, sizes: Sequence[int]) -> Values:
         return _with_loss(terms, finished_loss(terms, each[0].named, spec.then))
 
 
-def sums(parts: StepParts) -> Values:
+def _sums(parts: StepParts) -> Values:
     """What is a sum over samples, if the step is declared rightly: the parts of its terms."""
-    with unseen(parts):
+    with _unseen(parts):
         spec, inputs = parts.spec, parts.inputs
         returned = spec.fn(inputs.whole())
         if callable(spec.loss):
