@@ -34,6 +34,7 @@ _OUTSIDE_THE_ALLOCATOR = ("workspace", "driver")
 """Kinds of memory that a library or the driver wanted, and that torch's cache may have taken."""
 _NOISE_BYTES = 1 << 20
 """What the resident memory of a process may change by itself."""
+_ADVICE = "set PYTORCH_ALLOC_CONF=expandable_segments:True before the program starts"
 
 
 class Relief:
@@ -219,9 +220,6 @@ def _given_back(info: OomInfo) -> int:
 
 def _serves(n_bytes: int, info: OomInfo) -> bool:
     return info.requested_bytes is not None and n_bytes >= info.requested_bytes
-
-
-_ADVICE = "set PYTORCH_ALLOC_CONF=expandable_segments:True before the program starts"
 
 
 @dataclass(frozen=True, slots=True)

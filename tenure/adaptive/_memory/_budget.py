@@ -27,6 +27,9 @@ from ._fraction import FractionNet, keeps_fractions
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Status = Literal["not yet open", "open", "closed"]
+_ONE_BLOCK = "A budget is neither reusable nor reentrant: make a new one with memory_budget()."
+_WITHOUT_MEMORY = ("meta",)
+_GIB = 1 << 30
 
 
 class memory_budget(ContextDecorator):
@@ -160,10 +163,6 @@ class memory_budget(ContextDecorator):
         return type(self)(self.limit_bytes, self.device)
 
 
-_ONE_BLOCK = "A budget is neither reusable nor reentrant: make a new one with memory_budget()."
-_WITHOUT_MEMORY = ("meta",)
-
-
 def _checked_limit(limit: int | str) -> int:
     """The bytes of a limit.
 
@@ -266,9 +265,6 @@ def _checked_accelerator(device: torch.device) -> torch.device:
     if found.index >= module.device_count():
         raise RuntimeError(f"this machine has {module.device_count()} of its type")
     return found
-
-
-_GIB = 1 << 30
 
 
 def set_cpu_memory_limit(gigabytes: float) -> None:

@@ -27,6 +27,8 @@ _aten = torch.ops.aten
 _LIFTS = frozenset({_aten.lift_fresh.default, _aten.lift.default})
 """What ``torch.tensor``, ``torch.from_numpy`` and the like call with the tensor they made."""
 _CLOSED = -1
+_RESIZERS = frozenset({_aten.resize_, _aten.resize_as_, _aten.set_})
+_known: dict[Any, tuple[tuple[str, ...], tuple[int, ...]]] = {}
 
 
 class CountingMode(DispatchMode):
@@ -221,10 +223,6 @@ def _pop_closed(stacked: list[CountingMode]) -> None:
 def _exactly(n_bytes: int) -> str:
     short, exact = format_bytes(n_bytes), f"{n_bytes} bytes"
     return f"{short} ({exact})"
-
-
-_RESIZERS = frozenset({_aten.resize_, _aten.resize_as_, _aten.set_})
-_known: dict[Any, tuple[tuple[str, ...], tuple[int, ...]]] = {}
 
 
 @dataclass(frozen=True, slots=True)

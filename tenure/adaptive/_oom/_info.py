@@ -31,6 +31,30 @@ from ._texts import (
     type_name,
 )
 
+# The interpreter's own slots: a subclass may shadow the names with properties that raise.
+_CAUSE: Any = vars(BaseException)["__cause__"]
+_CONTEXT: Any = vars(BaseException)["__context__"]
+_SUPPRESS: Any = vars(BaseException)["__suppress_context__"]
+_MEMBERS: Any = vars(BaseExceptionGroup)["exceptions"]
+_DEVICE = Oom("device")
+_HOST = Oom("host", "cpu")
+_BROKEN_GROUP = Oom("device", retry_safe=False)
+# cudaErrorMemoryAllocation and hipErrorOutOfMemory; torch sets error_code where C++ raises.
+# https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html
+_ALLOCATION = 2
+# A build without torch.distributed has no such error.
+_DIST_ERROR: type[RuntimeError] | tuple[()] = getattr(torch.distributed, "DistError", ())
+_LITTLE_BYTES = 1 << 29
+"""What a handle and the kernels that come with it take at the most, generously."""
+_HANDLE = re.compile(
+    # cuSPARSE says what its status means, the others print its name
+    r"\b(?:(?:CU|HIP|ROC)[A-Z]{2,10}_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR|INSUFFICIENT_RESOURCES)"
+    r"|insufficient resources|initialization error),? when calling "
+    r"`(?:cu|hip|roc)\w{2,20}[cC]reate\w{0,20}\(&?handle\)"
+    r"|\bcuDNN error: CUDNN_STATUS_NOT_INITIALIZED\b"
+)
+"""Source: the checks of ``aten/src/ATen/cuda/Exceptions.h``, and who calls them with a handle."""
+
 
 @dataclass(frozen=True, slots=True)
 class OomInfo:
@@ -159,13 +183,6 @@ def _described(value: object) -> str:
     return f"an object of type {type(value).__name__}"
 
 
-# The interpreter's own slots: a subclass may shadow the names with properties that raise.
-_CAUSE: Any = vars(BaseException)["__cause__"]
-_CONTEXT: Any = vars(BaseException)["__context__"]
-_SUPPRESS: Any = vars(BaseException)["__suppress_context__"]
-_MEMBERS: Any = vars(BaseExceptionGroup)["exceptions"]
-
-
 @dataclass(frozen=True, slots=True)
 class _Link:
     """An exception of a chain, and the one above it, through which it was reached."""
@@ -227,26 +244,6 @@ class _Never(Enum):
 
 _NEVER: Final = _Never.NEVER
 """The verdict on what is no out-of-memory error, whatever stands below it in its chain."""
-
-_DEVICE = Oom("device")
-_HOST = Oom("host", "cpu")
-_BROKEN_GROUP = Oom("device", retry_safe=False)
-# cudaErrorMemoryAllocation and hipErrorOutOfMemory; torch sets error_code where C++ raises.
-# https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html
-_ALLOCATION = 2
-# A build without torch.distributed has no such error.
-_DIST_ERROR: type[RuntimeError] | tuple[()] = getattr(torch.distributed, "DistError", ())
-
-_LITTLE_BYTES = 1 << 29
-"""What a handle and the kernels that come with it take at the most, generously."""
-_HANDLE = re.compile(
-    # cuSPARSE says what its status means, the others print its name
-    r"\b(?:(?:CU|HIP|ROC)[A-Z]{2,10}_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR|INSUFFICIENT_RESOURCES)"
-    r"|insufficient resources|initialization error),? when calling "
-    r"`(?:cu|hip|roc)\w{2,20}[cC]reate\w{0,20}\(&?handle\)"
-    r"|\bcuDNN error: CUDNN_STATUS_NOT_INITIALIZED\b"
-)
-"""Source: the checks of ``aten/src/ATen/cuda/Exceptions.h``, and who calls them with a handle."""
 
 
 def _verdict_on(exc: BaseException, text: str) -> Oom | _Never | None:

@@ -30,6 +30,9 @@ from ._rollback import AllOf
 
 _Hooks = dict[int, Any]
 _NO_HOOKS: _Hooks = {}
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_PLAIN = frozenset((int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device))
+_NO_NAMES: frozenset[str] = frozenset()
 
 
 class ModuleState(AllOf):
@@ -131,10 +134,6 @@ def modules_below(models: Iterable[nn.Module]) -> list[nn.Module]:
     return list(found.values())
 
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_PLAIN = frozenset((int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device))
-
-
 class _Noted(NamedTuple):
     module: nn.Module
     attributes: dict[str, Any]
@@ -228,9 +227,6 @@ def _changeable(name: str, items: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
 def _is_of_torch(name: str) -> bool:
     return name.startswith("torch.") or name == "torch"
-
-
-_NO_NAMES: frozenset[str] = frozenset()
 
 
 class _Buffer(NamedTuple):

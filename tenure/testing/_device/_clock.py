@@ -9,6 +9,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, fields
 from typing import Literal, Protocol
 
+Engine = Literal["h2d", "d2h", "compute"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
@@ -60,9 +62,6 @@ class Rates:
         pinned_bytes_per_s = self.h2d_bytes_per_s if to_device else self.d2h_bytes_per_s
         bytes_per_s = pinned_bytes_per_s if pinned else self.pageable_bytes_per_s
         return self.copy_latency_s + n_bytes / bytes_per_s
-
-
-Engine = Literal["h2d", "d2h", "compute"]
 
 
 class Queue(Protocol):

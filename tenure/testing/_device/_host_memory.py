@@ -33,6 +33,9 @@ from ._races import History, RaceDetector, Span, VectorClock, merge_clocks, stre
 
 POISON = 0xFF
 """What memory holds that nothing has written yet: NaN for floats, so that reading it is loud."""
+# That of no stream: where memory is at home that the host owns.
+_HOST_STREAM_ID = -1
+_ADVICE = "Wait for an event recorded after the copy, or synchronize, before the host touches it."
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -47,10 +50,6 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def bytes_in(storage: torch.UntypedStorage) -> torch.Tensor:
     """All memory of a storage as uint8[bytes]."""
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-
-
-# That of no stream: where memory is at home that the host owns.
-_HOST_STREAM_ID = -1
 
 
 @dataclass(slots=True)
@@ -190,9 +189,6 @@ def extent_bytes(tensor: torch.Tensor) -> int:
 
 
 pinned_memory = PinnedMemory()
-
-
-_ADVICE = "Wait for an event recorded after the copy, or synchronize, before the host touches it."
 
 
 @dataclass(frozen=True, slots=True)

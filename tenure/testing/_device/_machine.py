@@ -26,6 +26,8 @@ from ._late import Later, LateWork
 from ._races import RaceDetector, Span, VectorClock, merge_clocks
 
 Allocator = Literal["exact", "cuda"]
+# As torch's own default seed: c10/core/GeneratorImpl.h.
+_DEFAULT_SEED = 67280421310721
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +62,6 @@ def _check_whole(name: str, value: int) -> None:
     if type(value) is not int or value < 1:
         # By its type: True is an int, and a mistake.
         raise ValueError(f"{name}={value!r}: must be a whole number, 1 or more.")
-
-
-# As torch's own default seed: c10/core/GeneratorImpl.h.
-_DEFAULT_SEED = 67280421310721
 
 
 class DeviceRandom:

@@ -11,6 +11,22 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.flop_counter import flop_registry
 
+_ON_HOST = {
+    ("aten::index", "indices"),
+    ("aten::_unsafe_index", "indices"),
+    ("aten::index_put", "indices"),
+    ("aten::index_put_", "indices"),
+    ("aten::_index_put_impl_", "indices"),
+    ("aten::_unsafe_index_put", "indices"),
+    ("aten::_pack_padded_sequence", "lengths"),
+    ("aten::_pack_padded_sequence_backward", "batch_sizes"),
+    ("aten::_pad_packed_sequence", "batch_sizes"),
+    ("aten::_ctc_loss", "input_lengths"),
+    ("aten::_ctc_loss", "target_lengths"),
+}
+# Outputs that stay on the host, by position.
+HOST_OUTPUTS = {"aten::_pack_padded_sequence": {1}}
+
 
 @functools.cache
 def argument_names(operator: Any) -> tuple[str, ...]:
@@ -69,24 +85,6 @@ def count_flops(host_function: Any, args: list[Any], kwargs: dict[str, Any], res
     packet = getattr(host_function, "overloadpacket", host_function)
     count = flop_registry.get(packet)
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))
-
-
-_ON_HOST = {
-    ("aten::index", "indices"),
-    ("aten::_unsafe_index", "indices"),
-    ("aten::index_put", "indices"),
-    ("aten::index_put_", "indices"),
-    ("aten::_index_put_impl_", "indices"),
-    ("aten::_unsafe_index_put", "indices"),
-    ("aten::_pack_padded_sequence", "lengths"),
-    ("aten::_pack_padded_sequence_backward", "batch_sizes"),
-    ("aten::_pad_packed_sequence", "batch_sizes"),
-    ("aten::_ctc_loss", "input_lengths"),
-    ("aten::_ctc_loss", "target_lengths"),
-}
-
-# Outputs that stay on the host, by position.
-HOST_OUTPUTS = {"aten::_pack_padded_sequence": {1}}
 
 
 def check_host_tensor(

@@ -21,6 +21,8 @@ from tenure._torch.quiet import without_functions
 from tenure._torch.writes import counter_of
 from tenure.scopes import persist
 
+_Hooks = dict[int, Callable[[Tensor], Any]]
+
 
 class _Held(NamedTuple):
     leaf: Tensor
@@ -202,9 +204,6 @@ def _sum_that_allocates(prior: Tensor, new: Tensor) -> Tensor | None:
 
 def _shares_elements(tensor: Tensor) -> bool:
     return 0 in tensor.stride() and tensor.numel() > 1
-
-
-_Hooks = dict[int, Callable[[Tensor], Any]]
 
 
 def leaves_of(roots: Iterable[Tensor]) -> list[Tensor]:

@@ -29,6 +29,15 @@ from ..._callables import short_name_of, unused
 from ..._undo import Generator, generator_kinds, generators_in, is_gone, modules_below
 
 Listener = Callable[[list[nn.Module]], object]
+T = TypeVar("T")
+# Deeper than helpers of helpers call, and shallow enough for an object that holds a whole program.
+_MAX_DEPTH = 8
+_MAX_ITEMS = 256
+_PLAIN = (int, float, complex, str, bytes, bool, type(None))
+# Their functions get the user's tensors as arguments and hold none.
+_LIBRARIES = ("torch", "numpy", "builtins")
+# What a call of an object uses, and what `functools.cache` calls.
+_IMPLIED = frozenset({"__call__", "__wrapped__"})
 
 
 class StepModels:
@@ -129,18 +138,6 @@ def named_parameters(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tens
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield f"{root_name}.{name}", parameter
-
-
-T = TypeVar("T")
-
-# Deeper than helpers of helpers call, and shallow enough for an object that holds a whole program.
-_MAX_DEPTH = 8
-_MAX_ITEMS = 256
-_PLAIN = (int, float, complex, str, bytes, bool, type(None))
-# Their functions get the user's tensors as arguments and hold none.
-_LIBRARIES = ("torch", "numpy", "builtins")
-# What a call of an object uses, and what `functools.cache` calls.
-_IMPLIED = frozenset({"__call__", "__wrapped__"})
 
 
 class CodeNames(NamedTuple):

@@ -46,6 +46,9 @@ from .._modules import generators_of
 from .._samples import JoinedOutputs, Outputs
 from ._parts import Chunk, StepParts
 
+Output = TypeVar("Output")
+Gradients = Sequence[Tensor | None]
+
 
 class TermsPass:
     """Forward and backward of each chunk, weighted.
@@ -300,10 +303,6 @@ class _SurveyedTerms:
         self._loss = loss.detach()
         self._values = {name: value.detach() for name, value in values.items()}
         return [[chunk[name].value.grad for name in self._with_counts] for chunk in chunks]
-
-
-Output = TypeVar("Output")
-Gradients = Sequence[Tensor | None]
 
 
 class OutputsPass:

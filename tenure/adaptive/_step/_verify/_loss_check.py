@@ -31,6 +31,7 @@ from ._subject import Subject, chosen_samples, comparable, first_that_fits, set_
 # Four runs for each of up to three states.
 _MOST_SAMPLES = 8
 _N_STATES = 3
+Values = dict[str, Tensor]
 
 
 class ExchangeCheck:
@@ -98,9 +99,6 @@ class ExchangeCheck:
         self.n_run += len(indices)
         with comparable(parts, is_random=False), set_back(parts):
             return _sums(parts)
-
-
-Values = dict[str, Tensor]
 
 
 class LossCheck:

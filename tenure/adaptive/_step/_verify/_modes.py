@@ -28,6 +28,20 @@ _Args = dict[str, Any]
 _Rule = Callable[[_Args, float], Any]
 _MOST_NUMBERS = 100_000
 """Then a loop waits for a number that it does not get."""
+_aten = torch.ops.aten
+_EXACT = frozenset(
+    {
+        _aten.clone, _aten._to_copy, _aten.copy, _aten.cat, _aten.stack, _aten.index,
+        _aten.index_select, _aten.gather, _aten.embedding, _aten.zeros_like, _aten.ones_like,
+        _aten.full_like, _aten.empty_like, _aten.new_zeros, _aten.new_ones, _aten.new_full,
+        _aten.new_empty, _aten.relu, _aten.neg, _aten.abs, _aten.sign, _aten.where, _aten.max,
+        _aten.min, _aten.sort, _aten.topk, _aten.masked_fill, _aten.constant_pad_nd,
+        _aten._local_scalar_dense, _aten.flip, _aten.roll, _aten.repeat, _aten.eq, _aten.ne,
+        _aten.threshold_backward, _aten.maximum, _aten.minimum, _aten.clamp, _aten.round,
+        _aten.floor, _aten.native_dropout,
+    }
+)  # fmt: skip
+"""Operations that round nothing."""
 
 
 class ConstantNumbers(DispatchMode):
@@ -177,7 +191,6 @@ def _any_in_place(given: _Args, number: float) -> Tensor:
     return filled.fill_(_whole(number, low, 1 << 10 if high is None else high))
 
 
-_aten = torch.ops.aten
 _RULES: dict[Any, _Rule] = {
     _aten.rand: lambda given, u: _full(given, u),
     _aten.randn: lambda given, u: _full(given, _gaussian(u)),
@@ -212,21 +225,6 @@ _RULES: dict[Any, _Rule] = {
     _aten.geometric_: lambda given, u: given["self"].fill_(1),
     _aten.random_: _any_in_place,
 }
-
-
-_EXACT = frozenset(
-    {
-        _aten.clone, _aten._to_copy, _aten.copy, _aten.cat, _aten.stack, _aten.index,
-        _aten.index_select, _aten.gather, _aten.embedding, _aten.zeros_like, _aten.ones_like,
-        _aten.full_like, _aten.empty_like, _aten.new_zeros, _aten.new_ones, _aten.new_full,
-        _aten.new_empty, _aten.relu, _aten.neg, _aten.abs, _aten.sign, _aten.where, _aten.max,
-        _aten.min, _aten.sort, _aten.topk, _aten.masked_fill, _aten.constant_pad_nd,
-        _aten._local_scalar_dense, _aten.flip, _aten.roll, _aten.repeat, _aten.eq, _aten.ne,
-        _aten.threshold_backward, _aten.maximum, _aten.minimum, _aten.clamp, _aten.round,
-        _aten.floor, _aten.native_dropout,
-    }
-)  # fmt: skip
-"""Operations that round nothing."""
 
 
 class RoughRounding(DispatchMode):
