@@ -52,7 +52,6 @@ _PACKAGES = {
     ("adaptive", "_step"): (
         "_gradients",
         "_samples",
-        "_loss",
         "_modules",
         "_split",
         "_check",

@@ -9,7 +9,7 @@ from torch import nn
 
 from tenure.adaptive import AdaptiveUsageError, step
 
-from ..step_cases import gradients, made, worst_error
+from .step_cases import gradients, made, worst_error
 
 _EXACT = 1e-10
 

@@ -1,23 +1,31 @@
-"""Modules that forbid a split: they mix the samples of a batch, or talk to other processes.
+"""What may not run in work that is split or runs again: three kinds, each refused by name.
 
-Two ways to tell which mix: by type, before anything runs; and by a buffer that a forward pass of
-the first chunk has written, as running statistics, observers and power iterations do.
+Modules that mix the samples of a batch, told in two ways: by type, before anything runs; and by a
+buffer that a forward pass of the first chunk has written, as running statistics, observers and
+power iterations do. Modules that talk to other processes. And optimizers, because what they move
+can't be put back; hooks run where autograd runs them: for the CPU on this thread, for a device on
+one of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tenure._errors import AdaptiveUsageError, BatchCoupledError
 from tenure._text import listed
 from tenure._torch.modules import BatchNorm, InstanceNorm
 
 from ..._undo import BufferState
-from ._models import named_modules
+from ._reachable import named_modules
 
 # torch has no class for this error, only its text.
 _ONE_VALUE = "Expected more than 1 value per channel when training"
@@ -131,3 +139,59 @@ def refuse_distributed(roots: Mapping[str, nn.Module], n_samples: int, size: int
             "backward pass: ranks that split differently wait for each other, or get wrong "
             "gradients. Nothing was changed. Pass a batch that fits on every rank."
         )
+
+
+class _Thread(threading.local):
+    name: str | None = None
+
+
+_this_thread = _Thread()
+# Autograd's own threads, one for each device, see nothing of what `_this_thread` holds.
+_guarded: dict[int, str] = {}
+"""The blocks that are open, by thread."""
+
+
+@contextmanager
+def no_optimizer_steps(name: str) -> Iterator[None]:
+    """A block in which an optimizer that steps on this thread, or in a backward pass of it, raises.
+
+    Args:
+        name: what the error calls the block.
+
+    Raises:
+        AdaptiveUsageError: in the block, from ``optimizer.step()``, before it changes anything.
+    """
+    _listen()
+    before, _this_thread.name = _this_thread.name, name
+    _guarded[threading.get_ident()] = name
+    try:
+        yield
+    finally:
+        _this_thread.name = before
+        # a step inside a step is still inside the outer one
+        if before is None:
+            del _guarded[threading.get_ident()]
+
+
+@functools.cache
+def _listen() -> None:
+    # once and for good: outside of blocks, the hook costs a step of an optimizer one look
+    register_optimizer_step_pre_hook(_refuse_inside)
+
+
+def _refuse_inside(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    name = _this_thread.name or _name_of_backward()
+    if name is not None:
+        raise AdaptiveUsageError(
+            f"{type(optimizer).__name__}.step() was called inside {name}(), which may have to run "
+            "its function again: an update can't be taken back. Nothing was updated. Call the "
+            f"optimizer after {name}()."
+        )
+
+
+def _name_of_backward() -> str | None:
+    """On a thread of autograd's own, the block that waits for it; of several, the first."""
+    # threads of C++ are dummies to Python; a data loader's or a user's are not
+    if not _guarded or not isinstance(threading.current_thread(), threading._DummyThread):
+        return None
+    return next(iter(_guarded.copy().values()), None)

@@ -5,16 +5,16 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tenure.adaptive import step
-from tenure.adaptive._step._loss import _terms
-from tenure.adaptive._step._loss._terms import widest_float
+from tenure.adaptive._step import _loss
+from tenure.adaptive._step._loss import widest_float
 
 
 @pytest.fixture
 def meta():
     """A device that nothing is known of."""
-    _terms._has_float64.cache_clear()
+    _loss._has_float64.cache_clear()
     yield torch.device("meta")
-    _terms._has_float64.cache_clear()
+    _loss._has_float64.cache_clear()
 
 
 class Refusing(TorchFunctionMode):

@@ -15,7 +15,7 @@ def test_memory_is_unpinned_when_it_dies(sim):
     host = torch.zeros(1 << 16).pin_memory()
     address = host.data_ptr()
     del host
-    from tenure.testing._device._pinned import pinned_memory
+    from tenure.testing._device._host_memory import pinned_memory
 
     assert address not in pinned_memory._ranges
 
