@@ -45,6 +45,7 @@ _PACKAGES = {
         "_memory",
         "_undo",
         "_attempt",
+        "_predict",
         "_sizes",
         "_decorators",
         "_step",

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from tenure._errors import AdaptiveUsageError
 from tenure._torch.modules import modules_told
 
-from ..._callables import short_name_of, unused
-from ..._undo import Generator, generator_kinds, generators_in, is_gone, modules_below
+from ._callables import short_name_of, unused
+from ._undo import Generator, generator_kinds, generators_in, is_gone, modules_below
 
 Listener = Callable[[list[nn.Module]], object]
 T = TypeVar("T")
