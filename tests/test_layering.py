@@ -54,13 +54,12 @@ _PACKAGES = {
     ("adaptive", "_step"): (
         "_gradients",
         "_samples",
-        "_loss",
         "_modules",
         "_split",
         "_check",
         "_verify",
     ),
-    ("profiler",): ("_allocator", "_trace", "_lines", "_owners", "_reports", "_courtesy"),
+    ("profiler",): ("_trace", "_lines", "_owners", "_reports", "_courtesy"),
     ("paging",): (
         "_model",
         "_host",
