@@ -162,7 +162,7 @@ TAKES_NUMBERS = _names(
     add.Scalar add.Tensor add_.Scalar add_.Tensor copysign.Scalar deg2rad.default div.Scalar
     div.Tensor div_.Scalar div_.Tensor eq.Scalar ge.Scalar gt.Scalar le.Scalar lt.Scalar
     mean.default mean.dim mul.Scalar mul.Tensor mul_.Scalar mul_.Tensor ne.Scalar pow.Scalar
-    rad2deg.default rsub.Scalar sub.Scalar sub.Tensor sub_.Tensor
+    rad2deg.default remainder.Scalar rsub.Scalar sub.Scalar sub.Tensor sub_.Tensor
     """
 )
 """Makes a tensor of each plain number that it gets."""
