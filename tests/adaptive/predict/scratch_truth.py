@@ -1,6 +1,7 @@
 """What kernels really take for themselves, call by call, beside what is said of them."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -68,17 +69,18 @@ class Listening(TorchDispatchMode):
 
 def _fake_call(func, args, kwargs):
     try:
-        with _disable_current_modes(), FakeTensorMode() as mode:
-            args, kwargs = tree_map(
-                lambda each: (
-                    mode.from_tensor(each.detach()) if isinstance(each, torch.Tensor) else each
-                ),
-                (args, kwargs),
-            )
-            return args, kwargs, func(*args, **kwargs)
+        with _disable_current_modes():
+            mode = FakeTensorMode()
+            args, kwargs = tree_map(partial(_fake, mode), (args, kwargs))
+            with mode:
+                return args, kwargs, func(*args, **kwargs)
     # what has no fake result is no business of a prediction: it says so by itself
     except Exception:
         return None
+
+
+def _fake(mode, leaf):
+    return mode.from_tensor(leaf.detach()) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _made_bytes(before, result):

@@ -33,7 +33,12 @@ _NOTHING = Scratch(0)
 _Rule = Callable[[Any, Any, Any, Any], Scratch]
 _rules: dict[Any, _Rule] = {}
 _BY_VALUE = "what it takes for itself depends on the values that it gets"
-_SEES_VALUES = frozenset({torch.ops.aten.isin.Tensor_Tensor})
+_SEES_VALUES = frozenset(
+    {torch.ops.aten.isin.Tensor_Tensor, torch.ops.aten._embedding_bag_backward.default}
+)
+# they divide by a number of elements
+_MEANS = frozenset({torch.ops.aten.mean.default, torch.ops.aten.mean.dim})
+_PATCHES = frozenset({torch.ops.aten.im2col.default, torch.ops.aten.col2im.default})
 _MASKS_AND_INDICES = frozenset({torch.bool, torch.int64})
 
 
@@ -61,6 +66,14 @@ def _rule_for(func: Any) -> _Rule:
         return lambda *_: Scratch(0, f"nobody has measured what {func} takes for itself")
     if func in MATMULS:
         return _of_matmul
+    if func is torch.ops.aten._linalg_check_errors.default:
+        return _with_numbers
+    if func in _PATCHES:
+        return _copy_of_input
+    if name.startswith(("_foreach_", "_fused_")) and name.partition(".")[0].endswith("_"):
+        return _with_numbers
+    if torch.Tag.pointwise in func.tags and name.partition(".")[0].endswith("_"):
+        return _with_numbers_of_one_dtype
     if name in TAKES_NUMBERS:
         return _with_numbers if name in FREE else _with_numbers_of_one_dtype
     if name in FREE:
@@ -69,7 +82,7 @@ def _rule_for(func: Any) -> _Rule:
         return _of_one_dtype
     if name in FREE_CONTIGUOUS:
         return _contiguous
-    return _measured if name in MEASURED else _unknown
+    return _measured if name in MEASURED else _never_compared
 
 
 def _nothing(*_: Any) -> Scratch:
@@ -87,7 +100,8 @@ def _with_numbers_of_one_dtype(func: Any, args: Any, kwargs: Any, result: Any) -
     if not _have_one_dtype(args, kwargs, result):
         return _measured(func, args, kwargs, result)
     # of two tensors none is made
-    if len(args) > 1 and isinstance(args[1], Tensor):
+    is_mean = func in _MEANS
+    if not is_mean and not any(type(each) in (int, float, complex) for each in args[1:]):
         return _NOTHING
     return _with_numbers(func, args, kwargs, result)
 
@@ -130,8 +144,15 @@ def _measured(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
     return Scratch(0, f"what {func} takes for itself can't be measured ({n_bytes})")
 
 
-def _unknown(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
-    return Scratch(0, f"nobody has measured what {func} takes for itself")
+def _never_compared(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
+    """An operation of torch that is in no list; most pointwise ones and views take nothing."""
+    if torch.Tag.pointwise in func.tags:
+        return _with_numbers_of_one_dtype(func, args, kwargs, result)
+    return _measured(func, args, kwargs, result)
+
+
+def _copy_of_input(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
+    return Scratch(args[0].numel() * args[0].element_size())
 
 
 def _made_bytes(args: Any, kwargs: Any, result: Any) -> int:
