@@ -30,7 +30,9 @@ class Call:
     def is_loose(self):
         """More than 2 % of what is live inside, and more than a few numbers, too high."""
         excess = self.said.n_bytes - self.truth_bytes
-        return excess > max(64, 0.02 * (self.truth_bytes + self.out_bytes))
+        # oneDNN's buffers for 16 bits grow in steps
+        part = 0.12 if "bfloat16" in self.shapes else 0.02
+        return excess > max(64, part * (self.truth_bytes + self.out_bytes))
 
     def __repr__(self):
         return (

@@ -36,6 +36,11 @@ _BY_VALUE = "what it takes for itself depends on the values that it gets"
 _SEES_VALUES = frozenset(
     {torch.ops.aten.isin.Tensor_Tensor, torch.ops.aten._embedding_bag_backward.default}
 )
+_CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
+_BY_THREADS = "how oneDNN shares a convolution's gradient among threads is only estimated"
+_HALVES = frozenset({torch.bfloat16, torch.float16})
+_BY_ONEDNN = frozenset({*MATMULS, torch.ops.aten.convolution.default, _CONVOLUTION_BACKWARD})
+_SUMS = frozenset({torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList})
 # they divide by a number of elements
 _MEANS = frozenset({torch.ops.aten.mean.default, torch.ops.aten.mean.dim})
 _PATCHES = frozenset({torch.ops.aten.im2col.default, torch.ops.aten.col2im.default})
@@ -66,6 +71,8 @@ def _rule_for(func: Any) -> _Rule:
         return lambda *_: Scratch(0, f"nobody has measured what {func} takes for itself")
     if func in MATMULS:
         return _of_matmul
+    if func in _MEANS | _SUMS:
+        return _of_sum
     if func is torch.ops.aten._linalg_check_errors.default:
         return _with_numbers
     if func in _PATCHES:
@@ -100,10 +107,21 @@ def _with_numbers_of_one_dtype(func: Any, args: Any, kwargs: Any, result: Any) -
     if not _have_one_dtype(args, kwargs, result):
         return _measured(func, args, kwargs, result)
     # of two tensors none is made
-    is_mean = func in _MEANS
-    if not is_mean and not any(type(each) in (int, float, complex) for each in args[1:]):
+    if not any(type(each) in (int, float, complex) for each in args[1:]):
         return _NOTHING
     return _with_numbers(func, args, kwargs, result)
+
+
+def _of_sum(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
+    if not _have_one_dtype(args, kwargs, result):
+        return _measured(func, args, kwargs, result)
+    # 16 bits are summed in 32, from a copy; a whole sum has a part for each thread
+    copied = args[0].numel() + result.numel() if args[0].dtype in _HALVES else 0
+    parts = (
+        torch.get_num_threads() * 4 if result.numel() == 1 and torch.get_num_threads() > 1 else 0
+    )
+    number = 8 + args[0].element_size() if func in _MEANS else 0
+    return Scratch(4 * copied + number + parts * args[0].element_size() // 4)
 
 
 def _of_one_dtype(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
@@ -140,6 +158,13 @@ def _measured(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
     if isinstance(n_bytes, int):
         lazy = [each for each in _tensors((args, kwargs)) if each.is_conj() or each.is_neg()]
         n_bytes += sum(each.numel() * each.element_size() for each in lazy)
+        if func in _BY_ONEDNN and any(each.dtype in _HALVES for each in _tensors(args)):
+            # its buffers for 16 bits grow in steps: seen up to 5 % above what was measured
+            n_bytes += n_bytes // 10
+        if func is _CONVOLUTION_BACKWARD and (threads := torch.get_num_threads()) > 1:
+            # each thread may have a gradient of the weights of its own; how many do goes by sizes
+            weight = args[2]
+            return Scratch(n_bytes + 3 * threads * weight.numel() * 4, _BY_THREADS)
         return Scratch(n_bytes, _BY_VALUE if func in _SEES_VALUES else None)
     return Scratch(0, f"what {func} takes for itself can't be measured ({n_bytes})")
 
