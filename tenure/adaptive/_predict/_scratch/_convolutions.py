@@ -48,7 +48,9 @@ def axes_of(func: Any, call: Call) -> list[Axis]:
     """Batch, channels in and out, each spatial size; of those that stay as they are, step is 0."""
     whole = _shape_of(func, call)
     conv = _parts(func, call)
-    for n in dict.fromkeys(min(whole.n, each) for each in (2, _FULL_BATCH)):
+    for n in dict.fromkeys(
+        min(whole.n, each) for each in (max(2, torch.get_num_threads()), _FULL_BATCH)
+    ):
         small = _shrunk(whole._replace(n=n), conv)
         if _backend(func, call, small) == _backend(func, call, whole):
             break

@@ -13,7 +13,7 @@ _BLAS = frozenset({torch.float32, torch.float64})
 
 def _copied_bytes(*matrices: Tensor) -> int | None:
     """Bytes of the operands that have to be copied; None where another library computes."""
-    if matrices[0].dtype not in _BLAS:
+    if matrices[0].dtype not in _BLAS or any(not each.numel() for each in matrices):
         return None
     return sum(0 if _is_readable(each) else each.numel() * each.element_size() for each in matrices)
 
