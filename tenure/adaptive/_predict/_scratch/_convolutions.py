@@ -19,8 +19,10 @@ from ._growth import Axis, Corner
 from ._problem import Call
 from ._stand_ins import Layout
 
-_FORWARD = torch.ops.aten.convolution.default
-_BACKWARD = torch.ops.aten.convolution_backward.default
+_aten = torch.ops.aten
+
+_FORWARD = _aten.convolution.default
+_BACKWARD = _aten.convolution_backward.default
 # One run takes milliseconds: multiplications, and what its weights may take.
 _MOST_MULTIPLICATIONS = 40_000_000
 _MOST_WEIGHTS = 1 << 20

@@ -33,7 +33,8 @@ FREE = _names(
     _foreach_rsqrt.default _foreach_sigmoid.default _foreach_sign.default _foreach_sin.default
     _foreach_sinh.default _foreach_sqrt.default _foreach_sub.List _foreach_sub.Scalar
     _foreach_sub.ScalarList _foreach_tan.default _foreach_tanh.default _foreach_trunc.default
-    _histogramdd_bin_edges.default _log_softmax_backward_data.default _pdist_backward.default
+    _histogramdd_bin_edges.default _local_scalar_dense.default
+    _log_softmax_backward_data.default _pdist_backward.default
     _pdist_forward.default _prelu_kernel.default _prelu_kernel_backward.default _to_copy.default
     _to_dense.default _unsafe_view.default _upsample_bilinear2d_aa_backward.default
     _upsample_nearest_exact1d_backward.default _upsample_nearest_exact2d_backward.default
@@ -187,7 +188,8 @@ MEASURED = _names(
     cholesky_solve.default convolution.default convolution_backward.default count_nonzero.default
     count_nonzero.dim_IntList dist.default gather.default geqrf.default histc.default
     histogram.bin_ct histogram.bins_tensor huber_loss.default index.Tensor index_add.default
-    index_put.default index_reduce.default isin.Tensor_Tensor isinf.default kthvalue.default
+    index_put.default index_put_.default index_reduce.default isin.Tensor_Tensor
+    isinf.default kthvalue.default
     ldexp.Tensor linalg_eig.default linalg_householder_product.default linalg_inv_ex.default
     linalg_ldl_factor_ex.default linalg_ldl_solve.default linalg_lu.default linalg_lu_solve.default
     linalg_matrix_exp.default linalg_pinv.atol_rtol_tensor linalg_qr.default

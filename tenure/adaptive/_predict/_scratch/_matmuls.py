@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_aten = torch.ops.aten
+
 _BLAS = frozenset({torch.float32, torch.float64})
 
 
@@ -25,9 +27,9 @@ def _is_readable(matrix: Tensor) -> bool:
 
 
 RULES: dict[Any, Callable[[Any], int | None]] = {
-    torch.ops.aten.mm.default: lambda args: _copied_bytes(args[0], args[1]),
-    torch.ops.aten.bmm.default: lambda args: _copied_bytes(args[0], args[1]),
-    torch.ops.aten.addmm.default: lambda args: _copied_bytes(args[1], args[2]),
-    torch.ops.aten.baddbmm.default: lambda args: _copied_bytes(args[1], args[2]),
+    _aten.mm.default: lambda args: _copied_bytes(args[0], args[1]),
+    _aten.bmm.default: lambda args: _copied_bytes(args[0], args[1]),
+    _aten.addmm.default: lambda args: _copied_bytes(args[1], args[2]),
+    _aten.baddbmm.default: lambda args: _copied_bytes(args[1], args[2]),
 }
 """Bytes that a product takes, by its arguments; None where that is to be measured."""

@@ -12,6 +12,8 @@ from ._events import Events, events_of, peak_of
 from ._growth import Corner, corners, grown
 from ._problem import Call
 
+_aten = torch.ops.aten
+
 # What all tensors of a run may take together.
 _WHOLE_BYTES = 256 << 10
 _PART_BYTES = 1 << 20
@@ -20,8 +22,8 @@ _MOST_AXES = 5
 _MOST_POWER = 4
 # Attention takes more queries at a time from these lengths on.
 _RUNGS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: (192, 768),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (192, 768),
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: (192, 768),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (192, 768),
 }
 
 _known: dict[Any, int | str] = {}

@@ -29,21 +29,21 @@ class Scratch:
     reason: str | None = None
 
 
+_aten = torch.ops.aten
 _NOTHING = Scratch(0)
 _Rule = Callable[[Any, Any, Any, Any], Scratch]
 _rules: dict[Any, _Rule] = {}
 _BY_VALUE = "what it takes for itself depends on the values that it gets"
-_SEES_VALUES = frozenset(
-    {torch.ops.aten.isin.Tensor_Tensor, torch.ops.aten._embedding_bag_backward.default}
-)
-_CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
+_SEES_VALUES = frozenset({_aten.isin.Tensor_Tensor, _aten._embedding_bag_backward.default})
+
+_CONVOLUTION_BACKWARD = _aten.convolution_backward.default
 _BY_THREADS = "how oneDNN shares a convolution's gradient among threads is only estimated"
 _HALVES = frozenset({torch.bfloat16, torch.float16})
-_BY_ONEDNN = frozenset({*MATMULS, torch.ops.aten.convolution.default, _CONVOLUTION_BACKWARD})
-_SUMS = frozenset({torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList})
+_BY_ONEDNN = frozenset({*MATMULS, _aten.convolution.default, _CONVOLUTION_BACKWARD})
+_SUMS = frozenset({_aten.sum.default, _aten.sum.dim_IntList})
 # they divide by a number of elements
-_MEANS = frozenset({torch.ops.aten.mean.default, torch.ops.aten.mean.dim})
-_PATCHES = frozenset({torch.ops.aten.im2col.default, torch.ops.aten.col2im.default})
+_MEANS = frozenset({_aten.mean.default, _aten.mean.dim})
+_PATCHES = frozenset({_aten.im2col.default, _aten.col2im.default})
 _MASKS_AND_INDICES = frozenset({torch.bool, torch.int64})
 
 
@@ -73,10 +73,12 @@ def _rule_for(func: Any) -> _Rule:
         return _of_matmul
     if func in _MEANS | _SUMS:
         return _of_sum
-    if func is torch.ops.aten._linalg_check_errors.default:
+    if func is _aten._linalg_check_errors.default:
         return _with_numbers
     if func in _PATCHES:
         return _copy_of_input
+    if func is _aten.masked_select.default:
+        return _two_numbers_an_element
     if name.startswith(("_foreach_", "_fused_")) and name.partition(".")[0].endswith("_"):
         return _with_numbers
     if torch.Tag.pointwise in func.tags and name.partition(".")[0].endswith("_"):
@@ -173,11 +175,17 @@ def _never_compared(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
     """An operation of torch that is in no list; most pointwise ones and views take nothing."""
     if torch.Tag.pointwise in func.tags:
         return _with_numbers_of_one_dtype(func, args, kwargs, result)
-    return _measured(func, args, kwargs, result)
+    # nor is it run: a kernel may trust what it is given, and made-up tensors end the process
+    return Scratch(0, f"nobody has measured what {func} takes for itself")
 
 
 def _copy_of_input(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
     return Scratch(args[0].numel() * args[0].element_size())
+
+
+def _two_numbers_an_element(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
+    """The mask as whole numbers, and their running sum."""
+    return Scratch(2 * 8 * torch.broadcast_shapes(args[0].shape, args[1].shape).numel())
 
 
 def _made_bytes(args: Any, kwargs: Any, result: Any) -> int:
