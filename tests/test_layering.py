@@ -45,10 +45,13 @@ _PACKAGES = {
         "_memory",
         "_undo",
         "_attempt",
+        "_predict",
         "_sizes",
         "_decorators",
         "_step",
+        "_predict",
     ),
+    ("adaptive", "_predict"): ("_scratch",),
     ("adaptive", "_step"): (
         "_gradients",
         "_samples",

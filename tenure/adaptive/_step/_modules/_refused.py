@@ -24,8 +24,8 @@ from tenure._errors import AdaptiveUsageError, BatchCoupledError
 from tenure._text import listed
 from tenure._torch.modules import BatchNorm, InstanceNorm
 
+from ..._reachable import named_modules
 from ..._undo import BufferState
-from ._reachable import named_modules
 
 # torch has no class for this error, only its text.
 _ONE_VALUE = "Expected more than 1 value per channel when training"

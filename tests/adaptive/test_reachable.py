@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tenure.adaptive._step._modules._reachable import Reachable
+from tenure.adaptive._reachable import Reachable
 
 
 def test_a_variable_of_the_same_name_as_an_attribute_is_not_reached():
