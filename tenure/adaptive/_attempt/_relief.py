@@ -32,13 +32,18 @@ _NOISE_BYTES = 1 << 20
 class Relief:
     """The ways to make room, for one piece of work; none is taken twice where it can't help twice.
 
+    Args:
+        cache_is_empty: whether the work began with an empty cache, so that to empty it again
+            promises nothing.
+
     Attributes:
         collected: whether garbage has been collected; what that frees is older than the work.
     """
 
-    __slots__ = ("_asked_libraries", "_size", "collected")
+    __slots__ = ("_asked_libraries", "_cache_is_empty", "_size", "collected")
 
-    def __init__(self) -> None:
+    def __init__(self, *, cache_is_empty: bool = False) -> None:
+        self._cache_is_empty = cache_is_empty
         self.collected = self._asked_libraries = False
         self._size: int | None = None
 
@@ -57,7 +62,7 @@ class Relief:
             return 0
         _drain(info)
         # the cache once for a size: what is in it after that, the failed try has put there
-        first, self._size = size != self._size, size
+        first, self._size = size != self._size and not self._cache_is_empty, size
         freed_bytes = _free_cache(info, scene) if first else 0
         return freed_bytes or self._collect(info) or _given_back(info)
 
@@ -106,6 +111,13 @@ class Relief:
             return 0
         freed_bytes = _freed_by_collecting(used_bytes)
         return freed_bytes if _serves(freed_bytes, info) else 0
+
+
+def empty_cache(device: str | torch.device) -> None:
+    """Give back what the allocator of a device holds and nothing uses; of the host, nothing."""
+    found = accelerator_of(device)
+    if found is not None:
+        _empty_cache(found[0])
 
 
 def free_bytes_of(info: OomInfo) -> int | None:
