@@ -45,6 +45,7 @@ _PACKAGES = {
         "_memory",
         "_undo",
         "_attempt",
+        "_predict",
         "_sizes",
         "_decorators",
         "_step",
@@ -52,13 +53,12 @@ _PACKAGES = {
     ("adaptive", "_step"): (
         "_gradients",
         "_samples",
-        "_loss",
         "_modules",
         "_split",
         "_check",
         "_verify",
     ),
-    ("profiler",): ("_allocator", "_trace", "_lines", "_owners", "_reports", "_courtesy"),
+    ("profiler",): ("_trace", "_lines", "_owners", "_reports", "_courtesy"),
     ("paging",): (
         "_model",
         "_host",

@@ -172,15 +172,6 @@ class Copies:
         return event
 
 
-def _writable(tensor: Tensor) -> Tensor:
-    """A tensor to write to; one that was made in inference mode is not to be, outside of that."""
-    if not tensor.is_inference():
-        return tensor
-    view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    storage, offset = tensor.untyped_storage(), tensor.storage_offset()
-    return view.set_(storage, offset, tensor.size(), tensor.stride())
-
-
 class UnpagedTensors:
     """Device copies of host tensors of any kind.
 
@@ -253,3 +244,12 @@ class UnpagedTensors:
 
     def _versions_of(self, host: HostTensor) -> tuple[int, int]:
         return host.version, counter_of(self._copies[host])
+
+
+def _writable(tensor: Tensor) -> Tensor:
+    """A tensor to write to; one that was made in inference mode is not to be, outside of that."""
+    if not tensor.is_inference():
+        return tensor
+    view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    storage, offset = tensor.untyped_storage(), tensor.storage_offset()
+    return view.set_(storage, offset, tensor.size(), tensor.stride())

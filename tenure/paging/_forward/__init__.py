@@ -9,7 +9,6 @@ from ._binding import Attached as Attached
 from ._binding import PagedDict as PagedDict
 from ._hooks import Method as Method
 from ._hooks import ModuleHooks as ModuleHooks
-from ._hooks import checked_methods as checked_methods
 from ._pager import Pager as Pager
 from ._refusals import after_captures as after_captures
 from ._refusals import check_capture as check_capture

@@ -11,7 +11,7 @@ import copy
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -242,48 +242,3 @@ def _signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
     except ValueError:
         # Some functions of C have none.
         return None
-
-
-def checked_methods(model: nn.Module, methods: Iterable[str]) -> list[Method]:
-    """The methods of these names, each once; of a module inside the model with its path before it.
-
-    Raises:
-        PagingError: a name is no method's, or the method goes on after it has returned.
-    """
-    if isinstance(methods, str):
-        raise PagingError(f"methods= takes names of methods, such as methods=({methods!r},).")
-    if not isinstance(methods, Iterable):
-        raise PagingError(f"methods={methods!r}: write names of methods, such as ('encode',).")
-    return [_checked(model, name) for name in dict.fromkeys(methods)]
-
-
-def _checked(model: nn.Module, name: object) -> Method:
-    path, _, own = name.rpartition(".") if isinstance(name, str) else ("", "", "")
-    module = dict(model.named_modules(remove_duplicate=False)).get(path)
-    function = None if module is None or not own else getattr(module, own, None)
-    if module is None or not callable(function) or isinstance(function, nn.Module):
-        where = model if module is None else module
-        has = ", ".join(_methods_of(where)) or "none beside forward"
-        raise PagingError(
-            f"methods= names {name!r}, which is no method of {type(model).__name__} or of a module "
-            f"in it. {type(where).__name__} has: {has}."
-        )
-    plain = inspect.unwrap(function)
-    kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-    if any(is_kind(plain) for is_kind in kinds):
-        raise PagingError(
-            f"methods= names {name!r}, which goes on after it has returned: its weights would be "
-            "on the host again. Name the methods that it calls."
-        )
-    return Method(module, own)
-
-
-def _methods_of(module: nn.Module) -> list[str]:
-    """The public methods that a module's class adds to those of every module."""
-    return [
-        name
-        for name in dir(type(module))
-        if not name.startswith("_")
-        and not hasattr(nn.Module, name)
-        and inspect.isroutine(inspect.getattr_static(type(module), name))
-    ]

@@ -12,8 +12,7 @@ from torch import nn
 from ..._undo import AllOf
 from .._gradients import IsolatedGradients
 from .._modules import Reachable, StepModels
-from ._parts import devices_of, parameters_of
-from ._state import StepState
+from ._parts import StepState, devices_of, parameters_of
 
 
 class FunctionState(AllOf):
