@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 _FIRST_INTERVAL = 16
-_CLOSED_INTERVAL = 512
+CLOSED_INTERVAL = 512
 """Clean calls before what failed is tried again where nothing lies between it and what works."""
 _FINE = 20
 """A step up is one part in so many: what fails ends the search, within 5 % of the largest."""
@@ -46,6 +46,8 @@ class SizeRecord:
             what smaller ones needed, did not.
         is_guess: whether ``bad`` failed in work of another shape.
         free_bytes: the memory that was free when ``bad`` failed; None where that is not known.
+        least_free_bytes: the least that was free when work of ``ok`` began that returned; None
+            where that is not known.
         device: the memory that ran out, as torch spells it.
         n_clean: calls without a failure since the last one, or since the last growth ended.
         interval: clean calls before a larger size is tried.
@@ -58,6 +60,7 @@ class SizeRecord:
     is_steep: bool = False
     is_guess: bool = False
     free_bytes: int | None = None
+    least_free_bytes: int | None = None
     device: str | None = None
     n_clean: int = 0
     interval: int = _FIRST_INTERVAL
@@ -75,17 +78,20 @@ class SizeRecord:
         two calls have the same shape.
         """
         with _lock:
-            return replace(self, points=(), is_steep=False, is_guess=True)
+            return replace(self, points=(), is_steep=False, is_guess=True, least_free_bytes=None)
 
     def step(self, align: int) -> int:
         """How much larger the next size is."""
         return max(align, self.ok // _FINE // align * align)
 
-    def note_ok(self, size: int, needed_bytes: int | None = None) -> bool:
-        """Work of this size returned; whether that is larger than what is known to work."""
+    def note_ok(
+        self, size: int, needed_bytes: int | None = None, free_bytes: int | None = None
+    ) -> bool:
+        """Work of this size returned, begun with so much free; whether none as large had worked."""
         with _lock:
             grew = 0 < self.ok < size
             if size >= self.ok:
+                self._note_room(size, free_bytes)
                 self.points = self._points_with(size, needed_bytes)
                 self.ok = size
             elif needed_bytes and self.points:
@@ -94,6 +100,11 @@ class SizeRecord:
                 # memory has come free: go on at once, and faster
                 self.bad, self.climbing = None, True
             return grew
+
+    def _note_room(self, size: int, free_bytes: int | None) -> None:
+        known_bytes = self.least_free_bytes if size == self.ok else None
+        told = [each for each in (free_bytes, known_bytes) if each is not None]
+        self.least_free_bytes = min(told, default=None)
 
     def _points_with(self, size: int, needed_bytes: int | None) -> tuple[Measured, ...]:
         if needed_bytes:
@@ -117,7 +128,7 @@ class SizeRecord:
         with _lock:
             was_probe = 0 < self.ok < size
             if not was_probe:
-                self.ok, self.points = 0, ()
+                self.ok, self.points, self.least_free_bytes = 0, (), None
             elif self.points:
                 self.is_steep = True
             self.bad, self.device, self.free_bytes = size, device, free_bytes
@@ -127,7 +138,7 @@ class SizeRecord:
                 # the logarithm of the calls, see test_failures_grow_with_the_logarithm_of_the_calls
                 self.interval *= 2
             is_closed = was_probe and size - self.ok <= self.step(align)
-            self._rest(_CLOSED_INTERVAL if is_closed else 0)
+            self._rest(CLOSED_INTERVAL if is_closed else 0)
 
     def note_clean_call(self, size: int, ceiling: int) -> None:
         """A call, or many pieces of one, ended without a failure at ``size``."""
@@ -150,7 +161,7 @@ class SizeRecord:
     def note_largest(self) -> None:
         """Measuring says that no larger size fits."""
         with _lock:
-            self._rest(_CLOSED_INTERVAL)
+            self._rest(CLOSED_INTERVAL)
 
     def _rest(self, at_least: int) -> None:
         self.climbing, self.n_clean = False, 0
