@@ -242,7 +242,7 @@ class Attempts:
     ) -> bool:
         """Make room for the same size, or go to a smaller one; False where neither is left."""
         info, size = failure.info, search.size
-        freed_bytes = relief.make_room(info, failure.scene, size)
+        freed_bytes = relief.make_room(info, failure.scene)
         if not freed_bytes and may_shrink and search.shrink(info):
             # or it would never end
             assert search.size < size

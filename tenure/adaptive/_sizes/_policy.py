@@ -167,6 +167,9 @@ def larger(
         # small size would stay: of 2, the careful view of twice the memory is 2.
         fits = max(careful, size + step) if fits >= size + 2 * step else careful
     bad = fails_at(known, free_bytes)
+    # what was measured does not say what fits here, and enough has failed for that
+    if known.is_steep and known.n_failed >= _MANY_FAILURES and bad is not None and bad <= fits:
+        return None
     if bad is not None:
         fits = short_of(bad, size, fits, step)
     fits = min(fits // align * align, ceiling)

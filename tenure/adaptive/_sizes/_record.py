@@ -44,6 +44,8 @@ class SizeRecord:
             was measured; empty where ``ok`` was not.
         is_steep: whether larger sizes may need memory with their square: one that was to fit, by
             what smaller ones needed, did not.
+        n_failed: failures since more memory was seen to be free; `is_steep` says whether one of
+            them was of a size that was to fit.
         is_guess: whether ``bad`` failed in work of another shape.
         free_bytes: the memory that was free when ``bad`` failed; None where that is not known.
         least_free_bytes: the least that was free when work of ``ok`` began that returned; None
@@ -58,6 +60,7 @@ class SizeRecord:
     bad: int | None = None
     points: tuple[Measured, ...] = ()
     is_steep: bool = False
+    n_failed: int = 0
     is_guess: bool = False
     free_bytes: int | None = None
     least_free_bytes: int | None = None
@@ -98,7 +101,7 @@ class SizeRecord:
                 self._note_less(size, needed_bytes)
             if self.bad is not None and size >= self.bad:
                 # memory has come free: go on at once, and faster
-                self.bad, self.climbing = None, True
+                self.bad, self.climbing, self.n_failed = None, True, 0
             return grew
 
     def _note_room(self, size: int, free_bytes: int | None) -> None:
@@ -127,6 +130,7 @@ class SizeRecord:
         """Work of this size ran out of memory, of which so much is free when it is let go."""
         with _lock:
             was_probe = 0 < self.ok < size
+            self.n_failed += 1
             if not was_probe:
                 self.ok, self.points, self.least_free_bytes = 0, (), None
             elif self.points:
@@ -156,7 +160,7 @@ class SizeRecord:
     def note_risen(self, free_bytes: int) -> None:
         """More memory is free than when a size failed: what failed may fit now."""
         with _lock:
-            self.free_bytes, self.climbing = free_bytes, True
+            self.free_bytes, self.climbing, self.n_failed = free_bytes, True, 0
 
     def note_largest(self) -> None:
         """Measuring says that no larger size fits."""
