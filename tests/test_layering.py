@@ -49,7 +49,9 @@ _PACKAGES = {
         "_sizes",
         "_decorators",
         "_step",
+        "_predict",
     ),
+    ("adaptive", "_predict"): ("_scratch",),
     ("adaptive", "_step"): (
         "_gradients",
         "_samples",

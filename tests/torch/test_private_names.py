@@ -74,6 +74,7 @@ _STOPPED = {
     "torch._C._profiler.ProfilerState": _OF_LINES,
     "torch._C._profiler._ExperimentalConfig": _OF_LINES,
     "torch._C._push_on_torch_function_stack": _OF_SCOPES,
+    "torch._C._select_conv_backend": (),
     "torch._C._storage_Use_Count": ("budget", "holders", "paged"),
     "torch._C._swap_tensor_impl": _OF_PREDICTIONS,
     "torch._C._to_dlpack": _OF_PAGES,
