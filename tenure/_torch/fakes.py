@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import bound
+from . import bound, optional
 
 _PREDICTION = "predictions of memory"
 _HOME = "torch._subclasses.fake_tensor"
@@ -22,6 +24,28 @@ NEEDS_DATA: tuple[type[Exception], ...] = (
 """What an operation raises whose result depends on values."""
 UNKNOWN: type[Exception] = bound(f"{_HOME}.UnsupportedOperatorException", _PREDICTION)
 """What an operation raises of which no shape is known without running it."""
+
+
+@contextmanager
+def unrecognised() -> Iterator[None]:
+    """A block in which a library that asks for fakes by their name in a package sees none.
+
+    transformers takes another way for those, as it does while it is compiled.
+    """
+    package: Any = optional("torch._subclasses")
+    before = getattr(package, "FakeTensor", None)
+    if before is None:
+        yield
+        return
+    package.FakeTensor = _Nothing
+    try:
+        yield
+    finally:
+        package.FakeTensor = before
+
+
+class _Nothing:
+    pass
 
 
 def new_mode() -> Any:

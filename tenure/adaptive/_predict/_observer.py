@@ -21,6 +21,7 @@ from ._assumptions import CAN_NOT, STAND_INS, worked_out
 from ._blocks import Block, Category, Event, Phase, Record
 from ._known import KnownValues, tensors_of
 from ._scratch import scratch_bytes
+from ._tensors import storages_of
 
 _ADD = torch.ops.aten.add.Tensor
 
@@ -99,16 +100,18 @@ class Observer(DispatchMode):
     def enter_existing(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Note what was there before; what is known already keeps its category."""
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if key_of(storage) not in self._entries and self._is_counted(tensor.device):
-                block = Block(storage.nbytes(), category=category)
-                self.record.existing.append(block)
-                self._enter(storage, block)
+            if not self._is_counted(tensor.device):
+                continue
+            for storage in storages_of(tensor):
+                if key_of(storage) not in self._entries:
+                    block = Block(storage.nbytes(), category=category)
+                    self.record.existing.append(block)
+                    self._enter(storage, block)
 
     def name_blocks(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Say what tensors that the work has made are for."""
-        for tensor in tensors:
-            entry = self._entries.get(key_of(tensor.untyped_storage()))
+        for storage in (each for tensor in tensors for each in storages_of(tensor)):
+            entry = self._entries.get(key_of(storage))
             if entry is not None and entry.block.category is None:
                 entry.block.category = category
 
@@ -126,6 +129,12 @@ class Observer(DispatchMode):
         # a question about a tensor; the process ends where one raises
         if func.namespace == "prim":
             return func(*args, **kwargs)
+        # inference mode hands over whole functions, before they are taken apart
+        if torch.is_inference_mode_enabled():
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
         self._note_pass()
         try:
             result = STAND_INS.get(func, func)(*args, **kwargs)
@@ -151,7 +160,8 @@ class Observer(DispatchMode):
         self._note_real()
         for tensor in tensors_of(result):
             if self._is_counted(tensor.device):
-                self._note_result(func, args, tensor)
+                for storage in storages_of(tensor):
+                    self._note_result(func, args, storage)
         if self._with_scratch:
             scratch = scratch_bytes(func, args, kwargs, result)
             if scratch.n_bytes:
@@ -170,8 +180,7 @@ class Observer(DispatchMode):
             self._real.n_bytes = n_bytes
             self._change(self._real, max(n_bytes, 0))
 
-    def _note_result(self, func: Any, args: Any, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
+    def _note_result(self, func: Any, args: Any, storage: UntypedStorage) -> None:
         entry = self._entries.get(key_of(storage))
         if entry is not None:
             # grown in place
@@ -193,7 +202,7 @@ class Observer(DispatchMode):
 
         It does not while a mode looks on, and makes a third.
         """
-        if func is not _ADD or self.phase != "backward":
+        if func is not _ADD or self.phase != "backward" or args[0].layout is not torch.strided:
             return None
         # called for a result, for an operation, by the handler, by who wanted the sum
         if not engine.adds_in_place(args[0], sys._getframe(4)):

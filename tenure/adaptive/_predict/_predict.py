@@ -14,11 +14,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from tenure._errors import PredictionError
+from tenure._errors import AdaptiveUsageError, PredictionError
 from tenure._torch import cpu_allocator, engine
 from tenure._torch.compiler import never_compiled
+from tenure._torch.fakes import unrecognised
 from tenure.scopes import persist
 
+from .._callables import check_function
 from .._reachable import Reachable
 from .._undo import AllOf, ModuleState, RngState, modules_below
 from ._fakes import lent_to_fakes, mode_for
@@ -28,7 +30,8 @@ from ._places import describe_place
 from ._report import PeakReport
 from ._tensors import tensors_in
 
-_NO_DATA = "data is not allocated"
+_WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+_NO_DATA = ("data is not allocated", "is not supported for tensor subclasses")
 
 
 @never_compiled
@@ -40,6 +43,12 @@ def predict_peak(
     **kwargs: Any,
 ) -> PeakReport:
     """Say how much memory work would take at its worst moment, without doing it."""
+    check_function("predict_peak()", fn)
+    if not isinstance(optimizer, Optimizer | None):
+        raise AdaptiveUsageError(
+            f"predict_peak() got a {type(optimizer).__name__} as optimizer=. Pass the "
+            "torch.optim.Optimizer whose first step counts, or None."
+        )
     work = Work(fn, args, kwargs, optimizer)
     observer = work.observe()
     return _report(work, observer)
@@ -105,6 +114,8 @@ class Work:
             observer.enter_existing([*self.inputs, *self.others], "inputs")
             stack.enter_context(_steps_told(observer))
             stack.enter_context(_no_compiling())
+            stack.enter_context(unrecognised())
+            stack.enter_context(self._no_fast_path(observer))
             stack.enter_context(mode)
             stack.enter_context(observer)
             observer.begin()
@@ -118,21 +129,40 @@ class Work:
         try:
             result = self.fn(*self.args, **self.kwargs)
         except RuntimeError as error:
-            if _NO_DATA not in str(error):
+            if not any(text in str(error) for text in _NO_DATA):
                 raise
             raise PredictionError(
-                "The memory of this work can't be predicted: code of torch reads values, and a "
-                "prediction has none (see the error above). Predict the rest without that part, "
-                "or run it once and see."
+                "The memory of this work can't be predicted: it reads values where no operation of "
+                "torch does, and a prediction has none (see the error above). Predict the rest "
+                "without that part, or run it once and see."
             ) from error
+        self._run_backward(result)
+        observer.name_blocks(self._gradients(), "gradients")
+        self.state.step(lambda: self._run_backward(self.fn(*self.args, **self.kwargs)))
+
+    def _run_backward(self, result: Any) -> Any:
         losses = losses_in(result)
         if losses:
             torch.autograd.backward(
                 losses, [None if loss.numel() == 1 else torch.ones_like(loss) for loss in losses]
             )
-        observer.name_blocks(self._gradients(), "gradients")
-        if self.optimizer is not None:
-            self.optimizer.step()
+        return losses[0] if losses else result
+
+    @contextmanager
+    def _no_fast_path(self, observer: Observer) -> Iterator[None]:
+        """A block in which torch's own attention runs as it does in training.
+
+        In inference it has kernels of whole layers, into which nobody can look.
+        """
+        before = torch.backends.mha.get_fastpath_enabled()
+        fast = any(isinstance(each, _WITH_FAST_PATH) for each in self.modules)
+        if before and fast and not torch.is_grad_enabled():
+            observer.reasons.setdefault("layers of attention run without their fast path")
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(before)
 
     def _gradients(self) -> list[Tensor]:
         return [
