@@ -17,7 +17,6 @@ from benchmarks._training_steps import Architecture, Step
 
 _VOCABULARY = 2048
 _TOKENS = 64
-_CLASSES = 10
 
 _CAUSAL = """
     gpt2 gpt_neo gpt_neox gptj gpt_bigcode opt bloom llama mistral mixtral qwen2 qwen3 qwen2_moe
@@ -82,7 +81,6 @@ _SMALL: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "num_labels": _CLASSES,
     "use_cache": False,
 }
 
@@ -225,7 +223,7 @@ def _clip_step(batch_size: int) -> Step:
 
 def _vilt_step(batch_size: int) -> Step:
     model = build_model("ViltForQuestionAnswering", "vilt", image_size=64, patch_size=8)
-    images, labels = torch.randn(batch_size, 3, 64, 64), torch.rand(batch_size, _CLASSES)
+    images, labels = torch.randn(batch_size, 3, 64, 64), torch.rand(batch_size, 2)
     tokens = {"input_ids": _tokens(batch_size, 32)}
     return _step(model, tokens | {"pixel_values": images, "labels": labels})
 
@@ -245,7 +243,7 @@ def _speech_to_text_step(batch_size: int) -> Step:
 def _spectrogram_step(batch_size: int) -> Step:
     name = "audio-spectrogram-transformer"
     model = build_model("ASTForAudioClassification", name, max_length=128)
-    labels = torch.randint(_CLASSES, (batch_size,))
+    labels = torch.randint(2, (batch_size,))
     return _step(model, {"input_values": torch.randn(batch_size, 128, 128), "labels": labels})
 
 
@@ -258,7 +256,7 @@ def _series_step(auto: str, model_type: str, batch_size: int) -> Step:
 
 def _segmenter_step(batch_size: int) -> Step:
     model = build_model("SegformerForSemanticSegmentation", "segformer", image_size=64)
-    images, masks = torch.randn(batch_size, 3, 64, 64), torch.randint(10, (batch_size, 64, 64))
+    images, masks = torch.randn(batch_size, 3, 64, 64), torch.randint(2, (batch_size, 64, 64))
     return _step(model, {"pixel_values": images, "labels": masks})
 
 

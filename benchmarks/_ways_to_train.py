@@ -291,7 +291,8 @@ def ctc(batch_size: int) -> Step:
     def fn(x: Tensor, labels: Tensor) -> Tensor:
         log_probabilities = model[1](model[0](x)[0]).log_softmax(-1)
         n_frames, n_labels = [x.shape[0]] * x.shape[1], [labels.shape[1]] * x.shape[1]
-        loss: Tensor = torch.ctc_loss(log_probabilities, labels, n_frames, n_labels)
+        lengths: Any = n_frames, n_labels
+        loss: Tensor = F.ctc_loss(log_probabilities, labels, *lengths)
         return loss
 
     return Step(

@@ -52,7 +52,7 @@ def main() -> None:
     arguments.add_argument("--worker", default="")
     given = arguments.parse_args()
     if given.worker:
-        _work(given.worker.split(","))
+        _work(given.worker.split("|"))
         return
     names = [name for name in corpus() if given.only in name]
     if given.quick:
@@ -97,7 +97,7 @@ def _measured(names: Sequence[str]) -> Iterator[Case]:
 
 
 def _from_worker(names: Sequence[str]) -> Iterator[Case]:
-    command = [sys.executable, "-m", "benchmarks.bench_predict", "--worker", ",".join(names)]
+    command = [sys.executable, "-m", "benchmarks.bench_predict", "--worker", "|".join(names)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99"}
     with subprocess.Popen(
         ["timeout", str(_SECONDS_EACH * len(names)), *command],
