@@ -144,6 +144,10 @@ class SplitMismatchError(TenureError):
         self.advice = advice
 
 
+class PredictionError(TenureError):
+    """Nothing can be said of the memory that work would take; nothing was run or changed."""
+
+
 class MissingTorchNameError(TenureError):
     """torch has dropped a private name that tenure needs; what does not need it works on.
 
@@ -197,6 +201,7 @@ _ROOMS: dict[str, str] = {
     "AdaptiveUsageWarning": "tenure.adaptive",
     "BatchCoupledError": "tenure.adaptive",
     "OutOfRetriesError": "tenure.adaptive",
+    "PredictionError": "tenure.adaptive",
     "SplitMismatchError": "tenure.adaptive",
     "AwayTensorError": "tenure.profiler",
     "CourtesyError": "tenure.profiler",

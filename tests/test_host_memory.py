@@ -6,7 +6,7 @@ import pytest
 
 from tenure._host_memory import free_host_bytes
 from tenure.adaptive._memory import meter_for
-from tenure.paging._planning._options import _free_bytes
+from tenure.paging._planning._checks import _free_bytes
 
 MACHINE = 1000
 V2 = "30 20 0:25 {top} /sys/fs/cgroup rw,relatime shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"

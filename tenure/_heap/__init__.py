@@ -5,6 +5,7 @@ Every room's answer to "who holds this tensor" comes from here.
 
 from ._collector import instances as instances
 from ._collector import judged as judged
+from ._collector import live_tensors as live_tensors
 from ._collector import tracked_objects as tracked_objects
 from ._holders import Holder as Holder
 from ._holders import find_holders as find_holders
@@ -14,15 +15,14 @@ from ._nodes import is_node_class as is_node_class
 from ._nodes import slot_names as slot_names
 from ._nodes import slots_of_node as slots_of_node
 from ._nodes import walk_nodes as walk_nodes
+from ._reading import OF_VARIABLE as OF_VARIABLE
+from ._reading import cpp_references as cpp_references
+from ._reading import cpp_uses as cpp_uses
+from ._reading import gradient_of as gradient_of
+from ._reading import instance_attributes as instance_attributes
+from ._reading import is_kind as is_kind
+from ._reading import read as read
+from ._reading import storage_uses as storage_uses
+from ._reading import type_name as type_name
 from ._slots import slots_of as slots_of
-from ._static import OF_VARIABLE as OF_VARIABLE
-from ._static import instance_attributes as instance_attributes
-from ._static import is_kind as is_kind
-from ._static import type_name as type_name
-from ._tensors import cpp_references as cpp_references
-from ._tensors import cpp_uses as cpp_uses
-from ._tensors import gradient_of as gradient_of
-from ._tensors import live_tensors as live_tensors
-from ._tensors import read as read
-from ._tensors import storage_uses as storage_uses
 from ._words import Namer as Namer

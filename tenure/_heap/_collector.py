@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator
 from types import FrameType, ModuleType
 from typing import Any, TypeVar
 
+import torch
+
 from tenure._callers import is_tenure
 
-from ._frames import read_locals
 from ._identities import Identities, IdentitySet
+from ._reading import is_kind, read_locals
 
 _T = TypeVar("_T")
 
@@ -108,3 +110,8 @@ def _roots() -> list[Any]:
                 found += (value for _, value in read_locals(frame))
             frame = frame.f_back
     return [root for root in found if gc.is_tracked(root) and not is_endless(root)]
+
+
+def live_tensors() -> list[torch.Tensor]:
+    """Every tensor with a handle in Python, in the order of the collector."""
+    return instances(tracked_objects(), lambda cls: is_kind(cls, torch.Tensor))

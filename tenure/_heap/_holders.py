@@ -1,24 +1,62 @@
-"""Who holds a tensor, ranked; nothing that was looked at is kept once the answer is given."""
+"""Who holds a tensor: the shortest way from a root to each holder, in words, and ranked.
+
+Nothing that was looked at is kept once the answer is given.
+"""
+
+from __future__ import annotations
 
 import gc
+import heapq
 import itertools
 import sys
+import types
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from tenure._text import counted
 from tenure._torch.quiet import without_functions
 
-from ._chains import Chain, Chains
-from ._frames import RunningFrames
+from ._reading import is_kind, type_name
+from ._roots import RunningFrames
 from ._search import Balance, Edge, Search
-from ._words import Step
+from ._words import Namer, Root, Step, inside
 
 # kinds whose holder may be a plain variable itself, with as many steps as that takes
 _BORROWED = {"view": 1, "autograd": 1, "numpy": 1, "closure": 3}
+# of all that is true of a chain, the first of these is its kind
+_TELLING = (
+    "cycle",
+    "autograd",
+    "view",
+    "numpy",
+    "traceback",
+    "generator",
+    "closure",
+    "default",
+    "partial",
+    "method",
+    "cache",
+    "context",
+    "thread",
+    "global",
+    "unknown",
+    "attribute",
+    "container",
+)
+_ENDINGS = {
+    "cycle": ", in a reference cycle",
+    "unknown": ", which nothing with a name was found to hold",
+}
+# plumbing between an object and what it is made of; a chain does not begin there
+_PLUMBING = (dict, tuple, types.CellType)
+
+# an object, and whether what holds it is no more than a variable of a running function
+_Place = tuple[int, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,3 +193,171 @@ def _unnamed(count: int) -> list[Holder]:
         f"{counted(count, 'reference')} without a name: a value on its way, or an extension module"
     )
     return [Holder("unknown", chain, running=False, named=False)]
+
+
+# --- chains
+
+
+class _Way(NamedTuple):
+    """How a root holds an object: by the last edge from another place, or as itself."""
+
+    root: Root
+    cost: int
+    edge: Edge | None
+    origin: _Place | None
+    fleeting: bool
+
+    @property
+    def rank(self) -> tuple[bool, int, str]:
+        """What will last before what will not; then the short before the long."""
+        return self.fleeting, self.cost, self.root.text
+
+
+# ordered by cost, root's text and number; the fourth is unique, so that ways are never compared
+_Entry = tuple[int, str, int, int, _Way]
+
+
+class Chain(NamedTuple):
+    """A root and the steps from it to a tensor."""
+
+    root: Root
+    steps: tuple[Step, ...]
+
+    def __str__(self) -> str:
+        return _spell(self.root, self.steps) + _ENDINGS.get(self.root.kind, "")
+
+    @property
+    def kind(self) -> str:
+        """The most telling kind among the root and the steps."""
+        kinds = {self.root.kind, *(step.kind for step in self.steps)}
+        return next((kind for kind in _TELLING if kind in kinds), "frame-local")
+
+    @property
+    def graph(self) -> str:
+        """The part that holds the graph of autograd which the chain goes through."""
+        entry = next((i for i, step in enumerate(self.steps) if step.kind == "autograd"), None)
+        return "" if entry is None else str(Chain(self.root, self.steps[:entry]))
+
+
+class Chains:
+    """The best chain from a root to every object of a search that a root holds."""
+
+    def __init__(self, search: Search) -> None:
+        self._search = search
+        self._ways: dict[_Place, _Way] = {}
+        self._find_ways()
+
+    def through(self, edge: Edge, n: int) -> Chain | None:
+        """The chain that ends in this edge to an object; None when no root holds its holder.
+
+        Its root has the kind "cycle" where every chain goes through the object itself.
+        """
+        found = [
+            (edge.holder == n or n in self._numbers_on(way), self._further(place, way, edge))
+            for place in ((edge.holder, False), (edge.holder, True))
+            if (way := self._ways.get(place))
+        ]
+        if not found:
+            return None
+        in_cycle, way = min(found, key=lambda entry: (entry[0], entry[1].rank))
+        root = way.root._replace(kind="cycle") if in_cycle else way.root
+        return Chain(root, tuple(e.step for e in self._edges_of(way)))
+
+    def _further(self, place: _Place, way: _Way, edge: Edge) -> _Way:
+        fleeting = way.fleeting and edge.step.borrows
+        return _Way(way.root, way.cost + 1, edge, place, fleeting)
+
+    def _edges_of(self, way: _Way) -> list[Edge]:
+        edges: list[Edge] = []
+        while way.edge is not None and way.origin is not None:
+            edges.append(way.edge)
+            way = self._ways[way.origin]
+        return edges[::-1]
+
+    def _numbers_on(self, way: _Way) -> list[int]:
+        return [edge.holder for edge in self._edges_of(way)]
+
+    def _find_ways(self) -> None:
+        children: dict[int, list[tuple[int, Edge]]] = {}
+        for held, edges in enumerate(self._search.parents):
+            for edge in edges:
+                if not edge.step.shares:
+                    children.setdefault(edge.holder, []).append((held, edge))
+        ties = itertools.count()
+        entries: list[_Entry] = [
+            (root.cost, root.text, n, next(ties), _Way(root, root.cost, None, None, root.running))
+            for n, roots in enumerate(self._search.roots)
+            for root in roots
+            if not root.silent
+        ]
+        heapq.heapify(entries)
+        while entries:
+            _, text, n, _, way = heapq.heappop(entries)
+            if self._is_news(n, way):
+                place = (n, way.fleeting)
+                self._ways[place] = way
+                for held, edge in children.get(n, ()):
+                    further = self._further(place, way, edge)
+                    heapq.heappush(entries, (further.cost, text, held, next(ties), further))
+
+    def _is_news(self, n: int, way: _Way) -> bool:
+        if (n, False) in self._ways or (n, way.fleeting) in self._ways:
+            return False
+        # what a variable holds does not last because it holds itself
+        return (n, True) not in self._ways or n not in self._numbers_on(way)
+
+    def loose(self, edge: Edge) -> Chain | None:
+        """A chain from the nearest holder with a type worth naming; None when it is tenure's own.
+
+        For an edge that no root is known to hold.
+        """
+        above = self._above(edge.holder)
+        if any(self._search.is_silent(n) for n in above):
+            return None
+        start = next(filter(self._is_worth_naming, above), edge.holder)
+        # what only refers to itself is garbage that waits for the collector
+        outside = any(self._search.unexplained(n) for n in above)
+        kind = "unknown" if outside or not self._search.complete else "cycle"
+        name = type_name(type(self._search.alive[start]))
+        steps = (*above[start], edge.step)
+        if steps[0].anchor and kind == "unknown":
+            # "closure of f: t", and not that this is held by a function
+            name = ""
+        # "list_iterator", and not "list_iterator (inside a list_iterator)"
+        first = Step() if steps[0] == inside(name) else steps[0]
+        return Chain(Root(name, kind), (first, *steps[1:]))
+
+    def _is_worth_naming(self, n: int) -> bool:
+        return not is_kind(type(self._search.alive[n]), *_PLUMBING)
+
+    def _above(self, start: int) -> dict[int, tuple[Step, ...]]:
+        """Everything that holds an object, nearest first, with the steps down to it."""
+        above: dict[int, tuple[Step, ...]] = {start: ()}
+        queue = deque([start])
+        while queue:
+            n = queue.popleft()
+            for holder, step in self._search.parents[n]:
+                if holder not in above:
+                    above[holder] = (step, *above[n])
+                    queue.append(holder)
+        return above
+
+
+def _spell(root: Root, steps: tuple[Step, ...]) -> str:
+    text, held_by, module = root.text, "", ""
+    namer: Namer | None = root.namer
+    for step in steps:
+        anchor = step.anchor or (step.module if not module else "")
+        if anchor:
+            held_by = _held_by(anchor, step.link, text) + held_by
+            text, module = anchor, step.module
+        piece, namer = step.spelled(namer)
+        text += piece
+    return text + held_by
+
+
+def _held_by(anchor: str, link: str, holder: str) -> str:
+    """The words for what holds an anchor, unless its name says as much already."""
+    name = anchor.rpartition(" of ")[2]
+    says_it = not holder or holder == name or holder.endswith(f".{name}")
+    return "" if says_it else link + holder

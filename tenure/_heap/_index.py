@@ -20,9 +20,8 @@ from typing import Any
 from tenure._callers import is_tenure
 
 from ._collector import has_frozen, is_endless, tracked_objects
-from ._frames import read_locals, take_out_emptied
 from ._identities import Identities, IdentitySet, References
-from ._static import OF_VARIABLE, is_kind
+from ._reading import OF_VARIABLE, is_kind, read_locals, take_out_emptied
 
 # of what is near
 _MAX_OBJECTS = 4096

@@ -13,7 +13,7 @@ import torch
 
 from tenure._torch.autograd import is_saved_tensor
 
-from ._static import class_attributes, mro_of
+from ._reading import class_attributes, mro_of
 
 _RAW = "_raw_saved_"
 _VARIABLE = "variable"

@@ -3,16 +3,95 @@
 import functools
 import signal
 import sys
+import threading
 import types
+from collections import defaultdict
 from collections.abc import Iterator
+from types import FrameType
+from typing import NamedTuple
 
-from ._frames import RunningFrames, Variable
-from ._slots import root_of_context
-from ._static import class_attributes, is_kind, type_name
+from tenure._callers import is_tenure
+
+from ._code_slots import root_of_context
+from ._reading import class_attributes, is_kind, is_optimized, read_locals, type_name
 from ._words import Root, attribute
 
 # an exception that a variable holds as well is better named by the variable
 _IN_FLIGHT = Root("", "traceback", cost=2)
+
+
+class Variable(NamedTuple):
+    """A name in a running frame that is bound to some object."""
+
+    text: str
+    is_cell: bool
+    thread: str | None
+    silent: bool
+    is_asking: bool
+
+
+class RunningFrames:
+    """The frames of all threads; of this one, those from a given frame outwards.
+
+    Frames of tenure at the inner end of this thread's stack are silent: they are who is asking.
+
+    Args:
+        innermost: where this thread's stack begins; frames that it called are not looked at.
+    """
+
+    def __init__(self, innermost: FrameType | None) -> None:
+        # of the frames, and of dictionaries that are the variables of one
+        self.ids: set[int] = set()
+        self.variables: defaultdict[int, list[Variable]] = defaultdict(list)
+        self._add_stack(innermost, thread=None)
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        others = sys._current_frames()
+        # our own frame in a variable of ours would be a cycle, and keep the whole stack alive
+        del others[threading.get_ident()]
+        for ident, frame in others.items():
+            self._add_stack(frame, thread=names.get(ident, str(ident)))
+
+    def count(self, identity: int) -> int:
+        """How many references an object gets from plain (not captured) local variables."""
+        return sum(not variable.is_cell for variable in self.variables.get(identity, ()))
+
+    def count_silent(self, identity: int) -> int:
+        """How many of these are of tenure's own functions."""
+        found = self.variables.get(identity, ())
+        return sum(variable.is_asking and not variable.is_cell for variable in found)
+
+    def _add_stack(self, frame: FrameType | None, thread: str | None) -> None:
+        silent = thread is None
+        while frame is not None:
+            silent = silent and is_tenure(frame)
+            self.ids.add(id(frame))
+            if not _is_namespace(frame):
+                self._add_frame(frame, thread, silent)
+            frame = frame.f_back
+
+    def _add_frame(self, frame: FrameType, thread: str | None, silent: bool) -> None:
+        if not is_optimized(frame):
+            # the body of a class: its dictionary is the variables and not one more holder
+            self.ids.add(id(frame.f_locals))
+        cells = {*frame.f_code.co_cellvars, *frame.f_code.co_freevars}
+        for name, value in read_locals(frame):
+            text = _spell(frame, name, value)
+            # the compiler's own variables, such as the iterator of a comprehension, are no names
+            is_silent = silent or not name.isidentifier()
+            variable = Variable(text, name in cells, thread, is_silent, silent)
+            self.variables[id(value)].append(variable)
+
+
+def _is_namespace(frame: FrameType) -> bool:
+    """Whether the variables of a frame are the globals of its module."""
+    return not is_optimized(frame) and frame.f_locals is frame.f_globals
+
+
+def _spell(frame: FrameType, name: str, value: object) -> str:
+    if name == "self":
+        return type_name(type(value))
+    scope = frame.f_code.co_qualname
+    return f"{scope}.<locals>.{name}" if is_optimized(frame) else f"{scope}.{name}"
 
 
 class Roots:

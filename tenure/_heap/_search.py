@@ -15,15 +15,13 @@ import torch
 
 from tenure._storages import storage_key
 
-from ._cpp_holders import TensorGraph
-from ._frames import RunningFrames
+from ._code_slots import frame_of
+from ._hidden import SHARES, TensorGraph, Untracked
 from ._index import Neighbours, Referrers
 from ._nodes import is_node
-from ._roots import Roots
-from ._slots import frame_of, slots_of
-from ._static import OF_VARIABLE, is_kind
-from ._tensors import cpp_references, cpp_uses, storage_uses
-from ._untracked import SHARES, Untracked
+from ._reading import OF_VARIABLE, cpp_references, cpp_uses, is_kind, storage_uses
+from ._roots import Roots, RunningFrames
+from ._slots import slots_of
 from ._words import Root, Step
 
 _MAX_LEVELS = 24

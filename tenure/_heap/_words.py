@@ -6,6 +6,8 @@ Everything here is text and numbers, so that a chain keeps nothing alive.
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
+from ._reading import type_name
+
 Key = int | str
 # spells the key of the next step, and says who spells the one after it
 Namer = Callable[[Key], "tuple[str, Namer | None]"]
@@ -13,6 +15,11 @@ Namer = Callable[[Key], "tuple[str, Namer | None]"]
 # kinds of holders that hold something no longer than the variable that they may be
 _BORROWING = frozenset({"view", "autograd", "numpy", "closure"})
 _REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+
+# by identity: a metaclass may define __hash__ and __eq__
+_PLAIN_KEYS = frozenset(map(id, (str, bytes, int, float, bool, type(None))))
+_MAX_KEY_CHARACTERS = 40
+_MAX_KEY_ITEMS = 4
 
 
 class Step(NamedTuple):
@@ -117,3 +124,14 @@ def items(label: str) -> Namer:
 
 def _registered(key: Key) -> tuple[str, Namer | None]:
     return (f"[{key}]" if str(key).isdigit() else f".{key}"), None
+
+
+def spell_key(key: object) -> str:
+    """The key as code where its `repr` is the interpreter's own, otherwise its type."""
+    if type(key) is tuple and len(key) <= _MAX_KEY_ITEMS:
+        inner = ", ".join(map(spell_key, key))
+        return f"({inner},)" if len(key) == 1 else f"({inner})"
+    if id(type(key)) not in _PLAIN_KEYS:
+        return f"<{type_name(type(key))}>"
+    text = repr(key)
+    return text if len(text) <= _MAX_KEY_CHARACTERS else f"{text[:_MAX_KEY_CHARACTERS]}…"

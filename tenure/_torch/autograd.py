@@ -34,6 +34,16 @@ post_hooks_of: Callable[[Tensor], Mapping[int, Any] | None] = getter(
 """The hooks of a leaf that run when its gradient has been added to."""
 
 
+def carry_hooks_over(handle: Tensor) -> None:
+    """Have the hooks that a handle shows run for the tensor that it has got meanwhile."""
+    # torch keeps them with the handle, and has the tensor call them when they are set
+    leaf: Any = handle
+    if hooks_of(handle):
+        leaf._backward_hooks = hooks_of(handle)
+    if post_hooks_of(handle):
+        leaf._post_accumulate_grad_hooks = post_hooks_of(handle)
+
+
 def is_running_node() -> bool:
     """Whether autograd's engine has called, on this thread, what asks: on one of its own too."""
     return bool(_task_id() != -1)

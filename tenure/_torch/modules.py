@@ -70,6 +70,12 @@ def calls_of(module: nn.Module) -> Iterator[int]:
         frame = frame.f_back
 
 
+def module_called_by(frame: FrameType) -> nn.Module | None:
+    """The module whose call ``frame`` is; None if it is none."""
+    variable = _CALLS.get(frame.f_code)
+    return None if variable is None else frame.f_locals.get(variable)
+
+
 def is_running(call: int, frame: FrameType | None) -> bool:
     """Whether a call is on the stack that a frame ends; None is that of a thread that ended."""
     while frame is not None and not (id(frame) == call and frame.f_code in _CALLS):

@@ -4,6 +4,7 @@ from tenure._errors import AdaptiveUsageError as AdaptiveUsageError
 from tenure._errors import AdaptiveUsageWarning as AdaptiveUsageWarning
 from tenure._errors import BatchCoupledError as BatchCoupledError
 from tenure._errors import OutOfRetriesError as OutOfRetriesError
+from tenure._errors import PredictionError as PredictionError
 from tenure._errors import SplitMismatchError as SplitMismatchError
 
 from . import execute as execute
@@ -28,6 +29,8 @@ from ._oom import OomRegistration as OomRegistration
 from ._oom import is_oom as is_oom
 from ._oom import oom_info as oom_info
 from ._oom import register_oom as register_oom
+from ._predict import PeakReport as PeakReport
+from ._predict import predict_peak as predict_peak
 from ._sizes import BatchsizeCache as BatchsizeCache
 from ._sizes import GlobalBatchsizeCache as GlobalBatchsizeCache
 from ._sizes import NoBatchsizeCache as NoBatchsizeCache
@@ -61,6 +64,8 @@ __all__ = [
     "OomKind",
     "OomRegistration",
     "OutOfRetriesError",
+    "PeakReport",
+    "PredictionError",
     "RangeFunction",
     "SplitDifference",
     "SplitMismatchError",
@@ -75,6 +80,7 @@ __all__ = [
     "load",
     "memory_budget",
     "oom_info",
+    "predict_peak",
     "register_oom",
     "remove_listener",
     "reset",

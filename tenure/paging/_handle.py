@@ -1,7 +1,7 @@
-"""The handle of a paged model, and the functions that page one.
+"""The functions that page a model, and the handle of a paged one.
 
 Invariant: the model is the same object before, while and after it is paged; unpaging, in whatever
-way the block ended, puts everything back.
+way the block ended, puts everything back. Weights of a checkpoint are never all in memory.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tenure._errors import PagingError
 from tenure._registries import shrinkables
 from tenure._text import format_bytes
 
+from ._checkpoint import assigned, convert_names, open_checkpoint
 from ._forward import (
     Attached,
     Method,
@@ -26,18 +27,20 @@ from ._forward import (
     Pager,
     after_captures,
     check_capture,
-    checked_methods,
 )
 from ._host import FileStore, HostBuffers, HostStore, SpillStore, checked_folder
 from ._link import DiskLink, HostLink, Link
 from ._model import hookable
 from ._planning import (
+    DISK,
     Elsewhere,
     PagingPlan,
     Planned,
+    check_folder,
     check_host,
     check_inference,
     checked_device,
+    checked_methods,
     checked_model,
     checked_prefetch,
     make_plan,
@@ -201,7 +204,83 @@ def page(
     return carry_out(model, planned, link, store, max_ahead, entries)
 
 
-def file_link(planned: Planned, device: torch.device, store: FileStore) -> Link:
+def load_paged(
+    model: nn.Module,
+    weights: str | Path,
+    device: str | torch.device = "cuda",
+    max_layer_size: int | str = -1,
+    *,
+    budget: int | str | None = None,
+    host: Path | None = None,
+    keep: Iterable[str] = (),
+    prefetch: str | int = "auto",
+    methods: Iterable[str] = (),
+) -> PagedModel:
+    """Run a model whose weights stay in safetensors files and pass through memory as they are used.
+
+    The files are neither changed nor copied, and must not be changed while the model is paged. The
+    model's parameters become tensors over them: they read the files when they are read, and what is
+    written to them stays in memory.
+
+    Args:
+        model: a model on ``meta`` (built under ``torch.device("meta")``) or in host memory, whose
+            values there are given up. Shapes and dtypes must be those of the files.
+        weights: a safetensors file, the index of several (``model.safetensors.index.json``), or a
+            folder that holds either, as transformers, diffusers and timm save it. Where a model of
+            transformers saves its tensors under other names than its own, these are used.
+        device: the accelerator, or ``"cpu"``.
+        max_layer_size: as of ``page``.
+        budget: the bytes that weights may take where the model computes; as of ``page``.
+        host: a folder for what the files hold in another form than the model, such as the experts
+            of a mixture one by one: that is written there once, to a file that has no name and
+            goes with the model. Made if it is missing; not used where nothing has to be converted.
+        keep: as of ``page``.
+        prefetch: as of ``page``.
+        methods: as of ``page``.
+
+    Returns:
+        The handle, as of ``page``. After ``unpage()`` the parameters still lie over the files.
+
+    Raises:
+        PagingError: a file can't be read, or does not fit the model, or the budget is too small;
+            the model is as before.
+        ByteSizeError: the budget is no number of bytes.
+        torch.OutOfMemoryError: the device has less free than the plan needs; it is as before.
+
+    Example:
+        >>> import tempfile
+        >>> from safetensors.torch import save_file
+        >>> from tenure.paging import load_paged
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> save_file(torch.nn.Linear(2, 3).state_dict(), f"{folder.name}/model.safetensors")
+        >>> model = torch.nn.Linear(2, 3, device="meta")
+        >>> with load_paged(model, folder.name, "cpu"), torch.no_grad():
+        ...     print(model(torch.ones(1, 2)).shape)
+        torch.Size([1, 3])
+        >>> folder.cleanup()
+    """
+    check_folder(host)
+    max_ahead = checked_prefetch(prefetch)
+    chosen = checked_device(device, Elsewhere.CPU)
+    checked_model(model, has_values=False)
+    entries = checked_methods(model, methods)
+    checkpoint = open_checkpoint(weights)
+    try:
+        # Before the model is given anything: what can't be named or converted is refused with the
+        # model as it was.
+        convert_names(checkpoint, model, host)
+        with assigned(model, checkpoint):
+            planned = make_plan(model, chosen, max_layer_size, budget, keep, DISK)
+            store = FileStore(checkpoint.files)
+            link = _file_link(planned, chosen, store)
+            return carry_out(model, planned, link, store, max_ahead, entries)
+    except BaseException:
+        # An interruption, too: until there is a handle, nobody else closes the files.
+        checkpoint.close()
+        raise
+
+
+def _file_link(planned: Planned, device: torch.device, store: FileStore) -> Link:
     """The link from a store's files to a device, or to where the CPU computes."""
     if device.type == "cpu":
         return HostLink(store.reader)
@@ -232,7 +311,7 @@ def _ways_to(device: torch.device, host: str | Path, planned: Planned) -> tuple[
     """How weights get to a device, and where they are meanwhile."""
     if isinstance(host, Path):
         files = SpillStore(checked_folder(host), planned.plan.model)
-        return file_link(planned, device, files), files
+        return _file_link(planned, device, files), files
     link = Link(device)
     advice = '; or say host="pageable"'
     return link, HostBuffers(device, pin=host == "pinned", advice=advice)

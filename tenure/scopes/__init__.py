@@ -9,10 +9,10 @@ from ._functions import move_to_outer as move_to_outer
 from ._functions import owner_of as owner_of
 from ._leaks import LeakRecord as LeakRecord
 from ._leaks import LeakReport as LeakReport
-from ._persist import persist as persist
 from ._scope import DisposeScope as DisposeScope
 from ._scope import NewDisposeScope as NewDisposeScope
 from ._scope import current_scope as current_scope
+from ._scoped import persist as persist
 from ._scoped import scoped as scoped
-from ._statistics import ScopeStatistics as ScopeStatistics
-from ._statistics import statistics as statistics
+from ._thread import ScopeStatistics as ScopeStatistics
+from ._thread import statistics as statistics

@@ -20,12 +20,11 @@ from tenure._errors import ScopeLeakError, ScopeUsageError, ScopeUsageWarning
 from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 from tenure._torch.modes import remove
 
-from ._checks import ONE_BLOCK, check_choice, check_open, check_thread
 from ._disposal import Survivors, disposable, dispose_all, dispose_waiting, site_of
 from ._disposed import Cause
 from ._leaks import LeakReport, build_leak_report
 from ._owner import CLOSED, NEW, OPEN, SUSPENDED, Owner, take_all
-from ._thread import ThreadScopes, this_thread
+from ._thread import ONE_BLOCK, ThreadScopes, check_open, check_thread, this_thread
 from ._tracker import World, current
 
 Policy = Literal["dispose", "report", "raise"]
@@ -77,9 +76,9 @@ class Block(Owner):
             )
         # by far the most are opened with none of these, and an empty scope is the dearest of all
         if not (policy is on_error is _DISPOSE and capture is None):
-            check_choice("policy", policy, _POLICIES)
-            check_choice("on_error", on_error, _ON_ERROR)
-            check_choice("capture", capture, _CAPTURES)
+            _check_choice("policy", policy, _POLICIES)
+            _check_choice("on_error", on_error, _ON_ERROR)
+            _check_choice("capture", capture, _CAPTURES)
             capture = capture if policy == "dispose" or capture else "site"
         self.name = name
         self.policy = policy
@@ -287,3 +286,17 @@ def _warn_in_generator(frame: FrameType, scope: Block) -> None:
         ScopeUsageWarning,
         stacklevel=3,
     )
+
+
+def _check_choice(argument: str, value: object, choices: tuple[object, ...]) -> None:
+    """Make sure that an option has one of its values.
+
+    Raises:
+        ScopeUsageError: it has another.
+    """
+    # an array compares as an array
+    known = isinstance(value, str | None) and value in choices
+    if not known:
+        raise ScopeUsageError(
+            f"{argument}={value!r} is not one of {', '.join(map(repr, choices))}."
+        )

@@ -27,7 +27,7 @@ from tenure._torch.compiler import belongs_to_graph
 from tenure._torch.quiet import TENSOR_BASE, set_class, without_functions
 
 from ._disposed import RECORD, Cause, DisposedTensor, Record, set_record
-from ._library_state import held_as_state
+from ._library_objects import held_as_state
 from ._owner import Opener, Reference, owns
 from ._thread import ThreadScopes
 from ._tracker import HANDLER_CODE

@@ -12,13 +12,12 @@ from tenure._errors import ScopeUsageError, ScopeUsageWarning
 from tenure._text import describe_tensor
 from tenure._torch.compiler import belongs_to_graph, is_dynamo_compiling, never_compiled
 
-from ._checks import check_not_foreign, check_target
 from ._disposal import Disposal, dispose_all, dispose_tensor, inside_operation
 from ._disposal import is_disposed as _is_disposed
 from ._disposed import Cause
 from ._owner import take
 from ._scope import DisposeScope, current_scope, scope_or_none
-from ._thread import ThreadScopes, this_thread
+from ._thread import ThreadScopes, check_not_foreign, check_target, this_thread
 from ._trees import Tree, given_back, required_tensors
 
 _DISPOSED = frozenset({Disposal.HARD, Disposal.SOFT, Disposal.INNER})

@@ -1,18 +1,24 @@
 """Tensors that belong to a library object and not to the block that happened to make them.
 
 Optimizer state, buffers, a GradScaler's scale and the flat tensors of a distributed wrapper live as
-long as their object. They are recognised by who makes them, or by torch's own public hooks.
+long as their object. They are recognised by who makes them and by torch's own public hooks; and,
+however they came there, by who holds them when a scope has survivors. Modules and optimizers are
+known from when they are made: only their own state is looked at then, because a search of the heap
+would cost more than the block did.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import deque
+import gc
+import sys
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import chain
 from types import FrameType
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
@@ -21,6 +27,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tenure._callers import module_of, outside_of_mode
 from tenure._errors import ScopeUsageError
+from tenure._heap import instances, is_kind, tracked_objects
+from tenure._torch.compiler import is_dynamo_compiling
 
 from ._trees import tensors_in
 
@@ -42,6 +50,16 @@ _KEEPS_WHAT_IT_MAKES = {("torch.nested._internal.nested_tensor", "_nt_view_dummy
 _COPYING = {"copy", "torch._tensor", "torch.overrides"}
 """The modules whose frames stand between ``copy.deepcopy`` of an object and that of its tensors."""
 _CONTAINERS = (list, tuple, dict, deque)
+
+_Attributes = dict[str, Any]
+
+_METRICS = "torchmetrics.metric"
+# what a metric computed last, what it puts aside in forward, and what it starts again from
+_KEPT_BY_METRICS = ("_computed", "_forward_cache", "_cache", "_defaults")
+_STATE_CONTAINERS = frozenset({list, tuple, dict, defaultdict, OrderedDict, deque})
+# references that are not worth pruning
+_SMALL = 256
+_NOTHING: _Attributes = {}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -99,3 +117,132 @@ def _tensors_of(optimizer: Optimizer) -> list[Tensor]:
 
 def _without(mapping: dict[str, Any], *names: str) -> list[Any]:
     return [value for name, value in mapping.items() if name not in names]
+
+
+# --- what they hold, however it came there
+
+
+class _Instances:
+    """The instances of one class that are alive, held weakly.
+
+    Args:
+        cls: the class; copies and unpickled instances pass its own ``__setstate__``.
+        state_of: the containers of state, from the attributes of one instance.
+    """
+
+    def __init__(self, cls: type, state_of: Callable[[_Attributes], Any]) -> None:
+        self._cls = cls
+        self._state_of = state_of
+        first = next(base for base in reversed(cls.__mro__) if "__dict__" in vars(base))
+        self._attributes = vars(first)["__dict__"].__get__
+        self._references: dict[int, ref[Any]] = {}
+        self._next_prune = _SMALL
+        self._knows_the_old = False
+        _tell_after(cls, "__init__")
+        _tell_after(cls, "__setstate__")
+
+    def states(self) -> list[Any]:
+        """The containers of state of all of them."""
+        # one look at the heap, and only where something survived
+        if not self._knows_the_old:
+            self._knows_the_old = True
+            for owner in instances(tracked_objects(), lambda kind: is_kind(kind, self._cls)):
+                self.add(owner)
+        # past a __getattribute__ of the user's
+        return list(map(self._state_of, map(self._attributes, self._alive())))
+
+    def _alive(self) -> list[Any]:
+        references = self._references.copy().values()
+        return [owner for reference in references if (owner := reference()) is not None]
+
+    def add(self, owner: object) -> None:
+        """Remember ``owner``, if it is one of the class."""
+        # isinstance would run a __getattribute__
+        if not is_kind(type(owner), self._cls):
+            return
+        self._references[id(owner)] = ref(owner)
+        if len(self._references) >= self._next_prune:
+            self._references = {id(owner): ref(owner) for owner in self._alive()}
+            self._next_prune = max(_SMALL, 2 * len(self._references))
+
+
+def watch_library_objects() -> None:
+    """From now on know each module and each optimizer that is made."""
+    _kinds()
+
+
+def held_as_state(wanted: set[int]) -> set[int]:
+    """Those of the identities ``wanted`` that a module or an optimizer holds as its state."""
+    found = set[int]()
+    containers = [state for kind in _kinds() for state in kind.states()]
+    # what is made on the way stays in here, so that no identity is given out twice
+    seen: dict[int, Any] = {}
+    while containers:
+        held = gc.get_referents(*containers)
+        found |= wanted.intersection(map(id, held))
+        inner = {id(value): value for value in held if type(value) in _STATE_CONTAINERS}
+        containers = [inner[key] for key in inner.keys() - seen.keys()]
+        seen |= inner
+    return found
+
+
+def _kinds() -> list[_Instances]:
+    # torchmetrics may be imported at any time
+    return [*_of_torch(), _of_torchmetrics()] if _METRICS in sys.modules else _of_torch()
+
+
+@functools.cache
+def _of_torch() -> list[_Instances]:
+    return [_Instances(nn.Module, _state_of_module), _Instances(Optimizer, _state_of_optimizer)]
+
+
+@functools.cache
+def _of_torchmetrics() -> _Instances:
+    """A metric is a module that has a state of another kind, and is copied in a way of its own."""
+    return _Instances(sys.modules[_METRICS].Metric, _state_of_metric)
+
+
+def _state_of_module(attributes: _Attributes) -> Any:
+    return attributes.get("_buffers", _NOTHING)
+
+
+def _state_of_optimizer(attributes: _Attributes) -> Any:
+    """All but the parameters, which are what it was given."""
+    state = attributes.get("state", _NOTHING)
+    own = [value for name, value in attributes.items() if name not in {"state", "param_groups"}]
+    groups = [
+        [value for name, value in group.items() if name != "params"]
+        for group in attributes.get("param_groups", ())
+    ]
+    return [*state.values(), own, groups]
+
+
+def _state_of_metric(attributes: _Attributes) -> Any:
+    declared = attributes.get("_defaults", _NOTHING)
+    return [attributes.get(name) for name in (*declared, *_KEPT_BY_METRICS)]
+
+
+def _remember(owner: object) -> None:
+    for kind in _kinds():
+        kind.add(owner)
+
+
+def _tell_after(cls: type, name: str) -> None:
+    """Remember each instance on which the method ``name`` of ``cls`` has run.
+
+    torch has no hook for a module or an optimizer that is made. Dynamo, which wants to know of new
+    modules too, wraps the same two methods. It may trace what stands here, and so wants to find no
+    more than functions.
+
+    Source: ``torch._dynamo.mutation_guard.install_generation_tagging_init``.
+    """
+    method: Any = getattr(cls, name)
+
+    @functools.wraps(method)
+    def run(self: object, *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
+        if not is_dynamo_compiling():
+            _remember(self)
+        return result
+
+    setattr(cls, name, run)

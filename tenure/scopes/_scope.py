@@ -16,11 +16,10 @@ from tenure._storages import total_bytes
 from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 
 from ._block import Block
-from ._checks import check_not_foreign, check_open, check_target, check_thread
 from ._disposal import disposable, dispose_all, is_disposed
 from ._disposed import Cause, refuse
 from ._owner import alive, enter, owns, take
-from ._thread import this_thread
+from ._thread import check_not_foreign, check_open, check_target, check_thread, this_thread
 from ._tracker import current
 from ._trees import Tree, given_back, required_tensors
 

@@ -1,7 +1,8 @@
-"""A function in a scope of its own: what it returns moves to its caller's scope.
+"""A function in a scope of its own, or a block or function in none.
 
-Four kinds of function, one rule each: plain and async functions hold their scope from call to
-return; generators and async generators hold theirs while they run, and suspend it at each yield.
+What a scoped function returns moves to its caller's scope. Four kinds of function, one rule each:
+plain and async functions hold their scope from call to return; generators and async generators hold
+theirs while they run, and suspend it at each yield.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import functools
 import inspect
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import ContextDecorator
 from typing import Any, TypeVar, overload
 
 from tenure._callers import Capture, user_frame
@@ -17,8 +19,10 @@ from tenure._errors import ScopeUsageError
 from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 
 from ._block import OnError, Policy
-from ._checks import check_thread
+from ._owner import Owner
 from ._scope import DisposeScope
+from ._thread import check_thread
+from ._tracker import current
 from ._trees import tensors_in
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -230,3 +234,54 @@ def _handed_over(scope: DisposeScope, result: Any) -> Any:
     """What the function returned, its tensors moved to the scope of the caller."""
     scope._move(tensors_in((result,)), scope.outer)
     return result
+
+
+# --- in none
+
+
+class persist(ContextDecorator):
+    """A block, or with ``@persist()`` a function, in which no scope takes what is made.
+
+    A scope opened inside has no outer scope. May be nested, and entered again; one object is for
+    one thread or task at a time.
+
+    Raises:
+        ScopeUsageError: it was given an argument, as ``@persist`` without parentheses gives it one.
+
+    Example:
+        >>> import torch
+        >>> from tenure import NewDisposeScope, persist
+        >>> cache = {}
+        >>> with NewDisposeScope():
+        ...     with persist():
+        ...         cache["mask"] = torch.ones(2)
+        >>> cache["mask"].sum().item()
+        2.0
+
+    Source: ``scopeOutOfWorkspaces`` of ND4J.
+    """
+
+    def __init__(self, function: None = None) -> None:
+        if function is not None:
+            raise ScopeUsageError(
+                f"persist() takes no argument and got {function!r}. Write @persist() above a "
+                "function, with its parentheses, or `with persist():`."
+            )
+        self._left: list[Owner | None] = []
+
+    @never_compiled
+    def __enter__(self) -> None:
+        """Leave the current scope."""
+        if not is_dynamo_compiling():
+            self._left.append(current.get())
+            current.set(None)
+
+    @never_compiled
+    def __exit__(self, *_: object) -> None:
+        """Return to it."""
+        if not is_dynamo_compiling():
+            current.set(self._left.pop())
+
+    def _recreate_cm(self) -> persist:
+        # a decorated function may run on several threads at once
+        return persist()

@@ -7,7 +7,7 @@ in torch; the first `simulated_accelerator()` does, once and for the whole proce
 from tenure._errors import RaceError as RaceError
 from tenure._errors import SimulatorUsageError as SimulatorUsageError
 
-from ._device._rates import Rates as Rates
+from ._device._clock import Rates as Rates
 from ._fault_sweep import AllocationFailure as AllocationFailure
 from ._fault_sweep import for_each_allocation as for_each_allocation
 from ._simulated_accelerator import simulated_accelerator as simulated_accelerator

@@ -13,10 +13,18 @@ from typing import Any, Concatenate, ParamSpec
 from tenure._errors import SimulatorUsageError
 
 from ._simulator import Simulator
+from ._torch_backend import (
+    DEVICE_TYPE,
+    name_of_privateuse1,
+    register,
+    register_device,
+    register_fallback,
+)
 
 P = ParamSpec("P")
 
 _running: list[Simulator] = []
+_kept: list[Any] = []
 
 
 def _with_options_of(
@@ -82,10 +90,7 @@ def simulated_accelerator(**options: Any) -> Iterator[Simulator]:
             "A simulated accelerator is running already, and a process has one. Within its block"
             " call what it gave to start it afresh: sim(budget=...)."
         )
-    # Late: this is what changes torch, and to import the module must not.
-    from ._interface._setup import install
-
-    install()
+    _install()
     simulator = Simulator()
     simulator(**options)
     _running.append(simulator)
@@ -121,3 +126,47 @@ def _note_races(error: BaseException, simulator: Simulator) -> None:
     races = [fault for fault in simulator.faults if fault not in str(error)]
     if races:
         error.add_note("The simulated accelerator found races before this:\n" + "\n".join(races))
+
+
+@functools.cache
+def _install() -> None:
+    """Make `sim:0` a device of this process; later calls do nothing.
+
+    Raises:
+        SimulatorUsageError: another package has named PrivateUse1 first.
+    """
+    taken = name_of_privateuse1()
+    if taken is not None:
+        raise SimulatorUsageError(
+            f"torch's PrivateUse1 backend is {taken!r} in this process already, and it can be named"
+            f" only once. The simulated accelerator names it {DEVICE_TYPE!r} for the whole process:"
+            f" run its tests in a process of their own, in which nothing sets up {taken!r}."
+        )
+    # Late: this is what changes torch, and to import the module must not.
+    from ._interface import _backward, _device_module
+
+    # Torch keeps bare pointers to both.
+    _kept.extend([_device_module, _backward.SafeGuard()])
+    register_device(*_kept)
+    _install_kernels()
+    _install_patches()
+
+
+def _install_kernels() -> None:
+    from ._operators import _autocast, _composites, _tensors, _transfers
+    from ._operators._fallback import WHOLE_KERNELS, run_on_host
+
+    register_fallback(run_on_host, "PrivateUse1")
+    register(_tensors.kernels() | _transfers.DEVICE_KERNELS)
+    register(_composites.KERNELS | WHOLE_KERNELS)
+    register(_transfers.HOST_KERNELS, "CPU")
+    for key in _transfers.LAZY_KEYS:
+        register(_transfers.LAZY_KERNELS, key)
+    _autocast.install()
+
+
+def _install_patches() -> None:
+    from ._interface import _accelerator, _backward, _module_to, _storage_methods
+
+    for module in (_accelerator, _backward, _module_to, _storage_methods):
+        module.install()

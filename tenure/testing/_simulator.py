@@ -14,10 +14,9 @@ from tenure._text import parse_bytes
 
 from ._allocator import MemoryPool, check_number
 from ._device._blocks import span_of
-from ._device._clock import Engine
+from ._device._clock import Engine, Rates
+from ._device._host_memory import check_failure, pinned_memory
 from ._device._machine import Allocator, Settings, machine
-from ._device._pinned import check_failure, pinned_memory
-from ._device._rates import Rates
 from ._device._streams import current_stream, forget_choices
 from ._device._which import index_of
 from ._interface._module_to import install_current_index

@@ -3,11 +3,15 @@
 A torch release that moves one of them is mended here, and `test_torch_backend.py` says which one
 moved. What replaces a function of torch stands elsewhere, one module for each purpose: storages,
 `.data`, backward passes, the accelerator.
+
+Python kernels are registered here, too. One that raises leaves no reference behind: a C++ kernel's
+frame holds no tensor once it has failed, so the Python frames that stand for it must not hold any
+through the traceback either.
 """
 
 import ctypes
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
@@ -176,3 +180,41 @@ def operator_named(qualified: str) -> Any:
     """The overload object of `aten` named like `addmm` or `set_.source_Tensor`."""
     name, _, overload = qualified.partition(".")
     return getattr(getattr(torch.ops.aten, name), overload or "default")
+
+
+_libraries: list[torch.library.Library] = []
+
+
+def kernel(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Cut the frames of `run` from the traceback of errors that torch or the machine raise."""
+
+    @functools.wraps(run)
+    def unwound(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except (RuntimeError, ValueError, IndexError) as error:
+            failure = error.with_traceback(None)
+        del args, kwargs
+        try:
+            raise failure
+        finally:
+            # Or the frame and the error would keep each other alive.
+            del failure
+
+    return unwound
+
+
+def register(kernels: dict[str, Callable[..., Any]], key: str = "PrivateUse1") -> None:
+    """Register kernels of `aten`, by operator name, for a dispatch key."""
+    library = torch.library.Library("aten", "IMPL")
+    for name, run in kernels.items():
+        library.impl(name, run, key)
+    # Kept, for the kernels are unregistered when it dies.
+    _libraries.append(library)
+
+
+def register_fallback(run: Callable[..., Any], key: str) -> None:
+    """Register what runs for every operator without a kernel of its own."""
+    library = torch.library.Library("_", "IMPL")
+    library.fallback(run, key)
+    _libraries.append(library)

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tenure._demo import _corpus
-from tenure._demo._corpus import draw_windows, read_corpus
-from tenure._demo._settings import QUICK
+from tenure._demo import _subject
+from tenure._demo._subject import QUICK, draw_windows, read_corpus
 from tenure._errors import CommandError
 
 
@@ -164,7 +163,7 @@ class TestText:
         assert torch.equal(following, windows + 1)
 
     def test_a_python_without_source_is_an_error_of_one_line(self, monkeypatch, tmp_path):
-        monkeypatch.setattr(_corpus.sysconfig, "get_path", lambda name: str(tmp_path))
+        monkeypatch.setattr(_subject.sysconfig, "get_path", lambda name: str(tmp_path))
         with pytest.raises(
             CommandError,
             match=r"holds too little source to learn from \(10 characters short\)\. Use a Python",

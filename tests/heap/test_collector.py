@@ -11,8 +11,7 @@ import pytest
 PRELUDE = """
 import gc, torch, weakref
 from tenure._heap import find_holders
-from tenure._heap._collector import tracked_objects
-from tenure._heap._tensors import live_tensors
+from tenure._heap._collector import live_tensors, tracked_objects
 
 class Box:
     pass

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from tenure.testing._operators._autocast_lists import FLOAT32, FLOAT32_RESULT, LOWER, WIDEST
+from tenure.testing._operators._autocast import FLOAT32, FLOAT32_RESULT, LOWER, WIDEST
 from tenure.testing._torch_backend import operator_named
 
 

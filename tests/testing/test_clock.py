@@ -2,8 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tenure.testing._device._clock import Clock
-from tenure.testing._device._rates import Rates
+from tenure.testing._device._clock import Clock, Rates
 
 pytestmark = pytest.mark.simdevice
 

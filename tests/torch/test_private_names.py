@@ -27,18 +27,27 @@ _OF_STEPS = ("step",)
 _OF_LINES = ("lines",)
 _OF_BUDGETS = ("budget",)
 _OF_PAGES = ("paged",)
+_OF_PREDICTIONS = ("prediction",)
 # Uses that stop where a name is missing, among ``USES`` of without_names.py; of a name with none
 # the stand-in is tried alone. Each is tried together with the plain ones, which go on.
 _STOPPED = {
-    "torch.Tensor._backward_hooks": _OF_STEPS,
+    "torch.Tensor._backward_hooks": ("step", "prediction"),
     "torch.Tensor._indices": ("sparse_in_a_budget",),
     "torch.Tensor._make_wrapper_subclass": (),
-    "torch.Tensor._post_accumulate_grad_hooks": _OF_STEPS,
+    "torch.Tensor._post_accumulate_grad_hooks": ("step", "prediction"),
     "torch.Tensor._use_count": ("holders", "paged"),
     "torch.Tensor._values": ("sparse_in_a_budget",),
     "torch.Tensor._version": ("step", "paged"),
-    "torch.UntypedStorage._cdata": ("budget", "lines", "holders", "saved", "paged"),
-    "torch._C.DisableTorchFunction": ("scope", "budget", "step", "lines", "holders", "paged"),
+    "torch.UntypedStorage._cdata": ("budget", "lines", "holders", "saved", "paged", "prediction"),
+    "torch._C.DisableTorchFunction": (
+        "scope",
+        "budget",
+        "step",
+        "lines",
+        "holders",
+        "paged",
+        "prediction",
+    ),
     "torch._C.DisableTorchFunctionSubclass": (),
     "torch._C._DisableFuncTorch": _OF_PAGES,
     "torch._C._DisableTorchDispatch": ("saved", "paged"),
@@ -47,10 +56,12 @@ _STOPPED = {
     "torch._C._autograd._disable_profiler_legacy": _OF_LINES,
     "torch._C._autograd._enable_profiler_legacy": _OF_LINES,
     "torch._C._autograd._enable_record_function": _OF_LINES,
+    "torch._C._autograd._get_sequence_nr": _OF_PREDICTIONS,
     "torch._C._autograd._profiler_enabled": _OF_LINES,
     "torch._C._autograd._record_function_with_args_enter": _OF_LINES,
     "torch._C._autograd._record_function_with_args_exit": _OF_LINES,
     "torch._C._autograd._unsafe_set_version_counter": (),
+    "torch._C._current_autograd_node": _OF_PREDICTIONS,
     "torch._C._current_graph_task_id": _OF_LINES,
     "torch._C._data_address": (),
     "torch._C._dynamo.eval_frame.set_eval_frame": _OF_STEPS,
@@ -63,10 +74,17 @@ _STOPPED = {
     "torch._C._profiler.ProfilerState": _OF_LINES,
     "torch._C._profiler._ExperimentalConfig": _OF_LINES,
     "torch._C._push_on_torch_function_stack": _OF_SCOPES,
+    "torch._C._select_conv_backend": (),
     "torch._C._storage_Use_Count": ("budget", "holders", "paged"),
-    "torch._C._swap_tensor_impl": (),
+    "torch._C._swap_tensor_impl": _OF_PREDICTIONS,
     "torch._C._to_dlpack": _OF_PAGES,
     "torch._lazy_clone": (),
+    "torch._subclasses.fake_tensor.DataDependentOutputException": (),
+    "torch._subclasses.fake_tensor.DynamicOutputShapeException": (),
+    "torch._subclasses.fake_tensor.FakeTensor": _OF_PREDICTIONS,
+    "torch._subclasses.fake_tensor.FakeTensorMode": _OF_PREDICTIONS,
+    "torch._subclasses.fake_tensor.UnsupportedOperatorException": (),
+    "torch._subclasses.fake_tensor.unset_fake_temporarily": (),
     "torch.nn.Module._save_to_state_dict": (),
     "torch.nn.modules.batchnorm._BatchNorm": _OF_STEPS,
     "torch.nn.modules.batchnorm._NormBase": (),
@@ -74,7 +92,7 @@ _STOPPED = {
     "torch.nn.modules.instancenorm._InstanceNorm": _OF_STEPS,
     "torch.utils._python_dispatch.TorchDispatchMode": (),
     "torch.utils._python_dispatch._disable_current_modes": (),
-    "torch.utils._pytree.SUPPORTED_NODES": ("container",),
+    "torch.utils._pytree.SUPPORTED_NODES": ("container", "prediction"),
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import tenure._torch
 from tenure._torch import swap, trap
-from tenure.scopes import _newness
+from tenure.scopes import _tracker
 
 MODULES = sorted(path.stem for path in Path(tenure._torch.__file__).parent.glob("[a-z]*.py"))
 
@@ -29,4 +29,4 @@ def test_a_swap_that_raises_anything_is_one_that_does_not_work(monkeypatch, erro
 
 
 def test_a_new_tensor_is_told_from_a_gradient_by_its_reference_count():
-    assert _newness.SOLE > 0
+    assert _tracker._SOLE > 0

@@ -111,6 +111,11 @@ def sparse_in_a_budget():
         torch.ones(2).to_sparse()
 
 
+def prediction():
+    model = nn.Linear(2, 2)
+    assert tenure.adaptive.predict_peak(lambda x: model(x).sum(), torch.ones(4, 2)).peak_bytes
+
+
 def container():
     class Pair:
         def __init__(self, *items):
@@ -129,7 +134,7 @@ USES = {
     use.__name__: use
     for use in (
         scope, backward_in_a_scope, container, retry, budget, sparse_in_a_budget, step, lines,
-        holders, saved, paged,
+        holders, saved, paged, prediction,
     )
 }  # fmt: skip
 

@@ -25,8 +25,7 @@ from .._oom import OomInfo, oom_of_work
 from .._undo import Rollback
 from ._events import AdaptiveEvent, EventKind, OnRetry, memory_of, statistics, tell
 from ._release import forget_traceback, release
-from ._relief import Relief, free_bytes_of
-from ._scene import Scene, scene_of
+from ._relief import Relief, Scene, free_bytes_of, scene_of
 
 T = TypeVar("T")
 

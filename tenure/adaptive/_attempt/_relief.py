@@ -1,7 +1,8 @@
 """Making room after an out-of-memory error, so that the same size may fit after all.
 
-Each way gives a number of bytes, and only where those promise that a second try is not in vain.
-Called outside of ``except``, when the failed attempt has been let go.
+What there was at the moment of the error is noted within ``except``, and told where it helps
+nobody. Each way to make room gives a number of bytes, and only where those promise that a second
+try is not in vain; called outside of ``except``, when the failed attempt has been let go.
 """
 
 from __future__ import annotations
@@ -9,24 +10,31 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 
 from tenure._devices import accelerator_of
 from tenure._registries import ask_to_shrink
-from tenure._torch.device_allocator import clear_workspaces
+from tenure._text import format_bytes
+from tenure._torch.device_allocator import (
+    clear_workspaces,
+    free_block_bytes,
+    has_expandable_segments,
+    segments_of,
+)
 
 from .._memory import held_by, meter_for
-from .._oom import OomInfo
-from ._scene import Scene
+from .._oom import OomInfo, unallocated_bytes_in
 
 _HOST = (None, "cpu")
 _OUTSIDE_THE_ALLOCATOR = ("workspace", "driver")
 """Kinds of memory that a library or the driver wanted, and that torch's cache may have taken."""
 _NOISE_BYTES = 1 << 20
 """What the resident memory of a process may change by itself."""
+_ADVICE = "set PYTORCH_ALLOC_CONF=expandable_segments:True before the program starts"
 
 
 class Relief:
@@ -212,3 +220,93 @@ def _given_back(info: OomInfo) -> int:
 
 def _serves(n_bytes: int, info: OomInfo) -> bool:
     return info.requested_bytes is not None and n_bytes >= info.requested_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """The memory of a device at the moment of the error, before anything was let go.
+
+    Attributes:
+        unused_bytes: what the allocator held and no tensor used; None where it can't be told.
+        pieces: how that lay, if there was enough of it for the request.
+    """
+
+    unused_bytes: int | None
+    pieces: Fragmentation | None = None
+
+
+def scene_of(info: OomInfo) -> Scene:
+    """Read the error, or the allocator; called inside ``except``.
+
+    The error is of the moment when memory ran out. Since then, values that the interpreter held
+    for the operation have died.
+    """
+    found, told_bytes = accelerator_of(info.device), unallocated_bytes_in(info.text)
+    if found is None:
+        return Scene(told_bytes)
+    try:
+        if told_bytes is None:
+            return Scene(held_by(*found).unused_bytes)
+        return Scene(told_bytes, _fragmentation_of(*found, told_bytes, info.requested_bytes))
+    # a device without statistics
+    except Exception:
+        return Scene(told_bytes)
+
+
+class Fragmentation(NamedTuple):
+    """Free memory that would have sufficed, were it in one piece.
+
+    Attributes:
+        unused_bytes: what the allocator held and no tensor used.
+        reserved_bytes: all that it held.
+        split_bytes: what of the unused lies in segments that something else uses.
+        largest_bytes: the largest free block; None where it can't be told.
+        is_expandable: whether segments grow and shrink already.
+    """
+
+    unused_bytes: int
+    reserved_bytes: int
+    split_bytes: int
+    largest_bytes: int | None
+    is_expandable: bool
+
+    def __str__(self) -> str:
+        unused, reserved = format_bytes(self.unused_bytes), format_bytes(self.reserved_bytes)
+        text = f"{unused} of {reserved} reserved were not allocated, yet in pieces"
+        if self.largest_bytes is not None:
+            text += f" of {format_bytes(self.largest_bytes)} at the most"
+        if self.split_bytes:
+            text += f" ({format_bytes(self.split_bytes)} beside tensors in one segment)"
+        return text if self.is_expandable else f"{text}: {_ADVICE}"
+
+
+def _fragmentation_of(
+    module: Any, device: torch.device, unused_bytes: int, requested_bytes: int | None
+) -> Fragmentation | None:
+    """What to tell of an allocation that failed; None where the unused memory was too little.
+
+    Args:
+        module: that of the device.
+        device: the device, with its index.
+        unused_bytes: what was unused when the allocation failed.
+        requested_bytes: what it asked for.
+    """
+    # with less unused than was wanted, no other order of the blocks would have helped
+    if requested_bytes is None or unused_bytes < requested_bytes:
+        return None
+    held, largest_bytes = held_by(module, device), _largest_free_block(module, device)
+    if largest_bytes is not None and largest_bytes >= requested_bytes:
+        # it came free since, as what the interpreter held for the operation
+        largest_bytes = None
+    return Fragmentation(
+        unused_bytes,
+        max(held.reserved_bytes, unused_bytes),
+        min(held.split_bytes, unused_bytes),
+        largest_bytes,
+        has_expandable_segments(),
+    )
+
+
+def _largest_free_block(module: Any, device: torch.device) -> int | None:
+    """None where the allocator shows no blocks, or has none free."""
+    return max(free_block_bytes(segments_of(module, device)), default=None)

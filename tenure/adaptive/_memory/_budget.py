@@ -1,35 +1,35 @@
-"""A limit on the memory that a block may hold, on whatever device, the CPU included.
+"""Limits on memory: on what a block holds, on whatever device, and on what a process takes.
 
-One way to keep it on every device: counting what each operation makes. Where the allocator has a
-fraction of its own, that is a net below, for what counting can't see.
+One way to keep that of a block on every device, the CPU included: counting what each operation
+makes. Where the allocator has a fraction of its own, that is a net below, for what counting can't
+see. What is refused is refused before anything changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ContextDecorator
-from threading import get_ident
+from threading import current_thread, get_ident
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, TypeVar
 
 import torch
 
+from tenure._capture import is_capturing
+from tenure._devices import indexed
 from tenure._errors import AdaptiveUsageError
-from tenure._text import format_bytes
+from tenure._host_memory import address_space_bytes, has_address_space_limits, limit_address_space
+from tenure._text import format_bytes, parse_bytes
 
-from ._budget_checks import (
-    check_new,
-    check_not_capturing,
-    check_open,
-    check_plain_function,
-    checked_device,
-    checked_limit,
-)
+from .._callables import is_suspendable, name_of
 from ._counting import CountingMode
 from ._fraction import FractionNet, keeps_fractions
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Status = Literal["not yet open", "open", "closed"]
+_ONE_BLOCK = "A budget is neither reusable nor reentrant: make a new one with memory_budget()."
+_WITHOUT_MEMORY = ("meta",)
+_GIB = 1 << 30
 
 
 class memory_budget(ContextDecorator):
@@ -71,8 +71,8 @@ class memory_budget(ContextDecorator):
     """
 
     def __init__(self, limit: int | str, device: str | torch.device = "cpu") -> None:
-        self.limit_bytes = checked_limit(limit)
-        self.device = checked_device(device)
+        self.limit_bytes = _checked_limit(limit)
+        self.device = _checked_device(device)
         self._counting = CountingMode(self.limit_bytes, self.device)
         self._net: FractionNet | None = None
         self._status: _Status = "not yet open"
@@ -95,8 +95,8 @@ class memory_budget(ContextDecorator):
             AdaptiveUsageError: the budget was entered before, or a graph is being captured on its
                 device.
         """
-        check_new(self, self._status)
-        check_not_capturing(self)
+        _check_new(self, self._status)
+        _check_not_capturing(self)
         if self.device.type != "cpu" and keeps_fractions(self.device):
             self._net = FractionNet(self.limit_bytes, self.device)
         # no __exit__ follows an interrupt in here, and the fraction is that of the whole process
@@ -122,7 +122,7 @@ class memory_budget(ContextDecorator):
             AdaptiveUsageError: on another thread, or when it isn't open, and nothing changes; or
                 before a mode that was opened inside, and the budget is closed.
         """
-        check_open(self, self._status, self._thread_id)
+        _check_open(self, self._status, self._thread_id)
         in_order = self._close()
         if not in_order and (exc is None or isinstance(exc, GeneratorExit)):
             raise AdaptiveUsageError(
@@ -143,7 +143,7 @@ class memory_budget(ContextDecorator):
         Raises:
             AdaptiveUsageError: it is no function, or gives a generator or a coroutine.
         """
-        check_plain_function(func)
+        _check_plain_function(func)
         return super().__call__(func)
 
     def __repr__(self) -> str:
@@ -161,3 +161,149 @@ class memory_budget(ContextDecorator):
     def _recreate_cm(self) -> Self:
         # calls may overlap, on several threads
         return type(self)(self.limit_bytes, self.device)
+
+
+def _checked_limit(limit: int | str) -> int:
+    """The bytes of a limit.
+
+    Raises:
+        ByteSizeError: it is no number of bytes.
+        AdaptiveUsageError: it is zero.
+    """
+    n_bytes = parse_bytes(limit)
+    if n_bytes == 0:
+        raise AdaptiveUsageError(
+            "memory_budget() got a limit of 0 bytes, in which nothing fits. Give at least 1 byte."
+        )
+    return n_bytes
+
+
+def _checked_device(device: str | torch.device) -> torch.device:
+    """A device that is there, with the index it has on its storages.
+
+    Raises:
+        AdaptiveUsageError: torch doesn't know it, it isn't there, or it has no memory.
+    """
+    try:
+        if not isinstance(device, str | torch.device):
+            raise TypeError(f"a device is a str or a torch.device, not a {type(device).__name__}")
+        found = torch.device(device)
+        # No tensor is on "cpu:0": torch drops that index, and would find the two devices unequal.
+        if found.type == "cpu":
+            return torch.device("cpu")
+        return _checked_accelerator(found)
+    except (RuntimeError, TypeError) as error:
+        # CUDA's errors go on with lines of advice on how to debug kernels.
+        reason = str(error).partition("\n")[0]
+        raise AdaptiveUsageError(
+            f"memory_budget() can't limit device={device!r}: {reason}. Name a device that "
+            'tensors can be made on, such as "cpu" or "cuda:0".'
+        ) from error
+
+
+def _check_new(budget: memory_budget, status: str) -> None:
+    """Make sure that a budget was not opened before.
+
+    Raises:
+        AdaptiveUsageError: it was.
+    """
+    if status != "not yet open":
+        raise AdaptiveUsageError(f"{budget!r} was entered a second time. {_ONE_BLOCK}")
+
+
+def _check_not_capturing(budget: memory_budget) -> None:
+    """Make sure that the limit is set before or after a graph is captured.
+
+    Raises:
+        AdaptiveUsageError: the device captures one.
+    """
+    if is_capturing(budget.device):
+        raise AdaptiveUsageError(
+            f"{budget!r} was entered while a graph is being captured on {budget.device}: it gives "
+            "cached memory back, which breaks the capture, and a replay makes nothing that it "
+            "could count. Open it around the capture."
+        )
+
+
+def _check_open(budget: memory_budget, status: str, thread_id: int) -> None:
+    """Make sure that a budget is closed once, and where it was opened.
+
+    Raises:
+        AdaptiveUsageError: it isn't open, or this is another thread.
+    """
+    if status != "open":
+        raise AdaptiveUsageError(f"{budget!r} was closed, but it is not open. {_ONE_BLOCK}")
+    if thread_id != get_ident():
+        raise AdaptiveUsageError(
+            f"{budget!r} was closed from thread {current_thread().name!r}, and stays open. "
+            "A budget belongs to the thread that opened it: close it there."
+        )
+
+
+def _check_plain_function(function: Callable[..., Any]) -> None:
+    """Make sure that a function runs from its call to its return.
+
+    Raises:
+        AdaptiveUsageError: it is no function, or can be suspended, with the budget open.
+    """
+    if not callable(function):
+        raise AdaptiveUsageError(f"@memory_budget() wants a function, and got {function!r}.")
+    if is_suspendable(function):
+        raise AdaptiveUsageError(
+            f"@memory_budget() got {name_of(function)}(), which can be suspended while what it "
+            "makes lives on. Open a budget in the function that runs it."
+        )
+
+
+def _checked_accelerator(device: torch.device) -> torch.device:
+    if device.type in _WITHOUT_MEMORY:
+        raise RuntimeError("its tensors have no memory")
+    module = torch.get_device_module(device)
+    if not module.is_available():
+        raise RuntimeError("this machine, or this build of torch, has none")
+    found = indexed(device)
+    if found.index >= module.device_count():
+        raise RuntimeError(f"this machine has {module.device_count()} of its type")
+    return found
+
+
+def set_cpu_memory_limit(gigabytes: float) -> None:
+    """Limit the memory of this process, so that the CPU runs out of it and does not begin to swap.
+
+    What is limited is the address space (``RLIMIT_AS``), which is larger than the memory in use:
+    torch alone takes over 0.6 GiB of it, and a process that has CUDA open far more. A process can
+    lower its limit, but never raise it again.
+
+    Args:
+        gigabytes: GiB of address space, such as ``8`` or ``0.5``; a limit that is stricter already
+            stays.
+
+    Raises:
+        AdaptiveUsageError: it is no positive number, the process uses more already, or the system
+            has no such limit, as Windows.
+
+    Source: ``toma.cpu_memory.set_cpu_memory_limit``.
+    """
+    n_bytes = _checked_bytes(gigabytes)
+    if not has_address_space_limits():
+        raise AdaptiveUsageError(
+            "set_cpu_memory_limit() can't limit this process: the system has no RLIMIT_AS. "
+            "memory_budget() limits what a block holds, on any system."
+        )
+    used_bytes = address_space_bytes()
+    if n_bytes < used_bytes:
+        raise AdaptiveUsageError(
+            f"set_cpu_memory_limit({gigabytes}) is less than this process uses already: "
+            f"{used_bytes / _GIB:.2f} GiB of address space. Nothing was changed. Allow more."
+        )
+    limit_address_space(n_bytes)
+
+
+def _checked_bytes(gigabytes: float) -> int:
+    is_number = isinstance(gigabytes, int | float) and not isinstance(gigabytes, bool)
+    if not is_number or not 0 < gigabytes < 1 << 30:
+        raise AdaptiveUsageError(
+            f"set_cpu_memory_limit() got {gigabytes!r}, which is no number of GiB. Give one, such "
+            "as 8 or 0.5."
+        )
+    return int(gigabytes * _GIB)

@@ -1,14 +1,15 @@
 """A limit that is kept by counting: the mode that sees each operation of a thread.
 
 Invariant: an operation whose results don't fit leaves the account, its arguments and the memory as
-they were before it; only then is the error raised.
+they were before it, those that it has enlarged in place too; only then is the error raised.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -16,17 +17,18 @@ from torch import Tensor, UntypedStorage
 
 from tenure._account import close_limit, open_limit
 from tenure._text import format_bytes
-from tenure._torch.modes import DispatchMode, open_modes
-from tenure._torch.quiet import without_functions
-from tenure._torch.storages import is_in_a_tensor, uses_by_torch
+from tenure._torch.modes import DispatchMode, open_modes, schema_of
+from tenure._torch.quiet import without_dispatch, without_functions
+from tenure._torch.storages import is_in_a_tensor, key_of, uses_by_torch
 
 from ._live_storages import LiveStorages, storages_in
-from ._resized import Geometry, geometries, restore
 
 _aten = torch.ops.aten
 _LIFTS = frozenset({_aten.lift_fresh.default, _aten.lift.default})
 """What ``torch.tensor``, ``torch.from_numpy`` and the like call with the tensor they made."""
 _CLOSED = -1
+_RESIZERS = frozenset({_aten.resize_, _aten.resize_as_, _aten.set_})
+_known: dict[Any, tuple[tuple[str, ...], tuple[int, ...]]] = {}
 
 
 class CountingMode(DispatchMode):
@@ -122,7 +124,7 @@ class CountingMode(DispatchMode):
             if made_bytes > 0 and self._exceeds():
                 # The traceback holds this frame: it must not hold what the operation made.
                 result = args = kwargs = None  # type: ignore[assignment]
-                restore(places)
+                _restore(places)
                 places = []
                 self._refuse(func, made_bytes)
         self.recent_peak_bytes = max(self.recent_peak_bytes, self._account.live_bytes)
@@ -149,7 +151,7 @@ class CountingMode(DispatchMode):
 
     def _before(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> list[Geometry]:
+    ) -> list[_Geometry]:
         """Enter what is there before an operation, and note what it may enlarge."""
         existing = storages_in(args)
         if kwargs:
@@ -157,7 +159,7 @@ class CountingMode(DispatchMode):
         # its argument is new, unless the memory is another library's
         if func in _LIFTS:
             existing = [storage for storage in existing if not storage.resizable()]
-        places = geometries(func, args, kwargs)
+        places = _geometries(func, args, kwargs)
         # set_ is the one operation that is given storages as such
         if places:
             existing += self._held(args)
@@ -221,3 +223,77 @@ def _pop_closed(stacked: list[CountingMode]) -> None:
 def _exactly(n_bytes: int) -> str:
     short, exact = format_bytes(n_bytes), f"{n_bytes} bytes"
     return f"{short} ({exact})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Geometry:
+    """Where the elements of a tensor lie; it holds the storage, so it is kept for one call only."""
+
+    tensor: Tensor
+    storage: UntypedStorage
+    n_bytes: int
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def restore(self) -> None:
+        """Give the tensor its old place, and the storage its old size; the elements stay."""
+        if key_of(self.tensor.untyped_storage()) != key_of(self.storage) or self._is_moved():
+            place: Any = self.tensor
+            place.set_(self.storage, self.offset, self.shape, self.stride)
+        # never made larger: what has become smaller meanwhile was the operation's own doing
+        if self.storage.nbytes() > self.n_bytes:
+            self.storage.resize_(self.n_bytes)
+
+    def _is_moved(self) -> bool:
+        now = (self.tensor.storage_offset(), self.tensor.shape, self.tensor.stride())
+        return now != (self.offset, self.shape, self.stride)
+
+
+def _geometries(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[_Geometry]:
+    """The places of the arguments that ``func`` may enlarge; of most functions there are none."""
+    # by the schema, once for each operator: this stands in the way of every operation of a budget
+    places = _known.get(func)
+    if places is None:
+        places = _known[func] = _enlarged_arguments(func)
+    names, positions = places
+    if not names:
+        return []
+    chosen = [args[i] for i in positions if i < len(args)]
+    chosen += [kwargs[name] for name in names if name in kwargs]
+    return [_geometry_of(tensor) for tensor in _flat(chosen) if tensor.layout is torch.strided]
+
+
+def _restore(places: Iterable[_Geometry]) -> None:
+    """Undo what a refused operation did to the places of its arguments."""
+    with without_dispatch():
+        for place in places:
+            place.restore()
+
+
+def _enlarged_arguments(func: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Names and positions of the ``out=`` arguments, or of the tensor that is resized."""
+    schema = schema_of(func)
+    # a higher-order operator
+    if schema is None:
+        return (), ()
+    resizes = func.overloadpacket in _RESIZERS
+    found = [
+        (argument.name, position)
+        for position, argument in enumerate(schema.arguments)
+        if argument.is_out or (resizes and position == 0)
+    ]
+    return tuple(name for name, _ in found), tuple(position for _, position in found)
+
+
+def _geometry_of(tensor: Tensor) -> _Geometry:
+    storage = tensor.untyped_storage()
+    offset = int(tensor.storage_offset())
+    return _Geometry(tensor, storage, storage.nbytes(), offset, tensor.shape, tensor.stride())
+
+
+def _flat(values: Iterable[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        found += [value] if isinstance(value, Tensor) else _flat(value)
+    return found

@@ -1,11 +1,11 @@
 """Telling an out-of-memory error from any other: its chain, its type, its text, users' patterns."""
 
-from ._chain import chain_of as chain_of
 from ._info import OomInfo as OomInfo
+from ._info import chain_of as chain_of
 from ._info import is_oom as is_oom
 from ._info import oom_info as oom_info
 from ._info import oom_of_work as oom_of_work
-from ._registry import OomRegistration as OomRegistration
-from ._registry import register_oom as register_oom
-from ._rules import OomKind as OomKind
-from ._wanted_bytes import unallocated_bytes_in as unallocated_bytes_in
+from ._texts import OomKind as OomKind
+from ._texts import OomRegistration as OomRegistration
+from ._texts import register_oom as register_oom
+from ._texts import unallocated_bytes_in as unallocated_bytes_in

@@ -1,19 +1,59 @@
-"""Telling an out-of-memory error from any other, wherever it stands in a chain of exceptions.
+"""Telling an out-of-memory error from any other, by itself and wherever it stands in a chain.
 
-Invariant: nothing here raises for what an exception is made of, and nothing keeps a reference to an
-exception, its traceback or its frames.
+An exception by itself is judged by what it can never be, then by its type, then by its text.
+
+Invariant: nothing here raises for what an exception is made of, whatever a subclass overrides, and
+nothing keeps a reference to an exception, its traceback or its frames.
 """
 
 from __future__ import annotations
 
+import errno
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
 
-from tenure._errors import AdaptiveUsageError
+import torch
 
-from ._chain import Link, ids_in, links_below
-from ._rules import Oom, OomKind
-from ._verdict import NEVER, verdict_on
-from ._wanted_bytes import device_in, requested_bytes_in, text_of, type_name
+from tenure._errors import AdaptiveUsageError, OutOfRetriesError, TenureError
+
+from ._texts import (
+    NEVER_TEXT,
+    Oom,
+    OomKind,
+    builtin_oom,
+    device_in,
+    registered_oom,
+    requested_bytes_in,
+    text_of,
+    type_name,
+)
+
+# The interpreter's own slots: a subclass may shadow the names with properties that raise.
+_CAUSE: Any = vars(BaseException)["__cause__"]
+_CONTEXT: Any = vars(BaseException)["__context__"]
+_SUPPRESS: Any = vars(BaseException)["__suppress_context__"]
+_MEMBERS: Any = vars(BaseExceptionGroup)["exceptions"]
+_DEVICE = Oom("device")
+_HOST = Oom("host", "cpu")
+_BROKEN_GROUP = Oom("device", retry_safe=False)
+# cudaErrorMemoryAllocation and hipErrorOutOfMemory; torch sets error_code where C++ raises.
+# https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html
+_ALLOCATION = 2
+# A build without torch.distributed has no such error.
+_DIST_ERROR: type[RuntimeError] | tuple[()] = getattr(torch.distributed, "DistError", ())
+_LITTLE_BYTES = 1 << 29
+"""What a handle and the kernels that come with it take at the most, generously."""
+_HANDLE = re.compile(
+    # cuSPARSE says what its status means, the others print its name
+    r"\b(?:(?:CU|HIP|ROC)[A-Z]{2,10}_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR|INSUFFICIENT_RESOURCES)"
+    r"|insufficient resources|initialization error),? when calling "
+    r"`(?:cu|hip|roc)\w{2,20}[cC]reate\w{0,20}\(&?handle\)"
+    r"|\bcuDNN error: CUDNN_STATUS_NOT_INITIALIZED\b"
+)
+"""Source: the checks of ``aten/src/ATen/cuda/Exceptions.h``, and who calls them with a handle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +120,21 @@ def oom_of_work(exc: BaseException, outside: BaseException | None) -> OomInfo | 
             came of, tells nothing.
     """
     found: OomInfo | None = None
-    seen = ids_in(outside)
-    waiting = [Link(exc, None)]
+    seen = _ids_in(outside)
+    waiting = [_Link(exc, None)]
     while waiting:
         link = waiting.pop()
         if id(link.exception) in seen:
             continue
         seen.add(id(link.exception))
         text = text_of(link.exception)
-        verdict = verdict_on(link.exception, text)
+        verdict = _verdict_on(link.exception, text)
         # it hides those below: to try again would repeat a bug, use a device that no longer works,
         # or swallow an interrupt
-        if verdict is NEVER:
+        if verdict is _NEVER:
             return None
         if not isinstance(verdict, Oom):
-            waiting.extend(reversed(links_below(link)))
+            waiting.extend(reversed(_links_below(link)))
         # of several in a group the one after which nothing may be tried again
         elif found is None or (found.retry_safe and not verdict.retry_safe):
             found = _info(verdict, link, text)
@@ -118,7 +158,7 @@ def is_oom(exc: BaseException) -> bool:
     return oom_info(exc) is not None
 
 
-def _info(oom: Oom, link: Link, text: str) -> OomInfo:
+def _info(oom: Oom, link: _Link, text: str) -> OomInfo:
     return OomInfo(
         kind=oom.kind,
         device=device_in(text, oom.device),
@@ -141,3 +181,151 @@ def _described(value: object) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"
     return f"an object of type {type(value).__name__}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """An exception of a chain, and the one above it, through which it was reached."""
+
+    exception: BaseException
+    above: _Link | None
+
+    def path(self) -> list[_Link]:
+        """The links from the top of the chain to this one."""
+        return list(self._upwards())[::-1]
+
+    def _upwards(self) -> Iterator[_Link]:
+        link: _Link | None = self
+        while link is not None:
+            yield link
+            link = link.above
+
+
+def chain_of(exc: BaseException, outside: BaseException | None = None) -> Iterator[BaseException]:
+    """The exception and all that it came of, suppressed or not, each once.
+
+    Args:
+        exc: what was caught.
+        outside: the exception that was handled when the work began; it, and what it came of,
+            belongs to the caller and is left out.
+    """
+    seen = _ids_in(outside)
+    waiting = [exc]
+    while waiting:
+        one = waiting.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            # suppressed or not: a context that nobody sees holds its frames all the same
+            waiting += _below(one, also_suppressed=True)
+
+
+def _ids_in(outside: BaseException | None) -> set[int]:
+    """The identities of an exception and of all that it came of."""
+    return set() if outside is None else {id(one) for one in chain_of(outside)}
+
+
+def _links_below(link: _Link) -> list[_Link]:
+    """The members of a group, the cause, and the context unless it is suppressed, in this order."""
+    return [_Link(other, link) for other in _below(link.exception, also_suppressed=False)]
+
+
+def _below(exc: BaseException, *, also_suppressed: bool) -> list[BaseException]:
+    below = list(_MEMBERS.__get__(exc)) if issubclass(type(exc), BaseExceptionGroup) else []
+    below.append(_CAUSE.__get__(exc))
+    if also_suppressed or not _SUPPRESS.__get__(exc):
+        below.append(_CONTEXT.__get__(exc))
+    return [other for other in below if other is not None]
+
+
+class _Never(Enum):
+    NEVER = "never"
+
+
+_NEVER: Final = _Never.NEVER
+"""The verdict on what is no out-of-memory error, whatever stands below it in its chain."""
+
+
+def _verdict_on(exc: BaseException, text: str) -> Oom | _Never | None:
+    """What an exception is by itself: an out-of-memory error, never one, or None for neither."""
+    kind = type(exc)
+    if not issubclass(kind, Exception):
+        # interrupts and exits, cancellations, and groups that hold one
+        return _NEVER
+    # A type is certain where a text is a guess; what is never one comes before the texts, because
+    # a long one may say both.
+    return _by_type(exc, text) or _never(kind, text) or _by_text(kind, text)
+
+
+def _by_type(exc: BaseException, text: str) -> Oom | None:
+    kind = type(exc)
+    if issubclass(kind, torch.OutOfMemoryError):
+        # not every allocator names the device in its first words
+        found = builtin_oom(text)
+        return found if found is not None and found.kind == "device" else _DEVICE
+    if issubclass(kind, MemoryError):
+        # allocators of other libraries name the device
+        return builtin_oom(text) or _HOST
+    if issubclass(kind, torch.AcceleratorError) and _number(exc, "error_code") == _ALLOCATION:
+        return builtin_oom(text) or _DEVICE
+    if issubclass(kind, OSError) and _number(exc, "errno") == errno.ENOMEM:
+        return _HOST
+    return None
+
+
+def _never(kind: type[BaseException], text: str) -> _Never | None:
+    if issubclass(kind, OutOfRetriesError):
+        # its cause tells
+        return None
+    if issubclass(kind, (TenureError, AssertionError)) or NEVER_TEXT.search(text):
+        return _NEVER
+    return None
+
+
+def _by_text(kind: type[BaseException], text: str) -> Oom | None:
+    if not issubclass(kind, RuntimeError):
+        return None
+    if issubclass(kind, _DIST_ERROR) and "out of memory" in text:
+        return _BROKEN_GROUP
+    return registered_oom(text) or builtin_oom(text) or _oom_of_handle(text)
+
+
+def _number(exc: BaseException, attribute: str) -> int | None:
+    try:
+        value = getattr(exc, attribute, None)
+    # a subclass may raise anything from a property, and a verdict must not
+    except Exception:
+        return None
+    return value if type(value) is int else None
+
+
+def _oom_of_handle(text: str) -> Oom | None:
+    """What a library of CUDA that could not be begun is, by its text and the memory free now.
+
+    A library takes the memory of its first handle from the driver, beside torch's allocator, and
+    says of a failure only that it is not initialized. The same is said where it was installed
+    wrongly, or where an earlier kernel has broken the device. So it counts only while little memory
+    is free.
+    """
+    if not _HANDLE.search(text):
+        return None
+    device = _device_with_little_free()
+    return None if device is None else Oom("workspace", device)
+
+
+def _device_with_little_free() -> str | None:
+    """A device in use that is nearly full: the text names none, and the current one is any."""
+    if not torch.cuda.is_initialized():
+        return None
+    for index in range(torch.cuda.device_count()):
+        try:
+            # of one without memory, asking would bring a context to life, which takes some
+            if (
+                torch.cuda.memory_reserved(index)
+                and torch.cuda.mem_get_info(index)[0] < _LITTLE_BYTES
+            ):
+                return f"cuda:{index}"
+        # a device that is broken tells nothing any more
+        except Exception:
+            continue
+    return None

@@ -1,6 +1,6 @@
 """What a failed attempt has changed, noted before it runs and brought back after."""
 
-from ._buffer_state import BufferState as BufferState
+from ._module_state import BufferState as BufferState
 from ._module_state import ModuleState as ModuleState
 from ._module_state import modules_below as modules_below
 from ._notes import is_gone as is_gone

@@ -1,20 +1,38 @@
-"""All that a failed attempt changes in modules, noted and brought back together."""
+"""All that a failed attempt changes in modules, noted and brought back together.
+
+That is how they are set; their buffers, such as running statistics; and their plain attributes,
+such as caches and counters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from tenure._torch.quiet import without_functions
+from tenure.scopes import persist
 
-from ._attribute_state import AttributeState
-from ._buffer_state import BufferState
+from ._notes import (
+    ContainerNote,
+    TensorNote,
+    differing,
+    entries,
+    is_gone,
+    noted,
+    noted_container,
+    remember_written,
+)
 from ._rollback import AllOf
 
 _Hooks = dict[int, Any]
 _NO_HOOKS: _Hooks = {}
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_PLAIN = frozenset((int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device))
+_NO_NAMES: frozenset[str] = frozenset()
 
 
 class ModuleState(AllOf):
@@ -33,8 +51,8 @@ class ModuleState(AllOf):
 
     def __init__(self, modules: Iterable[nn.Module], *, with_modes: bool = True) -> None:
         self.buffers = BufferState(modules)
-        kinds = (AttributeState(modules), self.buffers)
-        self._kinds = (ModeState(modules), *kinds) if with_modes else kinds
+        kinds = (_AttributeState(modules), self.buffers)
+        self._kinds = (_ModeState(modules), *kinds) if with_modes else kinds
         super().__init__(self._kinds)
 
     def add(self, modules: Iterable[nn.Module]) -> None:
@@ -43,7 +61,7 @@ class ModuleState(AllOf):
             kind.add(modules)
 
 
-class ModeState:
+class _ModeState:
     """How some modules are set.
 
     That is training or evaluation, the hooks of forward passes, and which parameters get gradients.
@@ -92,11 +110,11 @@ class ModeState:
         for module, training in self._training:
             if module.training != training:
                 module.training = training
-        for hooks, noted in self._hooks:
+        for hooks, before in self._hooks:
             # the dict itself stays: handles of hooks refer to it
-            if hooks.keys() != noted.keys():
+            if hooks.keys() != before.keys():
                 hooks.clear()
-                hooks.update(noted)
+                hooks.update(before)
         for parameter, requires_grad in self._frozen:
             if parameter.requires_grad != requires_grad:
                 parameter.requires_grad_(requires_grad)
@@ -114,3 +132,196 @@ def modules_below(models: Iterable[nn.Module]) -> list[nn.Module]:
             if below:
                 waiting += [child for child in below.values() if child is not None][::-1]
     return list(found.values())
+
+
+class _Noted(NamedTuple):
+    module: nn.Module
+    attributes: dict[str, Any]
+
+
+class _AttributeState:
+    """What the attributes of some modules hold.
+
+    A tensor that a failed attempt keeps on a module, as a cache for calls to come, is let go with
+    the attempt: the attribute gets back what it held, and so do the numbers beside it. Dicts,
+    lists, sets and deques get their items back, also inside each other, and tensors that were
+    written in place their values. Modules of torch's own classes keep nothing there, and are left
+    out.
+
+    Args:
+        modules: the modules that the work runs.
+    """
+
+    __slots__ = ("_contents", "_modules", "_noted", "_seen", "_tensors")
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = modules
+        self._noted: list[_Noted] = []
+        self._contents: list[ContainerNote] = []
+        self._tensors: list[TensorNote] = []
+        # what is noted is kept, so an id stands for one object
+        self._seen: set[int] = set()
+
+    def begin(self) -> None:
+        """Note them."""
+        self.finish()
+        self.add(self._modules)
+
+    def add(self, modules: Iterable[nn.Module]) -> None:
+        """Note those of more modules."""
+        with persist(), torch.no_grad():
+            for module in modules:
+                if not _is_of_torch(type(module).__module__):
+                    attributes = _attributes_of(module)
+                    self._noted.append(_Noted(module, attributes))
+                    self._note_below(module, attributes)
+
+    def finish(self) -> None:
+        """What the attempt set stays."""
+        remember_written(self._tensors)
+        self._noted, self._contents, self._tensors, self._seen = [], [], [], set()
+
+    def undo(self) -> None:
+        """Put back what is no longer there, and take away what is new."""
+        for module, attributes in self._noted:
+            space = vars(module)
+            # what every module has, its dicts of parameters and hooks among it, is others' to undo
+            for name in space.keys() - attributes.keys() - _OF_EVERY_MODULE:
+                del space[name]
+            space.update(attributes)
+        for contents in self._contents:
+            contents.undo()
+        for note in self._tensors:
+            note.undo()
+
+    def _note_below(self, module: nn.Module, attributes: dict[str, Any]) -> None:
+        waiting = [item for item in attributes.items() if type(item[1]) not in _PLAIN]
+        while waiting:
+            name, value = waiting.pop()
+            if id(value) in self._seen:
+                continue
+            if issubclass(type(value), Tensor):
+                self._seen.add(id(value))
+                if not (is_gone(value) or value.requires_grad):
+                    self._tensors.append(noted(module, name, value))
+            elif issubclass(type(value), tuple):
+                self._seen.add(id(value))
+                waiting += _changeable(name, tuple.__iter__(value))
+            elif (contents := noted_container(value)) is not None:
+                self._seen.add(id(value))
+                self._contents.append(contents)
+                waiting += _changeable(name, contents.items)
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    """What a module holds besides what every module has."""
+    return {k: v for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
+
+
+def _changeable(name: str, items: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """What stands in a container and may be changed, with a name for each place."""
+    # by number: the text of a key may be that of a whole model, and keys may be others each time
+    numbered = enumerate(each for _, each in entries(items))
+    return ((f"{name}[{i}]", each) for i, each in numbered if type(each) not in _PLAIN)
+
+
+def _is_of_torch(name: str) -> bool:
+    return name.startswith("torch.") or name == "torch"
+
+
+class _Buffer(NamedTuple):
+    module: nn.Module
+    name: str
+    tensor: Tensor | None
+    note: TensorNote | None
+
+
+class BufferState:
+    """Every buffer of some modules: its values, and which tensor it is.
+
+    Buffers that were not there are taken away.
+
+    Args:
+        modules: the modules that the work runs.
+    """
+
+    __slots__ = ("_buffers", "_modules", "_names")
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = modules
+        self._buffers: list[_Buffer] = []
+        self._names: list[tuple[nn.Module, frozenset[str]]] = []
+
+    def begin(self) -> None:
+        """Note the buffers."""
+        # the copies of the attempt before go first
+        self.finish()
+        self.add(self._modules)
+
+    def add(self, modules: Iterable[nn.Module]) -> None:
+        """Note those of more modules."""
+        with persist(), torch.no_grad():
+            for module in modules:
+                buffers = module._buffers
+                if not buffers:
+                    self._names.append((module, _NO_NAMES))
+                    continue
+                self._names.append((module, frozenset(buffers.keys())))
+                for name, tensor in buffers.items():
+                    # a first call that fails may leave a lazy buffer with a shape
+                    if tensor is None or not is_lazy(tensor):
+                        note = None
+                        if tensor is not None and not is_gone(tensor):
+                            note = noted(module, name, tensor)
+                        self._buffers.append(_Buffer(module, name, tensor, note))
+
+    def finish(self) -> None:
+        """What the attempt wrote stays; the copies go."""
+        remember_written(buffer.note for buffer in self._buffers if buffer.note is not None)
+        self._buffers, self._names = [], []
+
+    def written(self) -> list[tuple[nn.Module, str]]:
+        """The buffers, by module and name, that have other values than when they were noted.
+
+        One that has another shape is a cache that grew, and does not count.
+        """
+        written: list[_Buffer] = []
+        unsure: list[tuple[_Buffer, tuple[Tensor, Tensor]]] = []
+        for buffer in self._buffers:
+            note, now = buffer.note, _buffer(buffer.module, buffer.name)
+            if note is None or now is None:
+                continue
+            # three answers that cost nothing, then the comparison of values for what is left
+            if now is buffer.tensor and note.has_other_version():
+                written.append(buffer)
+            elif now is buffer.tensor:
+                if not note.was_left_alone() and _may_be_statistic(now):
+                    unsure.append((buffer, (now, note.copy)))
+            elif now.shape == note.copy.shape:
+                unsure.append((buffer, (now, note.copy)))
+        with without_functions(), torch.no_grad():
+            answers = differing([pair for _, pair in unsure])
+        written += [buffer for (buffer, _), differs in zip(unsure, answers, strict=True) if differs]
+        return [(buffer.module, buffer.name) for buffer in written]
+
+    def undo(self) -> None:
+        """Write back the values, and put back the tensors, that are no longer there."""
+        for module, names in self._names:
+            for name in set(module._buffers.keys()) - names:
+                delattr(module, name)
+        for module, name, tensor, note in self._buffers:
+            module._buffers[name] = tensor
+            if note is not None:
+                note.undo()
+
+
+def _buffer(module: nn.Module, name: str) -> Tensor | None:
+    # of a scripted module, a mapping without get()
+    buffers = module._buffers
+    return buffers[name] if name in buffers else None  # noqa: SIM401
+
+
+def _may_be_statistic(tensor: Tensor) -> bool:
+    """Whether batch norm may have written it without counting a version."""
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+    return is_plain and tensor.is_floating_point() and not tensor.is_meta

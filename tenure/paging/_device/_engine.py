@@ -15,13 +15,13 @@ from tenure._registries import NamedTensor
 from tenure._torch.lending import note_while
 
 from .._host import HostStore
-from .._link import Link, PassMeter, PassRecord
+from .._link import Link
 from .._model import HostTensor, Unit
 from ._copies import Copies
+from ._memory import Place
 from ._page import Page
-from ._pass import AccessOrder, Pass
+from ._pass import AccessOrder, Pass, PassMeter, PassRecord
 from ._room import Room, n_bytes_of
-from ._slabs import Place
 
 
 class Engine:

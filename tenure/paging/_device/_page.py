@@ -19,7 +19,7 @@ from tenure._torch.storages import is_held
 from tenure._torch.writes import counter_of
 
 from .._model import HostTensor, Unit
-from ._slabs import Place
+from ._memory import Place
 
 RESIDENT = "paged: resident"
 """What reports of memory call bytes of the device that units keep."""

@@ -11,8 +11,8 @@ from itertools import accumulate, pairwise
 from tenure._registries import NamedTensor
 
 from .._model import Unit
+from ._memory import Slab
 from ._page import RESIDENT, Page
-from ._slabs import Slab
 
 
 class Residents:

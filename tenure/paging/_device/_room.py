@@ -22,11 +22,10 @@ from tenure._torch.quiet import aside
 from .._link import Link
 from .._model import Unit
 from ._copies import Copies
+from ._memory import Arrangement, ByteRing, Fences, Place, Slab, joined, nowhere, places_in
 from ._page import RESIDENT, IdlePages, Page
 from ._pass import Pass
 from ._residents import Residents, memory_bytes
-from ._ring import ByteRing, Fences
-from ._slabs import Arrangement, Place, Slab, joined, nowhere, places_in
 
 RING = "paged: ring"
 """What reports of memory call the bytes that passing units share."""

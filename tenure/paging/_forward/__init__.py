@@ -5,10 +5,9 @@
 
 from ._arguments import Arguments as Arguments
 from ._arguments import moved as moved
-from ._attached import Attached as Attached
+from ._binding import Attached as Attached
 from ._binding import PagedDict as PagedDict
-from ._entry_points import Method as Method
-from ._entry_points import checked_methods as checked_methods
+from ._hooks import Method as Method
 from ._hooks import ModuleHooks as ModuleHooks
 from ._pager import Pager as Pager
 from ._refusals import after_captures as after_captures

@@ -1,22 +1,30 @@
-"""The hooks that tell a pager when a module's forward begins and ends.
+"""How a pager is told that a module's forward, or another of its methods, begins and ends.
 
-Invariant: a hook works for the model that was paged alone. A copy of the model, or what is loaded
-from a pickle of it, gets hooks that do nothing and take themselves away.
+Invariant: a hook, and what stands in the place of a method, works for the model that was paged
+alone, and keeps it alive no more than a weak reference does. A copy of the model, or what is loaded
+from a pickle of it, has the method itself, and hooks that do nothing and take themselves away.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import copy
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from tenure._errors import PagingError
+from tenure._torch.modules import calls
 
 from .._model import HostTensor, TensorTable, Unit
 from ._arguments import Arguments
 from ._pager import Pager
 
-_OWN = frozenset(vars(nn.Module()))
+_OWN_NAMES = frozenset(vars(nn.Module()))
 
 
 class ModuleHooks:
@@ -114,7 +122,7 @@ class _Attributes:
         self._names = [
             name
             for name, value in vars(module).items()
-            if name not in _OWN and any(map(self._host_of, _held_by(value)))
+            if name not in _OWN_NAMES and any(map(self._host_of, _held_by(value)))
         ]
 
     def show(self, module: nn.Module) -> None:
@@ -149,3 +157,88 @@ def _held_by(value: Any) -> Iterator[object]:
             yield from _held_by(each)
     else:
         yield value
+
+
+class Method(NamedTuple):
+    """A method of a module in the model."""
+
+    module: nn.Module
+    name: str
+
+
+class EntryPoint:
+    """Stands for a method of one module; while that runs, its weights are seen on the device.
+
+    Args:
+        method: the method.
+        hooks: those of the module.
+    """
+
+    def __init__(self, method: Method, hooks: ModuleHooks) -> None:
+        module, name = method
+        self._module, self._name, self._hooks = weakref.ref(module), name, hooks
+        self._own = vars(module).get(name)
+        # A method of the class is called with the module at hand; to keep it bound would keep the
+        # module.
+        bound = getattr(module, name)
+        is_bound = isinstance(bound, types.MethodType) and bound.__self__ is module
+        self._function = bound.__func__ if is_bound else None
+        self._free = None if is_bound else bound
+        self.__name__, self.__doc__ = name, bound.__doc__
+        self.__signature__ = _signature_of(bound)
+        vars(module)[name] = self
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @calls("module")
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method, with its inputs on the device as those of a forward."""
+        module = self._alive()
+        # The end is told in any case, as by a hook that is always called.
+        output, safe = None, None
+        try:
+            given = self._hooks.begin(module, args, kwargs, self._name)
+            args, kwargs = given or (args, kwargs)
+            output = self._plain(module)(*args, **kwargs)
+        finally:
+            safe = self._hooks.end(module, args, output)
+        return output if safe is None else safe
+
+    def remove(self) -> None:
+        """Put the method back."""
+        module = self._module()
+        if module is not None and vars(module).get(self._name) is self:
+            del vars(module)[self._name]
+            if self._own is not None:
+                vars(module)[self._name] = self._own
+
+    def _plain(self, module: nn.Module) -> Callable[..., Any]:
+        if self._function is None:
+            return self._free  # type: ignore[return-value]
+        return types.MethodType(self._function, module)
+
+    def _alive(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise PagingError(
+                f"{self._name}() was called of a paged module that is gone: what stands for the "
+                "method does not keep it. Keep the model, or its handle, as long as it is called."
+            )
+        return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._plain(self._alive()), memo)
+
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
+        return _itself, (self._plain(self._alive()),)
+
+
+def _itself(method: Any) -> Any:
+    return method
+
+
+def _signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except ValueError:
+        # Some functions of C have none.
+        return None

@@ -1,26 +1,39 @@
-"""Host bytes that lie in files, and come from there each time that they are needed.
+"""Host bytes that lie in files, the user's or our own, and come from there when they are needed.
 
 Invariant: a read gives the values that the model's tensors have now: what the file holds, and over
-it what was written to them since. The host's memory holds what was written, and no more.
+it what was written to them since. The host's memory holds what was written, and no more. A file of
+our own has no name from before its first byte: no process can meet another's, and the system takes
+it back with its last use, however a process ends.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO, cast
 
+import psutil
 from torch import Tensor, UntypedStorage
 
-from tenure._errors import PagingError
+from tenure._callers import warn_user
+from tenure._errors import PagingError, PagingWarning
 from tenure._registries import NamedTensor
-from tenure._text import describe_tensor
+from tenure._text import describe_tensor, format_bytes
 
-from .._model import HostTensor, Unit
+from .._model import Extent, HostTensor, Unit
+from ._host_buffers import point_at
 from ._mapped_file import MappedFile
 from ._reader import Reader
-from ._spill import spill
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_IN_MEMORY = ("tmpfs", "ramfs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +189,7 @@ class SpillStore(FileStore):
             PagingError: the file can't be written; the tensors are where they were.
         """
         units = list(units)
-        self._files.append(spill(units, self._folder, self._model))
+        self._files.append(_spill(units, self._folder, self._model))
         super().adopt(units)
 
 
@@ -190,3 +203,111 @@ def _checked(host: HostTensor) -> Tensor:
             "unpage() first."
         )
     return tensor
+
+
+def checked_folder(folder: Path) -> Path:
+    """A folder that files can be made in, made if it is missing.
+
+    Raises:
+        PagingError: it is none, or nothing can be made there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        nameless(folder).close()
+    except (OSError, ValueError) as error:
+        # A ValueError: what no system takes for a name.
+        why = getattr(error, "strerror", None) or error
+        raise PagingError(
+            f"No file can be made in host={str(folder)!r}: {why}. The model is as "
+            "before. Name a folder that this process may write to."
+        ) from error
+    if _is_in_memory(folder):
+        warn_user(
+            f"host={str(folder)!r} is a folder in memory: what is moved there takes as much of "
+            "it as before. Name a folder on a disk.",
+            PagingWarning,
+        )
+    return folder
+
+
+def _spill(units: list[Unit], folder: Path, model: str) -> MappedFile:
+    """Write units to a new file, and only then point their tensors there.
+
+    Raises:
+        PagingError: the file can't be written; the tensors are where they were.
+    """
+    n_bytes = sum(unit.n_bytes for unit in units)
+    with writing(folder, model, n_bytes), nameless(folder) as file:
+        _reserve(file, n_bytes)
+        _write(file, units)
+        mapped = MappedFile(file, f"The file of {model} in {str(folder)!r}", is_ours=True)
+    # Only now, when every byte is in the file: until here the model can be left as it was.
+    for extent, begin, start in _places(units):
+        point_at(extent, mapped.bytes_at(begin + start, extent.n_bytes), start)
+    return mapped
+
+
+@contextmanager
+def writing(folder: Path, model: str, n_bytes: int) -> Iterator[None]:
+    """A block that writes a file of a model.
+
+    Raises:
+        PagingError: it can't be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        free_bytes = shutil.disk_usage(folder).free
+        raise PagingError(
+            f"{format_bytes(n_bytes)} of {model} could not be written to host={str(folder)!r}: "
+            f"{error.strerror}; {format_bytes(free_bytes)} are free there. The model is as before, "
+            "and the file is gone. Free space, or name another folder."
+        ) from error
+
+
+def nameless(folder: Path) -> BinaryIO:
+    """A new file in a folder that nobody else can meet."""
+    return cast(BinaryIO, tempfile.TemporaryFile(dir=folder, prefix="tenure-"))
+
+
+def _reserve(file: BinaryIO, n_bytes: int) -> None:
+    """Let a disk that is too full say so before anything is written."""
+    if not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(file.fileno(), 0, n_bytes)
+    except OSError as error:
+        # Some file systems, network ones above all, can't reserve; that is no reason not to write.
+        if error.errno in _FULL:
+            raise
+
+
+def _write(file: BinaryIO, units: list[Unit]) -> None:
+    for extent, begin, start in _places(units):
+        address = extent.storage.data_ptr() + extent.low_byte
+        file.seek(begin + start)
+        file.write((ctypes.c_ubyte * extent.n_bytes).from_address(address))
+    # What is empty can't be mapped.
+    file.truncate(max(1, sum(unit.n_bytes for unit in units)))
+    file.flush()
+
+
+def _places(units: list[Unit]) -> Iterator[tuple[Extent, int, int]]:
+    """Every extent, with where its unit begins in the file, and where in the unit it does."""
+    begin = 0
+    for unit in units:
+        for extent, start in unit.starts():
+            yield extent, begin, start
+        begin += unit.n_bytes
+
+
+def _is_in_memory(folder: Path) -> bool:
+    """Whether the innermost file system that holds a folder is one of memory."""
+    parents = {str(each) for each in (folder.resolve(), *folder.resolve().parents)}
+    try:
+        mounts = [each for each in psutil.disk_partitions(all=True) if each.mountpoint in parents]
+    except OSError:
+        # Some sandboxes do not tell.
+        return False
+    innermost = max(mounts, key=lambda mount: len(mount.mountpoint), default=None)
+    return innermost is not None and innermost.fstype in _IN_MEMORY

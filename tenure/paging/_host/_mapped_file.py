@@ -1,17 +1,21 @@
 """A file whose bytes are read as they are, and seen by tensors that may be written.
 
 Invariant: the file is never written. What is written through a tensor over it stays in memory, and
-is what the next read gives; a file that somebody else changes is refused, not read.
+is what the next read gives: the kernel says which pages those are, and where it does not tell, none
+is claimed to be unwritten. A file that somebody else changes is refused, not read.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import sys
+import tempfile
 import weakref
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import BinaryIO
 
 import torch
@@ -20,13 +24,19 @@ from torch import Tensor
 from tenure._errors import PagingError
 from tenure._text import format_bytes
 
-from ._pagemap import written_runs
-
 # Without it Linux refuses to map a file larger than the memory there is, though few pages of it
 # will ever be written; Python before 3.13 does not name it.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 _Seen = tuple[int, int]
+
+_PAGE_BYTES = mmap.PAGESIZE
+_ENTRY_BYTES = 8
+_PAGEMAP = "/proc/self/pagemap"
+# The three highest bits of an entry, https://docs.kernel.org/admin-guide/mm/pagemap.html
+_FLAGS_SHIFT = 61
+_OF_A_FILE, _HAS_CONTENT = 0b001, 0b110
+_Runs = list[tuple[int, int]]
 
 
 class MappedFile:
@@ -149,3 +159,69 @@ def _mapped(descriptor: int, n_bytes: int) -> mmap.mmap:
         return mmap.mmap(descriptor, n_bytes, access=mmap.ACCESS_COPY)
     flags, protection = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
     return mmap.mmap(descriptor, n_bytes, flags=flags, prot=protection)
+
+
+def written_runs(address: int, n_bytes: int) -> _Runs | None:
+    """The written parts of a mapped range, as offsets from its beginning, in order.
+
+    Args:
+        address: where the range begins in memory.
+        n_bytes: its bytes.
+
+    Returns:
+        Pairs of begin and end; None where the kernel does not tell.
+    """
+    return _runs(address, n_bytes) if tells_written() else None
+
+
+@functools.cache
+def tells_written() -> bool:
+    """Whether this kernel tells a page that was written from one that was only read."""
+    try:
+        with tempfile.TemporaryFile() as file:
+            file.truncate(2 * _PAGE_BYTES)
+            memory = mmap.mmap(file.fileno(), 2 * _PAGE_BYTES, access=mmap.ACCESS_COPY)
+            bytes_of = torch.frombuffer(memory, dtype=torch.uint8)
+            address = bytes_of.data_ptr()
+            before = bytes_of.sum().item(), _runs(address, 2 * _PAGE_BYTES)
+            bytes_of[_PAGE_BYTES] = 1
+            after = _runs(address, 2 * _PAGE_BYTES)
+            return before == (0, []) and after == [(_PAGE_BYTES, 2 * _PAGE_BYTES)]
+    except (OSError, ValueError):
+        return False
+
+
+def _runs(address: int, n_bytes: int) -> _Runs | None:
+    first = address // _PAGE_BYTES
+    n_pages = (address + n_bytes - 1) // _PAGE_BYTES + 1 - first
+    entries = _entries(first, n_pages)
+    # Told less than was asked for, nothing is claimed.
+    if len(entries) != n_pages * _ENTRY_BYTES:
+        return None
+    flags = torch.frombuffer(entries, dtype=torch.int64) >> _FLAGS_SHIFT
+    written = ((flags & _HAS_CONTENT) != 0) & ((flags & _OF_A_FILE) == 0)
+    pages = written.nonzero().flatten().tolist()
+    return [
+        (max(0, low * _PAGE_BYTES - address % _PAGE_BYTES),
+         min(n_bytes, high * _PAGE_BYTES - address % _PAGE_BYTES))
+        for low, high in _joined(pages)
+    ]  # fmt: skip
+
+
+def _entries(first: int, n_pages: int) -> bytearray:
+    """Read anew each time: a forked process has a map of its own."""
+    file = os.open(_PAGEMAP, os.O_RDONLY)
+    try:
+        return bytearray(os.pread(file, n_pages * _ENTRY_BYTES, first * _ENTRY_BYTES))
+    finally:
+        os.close(file)
+
+
+def _joined(pages: list[int]) -> _Runs:
+    """Neighbours in one run: first page, and the one behind the last."""
+    if not pages:
+        return []
+    breaks = [(a + 1, b) for a, b in pairwise(pages) if b > a + 1]
+    lows = [pages[0], *(b for _, b in breaks)]
+    highs = [*(a for a, _ in breaks), pages[-1] + 1]
+    return list(zip(lows, highs, strict=True))

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from tenure._registries import NamedTensor
 
-from ._meter import Span
+Span = tuple[Any, Any]
+"""The timed events before something and after it."""
 
 
 class Link:

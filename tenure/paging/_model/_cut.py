@@ -13,8 +13,7 @@ from itertools import chain
 
 from torch import nn
 
-from ._table import TensorTable
-from ._units import Unit
+from ._tensors import TensorTable, Unit
 
 # Their forward reads the weights of their children, all at once.
 _INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)

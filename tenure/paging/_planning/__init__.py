@@ -1,13 +1,14 @@
 """Plans: what stays, what passes, how near to the limit a model can run, and what is refused."""
 
-from ._arrangement import arrange as arrange
-from ._options import check_folder as check_folder
-from ._options import check_host as check_host
-from ._options import check_inference as check_inference
-from ._options import checked_prefetch as checked_prefetch
-from ._pageable import Elsewhere as Elsewhere
-from ._pageable import checked_device as checked_device
-from ._pageable import checked_model as checked_model
+from ._checks import Elsewhere as Elsewhere
+from ._checks import check_folder as check_folder
+from ._checks import check_host as check_host
+from ._checks import check_inference as check_inference
+from ._checks import checked_device as checked_device
+from ._checks import checked_methods as checked_methods
+from ._checks import checked_model as checked_model
+from ._checks import checked_prefetch as checked_prefetch
+from ._draft import arrange as arrange
 from ._plan import DISK as DISK
 from ._plan import PCIE_4 as PCIE_4
 from ._plan import PagingPlan as PagingPlan

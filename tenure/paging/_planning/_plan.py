@@ -16,17 +16,18 @@ from tenure._text import counted, format_bytes
 
 from .._device import Arrangement
 from .._model import Cut, TensorTable, Unit
-from ._arrangement import arrange
-from ._draft import Draft, too_small, unit_sizes
-from ._options import (
+from ._checks import (
     Budget,
+    Elsewhere,
     check_host,
     check_seconds_and_speed,
     checked_budget,
+    checked_device,
     checked_kept,
     checked_layer_size,
+    checked_model,
 )
-from ._pageable import Elsewhere, checked_device, checked_model
+from ._draft import Draft, arrange, too_small, unit_sizes
 from ._residency import LinkSpeed, Residency, expected_s, n_bytes, predicted_pass_s, preferred
 
 PCIE_4 = LinkSpeed(bytes_per_s=24e9)
@@ -218,18 +219,14 @@ def make_plan(
     # Which size is best depends on the budget, the link and the model's own sizes in ways that only
     # a trial tells.
     drafts = [Draft.of(model, device, each, kept) for each in sizes]
-    divided = [draft.divide(allowed, link, compute_s) for draft in drafts]
-    possible = [
-        (expected_s(draft.cut, division, link, compute_s), _Choice(draft, division))
-        for draft, division in zip(drafts, divided, strict=True)
-        if division is not None
-    ]
-    choice = preferred(possible)
+    divided = ((draft, draft.divide(allowed, link, compute_s)) for draft in drafts)
+    possible = [(draft, division) for draft, division in divided if division is not None]
     # The least of all cuts, not of the chosen one: with that budget, another cut would be chosen.
     smallest = min(drafts, key=lambda draft: draft.minimum_bytes)
-    if choice is None:
+    if not possible:
         raise too_small(model, smallest, allowed or Budget(0))
-    draft, division = choice.draft, choice.division
+    expected = [(expected_s(draft.cut, each, link, compute_s), each) for draft, each in possible]
+    draft, division = possible[preferred(expected)]
     passing_bytes = n_bytes(unit for unit in draft.cut.units if unit not in division.resident)
     arrangement, taken = draft.arranged(division), draft.taken_by(division)
     plan = PagingPlan(
@@ -251,16 +248,6 @@ def make_plan(
         predicted_s=predicted_pass_s(draft.cut, division, link, compute_s or 0.0),
     )
     return Planned(plan, draft.table, draft.cut, division, draft.kept)
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    draft: Draft
-    division: Residency
-
-    @property
-    def ring_bytes(self) -> int:
-        return self.division.ring_bytes
 
 
 def _in_units(bytes_in_all: int, n_units: int) -> str:

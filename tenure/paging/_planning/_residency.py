@@ -1,17 +1,20 @@
 """Which units stay on the device, and how large a ring the others pass through.
 
 Invariant: what stays and the ring together never exceed the budget, and the ring holds whatever one
-forward needs at once.
+forward needs at once. Divisions are judged by simulated passes, which keep the engine's rules:
+copies go one after another in the order of use, each as soon as the ring has room; a unit is
+computed with when it is there, and then its place is free.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from math import inf
 
+from .._device import ByteRing
 from .._model import Cut, Unit
-from ._simulated_pass import UnitUse, pass_s
 
 _MOST_NEIGHBOURS = 6
 _SMALL_SHARE = 1 / 64
@@ -20,14 +23,6 @@ _SMALL_SHARE = 1 / 64
 _RATIOS = (0.0, 0.25, 0.5, 0.95)
 """Computation by copy time of all weights, where the computation is not known."""
 _ABOUT_AS_FAST = 1.02
-
-
-class _HasRing(Protocol):
-    @property
-    def ring_bytes(self) -> int: ...
-
-
-_Division = TypeVar("_Division", bound=_HasRing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +76,22 @@ def divide(
         for n_neighbours in range(_MOST_NEIGHBOURS + 1)
         if (found := _candidate(cut, kept, budget_bytes, n_neighbours)) is not None
     ]
-    return preferred([(expected_s(cut, each, link, compute_s), each) for each in candidates])
-
-
-def preferred(candidates: Sequence[tuple[float, _Division]]) -> _Division | None:
-    """Of what is about as fast as the fastest, what has the largest ring: it bears more surprises.
-
-    Args:
-        candidates: divisions, or what has one, each with its expected seconds.
-    """
     if not candidates:
         return None
-    # A pass in reality has surprises that its plan has not: a cast, another order.
+    return candidates[preferred([(expected_s(cut, c, link, compute_s), c) for c in candidates])]
+
+
+def preferred(candidates: Sequence[tuple[float, Residency]]) -> int:
+    """Which one has the largest ring of those that are about as fast as the fastest.
+
+    Args:
+        candidates: divisions, at least one, each with its expected seconds.
+    """
+    # A pass in reality has surprises that its plan has not, a cast or another order: a larger ring
+    # bears more of them.
     best_s = min(expected for expected, _ in candidates)
-    near = [each for expected, each in candidates if expected <= best_s * _ABOUT_AS_FAST]
-    return max(near, key=lambda each: each.ring_bytes)
+    near = [i for i, (expected, _) in enumerate(candidates) if expected <= best_s * _ABOUT_AS_FAST]
+    return max(near, key=lambda i: candidates[i][1].ring_bytes)
 
 
 def smallest(cut: Cut, kept: frozenset[Unit], n_neighbours: int) -> Residency:
@@ -191,3 +187,88 @@ def _spread(units: list[Unit], room_bytes: int) -> frozenset[Unit]:
 def n_bytes(units: Iterable[Unit]) -> int:
     """What units take on the device."""
     return sum(unit.n_bytes for unit in units)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitUse:
+    """The use of one unit.
+
+    Attributes:
+        n_bytes: what has to be copied for it; 0 for a resident unit.
+        compute_s: how long the device computes with it.
+    """
+
+    n_bytes: int
+    compute_s: float
+
+
+@dataclass(slots=True)
+class _Passing:
+    start: int
+    number: int
+    copied_s: float
+
+
+def pass_s(
+    uses: Sequence[UnitUse], ring_bytes: int, link_bytes_per_s: float, copy_latency_s: float
+) -> float:
+    """Seconds of one pass of many, when each follows the one before; infinite if one can't run.
+
+    Args:
+        uses: what a pass uses, in order.
+        ring_bytes: room for units that pass.
+        link_bytes_per_s: speed of copies to the device.
+        copy_latency_s: added to each copy.
+    """
+    # It would wait for ever.
+    if any(use.n_bytes > ring_bytes for use in uses):
+        return inf
+    # The first finds the ring empty, and the second what the first has left there: what the third
+    # takes is what all that follow take.
+    n_passes = 3
+    run = _Run(list(uses) * n_passes, ByteRing(ring_bytes), link_bytes_per_s, copy_latency_s)
+    ends = [run.compute(number) for number in range(len(run.uses))]
+    return ends[-1] - ends[-1 - len(uses)] if uses else 0.0
+
+
+class _Run:
+    def __init__(
+        self, uses: list[UnitUse], ring: ByteRing, link_bytes_per_s: float, copy_latency_s: float
+    ) -> None:
+        self.uses = uses
+        self._ring, self._bytes_per_s, self._latency_s = ring, link_bytes_per_s, copy_latency_s
+        self._passing: deque[_Passing] = deque()
+        self._next_copy = 0
+        self._link_free_s = self._room_s = 0.0
+        self._ends: list[float] = []
+
+    def compute(self, number: int) -> float:
+        """The end of a use, once all before it are known."""
+        self._copy_ahead(number)
+        ready_s = next((p.copied_s for p in self._passing if p.number == number), 0.0)
+        begin_s = max(ready_s, self._ends[-1] if self._ends else 0.0)
+        self._ends.append(begin_s + self.uses[number].compute_s)
+        return self._ends[-1]
+
+    def _copy_ahead(self, number: int) -> None:
+        while self._next_copy < len(self.uses):
+            n_bytes = self.uses[self._next_copy].n_bytes
+            if n_bytes:
+                start = self._place(n_bytes, number)
+                if start is None:
+                    return
+                begin_s = max(self._link_free_s, self._room_s)
+                self._link_free_s = begin_s + self._latency_s + n_bytes / self._bytes_per_s
+                self._passing.append(_Passing(start, self._next_copy, self._link_free_s))
+            self._next_copy += 1
+
+    def _place(self, n_bytes: int, number: int) -> int | None:
+        """Room for a copy while use ``number`` is about to run; earlier ones give theirs up."""
+        while (start := self._ring.place(n_bytes)) is None:
+            if not self._passing or self._passing[0].number >= number:
+                return None
+            # In the order of use, as the engine drops what is not needed soon.
+            gone = self._passing.popleft()
+            self._ring.free(gone.start)
+            self._room_s = max(self._room_s, self._ends[gone.number])
+        return start

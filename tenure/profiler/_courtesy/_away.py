@@ -25,8 +25,8 @@ from tenure._text import describe, format_bytes, operation_of, shape_of
 from tenure._torch import trap
 from tenure._torch.quiet import set_class, without_functions, without_subclass_functions
 
-from ._address_segments import Segment, on_stream
 from ._inventory import Holding
+from ._staging import Segment, on_stream
 
 _TRAP = "its bytes are in host memory: leave the block of tenure's Courtesy, or call its restore()."
 _GUARD = "_tenure_away"

@@ -20,10 +20,10 @@ from tenure._text import describe_tensor, format_bytes
 from tenure._torch.storages import key_of, shared_keys
 
 from . import _staging
-from ._address_segments import Segment, Segments
 from ._away import can_guard
 from ._courtesy_report import Stay
 from ._inventory import Holding
+from ._staging import Segment, Segments
 
 # the largest are named, by the first of their tensors that has a name
 _NAMED = 8

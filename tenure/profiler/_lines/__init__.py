@@ -5,7 +5,7 @@ from ._decorators import profile as profile
 from ._decorators import profile_every as profile_every
 from ._decorators import set_target_device as set_target_device
 from ._decorators import set_target_gpu as set_target_gpu
+from ._display import LineRecord as LineRecord
 from ._display import RecordsDisplay as RecordsDisplay
 from ._line_profiler import LineProfiler as LineProfiler
 from ._mlrun import load_ipython_extension as load_ipython_extension
-from ._records import LineRecord as LineRecord

@@ -19,9 +19,9 @@ from torch import nn
 
 from tenure._errors import ProfilerUsageError
 
-from ._columns import columns_named
-from ._devices import device_of_gpu
+from ._display import columns_named
 from ._line_profiler import LineProfiler
+from ._targets import device_of_gpu
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 # What `profile` has to show at the end, in the order in which it was asked.

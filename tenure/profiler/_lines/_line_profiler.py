@@ -16,13 +16,9 @@ import torch
 from tenure._errors import ProfilerUsageError
 from tenure._text import counted
 
-from .._allocator import Usage
-from .._trace import Book, Figures, Watch, the_trace
-from ._columns import columns_named
-from ._devices import checked_device, default_device, device_of_gpu
-from ._display import RecordsDisplay, Section, section_of, title_of
-from ._functions import Function, function_of
-from ._records import LineRecord
+from .._trace import Book, Figures, Usage, Watch, the_trace
+from ._display import LineRecord, RecordsDisplay, Section, columns_named, section_of, title_of
+from ._targets import Function, checked_device, default_device, device_of_gpu, function_of
 
 
 class LineProfiler:

@@ -20,8 +20,7 @@ from typing import Any
 
 from tenure._errors import ProfilerUsageError
 
-from ._columns import DEFAULT_COLUMNS, columns_named
-from ._display import RecordsDisplay
+from ._display import DEFAULT_COLUMNS, RecordsDisplay, columns_named
 from ._line_profiler import LineProfiler
 
 _SHORT = "f:c:Drg:d:qT:"

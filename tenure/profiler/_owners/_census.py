@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
@@ -36,15 +36,8 @@ from tenure._torch.quiet import quietly
 from tenure._torch.storages import key_of
 
 from ._naming import PARAMETERS, Kept, Named, Names
-from ._parts import (
-    device_of,
-    dtype_of,
-    identity_of,
-    is_plain,
-    parts_of,
-    shape_or_empty,
-)
-from ._rows import CATEGORIES, GRADIENTS, OTHERS, SAVED, StorageEntry, TensorRow
+from ._parts import device_of, dtype_of, identity_of, is_plain, parts_of, shape_or_empty
+from ._rows import GRADIENTS, OTHERS, SAVED, Held, Member, StorageEntry, Storages, TensorRow
 from ._saved import SavedRecord, SavedStorage, saved_storages
 
 # A search costs some microseconds for each tensor; a process with a million small ones would wait
@@ -55,43 +48,6 @@ _MAX_SEARCHED = 5000
 _BORROWING = frozenset({"view", "autograd", "numpy"})
 # references to a handle from the list of all, and from the variable that is asked about
 _OWN_REFERENCES = 1 + OF_VARIABLE
-_LAST = sys.maxsize
-
-
-class _Held(NamedTuple):
-    """What a tensor is called, by what kind of holder, and its place among the named."""
-
-    name: str
-    kind: str = ""
-    order: int = _LAST
-
-
-class _Member(NamedTuple):
-    """One tensor over a storage.
-
-    Attributes:
-        key: the storage, while it lives.
-        identity: a weak reference to it.
-        row: the tensor, with all bytes of the storage.
-        tensor_bytes: those that it shows.
-        held: what it is called.
-        has_graph: a graph of autograd hangs on it.
-    """
-
-    key: int
-    identity: weakref.ref[UntypedStorage] | None
-    row: TensorRow
-    tensor_bytes: int
-    held: _Held
-    has_graph: bool = False
-
-    @property
-    def rank(self) -> tuple[int, int, int, int, str]:
-        """Named parameters, buffers and so on in their order; the rest by size."""
-        row = self.row
-        # What a pager says of its memory ("paged: ring") is no category of ours, and goes first.
-        category = CATEGORIES.index(row.category) if row.category in CATEGORIES else -1
-        return category, self.held.order, -row.n_bytes, -self.tensor_bytes, row.name
 
 
 def take_census(
@@ -113,7 +69,7 @@ def take_census(
         names = Names(list(models), heap.modules, [*optimizers, *heap.optimizers], heap.kept)
         handles = _handles_of(heap)
         calls = _Calls(names, _search(handles, names))
-        storages = _Storages(_homes(kept.named for kept in heap.kept))
+        storages = Storages(_homes(kept.named for kept in heap.kept))
         hollow = _enter_handles(storages, handles, calls)
         _enter_saved(storages, saved)
         _enter_rest(storages, handles, heap.storages, calls)
@@ -201,7 +157,7 @@ def _handles_of(heap: _Heap) -> _Handles:
     )
 
 
-def _search(handles: _Handles, names: Names) -> dict[int, _Held]:
+def _search(handles: _Handles, names: Names) -> dict[int, Held]:
     """Name the largest of the tensors that no module and no optimizer has a name for."""
     unnamed = [
         t
@@ -219,7 +175,7 @@ def _search(handles: _Handles, names: Names) -> dict[int, _Held]:
 class _Calls:
     """What tensors are called: by a module or an optimizer, by a holder, or by a number."""
 
-    def __init__(self, names: Names, searched: dict[int, _Held]) -> None:
+    def __init__(self, names: Names, searched: dict[int, Held]) -> None:
         self._names = names
         self._held = searched
         self._n_unnamed = 0
@@ -228,52 +184,23 @@ class _Calls:
         """What a module or an optimizer calls it."""
         return self._names.get(t)
 
-    def of(self, t: Tensor) -> _Held:
+    def of(self, t: Tensor) -> Held:
         """What it is called; the same at each call."""
         named = self._names.get(t)
         if named is not None:
-            return _Held(named.name, order=named.order)
+            return Held(named.name, order=named.order)
         held = self._held.get(id(t))
         if held is None:
             held = self._held[id(t)] = self.numbered(type_name(type(t)))
         return held
 
-    def numbered(self, kind: str) -> _Held:
+    def numbered(self, kind: str) -> Held:
         """A name for one that nothing else tells from the others."""
         self._n_unnamed += 1
-        return _Held(f"{kind}{self._n_unnamed - 1}", "unknown")
+        return Held(f"{kind}{self._n_unnamed - 1}", "unknown")
 
 
-class _Storages:
-    """The tensors over each storage.
-
-    Args:
-        homes: the storages that lie in another, by the key of each that of the other.
-    """
-
-    def __init__(self, homes: dict[int, int]) -> None:
-        self._homes = homes
-        self._members: dict[int, list[_Member]] = {}
-
-    def at(self, key: int) -> list[_Member]:
-        """The tensors over a storage, or over the one that its bytes lie in."""
-        return self._members.get(self._homes.get(key, key), [])
-
-    def add(self, member: _Member) -> None:
-        """Enter one tensor."""
-        # A unit of a pager lies in its buffer: its bytes are the buffer's, and counted once there.
-        home = self._homes.get(member.key, member.key)
-        self._members.setdefault(home, []).append(member)
-
-    def entries(self) -> list[StorageEntry]:
-        """The storages in the order of their owners' categories."""
-        for members in self._members.values():
-            members.sort(key=lambda member: member.rank)
-        keys = sorted(self._members, key=lambda key: self._members[key][0].rank)
-        return [_entry(key, self._members[key]) for key in keys]
-
-
-def _enter_handles(storages: _Storages, handles: _Handles, calls: _Calls) -> list[TensorRow]:
+def _enter_handles(storages: Storages, handles: _Handles, calls: _Calls) -> list[TensorRow]:
     """What Python holds, and gradients; those without memory are given back."""
     hollow: list[TensorRow] = []
     for t in handles.tensors:
@@ -294,14 +221,14 @@ def _enter_handles(storages: _Storages, handles: _Handles, calls: _Calls) -> lis
     return hollow
 
 
-def _enter(storages: _Storages, t: Tensor, held: _Held, category: str) -> list[TensorRow]:
+def _enter(storages: Storages, t: Tensor, held: Held, category: str) -> list[TensorRow]:
     """Enter each part of a tensor; where it has none, its row is given back."""
     site, has_graph = created_at(t), read(t, "grad_fn") is not None
     parts = parts_of(t)
     for part in parts:
         row = _row(held.name + part.label, category, part.tensor, site)
         storages.add(
-            _Member(
+            Member(
                 part.key,
                 identity_of(part.tensor),
                 replace(row, n_bytes=part.n_bytes),
@@ -315,7 +242,7 @@ def _enter(storages: _Storages, t: Tensor, held: _Held, category: str) -> list[T
     return [replace(_row(held.name, category, t, site), device="meta")] if is_hollow else []
 
 
-def _enter_saved(storages: _Storages, saved: dict[int, SavedStorage]) -> None:
+def _enter_saved(storages: Storages, saved: dict[int, SavedStorage]) -> None:
     """What only a graph keeps; and what it shares with a variable is the graph's as well."""
     for key, (record, identity) in saved.items():
         members = storages.at(key)
@@ -332,7 +259,7 @@ def _enter_saved(storages: _Storages, saved: dict[int, SavedStorage]) -> None:
 
 
 def _enter_rest(
-    storages: _Storages, handles: _Handles, bare: list[UntypedStorage], calls: _Calls
+    storages: Storages, handles: _Handles, bare: list[UntypedStorage], calls: _Calls
 ) -> None:
     """Memory that only C++ refers to, and bare storages."""
     for t in handles.tensors:
@@ -344,21 +271,7 @@ def _enter_rest(
         if n_bytes and not storages.at(key_of(storage)) and not is_hollow(storage):
             held = calls.numbered("UntypedStorage")
             row = TensorRow(held.name, OTHERS, (n_bytes,), "uint8", str(storage.device), n_bytes)
-            storages.add(_Member(key_of(storage), weakref.ref(storage), row, n_bytes, held))
-
-
-def _entry(key: int, members: list[_Member]) -> StorageEntry:
-    owner = members[0].row
-    # of the storage itself, and not of one whose bytes lie in it
-    own = (member.identity for member in members if member.key == key)
-    return StorageEntry(
-        owner,
-        max(member.tensor_bytes for member in members),
-        members[0].held.kind,
-        any(member.has_graph for member in members),
-        tuple(replace(m.row, n_bytes=0, owner=owner.name) for m in members[1:]),
-        next(own, members[0].identity),
-    )
+            storages.add(Member(key_of(storage), weakref.ref(storage), row, n_bytes, held))
 
 
 def _homes(kept: Iterable[NamedTensor]) -> dict[int, int]:
@@ -370,11 +283,11 @@ def _homes(kept: Iterable[NamedTensor]) -> dict[int, int]:
     return homes
 
 
-def _best(found: Sequence[Holder]) -> _Held | None:
+def _best(found: Sequence[Holder]) -> Held | None:
     named = [holder for holder in found if holder.named]
     direct = [holder for holder in named if holder.kind not in _BORROWING]
     best = next(iter(direct or named), None)
-    return None if best is None else _Held(best.chain, best.kind)
+    return None if best is None else Held(best.chain, best.kind)
 
 
 def _row(name: str, category: str, t: Tensor, site: str | None) -> TensorRow:
@@ -384,13 +297,13 @@ def _row(name: str, category: str, t: Tensor, site: str | None) -> TensorRow:
 
 def _member_of(
     key: int, record: SavedRecord, identity: weakref.ref[UntypedStorage] | None
-) -> _Member:
+) -> Member:
     name = listed(record.saved_by, 1)
     dtype, device = dtype_name(record.dtype), str(record.device)
     row = TensorRow(
         name, SAVED, record.shape, dtype, device, record.n_bytes, None, record.created_at
     )
-    return _Member(key, identity, row, record.n_bytes, _Held(name, "autograd"))
+    return Member(key, identity, row, record.n_bytes, Held(name, "autograd"))
 
 
 def _inner_of(t: Tensor) -> list[Tensor]:

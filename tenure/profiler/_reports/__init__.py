@@ -1,8 +1,8 @@
 """Reports of memory: of a model, of a group of ranks, of one moment, of the time between two."""
 
 from ._findings import Finding as Finding
-from ._group import GroupReport as GroupReport
 from ._mem_report import DeviceReport as DeviceReport
+from ._mem_report import GroupReport as GroupReport
 from ._mem_report import MemReport as MemReport
 from ._reporter import MemReporter as MemReporter
 from ._snapshot import Snapshot as Snapshot

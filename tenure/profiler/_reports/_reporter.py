@@ -19,8 +19,7 @@ from tenure._errors import ProfilerUsageError
 from tenure._heap import is_kind
 
 from .._owners import StorageEntry, TensorRow, take_census
-from ._group import GroupReport, gather_reports
-from ._mem_report import MemReport, build_report
+from ._mem_report import GroupReport, MemReport, build_report, gather_reports
 
 
 class MemReporter:

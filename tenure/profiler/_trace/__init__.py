@@ -1,6 +1,7 @@
 """What ran and what it allocated: sessions, their listeners, and the lines that were reached."""
 
 from ._booking import Book as Book
-from ._booking import Figures as Figures
+from ._booking import Watch as Watch
+from ._figures import Figures as Figures
 from ._lines_by_monitoring import the_trace as the_trace
-from ._watch import Watch as Watch
+from ._meters import Usage as Usage

@@ -1,76 +1,35 @@
-"""What each line of one profiler did on one thread.
+"""What each line of one profiler did, thread by thread.
 
-Invariant: every interval goes to exactly one line, the one that the innermost watched frame is at,
+A profiler listens through its `Watch`, which has a `Booking` on each thread. Before anything that
+it is told happens, a look is taken: the booking says whose the time since the last look is, and
+that `Visit` is told what was allocated in it, as soon as the thread's session is read.
+
+Invariants: every interval goes to exactly one line, the one that the innermost watched frame is at,
 so the lines of all watched functions together add up to what was allocated and freed in them. Only
 the peak of a line covers what it called. Whose an interval is, is known when it ends; what happened
-in it may be told later, in the same order.
+in it may be told later, in the same order. The books of all threads are kept for as long as the
+watch lives.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import CodeType
 
 import torch
 
 from tenure._torch.allocations import Changes
 
-from .._allocator import (
-    CpuMeter,
-    DeviceAccount,
-    DeviceMeter,
-    Interval,
-    Stats,
-    Usage,
-    host_usage,
-    keep_largest,
-    unseen_usage,
-)
-from ._listeners import Key
+from ._figures import Figures
+from ._meters import CpuMeter, DeviceAccount, DeviceMeter, Interval, Usage, host_usage, unseen_usage
+
+Key = tuple[int, int]
+"""A line: the identity of its code, whose hash takes long, and its number."""
+Codes = Mapping[int, CodeType]
+"""Code objects by identity: their hashes take longer than a line's bookkeeping."""
 
 Meter = CpuMeter | DeviceMeter
-
-
-@dataclass(slots=True)
-class Figures:
-    """What one line did, over all its hits.
-
-    Attributes:
-        hits: how often it was begun.
-        usage: the sum of what was booked to it; None as long as nothing was.
-        statistics: of each field of the device's the largest value.
-    """
-
-    hits: int = 0
-    usage: Usage | None = None
-    statistics: dict[str, int] = field(default_factory=dict)
-    _last: Stats = field(default_factory=dict, compare=False)
-
-    def add(self, usage: Usage) -> None:
-        """Take an interval in."""
-        known = self.usage
-        self.usage = usage if known is None else known + usage
-
-    def reach(self, peak_bytes: int, exact: bool) -> None:
-        """Take a peak in, and nothing that was allocated or freed."""
-        known = self.usage
-        # Most lines are at a level that they have been at: nothing to add then.
-        if known is None or peak_bytes > known.peak_bytes or not exact:
-            self.add(Usage(0, 0, peak_bytes, True, exact))
-
-    def note_statistics(self, interval: Interval) -> None:
-        """Keep what the fields of the device reached in an interval."""
-        keep_largest(self.statistics, self._last, interval.before, interval.after)
-        self._last = interval.after
-
-    def merge(self, other: Figures) -> None:
-        """Take in what the same line did on another thread."""
-        self.hits += other.hits
-        if other.usage is not None:
-            self.add(other.usage)
-        for name, value in other.statistics.items():
-            self.statistics[name] = max(value, self.statistics.get(name, value))
-
-
 Place = tuple[int, int, torch.device]
 """A line as in ``Key``, and a device."""
 Book = dict[Place, Figures]
@@ -95,7 +54,8 @@ class _Page:
 class Visit:
     """A line that a frame is at, once: the claim to what happens until the next one.
 
-    Invariant: it has reached at least the peak of what it called.
+    It is told once what happened, in order. Invariant: it has reached at least the peak of what it
+    called.
     """
 
     __slots__ = ("_caller", "_figures", "_key", "_page", "_peak_bytes")
@@ -116,7 +76,13 @@ class Visit:
         return *self._key, self._page.device
 
     def take(self, changes: list[int], level_bytes: int, is_known: bool) -> None:
-        """Book what happened in an interval of host memory."""
+        """Book what happened in an interval of host memory.
+
+        Args:
+            changes: the bytes that were allocated (positive) and freed, in order; often none.
+            level_bytes: what was live at the end.
+            is_known: whether that is all threads' doing, and not just the sum of this one's.
+        """
         peak_bytes = level_bytes - self._page.base_bytes
         if changes:
             self._add(host_usage(changes, peak_bytes, is_known))
@@ -163,7 +129,6 @@ class _Frame:
     """A watched frame that runs: which one, and the line that it is at."""
 
     identity: int
-    key: Key
     visit: Visit
 
 
@@ -209,7 +174,13 @@ class Measured:
 
 
 class Booking:
-    """Books what happens on one thread to the lines of one profiler: a part of a ``Watch``."""
+    """Books what happens on one thread to the lines of one profiler: a part of a ``Watch``.
+
+    Attributes:
+        can_wait: whether it is told of host memory alone, which it claims at each look and may be
+            told of later. Else it is given the events of every look at once.
+        is_outdated: whether the watch wants something else than when this was last renewed.
+    """
 
     def __init__(self, measured: Measured) -> None:
         self.can_wait: bool
@@ -228,7 +199,7 @@ class Booking:
         """The device that is measured."""
         return self._page.device
 
-    # --- as a ThreadListener
+    # --- told by the sessions and the engines; all calls come from its thread
 
     @property
     def is_active(self) -> bool:
@@ -282,7 +253,7 @@ class Booking:
     def enter(self, identity: int, key: Key) -> None:
         """A watched frame begins, or goes on after a ``yield`` or an ``await``."""
         caller = self._frames[-1].visit if self._frames else None
-        self._frames.append(_Frame(identity, key, Visit(self._page, key, caller, None)))
+        self._frames.append(_Frame(identity, Visit(self._page, key, caller, None)))
         self._tell_use()
 
     def line(self, identity: int, key: Key) -> None:
@@ -293,7 +264,7 @@ class Booking:
         frame = self._frames[-1]
         figures = self._page.figures(key)
         figures.hits += 1
-        frame.key, frame.visit = key, Visit(self._page, key, frame.visit._caller, figures)
+        frame.visit = Visit(self._page, key, frame.visit._caller, figures)
 
     def leave(self, identity: int, torn_down: bool) -> None:
         """A watched frame ends; with ``torn_down`` what its variables held is freed next."""
@@ -334,7 +305,7 @@ class Booking:
         self._page = self._pages[page.device] = page
         caller = None
         for frame in self._frames:
-            caller = frame.visit = Visit(page, frame.key, caller, None)
+            caller = frame.visit = Visit(page, frame.visit._key, caller, None)
 
     def _tell_use(self) -> None:
         if not self.can_wait:
@@ -349,3 +320,56 @@ class Booking:
         while self._frames[-1].identity != identity:
             self._frames.pop()
         return True
+
+
+class Watch:
+    """What one profiler looks at: some codes, one device, and a book for each thread.
+
+    Attributes:
+        codes: the codes whose lines are booked, by identity.
+        measured: the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.codes: Codes = {}
+        self.measured = Measured(device)
+        self._bookings: list[Booking] = []
+        self._unread: list[Callable[[], list[Visit]]] = []
+
+    # --- told from when it is opened until it is closed
+
+    def begin(self) -> None:
+        """Count peaks from what is live now, and no frame as running."""
+        self.measured.begin()
+
+    def on_thread(self, unread: Callable[[], list[Visit]]) -> Booking:
+        """The booking of a thread that has none, and that has this left to tell; all may ask it."""
+        booking = Booking(self.measured)
+        self._bookings.append(booking)
+        # After it can be found: a device that another thread sets meanwhile is seen here or there.
+        if booking.device is not self.measured.device:
+            booking.is_outdated = True
+        self._unread.append(unread)
+        return booking
+
+    # --- for the profiler
+
+    def measure(self, device: torch.device) -> None:
+        """Measure another device, on each thread from its next line on."""
+        if device is not self.measured.device:
+            self.measured.device = device
+            for booking in self._bookings:
+                booking.is_outdated = True
+
+    def books(self) -> list[Book]:
+        """The book of each thread."""
+        return [booking.book() for booking in self._bookings]
+
+    def unread(self) -> set[Place]:
+        """The lines that a thread has more to tell of, once it reads its session."""
+        return {visit.place for unread in self._unread for visit in unread()}
+
+    def clear(self) -> None:
+        """Begin new books."""
+        for booking in self._bookings:
+            booking.clear()

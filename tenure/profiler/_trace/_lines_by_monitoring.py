@@ -14,8 +14,8 @@ from typing import Any
 
 from tenure._torch.autograd import ENGINE_CODE, check_engine_is_seen
 
+from ._booking import Codes
 from ._lines_by_settrace import Tracer
-from ._listeners import Codes
 from ._trace import Engine, Trace
 
 monitoring: Any = getattr(sys, "monitoring", None)

@@ -18,7 +18,7 @@ import torch
 
 from tenure._torch.autograd import ENGINE_CODE, check_engine_is_seen
 
-from ._listeners import Codes
+from ._booking import Codes
 from ._sessions import TICKS_PER_TURN, Sessions
 from ._trace import Trace
 

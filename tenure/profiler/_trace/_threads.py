@@ -1,4 +1,4 @@
-"""What each thread keeps while something listens: its session's state, and the listeners' parts.
+"""What each thread keeps while something listens: its session's state, and what is to be told.
 
 Invariant: a thread has at most one part of a listener, and keeps it while the listener is open.
 """
@@ -6,9 +6,13 @@ Invariant: a thread has at most one part of a listener, and keeps it while the l
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterable
+from typing import Any
 
-from ._deferred import DeferredLooks
-from ._listeners import Listener, ThreadListener
+from tenure._torch import cpu_allocator as allocator
+from tenure._torch.allocations import Changes, as_event, marker
+
+from ._booking import Booking, Visit, Watch
 
 
 class ThreadState:
@@ -40,10 +44,10 @@ class ThreadState:
         self.n_backwards = self.n_backwards_outside = 0
         self.looks = DeferredLooks()
         self.entered = 0
-        self.waiting: tuple[ThreadListener, ...] = ()
-        self.prompt: tuple[ThreadListener, ...] = ()
-        self.opened: tuple[Listener, ...] = ()
-        self._parts: dict[Listener, ThreadListener] = {}
+        self.waiting: tuple[Booking, ...] = ()
+        self.prompt: tuple[Booking, ...] = ()
+        self.opened: tuple[Watch, ...] = ()
+        self._parts: dict[Watch, Booking] = {}
 
     @property
     def session_is_lent(self) -> bool:
@@ -58,18 +62,18 @@ class ThreadState:
         # test_backward.py, "a backward inside a backward".
         return self.in_session and self.n_backwards > self.n_backwards_outside
 
-    def part_of(self, listener: Listener) -> ThreadListener:
+    def part_of(self, listener: Watch) -> Booking:
         """The part of a listener that is open, which wants what the listener now wants."""
         part = self._parts.get(listener)
         if part is None:
-            part = self._parts[listener] = listener.on_thread(self.looks)
+            part = self._parts[listener] = listener.on_thread(self.looks.claims)
             self._sort()
         elif part.is_outdated:
             part.renew()
             self._sort()
         return part
 
-    def know(self, opened: tuple[Listener, ...]) -> None:
+    def know(self, opened: tuple[Watch, ...]) -> None:
         """Keep the parts of the listeners that are open, and let go of the others."""
         # Compared by identity: it is a new tuple whenever one is opened or closed, and each look
         # of each thread comes here.
@@ -80,7 +84,7 @@ class ThreadState:
                 part.forget_if_reopened()
             self._sort()
 
-    def is_active(self, opened: tuple[Listener, ...]) -> bool:
+    def is_active(self, opened: tuple[Watch, ...]) -> bool:
         """Whether a listener wants a session to stay open."""
         self.know(opened)
         return any(part.is_active for part in self._parts.values())
@@ -107,3 +111,70 @@ class ThisThread(threading.local):
         made = ThreadState()
         found: ThreadState = self.__dict__.setdefault("state", made)
         return found
+
+
+class DeferredLooks:
+    """The looks in one thread's session since it was last read."""
+
+    __slots__ = ("_level_bytes", "_live", "_looks", "_set_mark")
+
+    def __init__(self) -> None:
+        # Of each look the level there, and of each listener whose the time before it was.
+        self._looks: list[tuple[int, list[Visit | None]]] = []
+        self._level_bytes = 0
+        # From the start of a session on; asked for once, because each line uses them.
+        self._set_mark: Callable[[int], None]
+        self._live: Any
+
+    def __len__(self) -> int:
+        return len(self._looks)
+
+    def start(self) -> None:
+        """Begin with a session."""
+        self._set_mark = marker()
+        self._live = allocator.live_counter()
+        self._level_bytes = self._live.value
+
+    def defer(self, listeners: Iterable[Booking]) -> None:
+        """Mark this place: the time before it belongs to what these listeners claim."""
+        # An interrupt may come between any two of these steps. A look without a mark is told of
+        # with the next; a mark without a look would be taken for that of the next. See
+        # test_an_interrupt_at_a_mark_loses_no_other_line.
+        self._looks.append((self._live.value, [listener.claim() for listener in listeners]))
+        self._set_mark(len(self._looks) - 1)
+
+    def claims(self) -> list[Visit]:
+        """Those that more may have happened to than they have been told."""
+        # A copy first: other threads ask while this one goes on looking.
+        return [c for _, claims in list(self._looks) for c in claims if c is not None]
+
+    def tell_deferred(self, changes: Changes | None) -> None:
+        """Tell what happened up to each mark; with no changes, what the levels say of it."""
+        # Emptied first, so that an interrupt halfway tells nothing twice.
+        looks, self._looks = self._looks, []
+        start, was, is_known = 0, self._level_bytes, allocator.is_known()
+        for number, (level, claims) in enumerate(looks):
+            end = None if changes is None else _find(changes.cpu, as_event(number), start)
+            part: list[int] = []
+            if end is not None and changes is not None:
+                part, start = changes.cpu[start:end], end + 1
+                # The end is what other threads left it at; else this thread's own sum.
+                level = level if is_known else was + sum(part)
+            for claim in claims:
+                if claim is None:
+                    continue
+                if end is not None:
+                    claim.take(part, level, is_known)
+                else:
+                    # A mark that is missing was set in a state that the session is not in: what
+                    # came before it is told with the next mark, and here only the level is known.
+                    claim.miss(was if changes is None else level, level)
+            was = level
+        self._level_bytes = was
+
+
+def _find(events: list[int], mark: int, start: int) -> int | None:
+    try:
+        return events.index(mark, start)
+    except ValueError:
+        return None

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Protocol
 
-from ._listeners import Codes, Key, Listener
+from ._booking import Codes, Key, Watch
 from ._sessions import Sessions
 
 _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -51,11 +51,11 @@ class Trace:
 
     # --- what listeners call
 
-    def is_open(self, listener: Listener) -> bool:
+    def is_open(self, listener: Watch) -> bool:
         """Whether a listener is told what happens."""
         return listener in self.sessions.listeners
 
-    def open(self, listener: Listener) -> None:
+    def open(self, listener: Watch) -> None:
         """Begin to tell a listener; on some engines only of threads that start from now on.
 
         One that is open is told of this thread as well, if another has opened it.
@@ -77,7 +77,7 @@ class Trace:
                     self._end()
                 raise
 
-    def close(self, listener: Listener) -> None:
+    def close(self, listener: Watch) -> None:
         """Tell a listener no more; what happened up to now is told."""
         sessions = self.sessions
         with sessions.lock:
@@ -160,7 +160,7 @@ class Trace:
 
     # --- the first and the last
 
-    def _add(self, listener: Listener) -> None:
+    def _add(self, listener: Watch) -> None:
         sessions = self.sessions
         first = not sessions.listeners
         if first:

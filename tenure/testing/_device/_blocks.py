@@ -22,9 +22,8 @@ from .._torch_backend import (
     tensor_key,
     tensor_over,
 )
-from ._bytes import POISON, bytes_in
+from ._host_memory import POISON, bytes_in, extent_bytes
 from ._machine import machine
-from ._pinned import extent_bytes
 from ._races import History, RaceDetector, Span, merge_clocks
 from ._streams import current_stream
 

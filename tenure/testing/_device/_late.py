@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from .._torch_backend import below_everything, storage_key
-from ._bytes import POISON, bytes_in
-from ._pinned import extent_bytes
+from ._host_memory import POISON, bytes_in, extent_bytes
 from ._races import RaceDetector, Span, VectorClock
 
 # A real queue has an end too: a host that runs further ahead waits.

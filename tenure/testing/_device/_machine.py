@@ -1,24 +1,33 @@
-"""The state of the simulated machine: its devices, clock, streams, races and host copies.
+"""The state of the simulated machine: devices and their random numbers, clock, streams, races.
 
 There is one machine per process, because torch has one device type `sim`; `start` gives it fresh
 parts. Tensors from before a start keep working and keep their own, older pool.
+
+Each device draws from a generator of its own, apart from the host's. Its state moves only with
+operations that run on the device; an operation that fails leaves it as it was.
+`torch.Generator(device="sim")` cannot be made from Python: pass a CPU generator instead.
 """
 
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import torch
 
 from .._allocator import SMALLEST_BLOCK, CachingPool, ExactPool, MemoryPool, last_error
 from .._torch_backend import DEVICE_TYPE
 from ._capture import Capture
-from ._clock import Clock
-from ._generator import DeviceRandom
-from ._host_copies import HostCopies
+from ._clock import Clock, Rates
+from ._host_memory import HostCopies
 from ._late import Later, LateWork
 from ._races import RaceDetector, Span, VectorClock, merge_clocks
-from ._rates import Rates
 
 Allocator = Literal["exact", "cuda"]
+# As torch's own default seed: c10/core/GeneratorImpl.h.
+_DEFAULT_SEED = 67280421310721
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +62,51 @@ def _check_whole(name: str, value: int) -> None:
     if type(value) is not int or value < 1:
         # By its type: True is an int, and a mistake.
         raise ValueError(f"{name}={value!r}: must be a whole number, 1 or more.")
+
+
+class DeviceRandom:
+    """The seeded state that random operations on the device draw from."""
+
+    def __init__(self) -> None:
+        # Without it one of two threads would leave the other's state behind.
+        self._lock = threading.RLock()
+        self.seed(_DEFAULT_SEED)
+
+    def seed(self, seed: int) -> None:
+        """Start the sequence that belongs to `seed`."""
+        self.initial_seed = seed
+        self._state = torch.Generator().manual_seed(seed).get_state()
+
+    def state(self) -> torch.Tensor:
+        """The state as uint8 on the host; a copy."""
+        return self._state.clone()
+
+    def set_state(self, state: torch.Tensor) -> None:
+        """Go back to a state from `state`."""
+        self._state = state.detach().cpu().clone()
+
+    @contextmanager
+    def drawing_again(self, state: torch.Tensor) -> Iterator[None]:
+        """`drawing` from a state of the past; what the next operation draws stays."""
+        with self._lock:
+            kept, self._state = self._state, state
+            try:
+                with self.drawing():
+                    yield
+            finally:
+                self._state = kept
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Let the host's default generator stand in for the device's inside the block."""
+        with self._lock:
+            host_state = torch.get_rng_state()
+            torch.set_rng_state(self._state)
+            try:
+                yield
+                self._state = torch.get_rng_state()
+            finally:
+                torch.set_rng_state(host_state)
 
 
 @dataclass(slots=True)

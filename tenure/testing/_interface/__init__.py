@@ -1,1 +1,1 @@
-"""How torch meets the simulated device: registration, its module, what torch asks in C++."""
+"""How torch meets the simulated device: its module, what torch asks in C++."""

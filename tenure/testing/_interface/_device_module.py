@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from .._allocator import error_string
+from .._device._host_memory import pinned_memory
 from .._device._machine import machine
-from .._device._pinned import pinned_memory
 from .._device._streams import Event as Event
 from .._device._streams import Stream as Stream
 from .._device._streams import current_stream as current_stream

@@ -1,7 +1,8 @@
 """Autocast for the device: which operators cast their arguments, and to what.
 
-An operator on none of the lists runs on the types it is given. Casts of parameters are kept until
-the outermost `autocast` closes, so that a weight used twice is cast once.
+An operator on none of the lists, which are those of torch for CUDA, runs on the types it is given.
+Casts of parameters are kept until the outermost `autocast` closes, so that a weight used twice is
+cast once.
 """
 
 from collections.abc import Callable
@@ -11,9 +12,140 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from .._device._blocks import is_on_device
-from .._dispatch import register, register_fallback
-from .._torch_backend import DEVICE_TYPE, below_autocast, operator_named
-from ._autocast_lists import FLOAT32, FLOAT32_RESULT, LOWER, WIDEST
+from .._torch_backend import (
+    DEVICE_TYPE,
+    below_autocast,
+    operator_named,
+    register,
+    register_fallback,
+)
+
+# These run in the lower precision that the user chose.
+LOWER = [
+    "_convolution.deprecated",
+    "_convolution",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_tbc",
+    "conv_transpose1d",
+    "conv_transpose2d.input",
+    "conv_transpose3d.input",
+    "convolution",
+    "prelu",
+    "addmm",
+    "addmv",
+    "addr",
+    "matmul",
+    "einsum",
+    "mm",
+    "mv",
+    "linalg_vecdot",
+    "linear",
+    "addbmm",
+    "baddbmm",
+    "bmm",
+    "chain_matmul",
+    "linalg_multi_dot",
+    "_thnn_fused_lstm_cell",
+    "_thnn_fused_gru_cell",
+    "lstm_cell",
+    "gru_cell",
+    "rnn_tanh_cell",
+    "rnn_relu_cell",
+    "scaled_dot_product_attention",
+]
+
+# These run in float32.
+FLOAT32 = [
+    "acos",
+    "asin",
+    "cosh",
+    "erfinv",
+    "exp",
+    "expm1",
+    "log",
+    "log10",
+    "log2",
+    "log1p",
+    "reciprocal",
+    "rsqrt",
+    "sinh",
+    "tan",
+    "pow.Tensor_Scalar",
+    "pow.Tensor_Tensor",
+    "pow.Scalar",
+    "softplus",
+    "layer_norm",
+    "native_layer_norm",
+    "rms_norm",
+    "group_norm",
+    "frobenius_norm.dim",
+    "nuclear_norm",
+    "nuclear_norm.dim",
+    "cosine_similarity",
+    "poisson_nll_loss",
+    "cosine_embedding_loss",
+    "nll_loss",
+    "nll_loss2d",
+    "hinge_embedding_loss",
+    "kl_div",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "mse_loss",
+    "margin_ranking_loss",
+    "multilabel_margin_loss",
+    "soft_margin_loss",
+    "triplet_margin_loss",
+    "multi_margin_loss",
+    "binary_cross_entropy_with_logits",
+    "dist",
+    "pdist",
+    "cdist",
+    "renorm",
+    "logsumexp",
+    "upsample_nearest1d",
+    "upsample_nearest2d",
+    "upsample_nearest3d",
+    "upsample_linear1d",
+    "upsample_bilinear2d",
+    "upsample_trilinear3d",
+    "upsample_bicubic2d",
+    "norm.Scalar",
+    "norm.ScalarOpt_dim",
+]
+
+# These take the result type as an argument; torch sets it to float32 where the caller has not.
+FLOAT32_RESULT = [
+    "prod",
+    "prod.dim_int",
+    "softmax.int",
+    "log_softmax.int",
+    "cumprod",
+    "cumsum",
+    "linalg_vector_norm",
+    "linalg_matrix_norm",
+    "linalg_matrix_norm.str_ord",
+    "sum",
+    "sum.dim_IntList",
+]
+
+# These run in the widest type among their arguments.
+WIDEST = [
+    "addcdiv",
+    "addcmul",
+    "atan2",
+    "bilinear",
+    "cross",
+    "dot",
+    "vdot",
+    "grid_sampler",
+    "index_put",
+    "tensordot",
+    "scatter_add",
+]
+
 
 _KEY = "AutocastPrivateUse1"
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from .._dispatch import kernel
-from .._torch_backend import operator_named
+from .._torch_backend import kernel, operator_named
 from ._fallback import run_as
 
 # at::SDPBackend::math.

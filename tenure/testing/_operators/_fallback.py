@@ -23,15 +23,14 @@ from .._device._blocks import (
     true_bytes_of,
 )
 from .._device._capture import Capture, Work
-from .._device._generator import DeviceRandom
 from .._device._late import Later
-from .._device._machine import machine
+from .._device._machine import DeviceRandom, machine
 from .._device._races import Span
 from .._device._streams import Stream, current_stream
 from .._device._which import index_of
-from .._dispatch import kernel
 from .._torch_backend import (
     DEVICE_TYPE,
+    kernel,
     operator_named,
     required_elements,
     set_geometry,
@@ -39,13 +38,15 @@ from .._torch_backend import (
     tensor_key,
 )
 from ._later import CallLater, again, poison_results
-from ._mixing import HOST_OUTPUTS, check_host_tensor, refuse_mixing
 from ._schemas import (
+    HOST_OUTPUTS,
     argument_names,
+    check_host_tensor,
     count_flops,
     draws,
     may_reach_host,
     reaches_host,
+    refuse_mixing,
     returns_new_tensors,
     tensor_arguments,
     undeclared_writes,

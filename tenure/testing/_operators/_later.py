@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from .._device._blocks import is_on_device, true_bytes_of
-from .._device._bytes import POISON, bytes_in, bytes_of
-from .._device._generator import DeviceRandom
+from .._device._host_memory import POISON, bytes_in, bytes_of
 from .._device._late import Later, touch
+from .._device._machine import DeviceRandom
 from .._torch_backend import tensor_key
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]

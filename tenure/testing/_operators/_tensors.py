@@ -10,11 +10,17 @@ from typing import Any
 import torch
 
 from .._device._blocks import allocate_bytes, on_host
-from .._device._bytes import POISON, bytes_of
+from .._device._host_memory import POISON, bytes_of
 from .._device._machine import machine
 from .._device._which import index_of
-from .._dispatch import kernel
-from .._torch_backend import CPU_KEYS, operator_named, required_elements, set_geometry, tensor_over
+from .._torch_backend import (
+    CPU_KEYS,
+    kernel,
+    operator_named,
+    required_elements,
+    set_geometry,
+    tensor_over,
+)
 
 # Their CPU kernels only compute a geometry, so they serve every device.
 _VIEWS = (

@@ -13,14 +13,13 @@ from .._allocator import last_error
 from .._device._blocks import is_on_device, on_host, span_of, true_bytes_of
 from .._device._capture import Work
 from .._device._clock import Engine
+from .._device._host_memory import extent_bytes, pinned_memory
 from .._device._late import Later, touch, touch_of_host
 from .._device._machine import machine
-from .._device._pinned import extent_bytes, pinned_memory
 from .._device._races import Span
 from .._device._streams import Stream, current_stream, number_of
 from .._device._which import context_for_pinning, index_of
-from .._dispatch import kernel
-from .._torch_backend import DEVICE_TYPE, operator_named, sim_device
+from .._torch_backend import DEVICE_TYPE, kernel, operator_named, sim_device
 from ._fallback import run_as
 
 _NAME = "aten::copy_"

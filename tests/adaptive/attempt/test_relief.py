@@ -11,8 +11,7 @@ from tenure._registries import shrinkables
 from tenure.adaptive import oom_info
 from tenure.adaptive._attempt import _relief
 from tenure.adaptive._attempt._attempts import Attempts
-from tenure.adaptive._attempt._relief import Relief, free_bytes_of
-from tenure.adaptive._attempt._scene import Fragmentation, Scene, scene_of
+from tenure.adaptive._attempt._relief import Fragmentation, Relief, Scene, free_bytes_of, scene_of
 
 from .test_attempts import Halving
 

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from tenure import NewDisposeScope, owner_of
-from tenure.adaptive._undo._buffer_state import BufferState
-from tenure.adaptive._undo._module_state import ModuleState, modules_below
+from tenure.adaptive._undo._module_state import BufferState, ModuleState, modules_below
 from tenure.adaptive._undo._rng_state import RngState, generators_in
 from tenure.adaptive._undo._rollback import AllOf
 

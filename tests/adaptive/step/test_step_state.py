@@ -272,7 +272,7 @@ def test_no_copy_of_a_buffer_is_made_at_once_unless_it_is_written(monkeypatch):
         copied.append((name, note.is_lazy))
         return note
 
-    monkeypatch.setattr("tenure.adaptive._undo._buffer_state.noted", noted)
+    monkeypatch.setattr("tenure.adaptive._undo._module_state.noted", noted)
     x = torch.randn(8, 4)
     step(lambda b: net(b).square().mean(), x)
     norm = nn.BatchNorm1d(4)

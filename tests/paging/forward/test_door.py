@@ -217,7 +217,7 @@ def test_many_threads_take_turns_while_some_are_interrupted(x, tmp_path):
     [
         "_forward._pager.calls_of",
         "_device._pass.AccessOrder.begin",
-        "_link._meter.PassMeter.begin",
+        "_device._pass.PassMeter.begin",
         "_device._engine.Engine.begin",
     ],
 )

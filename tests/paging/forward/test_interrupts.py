@@ -79,7 +79,9 @@ def interrupted_at(k, call):
 
     def choose(frame, event, _):
         file = frame.f_code.co_filename
-        return count if file.endswith(("_engine.py", "_room.py", "_ring.py", "_page.py")) else None
+        return (
+            count if file.endswith(("_engine.py", "_room.py", "_memory.py", "_page.py")) else None
+        )
 
     before = sys.gettrace()
     sys.settrace(choose)

@@ -10,7 +10,7 @@ import torch
 
 from tenure.paging import PagingWarning, chunk, page
 from tenure.paging._host._pinning import Pinning
-from tenure.testing._device._pinned import pinned_memory
+from tenure.testing._device._host_memory import pinned_memory
 
 from ..models import build, mlp
 

@@ -14,7 +14,7 @@ from tenure.paging._host._reader import Reader
 from tenure.paging._link import _disk_link
 from tenure.paging._link._disk_link import DiskLink
 from tenure.testing import RaceError
-from tenure.testing._device._pinned import pinned_memory
+from tenure.testing._device._host_memory import pinned_memory
 
 from ..models import WIDTH, mlp
 from ..test_zoo import assert_equal

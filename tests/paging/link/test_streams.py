@@ -6,7 +6,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tenure.paging import page
-from tenure.paging._device import _unpaged
+from tenure.paging._device import _copies
 from tenure.testing import RaceError, Rates
 
 from ..models import WIDTH, Beside, Side
@@ -80,7 +80,7 @@ def test_what_another_stream_has_written_to_one_is_home_after_the_pass(sim):
     ],
 )
 def test_without_the_wait_for_its_uses_it_is_caught(sim, monkeypatch, program):
-    monkeypatch.setattr(_unpaged.UnpagedTensors, "_await_uses", lambda self, host: None)
+    monkeypatch.setattr(_copies.UnpagedTensors, "_await_uses", lambda self, host: None)
     with pytest.raises((RaceError, AssertionError)):
         _run_to_its_end(sim, program)
     sim.take_faults()

@@ -4,9 +4,9 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tenure.profiler._allocator import Interval, Usage
 from tenure.profiler._trace import Figures
 from tenure.profiler._trace._booking import Booking
+from tenure.profiler._trace._meters import Interval, Usage
 
 CODES = [1, 2, 3]
 SIZES = st.lists(st.integers(-50, 50), max_size=3)

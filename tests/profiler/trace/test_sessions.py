@@ -5,7 +5,7 @@ import torch
 from torch.autograd import profiler as torch_profiler
 
 from tenure._torch import cpu_allocator as allocator
-from tenure.profiler._trace import Watch, _host_blocks
+from tenure.profiler._trace import Watch, _sessions
 from tenure.profiler._trace._trace import Trace
 
 
@@ -57,7 +57,7 @@ def check_untouched(before, sizes, trace, watch):
     assert not trace.is_open(watch)
 
 
-@pytest.mark.parametrize("place", [(_host_blocks, "enter_host_blocks"), (Watch, "begin")])
+@pytest.mark.parametrize("place", [(_sessions, "enter_host_blocks"), (Watch, "begin")])
 def test_a_first_opening_that_fails_is_undone(place, sizes, monkeypatch):
     trace, watch, before = Trace(Silent), new_watch(), torch_profiler._prepare_profiler
     with monkeypatch.context() as patched:

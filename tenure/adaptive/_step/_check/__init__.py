@@ -5,6 +5,8 @@ from ._compare import DECLARED as DECLARED
 from ._compare import EXCHANGED_RTOL as EXCHANGED_RTOL
 from ._compare import GRADIENTS as GRADIENTS
 from ._compare import LOSSES as LOSSES
+from ._compare import SplitDifference as SplitDifference
+from ._compare import SplitReport as SplitReport
 from ._compare import is_noise as is_noise
 from ._observed import LeafNames as LeafNames
 from ._observed import Observed as Observed
@@ -14,5 +16,3 @@ from ._observed import differences as differences
 from ._observed import first_module as first_module
 from ._observed import observed_run as observed_run
 from ._observed import without_dropout as without_dropout
-from ._report import SplitDifference as SplitDifference
-from ._report import SplitReport as SplitReport

@@ -17,8 +17,8 @@ from .._loss import Reduction
 from .._modules import coupled_modules
 from .._samples import SampleDims, SampleTree, cut_off
 from .._split import StepParts, StepSpec
+from ._compare import SplitDifference, SplitReport
 from ._observed import default_rtol, differences, first_module, observed_run, without_dropout
-from ._report import SplitDifference, SplitReport
 
 Batch = TypeVar("Batch")
 

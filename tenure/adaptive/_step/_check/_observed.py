@@ -1,15 +1,17 @@
 """A step that is run to be looked at: what it left is noted and taken back; and two compared.
 
-The one home of what `check_split` and the verification of `step` call the same.
+The one home of what `check_split` and the verification of `step` call the same. Of each module is
+noted what it returned, to find the first that mixes the samples of its batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from tenure._torch.modules import Dropout
@@ -19,9 +21,14 @@ from ..._undo import AllOf, Rollback
 from .._loss import ONLY
 from .._modules import named_modules, named_parameters, no_optimizer_steps
 from .._split import StepOutcome, StepParts, StepRun
-from ._compare import CHECKED, GRADIENT_FLOOR, largest_value, relative_error
-from ._module_outputs import ModuleCall, first_difference, recorded
-from ._report import DifferenceKind, SplitDifference
+from ._compare import (
+    CHECKED,
+    GRADIENT_FLOOR,
+    DifferenceKind,
+    SplitDifference,
+    largest_value,
+    relative_error,
+)
 
 LeafNames = dict[int, tuple[Tensor, str]]
 """Leaves without a name by identity, kept so that it stays theirs, and what they are called."""
@@ -68,7 +75,7 @@ def observed_run(
     """
     state: Rollback = AllOf((parts.state, parts.gradients))
     watched: AbstractContextManager[list[ModuleCall]]
-    watched = recorded(parts.roots) if watch else nullcontext([])
+    watched = _recorded(parts.roots) if watch else nullcontext([])
     with watched as calls, no_optimizer_steps(parts.spec.entry):
         state.begin()
         try:
@@ -170,7 +177,7 @@ def first_module(whole: Observed, split: Observed, rtol: float) -> list[SplitDif
     n_calls, lengths = len(whole.calls), split.outcome.sizes
     # two passes call everything twice; the last calls have graphs
     chunks = [split.calls[i : i + n_calls] for i in range(0, len(split.calls), n_calls or 1)]
-    found = first_difference(whole.calls, chunks[-len(lengths) :], lengths, rtol)
+    found = _first_difference(whole.calls, chunks[-len(lengths) :], lengths, rtol)
     if found is None:
         return []
     call, error = found
@@ -202,3 +209,86 @@ def without_dropout(roots: Mapping[str, nn.Module]) -> Iterator[None]:
             module.training = True
         for each, rate in zip(rated, rates, strict=True):
             each.dropout = rate
+
+
+class ModuleCall(NamedTuple):
+    """A call of a module.
+
+    Attributes:
+        name: the module, as its root and its path below that.
+        kind: its type.
+        output: a copy of the first tensor of floating point that it returned.
+    """
+
+    name: str
+    kind: str
+    output: Tensor
+
+
+@contextmanager
+def _recorded(roots: Mapping[str, nn.Module]) -> Iterator[list[ModuleCall]]:
+    """Note the output of each call of each module in the block, innermost first."""
+    calls: list[ModuleCall] = []
+    handles = [
+        module.register_forward_hook(_recorder(name, calls))
+        for name, module in named_modules(roots)
+    ]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _first_difference(
+    whole: list[ModuleCall], chunks: list[list[ModuleCall]], lengths: Sequence[int], rtol: float
+) -> tuple[ModuleCall, float] | None:
+    """The first call whose outputs for the chunks are not those for the whole, and how far off."""
+    # control flow by data: calls can't be told to belong together
+    if any(len(chunk) != len(whole) for chunk in chunks):
+        return None
+    for call, *parts in zip(whole, *chunks, strict=True):
+        outputs = [part.output for part in parts]
+        # a loss, or a table of all positions, is no output for samples
+        if not _has_samples(call.output, outputs, lengths):
+            continue
+        error = relative_error(torch.cat(outputs), call.output)
+        # NaN is off as well
+        if not error <= rtol:
+            return call, error
+    return None
+
+
+def _recorder(name: str, calls: list[ModuleCall]) -> Any:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        first = _first_tensor(output)
+        if first is not None:
+            # a copy: the next module may be one that writes in place, such as ReLU(inplace=True)
+            calls.append(ModuleCall(name, type(module).__name__, first.detach().clone()))
+
+    return hook
+
+
+def _first_tensor(output: Any) -> Tensor | None:
+    if isinstance(output, Tensor):
+        return output if output.is_floating_point() else None
+    children = output.values() if isinstance(output, Mapping) else output
+    if isinstance(children, tuple | list) or isinstance(output, Mapping):
+        return next(
+            (found for child in children if (found := _first_tensor(child)) is not None), None
+        )
+    return None
+
+
+def _has_samples(whole: Tensor, parts: list[Tensor], lengths: Sequence[int]) -> bool:
+    """Whether the outputs have one row a sample (or a fixed number of rows)."""
+    if whole.dim() == 0 or whole.shape[0] == 0 or whole.shape[0] % sum(lengths):
+        return False
+    # attention folds heads into the first dimension, and patches do
+    per_sample = whole.shape[0] // sum(lengths)
+    return all(
+        part.dim() == whole.dim()
+        and part.shape[0] == per_sample * length
+        and part.shape[1:] == whole.shape[1:]
+        for part, length in zip(parts, lengths, strict=True)
+    )

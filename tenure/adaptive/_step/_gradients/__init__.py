@@ -4,4 +4,4 @@ from ._backward import Scaler as Scaler
 from ._backward import SplitBackward as SplitBackward
 from ._backward import without_autocast as without_autocast
 from ._isolated import IsolatedGradients as IsolatedGradients
-from ._leaves import leaves_of as leaves_of
+from ._isolated import leaves_of as leaves_of

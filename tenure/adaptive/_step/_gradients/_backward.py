@@ -13,8 +13,7 @@ from tenure._errors import AdaptiveUsageError
 from tenure._torch.autograd import BACKWARD_TWICE, post_hooks_of
 from tenure._torch.quiet import without_functions
 
-from ._isolated import IsolatedGradients
-from ._leaves import leaves_of
+from ._isolated import IsolatedGradients, leaves_of
 
 
 class Scaler(Protocol):

@@ -3,8 +3,8 @@
 from ._arguments import BatchNormPolicy as BatchNormPolicy
 from ._arguments import StepSpec as StepSpec
 from ._parts import Chunk as Chunk
+from ._parts import DeliveredTogether as DeliveredTogether
 from ._parts import StepParts as StepParts
+from ._passes import ChunkTerms as ChunkTerms
 from ._run import StepOutcome as StepOutcome
 from ._run import StepRun as StepRun
-from ._state import DeliveredTogether as DeliveredTogether
-from ._terms_pass import ChunkTerms as ChunkTerms

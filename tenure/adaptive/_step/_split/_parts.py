@@ -1,6 +1,7 @@
 """The parts of one step, and what every way to run it does with them.
 
-Invariant: nothing here knows how a step is run; the passes and the run stand on it.
+Among them is what a step changes besides gradients, and when there is no way back. Invariant:
+nothing here knows how a step is run; the passes and the run stand on it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from tenure._torch.quiet import without_functions
 
 from ..._callables import short_name_of
 from ..._oom import oom_info
+from ..._undo import AllOf, Generator, ModuleState, RngState
 from .._gradients import IsolatedGradients, SplitBackward, without_autocast
 from .._loss import scalar
 from .._modules import (
     Reachable,
     StepModels,
     coupled_modules,
+    generators_of,
     modules_given,
     normalization_error,
     refuse_coupled,
@@ -31,7 +34,6 @@ from .._modules import (
 )
 from .._samples import CutInputs, SampleTree, used_up_graph_error
 from ._arguments import StepSpec
-from ._state import StepState
 
 
 class Chunk(NamedTuple):
@@ -198,3 +200,71 @@ def _parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
 def _devices(values: list[Any]) -> list[torch.device]:
     with without_functions():
         return list(dict.fromkeys(value.device for value in values if isinstance(value, Tensor)))
+
+
+class StepState(AllOf):
+    """Random state and the state of modules.
+
+    Args:
+        models: the modules that are known now; `learn` notes those that are seen later.
+        devices: where the work is done.
+        generators: generators of random numbers that belong to no module.
+        values: what else may be one.
+
+    Attributes:
+        rng: random state.
+        modules: the state of modules.
+    """
+
+    __slots__ = ("_devices", "_generators", "modules", "rng")
+
+    def __init__(
+        self,
+        models: StepModels,
+        devices: Sequence[torch.device],
+        generators: Iterable[Generator],
+        values: Iterable[object],
+    ) -> None:
+        self._devices = devices
+        self._generators = [*generators, *generators_of(models.all, values)]
+        self.rng = RngState(devices, self._generators)
+        self.modules = ModuleState(models.all)
+        super().__init__((self.rng, self.modules))
+
+    def learn(self, new: list[nn.Module]) -> None:
+        """Note modules that were seen in the middle of an attempt."""
+        generators = generators_of(new)
+        # the list of the attempt, so that a later `random_now` has them too
+        self._generators += generators
+        self.rng.add(generators)
+        self.modules.add(new)
+
+    def random_now(self) -> RngState:
+        """Random state as it is at this moment, to come back to in the middle of an attempt."""
+        now = RngState(self._devices, self._generators)
+        now.begin()
+        return now
+
+
+class DeliveredTogether(AllOf):
+    """Gradients and all other state of a step: both are as before, or both as after it.
+
+    What comes between the first gradient that is delivered and the end of the attempt, such as an
+    interrupt, finds the step done.
+    """
+
+    __slots__ = ("_gradients",)
+
+    def __init__(self, gradients: IsolatedGradients, state: StepState) -> None:
+        # gradients are delivered first: that may fail, and then the rest is brought back too
+        super().__init__((gradients, state))
+        self._gradients = gradients
+
+    def undo(self) -> None:
+        """Bring both back, or finish both."""
+        # from here on the user may have seen gradients: see
+        # test_an_interrupt_finds_all_gradients_delivered_or_none
+        if self._gradients.is_delivered:
+            self.finish()
+        else:
+            super().undo()

@@ -18,8 +18,7 @@ from .._loss import ONLY, check_weight_is_used, scalar, terms_of, whole_loss
 from .._modules import coupled_modules
 from .._samples import Outputs
 from ._parts import Chunk, StepParts
-from ._terms_pass import TermsPass
-from ._two_pass import OutputsPass
+from ._passes import OutputsPass, TermsPass
 
 
 @dataclass(frozen=True, slots=True)

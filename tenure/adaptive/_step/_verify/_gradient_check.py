@@ -23,10 +23,10 @@ from .._check import (
 from .._modules import coupled_modules
 from .._split import StepParts
 from ._finding import Finding, worst
-from ._rounding import RoughRounding
+from ._modes import RoughRounding
 from ._subject import Subject, chosen_samples, comparable, first_that_fits
 
-MOST_SAMPLES = 8
+_MOST_SAMPLES = 8
 
 
 class GradientCheck:
@@ -54,7 +54,7 @@ class GradientCheck:
 
     def compare(self) -> bool:
         """Compare them; whether that could be done, with whatever result."""
-        n = min(MOST_SAMPLES, self._subject.n_samples)
+        n = min(_MOST_SAMPLES, self._subject.n_samples)
         # fewer where memory is short; one sample alone has no parts
         sizes = [size for size in (n, n // 2, n // 4) if size > 1]
         # picked samples stand at other places, which a function of pairs does not survive: see

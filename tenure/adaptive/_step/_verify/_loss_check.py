@@ -1,8 +1,12 @@
-"""Losses of the whole batch and of its parts, without graphs, and how far these are apart.
+"""Losses without graphs, of the whole batch and of its parts, and how far these are apart.
 
 One forward pass of the whole batch, against the micro-batches that just ran: only it sees what a
 few samples don't show, such as a fixed number of hard examples kept of all, one sample of many that
 is masked, or an outlier.
+
+Where random numbers can't be made the same for parts, samples are exchanged in two groups that lie
+mixed by position, under one random state. What is a sum over samples changes by the same for one
+group whatever the other holds: f(a, b) - f(a', b) - f(a, b') + f(a', b') is zero.
 """
 
 from __future__ import annotations
@@ -15,16 +19,86 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._check import LOSSES, is_noise
+from .._check import EXCHANGED_RTOL, LOSSES, is_noise
 from .._loss import ONLY, combined, finished_loss, terms_of, whole_loss, widened, widened_count
 from .._modules import coupled_modules
 from .._samples import JoinedOutputs, Outputs
 from .._split import Chunk, ChunkTerms, StepOutcome, StepParts
 from ._finding import Finding, farthest
-from ._rounding import RoughRounding
-from ._subject import Subject, comparable, first_that_fits
+from ._modes import RoughRounding
+from ._subject import Subject, chosen_samples, comparable, first_that_fits, set_back
 
+# Four runs for each of up to three states.
+_MOST_SAMPLES = 8
+_N_STATES = 3
 Values = dict[str, Tensor]
+
+
+class ExchangeCheck:
+    """Exchanges samples.
+
+    Args:
+        subject: the step.
+
+    Attributes:
+        finding: what is no sum over samples.
+        n_run: the samples that were run.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self.finding: Finding | None = None
+        self.n_run = 0
+
+    def compare(self) -> bool:
+        """Compare; whether that could be done, with whatever result."""
+        n = min(_MOST_SAMPLES, self._subject.n_samples)
+        return bool(first_that_fits(self._compare, [size for size in (n, n // 2) if size > 1]))
+
+    def _compare(self, n: int) -> bool:
+        """Under a few random states: in one of them samples may mix by next to nothing."""
+        # the draw between two states has to come back as well
+        rng = self._subject.parts_of(range(n)).state.rng
+        rng.begin()
+        try:
+            for _ in range(_N_STATES):
+                self._exchange(n)
+                if self.finding is not None:
+                    break
+                rng.draw()
+            return True
+        finally:
+            rng.undo()
+
+    def _exchange(self, n: int) -> None:
+        here = chosen_samples(self._subject.tree, self._subject.n_samples, n)
+        others = [i for i in range(self._subject.n_samples) if i not in here]
+        # a small batch is exchanged with itself, in another order
+        there = others[:n] if len(others) >= n else [*here[n // 2 :], *here[: n // 2]]
+        groups = range(n)
+        batches = [
+            [(there if (first if i % 2 else second) else here)[i] for i in groups]
+            for first in (False, True)
+            for second in (False, True)
+        ]
+        values = [self._sums(batch) for batch in batches]
+        for name in values[0]:
+            a, b, c, d = (float(each[name]) for each in values)
+            largest = max(map(abs, (a, b, c, d)))
+            if abs(a - b - c + d) > EXCHANGED_RTOL * largest:
+                what = "the loss" if name == ONLY else f"the term {name!r}"
+                error = abs(a - b - c + d) / largest
+                self.finding = Finding(
+                    f"{what}, summed up with half of its samples exchanged for others,",
+                    d, b + c - a, error, (n // 2, n - n // 2),
+                )  # fmt: skip
+                return
+
+    def _sums(self, indices: list[int]) -> Values:
+        parts = self._subject.parts_of(indices)
+        self.n_run += len(indices)
+        with comparable(parts, is_random=False), set_back(parts):
+            return _sums(parts)
 
 
 class LossCheck:
@@ -118,7 +192,7 @@ class LossCheck:
             if parts.spec.batchnorm == "per_chunk" and coupled_modules(parts.roots):
                 return None
             if sizes is not None:
-                return split_values(parts, sizes)
+                return _split_values(parts, sizes)
             return whole_values(parts)
 
     def _error(self, whole: Tensor, split: Tensor) -> float:
@@ -145,7 +219,7 @@ class LossCheck:
 
 
 @contextmanager
-def unseen(parts: StepParts) -> Iterator[None]:
+def _unseen(parts: StepParts) -> Iterator[None]:
     """A block without graphs, whose changes of buffers, attributes and random state are undone."""
     parts.state.begin()
     try:
@@ -160,7 +234,7 @@ def unseen(parts: StepParts) -> Iterator[None]:
 
 def whole_values(parts: StepParts) -> Values:
     """The loss of all samples in one piece, and its terms if there are several."""
-    with unseen(parts):
+    with _unseen(parts):
         spec = parts.spec
         returned = spec.fn(parts.inputs.whole())
         if callable(spec.loss):
@@ -169,9 +243,9 @@ def whole_values(parts: StepParts) -> Values:
         return _with_loss(terms, loss)
 
 
-def split_values(parts: StepParts, sizes: Sequence[int]) -> Values:
+def _split_values(parts: StepParts, sizes: Sequence[int]) -> Values:
     """The same of parts of these lengths."""
-    with unseen(parts):
+    with _unseen(parts):
         spec = parts.spec
         chunks = [Chunk(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
         if callable(spec.loss):
@@ -183,9 +257,9 @@ def split_values(parts: StepParts, sizes: Sequence[int]) -> Values:
         return _with_loss(terms, finished_loss(terms, each[0].named, spec.then))
 
 
-def sums(parts: StepParts) -> Values:
+def _sums(parts: StepParts) -> Values:
     """What is a sum over samples, if the step is declared rightly: the parts of its terms."""
-    with unseen(parts):
+    with _unseen(parts):
         spec, inputs = parts.spec, parts.inputs
         returned = spec.fn(inputs.whole())
         if callable(spec.loss):

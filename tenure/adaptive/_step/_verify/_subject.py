@@ -25,8 +25,7 @@ from .._check import without_dropout
 from .._modules import named_modules
 from .._samples import Leaf, SampleTree, cut_off
 from .._split import StepParts, StepSpec
-from ._random import ConstantNumbers
-from ._rounding import RoughRounding
+from ._modes import ConstantNumbers, RoughRounding
 
 T = TypeVar("T")
 

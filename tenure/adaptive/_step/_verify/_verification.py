@@ -12,10 +12,9 @@ from tenure._torch.compiler import not_compiling
 
 from .._split import StepOutcome, StepParts
 from ._advice import advice_for
-from ._exchange_check import ExchangeCheck
 from ._finding import Finding
 from ._gradient_check import GradientCheck
-from ._loss_check import LossCheck
+from ._loss_check import ExchangeCheck, LossCheck
 from ._places import Visit
 from ._subject import Subject
 

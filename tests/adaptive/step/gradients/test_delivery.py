@@ -13,10 +13,10 @@ from torch import nn
 from tenure.adaptive import step
 from tenure.adaptive._attempt import _attempts
 from tenure.adaptive._step._gradients import _isolated
-from tenure.adaptive._step._split import _state
+from tenure.adaptive._step._split import _parts
 from tenure.adaptive._undo import _rollback
 
-_TRACED = {module.__file__ for module in (_attempts, _rollback, _isolated, _state)}
+_TRACED = {module.__file__ for module in (_attempts, _rollback, _isolated, _parts)}
 
 
 @functools.cache

@@ -1,3 +1,0 @@
-"""The command line: ``tenure`` and ``python -m tenure``."""
-
-from ._main import main as main

@@ -1,0 +1,205 @@
+"""The slots of code: of functions and what wraps them, of what stands still, of its contexts.
+
+A chain starts anew at a callable, because its own name says more than the way to it. A frame that
+is running is never read here; `RunningFrames` knows its variables. A context keeps its values in a
+tree of nodes that only the collector shows. It counts as alive by itself: the current one of a
+thread is held by no object.
+"""
+
+import contextvars
+import functools
+import gc
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+
+from ._reading import class_attributes, is_kind, read_locals, type_name
+from ._words import Namer, Root, Slot, Step, Wanted, items, variables
+
+_NAMED = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+
+# the builtin type, its name in a chain, and the attribute that has its frame
+_KINDS: tuple[tuple[type, str, str], ...] = (
+    (types.GeneratorType, "generator", "gi_frame"),
+    (types.CoroutineType, "coroutine", "cr_frame"),
+    (types.AsyncGeneratorType, "async generator", "ag_frame"),
+)
+
+_INSIDE = Step("", "context")
+# what runs in a context of its own, such as a task, is better named by who has it
+_IN_CONTEXT = Root("", "context", cost=2)
+# by identity: a metaclass may define __hash__ and __eq__
+_NODES = frozenset(
+    id(cls) for cls in type.__subclasses__(object) if type_name(cls).startswith("hamt")
+)
+
+
+def function_slots(holder: types.FunctionType, wanted: Wanted) -> Iterator[Slot]:
+    """Captured variables and defaults."""
+    code, name = holder.__code__, holder.__qualname__
+    yield holder.__closure__, _anchored("closure", name, variables(code.co_freevars))
+    first = code.co_argcount - len(holder.__defaults__ or ())
+    names = code.co_varnames[first : code.co_argcount]
+    yield holder.__defaults__, _anchored("default", name, variables(names))
+    yield holder.__kwdefaults__, _anchored("default", name, variables(()))
+
+
+def cell_slots(holder: types.CellType, wanted: Wanted) -> Iterator[Slot]:
+    """The value of a captured variable."""
+    yield holder.cell_contents, Step("", "closure")
+
+
+def method_slots(
+    holder: types.MethodType | types.BuiltinMethodType, wanted: Wanted
+) -> Iterator[Slot]:
+    """The object that a method is bound to."""
+    of_self = holder.__self__
+    if is_kind(type(of_self), torch.Tensor):
+        yield of_self, Step("", "method", anchor="bound method", link=" ")
+    else:
+        anchor = type_name(type(of_self))
+        yield of_self, Step("", "method", anchor=anchor, link=", held by the bound method ")
+
+
+def partial_slots(holder: "functools.partial[object]", wanted: Wanted) -> Iterator[Slot]:
+    """Arguments and function of a `functools.partial`."""
+    func, args, keywords = (
+        class_attributes(functools.partial)[name].__get__(holder)  # type: ignore[attr-defined]
+        for name in ("func", "args", "keywords")
+    )
+    anchor = f"partial of {_name_of(func)}"
+    yield args, Step("", "partial", anchor=anchor, namer=items("args"))
+    yield keywords, Step("", "partial", anchor=anchor, namer=items("keywords"))
+    yield func, Step(": func", "partial", anchor=anchor)
+
+
+def cache_slots(holder: object, wanted: Wanted) -> Iterator[Slot]:
+    """Arguments and results that a `functools.lru_cache` remembers."""
+    wrapped = object.__getattribute__(holder, "__wrapped__")
+    step = Step("", "cache", anchor=f"lru_cache of {_name_of(wrapped)}")
+    return ((value, step) for value in gc.get_referents(holder) if value is not wrapped)
+
+
+def _anchored(kind: str, name: str, namer: Namer) -> Step:
+    return Step("", kind, anchor=f"{kind} of {name}", namer=namer)
+
+
+def _name_of(func: Any) -> str:
+    return str(func.__qualname__) if is_kind(type(func), *_NAMED) else type_name(type(func))
+
+
+# --- code that stands still
+
+
+def frame_of(holder: object) -> types.FrameType | None:
+    """The frame of a generator or coroutine that has not finished; None for anything else."""
+    for cls, _, name in _KINDS:
+        if type(holder) is cls:
+            return cast("types.FrameType | None", getattr(holder, name))
+    return None
+
+
+def suspended_slots(holder: Any, wanted: Wanted) -> Iterator[Slot]:
+    """Local variables of a suspended generator, coroutine or async generator."""
+    kind = next(kind for cls, kind, _ in _KINDS if type(holder) is cls)
+    anchor = f"{kind} {holder.__qualname__}"
+    for value, name in _variables(holder, frame_of(holder), wanted):
+        text = f": local {name}" if name else ": a value in flight"
+        yield value, Step(text, "generator", anchor=anchor)
+
+
+def frame_slots(holder: types.FrameType, wanted: Wanted) -> Iterator[Slot]:
+    """Local variables of a frame that outlived its call."""
+    function = holder.f_code.co_qualname
+    yield holder.f_back, Step("", "traceback")
+    for value, name in _variables(holder, holder, wanted):
+        if type(value) is dict and name is None:
+            # the snapshot of the variables that reading `f_locals` left in the frame
+            yield value, Step(f" in {function}()", "traceback", namer=variables((), "local "))
+        else:
+            yield value, Step(f" in {function}(): local {name}", "traceback")
+
+
+def traceback_slots(holder: types.TracebackType, wanted: Wanted) -> Iterator[Slot]:
+    """The frame of a traceback and the traceback of what it called."""
+    yield holder.tb_frame, Step("", "traceback")
+    yield holder.tb_next, Step("", "traceback")
+
+
+def exception_slots(holder: BaseException, wanted: Wanted) -> Iterator[Slot]:
+    """The traceback of an exception, and the exceptions that it came from."""
+    read = BaseException.__dict__
+    name = type_name(type(holder))
+    anchored = Step("", "traceback", anchor=f"traceback of {name}")
+    yield read["__traceback__"].__get__(holder), anchored
+    for attribute in ("__context__", "__cause__", "args"):
+        yield read[attribute].__get__(holder), Step(f".{attribute}", "attribute")
+
+
+def future_slots(holder: Any, wanted: Wanted) -> Iterator[Slot]:
+    """What a future of asyncio will give, and whom it will call."""
+    cls: Any = sys.modules["_asyncio"].Future
+    for attribute, text in (("_result", ".result()"), ("_exception", ".exception()")):
+        yield getattr(cls, attribute).__get__(holder), Step(text, "attribute")
+
+
+def task_slots(holder: Any, wanted: Wanted) -> Iterator[Slot]:
+    """The coroutine that a task of asyncio runs."""
+    step = Step("", "generator", anchor=f"task {type(holder).get_name(holder)}")
+    return ((held, step) for held in gc.get_referents(holder) if type(held) is types.CoroutineType)
+
+
+def _variables(
+    holder: object, frame: types.FrameType | None, wanted: Wanted
+) -> Iterator[tuple[object, str | None]]:
+    """What the holder refers to with the variable's name; a captured one is in its cell."""
+    if frame is None:
+        return
+    names = {id(value): name for name, value in read_locals(frame)}
+    for value in gc.get_referents(holder):
+        if id(value) in wanted:
+            contents = value.cell_contents if type(value) is types.CellType else value
+            yield value, names.get(id(contents))
+
+
+# --- context variables, in whichever context they were set
+
+
+def root_of_context(candidate: object) -> Root | None:
+    """How a context is alive by itself; None for anything else."""
+    return _IN_CONTEXT if type(candidate) is contextvars.Context else None
+
+
+def branch_slots(holder: object, wanted: Wanted) -> Iterator[Slot]:
+    """The tree of a context, and of each branch what grows on it."""
+    return ((held, _INSIDE) for held in gc.get_referents(holder) if id(type(held)) in _NODES)
+
+
+def leaf_slots(holder: object, wanted: Wanted) -> Iterator[Slot]:
+    """Values, each with its variable behind it, and further nodes, which have none."""
+    left = iter(gc.get_referents(holder))
+    for held in left:
+        if id(type(held)) in _NODES:
+            yield held, _INSIDE
+        else:
+            variable = next(left)
+            yield held, _anchored_variable("context variable", variable)
+
+
+def variable_slots(holder: contextvars.ContextVar[object], wanted: Wanted) -> Iterator[Slot]:
+    """The default of a context variable."""
+    step = _anchored_variable("default of context variable", holder)
+    return ((held, step) for held in gc.get_referents(holder) if held is not holder.name)
+
+
+def token_slots(holder: contextvars.Token[object], wanted: Wanted) -> Iterator[Slot]:
+    """What a token will set its variable back to."""
+    yield holder.old_value, Step(".old_value", "attribute")
+    yield holder.var, Step(".var", "attribute")
+
+
+def _anchored_variable(what: str, variable: contextvars.ContextVar[object]) -> Step:
+    return Step("", "context", anchor=f"{what} {variable.name}")

@@ -1,0 +1,203 @@
+"""Reading objects, tensors and frames without running code of theirs, and without leaving a trace.
+
+Whatever is looked up goes through descriptors of ``type`` and of the interpreter, past metaclasses,
+properties, ``__getattr__`` and ``__class__``. No question to a tensor runs an operation or raises.
+A frame's ``f_locals`` snapshot, which would prolong the life of what it shows, is emptied again
+unless somebody else holds it.
+"""
+
+import ctypes
+import inspect
+import sys
+import types
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from operator import call
+from types import FrameType
+from typing import Any, cast
+
+import torch
+
+from tenure._errors import MissingTorchNameError
+from tenure._storages import storage_bytes, storage_of
+from tenure._torch.quiet import TENSOR_BASE
+from tenure._torch.storages import owners_of_storage, uses_of_tensor
+
+from ._identities import Identities, IdentitySet
+
+_QUALNAME = type.__dict__["__qualname__"].__get__
+_MODULE = type.__dict__["__module__"].__get__
+_MRO = type.__dict__["__mro__"].__get__
+_NAMESPACE = type.__dict__["__dict__"].__get__
+# references to a snapshot that only its frame, our variable and the argument of getrefcount hold
+_UNSHARED = 3
+
+
+def type_name(cls: type) -> str:
+    """The qualified name of a class."""
+    return str(_QUALNAME(cls))
+
+
+def module_name(cls: type) -> str:
+    """The module that a class says it is from; empty where it says something odd."""
+    name = _MODULE(cls)
+    return name if type(name) is str else ""
+
+
+def mro_of(cls: type) -> tuple[type, ...]:
+    """The method resolution order of a class."""
+    return cast("tuple[type, ...]", _MRO(cls))
+
+
+def class_attributes(cls: type) -> types.MappingProxyType[str, object]:
+    """What the body of a class defines, without its bases."""
+    return cast("types.MappingProxyType[str, object]", _NAMESPACE(cls))
+
+
+def instance_attributes(holder: object) -> dict[str, object]:
+    """The instance dictionary itself; an empty one for an object that has none."""
+    for cls in mro_of(type(holder)):
+        found = class_attributes(cls).get("__dict__")
+        if type(found) is types.GetSetDescriptorType:
+            return cast("dict[str, object]", found.__get__(holder))
+    return {}
+
+
+def is_kind(cls: type, *bases: type) -> bool:
+    """Whether a class inherits from one of the bases by its order alone, whatever it claims."""
+    return any(found is base for found in mro_of(cls) for base in bases)
+
+
+def _count_of_variable() -> int:
+    found = object()
+    return sys.getrefcount(found)
+
+
+# How much of an answer of `sys.getrefcount` is the asking: measured, as Pythons differ. Up to 3.13
+# the argument is one reference more; from 3.14 on it borrows that of the variable of the running
+# function, if one is asked about. So nothing else is, here and elsewhere.
+OF_VARIABLE = _count_of_variable()
+"""What it says of an object that the variable, which is asked about, alone holds."""
+
+
+# --- tensors
+
+
+def _count_cpp_reference() -> int:
+    """References to the handle of a tensor that C++ holds too: none on some versions of torch."""
+    leaf = torch.ones(1, requires_grad=True)
+    leaf.grad = torch.zeros(1)
+    return sys.getrefcount(leaf.grad) - sys.getrefcount(torch.zeros(1))
+
+
+_CPP_REFERENCE = _count_cpp_reference()
+
+
+def cpp_references(found: object) -> int:
+    """References to an object's handle that only C++ knows of: 0 for what is no tensor."""
+    is_in_cpp = is_kind(type(found), torch.Tensor) and cpp_uses(found) > 1  # type: ignore[arg-type]
+    return _CPP_REFERENCE if is_in_cpp else 0
+
+
+def read(t: torch.Tensor, name: str) -> Any:
+    """An attribute as the base class has it; None where this kind of tensor has none."""
+    # undefined, sparse, nested, fake and functorch tensors raise errors of many types here
+    try:
+        return getattr(TENSOR_BASE, name).__get__(t)
+    except Exception:
+        return None
+
+
+def gradient_of(t: torch.Tensor) -> torch.Tensor | None:
+    """The gradient; None for a tensor that gets none, of which reading it warns."""
+    gradient: torch.Tensor | None = None
+    if read(t, "is_leaf") or read(t, "retains_grad"):
+        gradient = read(t, "grad")
+    return gradient
+
+
+def storage_uses(t: torch.Tensor) -> int:
+    """How many tensors and other owners share the storage, this tensor among them."""
+    storage = storage_of(t)
+    return 1 if storage is None else owners_of_storage(storage)
+
+
+def cpp_uses(t: torch.Tensor) -> int:
+    """How many owners the tensor has in C++, its Python handle among them."""
+    try:
+        return uses_of_tensor(t)
+    except MissingTorchNameError:
+        raise
+    except Exception:
+        return 1
+
+
+def spans_storage(t: torch.Tensor) -> bool:
+    """Whether the elements of a tensor are as many bytes as its storage."""
+    try:
+        return int(TENSOR_BASE.numel(t)) * int(TENSOR_BASE.element_size(t)) == storage_bytes(t)
+    except Exception:
+        return False
+
+
+# --- frames
+
+
+def read_locals(frame: FrameType) -> list[tuple[str, object]]:
+    """Names and values of a frame's local variables, leaving no snapshot behind."""
+    snapshot = frame.f_locals
+    if type(snapshot) is not dict:
+        # from Python 3.13 a proxy; else what a metaclass prepared for the body of a class
+        is_mapping = issubclass(type(snapshot), dict)
+        return list(dict.items(snapshot) if is_mapping else snapshot.items())
+    pairs = list(snapshot.items())
+    if is_optimized(frame) and sys.getrefcount(snapshot) <= _UNSHARED:
+        _forget(frame, snapshot)
+    return pairs
+
+
+def is_optimized(frame: FrameType) -> bool:
+    """Whether a frame is of a function, and not of a module or the body of a class."""
+    return bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
+
+
+# --- the snapshot of a frame's variables, which Python below 3.13 keeps in the frame
+
+
+def _write_back() -> Any:
+    if sys.version_info >= (3, 13):
+        # there are no snapshots
+        return None
+    # Source: https://github.com/python/cpython/blob/3.11/Objects/frameobject.c
+    prototype = ctypes.PYFUNCTYPE(None, ctypes.py_object, ctypes.c_int)
+    return prototype(("PyFrame_LocalsToFast", ctypes.pythonapi))
+
+
+_WRITE_BACK = _write_back()
+# identities of snapshots, some of which are gone: another dictionary may have the same by now
+_emptied: set[int] = set()
+
+
+def _forget(frame: FrameType, snapshot: dict[str, object]) -> None:
+    """Empty the snapshot of a frame of optimized code, which nobody else holds.
+
+    The variables stand. A frame whose ``f_locals`` was read has a mark, upon which the interpreter
+    takes the snapshot for the variables when a trace function of the frame returns: a missing name
+    deletes its variable. `PyFrame_LocalsToFast` with 0 sets what the snapshot has, nothing once it
+    is empty, deletes nothing, and takes the mark off.
+    """
+    _emptied.add(id(snapshot))
+    steps: tuple[Callable[[], object], ...] = snapshot.clear, partial(_WRITE_BACK, frame, 0)
+    # in one call of C, so that no thread whose trace function returns comes in between
+    deque(map(call, steps), maxlen=0)
+
+
+def take_out_emptied(heap: list[Any]) -> None:
+    """Take the emptied snapshots out of a list; what is gone since is no longer remembered."""
+    positions = Identities(heap).where(IdentitySet(_emptied))
+    here = [position for position in positions if type(heap[position]) is dict]
+    _emptied.intersection_update([id(heap[position]) for position in here])
+    for position in reversed(here):
+        if not heap[position]:
+            del heap[position]

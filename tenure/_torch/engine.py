@@ -1,0 +1,115 @@
+"""What autograd's engine does between two nodes, as a dispatch mode sees it.
+
+Where several gradients flow into one tensor the engine adds them up, in place if nobody else holds
+the first. While a mode looks on it never does, so what it would have done has to be worked out.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import bound, require
+from .autograd import ENGINE_CODE, check_engine_is_seen
+from .modes import DispatchMode
+from .storages import owners_of_storage, uses_of_tensor
+
+_PREDICTION = "predictions of memory"
+_WRAPPER = "torch._dynamo."
+current_node: Any = bound("torch._C._current_autograd_node", _PREDICTION)
+"""The node that the engine runs on this thread, or has last run; None outside of the engine."""
+next_sequence: Any = bound("torch._C._autograd._get_sequence_nr", _PREDICTION)
+"""The number that the next node of this thread gets."""
+_ADD_THEMSELVES = frozenset[str]()
+
+
+def check() -> None:
+    """Make sure of all that a mode asks here.
+
+    Raises:
+        MissingTorchNameError: a name is missing.
+    """
+    require(current_node, next_sequence)
+    check_engine_is_seen()
+
+
+def sequence_of_node() -> int:
+    """The number that the running node got when the forward pass made it."""
+    return int(current_node()._sequence_nr())
+
+
+def adds_in_place(gradient: Tensor, frame: FrameType | None) -> bool:
+    """Whether the engine would add to ``gradient`` in place, asked in a mode's handler of ``add``.
+
+    Args:
+        gradient: what is added to.
+        frame: what called the handler.
+
+    Source: https://github.com/pytorch/pytorch/blob/main/torch/csrc/autograd/input_buffer.cpp
+    """
+    node = current_node()
+    if node is None or not _is_called_by_engine(frame) or node.name() in _ADD_THEMSELVES:
+        return False
+    return _has_one_owner(gradient) and _is_dense(gradient)
+
+
+def _is_called_by_engine(frame: FrameType | None) -> bool:
+    # torch keeps its compiler out of handlers with a function or two around them
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_WRAPPER):
+        frame = frame.f_back
+    return frame is not None and frame.f_code is ENGINE_CODE
+
+
+def _has_one_owner(gradient: Tensor) -> bool:
+    return (
+        uses_of_tensor(gradient) <= _uses_alone()
+        and owners_of_storage(gradient.untyped_storage()) <= 1
+    )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their part of the storage, none twice, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+class _UseProbe(DispatchMode):
+    """Notes how often a gradient is used that nobody but the engine holds."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
+        self.n_uses = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.add.Tensor and current_node() is not None:
+            self.n_uses = uses_of_tensor(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _uses_alone() -> int:
+    """How often a gradient is used in a handler that nobody but the engine holds."""
+    probe = _UseProbe()
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.ones(2, requires_grad=True, device="cpu") * 2
+        y = (x.sin() + x.cos()).sum()
+        with probe:
+            y.backward()
+    return probe.n_uses
+
+
+def works() -> bool:
+    """Whether the sum of two gradients is seen, and nodes have the numbers that were foretold."""
+    before = next_sequence()
+    x = torch.ones(2, requires_grad=True, device="cpu") * 2
+    node: Any = x.grad_fn
+    return _uses_alone() > 0 and current_node() is None and node._sequence_nr() == before

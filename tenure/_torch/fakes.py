@@ -1,0 +1,67 @@
+"""Tensors without data: what torch calls fake, and the errors of operations that need data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import bound
+
+_PREDICTION = "predictions of memory"
+_HOME = "torch._subclasses.fake_tensor"
+FakeTensor: Any = bound(f"{_HOME}.FakeTensor", _PREDICTION)
+FakeMode: Any = bound(f"{_HOME}.FakeTensorMode", _PREDICTION)
+no_fakes: Any = bound(f"{_HOME}.unset_fake_temporarily", _PREDICTION)
+"""A context in which operations are on real tensors, inside of a block that has fake ones."""
+NEEDS_DATA: tuple[type[Exception], ...] = (
+    bound(f"{_HOME}.DataDependentOutputException", _PREDICTION),
+    bound(f"{_HOME}.DynamicOutputShapeException", _PREDICTION),
+)
+"""What an operation raises whose result depends on values."""
+UNKNOWN: type[Exception] = bound(f"{_HOME}.UnsupportedOperatorException", _PREDICTION)
+"""What an operation raises of which no shape is known without running it."""
+
+
+def new_mode() -> Any:
+    """A mode that makes tensors without data, and takes real ones for such; it runs no kernel."""
+    return FakeMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+
+
+def is_fake(value: object) -> bool:
+    """Whether it is a tensor without data."""
+    return isinstance(value, FakeTensor)
+
+
+def mode_of(fake: Any) -> Any:
+    """The mode that made a tensor without data."""
+    return fake.fake_mode
+
+
+def fake_of(tensor: Tensor, mode: Any) -> Any:
+    """A tensor like a real one without its data; like one of ``meta`` on the CPU."""
+    if tensor.device.type != "meta":
+        return mode.from_tensor(tensor)
+    with mode, torch.no_grad():
+        fake: Any = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+        )
+    # what isinstance() asks for
+    if isinstance(tensor, nn.Parameter):
+        fake._is_param = True
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+def like(real: Tensor, mode: Any, device: torch.device) -> Any:
+    """A tensor without data, laid out as a real one, on a device."""
+    with mode, torch.no_grad():
+        return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
+
+
+def works() -> bool:
+    """Whether a huge tensor takes nothing, and a real one has a fake that remembers its device."""
+    mode = new_mode()
+    with mode:
+        huge = torch.empty(2**50, dtype=torch.uint8, device="cpu")
+        return is_fake(huge + 1) and bool(mode.from_tensor(torch.ones(2)).device.type == "cpu")

@@ -1,0 +1,4 @@
+"""What work would take, without doing it."""
+
+from ._predict import predict_peak as predict_peak
+from ._report import PeakReport as PeakReport

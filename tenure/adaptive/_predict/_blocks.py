@@ -1,0 +1,109 @@
+"""The blocks of memory that a piece of work takes, in order: what is alive at its worst moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+Category = Literal[
+    "parameters", "buffers", "gradients", "optimizer state", "inputs", "activations", "temporaries"
+]
+"""What a block is for. Activations were made by the forward pass and were still alive at its end;
+what the work made and let go in between is temporary."""
+Phase = Literal["forward", "backward", "optimizer step"]
+
+CATEGORIES: tuple[Category, ...] = (
+    "parameters",
+    "buffers",
+    "gradients",
+    "optimizer state",
+    "inputs",
+    "activations",
+    "temporaries",
+)
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One storage, while it lives; or the memory that a kernel takes while it runs.
+
+    Attributes:
+        n_bytes: its size.
+        phase: where it was made; None for what was there before the work.
+        category: what it is for; None until that is known.
+    """
+
+    n_bytes: int
+    phase: Phase | None = None
+    category: Category | None = None
+    outlived_forward: bool = False
+
+
+class Event(NamedTuple):
+    """A change of the bytes of a block.
+
+    Attributes:
+        block: the block.
+        n_bytes: what it takes from now on; 0 when it dies.
+        operation: the number of the operation that ran, or had last run.
+    """
+
+    block: Block
+    n_bytes: int
+    operation: int
+
+
+@dataclass(slots=True)
+class Peak:
+    """The worst moment.
+
+    Attributes:
+        n_bytes: what is alive then.
+        operation: the number of the operation that runs; -1 where the work makes nothing.
+        blocks: the bytes of each block that is alive then.
+    """
+
+    n_bytes: int
+    operation: int
+    blocks: dict[Block, int]
+
+
+@dataclass(slots=True)
+class Record:
+    """All blocks of a piece of work.
+
+    Attributes:
+        existing: those that were there before it.
+        events: what changed, in order.
+    """
+
+    existing: list[Block] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def baseline_bytes(self) -> int:
+        """What was there before."""
+        return sum(block.n_bytes for block in self.existing)
+
+    def peak(self) -> Peak:
+        """Find the worst moment: the first, if there are several."""
+        live_bytes = most_bytes = self.baseline_bytes
+        at = -1
+        for i, (_, change) in enumerate(self._changes()):
+            live_bytes += change
+            if live_bytes > most_bytes:
+                most_bytes, at = live_bytes, i
+        blocks = {block: block.n_bytes for block in self.existing}
+        for event in self.events[: at + 1]:
+            if event.n_bytes:
+                blocks[event.block] = event.n_bytes
+            else:
+                blocks.pop(event.block, None)
+        return Peak(most_bytes, -1 if at < 0 else self.events[at].operation, blocks)
+
+    def _changes(self) -> Iterator[tuple[Event, int]]:
+        now = {block: block.n_bytes for block in self.existing}
+        for event in self.events:
+            yield event, event.n_bytes - now.get(event.block, 0)
+            now[event.block] = event.n_bytes

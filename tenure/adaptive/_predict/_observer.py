@@ -1,0 +1,233 @@
+"""The mode that sees each operation on tensors without data, and notes which storages it makes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+
+from tenure._callers import Site, is_internal
+from tenure._torch import cpu_allocator, engine
+from tenure._torch.modes import DispatchMode
+from tenure._torch.modules import module_called_by
+from tenure._torch.storages import key_of
+
+from ._assumptions import CAN_NOT, STAND_INS, worked_out
+from ._blocks import Block, Category, Event, Phase, Record
+from ._known import KnownValues, tensors_of
+from ._scratch import scratch_bytes
+
+_ADD = torch.ops.aten.add.Tensor
+
+
+class Place(NamedTuple):
+    """Where an operation runs.
+
+    Attributes:
+        module: the innermost module whose forward runs.
+        code: the code of the user's program that called torch.
+        instruction: how far that was.
+    """
+
+    module: ref[nn.Module] | None
+    code: CodeType | None
+    instruction: int
+
+    def line(self) -> str:
+        """The line of the program, as ``train.py:12``; "" where none is known."""
+        return "" if self.code is None else str(Site(self.code, self.instruction))
+
+
+class Operation(NamedTuple):
+    """An operation that made or freed memory.
+
+    Attributes:
+        name: as torch calls it.
+        phase: of the step.
+        place: where it was called; None in a backward pass.
+        sequence: the number of the node that it belongs to.
+    """
+
+    name: str
+    phase: Phase
+    place: Place | None
+    sequence: int
+
+
+class _Entry(ref[UntypedStorage]):
+    """A storage that is alive, and the block it lies in."""
+
+    __slots__ = ("block", "key")
+
+    key: int
+    block: Block
+
+
+class Observer(DispatchMode):
+    """Notes what operations make on a device, and when it dies.
+
+    Attributes:
+        record: what was noted.
+        phase: which part of the step runs now.
+        operations: all operations that made something, by number.
+        known: values that are computed along.
+        reasons: why the record may be wrong; each once.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, is_counted: Callable[[torch.device], bool], *, with_scratch: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
+        self.record = Record()
+        self.phase: Phase = "forward"
+        self.operations: list[Operation] = []
+        self.reasons: dict[str, None] = {}
+        self.known = KnownValues()
+        self._is_counted = is_counted
+        self._with_scratch = with_scratch
+        self._entries: dict[int, _Entry] = {}
+        self._owners: dict[Block, int] = {}
+        self._real = Block(0, "forward", "temporaries")
+        self._real_live = cpu_allocator.live_counter()
+        self._real_before = 0
+
+    def enter_existing(self, tensors: Iterable[Tensor], category: Category) -> None:
+        """Note what was there before; what is known already keeps its category."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if key_of(storage) not in self._entries and self._is_counted(tensor.device):
+                block = Block(storage.nbytes(), category=category)
+                self.record.existing.append(block)
+                self._enter(storage, block)
+
+    def name_blocks(self, tensors: Iterable[Tensor], category: Category) -> None:
+        """Say what tensors that the work has made are for."""
+        for tensor in tensors:
+            entry = self._entries.get(key_of(tensor.untyped_storage()))
+            if entry is not None and entry.block.category is None:
+                entry.block.category = category
+
+    def begin(self) -> None:
+        """Count from now on what is really taken."""
+        self._real_before = self._real_live.value
+
+    def end(self) -> None:
+        """Notice what the work has left alive."""
+        for entry in list(self._entries.values()):
+            entry.block.outlived_forward = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # a question about a tensor; the process ends where one raises
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        self._note_pass()
+        try:
+            result = STAND_INS.get(func, func)(*args, **kwargs)
+        except CAN_NOT as error:
+            result, reason = worked_out(func, args, kwargs, self.known, error)
+            if reason is not None:
+                self.reasons.setdefault(f"{reason} at {_place(sys._getframe(1)).line()}")
+        self.known.follow(func, args, kwargs, result)
+        self._note(func, args, kwargs, result)
+        return result
+
+    def _note_pass(self) -> None:
+        """Notice that a backward pass has begun, or ended: the work may run several."""
+        if self.phase != "optimizer step":
+            phase: Phase = "forward" if engine.current_node() is None else "backward"
+            if phase != self.phase == "forward":
+                for entry in list(self._entries.values()):
+                    entry.block.outlived_forward = True
+            self.phase = phase
+
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        n_before = len(self.record.events)
+        self._note_real()
+        for tensor in tensors_of(result):
+            if self._is_counted(tensor.device):
+                self._note_result(func, args, tensor)
+        if self._with_scratch:
+            scratch = scratch_bytes(func, args, kwargs, result)
+            if scratch.n_bytes:
+                block = Block(scratch.n_bytes, self.phase, "temporaries")
+                self._change(block, scratch.n_bytes)
+                self._change(block, 0)
+            if scratch.reason is not None:
+                self.reasons.setdefault(scratch.reason)
+        if len(self.record.events) > n_before:
+            self.operations.append(_operation(str(func), self.phase))
+
+    def _note_real(self) -> None:
+        """Notice memory that was really taken: states of generators, which no operation makes."""
+        n_bytes = self._real_live.value - self._real_before
+        if n_bytes != self._real.n_bytes:
+            self._real.n_bytes = n_bytes
+            self._change(self._real, max(n_bytes, 0))
+
+    def _note_result(self, func: Any, args: Any, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        entry = self._entries.get(key_of(storage))
+        if entry is not None:
+            # grown in place
+            if storage.nbytes() != entry.block.n_bytes:
+                entry.block.n_bytes = storage.nbytes()
+                self._change(entry.block, storage.nbytes())
+            return
+        taken_over = self._block_added_to(func, args)
+        if taken_over is not None:
+            self._enter(storage, taken_over)
+            return
+        block = Block(storage.nbytes(), self.phase)
+        self._enter(storage, block)
+        if block.n_bytes:
+            self._change(block, block.n_bytes)
+
+    def _block_added_to(self, func: Any, args: Any) -> Block | None:
+        """The block of a gradient that autograd adds another one to in place, of plain tensors.
+
+        It does not while a mode looks on, and makes a third.
+        """
+        if func is not _ADD or self.phase != "backward":
+            return None
+        if not engine.adds_in_place(args[0], sys._getframe(3)):
+            return None
+        entry = self._entries.get(key_of(args[0].untyped_storage()))
+        return None if entry is None else entry.block
+
+    def _enter(self, storage: UntypedStorage, block: Block) -> None:
+        entry = self._entries[key_of(storage)] = _Entry(storage, self._forget)
+        entry.key, entry.block = key_of(storage), block
+        self._owners[block] = self._owners.get(block, 0) + 1
+
+    def _forget(self, entry: Any) -> None:
+        del self._entries[entry.key]
+        self._owners[entry.block] -= 1
+        if not self._owners[entry.block]:
+            del self._owners[entry.block]
+            self._change(entry.block, 0)
+
+    def _change(self, block: Block, n_bytes: int) -> None:
+        self.record.events.append(Event(block, n_bytes, len(self.operations)))
+
+
+def _operation(name: str, phase: Phase) -> Operation:
+    if engine.current_node() is not None:
+        return Operation(name, phase, None, engine.sequence_of_node())
+    return Operation(name, phase, _place(sys._getframe(3)), engine.next_sequence())
+
+
+def _place(frame: FrameType | None) -> Place:
+    module, code, instruction = None, None, -1
+    while frame is not None and (module is None or code is None):
+        if module is None:
+            module = module_called_by(frame)
+        if code is None and not is_internal(frame):
+            code, instruction = frame.f_code, frame.f_lasti
+        frame = frame.f_back
+    return Place(None if module is None else ref(module), code, instruction)

@@ -1,0 +1,62 @@
+"""What an optimizer's step changes in the optimizer, taken back after it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ._tensors import tensors_in
+
+
+class OptimizerState:
+    """Parameters and state of an optimizer, or of none."""
+
+    def __init__(self, optimizer: Optimizer | None) -> None:
+        self._optimizer: Any = optimizer
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """What it steps."""
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        return [p for group in groups for p in group["params"]]
+
+    def tensors(self) -> list[Tensor]:
+        """What it keeps for its parameters."""
+        if self._optimizer is None:
+            return []
+        known = {id(p) for p in self.parameters}
+        kept = tensors_in([dict(self._optimizer.state), *self._plain_attributes()])
+        return [tensor for tensor in kept if id(tensor) not in known]
+
+    def _plain_attributes(self) -> list[Any]:
+        return [v for k, v in vars(self._optimizer).items() if k not in ("state", "param_groups")]
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """A block after which its attributes, groups and states are as before."""
+        optimizer = self._optimizer
+        if optimizer is None:
+            yield
+            return
+        attributes = dict(vars(optimizer))
+        groups = [dict(group) for group in optimizer.param_groups]
+        states = {key: _copied(value) for key, value in optimizer.state.items()}
+        try:
+            yield
+        finally:
+            vars(optimizer).clear()
+            vars(optimizer).update(attributes)
+            for group, before in zip(optimizer.param_groups, groups, strict=True):
+                group.clear()
+                group.update(before)
+            optimizer.state.clear()
+            optimizer.state.update(states)
+
+
+def _copied(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, dict | list) else value

@@ -1,0 +1,200 @@
+"""The peak of a piece of work: it runs once on tensors without data, and what it makes is noted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from tenure._errors import PredictionError
+from tenure._torch import cpu_allocator, engine
+from tenure._torch.compiler import never_compiled
+from tenure.scopes import persist
+
+from .._reachable import Reachable
+from .._undo import AllOf, ModuleState, RngState, modules_below
+from ._fakes import lent_to_fakes, mode_for
+from ._observer import Observer
+from ._optimizer import OptimizerState
+from ._places import describe_place
+from ._report import PeakReport
+from ._tensors import tensors_in
+
+_NO_DATA = "data is not allocated"
+
+
+@never_compiled
+def predict_peak(
+    fn: Callable[..., Any],
+    *args: Any,
+    optimizer: Optimizer | None = None,
+    device: torch.device | str | None = None,
+    **kwargs: Any,
+) -> PeakReport:
+    """Say how much memory work would take at its worst moment, without doing it."""
+    engine.check()
+    work = Work(fn, args, kwargs, optimizer)
+    observer = work.observe()
+    return _report(work, observer)
+
+
+class Work:
+    """A function, what it is given, and the tensors that it may reach."""
+
+    def __init__(
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, optimizer: Optimizer | None
+    ) -> None:
+        self.fn, self.args, self.kwargs, self.optimizer = fn, args, kwargs, optimizer
+        reached = Reachable(fn)
+        given = [value for value in (fn, *args, *kwargs.values()) if isinstance(value, nn.Module)]
+        self.names: dict[int, str] = {}
+        self.modules = modules_below([*reached.modules.values(), *given])
+        single = len(reached.modules) == 1
+        for name, module in reached.modules.items():
+            for below, each in module.named_modules(prefix="" if single else name):
+                self.names.setdefault(id(each), below or name)
+        self.parameters = _unique(
+            [p for module in self.modules for p in module._parameters.values() if p is not None]
+            + reached.captured()
+        )
+        self.buffers = _unique(
+            b for module in self.modules for b in module._buffers.values() if b is not None
+        )
+        self.state = OptimizerState(optimizer)
+        self.parameters = _unique([*self.parameters, *self.state.parameters])
+        self.inputs = _unique(tensors_in([args, kwargs]))
+        held = tensors_in([vars(module) for module in self.modules])
+        self.others = _unique([*held, *reached.constants.values()])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the work runs."""
+        for tensor in (*self.parameters, *self.inputs):
+            if tensor.device.type != "meta":
+                return tensor.device
+        return torch.device("cpu")
+
+    def observe(self) -> Observer:
+        """Run the work on tensors without data."""
+        device = self.device
+        observer = Observer(lambda each: each == device, with_scratch=device.type == "cpu")
+        tensors = _unique(
+            [*self.parameters, *self.buffers, *self.state.tensors(), *self.inputs, *self.others]
+        )
+        mode = mode_for(tensors)
+        undo = AllOf((RngState(), ModuleState(self.modules)))
+        with persist(), ExitStack() as stack:
+            stack.enter_context(cpu_allocator.sizes_kept(True))
+            undo.begin()
+            stack.callback(undo.undo)
+            for fake, real in stack.enter_context(lent_to_fakes(tensors, mode)):
+                observer.known.learn(fake, real)
+            stack.enter_context(self.state.kept())
+            observer.enter_existing(self.parameters, "parameters")
+            observer.enter_existing(self.buffers, "buffers")
+            observer.enter_existing(self._gradients(), "gradients")
+            observer.enter_existing(self.state.tensors(), "optimizer state")
+            observer.enter_existing([*self.inputs, *self.others], "inputs")
+            stack.enter_context(_steps_told(observer))
+            stack.enter_context(_no_compiling())
+            stack.enter_context(mode)
+            stack.enter_context(observer)
+            observer.begin()
+            self._run(observer)
+            observer.end()
+            observer.name_blocks(self._gradients(), "gradients")
+            observer.name_blocks(self.state.tensors(), "optimizer state")
+        return observer
+
+    def _run(self, observer: Observer) -> None:
+        try:
+            result = self.fn(*self.args, **self.kwargs)
+        except RuntimeError as error:
+            if _NO_DATA not in str(error):
+                raise
+            raise PredictionError(
+                "The memory of this work can't be predicted: code of torch reads values, and a "
+                "prediction has none (see the error above). Predict the rest without that part, "
+                "or run it once and see."
+            ) from error
+        losses = losses_in(result)
+        if losses:
+            torch.autograd.backward(
+                losses, [None if loss.numel() == 1 else torch.ones_like(loss) for loss in losses]
+            )
+        observer.name_blocks(self._gradients(), "gradients")
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+    def _gradients(self) -> list[Tensor]:
+        return [
+            p.grad for p in (*self.parameters, *self.inputs) if p.is_leaf and p.grad is not None
+        ]
+
+
+def losses_in(result: Any) -> list[Tensor]:
+    """What of a result is run backward: a loss, terms of one, or all that requires grad."""
+    loss = getattr(result, "loss", None)
+    if isinstance(loss, Tensor):
+        result = loss
+    return [each for each in tensors_in([result]) if each.requires_grad]
+
+
+@contextmanager
+def _steps_told(observer: Observer) -> Iterator[None]:
+    before: list[Any] = []
+
+    def begin(*_: Any) -> None:
+        before.append(observer.phase)
+        observer.phase = "optimizer step"
+
+    def end(*_: Any) -> None:
+        observer.phase = before.pop()
+
+    handles = [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _no_compiling() -> Iterator[None]:
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _unique(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _report(work: Work, observer: Observer) -> PeakReport:
+    peak = observer.record.peak()
+    categories: dict[str, int] = {}
+    for block, n_bytes in peak.blocks.items():
+        category = block.category
+        if category is None:
+            kept = block.phase == "forward" and block.outlived_forward
+            category = "activations" if kept else "temporaries"
+        categories[category] = categories.get(category, 0) + n_bytes
+    operation = observer.operations[peak.operation] if peak.operation >= 0 else None
+    return PeakReport(
+        peak_bytes=peak.n_bytes,
+        baseline_bytes=observer.record.baseline_bytes,
+        categories=categories,
+        phase=operation.phase if operation else "forward",
+        operation=operation.name if operation else "",
+        place=describe_place(operation, observer.operations, work.names),
+        device=str(work.device),
+        approximate=bool(observer.reasons),
+        reasons=tuple(observer.reasons),
+    )

@@ -1,0 +1,73 @@
+"""Scratch that is measured: the kernel itself runs, once for each signature, on a small problem."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from . import _convolutions, _problem
+from ._events import Events, events_of, peak_of
+from ._growth import Corner, corners, grown
+from ._problem import Call
+
+# What all tensors of a run may take together.
+_WHOLE_BYTES = 256 << 10
+_PART_BYTES = 1 << 20
+# Runs double with each.
+_MOST_AXES = 5
+_MOST_POWER = 4
+
+_known: dict[Any, int | str] = {}
+
+
+def measured(func: Any, args: Any, kwargs: Any, result: Any, out_bytes: int) -> int | str:
+    """Bytes of scratch of a call; or why they can't be measured."""
+    call = _problem.described(args, kwargs)
+    key = (func, repr(call), _settings())
+    known = _known.get(key)
+    if known is None:
+        known = _known[key] = _measure(func, call, _problem.described((result,), {}), out_bytes)
+    return known
+
+
+def _settings() -> tuple[object, ...]:
+    """What kernels are chosen by besides their arguments."""
+    return (
+        torch.get_num_threads(),
+        torch.backends.mkldnn.enabled,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+    )
+
+
+def _measure(func: Any, call: Call, out: Any, out_bytes: int) -> int | str:
+    n_bytes = sum(each.n_bytes for each in [*_problem.layouts(call), *_problem.layouts(out)])
+    if n_bytes <= _WHOLE_BYTES:
+        return _told(_run(func, call), out_bytes)
+    if _convolutions.is_one(func):
+        axes, most_power = _convolutions.axes_of(func, call), 1
+        shrink = partial(_convolutions.smaller, func, call, axes)
+    else:
+        axes, most_power = _problem.axes_of(call, out, _PART_BYTES), _MOST_POWER
+        shrink = partial(_problem.smaller, call, axes)
+    if sum(axis.step > 0 for axis in axes) > _MOST_AXES:
+        return "its sizes are too many to be made smaller one by one"
+    runs: dict[Corner, Events] = {}
+    for corner in corners(axes):
+        events = _run(func, shrink(corner))
+        if isinstance(events, Exception):
+            return _told(events, out_bytes)
+        runs[corner] = events
+    return _told(grown(axes, runs, most_power), out_bytes)
+
+
+def _run(func: Any, call: Call) -> Events | Exception:
+    return events_of(func, lambda: _problem.made(call))
+
+
+def _told(events: Events | Exception, out_bytes: int) -> int | str:
+    if isinstance(events, Exception):
+        return f"{type(events).__name__}: {events}".splitlines()[0]
+    return max(0, peak_of(events) - out_bytes)

@@ -1,0 +1,150 @@
+"""How many bytes a kernel takes beyond its inputs and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from tenure._torch.storages import key_of
+
+from ._kinds import FREE, FREE_CONTIGUOUS, FREE_OF_ONE_DTYPE, MEASURED, TAKES_NUMBERS
+from ._matmuls import RULES as MATMULS
+from ._measured import measured
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Memory that a kernel takes for itself while it runs.
+
+    Attributes:
+        n_bytes: the peak of what is live inside of it, beyond its inputs and its outputs.
+        reason: None where that is exact or a little too high; else why it is only an estimate.
+    """
+
+    n_bytes: int
+    reason: str | None = None
+
+
+_NOTHING = Scratch(0)
+_Rule = Callable[[Any, Any, Any, Any], Scratch]
+_rules: dict[Any, _Rule] = {}
+_MASKS_AND_INDICES = frozenset({torch.bool, torch.int64})
+
+
+def scratch_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
+    """Say how many bytes the real kernel of an operation takes for itself on the CPU.
+
+    Args:
+        func: an operation, as a dispatch mode gets it.
+        args: its arguments; of tensors, which may be fake, only their layouts are looked at.
+        kwargs: its arguments by name.
+        result: what it gave; storages in it that are not in the arguments count as its outputs.
+    """
+    rule = _rules.get(func)
+    if rule is None:
+        rule = _rules[func] = _rule_for(func)
+    return rule(func, args, kwargs, result)
+
+
+def _rule_for(func: Any) -> _Rule:
+    namespace, _, name = str(func).partition(".")
+    # marks of profilers, questions about tensors
+    if namespace in {"profiler", "prim"}:
+        return _nothing
+    if namespace != "aten":
+        return lambda *_: Scratch(0, f"nobody has measured what {func} takes for itself")
+    if func in MATMULS:
+        return _of_matmul
+    if name in TAKES_NUMBERS:
+        return _with_numbers if name in FREE else _with_numbers_of_one_dtype
+    if name in FREE:
+        return _nothing
+    if name in FREE_OF_ONE_DTYPE:
+        return _of_one_dtype
+    if name in FREE_CONTIGUOUS:
+        return _contiguous
+    return _measured if name in MEASURED else _unknown
+
+
+def _nothing(*_: Any) -> Scratch:
+    return _NOTHING
+
+
+def _with_numbers(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
+    """A number becomes a tensor of 8 bytes (16 if complex), and another of the common dtype."""
+    tensors = [*_tensors((args, kwargs, result))]
+    size = max((each.dtype.itemsize for each in tensors), default=8)
+    return Scratch(2 * size if size > 8 else 8 + size)
+
+
+def _with_numbers_of_one_dtype(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
+    if not _have_one_dtype(args, kwargs, result):
+        return _measured(func, args, kwargs, result)
+    # of two tensors none is made
+    if len(args) > 1 and isinstance(args[1], Tensor):
+        return _NOTHING
+    return _with_numbers(func, args, kwargs, result)
+
+
+def _of_one_dtype(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
+    if _have_one_dtype(args, kwargs, result):
+        return _NOTHING
+    return _measured(func, args, kwargs, result)
+
+
+def _have_one_dtype(args: Any, kwargs: Any, result: Any) -> bool:
+    dtypes = {each.dtype for each in _tensors((args, kwargs))}
+    made = {each.dtype for each in _tensors(result)}
+    return (
+        len(dtypes) == 1 and made <= {*dtypes, torch.bool} and next(iter(dtypes)).is_floating_point
+    )
+
+
+def _contiguous(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
+    tensors = [*_tensors((args, kwargs))]
+    dtypes = {each.dtype for each in tensors} - _MASKS_AND_INDICES
+    if len(dtypes) == 1 and all(each.is_contiguous() for each in tensors):
+        return _NOTHING
+    return _measured(func, args, kwargs, result)
+
+
+def _of_matmul(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
+    n_bytes = MATMULS[func](args)
+    return _measured(func, args, kwargs, result) if n_bytes is None else Scratch(n_bytes)
+
+
+def _measured(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
+    n_bytes = measured(func, args, kwargs, result, _made_bytes(args, kwargs, result))
+    if isinstance(n_bytes, int):
+        return Scratch(n_bytes)
+    return Scratch(0, f"what {func} takes for itself can't be measured ({n_bytes})")
+
+
+def _unknown(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
+    return Scratch(0, f"nobody has measured what {func} takes for itself")
+
+
+def _made_bytes(args: Any, kwargs: Any, result: Any) -> int:
+    """Bytes of the storages that an operation made."""
+    before = {key_of(each) for each in _storages((args, kwargs))}
+    made = {key_of(each): each.nbytes() for each in _storages(result)}
+    return sum(n_bytes for key, n_bytes in made.items() if key not in before)
+
+
+def _storages(tree: Any) -> Iterator[UntypedStorage]:
+    return (each.untyped_storage() for each in _tensors(tree))
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for each in tree:
+            yield from _tensors(each)
+    elif isinstance(tree, dict):
+        for each in tree.values():
+            yield from _tensors(each)

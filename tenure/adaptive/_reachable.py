@@ -1,0 +1,356 @@
+"""The modules of a step: those that a function can reach, and those seen when they run.
+
+A function reaches what it captures, is bound to, or names in its code. Invariant: only what the
+code names counts, so that a model which happens to stand beside the one that is trained isn't taken
+for a part of the step. What is overlooked so is seen when it runs; but generators, tensors with a
+graph, and modules inside compiled code are not.
+
+Invariant: a module is known before its first line runs, so that what it changes can be noted
+first; and each that runs in a split step is judged, however the function got hold of it.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor, nn
+
+from tenure._errors import AdaptiveUsageError
+from tenure._torch.modules import modules_told
+
+from ._callables import short_name_of, unused
+from ._undo import Generator, generator_kinds, generators_in, is_gone, modules_below
+
+Listener = Callable[[list[nn.Module]], object]
+T = TypeVar("T")
+# Deeper than helpers of helpers call, and shallow enough for an object that holds a whole program.
+_MAX_DEPTH = 8
+_MAX_ITEMS = 256
+_PLAIN = (int, float, complex, str, bytes, bool, type(None))
+# Their functions get the user's tensors as arguments and hold none.
+_LIBRARIES = ("torch", "numpy", "builtins")
+# What a call of an object uses, and what `functools.cache` calls.
+_IMPLIED = frozenset({"__call__", "__wrapped__"})
+
+
+class StepModels:
+    """What is known of the modules so far.
+
+    Args:
+        roots: the modules that the function runs, by name.
+        others: further modules that are used, such as those of the loss.
+        is_given: whether the user named the roots.
+
+    Attributes:
+        roots: those by name, each with what is below it.
+        found: those of them that were known before anything ran.
+        all: every module that is known, once.
+    """
+
+    def __init__(
+        self, roots: dict[str, nn.Module], others: Iterable[nn.Module], *, is_given: bool
+    ) -> None:
+        self.roots = roots
+        self.found = roots.copy()
+        self.all = modules_below(roots.values())
+        # what stands below a root was looked at before the split; other modules are when they run
+        self._judged = set(map(id, self.all))
+        self._is_given = is_given
+        # what is noted, so that it can be taken back: roots, and what the loss uses
+        self._known = set(self._judged)
+        self._learn(modules_below(each for each in others if id(each) not in self._known))
+        self._ran: dict[int, nn.Module] = {}
+        self._new: dict[str, nn.Module] = {}
+        self._listeners: list[Listener] = []
+
+    def seeing(self) -> AbstractContextManager[None]:
+        """A block in which modules are seen when they run."""
+        return modules_told(self._see)
+
+    @contextmanager
+    def telling(self, listener: Listener) -> Iterator[None]:
+        """A block in which ``listener`` gets the modules that nobody knew, before they run."""
+        self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            self._listeners.remove(listener)
+
+    def take_new_roots(self) -> dict[str, nn.Module]:
+        """The modules that ran and are below no root, by name; each is returned once."""
+        new, self._new = self._new, {}
+        return new
+
+    def _see(self, module: nn.Module) -> None:
+        # the only line that most calls of modules cost
+        if id(module) in self._ran:
+            return
+        # kept, so that its id is that of no other
+        self._ran[id(module)] = module
+        if id(module) in self._judged:
+            return
+        below = modules_below([module])
+        self._judged.update(map(id, below))
+        name = unused(type(module).__name__, self.roots.keys() | self._new.keys())
+        self._new[name] = module
+        # a model that the user named is what names in reports start from, and nothing is added to
+        # it
+        if not self._is_given:
+            self.roots[name] = module
+        # told before its first line runs, or its buffers would be noted too late: see
+        # test_buffers_of_a_module_that_no_search_finds_are_written_once
+        new = self._learn(below)
+        for listener in self._listeners:
+            listener(new)
+
+    def _learn(self, modules: list[nn.Module]) -> list[nn.Module]:
+        new = [module for module in modules if id(module) not in self._known]
+        self._known.update(map(id, new))
+        self.all += new
+        return new
+
+
+def generators_of(modules: Iterable[nn.Module], values: Iterable[object] = ()) -> list[Generator]:
+    """The generators of random numbers that modules hold, and those among some values."""
+    return generators_in(chain(values, *(vars(module).values() for module in modules)))
+
+
+def named_modules(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Every module at or below the roots, each once, under a name that starts with the root's."""
+    seen: set[nn.Module] = set()
+    for root_name, root in roots.items():
+        for name, module in root.named_modules(memo=seen):
+            yield f"{root_name}.{name}" if name else root_name, module
+
+
+def named_parameters(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter of the roots, each once."""
+    seen: set[int] = set()
+    for root_name, root in roots.items():
+        for name, parameter in root.named_parameters():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield f"{root_name}.{name}", parameter
+
+
+class CodeNames(NamedTuple):
+    """What a piece of code names, the code written inside it included.
+
+    Attributes:
+        globals: the globals and builtins that it reads.
+        attributes: the attributes and methods that it reads, of whatever object.
+    """
+
+    globals: frozenset[str]
+    attributes: frozenset[str]
+
+
+@functools.lru_cache(maxsize=512)
+def names_in(code: CodeType) -> CodeNames:
+    """Read the instructions; code holds no tensors, so remembering it keeps none alive."""
+    # `co_names` does not do: by it, `b.model` would name the global that is called `model`, too
+    names: dict[bool, set[str]] = {True: set(), False: set()}
+    for each in dis.get_instructions(code):
+        if each.opcode in dis.hasname:
+            names[each.opname in ("LOAD_GLOBAL", "LOAD_NAME")].add(each.argval)
+    inner = [names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return CodeNames(
+        frozenset(names[True]).union(*(each.globals for each in inner)),
+        frozenset(names[False]).union(*(each.attributes for each in inner)),
+    )
+
+
+def used_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """What the code of a function uses by its own names: captured, named as global, a default."""
+    if is_of_a_library(function.__module__):
+        return
+    code, space = function.__code__, function.__globals__
+    for key, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield key, cell.cell_contents
+        except ValueError:
+            # the variable has no value yet
+            continue
+    for key in sorted(names_in(code).globals & space.keys()):
+        yield key, space[key]
+    defaults = function.__defaults__ or ()
+    named = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    yield from zip(named, defaults, strict=True)
+    yield from (function.__kwdefaults__ or {}).items()
+    wrapped = getattr(function, "__wrapped__", None)
+    if wrapped is not None:
+        yield short_name_of(wrapped), wrapped
+
+
+def is_of_a_library(module: str | None) -> bool:
+    """Whether a module's name is of torch, NumPy or Python, whose code is not looked into."""
+    return str(module or "").partition(".")[0] in _LIBRARIES
+
+
+class Reachable:
+    """What some functions use.
+
+    Attributes:
+        modules: the modules found, by the name under which the code has them.
+        tensors: the tensors found that require grad, by name.
+        constants: the other ones.
+        generators: the generators of random numbers found.
+
+    What has the name of something else gets a number: two objects may each have a ``self.net``.
+    """
+
+    def __init__(self, *functions: Callable[..., Any] | None) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        self.tensors: dict[str, Tensor] = {}
+        self.constants: dict[str, Tensor] = {}
+        self.generators: list[Generator] = []
+        # asked once: the answer is other only after NumPy was imported
+        self._generator_kinds = generator_kinds()
+        # keeps what its ids belong to
+        self._seen: dict[tuple[int, frozenset[str]], Any] = {}
+        self.look_into(*functions)
+
+    def look_into(self, *functions: Callable[..., Any] | None) -> None:
+        """Add what more functions use."""
+        for function in functions:
+            if function is not None:
+                self._visit(short_name_of(function), function, frozenset(), 0)
+
+    def captured(self) -> list[Tensor]:
+        """The leaves that are no parameters of a module."""
+        return [tensor for tensor in self.tensors.values() if tensor.is_leaf]
+
+    def computed(self) -> list[str]:
+        """The names of the tensors that come of a computation of before."""
+        return [name for name, tensor in self.tensors.items() if not tensor.is_leaf]
+
+    def _visit(self, name: str, value: Any, attributes: frozenset[str], depth: int) -> None:
+        """Look at a value that code has which names these attributes."""
+        value = _behind(value)
+        function = value.__func__ if isinstance(value, MethodType) else value
+        if isinstance(function, FunctionType):
+            # of its own code, not of the caller's: see
+            # test_attributes_that_the_method_does_not_name_are_not_reached
+            attributes = names_in(function.__code__).attributes
+        key = (id(value), attributes)
+        if isinstance(value, _PLAIN) or key in self._seen or depth > _MAX_DEPTH:
+            return
+        self._seen[key] = value
+        if isinstance(value, nn.Module):
+            _note(self.modules, name, value)
+        elif isinstance(value, Tensor):
+            # a closure may hold what the scope of the last step has disposed
+            if not is_gone(value):
+                _note(self.tensors if value.requires_grad else self.constants, name, value)
+        elif isinstance(value, self._generator_kinds):
+            self.generators.append(value)
+        else:
+            for below, child in _below(name, value, attributes):
+                self._visit(below, child, attributes, depth + 1)
+
+
+def _below(name: str, value: Any, attributes: frozenset[str]) -> Iterator[tuple[str, Any]]:
+    """What a value is made of, one level down."""
+    if isinstance(value, FunctionType):
+        yield from used_by(value)
+    elif isinstance(value, MethodType):
+        yield short_name_of(value.__func__), value.__func__
+        yield "self", value.__self__
+    elif isinstance(value, functools.partial):
+        yield short_name_of(value.func), value.func
+        yield from ((f"{name} argument {i}", each) for i, each in enumerate(value.args, 1))
+        yield from value.keywords.items()
+    elif isinstance(value, weakref.ref):
+        yield name, value()
+    elif isinstance(value, Mapping):
+        items = list(value.items())[:_MAX_ITEMS]
+        yield from ((f"{name}[{key!r}]", each) for key, each in items)
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from ((f"{name}[{i}]", each) for i, each in enumerate(list(value)[:_MAX_ITEMS]))
+    else:
+        yield from _of_object(name, value, attributes)
+
+
+def _of_object(name: str, value: Any, attributes: frozenset[str]) -> Iterator[tuple[str, Any]]:
+    """The attributes of an object, a class or a Python module that the code names."""
+    is_class, is_module = isinstance(value, type), isinstance(value, ModuleType)
+    # `torch.nn.functional` has every name that a loss uses
+    if is_of_a_library(value.__module__ if is_class else value.__name__ if is_module else None):
+        return
+    space = {} if is_class else getattr(value, "__dict__", {})
+    if not is_class and not is_module:
+        attributes |= _IMPLIED
+    for key in sorted(attributes):
+        below = name if key in _IMPLIED else f"{name}.{key}"
+        if key in space:
+            yield below, space[key]
+        elif not is_module:
+            yield below, _of_class(value, key)
+
+
+def _of_class(value: Any, key: str) -> Any:
+    """What a class has for its instances, or for itself, by a name; no code of the user's runs."""
+    instance, owner = (None, value) if isinstance(value, type) else (value, type(value))
+    # `inspect.getattr_static` does the same in ten times the time
+    found = next((kind.__dict__[key] for kind in owner.__mro__ if key in kind.__dict__), None)
+    # of __slots__
+    if isinstance(found, MemberDescriptorType):
+        try:
+            return None if instance is None else found.__get__(instance)
+        except AttributeError:
+            # it has no value yet
+            return None
+    if isinstance(found, classmethod):
+        return MethodType(found.__func__, owner)
+    if isinstance(found, property):
+        found = found.fget
+    elif isinstance(found, functools.cached_property):
+        found = found.func
+    if isinstance(found, FunctionType):
+        # such as the methods of an optimizer, which lead to all parameters there are
+        if is_of_a_library(found.__module__):
+            return None
+        return found if instance is None else MethodType(found, instance)
+    return found.__func__ if isinstance(found, staticmethod) else found
+
+
+def _behind(value: Any) -> Any:
+    """The object itself, or what it is a weak proxy of; None once that is gone."""
+    if type(value) not in weakref.ProxyTypes:
+        return value
+    try:
+        return value.__repr__.__self__
+    except ReferenceError:
+        return None
+
+
+def _note(known: dict[str, T], name: str, value: T) -> None:
+    # not by `==`, which compares elements of tensors
+    if all(value is not other for other in known.values()):
+        known[unused(name, known)] = value
+
+
+def modules_given(entry: str, model: nn.Module | Iterable[nn.Module]) -> dict[str, nn.Module]:
+    """The modules of the argument ``model`` of ``entry``, by name.
+
+    Raises:
+        AdaptiveUsageError: it is something else.
+    """
+    model = _behind(model)
+    if isinstance(model, nn.Module):
+        return {"model": model}
+    each_given = list(model) if isinstance(model, Iterable) else []
+    several = {f"model[{i}]": _behind(each) for i, each in enumerate(each_given)}
+    if not several or any(not isinstance(each, nn.Module) for each in several.values()):
+        raise AdaptiveUsageError(
+            f"{entry}() got a {type(model).__name__} as model=. Pass the nn.Module that the "
+            "function runs, or a list of them."
+        )
+    return several

@@ -1,0 +1,389 @@
+"""What a step's function returned: the terms of a loss, and how those of chunks make the whole.
+
+Invariant: the loss of the whole batch is one formula, used both for its value and, by autograd, for
+the weight that the gradient of each chunk gets. The shares of a term, which say how much each chunk
+weighs in a mean over the whole batch, are finite, not negative, and sum up to 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from numbers import Integral, Real
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tenure._errors import AdaptiveUsageError
+from tenure._text import describe_tensor
+
+from .._oom import is_oom
+
+Reduction = Literal["mean", "sum"]
+Count = Tensor | float
+ONLY = "loss"
+"""The name of a term that has none of its own."""
+
+_WANTED = (
+    "Return a scalar loss, a pair (sum, count), or a dict of either; or return outputs, and pass "
+    "the loss of all of them as loss=."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A part of a loss over some samples.
+
+    Attributes:
+        value: of no dimension; a mean or a sum, or with a count the sum that it divides.
+        count: what the sum over the whole batch is divided by the sum of; None for a plain value.
+    """
+
+    value: Tensor
+    count: Count | None
+
+
+class Terms(NamedTuple):
+    """What the function returned for some samples, in one form.
+
+    Attributes:
+        by_name: the terms.
+        named: whether the function named them, and so gets them named in ``then``.
+    """
+
+    by_name: dict[str, Term]
+    named: bool
+
+    def with_counts(self) -> dict[str, bool]:
+        """Which of them have counts."""
+        return {name: term.count is not None for name, term in self.by_name.items()}
+
+    def detached(self) -> Terms:
+        """The same, without their graphs."""
+        return Terms(
+            {name: Term(term.value.detach(), term.count) for name, term in self.by_name.items()},
+            self.named,
+        )
+
+
+def terms_of(returned: object, reduction: Reduction) -> Terms:
+    """Bring what the function returned into one form.
+
+    Raises:
+        AdaptiveUsageError: it is no loss.
+    """
+    if isinstance(returned, Mapping):
+        if not returned:
+            raise AdaptiveUsageError(f"The function of step() returned no terms. {_WANTED}")
+        terms = {
+            str(name): _term(each, f"[{name!r}]", reduction) for name, each in returned.items()
+        }
+        # 1 and "1" are two keys and one name
+        if len(terms) < len(returned):
+            raise AdaptiveUsageError(
+                f"The function of step() returned terms of the same name: "
+                f"{', '.join(map(repr, returned))}. Call each by another str."
+            )
+        return Terms(terms, named=True)
+    return Terms({ONLY: _term(returned, "", reduction)}, named=False)
+
+
+def check_weight_is_used(terms: Terms, weight: object) -> None:
+    """Make sure that a weight is not given for terms that all bring their own.
+
+    Raises:
+        AdaptiveUsageError: it is.
+    """
+    # a weight of one term beside a count of another is right: each has what it divides by
+    if weight is not None and all(term.count is not None for term in terms.by_name.values()):
+        raise AdaptiveUsageError(
+            "The function of step() returned sums with their counts, and weight= was given too. "
+            "Leave weight= out, or return means."
+        )
+
+
+def whole_loss(terms: Terms, then: Callable[..., Any] | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a batch that was not split, and its terms, as the function itself would."""
+    values = {
+        name: term.value if term.count is None else term.value / term.count
+        for name, term in terms.by_name.items()
+    }
+    return finished_loss(values, terms.named, then), values
+
+
+def finished_loss(
+    totals: dict[str, Tensor], named: bool, then: Callable[..., Any] | None
+) -> Tensor:
+    """The loss of terms over the whole batch.
+
+    Raises:
+        AdaptiveUsageError: ``then`` returned no scalar.
+    """
+    if then is not None:
+        return scalar(then(totals if named else totals[ONLY]), "then() of step()")
+    # not from 0: that would be another node in the graph of a step that is not split
+    first, *others = totals.values()
+    return _sum([first, *others])
+
+
+def combined(
+    chunks: Sequence[dict[str, Term]], shares: Shares, reduction: Reduction
+) -> dict[str, Tensor]:
+    """The terms of the whole batch, of those of its chunks, which are the same for each."""
+    return {
+        name: _combined([chunk[name] for chunk in chunks], name, shares, reduction)
+        for name in chunks[0]
+    }
+
+
+def check_same_terms(first: Mapping[str, bool], other: Mapping[str, Term]) -> None:
+    """Make sure that two chunks have the same terms.
+
+    Args:
+        first: the terms of one by name, and whether they have counts.
+        other: those of the other.
+
+    Raises:
+        AdaptiveUsageError: they don't.
+    """
+    # a term that is left out where it is zero would change what its mean divides by
+    if set(first) != set(other):
+        raise AdaptiveUsageError(
+            f"The function of step() returned the terms {', '.join(map(repr, first))} for one "
+            f"micro-batch and {', '.join(map(repr, other))} for another. Return the same ones for "
+            "each, with a count of zero where there is nothing to count."
+        )
+    for name, term in other.items():
+        if first[name] != (term.count is not None):
+            raise AdaptiveUsageError(
+                f"The function of step() returned a count with the term {name!r} for one "
+                "micro-batch and none for another. Return a pair (sum, count) for each, or for "
+                "none."
+            )
+
+
+def scalar(value: object, what: str) -> Tensor:
+    """A tensor of one number, as one of no dimension.
+
+    Raises:
+        AdaptiveUsageError: it is something else.
+    """
+    if not isinstance(value, Tensor):
+        raise AdaptiveUsageError(f"{what} returned {_brief(value)}. {_WANTED}")
+    if value.numel() != 1 or not value.is_floating_point():
+        raise AdaptiveUsageError(f"{what} returned {describe_tensor(value)}. {_WANTED}")
+    return value if value.dim() == 0 else value.reshape(())
+
+
+def _term(value: object, place: str, reduction: Reduction) -> Term:
+    what = "The function of step()" + (f", at {place}," if place else "")
+    if not isinstance(value, tuple | list):
+        return Term(scalar(value, what), None)
+    if len(value) != 2:
+        raise AdaptiveUsageError(f"{what} returned {_brief(value)}. {_WANTED}")
+    # what a pair is for is a mean, and a sum of means has no meaning for the whole batch
+    if reduction == "sum":
+        raise AdaptiveUsageError(
+            f'{what} returned a pair (sum, count), which makes a mean, and loss="sum" was asked '
+            'for. Leave loss="mean", or return the sum alone.'
+        )
+    return Term(scalar(value[0], what), _count(value[1], what))
+
+
+def _count(count: object, what: str) -> Count:
+    # kept on its device: reading it would make the host wait in each micro-batch
+    if isinstance(count, Tensor) and count.numel() == 1 and not count.requires_grad:
+        return count.detach().reshape(())
+    number = _plain_number(count)
+    if number is not None:
+        return number
+    shown = describe_tensor(count) if isinstance(count, Tensor) else _brief(count)
+    needs = " that requires grad" if isinstance(count, Tensor) and count.requires_grad else ""
+    raise AdaptiveUsageError(
+        f"{what} returned a count of {shown}{needs}. Return a number that is no function of what "
+        "is trained, such as how many elements the sum has."
+    )
+
+
+def _combined(column: list[Term], name: str, shares: Shares, reduction: Reduction) -> Tensor:
+    values = [widened(term.value) for term in column]
+    counts = [widened_count(term.count) for term in column if term.count is not None]
+    if counts:
+        return _sum(values) / sum(counts)
+    if reduction == "sum":
+        return _sum(values)
+    # a chunk without a share is left out, and not multiplied by zero: its mean is nan
+    weighted = zip(values, shares.of(name), strict=True)
+    return _sum([value * share for value, share in weighted if share])
+
+
+def _sum(values: list[Tensor]) -> Tensor:
+    return sum(values[1:], values[0])
+
+
+def _brief(value: object) -> str:
+    if value is None:
+        return "None"
+    shown = repr(value)
+    kind = f"a {type(value).__name__}"
+    return f"{kind}, {shown}" if len(shown) <= 40 else kind
+
+
+# --- in which types sums and weights are computed, so that they lose nothing
+
+
+def widened(value: Tensor) -> Tensor:
+    """A scalar in the precision that sums of several are made in."""
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def widened_count(count: Tensor | float) -> Tensor | float:
+    """A count in a type that sums of several fit into: in bfloat16, 256 and 1 are 256."""
+    if not isinstance(count, Tensor) or count.is_complex():
+        return count
+    return widened(count) if count.is_floating_point() else count.long()
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """The widest type of floating point that a device has."""
+    # by far the most, and not worth an allocation
+    if device.type in ("cpu", "cuda"):
+        return torch.float64
+    return torch.float64 if _has_float64(device) else torch.float32
+
+
+@lru_cache(maxsize=64)
+def _has_float64(device: torch.device) -> bool:
+    """Whether a device computes in it, as MPS and some XPUs don't; asked once of each."""
+    try:
+        torch.ones(1, dtype=torch.float64, device=device)
+    except (RuntimeError, TypeError) as error:
+        # no answer of the device's, and remembered it would be wrong for good: see
+        # test_a_device_without_memory_is_asked_again
+        if is_oom(error):
+            raise
+        return False
+    return True
+
+
+class Shares:
+    """How much each chunk weighs in a mean over the whole batch.
+
+    Args:
+        lengths: the number of samples of each chunk.
+        weights: what ``weight`` returned for each chunk; None weighs by samples.
+
+    Raises:
+        AdaptiveUsageError: a weight is not a number, or less than zero, or not finite.
+    """
+
+    def __init__(self, lengths: Sequence[int], weights: Sequence[object] | None) -> None:
+        # what a mean over samples needs, and what stands in where all weights are zero
+        self._by_samples = _normalized([float(length) for length in lengths])
+        self._by_name: dict[str | None, list[float]] = {}
+        self._weighted = weights is not None
+        if weights is not None:
+            # the first chunk says which terms have weights; the others have to agree
+            by_name = [_named(weight, weights[0]) for weight in weights]
+            for name in by_name[0]:
+                column = _numbers([_weight_of(each, name) for each in by_name])
+                self._by_name[name] = _normalized(column) or self._by_samples
+
+    def of(self, name: str) -> list[float]:
+        """The shares of the chunks in a term; they sum up to 1.
+
+        Raises:
+            AdaptiveUsageError: ``weight`` gave no number for this term.
+        """
+        if not self._weighted:
+            return self._by_samples
+        shares = self._by_name.get(name, self._by_name.get(None))
+        if shares is None:
+            raise AdaptiveUsageError(
+                f"The function of step() returned a term {name!r}, and weight() has "
+                f"{', '.join(map(repr, self._by_name))}. Give a weight for each term by its name."
+            )
+        return shares
+
+
+def _plain_number(value: object) -> int | float | None:
+    """A number of Python or numpy, or an array of one, as one of Python; None for anything else."""
+    # NumPy's scalars are numbers to Python as well, but its 0-dimensional arrays are none
+    if hasattr(value, "__array_interface__") and value.size == 1:  # type: ignore[attr-defined]
+        value = value.item()  # type: ignore[attr-defined]
+    # True as a weight is a mistake, such as a comparison that was to be summed up
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def _normalized(weights: list[float]) -> list[float]:
+    """Shares of 1; none if all weights are zero, for then the mean has no value."""
+    # exact, so that the shares sum up to 1 as well as floats can
+    total = math.fsum(weights)
+    return [weight / total for weight in weights] if total else []
+
+
+def _named(weight: object, first: object) -> dict[str | None, object]:
+    """A weight by the names of terms, which are str; one for all terms has the name None."""
+    if isinstance(weight, Mapping) != isinstance(first, Mapping):
+        raise AdaptiveUsageError(
+            f"weight() returned {_shown(first)} for one micro-batch and {_shown(weight)} for "
+            "another. Return a number for each, or a dict with the same names for each."
+        )
+    if not isinstance(weight, Mapping):
+        return {None: weight}
+    named: dict[str | None, object] = {str(name): each for name, each in weight.items()}
+    if len(named) < len(weight):
+        raise AdaptiveUsageError(
+            f"weight() returned weights of the same name: {', '.join(map(repr, weight))}. Call "
+            "each by the name of its term."
+        )
+    return named
+
+
+def _weight_of(weights: Mapping[str | None, object], name: str | None) -> object:
+    if name in weights:
+        return weights[name]
+    raise AdaptiveUsageError(
+        f"weight() returned {', '.join(map(repr, weights))} for one micro-batch, without {name!r}, "
+        "which it had for the first. Return the same names for each."
+    )
+
+
+def _numbers(values: list[object]) -> list[float]:
+    """The weights of a term for each chunk."""
+    numbers = []
+    for value in _read(values):
+        number = _plain_number(value)
+        if number is None or not 0 <= number < math.inf:
+            raise AdaptiveUsageError(
+                f"weight() returned {_shown(value)} for a micro-batch. Return what the mean "
+                "divides by: a number that is finite and not negative, or a dict of one for each "
+                "term."
+            )
+        numbers.append(float(number))
+    return numbers
+
+
+def _read(values: list[object]) -> list[object]:
+    """The same with the values of tensors; those of one device and type are read together."""
+    read = list(values)
+    # the host waits for a device once, not for each chunk: see
+    # test_weights_on_two_devices_are_read_from_each
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, value in enumerate(values):
+        if isinstance(value, Tensor) and value.numel() == 1:
+            alike.setdefault((value.device, value.dtype), []).append(i)
+    for (_, dtype), places in alike.items():
+        tensors = [values[i].detach().reshape(()) for i in places]  # type: ignore[attr-defined]
+        for i, number in zip(places, torch.stack(tensors).tolist(), strict=True):
+            read[i] = int(number) if dtype is torch.bool else number
+    return read
+
+
+def _shown(value: object) -> str:
+    return describe_tensor(value) if isinstance(value, Tensor) else repr(value)

@@ -1,0 +1,310 @@
+"""The modes below which a step is verified: constant random numbers, and worse rounding.
+
+Random numbers are the same for every sample, so that two runs can be compared. What torch knows of
+its operations decides: those that its tag calls seeded. Dispatch modes see them below autograd, in
+checkpoints and in backward passes; compiled functions run eagerly below one. Invariant: an
+operation draws one number of torch's default generator, whatever the shape that it fills; so a run
+of fewer samples from the same random state gets the same numbers.
+
+Rounding is a little worse than the hardware's, to see how far it carries. Source: Monte Carlo
+arithmetic, Parker 1997, https://www.cs.cmu.edu/~rutenbar/pdf/. Two kernels for two sizes of a batch
+add in another order; how far their results are apart after a whole network can't be told from the
+type alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from statistics import NormalDist
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tenure._torch.modes import DispatchMode, schema_of
+
+_Args = dict[str, Any]
+_Rule = Callable[[_Args, float], Any]
+_MOST_NUMBERS = 100_000
+"""Then a loop waits for a number that it does not get."""
+_aten = torch.ops.aten
+_EXACT = frozenset(
+    {
+        _aten.clone, _aten._to_copy, _aten.copy, _aten.cat, _aten.stack, _aten.index,
+        _aten.index_select, _aten.gather, _aten.embedding, _aten.zeros_like, _aten.ones_like,
+        _aten.full_like, _aten.empty_like, _aten.new_zeros, _aten.new_ones, _aten.new_full,
+        _aten.new_empty, _aten.relu, _aten.neg, _aten.abs, _aten.sign, _aten.where, _aten.max,
+        _aten.min, _aten.sort, _aten.topk, _aten.masked_fill, _aten.constant_pad_nd,
+        _aten._local_scalar_dense, _aten.flip, _aten.roll, _aten.repeat, _aten.eq, _aten.ne,
+        _aten.threshold_backward, _aten.maximum, _aten.minimum, _aten.clamp, _aten.round,
+        _aten.floor, _aten.native_dropout,
+    }
+)  # fmt: skip
+"""Operations that round nothing."""
+
+
+class ConstantNumbers(DispatchMode):
+    """Fills what torch would fill with random numbers with one of them; dropout keeps everything.
+
+    A permutation reverses the order, so that work that shuffles its samples mixes them still.
+
+    Attributes:
+        has_unknown: whether an operation drew numbers that are not constant.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
+        self.has_unknown = False
+        self._n_numbers = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation, a random one with a constant."""
+        kwargs = dict(kwargs or {})
+        # by far the most operations
+        if not _is_random(func):
+            return func(*args, **kwargs)
+        named = [argument.name for argument in schema_of(func).arguments]
+        given = dict(zip(named, args, strict=False)) | kwargs
+        # fused attention and cuDNN's RNNs draw inside; without a rate they draw nothing
+        off = {name: 0.0 for name in ("dropout_p", "dropout") if name in given}
+        if off:
+            return _call(func, given | off)
+        rule = _RULES.get(func.overloadpacket)
+        # it may be right all the same: `ExchangeCheck` looks at it
+        if rule is None or self._n_numbers >= _MOST_NUMBERS:
+            self.has_unknown = True
+            return func(*args, **kwargs)
+        self._n_numbers += 1
+        with torch.no_grad():
+            return rule(given, _one_number())
+
+
+def _is_random(func: Any) -> bool:
+    # a higher-order operator has none
+    tags = getattr(func, "tags", ())
+    return (
+        torch.Tag.nondeterministic_seeded in tags
+        or getattr(func, "overloadpacket", None) is _aten.random_
+    )
+
+
+def _one_number() -> float:
+    # of the CPU, so that devices agree; away from the ends, where logarithms are infinite
+    return 0.05 + 0.9 * float(torch.rand((), dtype=torch.float64, device="cpu"))
+
+
+def _call(func: Any, given: _Args) -> Any:
+    arguments = schema_of(func).arguments
+    args = [given[a.name] for a in arguments if a.name in given and not a.kwarg_only]
+    return func(
+        *args, **{a.name: given[a.name] for a in arguments if a.name in given and a.kwarg_only}
+    )
+
+
+# --- what each operation gives, of its arguments by name and of one number between 0 and 1
+
+
+def _gaussian(number: float, mean: float = 0.0, std: float = 1.0) -> float:
+    return NormalDist().inv_cdf(number) * std + mean
+
+
+def _whole(number: float, low: int, high: int) -> int:
+    return low + int(number * (high - low))
+
+
+def _full(given: _Args, value: float) -> Tensor:
+    named = {key: given.get(key) for key in ("dtype", "layout", "device", "pin_memory")}
+    dtype = named["dtype"]
+    if dtype is None:
+        named["dtype"] = torch.int64 if isinstance(value, int) else torch.get_default_dtype()
+    return torch.full(given["size"], value, **{k: v for k, v in named.items() if v is not None})
+
+
+def _like(given: _Args, value: float) -> Tensor:
+    named = {key: given.get(key) for key in ("dtype", "layout", "device", "memory_format")}
+    return torch.full_like(
+        given["self"], value, **{k: v for k, v in named.items() if v is not None}
+    )
+
+
+def _normal(given: _Args, number: float) -> Tensor:
+    mean, std = given.get("mean", 0.0), given.get("std", 1.0)
+    if "size" in given:
+        return _full(given, _gaussian(number, mean, std))
+    made: Tensor = mean + std * _gaussian(number)
+    return made
+
+
+def _bernoulli(given: _Args, number: float) -> Tensor:
+    probability = given["self"]
+    # kept by dropout, as below
+    if isinstance(given.get("p"), float):
+        return torch.full_like(probability, given["p"])
+    made: Tensor = (probability > number).to(probability.dtype)
+    return made
+
+
+def _bernoulli_in_place(given: _Args, number: float) -> Tensor:
+    filled: Tensor = given["self"]
+    p = given.get("p", 0.5)
+    if isinstance(p, Tensor):
+        return filled.copy_(p > number)
+    # kept by dropout, which divides by the same; of a mask of whole numbers all are kept
+    return filled.fill_(p if filled.is_floating_point() else 1)
+
+
+def _dropout(given: _Args, number: float) -> tuple[Tensor, Tensor]:
+    values = given.get("self", given.get("input"))
+    assert isinstance(values, Tensor)
+    return values.clone(), torch.ones_like(values, dtype=torch.bool)
+
+
+def _drawn(given: _Args, number: float) -> Tensor:
+    # the likeliest ones: what is drawn depends on the row alone, and not on its place
+    weights, n = given["self"], given["num_samples"]
+    if given.get("replacement"):
+        most: Tensor = weights.argmax(-1, keepdim=True).expand(*weights.shape[:-1], n)
+        return most.contiguous()
+    drawn: Tensor = weights.topk(n, dim=-1).indices
+    return drawn
+
+
+def _permuted(given: _Args, number: float) -> Tensor:
+    # a constant order would leave samples in place, and hide a loss that pairs them up
+    made = torch.arange(given["n"] - 1, -1, -1, device=given.get("device"))
+    return made if given.get("dtype") is None else made.to(given["dtype"])
+
+
+def _any_in_place(given: _Args, number: float) -> Tensor:
+    filled: Tensor = given["self"]
+    low = given.get("from") or 0
+    high = given.get("to")
+    return filled.fill_(_whole(number, low, 1 << 10 if high is None else high))
+
+
+_RULES: dict[Any, _Rule] = {
+    _aten.rand: lambda given, u: _full(given, u),
+    _aten.randn: lambda given, u: _full(given, _gaussian(u)),
+    _aten.randint: lambda given, u: _full(given, _whole(u, given.get("low", 0), given["high"])),
+    _aten.rand_like: lambda given, u: _like(given, u),
+    _aten.randn_like: lambda given, u: _like(given, _gaussian(u)),
+    _aten.randint_like: lambda given, u: _like(
+        given, _whole(u, given.get("low", 0), given["high"])
+    ),
+    _aten.normal: _normal,
+    _aten.bernoulli: _bernoulli,
+    _aten.native_dropout: _dropout,
+    _aten._fused_dropout: _dropout,
+    _aten.multinomial: _drawn,
+    _aten.randperm: _permuted,
+    _aten.poisson: lambda given, u: given["self"].round(),
+    _aten._standard_gamma: lambda given, u: given["self"] * (0.5 + u),
+    _aten.bernoulli_: _bernoulli_in_place,
+    _aten.normal_: lambda given, u: given["self"].fill_(
+        _gaussian(u, given.get("mean", 0.0), given.get("std", 1.0))
+    ),
+    _aten.log_normal_: lambda given, u: given["self"].fill_(
+        math.exp(_gaussian(u, given.get("mean", 1.0), given.get("std", 2.0)))
+    ),
+    _aten.uniform_: lambda given, u: given["self"].fill_(
+        given.get("from", 0.0) + u * (given.get("to", 1.0) - given.get("from", 0.0))
+    ),
+    _aten.exponential_: lambda given, u: given["self"].fill_(-math.log(u) / given.get("lambd", 1)),
+    _aten.cauchy_: lambda given, u: given["self"].fill_(
+        given.get("median", 0.0) + given.get("sigma", 1.0) * math.tan(math.pi * (u - 0.5))
+    ),
+    _aten.geometric_: lambda given, u: given["self"].fill_(1),
+    _aten.random_: _any_in_place,
+}
+
+
+class RoughRounding(DispatchMode):
+    """Each operation that rounds is off by up to one more rounding, at random.
+
+    Whole numbers stay: positions that are counted in floats are exact, and one a little less
+    would be another index. What is finite stays finite, such as the largest number as a mask.
+
+    The numbers are of a generator of its own.
+
+    Args:
+        n_roundings: by up to how many roundings.
+        seed: which numbers; the same ones are as much larger with more roundings.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, n_roundings: int = 1, seed: int = 0) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
+        self._n_roundings = n_roundings
+        self._numbers = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation, and change what it made."""
+        result = func(*args, **(kwargs or {}))
+        if _rounds(func, args):
+            for made in _tensors_in(result):
+                self._change(made, self._n_roundings * _eps(func, made))
+        return result
+
+    def _change(self, made: Tensor, eps: float) -> None:
+        if made.layout is not torch.strided or not made.is_floating_point():
+            return
+        # an expanded tensor can't be written to
+        if made.dim() and 0 in made.stride() and made.numel() > 1:
+            return
+        # half precision could not hold a factor so near to 1
+        wide = made.dtype if made.dtype is torch.float64 else torch.float32
+        # of the CPU: not every device lets a program make a generator
+        noise = torch.rand(made.shape, dtype=wide, device="cpu", generator=self._numbers)
+        factor = noise.mul_(2).sub_(1).mul_(eps).add_(1).to(made.device)
+        exact = made.to(wide)
+        rough = (exact * factor).to(made.dtype).to(wide)
+        made.copy_(rough.where(_can_be_rounded(exact, made.dtype) & rough.isfinite(), exact))
+
+
+def _can_be_rounded(made: Tensor, dtype: torch.dtype) -> Tensor:
+    """Which numbers may be rounded ones; larger than these, all numbers of the type are whole."""
+    return (made != made.round()) | (made.abs() >= 1 / torch.finfo(dtype).eps)
+
+
+def _rounds(func: Any, args: tuple[Any, ...]) -> bool:
+    schema = schema_of(func)
+    if schema is None or func.overloadpacket in _EXACT:
+        return False
+    # views round nothing, and what is written in place may be a buffer of the user's
+    if any(returned.alias_info is not None for returned in schema.returns):
+        return False
+    return any(isinstance(arg, Tensor) and arg.is_floating_point() for arg in args)
+
+
+def _tensors_in(result: Any) -> Iterator[Tensor]:
+    for each in result if isinstance(result, tuple | list) else (result,):
+        if isinstance(each, Tensor):
+            yield each
+
+
+def _eps(func: Any, made: Tensor) -> float:
+    """One rounding of an operation; CUDA may compute products of float32 in TF32."""
+    if not made.is_floating_point():
+        return 0.0
+    if made.dtype is torch.float32 and made.device.type == "cuda":
+        is_convolution = "convolution" in func.overloadpacket.__name__
+        precision = torch.get_float32_matmul_precision()
+        if torch.backends.cudnn.allow_tf32 if is_convolution else precision != "highest":
+            return 2.0**-11
+    return torch.finfo(made.dtype).eps

@@ -1,0 +1,223 @@
+"""The device's memory for units: slabs that are allocated whole, places in them, and the ring.
+
+Invariant: a slab is freed with the last place in it, and each place has a storage of its own: who
+shares the bytes of one unit is told from who shares those of its neighbours. Ranges of the ring
+that are in use never overlap; who takes one learns of every event that its earlier use ends with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from tenure._torch.lending import in_own_storage
+
+from .._model import Unit
+
+_Event = TypeVar("_Event")
+
+
+@dataclass(frozen=True, slots=True)
+class SlabPlan:
+    """One slab, before it is allocated.
+
+    Attributes:
+        units: what is to stand in it, in this order; in the first slab behind the ring.
+        n_bytes: its size.
+    """
+
+    units: tuple[Unit, ...]
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """All slabs of a model, before they are allocated.
+
+    Attributes:
+        ring_bytes: the room for units that pass, at the front of the first slab.
+        slabs: the slabs, in the order in which they are allocated.
+    """
+
+    ring_bytes: int
+    slabs: tuple[SlabPlan, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        """The bytes of each slab."""
+        return [slab.n_bytes for slab in self.slabs]
+
+    @property
+    def resident_bytes(self) -> int:
+        """What the slabs have beside the ring."""
+        return sum(self.sizes) - self.ring_bytes
+
+
+@dataclass(eq=False, slots=True)
+class Slab:
+    """Memory that is allocated in one piece.
+
+    Attributes:
+        memory: uint8, all of it.
+        has_ring: whether the ring is in it, which never leaves.
+    """
+
+    memory: Tensor
+    has_ring: bool = False
+
+    def place(self, start: int, end: int) -> Place:
+        """The bytes from ``start`` to ``end``, for one unit or the ring."""
+        # All of it: the slab's own storage will do, and is one thing less to name in reports.
+        if start == 0 and end == self.memory.nbytes:
+            return Place(self, start, self.memory)
+        return Place(self, start, in_own_storage(self.memory, start, end))
+
+
+@dataclass(eq=False, slots=True)
+class Place:
+    """Bytes of a slab, at least as many as what stands there.
+
+    Attributes:
+        slab: the slab.
+        start: their first one in it.
+        memory: uint8, these bytes, in a storage of their own.
+    """
+
+    slab: Slab = field(repr=False)
+    start: int
+    memory: Tensor = field(repr=False)
+
+    @property
+    def n_bytes(self) -> int:
+        """How many bytes."""
+        return self.memory.nbytes
+
+    @property
+    def end(self) -> int:
+        """The byte of the slab behind the last one."""
+        return self.start + self.memory.nbytes
+
+    @property
+    def around(self) -> tuple[UntypedStorage, ...]:
+        """The storage of the slab, where that is another one."""
+        if self.memory is self.slab.memory:
+            return ()
+        return (self.slab.memory.untyped_storage(),)
+
+
+def joined(places: Sequence[Place]) -> Place:
+    """One place over several that are neighbours, in their order."""
+    if len(places) == 1:
+        return places[0]
+    return places[0].slab.place(places[0].start, places[-1].end)
+
+
+def places_in(slab: Slab, start: int, units: Sequence[Unit]) -> Iterator[tuple[Unit, Place]]:
+    """Places for units from ``start`` on; what the slab has to spare is the last one's."""
+    for unit in units:
+        end = slab.memory.nbytes if unit is units[-1] else start + unit.n_bytes
+        yield unit, slab.place(start, end)
+        start = end
+
+
+def nowhere() -> Place:
+    """No bytes at all."""
+    return Slab(torch.empty(0, dtype=torch.uint8, device="cpu")).place(0, 0)
+
+
+class ByteRing:
+    """Places ranges one behind the other, wrapping at the end; any range may be freed at any time.
+
+    Freed in the order of placing it is a ring, without fragments; a range that stays in use is
+    stepped over.
+
+    Args:
+        capacity_bytes: the size of the buffer.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self._ends: dict[int, int] = {}
+        self._head = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes of all ranges in use."""
+        return sum(end - start for start, end in self._ends.items())
+
+    def place(self, n_bytes: int) -> int | None:
+        """Take ``n_bytes`` in one piece; their start, or None where no gap is wide enough."""
+        # Behind the last one first: freed in the order of placing, there are no fragments then.
+        start = self._first_fit(n_bytes, self._head)
+        if start is None:
+            start = self._first_fit(n_bytes, 0)
+        if start is not None:
+            self._ends[start] = self._head = start + n_bytes
+        return start
+
+    def has_room(self, sizes: Iterable[int]) -> bool:
+        """Whether pieces of these sizes could be placed one after the other."""
+        # Tried out, not added up: what is free may be in pieces.
+        trial = ByteRing(self.capacity_bytes)
+        trial._ends, trial._head = dict(self._ends), self._head
+        return all(trial.place(n_bytes) is not None for n_bytes in sizes)
+
+    def free(self, start: int) -> None:
+        """Give the range that begins at ``start`` back."""
+        del self._ends[start]
+        if not self._ends:
+            # So that equal passes use equal places.
+            self._head = 0
+
+    def free_but(self, starts: Collection[int]) -> bool:
+        """Give all ranges back but those that begin there; whether there were any."""
+        lost = self._ends.keys() - starts
+        for start in lost:
+            self.free(start)
+        return bool(lost)
+
+    def _first_fit(self, n_bytes: int, from_byte: int) -> int | None:
+        for low, high in self._gaps():
+            start = max(low, from_byte)
+            if start + n_bytes <= high:
+                return start
+        return None
+
+    def _gaps(self) -> Iterator[tuple[int, int]]:
+        low = 0
+        for start, end in sorted(self._ends.items()):
+            yield low, start
+            low = end
+        yield low, self.capacity_bytes
+
+
+class Fences(Generic[_Event]):
+    """For byte ranges, the events after which their last use is over."""
+
+    def __init__(self) -> None:
+        self._fences: list[tuple[int, int, _Event]] = []
+
+    def __len__(self) -> int:
+        return len(self._fences)
+
+    def add(self, start: int, end: int, event: _Event) -> None:
+        """The bytes from ``start`` to ``end`` are in use until ``event``."""
+        self._fences.append((start, end, event))
+
+    def take(self, start: int, end: int) -> list[_Event]:
+        """The events that a new user of these bytes has to wait for; who asks later need not."""
+        events, kept = [], []
+        for low, high, event in self._fences:
+            if high <= start or end <= low:
+                kept.append((low, high, event))
+                continue
+            events.append(event)
+            # The rest of those bytes has not waited yet.
+            kept += [(low, start, event)] if low < start else []
+            kept += [(end, high, event)] if end < high else []
+        self._fences = kept
+        return events

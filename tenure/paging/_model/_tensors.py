@@ -1,0 +1,250 @@
+"""A model's tensors by the memory they use: the extents they share, the units they are paged in.
+
+Invariant: each tensor object stands in the table once, under one extent; tied parameters, shared
+modules and views of one storage share theirs. An extent is in one unit; where each begins is
+counted in bytes from the beginning of its unit, and is the same on the host and on the device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from tenure._cuda_blocks import up_to
+from tenure._storages import byte_range, inner_tensors, storages_of
+from tenure._torch.storages import key_of
+from tenure._torch.writes import version_of
+
+EXTENT_ALIGNMENT_BYTES = 256
+# What CUDA's allocator rounds to.
+UNIT_ALIGNMENT_BYTES = 512
+
+# Kernels read whole vectors, and choose their way by the address: a tensor keeps its place modulo
+# this, or it would be computed with in another order than by the plain model.
+_ADDRESS_ALIGNMENT_BYTES = 16
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+
+
+@dataclass(eq=False, slots=True)
+class HostTensor:
+    """One parameter or buffer of the model, as it is on the host.
+
+    Attributes:
+        tensor: the object that the model registered.
+        name: its first qualified name.
+        is_buffer: whether it is registered as a buffer.
+        at_bytes: where it begins in its extent; from when it is in a unit, in that unit.
+        touched: whether code outside of the model's forward may have written to it.
+        home: the address of its bytes in the pager's memory; 0 while they are the model's own.
+        home_form: its form there.
+        home_strides: its strides there.
+    """
+
+    tensor: Tensor
+    name: str
+    is_buffer: bool
+    at_bytes: int = 0
+    touched: bool = False
+    home: int = 0
+    home_form: tuple[object, ...] = ()
+    home_strides: tuple[int, ...] = ()
+    _unit: weakref.ref[Unit] | None = None
+
+    @property
+    def unit(self) -> Unit | None:
+        """What it is paged with; None for one of the unpaged tensors."""
+        return None if self._unit is None else self._unit()
+
+    def join(self, unit: Unit, start: int) -> None:
+        """Become part of a unit, in which its extent begins at byte ``start``."""
+        # Weakly: a plan may be dropped before it is carried out, and what it refers to must go.
+        self._unit = weakref.ref(unit)
+        self.at_bytes += start
+
+    def remember_home(self) -> None:
+        """Remember where it lies now, in the pager's memory, and how."""
+        self.home = self.tensor.data_ptr()
+        self.home_form, self.home_strides = self.form, self.tensor.stride()
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it was given other memory: ``parameter.data = other`` does that."""
+        # `half()`, `to()` and quantizers set `.data`, of which no version tells.
+        return self.home != 0 and self.tensor.data_ptr() != self.home
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What must not change while it is paged."""
+        tensor = self.tensor
+        return tensor.dtype, tensor.device, tensor.size()
+
+    @property
+    def version(self) -> int:
+        """Grows with each write in place that autograd would notice."""
+        return version_of(self.tensor) or 0
+
+
+@dataclass(eq=False, slots=True)
+class Extent:
+    """The bytes of one storage that tensors of the model use, from the first to the last.
+
+    Attributes:
+        low_byte: where they begin in the storage.
+        n_bytes: how many there are.
+        tensors: the tensors over them.
+    """
+
+    low_byte: int
+    n_bytes: int
+    tensors: list[HostTensor] = field(default_factory=list)
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """The storage they lie in, which a plan that is not carried out must not keep alive."""
+        return self.tensors[0].tensor.untyped_storage()
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Unit:
+    """Tensors that are paged together.
+
+    Attributes:
+        name: of the modules that it serves.
+        extents: its memory.
+        is_loose: whether no module's forward brackets each of its uses: it holds tensors of modules
+            around others, or of such as are never called.
+        tensors: its tensors, whose ``at_bytes`` count from its beginning.
+        n_bytes: what it takes on the device.
+    """
+
+    name: str
+    extents: list[Extent]
+    is_loose: bool = False
+    tensors: list[HostTensor] = field(default_factory=list)
+    n_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for extent in self.extents:
+            for host in extent.tensors:
+                host.join(self, self.n_bytes)
+                self.tensors.append(host)
+            self.n_bytes = up_to(self.n_bytes + extent.n_bytes, EXTENT_ALIGNMENT_BYTES)
+        self.n_bytes = up_to(self.n_bytes, UNIT_ALIGNMENT_BYTES)
+
+    def starts(self) -> Iterator[tuple[Extent, int]]:
+        """Its extents, each with the byte of the unit that it begins at."""
+        start = 0
+        for extent in self.extents:
+            yield extent, start
+            start = up_to(start + extent.n_bytes, EXTENT_ALIGNMENT_BYTES)
+
+    def span_of(self, host: HostTensor) -> tuple[int, int]:
+        """Where the extent of one of its tensors begins in the unit, and its bytes."""
+        return next(
+            (start, extent.n_bytes) for extent, start in self.starts() if host in extent.tensors
+        )
+
+    def __repr__(self) -> str:
+        return f"<Unit {self.name!r}, {self.n_bytes} bytes>"
+
+
+class TensorTable:
+    """The parameters and buffers of a model.
+
+    Args:
+        model: the model; each of its modules is read once.
+
+    Attributes:
+        hosts: every tensor, by the ``id`` of its object.
+        unpaged: tensors that have no plain memory to page: subclasses, sparse and empty ones.
+        direct: for each module, the tensors that it registers itself.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.hosts: dict[int, HostTensor] = {}
+        self.direct: dict[nn.Module, list[HostTensor]] = {}
+        self.unpaged: list[HostTensor] = []
+        for prefix, module in model.named_modules():
+            self.direct[module] = [
+                # A tied weight, as of a language model whose head is its embedding, is one tensor
+                # under two names: it keeps the first of them.
+                self.hosts.setdefault(id(tensor), HostTensor(tensor, name, is_buffer))
+                for name, tensor, is_buffer in _registered(module, prefix)
+            ]
+        self._extents = self._lay_out()
+
+    @property
+    def unpaged_bytes(self) -> int:
+        """What copies of the tensors in ``unpaged`` take on a device."""
+        return sum(self.unpaged_sizes)
+
+    @property
+    def unpaged_sizes(self) -> list[int]:
+        """The bytes of each block of such copies."""
+        return [n_bytes for host in self.unpaged for n_bytes in sizes_of_unpaged(host.tensor)]
+
+    def extents_of(self, modules: Iterable[nn.Module]) -> list[Extent]:
+        """The extents that the modules themselves use, in the order of their registration."""
+        found = {
+            id(extent): extent
+            for module in modules
+            for host in self.direct[module]
+            if (extent := self._extents.get(id(host.tensor))) is not None
+        }
+        return list(found.values())
+
+    def _lay_out(self) -> dict[int, Extent]:
+        by_storage: dict[int, list[HostTensor]] = {}
+        for host in self.hosts.values():
+            if is_plain(host.tensor):
+                # Views of one storage, as the parts of a fused projection are, must keep their
+                # distance: whoever writes through one of them is seen through the others.
+                by_storage.setdefault(key_of(host.tensor.untyped_storage()), []).append(host)
+            else:
+                self.unpaged.append(host)
+        extents = map(_extent, by_storage.values())
+        return {id(host.tensor): extent for extent in extents for host in extent.tensors}
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its bytes in a storage are all there is to it."""
+    return (
+        # A subclass may be made of several tensors, as quantized weights are, or mean something
+        # else by its bytes; a conjugated one is the bytes of another.
+        type(tensor) in _PLAIN
+        and tensor.layout is torch.strided
+        and tensor.numel() > 0
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def sizes_of_unpaged(tensor: Tensor) -> list[int]:
+    """The bytes of each block that a copy of a tensor takes which is not plain."""
+    # Each of the tensors inside is a block of the allocator, and rounded by itself.
+    inside = inner_tensors(tensor)
+    if inside:
+        return [n_bytes for each in inside for n_bytes in sizes_of_unpaged(each)]
+    return [storage.nbytes() for storage in storages_of(tensor)] if tensor.numel() else []
+
+
+def _registered(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor, bool]]:
+    dot = f"{prefix}." if prefix else ""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield dot + name, parameter, False
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            yield dot + name, buffer, True
+
+
+def _extent(hosts: list[HostTensor]) -> Extent:
+    ranges = [byte_range(host.tensor) for host in hosts]
+    low = min(start for start, _ in ranges) // _ADDRESS_ALIGNMENT_BYTES * _ADDRESS_ALIGNMENT_BYTES
+    high = max(end for _, end in ranges)
+    for host, (start, _) in zip(hosts, ranges, strict=True):
+        host.at_bytes = start - low
+    return Extent(low, high - low, hosts)

@@ -1,0 +1,188 @@
+"""What a user hands to a profiler: functions, whose lines are watched, and the device to measure.
+
+Behind methods, partials, wrappers and modules stand Python functions. Lines are watched by code
+object, so all closures made by one ``def`` are one function here.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import tokenize
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from tenure._callers import warn_user
+from tenure._devices import indexed
+from tenure._errors import ProfilerUsageError, ProfilerUsageWarning
+from tenure._text import counted
+
+# What wraps itself, or has an answer for every attribute, would never end.
+_MAX_LAYERS = 100
+# What `exec`, `eval` and `python -c` call the file of whatever they run, if nobody else names it.
+_NAMELESS = "<string>"
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function whose lines are watched.
+
+    Attributes:
+        name: its qualified name.
+        module: the name of its module.
+        code: its code, which is what it is known by.
+    """
+
+    name: str
+    module: str
+    code: CodeType
+
+    @property
+    def file(self) -> str:
+        """The path of its source."""
+        return self.code.co_filename
+
+    @property
+    def first_line(self) -> int:
+        """The number of its first line, a decorator's included."""
+        return self.code.co_firstlineno
+
+    def source(self) -> tuple[str, ...]:
+        """Its lines; none where there is no source, as of what ``exec`` made, or no longer."""
+        # From Python 3.13 on linecache has the text of `python -c` under that name, and would give
+        # it for what `exec` made of another text: as in the workers of pytest-xdist.
+        if self.file == _NAMELESS:
+            return ()
+        try:
+            return tuple(line.rstrip() for line in inspect.getsourcelines(self.code)[0])
+        # The latter two of a file that was edited since.
+        except (OSError, SyntaxError, tokenize.TokenError):
+            return ()
+
+
+def function_of(handed: Any) -> Function:
+    """The function whose body runs when ``handed`` is called.
+
+    Raises:
+        ProfilerUsageError: no Python function does.
+    """
+    found = _plain(handed)
+    if not isinstance(found, FunctionType):
+        kind = "a class" if isinstance(handed, type) else f"of type {type(handed).__name__}"
+        raise ProfilerUsageError(
+            f"{_named(handed)} has no lines to profile: it is {kind}, and no Python function "
+            "runs when it is called. Pass a function or a method, a partial or a wrapper of one, "
+            "or a module."
+        )
+    return Function(found.__qualname__, found.__module__ or "", found.__code__)
+
+
+def _plain(handed: Any) -> Any:
+    """Take off what is around a function; what is no function stays as it is."""
+    for _ in range(_MAX_LAYERS):
+        if isinstance(handed, FunctionType) and not hasattr(handed, "__wrapped__"):
+            break
+        inside = _inside(handed)
+        if inside is None:
+            break
+        handed = inside
+    return handed
+
+
+def _inside(handed: Any) -> Callable[..., Any] | None:
+    if isinstance(handed, type):
+        return None
+    if isinstance(handed, functools.partial):
+        return handed.func
+    if isinstance(handed, property):
+        return handed.fget
+    if isinstance(handed, nn.Module):
+        return handed.forward
+    for name in ("__func__", "__wrapped__"):
+        if callable(inside := getattr(handed, name, None)):
+            return inside  # type: ignore[no-any-return]
+    call = getattr(type(handed), "__call__", None)  # noqa: B004  # it is asked for, not whether
+    return call if isinstance(call, FunctionType) else None
+
+
+def _named(handed: Any) -> str:
+    return getattr(handed, "__qualname__", None) or repr(handed)
+
+
+# --- devices
+
+
+def default_device() -> torch.device:
+    """The first accelerator, if its memory can be measured; else the CPU."""
+    accelerator = _accelerator()
+    return _CPU if accelerator is None else torch.device(accelerator, 0)
+
+
+def device_of_gpu(target_gpu: int | str | torch.device) -> torch.device:
+    """The accelerator of an index, or a device; on a machine without any, the CPU, with a warning.
+
+    Raises:
+        ProfilerUsageError: there are accelerators, but not this one; or none can have the index.
+    """
+    if not isinstance(target_gpu, int):
+        return checked_device(target_gpu)
+    if target_gpu < 0:
+        raise ProfilerUsageError(
+            f"There is no accelerator {target_gpu}: an index is 0 or more. Name one that is there, "
+            'or "cpu".'
+        )
+    accelerator = _accelerator()
+    if accelerator is not None:
+        return checked_device(torch.device(accelerator, target_gpu))
+    warn_user(
+        f"There is no GPU {target_gpu} here, and no other whose memory can be measured: the memory "
+        "of the CPU is measured instead.",
+        ProfilerUsageWarning,
+    )
+    return _CPU
+
+
+def checked_device(device: str | torch.device) -> torch.device:
+    """A device that can be measured, with its index.
+
+    Raises:
+        ProfilerUsageError: it is no device, isn't there, or its module has no ``memory_stats``.
+    """
+    try:
+        found = torch.device(device)
+        if found.type == "cpu":
+            return _CPU
+        module: Any = torch.get_device_module(found)
+        n_devices = int(module.device_count())
+    except (RuntimeError, AttributeError, TypeError) as error:
+        raise ProfilerUsageError(
+            f"{device!r} is no device that can be measured: {error}"
+        ) from error
+    if not hasattr(module, "memory_stats"):
+        raise ProfilerUsageError(
+            f"{found} can't be measured: torch.{found.type} has no memory_stats(). "
+            'Measure the memory of the CPU with set_target_device("cpu").'
+        )
+    # where none is there, torch knows no current one
+    chosen = indexed(found) if n_devices else torch.device(found.type, found.index or 0)
+    if chosen.index >= n_devices:
+        has = counted(n_devices, "such device") if n_devices else "no such devices"
+        raise ProfilerUsageError(
+            f'{found} is not there: this machine has {has}. Name one that is, or "cpu".'
+        )
+    return chosen
+
+
+def _accelerator() -> str | None:
+    """The kind of accelerator that is there and whose module offers statistics."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or not hasattr(torch.get_device_module(found), "memory_stats"):
+        return None
+    return found.type

@@ -1,0 +1,302 @@
+"""Host memory as the device uses it: its bytes, what of it is pinned, copies not waited for.
+
+The device may copy from and to pinned memory on its own. A range counts as pinned from `register`
+to `unregister`, whoever owns the memory; what `pin_memory()` made is unpinned when its storage
+dies. Each range has a history for the race detector, because two streams can race over host bytes
+too.
+
+A copy into pinned memory delivers its bytes when the host waits, or when later device work ordered
+after it reads them; until then the destination holds 0xFF bytes, NaN for floats, so that reading
+early is loud. A copy out of pinned memory must find its source unchanged when the host waits.
+"""
+
+import math
+import weakref
+import zlib
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import torch
+
+from tenure._text import parse_bytes
+
+from .._allocator import (
+    ALREADY_REGISTERED,
+    INVALID_VALUE,
+    NOT_REGISTERED,
+    OUT_OF_MEMORY,
+    SUCCESS,
+    error_of,
+    last_error,
+)
+from ._races import History, RaceDetector, Span, VectorClock, merge_clocks, stream_name
+
+POISON = 0xFF
+"""What memory holds that nothing has written yet: NaN for floats, so that reading it is loud."""
+# That of no stream: where memory is at home that the host owns.
+_HOST_STREAM_ID = -1
+_ADVICE = "Wait for an event recorded after the copy, or synchronize, before the host touches it."
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as uint8[*size, bytes of an element], whatever the strides."""
+    width = tensor.element_size()
+    strides = (*(step * width for step in tensor.stride()), 1)
+    raw = torch.empty(0, dtype=torch.uint8, device="cpu")
+    offset = int(tensor.storage_offset()) * width
+    return raw.set_(tensor.untyped_storage(), offset, (*tensor.shape, width), strides)
+
+
+def bytes_in(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All memory of a storage as uint8[bytes]."""
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+
+
+@dataclass(slots=True)
+class _Range:
+    low: int
+    high: int
+    history: History
+    is_registered: bool = False
+    is_of_this_start: bool = True
+
+    def overlaps(self, low: int, high: int) -> bool:
+        return self.low < high and low < self.high
+
+
+def check_failure(when: int | str | None) -> None:
+    """Refuse what `fail_pinning` can't mean."""
+    if isinstance(when, str):
+        _ = when == "all" or parse_bytes(when)
+    elif when is not None and (type(when) is not int or when < 1):
+        raise ValueError(
+            f'fail_pinning={when!r}: give "all", a size as "64KiB", or a number: what is pinned is'
+            " counted from 1."
+        )
+
+
+class PinnedMemory:
+    """The pinned ranges, by address."""
+
+    def __init__(self) -> None:
+        self._ranges: dict[int, _Range] = {}
+        self._lows: list[int] = []
+        self.fail(None)
+
+    def fail(self, when: int | str | None) -> None:
+        """Make pinning fail: the `when`-th from now, once; `"all"`; or what exceeds a size.
+
+        Args:
+            when: a number from 1; `"all"`; the most bytes that may be pinned, as `"64KiB"`, which
+                stands for the system's limit of locked memory; None lets all succeed.
+        """
+        check_failure(when)
+        self._until_failure = when if isinstance(when, int) else None
+        self._limit_bytes: float = math.inf
+        if isinstance(when, str):
+            self._limit_bytes = 0 if when == "all" else parse_bytes(when)
+
+    def register(self, address: int, n_bytes: int) -> int:
+        """Pin `n_bytes` from `address`; returns the code of `cudaHostRegister`."""
+        if n_bytes <= 0:
+            return last_error.note(INVALID_VALUE)
+        if any(pinned.overlaps(address, address + n_bytes) for pinned in self._ranges.values()):
+            return last_error.note(ALREADY_REGISTERED)
+        if self._fails(n_bytes):
+            return last_error.note(OUT_OF_MEMORY)
+        self._pin(address, n_bytes, is_registered=True)
+        return SUCCESS
+
+    def unregister(self, address: int) -> int:
+        """Undo `register`; returns the code of `cudaHostUnregister`."""
+        found = self._ranges.get(address)
+        if found is None or not found.is_registered:
+            return last_error.note(NOT_REGISTERED)
+        self._unpin(address)
+        return SUCCESS
+
+    def pin_storage(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Pin the storage of a host tensor until it dies; returns the tensor.
+
+        Raises:
+            torch.AcceleratorError: it was made to fail; torch clears the thread's last error then.
+        """
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if storage.nbytes():
+            if self._fails(storage.nbytes()):
+                raise error_of(OUT_OF_MEMORY)
+            self._pin(address, storage.nbytes())
+            weakref.finalize(storage, self._unpin, address).atexit = False
+        return tensor
+
+    def span(self, tensor: torch.Tensor) -> Span | None:
+        """The bytes of a host tensor within its pinned range; None if it is not pinned."""
+        found = self._range_of(tensor)
+        if found is None:
+            return None
+        low = tensor.data_ptr() - found.low
+        return Span(found.history, low, low + extent_bytes(tensor))
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether all bytes of a host tensor lie in one pinned range."""
+        return self._range_of(tensor) is not None
+
+    def start(self) -> None:
+        """Drop what earlier programs registered, and what they did to all other ranges."""
+        self.fail(None)
+        last_error.start()
+        for address, pinned in list(self._ranges.items()):
+            pinned.history.accesses.clear()
+            pinned.is_of_this_start = False
+            if pinned.is_registered:
+                self._unpin(address)
+
+    def _fails(self, n_bytes: int) -> bool:
+        if self._until_failure is not None:
+            self._until_failure -= 1
+            if self._until_failure == 0:
+                self._until_failure = None
+                return True
+        ranges = [pinned for pinned in self._ranges.values() if pinned.is_of_this_start]
+        pinned_bytes = sum(pinned.high - pinned.low for pinned in ranges)
+        return pinned_bytes + n_bytes > self._limit_bytes
+
+    def _pin(self, address: int, n_bytes: int, *, is_registered: bool = False) -> None:
+        history = History(_HOST_STREAM_ID)
+        self._ranges[address] = _Range(address, address + n_bytes, history, is_registered)
+        self._lows = sorted(self._ranges)
+
+    def _unpin(self, address: int) -> None:
+        self._ranges.pop(address, None)
+        self._lows = sorted(self._ranges)
+
+    def _range_of(self, tensor: torch.Tensor) -> _Range | None:
+        address = tensor.data_ptr()
+        index = bisect_right(self._lows, address) - 1
+        if index < 0:
+            return None
+        found = self._ranges[self._lows[index]]
+        return found if address + extent_bytes(tensor) <= found.high else None
+
+
+def extent_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the tensor's first element to the end of its last."""
+    if tensor.numel() == 0:
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((n - 1) * step for n, step in steps)) * tensor.element_size()
+
+
+pinned_memory = PinnedMemory()
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    stream_id: int
+    tick: int
+
+    def is_before(self, seen: VectorClock) -> bool:
+        return seen.get(self.stream_id, 0) >= self.tick
+
+
+@dataclass(frozen=True, slots=True)
+class _Outgoing:
+    launch: _Launch
+    source: torch.Tensor
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Incoming:
+    launch: _Launch
+    destination: torch.Tensor
+    value: torch.Tensor
+
+
+class HostCopies:
+    """The asynchronous copies that the host has not waited for yet."""
+
+    def __init__(self, detector: RaceDetector) -> None:
+        self._detector = detector
+        self._outgoing: list[_Outgoing] = []
+        self._incoming: list[_Incoming] = []
+
+    def send(self, source: torch.Tensor, stream_id: int, seen: VectorClock) -> None:
+        """Remember that the newest launch of a stream reads `source`, which is pinned."""
+        if self._detector.enabled:
+            launch = _Launch(stream_id, seen[stream_id])
+            self._outgoing.append(_Outgoing(launch, source.detach(), _checksum(source)))
+
+    def receive(
+        self, destination: torch.Tensor, value: torch.Tensor, stream_id: int, seen: VectorClock
+    ) -> None:
+        """Write `value` to `destination`, pinned, once the host may know of that launch."""
+        if not self._detector.enabled:
+            destination.copy_(value)
+            return
+        # What still copies these bytes out, and ran before: checked now, or what is written here
+        # would be taken for the program's.
+        self._finish_outgoing(seen, destination)
+        launch = _Launch(stream_id, seen[stream_id])
+        staged = torch.empty_like(destination).copy_(value)
+        self._incoming.append(_Incoming(launch, destination.detach(), staged))
+        bytes_of(destination).fill_(POISON)
+
+    def expect(self, destination: torch.Tensor, seen: VectorClock) -> None:
+        """Poison `destination`, pinned, which a late copy will write."""
+        self._finish_outgoing(seen, destination)
+        bytes_of(destination).fill_(POISON)
+
+    def deliver(self, seen: VectorClock) -> None:
+        """Write the bytes of all copies into the host that come before `seen`."""
+        waiting, self._incoming = self._incoming, []
+        for copy in waiting:
+            if copy.launch.is_before(seen):
+                copy.destination.copy_(copy.value)
+            else:
+                self._incoming.append(copy)
+
+    def settle(self, host_seen: VectorClock) -> None:
+        """Finish the copies that the host has now waited for.
+
+        Raises:
+            RaceError: the source of one of them has changed since it was launched.
+        """
+        self.deliver(host_seen)
+        self._finish_outgoing(host_seen)
+
+    def settle_all(self) -> None:
+        """Finish every copy, as at the end of a program."""
+        seen: VectorClock = {}
+        waiting: list[_Outgoing | _Incoming] = [*self._outgoing, *self._incoming]
+        for copy in waiting:
+            merge_clocks(seen, {copy.launch.stream_id: copy.launch.tick})
+        self.settle(seen)
+
+    def _finish_outgoing(self, seen: VectorClock, overwritten: torch.Tensor | None = None) -> None:
+        """Check the copies out of the host that come before `seen`, of overwritten bytes or all."""
+        waiting, self._outgoing = self._outgoing, []
+        done: list[_Outgoing] = []
+        for copy in waiting:
+            concerned = overwritten is None or _overlap(copy.source, overwritten)
+            (done if concerned and copy.launch.is_before(seen) else self._outgoing).append(copy)
+        for copy in done:
+            self._check(copy)
+
+    def _check(self, copy: _Outgoing) -> None:
+        if _checksum(copy.source) != copy.checksum:
+            self._detector.report(
+                f"host overwrite: pinned host memory was written while"
+                f" {stream_name(copy.launch.stream_id)} may still copy it to the device. {_ADVICE}"
+            )
+
+
+def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    first_end = first.data_ptr() + extent_bytes(first)
+    second_end = second.data_ptr() + extent_bytes(second)
+    return first.data_ptr() < second_end and second.data_ptr() < first_end
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    return zlib.crc32(bytes_of(tensor).contiguous().numpy().data)

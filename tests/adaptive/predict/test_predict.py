@@ -1,0 +1,276 @@
+"""What a prediction says is what the allocator then sees, and the prediction leaves no trace."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tenure.adaptive import PredictionError, predict_peak
+
+from .true_peak import step_of, true_peak_bytes
+
+
+class Residual(nn.Module):
+    def __init__(self, checkpointed=False):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.checkpointed = checkpointed
+
+    def block(self, layer, x):
+        return x + torch.tanh(layer(x)) * torch.sigmoid(x)
+
+    def forward(self, x):
+        for layer in self.layers:
+            if self.checkpointed:
+                x = checkpoint(self.block, layer, x, use_reentrant=False)
+            else:
+                x = self.block(layer, x)
+        return x
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.Tanh())
+
+
+def transformer():
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 2)
+
+
+_MODELS = {
+    "mlp": (mlp, (512, 64)),
+    "transformer": (transformer, (8, 32, 64)),
+    "residual": (Residual, (1024, 64)),
+    "checkpointed": (lambda: Residual(True), (1024, 64)),
+}
+_OPTIMIZERS = {
+    "none": lambda parameters: None,
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "foreach": lambda parameters: torch.optim.Adam(parameters, foreach=True),
+    "adafactor": torch.optim.Adafactor,
+}
+
+
+@pytest.mark.parametrize("optimizer", _OPTIMIZERS)
+@pytest.mark.parametrize("name", _MODELS)
+def test_a_step_takes_what_was_predicted(name, optimizer):
+    make, shape = _MODELS[name]
+    model, batch = make(), torch.randn(shape)
+    stepped = _OPTIMIZERS[optimizer](model.parameters())
+
+    def fn(x):
+        return model(x).square().mean()
+
+    report = predict_peak(fn, batch, optimizer=stepped)
+    true_bytes = report.baseline_bytes + true_peak_bytes(step_of(fn, batch, stepped))
+    # scalars that kernels make of numbers are seen or not, by some bytes each
+    assert 0 <= report.peak_bytes - true_bytes <= 256
+    assert not report.approximate
+
+
+def test_nothing_is_left_of_a_prediction():
+    class Caching(nn.Sequential):
+        pass
+
+    model = Caching(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.LSTM(8, 8))
+    model[0].weight.grad = torch.full((8, 8), 2.0)
+    model[0].weight.note = "kept"
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    handles = {name: (id(p), p.data_ptr(), type(p)) for name, p in model.named_parameters()}
+    batch = torch.randn(4, 8)
+    rng, python_rng = torch.get_rng_state(), random.getstate()
+    calls = []
+    model[0].bias.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad.shape))
+
+    def fn(x):
+        model.seen = model[:3](x)
+        return model[3](model.seen)[0].sum()
+
+    predict_peak(fn, batch, optimizer=optimizer)
+    assert calls == [(8,)]
+    assert not hasattr(model, "seen")
+    assert optimizer.state == {}
+    assert {n: (id(p), p.data_ptr(), type(p)) for n, p in model.named_parameters()} == handles
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model[0].weight.grad, torch.full((8, 8), 2.0))
+    assert model[0].weight.note == "kept"
+    assert model[0].bias.grad is None
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert random.getstate() == python_rng
+
+
+def test_a_failed_prediction_leaves_nothing_either():
+    model = nn.Linear(4, 4)
+    before = model.weight.clone()
+
+    def fn(x):
+        model(x)
+        raise ValueError("in the middle")
+
+    with pytest.raises(ValueError, match="in the middle"):
+        predict_peak(fn, torch.ones(2, 4))
+    assert type(model.weight) is nn.Parameter
+    assert torch.equal(model.weight, before)
+
+
+def test_a_batch_larger_than_the_machine_is_predicted():
+    model = nn.Linear(1024, 1024)
+    batch = torch.empty(2**25, 1024, device="meta")
+    report = predict_peak(lambda x: model(x).square().mean(), batch)
+    assert report.peak_bytes > 3 * 2**37
+
+
+def test_gradients_that_are_there_count_as_such_and_are_added_to():
+    model, batch = mlp(), torch.randn(32, 64)
+
+    def fn(x):
+        return model(x).square().mean()
+
+    fn(batch).backward()
+    held = sum(p.grad.nbytes for p in model.parameters())
+    report = predict_peak(fn, batch)
+    true_bytes = report.baseline_bytes + true_peak_bytes(step_of(fn, batch, None))
+    assert report.categories["gradients"] == held
+    assert 0 <= report.peak_bytes - true_bytes <= 256
+
+
+def test_inference_keeps_nothing_for_a_backward_pass():
+    model, batch = mlp(), torch.randn(512, 64)
+    with torch.no_grad():
+        report = predict_peak(model, batch)
+        true_bytes = report.baseline_bytes + true_peak_bytes(lambda: model(batch))
+    assert 0 <= report.peak_bytes - true_bytes <= 256
+
+
+def test_the_place_is_that_of_the_forward_pass():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wide = nn.Linear(16, 4096)
+
+        def forward(self, x):
+            return self.wide(x).exp().sum()
+
+    model = Named()
+    report = predict_peak(model, torch.randn(256, 16))
+    assert report.phase == "backward"
+    assert "test_predict.py" in report.place
+
+
+def test_what_depends_on_values_is_told():
+    model = nn.Linear(4, 4)
+
+    def fn(x):
+        y = model(x)
+        return y[y > 0].sum()
+
+    report = predict_peak(fn, torch.randn(8, 4))
+    assert report.approximate
+    assert "a mask is taken to select everything" in report.reasons[0]
+
+
+def test_what_can_not_be_said_is_refused():
+    def fn(x):
+        return torch.repeat_interleave(x.long())
+
+    with pytest.raises(PredictionError, match=r"repeat_interleave.*depends on values"):
+        predict_peak(fn, torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        lambda loss: loss,
+        lambda loss: (loss, 3),
+        lambda loss: {"a": loss},
+        lambda loss: SimpleNamespace(loss=loss, logits=loss),
+        lambda loss: loss.expand(3),
+    ],
+)
+def test_losses_of_other_kinds_are_run_backward(shown):
+    model, batch = nn.Linear(4, 4), torch.randn(8, 4)
+    reached = []
+    model.weight.register_hook(reached.append)
+    predict_peak(lambda x: shown(F.relu(model(x)).sum()), batch)
+    assert len(reached) == 1
+
+
+# --- values that are known
+
+
+def _exact(fn, batch, at_most=256):
+    report = predict_peak(fn, batch)
+    true_bytes = report.baseline_bytes + true_peak_bytes(lambda: fn(batch))
+    assert 0 <= report.peak_bytes - true_bytes <= at_most
+    assert not any("taken to" in reason for reason in report.reasons)
+    return report
+
+
+def test_a_mask_of_the_batch_selects_what_it_selects():
+    batch = {"x": torch.randn(64, 256), "mask": torch.arange(64) % 3 == 0}
+    # the kernel's own indices are taken to be as many as there can be
+    _exact(lambda b: b["x"][b["mask"]].exp(), batch, at_most=64 * 256 * 4)
+    _exact(lambda b: b["x"].masked_select(b["mask"][:, None]).exp(), batch)
+    _exact(lambda b: b["x"][b["mask"].nonzero()[:, 0]].exp(), batch)
+
+
+def test_a_condition_on_the_batch_is_as_it_will_be():
+    for n_padded in (0, 3):
+        ids = torch.arange(3 - n_padded, 259 - n_padded).clamp(min=0)
+        _exact(lambda i: torch.ones(512, len(i)) if (i == 0).any() else torch.ones(8), ids)
+
+
+def test_a_length_of_the_batch_is_known():
+    lengths = torch.tensor([3, 70, 9])
+    _exact(lambda n: torch.arange(int(n.max())).expand(3, -1) < n[:, None], lengths)
+
+
+def test_what_is_written_into_a_known_tensor_is_known():
+    def fn(lengths):
+        counted = lengths.clone()
+        counted += 1
+        counted[0] = 100
+        return torch.ones(int(counted.sum()), 8)
+
+    _exact(fn, torch.tensor([1, 2, 3]))
+
+
+def test_what_is_not_known_ends_what_was():
+    def fn(x):
+        counted = torch.zeros(4, dtype=torch.int64)
+        counted += (x > 0).sum(0)
+        return torch.ones(10 + int(counted.sum()))
+
+    report = predict_peak(fn, torch.randn(8, 4))
+    assert any("a number is taken to be 1" in reason for reason in report.reasons)
+
+
+def test_random_numbers_are_not_known():
+    report = predict_peak(lambda: torch.ones(int(torch.randint(9, (1,)))))
+    assert any("a number is taken to be 1" in reason for reason in report.reasons)
+
+
+def test_grouped_products_have_their_shapes():
+    experts = torch.randn(4, 16, 32, requires_grad=True)
+    offs = torch.tensor([2, 4, 6, 8], dtype=torch.int32)
+
+    def fn(x):
+        return torch._grouped_mm(x, experts, offs=offs).square().sum()
+
+    batch = torch.randn(8, 16, requires_grad=True)
+    report = predict_peak(fn, batch)
+    true_bytes = report.baseline_bytes + true_peak_bytes(step_of(fn, batch, None))
+    assert true_bytes <= report.peak_bytes <= 1.02 * true_bytes
+
+
+def test_an_operation_whose_shapes_depend_on_lengths_is_refused():
+    log_probs = torch.randn(50, 4, 20).log_softmax(2)
+    targets, lengths = torch.randint(1, 20, (4, 10)), torch.full((4,), 10)
+    with pytest.raises(PredictionError, match=r"_ctc_loss.* depends on values"):
+        predict_peak(lambda p: F.ctc_loss(p, targets, lengths * 5, lengths), log_probs)

@@ -1,0 +1,32 @@
+"""What the allocator of the CPU saw at the worst moment of a step, from torch's own events."""
+
+import gc
+
+from tenure._torch import allocations
+
+
+def true_peak_bytes(work):
+    """The most that was alive while ``work`` ran, beyond what was alive before, in bytes."""
+    gc.collect()
+    allocations.begin()
+    kept = work()
+    changes = allocations.end().cpu
+    del kept
+    live = peak = 0
+    for n_bytes in changes:
+        live += n_bytes
+        peak = max(peak, live)
+    return peak
+
+
+def step_of(fn, batch, optimizer):
+    """One whole training step, as users write it, whose result lives to its end."""
+
+    def work():
+        loss = fn(batch)
+        loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+        return loss
+
+    return work

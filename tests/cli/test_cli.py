@@ -1,0 +1,153 @@
+import subprocess
+import sys
+
+import pytest
+
+import tenure
+from tenure._cli import main
+from tenure._errors import CommandError, PagingError
+
+
+def _refused(arguments, capsys):
+    """The exit code and the only line of a call that argparse refuses."""
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    return exit_.value.code, printed.err
+
+
+def test_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"tenure {tenure.__version__}\n"
+
+
+def test_help_lists_the_verb_with_the_first_line_of_its_docstring(capsys):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "demo Train a small transformer in scopes, with a leak planted in its loop." in words
+
+
+def test_help_of_a_verb_is_its_docstring(capsys):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["demo", "--help"])
+    text = capsys.readouterr().out
+    assert text.startswith("usage: tenure demo [-h] [--quick] [--steps N] [--seed N]\n")
+    assert "Needs no network and no accelerator." in text
+
+
+def test_help_imports_neither_torch_nor_rich():
+    code = (
+        "import sys; from tenure._cli import main\n"
+        "try: main(['demo', '--help'])\n"
+        "except SystemExit: assert not {'torch', 'rich'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_an_unknown_verb_is_refused_in_one_line_that_lists_the_verbs(capsys):
+    code, line = _refused(["dmeo"], capsys)
+    assert code == 2
+    assert line.startswith("tenure: error: argument VERB: invalid choice: 'dmeo' (choose from ")
+    assert "demo" in line
+    assert line.endswith("). See tenure --help.\n")
+
+
+def test_no_verb_is_refused_in_one_line(capsys):
+    assert _refused([], capsys) == (
+        2,
+        "tenure: error: the following arguments are required: VERB. See tenure --help.\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--steps", "0"], "argument --steps: '0' is no whole number of at least 1"),
+        (["--steps", "-3"], "argument --steps: '-3' is no whole number of at least 1"),
+        (["--steps", "1.5"], "argument --steps: '1.5' is no whole number of at least 1"),
+        (["--seed", "x"], "argument --seed: 'x' is no whole number of at least 0"),
+        (["--steps"], "argument --steps: expected one argument"),
+        (["--seed", str(2**64)], f"argument --seed: '{2**64}' is above {2**64 - 1}"),
+    ],
+)
+def test_a_bad_number_is_refused_in_one_line(arguments, complaint, capsys):
+    assert _refused(["demo", *arguments], capsys) == (
+        2,
+        f"tenure demo: error: {complaint}. See tenure demo --help.\n",
+    )
+
+
+def _with_verb(monkeypatch, run):
+    """Make `tenure demo` call ``run``."""
+    monkeypatch.setattr("tenure._demo.tell", run)
+
+
+def test_an_error_of_the_user_is_one_line_and_exit_code_2(monkeypatch, capsys):
+    def run(settings):
+        raise CommandError("no such file: x.py. Give the path of a script.")
+
+    _with_verb(monkeypatch, run)
+    assert main(["demo"]) == 2
+    assert capsys.readouterr().err == (
+        "tenure demo: error: no such file: x.py. Give the path of a script.\n"
+    )
+
+
+def _failing(monkeypatch):
+    def run(settings):
+        raise PagingError("No budget of 3 B does.\n  The least is 4 B.")
+
+    _with_verb(monkeypatch, run)
+
+
+@pytest.mark.parametrize("asked", [None, "", "0"])
+def test_an_error_of_tenure_is_one_line_that_says_how_to_see_more(asked, monkeypatch, capsys):
+    monkeypatch.delenv("TENURE_TRACEBACK", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("TENURE_TRACEBACK", asked)
+    _failing(monkeypatch)
+    assert main(["demo"]) == 2
+    assert capsys.readouterr() == (
+        "",
+        "tenure demo: error: No budget of 3 B does. The least is 4 B. "
+        "(PagingError; TENURE_TRACEBACK=1 shows where.)\n",
+    )
+
+
+def test_an_error_of_tenure_shows_where_it_was_raised_when_asked_to(monkeypatch, capsys):
+    monkeypatch.setenv("TENURE_TRACEBACK", "1")
+    _failing(monkeypatch)
+    assert main(["demo"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("Traceback (most recent call last):\n")
+    assert 'raise PagingError("No budget' in told
+    assert told.endswith("\ntenure demo: error: No budget of 3 B does. The least is 4 B.\n")
+
+
+def test_an_error_of_someone_else_keeps_its_traceback(monkeypatch):
+    def run(settings):
+        raise ZeroDivisionError
+
+    _with_verb(monkeypatch, run)
+    with pytest.raises(ZeroDivisionError):
+        main(["demo"])
+
+
+def test_control_c_ends_in_one_line_and_exit_code_130(monkeypatch, capsys):
+    def run(settings):
+        raise KeyboardInterrupt
+
+    _with_verb(monkeypatch, run)
+    assert main(["demo"]) == 130
+    assert capsys.readouterr().err == "tenure: interrupted\n"
+
+
+def test_python_m_tenure_is_the_same_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "tenure", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"tenure {tenure.__version__}\n"

@@ -1,0 +1,119 @@
+"""Reading the variables of running frames leaves the frames as they were.
+
+The interpreter writes a snapshot back when a trace function returns, so that is where it is read.
+"""
+
+import sys
+import threading
+from contextlib import contextmanager
+
+import torch
+
+from tenure._heap._reading import read_locals
+from tenure.profiler import snapshot
+
+
+@contextmanager
+def stopping_in(function, act):
+    """Call ``act`` with the frame at every line of a function, as a debugger does at its prompt."""
+    before = sys.gettrace()
+
+    def trace(frame, *_):
+        if frame.f_code is function.__code__:
+            act(frame)
+            return trace
+        return None
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def step():
+    x = torch.ones(3)
+    x = x + 1
+    return x + 1
+
+
+def look(n):
+    if n < 0:
+        absent = n
+
+    def grow():
+        nonlocal n
+        n += 1
+        return lambda: absent
+
+    grow()
+    n += 1
+    return n
+
+
+def count():
+    n = 0
+    while True:
+        n += 1
+        yield n
+
+
+def test_variables_outlive_a_report_from_inside_a_trace_function():
+    with stopping_in(step, lambda _: snapshot()):
+        assert step().tolist() == [3, 3, 3]
+
+
+def test_captured_and_unset_variables_outlive_a_reading():
+    with stopping_in(look, read_locals):
+        assert look(1) == 3
+
+
+def test_variables_of_a_generator_outlive_a_reading():
+    running = count()
+    with stopping_in(count, read_locals):
+        assert [next(running), next(running)] == [1, 2]
+    assert ("n", 2) in read_locals(running.gi_frame)
+    assert next(running) == 3
+
+
+def test_variables_of_a_thread_outlive_a_reading_while_its_trace_function_runs():
+    stopped, go, found = threading.Event(), threading.Event(), []
+
+    def stop(_):
+        stopped.set()
+        go.wait(10)
+
+    def work():
+        with stopping_in(step, stop):
+            found.append(step())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    stopped.wait(10)
+    while frame := sys._current_frames().get(thread.ident):
+        while frame is not None and frame.f_code is not step.__code__:
+            frame = frame.f_back
+        if frame is not None:
+            read_locals(frame)
+        go.set()
+    thread.join()
+    assert found[0].tolist() == [3, 3, 3]
+
+
+def test_a_debugger_that_holds_the_variables_can_still_set_them():
+    def edit(frame):
+        mine = frame.f_locals
+        read_locals(frame)
+        if "x" in mine:
+            mine["x"] = torch.zeros(3)
+
+    with stopping_in(step, edit):
+        assert step().tolist() == [1, 1, 1]
+
+
+def test_nothing_of_a_frame_is_kept_by_reading_it():
+    here = sys._getframe()
+    kept = torch.ones(3)
+    n_references = sys.getrefcount(kept)
+    read_locals(here)
+    assert sys.getrefcount(kept) == n_references

@@ -1,0 +1,237 @@
+import errno
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+from tenure.paging import PagingError, PagingWarning, page
+from tenure.paging._host import _file_store as module
+
+from ..models import mlp
+from ..test_zoo import assert_equal
+
+X = torch.ones(4, 32)
+
+
+def open_files(folder):
+    """How many files in a folder this process holds open or mapped, named or not."""
+    with open("/proc/self/maps") as maps:
+        mapped = sum(str(folder) in line for line in maps)
+    links = [os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd")]
+    return mapped + sum(str(folder) in os.readlink(each) for each in links if os.path.islink(each))
+
+
+def computed(model):
+    with torch.no_grad():
+        return model(X)
+
+
+def state_of(model):
+    return {name: each.clone() for name, each in model.state_dict().items()}
+
+
+def in_another_process(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, **environment},
+    )
+
+
+def test_the_folder_is_made_and_nothing_is_ever_seen_in_it(tmp_path):
+    folder, model = tmp_path / "deep" / "down", mlp()
+    expected = computed(model)
+    with page(model, "cpu", host=folder):
+        assert os.listdir(folder) == []
+        assert_equal(computed(model), expected)
+    assert os.listdir(folder) == []
+
+
+def test_the_file_goes_with_the_model(tmp_path):
+    model = mlp()
+    expected = computed(model)
+    handle = page(model, "cpu", host=tmp_path)
+    assert open_files(tmp_path) > 0
+    handle.unpage()
+    assert_equal(computed(model), expected)
+    del model, handle
+    gc.collect()
+    assert open_files(tmp_path) == 0
+
+
+def test_a_model_that_is_let_go_of_while_paged_leaves_nothing_open(tmp_path):
+    page(mlp(), "cpu", host=tmp_path)
+    gc.collect()
+    assert open_files(tmp_path) == 0
+
+
+def test_a_block_that_raises_leaves_nothing_and_the_model_whole(tmp_path):
+    model = mlp()
+    expected = computed(model)
+    with pytest.raises(KeyError), page(model, "cpu", host=tmp_path):
+        raise KeyError
+    assert_equal(computed(model), expected)
+    assert os.listdir(tmp_path) == []
+
+
+def test_models_share_a_folder_and_neither_sees_the_other(tmp_path):
+    models = [mlp() for _ in range(3)]
+    expected = [computed(model) for model in models]
+    handles = [page(model, "cpu", host=tmp_path) for model in models]
+    for _ in range(2):
+        for model, output in zip(models, expected, strict=True):
+            assert_equal(computed(model), output)
+    handles[0].unpage()
+    assert_equal([computed(model) for model in models], expected)
+
+
+def test_what_others_keep_in_the_folder_stays(tmp_path):
+    (tmp_path / "model.safetensors").write_text("precious")
+    with page(mlp(), "cpu", host=tmp_path):
+        pass
+    assert (tmp_path / "model.safetensors").read_text() == "precious"
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_leaves_nothing(tmp_path):
+    done = in_another_process(
+        """
+        import os, pathlib, signal, torch
+        from torch import nn
+        from tenure.paging import page
+        handle = page(nn.Linear(64, 64), "cpu", host=pathlib.Path(os.environ["FOLDER"]))
+        print("paged", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+        """,
+        FOLDER=str(tmp_path),
+    )
+    assert (done.returncode, done.stdout) == (-9, "paged\n"), done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_forked_process_computes_too_and_its_end_is_not_the_parents(tmp_path):
+    done = in_another_process(
+        """
+        import os, pathlib, torch
+        from torch import nn
+        from tenure.paging import page
+        torch.set_num_threads(1)
+        model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+        x = torch.ones(2, 64)
+        folder = pathlib.Path(os.environ["FOLDER"])
+        with torch.no_grad(), page(model, "cpu", budget="64KiB", host=folder):
+            expected = model(x)
+            model(x)
+            child = os.fork()
+            if not child:
+                raise SystemExit(0 if model(x).equal(expected) else 1)
+            _, status = os.waitpid(child, 0)
+            assert model(x).equal(expected)
+        print("child", os.waitstatus_to_exitcode(status))
+        """,
+        FOLDER=str(tmp_path),
+    )
+    assert (done.returncode, done.stdout) == (0, "child 0\n"), done.stderr
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path):
+    path, model = tmp_path / "file", mlp()
+    path.write_text("mine")
+    message = (
+        r"No file can be made in host='.*file': File exists. The model is as before. Name a folder "
+        "that this process may write to"
+    )
+    with pytest.raises(PagingError, match=message):
+        page(model, "cpu", host=path)
+    with pytest.raises(PagingError, match="Not a directory"):
+        page(model, "cpu", host=path / "below")
+    assert path.read_text() == "mine"
+    page(model, "cpu", host=tmp_path).unpage()
+
+
+def test_a_path_that_no_system_takes_is_refused():
+    model = mlp()
+    message = r"No file can be made in host='a.x00b': embedded null byte. The model is as before"
+    with pytest.raises(PagingError, match=message):
+        page(model, "cpu", host=module.Path("a\0b"))
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_the_model_in_memory(tmp_path):
+    done = in_another_process(
+        """
+        import os, pathlib, resource, torch
+        from torch import nn
+        from tenure.paging import page, PagingError
+        model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+        before = [(p.data_ptr(), p.clone()) for p in model.parameters()]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+        try:
+            page(model, "cpu", host=pathlib.Path(os.environ["FOLDER"]))
+        except PagingError as error:
+            print(error)
+        for p, (address, value) in zip(model.parameters(), before, strict=True):
+            assert p.data_ptr() == address and p.equal(value)
+        print(model(torch.ones(1, 64)).shape, os.listdir(os.environ["FOLDER"]))
+        """,
+        FOLDER=str(tmp_path),
+    )
+    said, *rest = done.stdout.splitlines()
+    assert "of Sequential could not be written to host=" in said, done.stderr
+    assert "File too large;" in said
+    assert "are free there. The model is as before, and the file is gone. Free space, or" in said
+    assert rest == ["torch.Size([1, 64]) []"]
+
+
+def test_a_disk_that_fills_up_while_it_is_written_leaves_the_model_in_memory(tmp_path, monkeypatch):
+    """A file system that can't reserve: only the writes tell."""
+    model = mlp()
+    before = [each.data_ptr() for each in model.parameters()]
+
+    def cannot(*_):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module.os, "posix_fallocate", cannot)
+    monkeypatch.setattr(module, "_write", full)
+    with pytest.raises(PagingError, match=r"27.0 KiB of Sequential .*: No space left on device; "):
+        page(model, "cpu", host=tmp_path)
+    assert [each.data_ptr() for each in model.parameters()] == before
+    assert open_files(tmp_path) == 0
+
+
+def test_a_folder_in_memory_is_warned_about():
+    with pytest.warns(PagingWarning, match=r"is a folder in memory: what is moved there") as caught:
+        page(nn.Linear(2, 2), "cpu", host=module.Path("/dev/shm")).unpage()
+    assert caught[0].filename == __file__
+
+
+def test_memory_is_let_go_of_while_paged(tmp_path):
+    model = mlp()
+    storages = [each.untyped_storage()._weak_ref() for each in model.parameters()]
+    with page(model, "cpu", budget="8KiB", host=tmp_path):
+        assert all(torch.UntypedStorage._expired(each) for each in storages)
+
+
+def test_the_host_must_be_a_path_or_one_of_two_words():
+    message = r'host=\'/tmp\': write host="pinned", host="pageable", or a folder: host=Path\(...\).'
+    with pytest.raises(PagingError, match=message):
+        page(mlp(), "cpu", host="/tmp")
+
+
+def test_the_cpu_needs_a_folder():
+    with pytest.raises(
+        PagingError, match=r"Name an accelerator, such as 'cuda', or a folder: host="
+    ):
+        page(mlp(), "cpu")

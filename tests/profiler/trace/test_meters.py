@@ -1,0 +1,253 @@
+"""Intervals of one device: exact where they can be; elsewhere lower bounds, said to be such."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tenure._torch.allocations import Changes
+from tenure.profiler import LineProfiler, ProfilerUsageError, ProfilerUsageWarning, set_target_gpu
+from tenure.profiler._lines import _targets
+from tenure.profiler._lines._targets import checked_device, default_device, device_of_gpu
+from tenure.profiler._trace import Figures
+from tenure.profiler._trace._meters import CpuMeter, DeviceAccount, DeviceMeter
+
+FIELDS = ("current", "peak", "allocated", "freed")
+
+
+class FakeAllocator:
+    """A device module that has ``memory_stats``, counting like torch.cuda's, and nothing else."""
+
+    def __init__(self):
+        self.figures = dict.fromkeys(FIELDS, 0)
+
+    def change(self, *changes):
+        for n_bytes in changes:
+            f = self.figures
+            f["current"] += n_bytes
+            f["peak"] = max(f["peak"], f["current"])
+            f["allocated" if n_bytes > 0 else "freed"] += abs(n_bytes)
+
+    def memory_stats(self, device):
+        assert device == torch.device("cuda:0")
+        return {f"allocated_bytes.all.{name}": value for name, value in self.figures.items()}
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    allocator = FakeAllocator()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: allocator)
+    return allocator
+
+
+def cuda_meter():
+    return DeviceMeter(DeviceAccount(torch.device("cuda:0")))
+
+
+def reached(interval):
+    figures = Figures()
+    figures.note_statistics(interval)
+    return figures.statistics
+
+
+def facts(interval):
+    *bytes_and_whether_exact, _ = interval.usage
+    return tuple(bytes_and_whether_exact)
+
+
+@pytest.mark.parametrize(
+    ("changes", "seen", "expected"),
+    [
+        ((), None, (0, 0, 100, True, True)),
+        ((50,), None, (50, 0, 150, True, True)),  # only up: the end is the peak
+        ((-50,), None, (0, 50, 100, True, True)),  # only down: the start is
+        ((50, -30), None, (50, 30, 120, True, False)),  # below the old peak nobody can tell
+        ((50, -30), [50, -30], (50, 30, 150, True, True)),  # unless the events were seen
+        ((50, -30), [50], (50, 0, 120, False, False)),  # all of them: the rest did another thread
+        ((50, -30), [50, -30, 20, -20], (50, 30, 120, False, False)),  # and of this device alone
+        ((500, -500), None, (500, 500, 600, True, True)),  # a new peak is a peak
+    ],
+)
+def test_peaks_without_a_reset_counter(fake, changes, seen, expected):
+    fake.change(100, 200, -200)
+    meter = cuda_meter()
+    fake.change(*changes)
+    changes = None if seen is None else Changes([], seen)
+    assert facts(meter.read(changes)) == expected
+    assert meter.level_bytes == fake.figures["current"]
+
+
+def test_counters_that_the_program_resets_meanwhile_do_not_go_backwards(fake):
+    fake.change(1000, -900)
+    meter = cuda_meter()
+    fake.figures |= {"allocated": 0, "freed": 0, "peak": 100}
+    fake.change(40, -10)
+    assert facts(meter.read(None)) == (40, 10, 130, True, False)
+
+
+def test_counters_that_are_reset_within_the_interval_leave_what_the_ends_tell(fake):
+    fake.change(1000, -900)
+    meter = cuda_meter()
+    fake.change(500)
+    fake.figures |= {"allocated": 0, "freed": 0, "peak": 600}
+    fake.change(-200)
+    interval = meter.read(None)
+    assert facts(interval) == (300, 0, 400, False, False)
+    assert reached(interval)["allocated_bytes.all.current"] == 400
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ((50,), (50, 0, 200, False, False)),  # somewhere below the old peak
+        ((-50,), (0, 50, 150, False, False)),
+        ((400, -500), (0, 100, 550, False, True)),  # a new peak is a peak
+        ((), (0, 0, 150, True, True)),
+    ],
+)
+def test_a_backend_without_running_counters_gives_what_the_ends_tell(fake, changes, expected):
+    """As with cudaMallocAsync: what is live is counted, and its peak."""
+    fake.change(150, 100, -100)
+    fake.figures |= {"allocated": 0, "freed": 0}
+    meter = cuda_meter()
+    fake.change(*changes)
+    fake.figures |= {"allocated": 0, "freed": 0}
+    assert facts(meter.read(None)) == expected
+
+
+def test_a_field_of_a_peak_is_the_intervals_own_as_far_as_it_is_known(fake):
+    fake.change(100, 200, -200)
+    meter = cuda_meter()
+    fake.change(50, -10)
+    assert reached(meter.read(None))["allocated_bytes.all.peak"] == 140
+    fake.change(500, -500)
+    assert reached(meter.read(None))["allocated_bytes.all.peak"] == 640
+
+
+def test_a_device_that_is_not_initialised_has_nothing_allocated(monkeypatch):
+    class Asleep:
+        def memory_stats(self, device):
+            return {}
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Asleep())
+    meter = cuda_meter()
+    assert (meter.level_bytes, facts(meter.read(None))) == (0, (0, 0, 0, True, True))
+
+
+@given(
+    st.lists(st.integers(1, 100), min_size=1).flatmap(
+        lambda sizes: st.tuples(st.just(sizes), st.lists(st.booleans(), min_size=len(sizes)))
+    ),
+    st.integers(1, 5),
+)
+def test_intervals_add_up_however_they_are_cut(blocks, every):
+    """Sums over cuts are the sums over the whole, and the peak of the cuts is the peak."""
+    sizes, freed = blocks
+    changes = [
+        n for size, free in zip(sizes, freed, strict=False) for n in (size, -size)[: 1 + free]
+    ]
+    fake = FakeAllocator()
+    original, torch.get_device_module = torch.get_device_module, lambda device: fake
+    try:
+        meter, intervals = cuda_meter(), []
+        for start in range(0, len(changes), every):
+            part = changes[start : start + every]
+            fake.change(*part)
+            intervals.append(meter.read(Changes([], part)))
+    finally:
+        torch.get_device_module = original
+    assert all(interval.usage.peak_exact for interval in intervals)
+    assert sum(i.usage.allocated_bytes for i in intervals) == fake.figures["allocated"]
+    assert sum(i.usage.freed_bytes for i in intervals) == fake.figures["freed"]
+    assert max(i.usage.peak_bytes for i in intervals) == fake.figures["peak"]
+
+
+def test_a_host_interval_that_was_not_seen_is_what_the_ends_tell():
+    meter = CpuMeter()
+    from tenure._torch import cpu_allocator as allocator
+
+    allocator.keep_sizes(True)
+    try:
+        meter.start()
+        kept = torch.empty(100, dtype=torch.uint8)
+        start = meter.level_bytes
+        assert facts(meter.read(None)) == (100, 0, start + 100, False, False)
+        del kept
+        assert facts(meter.read(None)) == (0, 100, start + 100, False, False)
+    finally:
+        allocator.keep_sizes(False)
+
+
+# --- which device
+
+
+def test_devices_that_cannot_be_measured_are_refused():
+    with pytest.raises(ProfilerUsageError, match=r"^'nowhere' is no device that can be measured: "):
+        LineProfiler(device="nowhere")
+    with pytest.raises(ProfilerUsageError, match=r"^'meta' is no device that can be measured: "):
+        checked_device("meta")
+    with pytest.raises(ProfilerUsageError, match=r"^target_gpu and device name the same thing"):
+        LineProfiler(target_gpu=0, device="cpu")
+    assert checked_device("cpu:0") == torch.device("cpu")
+
+
+def test_a_device_that_is_not_there_or_has_no_statistics_is_refused(monkeypatch):
+    class Module:
+        @staticmethod
+        def device_count():
+            return 2
+
+        @staticmethod
+        def current_device():
+            return 1
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
+    message = (
+        r"^cuda:1 can't be measured: torch.cuda has no memory_stats\(\). Measure the memory of the "
+        r'CPU with set_target_device\("cpu"\).$'
+    )
+    with pytest.raises(ProfilerUsageError, match=message):
+        checked_device("cuda:1")
+    Module.memory_stats = staticmethod(lambda device: {})
+    assert checked_device("cuda") == torch.device("cuda:1")
+    message = '^cuda:7 is not there: this machine has 2 such devices. Name one that is, or "cpu".$'
+    with pytest.raises(ProfilerUsageError, match=message):
+        checked_device("cuda:7")
+
+
+def test_without_an_accelerator_the_cpu_is_measured(monkeypatch):
+    monkeypatch.setattr(_targets, "_accelerator", lambda: None)
+    assert default_device() == torch.device("cpu")
+    assert LineProfiler().device == torch.device("cpu")
+    with pytest.warns(
+        ProfilerUsageWarning, match="^There is no GPU 3 here, and no other whose"
+    ) as w:
+        assert LineProfiler(target_gpu=3).device == torch.device("cpu")
+    assert w[0].filename == __file__
+    assert device_of_gpu("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "use", [set_target_gpu, device_of_gpu, lambda n: LineProfiler(target_gpu=n)]
+)
+def test_the_warning_that_no_gpu_is_there_points_at_the_users_line(monkeypatch, use):
+    monkeypatch.setattr(_targets, "_accelerator", lambda: None)
+    with pytest.warns(ProfilerUsageWarning, match="^There is no GPU 3 here") as caught:
+        use(3)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_a_negative_index_is_no_accelerator(monkeypatch):
+    monkeypatch.setattr(_targets, "_accelerator", lambda: "cuda")
+    message = (
+        r"^There is no accelerator -1: an index is 0 or more\. Name one that is there, or .cpu.\."
+    )
+    with pytest.raises(ProfilerUsageError, match=message):
+        LineProfiler(target_gpu=-1)
+
+
+def test_an_accelerator_is_measured_where_there_is_one(monkeypatch):
+    monkeypatch.setattr(_targets, "_accelerator", lambda: "cuda")
+    monkeypatch.setattr(_targets, "checked_device", lambda device: device)
+    assert default_device() == torch.device("cuda:0")
+    assert device_of_gpu(3) == torch.device("cuda:3")

@@ -1,0 +1,301 @@
+"""Marks tell apart lines that the engine calls, whatever the program itself allocates there."""
+
+import _thread
+import gc
+import threading
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tenure._torch import allocations
+from tenure.profiler import LineProfiler
+
+N_LINES = 6
+STEPS = st.one_of(
+    st.sampled_from([1, 2, 1007, 1009, 1011, 1013, 1015, 1017, 2007, 2**20]),
+    st.integers(1000, 1030),
+    st.integers(1, 5000),
+)
+"""Bytes to make; what a step before has made may be freed instead, or at once."""
+PROGRAMS = st.lists(
+    st.lists(st.tuples(STEPS, st.sampled_from(["keep", "at once", "free"])), max_size=5),
+    min_size=N_LINES,
+    max_size=N_LINES,
+)
+
+
+class Ledger:
+    """Does what a program says on each line, and notes what that must cost."""
+
+    def __init__(self, program):
+        self.program, self.held = program, []
+        self.lines = [[0, 0] for _ in program]
+
+    def run(self, i):
+        for n_bytes, way in self.program[i]:
+            if way == "free":
+                if self.held:
+                    self.lines[i][1] += self.held.pop(0).nbytes()
+                continue
+            block = torch.UntypedStorage(n_bytes, device="cpu")
+            self.lines[i][0] += n_bytes
+            if way == "keep":
+                self.held.append(block)
+            else:
+                self.lines[i][1] += n_bytes
+            del block
+
+
+def found_by(program, in_a_hook):
+    ledger = Ledger(program)
+
+    def lines(_):
+        ledger.run(0)
+        ledger.run(1)
+        ledger.run(2)
+        ledger.run(3)
+        ledger.run(4)
+        ledger.run(5)
+
+    def work():
+        x = torch.ones(1, requires_grad=True)
+        x.register_hook(lines)
+        x.sum().backward()
+
+    # `work` too, so that the session that it begins is lent to the engine while the hook runs
+    profiler = LineProfiler(lines, work, device="cpu")
+    with mock.patch("tenure.profiler._trace._sessions.enter_host_blocks"), profiler:
+        work() if in_a_hook else lines(None)
+    found = [r for r in profiler.records if r.function == lines.__qualname__]
+    assert all(record.exact and record.peak_exact for record in found)
+    return ledger.lines, [[r.allocated_bytes, r.freed_bytes] for r in found]
+
+
+@pytest.mark.parametrize("n_bytes", range(1007, 1025))
+@pytest.mark.parametrize("way", ["reported", "named"])
+def test_a_hook_that_makes_and_frees_a_block_of_any_size_is_charged_for_it(
+    n_bytes, way, monkeypatch
+):
+    if way == "named":
+        monkeypatch.setattr(allocations, "_report", lambda: None)
+    program = [[(n_bytes, "at once")] * i for i in range(N_LINES)]
+    expected, found = found_by(program, in_a_hook=True)
+    assert found == expected
+
+
+@settings(max_examples=150, deadline=None)
+@given(PROGRAMS, st.booleans())
+def test_lines_have_what_a_ledger_says_whatever_is_made_and_freed(program, in_a_hook):
+    gc.disable()  # what other examples left must not end on these lines
+    try:
+        expected, found = found_by(program, in_a_hook)
+    finally:
+        gc.enable()
+    assert found == expected
+
+
+@pytest.mark.parametrize("way", ["reported", "named"])
+def test_a_mark_is_no_memory(way, monkeypatch):
+    from tenure._torch import cpu_allocator as allocator
+
+    if way == "named":
+        monkeypatch.setattr(allocations, "_report", lambda: None)
+    allocator.keep_sizes(True)
+    allocations.begin()
+    before = allocator.live_bytes()
+    allocations.marker()(3)
+    block = torch.UntypedStorage(64, device="cpu")
+    allocations.marker()(2**20)
+    after = allocator.live_bytes()
+    events = allocations.end().cpu
+    allocator.keep_sizes(False)
+    assert events == [allocations.as_event(3), 64, allocations.as_event(2**20)]
+    assert after - before == block.nbytes()
+    assert not allocations.is_profiling()
+
+
+def bytes_of(profiler, function):
+    """(hits, allocated, freed, exact) by the line's place in its function."""
+    first = function.__code__.co_firstlineno
+    return {
+        r.line - first: (r.hits, r.allocated_bytes, r.freed_bytes, r.exact)
+        for r in profiler.records
+        if r.function == function.__qualname__
+    }
+
+
+def test_what_a_thread_makes_that_begins_inside_a_line_is_seen_to_end():
+    held = []
+
+    def work():
+        torch.ones(1)
+        thread = threading.Thread(target=lambda: held.append(torch.UntypedStorage(12345)))
+        thread.start()
+        thread.join(10)
+        held.clear()
+
+    profiler = LineProfiler(work, device="cpu")
+    with profiler:
+        work()
+    assert bytes_of(profiler, work)[5] == (1, 0, 12345, True)
+
+
+def test_what_a_thread_makes_that_python_does_not_trace_is_seen_from_the_next_line_on():
+    held, ready, go, done = [], threading.Event(), threading.Event(), threading.Event()
+
+    def make():
+        ready.set()
+        go.wait(10)
+        held.append(torch.UntypedStorage(12345))
+        done.set()
+
+    def work():
+        _thread.start_new_thread(make, ())
+        ready.wait(10)
+        go.set()
+        done.wait(10)
+        held.clear()
+
+    profiler = LineProfiler(work, device="cpu")
+    with profiler:
+        work()
+    assert bytes_of(profiler, work)[5] == (1, 0, 12345, True)
+
+
+def test_what_is_made_between_two_sessions_is_seen_to_end():
+    def work():
+        held.clear()
+
+    held = []
+    profiler = LineProfiler(work, device="cpu")
+    with profiler:
+        for n_bytes in (100, 200):
+            held.append(torch.UntypedStorage(n_bytes, device="cpu"))
+            work()
+    assert bytes_of(profiler, work) == {1: (2, 0, 300, True)}
+
+
+def test_lines_that_another_thread_has_not_told_yet_are_lower_bounds():
+    found = []
+
+    def work():
+        torch.ones(100)
+        torch.ones(100)
+        thread = threading.Thread(target=lambda: found.append(bytes_of(profiler, work)))
+        thread.start()
+        thread.join(10)
+        torch.ones(100)
+
+    profiler = LineProfiler(work, device="cpu")
+    with profiler:
+        work()
+    (early,) = found
+    assert [early[place][3] for place in (1, 2, 3)] == [False] * 3
+    late = bytes_of(profiler, work)
+    assert [late[place] for place in (1, 2, 6)] == [(1, 400, 400, True)] * 3
+
+
+def test_a_thread_that_has_not_enabled_the_profiler_tells_at_every_line():
+    ready, go = threading.Event(), threading.Event()
+
+    def work():
+        kept = torch.ones(100)
+        ready.set()
+        go.wait(10)
+        return kept
+
+    profiler = LineProfiler(work, device="cpu")
+    with profiler:
+        thread = threading.Thread(target=work)
+        thread.start()
+        ready.wait(10)
+        lines = bytes_of(profiler, work)
+        go.set()
+        thread.join(10)
+    assert lines[1] == (1, 400, 0, True)
+
+
+def test_more_marks_than_are_ready_and_more_lines_than_a_session_holds():
+    def hook(gradient):
+        for _ in range(1000):
+            torch.empty(5, dtype=torch.uint8)
+
+    def work():
+        x = torch.ones(1, requires_grad=True)
+        x.register_hook(hook)
+        x.sum().backward()
+        for _ in range(1000):
+            torch.empty(7, dtype=torch.uint8)
+
+    profiler = LineProfiler(work, hook, device="cpu")
+    with profiler:
+        work()
+    assert bytes_of(profiler, hook)[2] == (1000, 5000, 5000, True)
+    assert bytes_of(profiler, work)[5] == (1000, 7000, 7000, True)
+
+
+def test_a_peak_reaches_every_caller_of_a_deep_recursion():
+    def deep(n):
+        block = torch.UntypedStorage(10, device="cpu")
+        if n:
+            deep(n - 1)
+        else:
+            torch.UntypedStorage(1000, device="cpu")
+        return block
+
+    profiler = LineProfiler(deep, device="cpu")
+    with profiler:
+        deep(300)
+    peaks = {r.line - deep.__code__.co_firstlineno: r.peak_bytes for r in profiler.records}
+    assert peaks[3] == peaks[5] == 3010 + 1000
+    assert bytes_of(profiler, deep)[1] == (301, 3010, 0, True)
+
+
+@pytest.mark.parametrize("place", ["before the mark", "after the mark"])
+def test_an_interrupt_at_a_mark_loses_no_other_line(place, monkeypatch):
+    from tenure.profiler._trace import the_trace
+
+    set_mark, n_marks = allocations.marker(), [0]
+
+    def interrupted(number):
+        n_marks[0] += 1
+        if n_marks[0] == 3 and place == "before the mark":
+            raise KeyboardInterrupt
+        set_mark(number)
+        if n_marks[0] == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("tenure.profiler._trace._threads.marker", lambda: interrupted)
+
+    def work():
+        torch.empty(10, dtype=torch.uint8)
+        torch.empty(20, dtype=torch.uint8)
+        torch.empty(30, dtype=torch.uint8)
+
+    profiler = LineProfiler(work, device="cpu")
+    with profiler:
+        with pytest.raises(KeyboardInterrupt):
+            work()
+        the_trace.sessions.read()
+    lines = bytes_of(profiler, work)
+    assert (lines[1], lines[2]) == ((1, 10, 10, True), (1, 20, 20, True))
+    assert not torch._C._autograd._profiler_enabled()
+    with profiler:
+        work()
+    assert bytes_of(profiler, work)[3][:3] == (2, 60, 60)
+
+
+def test_what_a_generator_does_after_it_goes_on_is_of_the_line_that_it_waited_on():
+    def work():
+        x = [torch.UntypedStorage(50), (yield), torch.UntypedStorage(70)]
+        y = torch.UntypedStorage(90)
+        return x, y
+
+    profiler = LineProfiler(work, device="cpu")
+    with profiler:
+        list(work())
+    lines = bytes_of(profiler, work)
+    assert (lines[1][:2], lines[2][:2]) == ((1, 120), (1, 90))
