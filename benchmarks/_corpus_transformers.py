@@ -92,6 +92,8 @@ _OWN: dict[str, dict[str, Any]] = {
         "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
     },
     "mamba2": {"num_heads": 8},
+    "qwen2_moe": {"shared_expert_intermediate_size": 512},
+    "qwen3_next": {"shared_expert_intermediate_size": 512},
     "reformer": {"axial_pos_shape": (8, 8), "axial_pos_embds_dim": (64, 192)},
     "xmod": {"default_language": "en_XX"},
     "funnel": {"block_sizes": [1, 1], "d_head": 64, "d_inner": 512},
@@ -281,7 +283,9 @@ _OTHERS: dict[str, tuple[str, Callable[[int], Step]]] = {
 
 def _families() -> Iterator[tuple[str, str, Callable[[int], Step], tuple[int, ...]]]:
     for name in _CAUSAL.split():
-        sizes = (1, 2, 4) if "mamba" in name or name in {"jamba", "rwkv"} else (2, 8, 24)
+        sizes = (
+            (1, 2, 4) if "mamba" in name or name in {"jamba", "rwkv", "qwen3_next"} else (2, 8, 24)
+        )
         yield name, "decoder", partial(_text_step, "AutoModelForCausalLM", name), sizes
     for name in _MASKED.split():
         yield name, "encoder", partial(_text_step, "AutoModelForMaskedLM", name), (2, 8, 24)

@@ -72,7 +72,7 @@ class Case:
         return predicted_bytes / self.true_bytes - 1
 
 
-def measure(what: Architecture, size: int) -> Case:
+def measure(what: Architecture, size: int, *, with_kitsune: bool) -> Case:
     """Predict a step in each way, and run it; each time on a model made anew from one seed.
 
     tenure's prediction and the truth share one model and one optimizer, as they do in a program.
@@ -84,7 +84,7 @@ def measure(what: Architecture, size: int) -> Case:
     gc.collect()
     # these come after it: the truth is a first step
     naive, naive_error = _attempt(lambda: naive_peak(_build(what, size), what.make_optimizer))
-    kitsune, _ = _attempt(lambda: _kitsune(what, size))
+    kitsune, _ = _attempt(lambda: _kitsune(what, size)) if with_kitsune else (None, "")
     gc.collect()
     return replace(case, naive_bytes=naive, naive_error=naive_error, kitsune_bytes=kitsune)
 
@@ -123,9 +123,7 @@ def _build(what: Architecture, size: int) -> Step:
 
 
 def _predict(step: Step, optimizer: Any) -> tuple[int, bool, tuple[str, ...]]:
-    # not in this release of tenure yet
-    predict: Any = adaptive.predict_peak  # type: ignore[attr-defined]
-    report = predict(step.fn, *step.args, optimizer=optimizer)
+    report = adaptive.predict_peak(step.fn, *step.args, optimizer=optimizer)
     return report.peak_bytes, report.approximate, tuple(map(str, report.reasons))
 
 

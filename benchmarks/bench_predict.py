@@ -49,6 +49,8 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--quick", action="store_true")
     arguments.add_argument("--only", default="")
+    arguments.add_argument("--into", type=Path, default=_CASES, help="where the cases go")
+    arguments.add_argument("--of", type=Path, nargs="+", help="publish cases measured before")
     arguments.add_argument("--worker", default="")
     given = arguments.parse_args()
     if given.worker:
@@ -57,11 +59,12 @@ def main() -> None:
     names = [name for name in corpus() if given.only in name]
     if given.quick:
         names = [name for name in names if name.replace(" ", "_") in _QUICK.split()]
-    cases = list(_measured(names))
-    if given.only:
-        return
-    _CASES.write_text(json.dumps([asdict(case) for case in cases], indent=0) + "\n")
-    publish("predict", [*summary(cases)])
+    cases = []
+    for case in _read(given.of) if given.of else _measured(names):
+        cases.append(case)
+        given.into.write_text(json.dumps([asdict(case) for case in cases], indent=0) + "\n")
+    if not given.only:
+        publish("predict", [*summary(cases)])
 
 
 def _work(names: Sequence[str]) -> None:
@@ -75,7 +78,8 @@ def _work(names: Sequence[str]) -> None:
     known = corpus()
     for name in names:
         for size in known[name].sizes:
-            print(json.dumps(asdict(measure(known[name], size))), flush=True)
+            case = measure(known[name], size, with_kitsune=size == known[name].sizes[1])
+            print(json.dumps(asdict(case)), flush=True)
 
 
 def _measured(names: Sequence[str]) -> Iterator[Case]:
@@ -94,6 +98,10 @@ def _measured(names: Sequence[str]) -> Iterator[Case]:
             yield Case(now[done], corpus()[now[done]].family, 0, failure="its process ended")
             done += 1
         waiting = waiting[done:]
+
+
+def _read(paths: Sequence[Path]) -> list[Case]:
+    return [Case(**each) for path in paths for each in json.loads(path.read_text())]
 
 
 def _from_worker(names: Sequence[str]) -> Iterator[Case]:
