@@ -296,8 +296,8 @@ def _families() -> Iterator[tuple[str, str, Callable[[int], Step], tuple[int, ..
         yield name, "vision", partial(_image_step, name), (2, 4, 8)
     for name in _SPEECH.split():
         yield name, "speech", partial(_speech_step, name), (1, 2, 4)
-    for name, (family, build) in _OTHERS.items():
-        yield name, family, build, (2, 4, 8)
+    for name, (family, other) in _OTHERS.items():
+        yield name, family, other, (2, 4, 8)
 
 
 def architectures() -> list[Architecture]:
