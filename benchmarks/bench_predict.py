@@ -53,6 +53,8 @@ def main() -> None:
     arguments.add_argument("--of", type=Path, nargs="+", help="publish cases measured before")
     arguments.add_argument("--worker", default="")
     given = arguments.parse_args()
+    # so that no kernel's buffers depend on the machine
+    torch.set_num_threads(1)
     if given.worker:
         _work(given.worker.split("|"))
         return
@@ -71,8 +73,6 @@ def _work(names: Sequence[str]) -> None:
     """Measure some architectures in this process, and print a line of JSON for each case."""
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
-    # so that no kernel's buffers depend on the machine
-    torch.set_num_threads(1)
     # blocks that exist before a session is opened are seen to end
     cpu_allocator.keep_sizes(True)
     known = corpus()
