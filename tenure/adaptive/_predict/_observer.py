@@ -100,7 +100,7 @@ class Observer(DispatchMode):
             storage = tensor.untyped_storage()
             if key_of(storage) not in self._entries and self._is_counted(tensor.device):
                 block = Block(storage.nbytes(), category=category)
-                self.record.existing.append(block)
+                self.record.existing[block] = block.n_bytes
                 self._enter(storage, block)
 
     def name_blocks(self, tensors: Iterable[Tensor], category: Category) -> None:
