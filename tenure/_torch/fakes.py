@@ -39,14 +39,13 @@ def mode_of(fake: Any) -> Any:
     return fake.fake_mode
 
 
-def fake_of(tensor: Tensor, mode: Any) -> Any:
-    """A tensor like a real one without its data; like one of ``meta`` on the CPU."""
-    if tensor.device.type != "meta":
+def fake_of(tensor: Tensor, mode: Any, device: torch.device) -> Any:
+    """A tensor like a real one, or one of ``meta``, without its data, on a device."""
+    if tensor.device == device:
         return mode.from_tensor(tensor)
-    with mode, torch.no_grad():
-        fake: Any = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
-        )
+    fake = like(tensor, mode, device)
+    if tensor.is_leaf and tensor.grad is not None:
+        fake.grad = fake_of(tensor.grad, mode, device)
     # what isinstance() asks for
     if isinstance(tensor, nn.Parameter):
         fake._is_param = True

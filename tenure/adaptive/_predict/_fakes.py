@@ -11,12 +11,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from tenure._torch.autograd import carry_hooks_over
 from tenure._torch.fakes import FakeTensor, fake_of, is_fake, mode_of, new_mode
 from tenure._torch.quiet import set_class, without_functions
 from tenure._torch.swap import swap
+
+from ._target import Target
 
 
 class _Lent(NamedTuple):
@@ -41,13 +44,16 @@ def mode_for(tensors: Iterable[Tensor]) -> Any:
 
 
 @contextmanager
-def lent_to_fakes(tensors: Iterable[Tensor], mode: Any) -> Iterator[list[tuple[Tensor, Tensor]]]:
+def lent_to_fakes(
+    tensors: Iterable[Tensor], mode: Any, target: Target
+) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """A block in which tensors have no data.
 
     Args:
-        tensors: of any shape, dtype and device; those of ``meta`` appear on the CPU. Those of a
-            subclass stay as they are: the mode makes fakes of them where they are used.
+        tensors: of any shape, dtype and device. Those of a subclass stay as they are: the mode
+            makes fakes of them where they are used.
         mode: a mode of `tenure._torch.fakes`; it is not entered here.
+        target: where they appear.
 
     Yields:
         Pairs of a handle that shows a fake and one that has the real tensor in the meantime.
@@ -59,14 +65,14 @@ def lent_to_fakes(tensors: Iterable[Tensor], mode: Any) -> Iterator[list[tuple[T
                 if is_fake(tensor):
                     back.callback(_put_gradient, tensor, tensor.grad if tensor.is_leaf else None)
                 elif type(tensor) in (Tensor, nn.Parameter, nn.Buffer):
-                    lent = _lend(tensor, mode)
+                    lent = _lend(tensor, mode, target.place_of(tensor))
                     back.callback(_take_back, lent)
                     pairs.append((lent.handle, lent.twin))
         yield pairs
 
 
-def _lend(handle: Any, mode: Any) -> _Lent:
-    twin = fake_of(handle, mode)
+def _lend(handle: Any, mode: Any, device: torch.device) -> _Lent:
+    twin = fake_of(handle, mode, device)
     lent = _Lent(handle, twin, type(handle), handle.__dict__)
     seen = {**lent.attributes, **twin.__dict__}
     set_class(handle, FakeTensor)

@@ -17,15 +17,18 @@ from torch.optim.optimizer import (
 from tenure._errors import PredictionError
 from tenure._torch import cpu_allocator, engine
 from tenure._torch.compiler import never_compiled
+from tenure._torch.optimizers import stepping_fakes_as_on
 from tenure.scopes import persist
 
 from .._reachable import Reachable
 from .._undo import AllOf, ModuleState, RngState, modules_below
+from ._cached import replay
 from ._fakes import lent_to_fakes, mode_for
 from ._observer import Observer
 from ._optimizer import OptimizerState
 from ._places import describe_place
 from ._report import PeakReport
+from ._target import target_of
 from ._tensors import tensors_in
 
 _NO_DATA = "data is not allocated"
@@ -41,7 +44,7 @@ def predict_peak(
 ) -> PeakReport:
     """Say how much memory work would take at its worst moment, without doing it."""
     engine.check()
-    work = Work(fn, args, kwargs, optimizer)
+    work = Work(fn, args, kwargs, optimizer, device)
     observer = work.observe()
     return _report(work, observer)
 
@@ -50,7 +53,12 @@ class Work:
     """A function, what it is given, and the tensors that it may reach."""
 
     def __init__(
-        self, fn: Callable[..., Any], args: Any, kwargs: Any, optimizer: Optimizer | None
+        self,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        optimizer: Optimizer | None,
+        device: torch.device | str | None,
     ) -> None:
         self.fn, self.args, self.kwargs, self.optimizer = fn, args, kwargs, optimizer
         reached = Reachable(fn)
@@ -73,19 +81,11 @@ class Work:
         self.inputs = _unique(tensors_in([args, kwargs]))
         held = tensors_in([vars(module) for module in self.modules])
         self.others = _unique([*held, *reached.constants.values()])
-
-    @property
-    def device(self) -> torch.device:
-        """Where the work runs."""
-        for tensor in (*self.parameters, *self.inputs):
-            if tensor.device.type != "meta":
-                return tensor.device
-        return torch.device("cpu")
+        self.target = target_of(device, (*self.parameters, *self.inputs))
 
     def observe(self) -> Observer:
         """Run the work on tensors without data."""
-        device = self.device
-        observer = Observer(lambda each: each == device, with_scratch=device.type == "cpu")
+        observer = Observer(self.target)
         tensors = _unique(
             [*self.parameters, *self.buffers, *self.state.tensors(), *self.inputs, *self.others]
         )
@@ -95,7 +95,7 @@ class Work:
             stack.enter_context(cpu_allocator.sizes_kept(True))
             undo.begin()
             stack.callback(undo.undo)
-            for fake, real in stack.enter_context(lent_to_fakes(tensors, mode)):
+            for fake, real in stack.enter_context(lent_to_fakes(tensors, mode, self.target)):
                 observer.known.learn(fake, real)
             stack.enter_context(self.state.kept())
             observer.enter_existing(self.parameters, "parameters")
@@ -104,6 +104,7 @@ class Work:
             observer.enter_existing(self.state.tensors(), "optimizer state")
             observer.enter_existing([*self.inputs, *self.others], "inputs")
             stack.enter_context(_steps_told(observer))
+            stack.enter_context(stepping_fakes_as_on(self.target.device))
             stack.enter_context(_no_compiling())
             stack.enter_context(mode)
             stack.enter_context(observer)
@@ -187,6 +188,8 @@ def _report(work: Work, observer: Observer) -> PeakReport:
             category = "activations" if kept else "temporaries"
         categories[category] = categories.get(category, 0) + n_bytes
     operation = observer.operations[peak.operation] if peak.operation >= 0 else None
+    taken = None if work.target.is_host else replay(observer.record)
+    reasons = observer.reasons | observer.workspaces.reasons
     return PeakReport(
         peak_bytes=peak.n_bytes,
         baseline_bytes=observer.record.baseline_bytes,
@@ -194,7 +197,10 @@ def _report(work: Work, observer: Observer) -> PeakReport:
         phase=operation.phase if operation else "forward",
         operation=operation.name if operation else "",
         place=describe_place(operation, observer.operations, work.names),
-        device=str(work.device),
-        approximate=bool(observer.reasons),
-        reasons=tuple(observer.reasons),
+        device=str(work.target.device),
+        approximate=bool(reasons),
+        reasons=tuple(reasons),
+        allocated_bytes=taken.allocated_peak if taken else None,
+        reserved_bytes=taken.reserved_peak if taken else None,
+        allowance_bytes=observer.workspaces.allowance_bytes if taken else 0,
     )

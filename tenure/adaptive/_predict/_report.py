@@ -22,6 +22,10 @@ class PeakReport(Report):
         device: whose memory it is.
         approximate: whether the figures may be wrong.
         reasons: why.
+        allocated_bytes: what the blocks of the device's caching allocator take then, each rounded
+            up; None on the CPU, which has none.
+        reserved_bytes: the most that this allocator takes from the device; None on the CPU.
+        allowance_bytes: what kernels of which nothing is known may take on top, at the most.
     """
 
     peak_bytes: int
@@ -33,3 +37,6 @@ class PeakReport(Report):
     device: str
     approximate: bool
     reasons: tuple[str, ...]
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    allowance_bytes: int = 0
