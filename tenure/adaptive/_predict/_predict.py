@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
 
 from tenure._errors import PredictionError
 from tenure._torch import cpu_allocator, engine
-from tenure._torch.compiler import never_compiled
+from tenure._torch.compiler import is_compiled, never_compiled
 from tenure._torch.optimizers import stepping_fakes_as_on
 from tenure.scopes import persist
 
@@ -81,6 +81,7 @@ class Work:
         self.inputs = _unique(tensors_in([args, kwargs]))
         held = tensors_in([vars(module) for module in self.modules])
         self.others = _unique([*held, *reached.constants.values()])
+        self.is_compiled = any(map(is_compiled, (fn, *reached.visited(), *self.modules)))
         self.target = target_of(device, (*self.parameters, *self.inputs))
 
     def observe(self) -> Observer:
@@ -106,6 +107,7 @@ class Work:
             stack.enter_context(_steps_told(observer))
             stack.enter_context(stepping_fakes_as_on(self.target.device))
             stack.enter_context(_no_compiling())
+            stack.enter_context(self.target.shown())
             stack.enter_context(mode)
             stack.enter_context(observer)
             observer.begin()
@@ -114,6 +116,15 @@ class Work:
             observer.name_blocks(self._gradients(), "gradients")
             observer.name_blocks(self.state.tensors(), "optimizer state")
         return observer
+
+    def reasons(self) -> dict[str, None]:
+        """Why the work may take something else than what is run here."""
+        reasons: dict[str, None] = {}
+        if self.is_compiled:
+            reasons.setdefault("compiled code is predicted as it is written, and may take more")
+        if self.target.runs_on.type != self.target.device.type:
+            reasons.setdefault(f"without {self.target.device} here, the kernels are the CPU's")
+        return reasons
 
     def _run(self, observer: Observer) -> None:
         try:
@@ -189,7 +200,7 @@ def _report(work: Work, observer: Observer) -> PeakReport:
         categories[category] = categories.get(category, 0) + n_bytes
     operation = observer.operations[peak.operation] if peak.operation >= 0 else None
     taken = None if work.target.is_host else replay(observer.record)
-    reasons = observer.reasons | observer.workspaces.reasons
+    reasons = work.reasons() | observer.reasons | observer.workspaces.reasons
     return PeakReport(
         peak_bytes=peak.n_bytes,
         baseline_bytes=observer.record.baseline_bytes,

@@ -7,10 +7,12 @@ is accounted as that device would.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from tenure._devices import indexed
 from tenure._errors import PredictionError
@@ -25,13 +27,11 @@ class Target(NamedTuple):
         device: whose memory is told.
         runs_on: where the tensors without data are that stand for what is there.
         moves: whether the work's tensors, all on the host, are taken to be there.
-        others: other accelerators that have tensors of the work.
     """
 
     device: torch.device
     runs_on: torch.device
     moves: bool = False
-    others: tuple[torch.device, ...] = ()
 
     @property
     def is_host(self) -> bool:
@@ -61,12 +61,45 @@ class Target(NamedTuple):
             )
         return {**kwargs, "device": self.runs_on}
 
+    def shown(self) -> AbstractContextManager[Any]:
+        """A block in which tensors that are moved to a device that is not here stay as they are."""
+        if self.device.type == self.runs_on.type:
+            return nullcontext()
+        return _Elsewhere(self)
+
+
+class _Elsewhere(TorchFunctionMode):
+    """Lets work name a device that this machine lacks: below, torch would look for its driver."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        self._target = target
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == self._target.device.type:
+            # Tensor.cuda() and its like
+            return args[0]
+        # a name alone: where it is used it becomes another
+        if func is torch.device:
+            return func(*args, **(kwargs or {}))
+        named = {name: self._here(value) for name, value in (kwargs or {}).items()}
+        return func(*(self._here(value) for value in args), **named)
+
+    def _here(self, value: Any) -> Any:
+        kind = self._target.device.type
+        if isinstance(value, torch.device) and value.type == kind:
+            return self._target.runs_on
+        if isinstance(value, str) and value.partition(":")[0] == kind:
+            return str(self._target.runs_on)
+        return value
+
 
 def target_of(device: torch.device | str | None, tensors: Iterable[Tensor]) -> Target:
     """Find out where work runs.
 
     Args:
         device: what the caller named; None for where the work's first tensor is that has data.
+            The others are not counted: work on several devices is predicted for each in turn.
         tensors: the parameters and inputs of the work.
 
     Raises:
@@ -75,10 +108,11 @@ def target_of(device: torch.device | str | None, tensors: Iterable[Tensor]) -> T
     places = list(dict.fromkeys(each.device for each in tensors if each.device.type != "meta"))
     accelerators = [each for each in places if each.type != "cpu"]
     if device is None:
-        return _among(next(iter(places), torch.device("cpu")), accelerators)
+        device = next(iter(places), torch.device("cpu"))
+        return Target(device, device)
     named = torch.device(device)
     if named.type in _HOST:
-        return _among(torch.device("cpu"), [])
+        return Target(torch.device("cpu"), torch.device("cpu"))
     if accelerators:
         alike = [each for each in accelerators if each.type == named.type]
         if not alike:
@@ -86,15 +120,12 @@ def target_of(device: torch.device | str | None, tensors: Iterable[Tensor]) -> T
                 f"The work's tensors are on {accelerators[0]}, and device= names {named}. Leave "
                 "device= out, or predict with a model on the CPU or on meta."
             )
-        return _among(alike[0] if named.index is None else named, accelerators)
+        found = alike[0] if named.index is None else named
+        return Target(found, found)
     if not _is_here(named.type):
         return Target(named, torch.device("cpu"))
     found = indexed(named)
     return Target(found, found, moves=True)
-
-
-def _among(device: torch.device, accelerators: list[torch.device]) -> Target:
-    return Target(device, device, others=tuple(each for each in accelerators if each != device))
 
 
 def _is_here(kind: str) -> bool:

@@ -37,13 +37,13 @@ class _Kind(NamedTuple):
         roots: what their names begin with.
         of_given: how much they take, in bytes of what they are given.
         of_made: and of what they make.
-        reason: whose memory that is.
+        purpose: what for, in words.
     """
 
     roots: tuple[str, ...]
     of_given: int
     of_made: int
-    reason: str
+    purpose: str
 
 
 _SOLVERS = (
@@ -146,7 +146,7 @@ class Workspaces:
             return
         given, made = _bytes_of((args, list(kwargs.values()))), _bytes_of(result)
         self._most_bytes = max(self._most_bytes, kind.of_given * given + kind.of_made * made)
-        self.reasons.setdefault(f"{kind.reason} are only allowed for")
+        self.reasons.setdefault(f"there is an allowance only for {kind.purpose}")
         if name == _ATTENTION_OF_CPU:
             self._saved_bytes += _saved_elsewhere(*args[:2])
 
