@@ -58,7 +58,7 @@ class Work:
         args: Any,
         kwargs: Any,
         optimizer: Optimizer | None,
-        device: torch.device | str | None,
+        device: torch.device | str | None = None,
     ) -> None:
         self.fn, self.args, self.kwargs, self.optimizer = fn, args, kwargs, optimizer
         reached = Reachable(fn)
@@ -83,6 +83,11 @@ class Work:
         self.others = _unique([*held, *reached.constants.values()])
         self.is_compiled = any(map(is_compiled, (fn, *reached.visited(), *self.modules)))
         self.target = target_of(device, (*self.parameters, *self.inputs))
+
+    @property
+    def device(self) -> torch.device:
+        """Whose memory is told."""
+        return self.target.device
 
     def observe(self) -> Observer:
         """Run the work on tensors without data."""
@@ -208,7 +213,7 @@ def _report(work: Work, observer: Observer) -> PeakReport:
         phase=operation.phase if operation else "forward",
         operation=operation.name if operation else "",
         place=describe_place(operation, observer.operations, work.names),
-        device=str(work.target.device),
+        device=str(work.device),
         approximate=bool(reasons),
         reasons=tuple(reasons),
         allocated_bytes=taken.allocated_peak if taken else None,

@@ -27,6 +27,7 @@ _CUBLAS_BYTES = 32 * MIB
 _PRODUCTS = re.compile(
     r"(add|badd)?b?mm|(add)?mv|v?dot|linear|matmul|_addmm_activation|_(int|scaled|grouped)_mm"
 )
+_PUT = frozenset({"index_put", "index_put_", "_index_put_impl_"})
 _ATTENTION_OF_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 
 
@@ -142,7 +143,8 @@ class Workspaces:
 
     def _note_kind(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         kind = _kind_of(name)
-        if kind is None:
+        # what is put, and not added, is not sorted
+        if kind is None or (name in _PUT and not any(args[3:])):
             return
         given, made = _bytes_of((args, list(kwargs.values()))), _bytes_of(result)
         self._most_bytes = max(self._most_bytes, kind.of_given * given + kind.of_made * made)
