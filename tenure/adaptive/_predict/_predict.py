@@ -43,7 +43,6 @@ def predict_peak(
     **kwargs: Any,
 ) -> PeakReport:
     """Say how much memory work would take at its worst moment, without doing it."""
-    engine.check()
     work = Work(fn, args, kwargs, optimizer, device)
     observer = work.observe()
     return _report(work, observer)
@@ -91,6 +90,7 @@ class Work:
 
     def observe(self) -> Observer:
         """Run the work on tensors without data."""
+        engine.prepare()
         observer = Observer(self.target)
         tensors = _unique(
             [*self.parameters, *self.buffers, *self.state.tensors(), *self.inputs, *self.others]
