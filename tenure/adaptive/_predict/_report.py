@@ -134,8 +134,9 @@ class PeakReport(Report):
         return "\n\n".join(part.text() for part in self._parts())
 
     def _parts(self) -> list[Part]:
+        first, *others = filter(None, (self.verdict(), self.summary(), *self._facts_beside()))
         parts: list[Part] = [
-            Paragraph(self.summary(), "\n".join(filter(None, self._facts_beside()))),
+            Paragraph(first, "\n".join(others)),
             Amounts("", list(self._amounts()), self.budget_bytes),
         ]
         if self.reasons:
@@ -147,7 +148,6 @@ class PeakReport(Report):
         yield f"{format_bytes(self.baseline_bytes)} of it were there before."
         if self.reserved_bytes is not None:
             yield f"The allocator reserves {format_bytes(self.reserved_bytes)} for it."
-        yield self.verdict()
 
     def _amounts(self) -> Iterator[tuple[str, int]]:
         yield from self.categories.items()
