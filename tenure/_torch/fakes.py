@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +29,23 @@ UNKNOWN: type[Exception] = bound(f"{_HOME}.UnsupportedOperatorException", _PREDI
 def new_mode() -> Any:
     """A mode that makes tensors without data, and takes real ones for such; it runs no kernel."""
     return FakeMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+
+
+@contextmanager
+def building(mode: Any) -> Iterator[None]:
+    """A block in which models are made without data, and may be converted, as by ``half()``.
+
+    torch converts a parameter without data by exchanging it with another one, and refuses to where
+    there is a weak reference to it. The mode has one to all that operations return, and needs it
+    only where a kernel returns what it was given.
+    """
+    converter = mode.fake_tensor_converter
+    converter.set_tensor_memo = lambda *_: None
+    try:
+        with mode:
+            yield
+    finally:
+        del converter.set_tensor_memo
 
 
 def is_fake(value: object) -> bool:

@@ -215,8 +215,9 @@ def _report(work: Work, observer: Observer) -> PeakReport:
         place=describe_place(operation, observer.operations, work.names),
         device=str(work.device),
         approximate=bool(reasons),
-        reasons=tuple(reasons),
+        reasons=(*reasons, *observer.workspaces.notes()),
         allocated_bytes=taken.allocated_peak if taken else None,
         reserved_bytes=taken.reserved_peak if taken else None,
         allowance_bytes=observer.workspaces.allowance_bytes if taken else 0,
+        _runs_within=(lambda limit: replay(observer.record, limit).fits) if taken else None,
     )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tenure._cuda_blocks import BLOCK_BYTES, MIB, SMALL_SEGMENT_BYTES
 from tenure._cuda_segments import taken_by
+from tenure._text import format_bytes
 from tenure._torch.device_allocator import workspace_bytes
 
 from ._known import tensors_of
@@ -135,11 +136,20 @@ class Workspaces:
         """What may be taken on top of the tensors, at the most."""
         if self._device.type != "cuda":
             return self._saved_bytes + self._most_bytes
-        sizes = workspace_bytes(self._device) or {"cuBLAS": _CUBLAS_BYTES}
-        kept = taken_by([*sizes.values()] * len(self._multiplying), self._device)
         # the other one for the partial sums of reductions
-        own_bytes = kept.reserved_bytes + SMALL_SEGMENT_BYTES
+        own_bytes = self._kept_bytes() + SMALL_SEGMENT_BYTES
         return self._saved_bytes + self._most_bytes + own_bytes
+
+    def notes(self) -> list[str]:
+        """What is known, and no tensor shows it."""
+        n_bytes = self._kept_bytes()
+        return [f"cuBLAS keeps workspaces of {format_bytes(n_bytes)} at most"] if n_bytes else []
+
+    def _kept_bytes(self) -> int:
+        if self._device.type != "cuda":
+            return 0
+        sizes = workspace_bytes(self._device) or {"cuBLAS": _CUBLAS_BYTES}
+        return taken_by([*sizes.values()] * len(self._multiplying), self._device).reserved_bytes
 
     def _note_kind(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         kind = _kind_of(name)

@@ -140,6 +140,35 @@ def test_of_several_devices_the_one_that_is_named_is_told(sim):
 
 
 @pytest.mark.sim_allocator("cuda")
+def test_what_is_said_to_fit_fits_to_the_segment(sim):
+    shapes = [(6_000, 700), (5_000, 700)]
+
+    def fn(*parts):
+        return sum(part.exp().exp().sum() for part in parts)
+
+    parts = [torch.randn(shape) for shape in shapes]
+    with torch.no_grad():
+        report = predict_peak(fn, *parts, device="sim")
+    step_bytes = 2 * 2**20
+    least = next(
+        n_bytes for n_bytes in range(0, report.needed_bytes + 1, step_bytes) if report.fits(n_bytes)
+    )
+    assert least < report.needed_bytes
+    assert "once the allocator gives back what it caches" in str(report.against(least))
+    assert "It does not fit in" in str(report.against(least - step_bytes))
+    for n_bytes in (least, least - step_bytes):
+        del parts
+        sim(allocator="cuda", budget=n_bytes)
+        parts = [torch.zeros(shape, device=sim.device) for shape in shapes]
+        with torch.no_grad():
+            if n_bytes == least:
+                fn(*parts)
+            else:
+                with pytest.raises(torch.OutOfMemoryError):
+                    fn(*parts)
+
+
+@pytest.mark.sim_allocator("cuda")
 def test_kernels_of_which_nothing_is_known_get_an_allowance(sim):
     conv = nn.Conv1d(64, 8, 3).to(sim.device)
     batch = torch.randn(8, 64, 32, device=sim.device)
@@ -169,7 +198,11 @@ def test_on_a_machine_without_cuda_the_figures_are_those_of_cuda():
     assert report.reserved_bytes % (2 * 2**20) == 0
     # cuBLAS keeps one workspace for each of the two threads, reductions get a small segment
     assert report.allowance_bytes == 2 * 32 * 2**20 + 2 * 2**20
-    assert report.reasons == ("without cuda here, the kernels are the CPU's",)
+    assert report.approximate
+    assert report.reasons == (
+        "without cuda here, the kernels are the CPU's",
+        "cuBLAS keeps workspaces of 64.0 MiB at most",
+    )
     assert stepped.param_groups[0]["foreach"] is None
 
 
