@@ -53,6 +53,23 @@ def new_mode() -> Any:
     return FakeMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
 
+@contextmanager
+def building(mode: Any) -> Iterator[None]:
+    """A block in which models are made without data, and may be converted, as by ``half()``.
+
+    torch converts a parameter without data by exchanging it with another one, and refuses to where
+    there is a weak reference to it. The mode has one to all that operations return, and needs it
+    only where a kernel returns what it was given.
+    """
+    converter = mode.fake_tensor_converter
+    converter.set_tensor_memo = lambda *_: None
+    try:
+        with mode:
+            yield
+    finally:
+        del converter.set_tensor_memo
+
+
 def is_fake(value: object) -> bool:
     """Whether it is a tensor without data."""
     return isinstance(value, FakeTensor)
@@ -63,14 +80,13 @@ def mode_of(fake: Any) -> Any:
     return fake.fake_mode
 
 
-def fake_of(tensor: Tensor, mode: Any) -> Any:
-    """A tensor like a real one without its data; like one of ``meta`` on the CPU."""
-    if tensor.device.type != "meta":
+def fake_of(tensor: Tensor, mode: Any, device: torch.device) -> Any:
+    """A tensor like a real one, or one of ``meta``, without its data, on a device."""
+    if tensor.device == device:
         return mode.from_tensor(tensor)
-    with mode, torch.no_grad():
-        fake: Any = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
-        )
+    fake = like(tensor, mode, device)
+    if tensor.is_leaf and tensor.grad is not None:
+        fake.grad = fake_of(tensor.grad, mode, device)
     # what isinstance() asks for
     if isinstance(tensor, nn.Parameter):
         fake._is_param = True

@@ -21,6 +21,8 @@ from tenure._torch.fakes import FakeTensor, fake_of, is_fake, mode_of, new_mode
 from tenure._torch.quiet import set_class, without_functions
 from tenure._torch.swap import swap
 
+from ._target import Target
+
 
 class _Lent(NamedTuple):
     """A handle that shows a fake.
@@ -44,12 +46,15 @@ def mode_for(tensors: Iterable[Tensor]) -> Any:
 
 
 @contextmanager
-def lent_to_fakes(tensors: Iterable[Tensor], mode: Any) -> Iterator[list[tuple[Tensor, Tensor]]]:
+def lent_to_fakes(
+    tensors: Iterable[Tensor], mode: Any, target: Target
+) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """A block in which tensors have no data.
 
     Args:
-        tensors: of any shape, dtype, layout and device; those of ``meta`` appear on the CPU.
+        tensors: of any shape, dtype, layout and device.
         mode: a mode of `tenure._torch.fakes`; it is not entered here.
+        target: where they appear.
 
     Yields:
         Pairs of a handle that shows a fake and one that has the real tensor in the meantime.
@@ -63,7 +68,7 @@ def lent_to_fakes(tensors: Iterable[Tensor], mode: Any) -> Iterator[list[tuple[T
                     back.callback(_put_gradient, tensor, tensor.grad if tensor.is_leaf else None)
                 else:
                     _check(tensor)
-                    lent = _lend(tensor, mode)
+                    lent = _lend(tensor, mode, target.place_of(tensor))
                     back.callback(_take_back, lent)
                     pairs.append((lent.handle, lent.twin))
         # autocast refers weakly to what it has cast, and nothing can be swapped then; it is a cache
@@ -71,8 +76,8 @@ def lent_to_fakes(tensors: Iterable[Tensor], mode: Any) -> Iterator[list[tuple[T
         yield pairs
 
 
-def _lend(handle: Any, mode: Any) -> _Lent:
-    twin = fake_of(handle, mode)
+def _lend(handle: Any, mode: Any, device: torch.device) -> _Lent:
+    twin = fake_of(handle, mode, device)
     lent = _Lent(handle, twin, type(handle), handle.__dict__)
     seen = {**lent.attributes, **twin.__dict__}
     _swap(handle, twin, lent.cls)

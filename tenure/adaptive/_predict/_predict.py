@@ -16,18 +16,21 @@ from torch.optim.optimizer import (
 
 from tenure._errors import AdaptiveUsageError, PredictionError
 from tenure._torch import cpu_allocator, engine
-from tenure._torch.compiler import never_compiled
+from tenure._torch.compiler import is_compiled, never_compiled
 from tenure._torch.fakes import unrecognised
+from tenure._torch.optimizers import stepping_fakes_as_on
 from tenure.scopes import persist
 
 from .._callables import check_function
 from .._reachable import Reachable
 from .._undo import AllOf, ModuleState, RngState, modules_below
+from ._cached import replay
 from ._fakes import lent_to_fakes, mode_for
 from ._observer import Observer
 from ._optimizer import OptimizerState
 from ._places import describe_place
 from ._report import PeakReport
+from ._target import target_of
 from ._tensors import tensors_in
 
 _WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -49,7 +52,7 @@ def predict_peak(
             f"predict_peak() got a {type(optimizer).__name__} as optimizer=. Pass the "
             "torch.optim.Optimizer whose first step counts, or None."
         )
-    work = Work(fn, args, kwargs, optimizer)
+    work = Work(fn, args, kwargs, optimizer, device)
     observer = work.observe()
     return _report(work, observer)
 
@@ -58,7 +61,12 @@ class Work:
     """A function, what it is given, and the tensors that it may reach."""
 
     def __init__(
-        self, fn: Callable[..., Any], args: Any, kwargs: Any, optimizer: Optimizer | None
+        self,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        optimizer: Optimizer | None,
+        device: torch.device | str | None = None,
     ) -> None:
         self.fn, self.args, self.kwargs, self.optimizer = fn, args, kwargs, optimizer
         reached = Reachable(fn)
@@ -81,20 +89,18 @@ class Work:
         self.inputs = _unique(tensors_in([args, kwargs]))
         held = tensors_in([vars(module) for module in self.modules])
         self.others = _unique([*held, *reached.constants.values()])
+        self.is_compiled = any(map(is_compiled, (fn, *reached.visited(), *self.modules)))
+        self.target = target_of(device, (*self.parameters, *self.inputs))
 
     @property
     def device(self) -> torch.device:
-        """Where the work runs."""
-        for tensor in (*self.parameters, *self.inputs):
-            if tensor.device.type != "meta":
-                return tensor.device
-        return torch.device("cpu")
+        """Whose memory is told."""
+        return self.target.device
 
     def observe(self) -> Observer:
         """Run the work on tensors without data."""
         engine.prepare()
-        device = self.device
-        observer = Observer(lambda each: each == device, with_scratch=device.type == "cpu")
+        observer = Observer(self.target)
         tensors = _unique(
             [*self.parameters, *self.buffers, *self.state.tensors(), *self.inputs, *self.others]
         )
@@ -104,7 +110,7 @@ class Work:
             stack.enter_context(cpu_allocator.sizes_kept(True))
             undo.begin()
             stack.callback(undo.undo)
-            for fake, real in stack.enter_context(lent_to_fakes(tensors, mode)):
+            for fake, real in stack.enter_context(lent_to_fakes(tensors, mode, self.target)):
                 observer.known.learn(fake, real)
             stack.enter_context(self.state.kept())
             observer.enter_existing(self.parameters, "parameters")
@@ -113,9 +119,11 @@ class Work:
             observer.enter_existing(self.state.tensors(), "optimizer state")
             observer.enter_existing([*self.inputs, *self.others], "inputs")
             stack.enter_context(_steps_told(observer))
+            stack.enter_context(stepping_fakes_as_on(self.target.device))
             stack.enter_context(_no_compiling())
             stack.enter_context(unrecognised())
             stack.enter_context(self._no_fast_path(observer))
+            stack.enter_context(self.target.shown())
             stack.enter_context(mode)
             stack.enter_context(observer)
             observer.begin()
@@ -124,6 +132,15 @@ class Work:
             observer.name_blocks(self._gradients(), "gradients")
             observer.name_blocks(self.state.tensors(), "optimizer state")
         return observer
+
+    def reasons(self) -> dict[str, None]:
+        """Why the work may take something else than what is run here."""
+        reasons: dict[str, None] = {}
+        if self.is_compiled:
+            reasons.setdefault("compiled code is predicted as it is written, and may take more")
+        if self.target.runs_on.type != self.target.device.type:
+            reasons.setdefault(f"without {self.target.device} here, the kernels are the CPU's")
+        return reasons
 
     def _run(self, observer: Observer) -> None:
         try:
@@ -217,6 +234,8 @@ def _report(work: Work, observer: Observer) -> PeakReport:
             category = "activations" if kept else "temporaries"
         categories[category] = categories.get(category, 0) + n_bytes
     operation = observer.operations[peak.operation] if peak.operation >= 0 else None
+    taken = None if work.target.is_host else replay(observer.record)
+    reasons = work.reasons() | observer.reasons | observer.workspaces.reasons
     return PeakReport(
         peak_bytes=peak.n_bytes,
         baseline_bytes=observer.record.baseline_bytes,
@@ -225,6 +244,10 @@ def _report(work: Work, observer: Observer) -> PeakReport:
         operation=operation.name if operation else "",
         place=describe_place(operation, observer.operations, work.names),
         device=str(work.device),
-        approximate=bool(observer.reasons),
-        reasons=tuple(observer.reasons),
+        approximate=bool(reasons),
+        reasons=(*reasons, *observer.workspaces.notes()),
+        allocated_bytes=taken.allocated_peak if taken else None,
+        reserved_bytes=taken.reserved_peak if taken else None,
+        allowance_bytes=observer.workspaces.allowance_bytes if taken else 0,
+        _runs_within=(lambda limit: replay(observer.record, limit).fits) if taken else None,
     )
