@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -20,25 +20,28 @@ _devices: Any = bound(f"{_HOME}._get_foreach_kernels_supported_devices", _PREDIC
 
 
 @contextmanager
-def stepping_fakes_as_on(device: torch.device) -> Iterator[None]:
+def stepping_fakes(*, cpu_as: str | None) -> Iterator[None]:
     """A block in which optimizers choose for tensors without data as they do for real ones.
 
     Args:
-        device: where those would be: fakes of the CPU are stepped as tensors of this device.
+        cpu_as: the kind of device that fakes of the CPU stand for; None where they are of the CPU.
 
     Raises:
         MissingTorchNameError: torch has no such choice any more.
     """
     require(_types, _devices)
-    # Other threads' optimizers ask, too: those of real tensors of an accelerator get the same
-    # answer, those of the CPU may step all at once, to the same values.
-    known = [*_devices(), "cpu"] if device.type in _devices() else _devices()
     _types.append(FakeTensor)
     try:
-        with patch.object(sys.modules[_HOME], _devices.__name__, lambda: known):
+        with _all_at_once_on_cpu() if cpu_as in _devices() else nullcontext():
             yield
     finally:
         _types.remove(FakeTensor)
+
+
+def _all_at_once_on_cpu() -> AbstractContextManager[Any]:
+    # other threads' optimizers ask, too: those of the CPU may step all at once, to the same values
+    known = [*_devices(), "cpu"]
+    return patch.object(sys.modules[_HOME], _devices.__name__, lambda: known)
 
 
 def works() -> bool:

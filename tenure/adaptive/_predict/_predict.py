@@ -18,7 +18,7 @@ from tenure._errors import AdaptiveUsageError, PredictionError
 from tenure._torch import cpu_allocator, engine
 from tenure._torch.compiler import is_compiled, never_compiled
 from tenure._torch.fakes import unrecognised
-from tenure._torch.optimizers import stepping_fakes_as_on
+from tenure._torch.optimizers import stepping_fakes
 from tenure.scopes import persist
 
 from .._callables import check_function
@@ -119,7 +119,7 @@ class Work:
             observer.enter_existing(self.state.tensors(), "optimizer state")
             observer.enter_existing([*self.inputs, *self.others], "inputs")
             stack.enter_context(_steps_told(observer))
-            stack.enter_context(stepping_fakes_as_on(self.target.device))
+            stack.enter_context(stepping_fakes(cpu_as=self.target.stands_for))
             stack.enter_context(_no_compiling())
             stack.enter_context(unrecognised())
             stack.enter_context(self._no_fast_path(observer))
@@ -138,8 +138,10 @@ class Work:
         reasons: dict[str, None] = {}
         if self.is_compiled:
             reasons.setdefault("compiled code is predicted as it is written, and may take more")
-        if self.target.runs_on.type != self.target.device.type:
+        if self.target.stands_for is not None:
             reasons.setdefault(f"without {self.target.device} here, the kernels are the CPU's")
+        if self.device.type == "mps":
+            reasons.setdefault("the allocator of mps is taken to be as CUDA's")
         return reasons
 
     def _run(self, observer: Observer) -> None:
@@ -225,7 +227,9 @@ def _unique(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _report(work: Work, observer: Observer) -> PeakReport:
-    peak = observer.record.peak()
+    # the report keeps it, and nothing else of the observer
+    record = observer.record
+    peak = record.peak()
     categories: dict[str, int] = {}
     for block, n_bytes in peak.blocks.items():
         category = block.category
@@ -234,11 +238,11 @@ def _report(work: Work, observer: Observer) -> PeakReport:
             category = "activations" if kept else "temporaries"
         categories[category] = categories.get(category, 0) + n_bytes
     operation = observer.operations[peak.operation] if peak.operation >= 0 else None
-    taken = None if work.target.is_host else replay(observer.record)
+    taken = None if work.target.is_host else replay(record)
     reasons = work.reasons() | observer.reasons | observer.workspaces.reasons
     return PeakReport(
         peak_bytes=peak.n_bytes,
-        baseline_bytes=observer.record.baseline_bytes,
+        baseline_bytes=record.baseline_bytes,
         categories=categories,
         phase=operation.phase if operation else "forward",
         operation=operation.name if operation else "",
@@ -249,5 +253,5 @@ def _report(work: Work, observer: Observer) -> PeakReport:
         allocated_bytes=taken.allocated_peak if taken else None,
         reserved_bytes=taken.reserved_peak if taken else None,
         allowance_bytes=observer.workspaces.allowance_bytes if taken else 0,
-        _runs_within=(lambda limit: replay(observer.record, limit).fits) if taken else None,
+        _runs_within=(lambda limit: replay(record, limit).fits) if taken else None,
     )

@@ -38,6 +38,11 @@ class Target(NamedTuple):
         """Whether it is the host's memory, of which kernels take some for themselves."""
         return self.device.type == "cpu"
 
+    @property
+    def stands_for(self) -> str | None:
+        """The kind of device that is not here, for which the CPU stands; None if it does not."""
+        return None if self.device.type == self.runs_on.type else self.device.type
+
     def place_of(self, tensor: Tensor) -> torch.device:
         """Where a tensor of the work appears."""
         if tensor.device.type == "meta" or (self.moves and tensor.device.type == "cpu"):
@@ -63,7 +68,7 @@ class Target(NamedTuple):
 
     def shown(self) -> AbstractContextManager[Any]:
         """A block in which tensors that are moved to a device that is not here stay as they are."""
-        if self.device.type == self.runs_on.type:
+        if self.stands_for is None:
             return nullcontext()
         return _Elsewhere(self)
 

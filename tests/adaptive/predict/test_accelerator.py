@@ -63,6 +63,24 @@ def test_a_step_takes_of_an_accelerator_what_was_predicted(sim, name, optimizer)
     del kept
 
 
+@pytest.mark.sim_allocator("cuda")
+@pytest.mark.parametrize("name", ["wide", "large batch"])
+def test_a_later_step_takes_what_was_predicted_with_the_state_that_is_there(sim, name):
+    make, shape = _MODELS[name]
+    model, batch = make().to(sim.device), torch.randn(shape).to(sim.device)
+    stepped = torch.optim.AdamW(model.parameters())
+    step_of(squared(model), batch, stepped)()
+    stepped.zero_grad()
+    report = predict_peak(squared(model), batch, optimizer=stepped)
+    sim.module.reset_peak_memory_stats()
+    kept = step_of(squared(model), batch, stepped)()
+    stats = sim.module.memory_stats()
+    assert report.peak_bytes == stats["requested_bytes.all.peak"]
+    assert report.allocated_bytes == stats["allocated_bytes.all.peak"]
+    assert report.reserved_bytes == stats["reserved_bytes.all.peak"]
+    del kept
+
+
 @pytest.mark.sim_allocator("exact")
 @pytest.mark.parametrize("name", ["mlp", "transformer"])
 def test_where_nothing_is_rounded_the_peak_is_what_is_asked_for(sim, name):
