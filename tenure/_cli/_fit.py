@@ -66,7 +66,7 @@ class Fit(Verb):
         with contextlib.redirect_stdout(sys.stderr), _their_errors(arguments.target):
             answer = _answer(arguments.target, budget_bytes, device)
         if arguments.html:
-            _write(arguments.html, answer.page(arguments.target))
+            _write(arguments.html, answer.page(f"tenure fit {arguments.target}"))
         shown = json.dumps(answer.facts(), indent=2) if arguments.json else str(answer)
         if arguments.output:
             _write(arguments.output, f"{shown}\n")
