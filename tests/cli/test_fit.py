@@ -243,6 +243,20 @@ def test_a_page_and_a_file_are_written(capsys, tmp_path):
     assert Path("a.txt").read_text("utf-8").startswith("It does not fit in 8.0 MiB: ")
 
 
+def test_advice_is_told_where_it_does_not_fit_and_not_asked_for_elsewhere(capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        PeakReport, "advice", property(lambda report: asked.append(1) or ("use checkpoints",))
+    )
+    fit(capsys, "setup", "--device-memory", "1GiB", "--device", "cpu", "--json")
+    assert asked == []
+    code, printed = fit(capsys, "setup", "--device-memory", "1KiB", "--device", "cpu")
+    assert code == 1
+    assert printed.out.endswith("\nuse checkpoints\n")
+    _, printed = fit(capsys, "setup", "--device-memory", "1KiB", "--device", "cpu", "--json")
+    assert json.loads(printed.out)["advice"] == ["use checkpoints"]
+
+
 def test_a_terminal_shows_a_table_and_every_note(capsys, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "100")
