@@ -66,7 +66,7 @@ class Fit(Verb):
         with contextlib.redirect_stdout(sys.stderr), _their_errors(arguments.target):
             answer = _answer(arguments.target, budget_bytes, device)
         if arguments.html:
-            _write(arguments.html, answer.page(arguments.target))
+            _write(arguments.html, answer.page(f"tenure fit {arguments.target}"))
         shown = json.dumps(answer.facts(), indent=2) if arguments.json else str(answer)
         if arguments.output:
             _write(arguments.output, f"{shown}\n")
@@ -90,18 +90,25 @@ class _Answer(NamedTuple):
     micro_batch: tuple[int, int, PeakReport] | None
 
     @property
+    def advice(self) -> tuple[Any, ...]:
+        # it takes predictions of its own, which nobody waits for where the work fits
+        return () if self.fits else self.report.advice
+
+    @property
     def fits(self) -> bool | None:
         budget_bytes = self.report.budget_bytes
         return None if budget_bytes is None else self.report.fits(budget_bytes)
 
     def facts(self) -> dict[str, Any]:
+        from tenure._show import plain
+
         report, budget_bytes = self.report, self.report.budget_bytes
         facts: dict[str, Any] = {
             "fits": self.fits,
             "budget_bytes": budget_bytes,
             "spare_bytes": None if budget_bytes is None else budget_bytes - report.needed_bytes,
             "micro_batch": None,
-            "advice": [str(each) for each in report.advice],
+            "advice": plain(self.advice),
             "report": report.to_dict(),
         }
         if self.micro_batch is not None and budget_bytes is not None:
@@ -129,7 +136,7 @@ class _Answer(NamedTuple):
                 notes.append(f"The largest micro-batch that fits is {size}; {batch}; {takes}.")
             else:
                 notes.append(f"No micro-batch fits: {takes}.")
-        return [*notes, *(str(each) for each in self.report.advice)]
+        return [*notes, *map(str, self.advice)]
 
     def __str__(self) -> str:
         return "\n\n".join([str(self.report), *filter(None, ["\n".join(self.notes())])])

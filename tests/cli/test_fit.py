@@ -237,10 +237,35 @@ def test_a_page_and_a_file_are_written(capsys, tmp_path):
     page = Path("a.html").read_text("utf-8")
     assert_stands_alone(page)
     _, text = read_html(page)
-    assert "program.py:trained" in text
+    assert text.count("tenure fit program.py:trained") == 2
     assert "It does not fit in 8.0 MiB: " in text
     assert "The largest micro-batch that fits is " in text
     assert Path("a.txt").read_text("utf-8").startswith("It does not fit in 8.0 MiB: ")
+
+
+def test_advice_is_told_where_it_does_not_fit_and_not_asked_for_elsewhere(capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        PeakReport, "advice", property(lambda report: asked.append(1) or ("use checkpoints",))
+    )
+    fit(capsys, "setup", "--device-memory", "1GiB", "--device", "cpu", "--json")
+    assert asked == []
+    code, printed = fit(capsys, "setup", "--device-memory", "1KiB", "--device", "cpu")
+    assert code == 1
+    assert printed.out.endswith("\nuse checkpoints\n")
+    _, printed = fit(capsys, "setup", "--device-memory", "1KiB", "--device", "cpu", "--json")
+    assert json.loads(printed.out)["advice"] == ["use checkpoints"]
+
+
+def test_a_terminal_shows_a_table_and_every_note(capsys, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    code, printed = fit(capsys, "trained", "--device-memory", "8MiB", "--device", "cpu")
+    assert code == 1
+    assert "parameters" in printed.out
+    assert "━━━" in printed.out
+    assert "The largest micro-batch that fits is " in printed.out
 
 
 def test_a_file_that_can_not_be_written_is_named(capsys):

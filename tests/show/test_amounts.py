@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tenure._show import Amounts, page
+from tenure.profiler import DeviceReport, MemReport, TensorRow
 
 from .pages import assert_stands_alone, read_html
 
@@ -115,3 +116,14 @@ def test_the_lines_of_any_parts_are_as_wide_as_the_bar(parts, limit):
     drawn = [amounts._line(span.begin_bytes, span.n_bytes) for span in amounts._spans()]
     assert all(line.strip() and len(line) <= 33 for line in drawn)
     read_html(amounts.html())
+
+
+def test_the_sums_of_a_memory_report_are_drawn_as_those_of_a_prediction():
+    rows = (TensorRow("w", "parameters", (2,), "float32", "cpu", 8),)
+    sums = {"parameters": 8, "gradients": 0}
+    report = MemReport((DeviceReport("cpu", rows, sums, 10, True, 20),))
+    console = Console(file=io.StringIO(), width=90, record=True)
+    console.print(report)
+    assert "│ unexplained │   2 B │  20.0% │ " in console.export_text()
+    _, text = read_html(report._repr_html_())
+    assert "parameters: 8 B, 80.0%" in text
