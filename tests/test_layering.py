@@ -49,7 +49,7 @@ _PACKAGES = {
         "_sizes",
         "_decorators",
         "_step",
-        "_predict",
+        "_plan",
     ),
     ("adaptive", "_predict"): ("_scratch",),
     ("adaptive", "_step"): (

@@ -110,6 +110,11 @@ class Observer(DispatchMode):
             if entry is not None and entry.block.category is None:
                 entry.block.category = category
 
+    @property
+    def has_backward(self) -> bool:
+        """Whether a backward pass ran."""
+        return any(each.phase == "backward" for each in self.operations)
+
     def begin(self) -> None:
         """Count from now on what is really taken."""
         self._real_before = self._real_live.value

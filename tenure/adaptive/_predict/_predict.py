@@ -20,6 +20,7 @@ from tenure.scopes import persist
 
 from .._reachable import Reachable
 from .._undo import AllOf, ModuleState, RngState, modules_below
+from ._advice import Adviser
 from ._fakes import lent_to_fakes, mode_for
 from ._observer import Observer
 from ._optimizer import OptimizerState
@@ -52,6 +53,7 @@ class Work:
         self.fn, self.args, self.kwargs, self.optimizer = fn, args, kwargs, optimizer
         reached = Reachable(fn)
         given = [value for value in (fn, *args, *kwargs.values()) if isinstance(value, nn.Module)]
+        self.roots = reached.modules
         self.names: dict[int, str] = {}
         self.modules = modules_below([*reached.modules.values(), *given])
         single = len(reached.modules) == 1
@@ -78,13 +80,17 @@ class Work:
                 return tensor.device
         return torch.device("cpu")
 
+    def tensors(self) -> list[Tensor]:
+        """What is there before it, without gradients."""
+        return _unique(
+            [*self.parameters, *self.buffers, *self.state.tensors(), *self.inputs, *self.others]
+        )
+
     def observe(self) -> Observer:
         """Run the work on tensors without data."""
         device = self.device
         observer = Observer(lambda each: each == device, with_scratch=device.type == "cpu")
-        tensors = _unique(
-            [*self.parameters, *self.buffers, *self.state.tensors(), *self.inputs, *self.others]
-        )
+        tensors = self.tensors()
         mode = mode_for(tensors)
         undo = AllOf((RngState(), ModuleState(self.modules)))
         with persist(), ExitStack() as stack:
@@ -96,7 +102,7 @@ class Work:
             stack.enter_context(self.state.kept())
             observer.enter_existing(self.parameters, "parameters")
             observer.enter_existing(self.buffers, "buffers")
-            observer.enter_existing(self._gradients(), "gradients")
+            observer.enter_existing(self.gradients(), "gradients")
             observer.enter_existing(self.state.tensors(), "optimizer state")
             observer.enter_existing([*self.inputs, *self.others], "inputs")
             stack.enter_context(_steps_told(observer))
@@ -106,7 +112,7 @@ class Work:
             observer.begin()
             self._run(observer)
             observer.end()
-            observer.name_blocks(self._gradients(), "gradients")
+            observer.name_blocks(self.gradients(), "gradients")
             observer.name_blocks(self.state.tensors(), "optimizer state")
         return observer
 
@@ -117,11 +123,12 @@ class Work:
             torch.autograd.backward(
                 losses, [None if loss.numel() == 1 else torch.ones_like(loss) for loss in losses]
             )
-        observer.name_blocks(self._gradients(), "gradients")
+        observer.name_blocks(self.gradients(), "gradients")
         if self.optimizer is not None:
             self.optimizer.step()
 
-    def _gradients(self) -> list[Tensor]:
+    def gradients(self) -> list[Tensor]:
+        """Those that are there now."""
         return [
             p.grad for p in (*self.parameters, *self.inputs) if p.is_leaf and p.grad is not None
         ]
@@ -184,4 +191,5 @@ def _report(work: Work, observer: Observer) -> PeakReport:
         device=str(work.device),
         approximate=bool(observer.reasons),
         reasons=tuple(observer.reasons),
+        adviser=Adviser(work, peak.n_bytes, observer.has_backward),
     )

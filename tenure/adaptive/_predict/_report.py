@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from tenure._show import Report
 
+from ._advice import Advised
+
 
 @dataclass(frozen=True, slots=True)
-class PeakReport(Report):
+class PeakReport(Advised, Report):
     """The memory that work takes at its worst moment.
 
     Attributes:
