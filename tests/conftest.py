@@ -1,4 +1,13 @@
-"""For every test: the simulated accelerator, and the lines of the checks on a GPU."""
+"""For every test: the simulated accelerator, the lines of the checks on a GPU, the collector.
+
+Half a million objects are imported, and each collection of garbage would look at all of them.
+"""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 from .cuda._lines import pytest_terminal_summary
 from .testing._pytest_plugin import pytest_addoption, pytest_collection_modifyitems, sim
@@ -9,3 +18,27 @@ __all__ = [
     "pytest_terminal_summary",
     "sim",
 ]
+
+_HERE = Path(__file__).parent
+# They collect garbage again and again, and don't look for what holds a tensor.
+_WITHOUT_HEAP = ("adaptive", "paging", "testing")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import the tests without looking for garbage among what is there to stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen(request: pytest.FixtureRequest) -> None:
+    """Hide from the collector what was there before a file; from no test of the heap."""
+    if request.path.relative_to(_HERE).parts[0] in _WITHOUT_HEAP:
+        gc.collect()  # only what is new since the file before
+        gc.freeze()
+    else:
+        gc.unfreeze()

@@ -59,11 +59,13 @@ print(f"{len(files)} files and {len(modules)} modules of the wheel are in place"
 CHECK
 "$python" -m pip --disable-pip-version-check install --quiet -c "$constraints" "$wheel[test]"
 export OMP_NUM_THREADS=1 # a worker for each core
-"$python" -m pytest -n auto --dist loadfile -o pythonpath=. -m "not simdevice and not slow" \
+"$python" -m pytest -n auto --dist loadfile -o pythonpath=. \
+    -m "not simdevice and not slow and not exhaustive" \
     tests/test_*.py tests/cli tests/scopes/test_scope.py tests/adaptive/test_toma.py \
     tests/profiler/lines/test_line_profiler.py tests/profiler/lines/test_mlrun.py \
     tests/paging/checkpoint/test_files.py
-"$python" -m pytest -n auto --dist loadfile -o pythonpath=. -m "simdevice and not slow" \
+"$python" -m pytest -n auto --dist loadfile -o pythonpath=. \
+    -m "simdevice and not slow and not exhaustive" \
     tests/adaptive/step/test_step_memory.py tests/paging/test_zoo.py \
     tests/testing/test_simulated_accelerator.py tests/testing/test_fault_sweep.py \
     tests/testing/test_guide.py

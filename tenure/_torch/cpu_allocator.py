@@ -11,6 +11,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,20 @@ def keep_sizes(wanted: bool) -> None:
     table = _table()
     if table is not None:
         table.flag.value = wanted
+
+
+@contextmanager
+def sizes_kept(wanted: bool) -> Iterator[None]:
+    """A block in which the sizes of new blocks are kept, or are not; afterwards it is as before."""
+    table = _table()
+    if table is None:
+        yield
+        return
+    before, table.flag.value = table.flag.value, wanted
+    try:
+        yield
+    finally:
+        table.flag.value = before
 
 
 def live_bytes() -> int:

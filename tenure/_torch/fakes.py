@@ -53,6 +53,12 @@ def fake_of(tensor: Tensor, mode: Any) -> Any:
     return fake.requires_grad_(tensor.requires_grad)
 
 
+def like(real: Tensor, mode: Any, device: torch.device) -> Any:
+    """A tensor without data, laid out as a real one, on a device."""
+    with mode, torch.no_grad():
+        return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
+
+
 def works() -> bool:
     """Whether a huge tensor takes nothing, and a real one has a fake that remembers its device."""
     mode = new_mode()

@@ -200,6 +200,7 @@ class Reachable:
     Attributes:
         modules: the modules found, by the name under which the code has them.
         tensors: the tensors found that require grad, by name.
+        constants: the other ones.
         generators: the generators of random numbers found.
 
     What has the name of something else gets a number: two objects may each have a ``self.net``.
@@ -208,6 +209,7 @@ class Reachable:
     def __init__(self, *functions: Callable[..., Any] | None) -> None:
         self.modules: dict[str, nn.Module] = {}
         self.tensors: dict[str, Tensor] = {}
+        self.constants: dict[str, Tensor] = {}
         self.generators: list[Generator] = []
         # asked once: the answer is other only after NumPy was imported
         self._generator_kinds = generator_kinds()
@@ -245,8 +247,8 @@ class Reachable:
             _note(self.modules, name, value)
         elif isinstance(value, Tensor):
             # a closure may hold what the scope of the last step has disposed
-            if not is_gone(value) and value.requires_grad:
-                _note(self.tensors, name, value)
+            if not is_gone(value):
+                _note(self.tensors if value.requires_grad else self.constants, name, value)
         elif isinstance(value, self._generator_kinds):
             self.generators.append(value)
         else:

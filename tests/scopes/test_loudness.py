@@ -33,7 +33,7 @@ from tenure import (
 )
 from tenure._torch import swap
 from tenure._torch.modes import _length as mode_stack_depth
-from tenure.scopes import _disposal
+from tenure.scopes import _disposal, _disposed
 from tenure.scopes._owner import enter
 
 Use = Callable[[Tensor], object]
@@ -232,9 +232,7 @@ LOUD = [
 ]  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:To copy construct")  # torch.tensor(t) works, but is bad style
-@pytest.mark.parametrize(("operation", "use"), LOUD)
-def test_every_use_of_a_disposed_tensor_says_what_it_was(operation, use):
+def assert_says_what_it_was(operation: str, use: Use) -> None:
     with pytest.raises(DisposedTensorError) as caught:
         use(disposed_tensor())
     assert re.fullmatch(
@@ -248,6 +246,21 @@ def test_every_use_of_a_disposed_tensor_says_what_it_was(operation, use):
         r"persist\(\), if it is to outlive the block\.)",
         str(caught.value),
     )
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")  # torch.tensor(t) works, but is bad style
+@pytest.mark.parametrize(("operation", "use"), LOUD)
+def test_every_use_of_a_disposed_tensor_says_what_it_was(operation, use, monkeypatch):
+    # nobody is found to hold it: to look through the whole heap is most of what an error takes
+    monkeypatch.setattr(_disposed, "find_holders", lambda tensors: [[] for _ in tensors])
+    assert_says_what_it_was(operation, use)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:To copy construct")
+@pytest.mark.parametrize(("operation", "use"), LOUD)
+def test_every_use_says_so_too_after_a_search_for_holders(operation, use):
+    assert_says_what_it_was(operation, use)
 
 
 def test_the_table_of_uses_is_long():

@@ -1,4 +1,8 @@
-"""What is assumed of a result that depends on values, where a prediction has none."""
+"""What is taken for the result of an operation that can't be had without data.
+
+Where the values are known it is what it will be. Else it is the largest result there can be, so
+that no more memory is taken than was said; and a guess where a number steers the program.
+"""
 
 from __future__ import annotations
 
@@ -9,79 +13,142 @@ import torch
 from torch import Tensor
 
 from tenure._errors import PredictionError
+from tenure._torch.fakes import NEEDS_DATA, UNKNOWN, like, mode_of
+
+from ._known import KnownValues, tensors_of
 
 _aten = torch.ops.aten
+_Result = tuple[Any, str | None]
+CAN_NOT: tuple[type[Exception], ...] = (*NEEDS_DATA, UNKNOWN)
+"""What operations raise on tensors without data."""
 
 
-def assumed(func: Any, args: Any, kwargs: Any) -> tuple[Any, str | None]:
-    """A result that takes as much memory as any, and what it assumes; or a guess of a number.
+def worked_out(
+    func: Any, args: Any, kwargs: Any, known: KnownValues, error: BaseException
+) -> _Result:
+    """The result of an operation that raised, and what it assumes of values, if anything.
 
     Args:
-        func: an operation whose result depends on values.
+        func: the operation.
         args: its arguments, tensors without data.
         kwargs: the others.
+        known: values.
+        error: what it raised.
 
     Raises:
-        PredictionError: nothing can be said of its size.
+        PredictionError: nothing can be said.
     """
-    make = _ASSUMED.get(func)
+    real = known.run(func, args, kwargs)
+    if real is not None:
+        return _without_data(real, args, known), None
+    if func is _aten.index.Tensor:
+        return _index(args[0], args[1], known)
+    make = _LARGEST.get(func)
     if make is None:
+        what = "no shape is known of it" if isinstance(error, UNKNOWN) else "it depends on values"
         raise PredictionError(
-            f"{func} gives a result whose size depends on values, and a prediction has none. "
-            "Predict a part of the work without it, or measure one real run."
-        )
+            f"The memory of this work can't be predicted: it calls {func}, and {what}. Predict the "
+            "rest without that part, or run it once and see."
+        ) from error
     return make(*args, **kwargs)
 
 
-def _item(tensor: Tensor) -> tuple[Any, str | None]:
+def _without_data(real: Any, args: Any, known: KnownValues) -> Any:
+    if not isinstance(real, Tensor | list | tuple):
+        return real
+    if not isinstance(real, Tensor):
+        return type(real)(_without_data(each, args, known) for each in real)
+    first = next(tensors_of(args))
+    fake = like(real, mode_of(first), first.device)
+    known.learn(fake, real)
+    return fake
+
+
+# --- by the largest there can be
+
+
+def _item(tensor: Tensor) -> _Result:
     if tensor.dtype is torch.bool:
         return False, "a condition on values is taken to be false"
+    # a loss that is logged: sizes are no floats
     if tensor.dtype.is_floating_point:
-        # a loss that is logged: sizes are no floats
         return 1.0, None
-    return 1, "a value is taken to be 1"
+    return 1, "a number is taken to be 1"
 
 
-def _equal(tensor: Tensor, other: Tensor) -> tuple[bool, str]:
+def _equal(tensor: Tensor, other: Tensor) -> _Result:
     return False, "a condition on values is taken to be false"
 
 
-def _nonzero(tensor: Tensor) -> tuple[Tensor, str]:
+def _nonzero(tensor: Tensor) -> _Result:
     found = tensor.new_empty((tensor.numel(), tensor.dim()), dtype=torch.int64)
     return found, "all elements are taken to be nonzero"
 
 
-def _masked_select(tensor: Tensor, mask: Tensor) -> tuple[Tensor, str]:
+def _masked_select(tensor: Tensor, mask: Tensor) -> _Result:
     n_elements = torch.broadcast_shapes(tensor.shape, mask.shape).numel()
     return tensor.new_empty(n_elements), "a mask is taken to select everything"
 
 
-def _index(tensor: Tensor, indices: list[Tensor | None]) -> tuple[Tensor, str]:
+def _unique(tensor: Tensor, *_: Any, **__: Any) -> _Result:
+    counts = tensor.new_empty(tensor.numel(), dtype=torch.int64)
+    places = torch.empty_like(tensor, dtype=torch.int64)
+    return (tensor.new_empty(tensor.numel()), places, counts), "all elements are taken to differ"
+
+
+def _index(tensor: Tensor, indices: list[Tensor | None], known: KnownValues) -> _Result:
+    """What a mask selects: the number of its true elements, of all of them if it is not known."""
     columns: list[Tensor | None] = []
+    reason = None
     for index in indices:
-        if index is not None and index.dtype in (torch.bool, torch.uint8):
-            columns += [index.new_empty(index.numel(), dtype=torch.int64)] * index.dim()
-        else:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
             columns.append(index)
-    return _aten.index.Tensor(tensor, columns), "a mask is taken to select everything"
+            continue
+        n_selected = index.numel()
+        n_true = known.n_true(index)
+        if n_true is None:
+            reason = "a mask is taken to select everything"
+        else:
+            n_selected = n_true
+        columns += [index.new_empty(n_selected, dtype=torch.int64)] * index.dim()
+    return _aten.index.Tensor(tensor, columns), reason
 
 
-def _unique(tensor: Tensor, *_: Any, **__: Any) -> tuple[Any, str]:
-    indices = tensor.new_empty(tensor.numel(), dtype=torch.int64)
-    found = (
-        tensor.new_empty(tensor.numel()),
-        torch.empty_like(tensor, dtype=torch.int64),
-        indices,
-    )
-    return found, "all elements are taken to be different"
-
-
-_ASSUMED: dict[Any, Callable[..., tuple[Any, str | None]]] = {
+_LARGEST: dict[Any, Callable[..., _Result]] = {
     _aten._local_scalar_dense.default: _item,
     _aten.equal.default: _equal,
     _aten.nonzero.default: _nonzero,
     _aten.masked_select.default: _masked_select,
-    _aten.index.Tensor: _index,
     _aten._unique2.default: _unique,
     _aten.unique_consecutive.default: _unique,
 }
+
+
+# --- where torch knows no shape
+
+
+def _grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
+) -> Tensor:
+    # torch's own asks for what CUDA's kernel asks for
+    groups = [] if offs is None or (a.dim() == 2) != (b.dim() == 2) else [offs.shape[0]]
+    if a.dim() == b.dim() == 3:
+        groups = [a.shape[0]]
+    shape = (*groups, a.shape[-2], b.shape[-1])
+    return a.new_empty(shape, dtype=out_dtype or a.dtype)
+
+
+def _ctc_loss(
+    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, *_: Any, **__: Any
+) -> tuple[Tensor, Tensor]:
+    n_samples = log_probs.shape[1] if log_probs.dim() == 3 else 1
+    n_states = 2 * max(target_lengths, default=0) + 1
+    alpha = log_probs.new_empty((n_samples, log_probs.shape[0], n_states))
+    return log_probs.new_empty(n_samples), alpha
+
+
+STAND_INS: dict[Any, Callable[..., Any]] = {
+    _aten._grouped_mm.default: _grouped_mm,
+    _aten._ctc_loss.default: _ctc_loss,
+}
+"""What gives the results of operations of which torch knows no shape, or that of CUDA's kernel."""

@@ -41,7 +41,7 @@ def mode_for(tensors: Iterable[Tensor]) -> Any:
 
 
 @contextmanager
-def lent_to_fakes(tensors: Iterable[Tensor], mode: Any) -> Iterator[list[Tensor]]:
+def lent_to_fakes(tensors: Iterable[Tensor], mode: Any) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """A block in which tensors have no data.
 
     Args:
@@ -50,9 +50,9 @@ def lent_to_fakes(tensors: Iterable[Tensor], mode: Any) -> Iterator[list[Tensor]
         mode: a mode of `tenure._torch.fakes`; it is not entered here.
 
     Yields:
-        The fakes, those that were fakes before among them.
+        Pairs of a handle that shows a fake and one that has the real tensor in the meantime.
     """
-    fakes: list[Tensor] = []
+    pairs: list[tuple[Tensor, Tensor]] = []
     with ExitStack() as back:
         with without_functions():
             for tensor in tensors:
@@ -61,10 +61,8 @@ def lent_to_fakes(tensors: Iterable[Tensor], mode: Any) -> Iterator[list[Tensor]
                 elif type(tensor) in (Tensor, nn.Parameter, nn.Buffer):
                     lent = _lend(tensor, mode)
                     back.callback(_take_back, lent)
-                else:
-                    continue
-                fakes.append(tensor)
-        yield fakes
+                    pairs.append((lent.handle, lent.twin))
+        yield pairs
 
 
 def _lend(handle: Any, mode: Any) -> _Lent:

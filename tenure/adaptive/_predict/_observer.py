@@ -13,13 +13,13 @@ from torch import Tensor, UntypedStorage, nn
 
 from tenure._callers import Site, is_internal
 from tenure._torch import cpu_allocator, engine
-from tenure._torch.fakes import NEEDS_DATA
 from tenure._torch.modes import DispatchMode
 from tenure._torch.modules import module_called_by
 from tenure._torch.storages import key_of
 
-from ._assumptions import assumed
+from ._assumptions import CAN_NOT, STAND_INS, worked_out
 from ._blocks import Block, Category, Event, Phase, Record
+from ._known import KnownValues, tensors_of
 from ._scratch import scratch_bytes
 
 _ADD = torch.ops.aten.add.Tensor
@@ -75,6 +75,7 @@ class Observer(DispatchMode):
         record: what was noted.
         phase: which part of the step runs now.
         operations: all operations that made something, by number.
+        known: values that are computed along.
         reasons: why the record may be wrong; each once.
     """
 
@@ -86,6 +87,7 @@ class Observer(DispatchMode):
         self.phase: Phase = "forward"
         self.operations: list[Operation] = []
         self.reasons: dict[str, None] = {}
+        self.known = KnownValues()
         self._is_counted = is_counted
         self._with_scratch = with_scratch
         self._entries: dict[int, _Entry] = {}
@@ -131,11 +133,12 @@ class Observer(DispatchMode):
             return func(*args, **kwargs)
         self._note_pass()
         try:
-            result = func(*args, **kwargs)
-        except NEEDS_DATA:
-            result, reason = assumed(func, args, kwargs)
+            result = STAND_INS.get(func, func)(*args, **kwargs)
+        except CAN_NOT as error:
+            result, reason = worked_out(func, args, kwargs, self.known, error)
             if reason is not None:
                 self.reasons.setdefault(f"{reason} at {_place(sys._getframe(1)).line()}")
+        self.known.follow(func, args, kwargs, result)
         self._note(func, args, kwargs, result)
         return result
 
@@ -151,7 +154,7 @@ class Observer(DispatchMode):
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         n_before = len(self.record.events)
         self._note_real()
-        for tensor in _tensors_in(result):
+        for tensor in tensors_of(result):
             if self._is_counted(tensor.device):
                 self._note_result(func, args, tensor)
         if self._with_scratch:
@@ -233,11 +236,3 @@ def _place(frame: FrameType | None) -> Place:
             code, instruction = frame.f_code, frame.f_lasti
         frame = frame.f_back
     return Place(None if module is None else ref(module), code, instruction)
-
-
-def _tensors_in(values: Any) -> list[Tensor]:
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, list | tuple):
-        return [tensor for value in values for tensor in _tensors_in(value)]
-    return []

@@ -14,6 +14,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from tenure._errors import PredictionError
 from tenure._torch import cpu_allocator, engine
 from tenure._torch.compiler import never_compiled
 from tenure.scopes import persist
@@ -27,6 +28,8 @@ from ._optimizer import OptimizerState
 from ._places import describe_place
 from ._report import PeakReport
 from ._tensors import tensors_in
+
+_NO_DATA = "data is not allocated"
 
 
 @never_compiled
@@ -70,7 +73,8 @@ class Work:
         self.state = OptimizerState(optimizer)
         self.parameters = _unique([*self.parameters, *self.state.parameters])
         self.inputs = _unique(tensors_in([args, kwargs]))
-        self.others = _unique(tensors_in([vars(module) for module in self.modules]))
+        held = tensors_in([vars(module) for module in self.modules])
+        self.others = _unique([*held, *reached.constants.values()])
 
     @property
     def device(self) -> torch.device:
@@ -94,11 +98,11 @@ class Work:
         mode = mode_for(tensors)
         undo = AllOf((RngState(), ModuleState(self.modules)))
         with persist(), ExitStack() as stack:
-            cpu_allocator.keep_sizes(True)
-            stack.callback(cpu_allocator.keep_sizes, False)
+            stack.enter_context(cpu_allocator.sizes_kept(True))
             undo.begin()
             stack.callback(undo.undo)
-            stack.enter_context(lent_to_fakes(tensors, mode))
+            for fake, real in stack.enter_context(lent_to_fakes(tensors, mode)):
+                observer.known.learn(fake, real)
             stack.enter_context(self.state.kept())
             observer.enter_existing(self.parameters, "parameters")
             observer.enter_existing(self.buffers, "buffers")
@@ -117,7 +121,16 @@ class Work:
         return observer
 
     def _run(self, observer: Observer) -> None:
-        result = self.fn(*self.args, **self.kwargs)
+        try:
+            result = self.fn(*self.args, **self.kwargs)
+        except RuntimeError as error:
+            if _NO_DATA not in str(error):
+                raise
+            raise PredictionError(
+                "The memory of this work can't be predicted: code of torch reads values, and a "
+                "prediction has none (see the error above). Predict the rest without that part, "
+                "or run it once and see."
+            ) from error
         losses = losses_in(result)
         if losses:
             torch.autograd.backward(

@@ -199,3 +199,78 @@ def test_losses_of_other_kinds_are_run_backward(shown):
     model.weight.register_hook(reached.append)
     predict_peak(lambda x: shown(F.relu(model(x)).sum()), batch)
     assert len(reached) == 1
+
+
+# --- values that are known
+
+
+def _exact(fn, batch, at_most=256):
+    report = predict_peak(fn, batch)
+    true_bytes = report.baseline_bytes + true_peak_bytes(lambda: fn(batch))
+    assert 0 <= report.peak_bytes - true_bytes <= at_most
+    assert not any("taken to" in reason for reason in report.reasons)
+    return report
+
+
+def test_a_mask_of_the_batch_selects_what_it_selects():
+    batch = {"x": torch.randn(64, 256), "mask": torch.arange(64) % 3 == 0}
+    # the kernel's own indices are taken to be as many as there can be
+    _exact(lambda b: b["x"][b["mask"]].exp(), batch, at_most=64 * 256 * 4)
+    _exact(lambda b: b["x"].masked_select(b["mask"][:, None]).exp(), batch)
+    _exact(lambda b: b["x"][b["mask"].nonzero()[:, 0]].exp(), batch)
+
+
+def test_a_condition_on_the_batch_is_as_it_will_be():
+    for n_padded in (0, 3):
+        ids = torch.arange(3 - n_padded, 259 - n_padded).clamp(min=0)
+        _exact(lambda i: torch.ones(512, len(i)) if (i == 0).any() else torch.ones(8), ids)
+
+
+def test_a_length_of_the_batch_is_known():
+    lengths = torch.tensor([3, 70, 9])
+    _exact(lambda n: torch.arange(int(n.max())).expand(3, -1) < n[:, None], lengths)
+
+
+def test_what_is_written_into_a_known_tensor_is_known():
+    def fn(lengths):
+        counted = lengths.clone()
+        counted += 1
+        counted[0] = 100
+        return torch.ones(int(counted.sum()), 8)
+
+    _exact(fn, torch.tensor([1, 2, 3]))
+
+
+def test_what_is_not_known_ends_what_was():
+    def fn(x):
+        counted = torch.zeros(4, dtype=torch.int64)
+        counted += (x > 0).sum(0)
+        return torch.ones(10 + int(counted.sum()))
+
+    report = predict_peak(fn, torch.randn(8, 4))
+    assert any("a number is taken to be 1" in reason for reason in report.reasons)
+
+
+def test_random_numbers_are_not_known():
+    report = predict_peak(lambda: torch.ones(int(torch.randint(9, (1,)))))
+    assert any("a number is taken to be 1" in reason for reason in report.reasons)
+
+
+def test_grouped_products_have_their_shapes():
+    experts = torch.randn(4, 16, 32, requires_grad=True)
+    offs = torch.tensor([2, 4, 6, 8], dtype=torch.int32)
+
+    def fn(x):
+        return torch._grouped_mm(x, experts, offs=offs).square().sum()
+
+    batch = torch.randn(8, 16, requires_grad=True)
+    report = predict_peak(fn, batch)
+    true_bytes = report.baseline_bytes + true_peak_bytes(step_of(fn, batch, None))
+    assert true_bytes <= report.peak_bytes <= 1.02 * true_bytes
+
+
+def test_an_operation_whose_shapes_depend_on_lengths_is_refused():
+    log_probs = torch.randn(50, 4, 20).log_softmax(2)
+    targets, lengths = torch.randint(1, 20, (4, 10)), torch.full((4,), 10)
+    with pytest.raises(PredictionError, match=r"_ctc_loss.* depends on values"):
+        predict_peak(lambda p: F.ctc_loss(p, targets, lengths * 5, lengths), log_probs)

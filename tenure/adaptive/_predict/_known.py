@@ -1,0 +1,142 @@
+"""Values of small tensors in a prediction: lengths, masks, positions and counts, computed along.
+
+What a program asks of its data, whether any token is padding or how many there are, is asked of
+few whole numbers that were there before or that it made itself. Their values are kept beside the
+tensors without data, so that what depends on them is as it will be.
+
+Invariant: a storage is known whole or not at all; what writes unknown values into it ends that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from tenure._torch.cpu_allocator import sizes_kept
+from tenure._torch.fakes import is_fake, no_fakes
+from tenure._torch.modes import schema_of
+from tenure._torch.storages import key_of
+
+_HOST = torch.device("cpu")
+_LARGEST_BYTES = 2**20
+"""Of a storage; a million of them take no time that a prediction would show."""
+
+
+class KnownValues:
+    """The storages whose values are known, as copies in host memory."""
+
+    def __init__(self) -> None:
+        self._real: dict[int, UntypedStorage] = {}
+
+    def learn(self, fake: Tensor, real: Tensor) -> None:
+        """Remember what a tensor held before the work, if it is small and of whole numbers."""
+        if _is_eligible(fake) and real.device.type != "meta":
+            with _unseen():
+                self._enter(fake, real.detach().to(_HOST).untyped_storage().clone())
+
+    def value(self, fake: Tensor) -> Tensor | None:
+        """What a tensor holds, if that is known; to be read only."""
+        storage = self._real.get(key_of(fake.untyped_storage()))
+        if storage is None:
+            return None
+        with _unseen():
+            empty: Any = torch.empty(0, dtype=fake.dtype, device=_HOST)
+            shown: Tensor = empty.set_(storage, fake.storage_offset(), fake.shape, fake.stride())
+        return shown
+
+    def n_true(self, mask: Tensor) -> int | None:
+        """How many elements of a mask are true, if that is known."""
+        value = self.value(mask)
+        if value is None:
+            return None
+        with _unseen():
+            return int(value.count_nonzero())
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operation gives, all of whose tensors are known; None where one is not."""
+        real_args, real_kwargs = self._real_of(args), self._real_of(kwargs)
+        if real_args is None or real_kwargs is None:
+            return None
+        with _unseen(), torch.no_grad():
+            return func(*real_args, **real_kwargs)
+
+    def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Do an operation for the values as well, where all that it reads is known."""
+        made = [each for each in tensors_of(result) if is_fake(each)]
+        written = _written(func, args, kwargs)
+        if not written and not any(map(_is_eligible, made)):
+            return
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            known = None
+        else:
+            try:
+                known = self.run(func, args, kwargs)
+            # a kernel that wants what no host has: the values are not known then
+            except (RuntimeError, NotImplementedError):
+                known = None
+        if known is None:
+            for tensor in written:
+                self._real.pop(key_of(tensor.untyped_storage()), None)
+            return
+        for fake, real in zip(made, tensors_of(known), strict=False):
+            same = fake.shape == real.shape and fake.stride() == real.stride()
+            if same and _is_eligible(fake) and key_of(fake.untyped_storage()) not in self._real:
+                self._enter(fake, real.untyped_storage())
+
+    def _enter(self, fake: Tensor, real: UntypedStorage) -> None:
+        storage = fake.untyped_storage()
+        if storage.nbytes() == real.nbytes():
+            key = key_of(storage)
+            self._real[key] = real
+            finalize(storage, self._real.pop, key, None)
+
+    def _real_of(self, values: Any) -> Any:
+        """Arguments with values in the place of tensors; None where one is not known."""
+        if is_fake(values):
+            return self.value(values)
+        if isinstance(values, list | tuple):
+            found = [self._real_of(each) for each in values]
+            unknown = any(f is None and v is not None for f, v in zip(found, values, strict=True))
+            return None if unknown else type(values)(found)
+        if isinstance(values, dict):
+            found = self._real_of(list(values.values()))
+            return None if found is None else dict(zip(values, found, strict=True))
+        return _HOST if isinstance(values, torch.device) else values
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """A block of real tensors, whose memory is not that of the work."""
+    with no_fakes(), sizes_kept(False):
+        yield
+
+
+def tensors_of(values: Any) -> Iterator[Tensor]:
+    """The tensors among the arguments or results of an operation."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from tensors_of(value)
+
+
+def _is_eligible(tensor: Tensor) -> bool:
+    whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+    return (whole or tensor.numel() == 1) and tensor.untyped_storage().nbytes() <= _LARGEST_BYTES
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    schema = schema_of(func)
+    if schema is None or not schema.is_mutable:
+        return []
+    written: list[Tensor] = []
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            written += tensors_of(value)
+    return written
