@@ -84,7 +84,15 @@ REPORTS = {
         (2, 1), 1e-5, (adaptive.SplitDifference("module", "net.1 (BatchNorm1d)", 0.5),)
     ),
     "plan": adaptive.Plan(
-        4, 10, (4, 4, 2), 3_000, 4_000, 1_000, {"parameters": 900, "gradients": 0}, "cpu", True,
+        4,
+        10,
+        (4, 4, 2),
+        3_000,
+        4_000,
+        1_000,
+        {"parameters": 900, "gradients": 0},
+        "cpu",
+        True,
         ("a mask is taken to select everything at a.py:3",),
     ),
 }

@@ -619,7 +619,8 @@ def paging(model: torch.nn.Module, x: Tensor) -> None:
 
 def planning(model: torch.nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> None:
     def loss_of(batch: dict[str, Tensor]) -> Tensor:
-        return model(batch["x"]).square().mean()
+        y: Tensor = model(batch["x"])
+        return y.square().mean()
 
     found = tenure.adaptive.plan(loss_of, {"x": x}, "24GiB", margin=0.1, optimizer=optimizer)
     assert_type(found, Plan)
