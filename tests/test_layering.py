@@ -49,6 +49,7 @@ _PACKAGES = {
         "_sizes",
         "_decorators",
         "_step",
+        "_advice",
         "_plan",
     ),
     ("adaptive", "_predict"): ("_scratch",),

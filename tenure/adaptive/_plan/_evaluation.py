@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from tenure._torch.fakes import is_fake
 from tenure._torch.storages import key_of
 
+from .._advice import WITH_INNER
 from .._predict import PeakReport, Work, predict_peak
 from .._step import SampleTree, StepSpec, step_at_size
 
@@ -94,17 +96,27 @@ class Evaluation:
     def _leaves(self) -> list[Any]:
         return [leaf.value for leaf in self._tree.leaves]
 
-    def _step_of(self, size: int, sizes: list[Any], length: int | None = None) -> Any:
-        """A function of the batch that runs the step on the first of its samples."""
-        spec = self.spec
+    def _step_of(
+        self, size: int, sizes: list[Any], length: int | None = None, around: Any = None
+    ) -> Any:
+        """A function of the batch that runs the step on the first of its samples.
+
+        Args:
+            size: the samples of a micro-batch.
+            sizes: the samples of each are put here.
+            length: how many samples are run; None: all.
+            around: makes the function that runs instead of the step's own.
+        """
+        spec = self.spec if around is None else replace(self.spec, fn=around(self.spec.fn))
         loss = spec.loss if callable(spec.loss) else None
-        reached = (spec.fn, spec.model, loss, spec.then, spec.once)
+        reached = (self.spec.fn, spec.model, loss, spec.then, spec.once)
 
         # as a default, what these use is found, and named as their code names it
         def run(batch: Any, _reached: Any = reached) -> None:
             part = batch if length in (None, self._n_samples) else self._first(batch, length)
             sizes.append(step_at_size(replace(spec, batch=part), size).sizes)
 
+        setattr(run, WITH_INNER, functools.partial(self._step_of, size, sizes, length))
         return run
 
     def _first(self, batch: Any, length: Any) -> Any:
