@@ -8,6 +8,7 @@ from .._predict import Advice, Work, advise_with
 from ._change import Change
 from ._checkpointing import checkpointing
 from ._cross_entropy import chunked_cross_entropy
+from ._of_the_model import paged_weights
 from ._of_the_step import (
     autocast,
     dropped_gradients,
@@ -21,6 +22,7 @@ _KNOWN: tuple[Callable[[Work, bool], Iterable[Change]], ...] = (
     smaller_micro_batches,
     checkpointing,
     chunked_cross_entropy,
+    paged_weights,
     dropped_gradients,
     optimizer_kinds,
     offloaded,

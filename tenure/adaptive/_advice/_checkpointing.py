@@ -16,23 +16,31 @@ from ._change import Change, expression_of
 
 def checkpointing(work: Work, has_backward: bool) -> Iterator[Change]:
     """Checkpointing of repeated blocks, the outermost."""
+    for container, start, blocks in repeated_blocks(work) if has_backward else ():
+        whole = len(blocks) == len(container)
+        part = "" if whole else f"[{start}:{start + len(blocks)}]"
+        place = expression_of(work, container) + part
+        yield Change(
+            f"checkpoint the {len(blocks)} {type(blocks[0]).__name__} of {place}",
+            f"for block in {place}: block.forward = functools.partial("
+            "torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)",
+            functools.partial(_checkpointed, blocks),
+            is_told_anyway=True,
+        )
+
+
+def repeated_blocks(
+    work: Work,
+) -> Iterator[tuple[nn.ModuleList | nn.Sequential, int, list[nn.Module]]]:
+    """Runs of modules of one class in a container, the outermost: it, the first index, and they."""
     inside: set[nn.Module] = set()
     # modules below come after those above
-    for container in work.modules if has_backward else ():
+    for container in work.modules:
         if container in inside or not isinstance(container, nn.ModuleList | nn.Sequential):
             continue
         for start, blocks in _repeated(list(container)):
             inside.update(below for block in blocks for below in block.modules())
-            whole = len(blocks) == len(container)
-            part = "" if whole else f"[{start}:{start + len(blocks)}]"
-            place = expression_of(work, container) + part
-            yield Change(
-                f"checkpoint the {len(blocks)} {type(blocks[0]).__name__} of {place}",
-                f"for block in {place}: block.forward = functools.partial("
-                "torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)",
-                functools.partial(_checkpointed, blocks),
-                is_told_anyway=True,
-            )
+            yield container, start, blocks
 
 
 def _repeated(modules: list[nn.Module]) -> Iterator[tuple[int, list[nn.Module]]]:
