@@ -15,11 +15,12 @@ from torch import Tensor
 
 from . import bound, require
 from .autograd import ENGINE_CODE, check_engine_is_seen
+from .fakes import new_mode
 from .modes import DispatchMode
 from .storages import owners_of_storage, uses_of_tensor
 
 _PREDICTION = "predictions of memory"
-_WRAPPER = "torch._dynamo."
+_WRAPPERS = ("torch._dynamo", "torch._compile")
 current_node: Any = bound("torch._C._current_autograd_node", _PREDICTION)
 """The node that the engine runs on this thread, or has last run; None outside of the engine."""
 next_sequence: Any = bound("torch._C._autograd._get_sequence_nr", _PREDICTION)
@@ -27,14 +28,16 @@ next_sequence: Any = bound("torch._C._autograd._get_sequence_nr", _PREDICTION)
 _ADD_THEMSELVES = frozenset[str]()
 
 
-def check() -> None:
-    """Make sure of all that a mode asks here.
+def prepare() -> None:
+    """Make sure of all that a mode asks here; to be called outside of handlers.
 
     Raises:
         MissingTorchNameError: a name is missing.
     """
     require(current_node, next_sequence)
     check_engine_is_seen()
+    # inside of a handler it is another number
+    _uses_alone()
 
 
 def sequence_of_node() -> int:
@@ -59,7 +62,7 @@ def adds_in_place(gradient: Tensor, frame: FrameType | None) -> bool:
 
 def _is_called_by_engine(frame: FrameType | None) -> bool:
     # torch keeps its compiler out of handlers with a function or two around them
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_WRAPPER):
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_WRAPPERS):
         frame = frame.f_back
     return frame is not None and frame.f_code is ENGINE_CODE
 
@@ -97,9 +100,9 @@ class _UseProbe(DispatchMode):
 
 @functools.cache
 def _uses_alone() -> int:
-    """How often a gradient is used in a handler that nobody but the engine holds."""
+    """How often a gradient without data is used, in a handler, that only the engine holds."""
     probe = _UseProbe()
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), new_mode():
         x = torch.ones(2, requires_grad=True, device="cpu") * 2
         y = (x.sin() + x.cos()).sum()
         with probe:

@@ -21,6 +21,7 @@ from ._decorators import RangeFunction as RangeFunction
 from ._decorators import batch as batch
 from ._decorators import chunked as chunked
 from ._decorators import range as range
+from ._find_batch_size import find_batch_size as find_batch_size
 from ._memory import memory_budget as memory_budget
 from ._memory import set_cpu_memory_limit as set_cpu_memory_limit
 from ._oom import OomInfo as OomInfo
@@ -81,6 +82,7 @@ __all__ = [
     "check_split",
     "execute",
     "explicit",
+    "find_batch_size",
     "is_oom",
     "load",
     "memory_budget",

@@ -20,7 +20,7 @@ from torch import nn
 
 import tenure._torch
 
-ROOMS = ("scopes", "adaptive", "profiler", "paging", "testing")
+ROOMS = ("scopes", "adaptive", "adaptive._predict._scratch", "profiler", "paging", "testing")
 bindings = {}
 
 

@@ -57,6 +57,7 @@ from tenure.adaptive import (
     chunked,
     execute,
     explicit,
+    find_batch_size,
     is_oom,
     memory_budget,
     oom_info,
@@ -485,6 +486,9 @@ def calling(x: Tensor) -> None:
     def ends(start: int, end: int) -> None:
         pass
 
+    def width_of(size: int) -> int:
+        return size
+
     def rows(chunk: Tensor, start: int, end: int) -> None:
         pass
 
@@ -495,6 +499,12 @@ def calling(x: Tensor) -> None:
     simple.chunked(rows, x, 4, 1)
     explicit.chunked(rows, x, 4, toma_dimension=1)
     tenure.adaptive.DEFAULT_CACHE_TYPE = GlobalBatchsizeCache
+    assert_type(find_batch_size(width_of, high=8), int)
+    find_batch_size(
+        width_of, low=8, high=64, margin=0, budget="1GiB", align=8, device="cpu", on_retry=told
+    )
+    find_batch_size(width_of, high=64, predict=width_of)
+    find_batch_size(width_of, 64)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     tenure.adaptive.reset()
     tenure.adaptive.save("sizes.json")
     tenure.adaptive.load("sizes.json")

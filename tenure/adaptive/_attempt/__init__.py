@@ -9,3 +9,4 @@ from ._events import add_listener as add_listener
 from ._events import remove_listener as remove_listener
 from ._events import statistics as statistics
 from ._release import release as release
+from ._relief import empty_cache as empty_cache

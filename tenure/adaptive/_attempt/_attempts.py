@@ -71,14 +71,16 @@ class Attempts:
         state: what else an attempt changes, and how that is undone.
         on_retry: called with each AdaptiveEvent.
         advice: what errors say where not even 1 fits; None: that memory has to be made.
+        starts_empty: whether each attempt begins with an empty cache of the device, so that one
+            that failed is not tried again for what the cache holds.
 
     Attributes:
         n_begun: how many attempts there were.
     """
 
     __slots__ = (
-        "_advice", "_is_noted", "_name", "_on_retry", "_outside", "_scope", "_state", "_statistics",
-        "_unit", "n_begun",
+        "_advice", "_is_noted", "_name", "_on_retry", "_outside", "_scope", "_starts_empty",
+        "_state", "_statistics", "_unit", "n_begun",
     )  # fmt: skip
 
     def __init__(
@@ -90,8 +92,10 @@ class Attempts:
         state: Rollback | None = None,
         on_retry: OnRetry | None = None,
         advice: str | None = None,
+        starts_empty: bool = False,
     ) -> None:
         self._name = name
+        self._starts_empty = starts_empty
         self._advice = advice
         self._scope = scope
         self._unit = unit
@@ -126,7 +130,7 @@ class Attempts:
         try:
             outcome = self._attempt(work, search.size)
             while isinstance(outcome, _Failure):
-                relief = relief or Relief()
+                relief = relief or Relief(cache_is_empty=self._starts_empty)
                 sizes.append(search.size)
                 self._let_go(outcome, search.size)
                 if not self._prepare_next(outcome, search, relief, may_shrink=sizes_are_left):
@@ -238,7 +242,7 @@ class Attempts:
     ) -> bool:
         """Make room for the same size, or go to a smaller one; False where neither is left."""
         info, size = failure.info, search.size
-        freed_bytes = relief.make_room(info, failure.scene, size)
+        freed_bytes = relief.make_room(info, failure.scene)
         if not freed_bytes and may_shrink and search.shrink(info):
             # or it would never end
             assert search.size < size

@@ -40,23 +40,26 @@ _ADVICE = "set PYTORCH_ALLOC_CONF=expandable_segments:True before the program st
 class Relief:
     """The ways to make room, for one piece of work; none is taken twice where it can't help twice.
 
+    Args:
+        cache_is_empty: whether the work began with an empty cache, so that to empty it again
+            promises nothing.
+
     Attributes:
         collected: whether garbage has been collected; what that frees is older than the work.
     """
 
-    __slots__ = ("_asked_libraries", "_size", "collected")
+    __slots__ = ("_asked_libraries", "_cache_is_empty", "collected")
 
-    def __init__(self) -> None:
+    def __init__(self, *, cache_is_empty: bool = False) -> None:
+        self._cache_is_empty = cache_is_empty
         self.collected = self._asked_libraries = False
-        self._size: int | None = None
 
-    def make_room(self, info: OomInfo, scene: Scene, size: int) -> int:
+    def make_room(self, info: OomInfo, scene: Scene) -> int:
         """Give memory back, so that the same size may fit.
 
         Args:
             info: the error.
             scene: the memory at that moment.
-            size: the size that failed.
 
         Returns:
             The bytes given back, if they promise that the same size fits now; 0 otherwise.
@@ -64,9 +67,9 @@ class Relief:
         if info.kind == "size_limit":
             return 0
         _drain(info)
-        # the cache once for a size: what is in it after that, the failed try has put there
-        first, self._size = size != self._size, size
-        freed_bytes = _free_cache(info, scene) if first else 0
+        # the cache once for a piece of work: what is in it after that, failed tries have put there
+        freed_bytes = 0 if self._cache_is_empty else _free_cache(info, scene)
+        self._cache_is_empty = True
         return freed_bytes or self._collect(info) or _given_back(info)
 
     def last_resort(self, info: OomInfo) -> int:
@@ -114,6 +117,13 @@ class Relief:
             return 0
         freed_bytes = _freed_by_collecting(used_bytes)
         return freed_bytes if _serves(freed_bytes, info) else 0
+
+
+def empty_cache(device: str | torch.device) -> None:
+    """Give back what the allocator of a device holds and nothing uses; of the host, nothing."""
+    found = accelerator_of(device)
+    if found is not None:
+        _empty_cache(found[0])
 
 
 def free_bytes_of(info: OomInfo) -> int | None:

@@ -6,12 +6,13 @@ meter is made after an out-of-memory error only; nothing here runs on the way wi
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from tenure._devices import accelerator_of, counters_of
+from tenure._devices import accelerator_of, counters_of, told_by
 from tenure._host_memory import free_host_bytes
 from tenure._torch.device_allocator import has_expandable_segments
 
@@ -127,6 +128,8 @@ class _Allocator:
         self._module = module
         self._device = device
         self._base_bytes = 0
+        # what was reserved and in use at the restart, where the cache was empty; None elsewhere
+        self._base_reserved_bytes: int | None = None
 
     def available_bytes(self) -> int:
         held = held_by(self._module, self._device)
@@ -141,11 +144,23 @@ class _Allocator:
         return new_bytes + held.spare_bytes
 
     def restart(self) -> None:
+        # or nothing would tell which of the cache the work used; while another thread captures a
+        # graph it fails
+        with contextlib.suppress(RuntimeError):
+            self._module.empty_cache()
         self._module.reset_peak_memory_stats(self._device)
-        self._base_bytes = int(self._module.memory_allocated(self._device))
+        held = held_by(self._module, self._device)
+        self._base_bytes = held.allocated_bytes
+        self._base_reserved_bytes = None if held.spare_bytes > 0 else held.reserved_bytes
 
     def needed_bytes(self) -> int:
-        return int(self._module.max_memory_allocated(self._device)) - self._base_bytes
+        needed_bytes = int(self._module.max_memory_allocated(self._device)) - self._base_bytes
+        # Where the cache was empty, what was reserved for the work says what it takes of the
+        # device, with what is rounded up and cut up. Else nothing tells which of the cache it used.
+        reserved_bytes = told_by(self._module, "max_memory_reserved", self._device)
+        if self._base_reserved_bytes is None or reserved_bytes is None:
+            return needed_bytes
+        return max(needed_bytes, int(reserved_bytes) - self._base_reserved_bytes)
 
 
 class _Budget:

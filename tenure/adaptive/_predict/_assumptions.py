@@ -19,6 +19,7 @@ from ._known import KnownValues, tensors_of
 
 _aten = torch.ops.aten
 _Result = tuple[Any, str | None]
+_EVERYTHING = "a mask is taken to select everything"
 CAN_NOT: tuple[type[Exception], ...] = (*NEEDS_DATA, UNKNOWN)
 """What operations raise on tensors without data."""
 
@@ -41,8 +42,9 @@ def worked_out(
     real = known.run(func, args, kwargs)
     if real is not None:
         return _without_data(real, args, known), None
-    if func is _aten.index.Tensor:
-        return _index(args[0], args[1], known)
+    by_mask = _BY_MASK.get(func)
+    if by_mask is not None:
+        return by_mask(args[0], args[1], known)
     make = _LARGEST.get(func)
     if make is None:
         what = "no shape is known of it" if isinstance(error, UNKNOWN) else "it depends on values"
@@ -85,9 +87,12 @@ def _nonzero(tensor: Tensor) -> _Result:
     return found, "all elements are taken to be nonzero"
 
 
-def _masked_select(tensor: Tensor, mask: Tensor) -> _Result:
+def _masked_select(tensor: Tensor, mask: Tensor, known: KnownValues) -> _Result:
     n_elements = torch.broadcast_shapes(tensor.shape, mask.shape).numel()
-    return tensor.new_empty(n_elements), "a mask is taken to select everything"
+    n_true = known.n_true(mask)
+    if n_true is None:
+        return tensor.new_empty(n_elements), _EVERYTHING
+    return tensor.new_empty(n_true * n_elements // max(mask.numel(), 1)), None
 
 
 def _unique(tensor: Tensor, *_: Any, **__: Any) -> _Result:
@@ -107,18 +112,21 @@ def _index(tensor: Tensor, indices: list[Tensor | None], known: KnownValues) -> 
         n_selected = index.numel()
         n_true = known.n_true(index)
         if n_true is None:
-            reason = "a mask is taken to select everything"
+            reason = _EVERYTHING
         else:
             n_selected = n_true
         columns += [index.new_empty(n_selected, dtype=torch.int64)] * index.dim()
     return _aten.index.Tensor(tensor, columns), reason
 
 
+_BY_MASK: dict[Any, Callable[[Tensor, Any, KnownValues], _Result]] = {
+    _aten.index.Tensor: _index,
+    _aten.masked_select.default: _masked_select,
+}
 _LARGEST: dict[Any, Callable[..., _Result]] = {
     _aten._local_scalar_dense.default: _item,
     _aten.equal.default: _equal,
     _aten.nonzero.default: _nonzero,
-    _aten.masked_select.default: _masked_select,
     _aten._unique2.default: _unique,
     _aten.unique_consecutive.default: _unique,
 }

@@ -41,7 +41,6 @@ def predict_peak(
     **kwargs: Any,
 ) -> PeakReport:
     """Say how much memory work would take at its worst moment, without doing it."""
-    engine.check()
     work = Work(fn, args, kwargs, optimizer)
     observer = work.observe()
     return _report(work, observer)
@@ -92,6 +91,7 @@ class Work:
 
     def observe(self) -> Observer:
         """Run the work on tensors without data."""
+        engine.prepare()
         device = self.device
         observer = Observer(lambda each: each == device, with_scratch=device.type == "cpu")
         tensors = self.tensors()

@@ -1,5 +1,7 @@
 """Sizes of work: which may be tried, which is tried next, and what is remembered of them."""
 
+from ._bracket import Predict as Predict
+from ._finder import SizeFinder as SizeFinder
 from ._learned import load as load
 from ._learned import reset as reset
 from ._learned import save as save

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ._limits import SizeLimits
-from ._record import Measured, SizeRecord
+from ._record import CLOSED_INTERVAL, Measured, SizeRecord
 
 _MARGIN = 48
 """A size chosen by measuring is made smaller by one part in so many, for what rounding takes."""
@@ -81,7 +81,9 @@ def climbs(known: SizeRecord, first: int, ceiling: int) -> bool:
 
 def is_due(known: SizeRecord, ceiling: int) -> bool:
     """Whether a size above the one that works is worth the risk now."""
-    is_rested = known.climbing or known.n_clean >= known.interval
+    # measuring tells what fits: to try more is only for what it may not see
+    interval = max(known.interval, CLOSED_INTERVAL) if known.points else known.interval
+    is_rested = known.climbing or known.n_clean >= interval
     return is_rested and 0 < known.ok < ceiling
 
 
@@ -121,13 +123,24 @@ def again(
         n_failures: how many there were in this call.
     """
     ok = min(known.ok, ceiling)
-    fits = fitting(known.points, free_bytes, is_steep=known.is_steep)
+    fits = fitting(known.points, serving(known, free_bytes), is_steep=known.is_steep)
     if fits < size <= ok:
         # memory has gone, for the state of an optimizer, results that pile up, another program
         return limits.below(size, with_margin(fits)) or size
     if limits.aligned(ok) <= size < ceiling:
         return larger(known, ok, free_bytes, limits.align, ceiling, n_failures) or size
     return size
+
+
+def serving(known: SizeRecord, free_bytes: int) -> int:
+    """What serves the size that works, of which less may be told to be free than it had.
+
+    What lies free between tensors of before is not told, and part of the work fits there. So what
+    ``ok`` needs was there when it began, and only what went since then is missing.
+    """
+    if known.least_free_bytes is None or not known.points:
+        return free_bytes
+    return max(free_bytes, known.points[-1].n_bytes + free_bytes - known.least_free_bytes)
 
 
 # --- it worked
@@ -154,6 +167,9 @@ def larger(
         # small size would stay: of 2, the careful view of twice the memory is 2.
         fits = max(careful, size + step) if fits >= size + 2 * step else careful
     bad = fails_at(known, free_bytes)
+    # what was measured does not say what fits here, and enough has failed for that
+    if known.is_steep and known.n_failed >= _MANY_FAILURES and bad is not None and bad <= fits:
+        return None
     if bad is not None:
         fits = short_of(bad, size, fits, step)
     fits = min(fits // align * align, ceiling)

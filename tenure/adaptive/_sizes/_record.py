@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 _FIRST_INTERVAL = 16
-_CLOSED_INTERVAL = 512
+CLOSED_INTERVAL = 512
 """Clean calls before what failed is tried again where nothing lies between it and what works."""
 _FINE = 20
 """A step up is one part in so many: what fails ends the search, within 5 % of the largest."""
@@ -44,8 +44,12 @@ class SizeRecord:
             was measured; empty where ``ok`` was not.
         is_steep: whether larger sizes may need memory with their square: one that was to fit, by
             what smaller ones needed, did not.
+        n_failed: failures since more memory was seen to be free; `is_steep` says whether one of
+            them was of a size that was to fit.
         is_guess: whether ``bad`` failed in work of another shape.
         free_bytes: the memory that was free when ``bad`` failed; None where that is not known.
+        least_free_bytes: the least that was free when work of ``ok`` began that returned; None
+            where that is not known.
         device: the memory that ran out, as torch spells it.
         n_clean: calls without a failure since the last one, or since the last growth ended.
         interval: clean calls before a larger size is tried.
@@ -56,8 +60,10 @@ class SizeRecord:
     bad: int | None = None
     points: tuple[Measured, ...] = ()
     is_steep: bool = False
+    n_failed: int = 0
     is_guess: bool = False
     free_bytes: int | None = None
+    least_free_bytes: int | None = None
     device: str | None = None
     n_clean: int = 0
     interval: int = _FIRST_INTERVAL
@@ -75,25 +81,33 @@ class SizeRecord:
         two calls have the same shape.
         """
         with _lock:
-            return replace(self, points=(), is_steep=False, is_guess=True)
+            return replace(self, points=(), is_steep=False, is_guess=True, least_free_bytes=None)
 
     def step(self, align: int) -> int:
         """How much larger the next size is."""
         return max(align, self.ok // _FINE // align * align)
 
-    def note_ok(self, size: int, needed_bytes: int | None = None) -> bool:
-        """Work of this size returned; whether that is larger than what is known to work."""
+    def note_ok(
+        self, size: int, needed_bytes: int | None = None, free_bytes: int | None = None
+    ) -> bool:
+        """Work of this size returned, begun with so much free; whether none as large had worked."""
         with _lock:
             grew = 0 < self.ok < size
             if size >= self.ok:
+                self._note_room(size, free_bytes)
                 self.points = self._points_with(size, needed_bytes)
                 self.ok = size
             elif needed_bytes and self.points:
                 self._note_less(size, needed_bytes)
             if self.bad is not None and size >= self.bad:
                 # memory has come free: go on at once, and faster
-                self.bad, self.climbing = None, True
+                self.bad, self.climbing, self.n_failed = None, True, 0
             return grew
+
+    def _note_room(self, size: int, free_bytes: int | None) -> None:
+        known_bytes = self.least_free_bytes if size == self.ok else None
+        told = [each for each in (free_bytes, known_bytes) if each is not None]
+        self.least_free_bytes = min(told, default=None)
 
     def _points_with(self, size: int, needed_bytes: int | None) -> tuple[Measured, ...]:
         if needed_bytes:
@@ -116,8 +130,9 @@ class SizeRecord:
         """Work of this size ran out of memory, of which so much is free when it is let go."""
         with _lock:
             was_probe = 0 < self.ok < size
+            self.n_failed += 1
             if not was_probe:
-                self.ok, self.points = 0, ()
+                self.ok, self.points, self.least_free_bytes = 0, (), None
             elif self.points:
                 self.is_steep = True
             self.bad, self.device, self.free_bytes = size, device, free_bytes
@@ -127,7 +142,7 @@ class SizeRecord:
                 # the logarithm of the calls, see test_failures_grow_with_the_logarithm_of_the_calls
                 self.interval *= 2
             is_closed = was_probe and size - self.ok <= self.step(align)
-            self._rest(_CLOSED_INTERVAL if is_closed else 0)
+            self._rest(CLOSED_INTERVAL if is_closed else 0)
 
     def note_clean_call(self, size: int, ceiling: int) -> None:
         """A call, or many pieces of one, ended without a failure at ``size``."""
@@ -145,12 +160,12 @@ class SizeRecord:
     def note_risen(self, free_bytes: int) -> None:
         """More memory is free than when a size failed: what failed may fit now."""
         with _lock:
-            self.free_bytes, self.climbing = free_bytes, True
+            self.free_bytes, self.climbing, self.n_failed = free_bytes, True, 0
 
     def note_largest(self) -> None:
         """Measuring says that no larger size fits."""
         with _lock:
-            self._rest(_CLOSED_INTERVAL)
+            self._rest(CLOSED_INTERVAL)
 
     def _rest(self, at_least: int) -> None:
         self.climbing, self.n_clean = False, 0

@@ -61,7 +61,7 @@ class AdaptiveSearch:
     """
 
     __slots__ = (
-        "_base", "_blind", "_ceiling", "_in_pieces", "_initial", "_limits", "_meter",
+        "_base", "_blind", "_ceiling", "_free_bytes", "_in_pieces", "_initial", "_limits", "_meter",
         "_n_failures", "_n_pieces", "_n_trials", "_needed_bytes", "_record", "_reduce",
         "_remembered", "_works", "is_trial", "room", "size",
     )  # fmt: skip
@@ -85,6 +85,8 @@ class AdaptiveSearch:
         self._meter: MemoryMeter | None = None
         self.room: MemoryMeter | None = None
         self._needed_bytes: int | None = None
+        # what was free when what is tried now began; None where nobody has asked
+        self._free_bytes: int | None = None
         self._n_failures = self._n_pieces = 0
         # whether anything of this call has worked since the last failure
         self._works = True
@@ -125,7 +127,7 @@ class AdaptiveSearch:
         meter = meter_for(known.device)
         if meter is None:
             return
-        free_bytes = meter.available_bytes()
+        self._free_bytes = free_bytes = meter.available_bytes()
         self.room = meter if self._in_pieces and meter.measures else None
         if known.points:
             self.size = self._again(known, self.size, free_bytes)
@@ -177,7 +179,7 @@ class AdaptiveSearch:
             return None
         size, meter = self.size, self._meter
         needed_bytes = meter.needed_bytes() if meter is not None else None
-        grew = record.note_ok(size, needed_bytes) and size != self._base
+        grew = record.note_ok(size, needed_bytes, self._free_bytes) and size != self._base
         before = self._base if grew else None
         if grew:
             self._base = size
@@ -202,7 +204,7 @@ class AdaptiveSearch:
         assert meter is not None
         self._n_trials -= 1
         needed_bytes = meter.needed_bytes()
-        record.note_ok(size, needed_bytes)
+        record.note_ok(size, needed_bytes, self._free_bytes)
         self._works = True
         larger = None
         if needed_bytes:
@@ -250,6 +252,7 @@ class AdaptiveSearch:
     def _measure(self, meter: MemoryMeter) -> None:
         """What is tried next tells how much it needs."""
         self._meter = meter
+        self._free_bytes = meter.available_bytes()
         meter.restart()
 
     # --- it failed

@@ -68,7 +68,7 @@ def error_of(text="CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has ...
 def test_a_cache_that_could_hold_the_request_is_given_back(allocator):
     fake = allocator(allocated_bytes=MIB, cached_bytes=2 * MIB)
     info = error_of()
-    assert Relief().make_room(info, scene_of(info), 8) == 2 * MIB
+    assert Relief().make_room(info, scene_of(info)) == 2 * MIB
     assert fake.calls == ["synchronize cuda:0", "empty_cache"]
 
 
@@ -77,7 +77,7 @@ def test_a_cache_that_was_too_small_at_the_error_promises_nothing(allocator):
     info = error_of()
     scene = scene_of(info)
     fake.cached_bytes = 64 * MIB  # what the failed attempt has let go
-    assert Relief().make_room(info, scene, 8) == 0
+    assert Relief().make_room(info, scene) == 0
     assert fake.calls == ["synchronize cuda:0", "collect"]
 
 
@@ -86,11 +86,11 @@ def test_what_the_error_says_was_unallocated_counts_before_what_died_since(alloc
     text = "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 8.00 GiB"
     info = error_of(f"{text}. Of it, 0 bytes is reserved by PyTorch but unallocated.")
     assert scene_of(info) == Scene(0)
-    assert Relief().make_room(info, scene_of(info), 8) == 0
+    assert Relief().make_room(info, scene_of(info)) == 0
     assert "empty_cache" not in fake.calls
     info = error_of(f"{text}. Of it, 3.50 MiB is reserved by PyTorch but unallocated.")
     assert scene_of(info).unused_bytes == 7 * MIB // 2
-    assert Relief().make_room(info, scene_of(info), 8) == 64 * MIB
+    assert Relief().make_room(info, scene_of(info)) == 64 * MIB
 
 
 def test_a_cache_cut_up_by_older_tensors_promises_nothing(sim):
@@ -109,7 +109,7 @@ def test_a_cache_cut_up_by_older_tensors_promises_nothing(sim):
         "(80.0 MiB beside tensors in one segment): set PYTORCH_ALLOC_CONF=expandable_segments:True "
         "before the program starts"
     )
-    assert Relief().make_room(info, scene, 8) == 0
+    assert Relief().make_room(info, scene) == 0
     del kept
 
 
@@ -145,7 +145,7 @@ def test_libraries_let_their_memory_go_once_before_giving_up(allocator, monkeypa
 
     monkeypatch.setattr(_relief, "clear_workspaces", clear)
     info, relief = error_of(), Relief()
-    assert relief.make_room(info, scene_of(info), 1) == 0
+    assert relief.make_room(info, scene_of(info)) == 0
     assert "clear" not in fake.calls
     assert relief.last_resort(info) == 2 * MIB
     assert fake.calls[-2:] == ["clear", "empty_cache"]
@@ -203,7 +203,7 @@ def test_the_cache_of_mps_is_given_back_too(monkeypatch):
     text = "MPS backend out of memory (MPS allocated: 4.00 MB). Tried to allocate 2.00 MB on"
     info, relief = oom_info(RuntimeError(text)), Relief()
     assert scene_of(info) == Scene(3 * MIB)
-    assert relief.make_room(info, scene_of(info), 8) == 3 * MIB
+    assert relief.make_room(info, scene_of(info)) == 3 * MIB
     assert fake.calls == ["synchronize", "empty_cache"]
     assert relief.last_resort(info) == 0
     assert free_bytes_of(info) is None
@@ -217,7 +217,7 @@ def test_an_allocator_that_must_not_be_emptied_hides_nothing(allocator):
 
     fake.empty_cache = empty_cache
     info = error_of()
-    assert Relief().make_room(info, scene_of(info), 8) == 0
+    assert Relief().make_room(info, scene_of(info)) == 0
 
 
 @pytest.mark.parametrize(
@@ -227,36 +227,36 @@ def test_the_cache_makes_room_for_those_outside_the_allocator(allocator, text):
     allocator(cached_bytes=MIB)
     info = error_of(text)
     assert info.kind in ("workspace", "driver")
-    assert Relief().make_room(info, scene_of(info), 8) == MIB
+    assert Relief().make_room(info, scene_of(info)) == MIB
 
 
-def test_the_cache_is_given_back_once_for_a_size(allocator):
+def test_the_cache_is_given_back_once_for_a_piece_of_work(allocator):
     fake = allocator(cached_bytes=2 * MIB)
     info, relief = error_of(), Relief()
-    assert relief.make_room(info, scene_of(info), 8)
+    assert relief.make_room(info, scene_of(info))
     fake.cached_bytes = 2 * MIB
-    assert relief.make_room(info, scene_of(info), 8) == 0
-    assert relief.make_room(info, scene_of(info), 4) == 2 * MIB
+    assert relief.make_room(info, scene_of(info)) == 0
+    assert Relief().make_room(info, scene_of(info)) == 2 * MIB
 
 
 def test_garbage_is_collected_once_and_counts_if_it_serves_the_request(allocator):
     fake = allocator(allocated_bytes=MIB, garbage_bytes=2 * MIB)
     info, relief = error_of(), Relief()
-    assert relief.make_room(info, Scene(0), 8) == 2 * MIB
+    assert relief.make_room(info, Scene(0)) == 2 * MIB
     fake.garbage_bytes = 2 * MIB
-    assert relief.make_room(info, Scene(0), 8) == 0
+    assert relief.make_room(info, Scene(0)) == 0
     assert fake.calls.count("collect") == 1
 
 
 def test_garbage_smaller_than_the_request_promises_nothing(allocator):
     allocator(garbage_bytes=MIB)
-    assert Relief().make_room(error_of(), Scene(0), 8) == 0
+    assert Relief().make_room(error_of(), Scene(0)) == 0
 
 
 def test_a_size_limit_needs_no_memory(allocator):
     fake = allocator(cached_bytes=64 * MIB, garbage_bytes=64 * MIB)
     info = oom_info(RuntimeError("Invalid buffer size: 1.00 MiB"))
-    assert Relief().make_room(info, Scene(64 * MIB), 8) == 0
+    assert Relief().make_room(info, Scene(64 * MIB)) == 0
     assert fake.calls == []
 
 
@@ -285,8 +285,8 @@ def test_garbage_is_collected_also_where_nothing_tells_what_that_frees(monkeypat
     monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
     monkeypatch.setattr(_relief, "gc", types.SimpleNamespace(collect=fake.collect))
     info, relief = oom_info(RuntimeError("MPS backend out of memory (...)")), Relief()
-    for size in (8, 4):
-        assert relief.make_room(info, scene_of(info), size) == 0
+    for _ in range(2):
+        assert relief.make_room(info, scene_of(info)) == 0
     assert relief.last_resort(info) == 0
     assert fake.calls == ["synchronize", "collect", "synchronize"]
 
@@ -295,7 +295,7 @@ def test_garbage_is_collected_also_for_a_device_that_torch_does_not_find(monkeyp
     calls = []
     monkeypatch.setattr(_relief, "gc", types.SimpleNamespace(collect=lambda: calls.append(1)))
     info, relief = error_of("vega:3 out of memory. Tried to allocate 1.00 MiB"), Relief()
-    assert relief.make_room(info, scene_of(info), 8) == relief.make_room(info, scene_of(info), 4)
+    assert relief.make_room(info, scene_of(info)) == relief.make_room(info, scene_of(info))
     assert relief.last_resort(info) == 0
     assert calls == [1]
 
@@ -339,7 +339,7 @@ def test_less_than_was_wanted_promises_nothing_whoever_gives_it(
     info, lender = error_of(text), Lender(given_bytes)
     shrinkables.add(lender)
     try:
-        assert Relief().make_room(info, Scene(0), 8) == promised_bytes
+        assert Relief().make_room(info, Scene(0)) == promised_bytes
     finally:
         shrinkables.discard(lender)
     assert lender.given_bytes == 0
@@ -348,7 +348,7 @@ def test_less_than_was_wanted_promises_nothing_whoever_gives_it(
 def test_a_device_that_is_not_there_promises_nothing():
     info = oom_info(RuntimeError("vega:3 out of memory. Tried to allocate 1.00 MiB"))
     assert scene_of(info) == Scene(None)
-    assert Relief().make_room(info, Scene(None), 8) == 0
+    assert Relief().make_room(info, Scene(None)) == 0
     assert free_bytes_of(info) is None
 
 
@@ -365,7 +365,7 @@ def test_garbage_of_the_host_is_collected_before_giving_up(monkeypatch):
         )
     )
     relief = Relief()
-    assert relief.make_room(info, Scene(None), 1) == 0
+    assert relief.make_room(info, Scene(None)) == 0
     assert relief.last_resort(info) == 48 * MIB
     assert relief.last_resort(info) == 0
 

@@ -19,8 +19,10 @@ from ._growth import Axis, Corner
 from ._problem import Call
 from ._stand_ins import Layout
 
-_FORWARD = torch.ops.aten.convolution.default
-_BACKWARD = torch.ops.aten.convolution_backward.default
+_aten = torch.ops.aten
+
+_FORWARD = _aten.convolution.default
+_BACKWARD = _aten.convolution_backward.default
 # One run takes milliseconds: multiplications, and what its weights may take.
 _MOST_MULTIPLICATIONS = 40_000_000
 _MOST_WEIGHTS = 1 << 20
@@ -48,7 +50,9 @@ def axes_of(func: Any, call: Call) -> list[Axis]:
     """Batch, channels in and out, each spatial size; of those that stay as they are, step is 0."""
     whole = _shape_of(func, call)
     conv = _parts(func, call)
-    for n in dict.fromkeys(min(whole.n, each) for each in (2, _FULL_BATCH)):
+    for n in dict.fromkeys(
+        min(whole.n, each) for each in (max(2, torch.get_num_threads()), _FULL_BATCH)
+    ):
         small = _shrunk(whole._replace(n=n), conv)
         if _backend(func, call, small) == _backend(func, call, whole):
             break

@@ -33,12 +33,13 @@ FREE = _names(
     _foreach_rsqrt.default _foreach_sigmoid.default _foreach_sign.default _foreach_sin.default
     _foreach_sinh.default _foreach_sqrt.default _foreach_sub.List _foreach_sub.Scalar
     _foreach_sub.ScalarList _foreach_tan.default _foreach_tanh.default _foreach_trunc.default
-    _histogramdd_bin_edges.default _log_softmax_backward_data.default _pdist_backward.default
+    _histogramdd_bin_edges.default _local_scalar_dense.default
+    _log_softmax_backward_data.default _pdist_backward.default
     _pdist_forward.default _prelu_kernel.default _prelu_kernel_backward.default _to_copy.default
     _to_dense.default _unsafe_view.default _upsample_bilinear2d_aa_backward.default
     _upsample_nearest_exact1d_backward.default _upsample_nearest_exact2d_backward.default
     adaptive_max_pool2d_backward.default adaptive_max_pool3d.default
-    adaptive_max_pool3d_backward.default add_.Scalar add_.Tensor addcdiv.default addcmul.default
+    adaptive_max_pool3d_backward.default add_.Scalar addcdiv.default addcmul.default
     addr.default alias.default alias_copy.default amax.default amax.out amin.default arange.default
     arange.start arange.start_step argmax.default argmin.default as_strided.default
     as_strided_copy.default as_strided_scatter.default avg_pool2d_backward.default
@@ -47,7 +48,7 @@ FREE = _names(
     bitwise_or_.Tensor bitwise_right_shift.Tensor bitwise_xor.Tensor block_diag.default cat.default
     cauchy_.default ceil.default ceil_.default celu.default clamp.default clamp_.default
     clamp_max.Tensor clamp_min.Tensor clamp_min.default clamp_min_.Tensor clamp_min_.default
-    col2im.default complex.default constant_pad_nd.default copy_.default copysign.Scalar
+    complex.default constant_pad_nd.default copy_.default copysign.Scalar
     cummax.default cummin.default cumprod.default detach.default diag_embed.default diagonal.default
     diagonal_backward.default diagonal_copy.default diagonal_scatter.default digamma_.default
     div.Tensor_mode div.out div_.Scalar dot.default elu.default elu_backward.default
@@ -62,7 +63,7 @@ FREE = _names(
     hardsigmoid.default hardsigmoid_backward.default hardswish.default hardswish_backward.default
     hardtanh.default hardtanh_backward.default hash_tensor.default heaviside.default
     huber_loss_backward.default hypot.default i0.default igamma.default igammac.default
-    im2col.default index_add_.default index_copy.default index_fill.int_Scalar index_fill.int_Tensor
+    index_add_.default index_copy.default index_fill.int_Scalar index_fill.int_Tensor
     is_coalesced.default isnan.default isneginf.default isposinf.default lcm.default le.Scalar
     leaky_relu.default leaky_relu_backward.default lerp.Scalar lerp.Tensor lerp_.Tensor
     lift_fresh.default linalg_cross.default linalg_lu_factor_ex.default linspace.Scalar_Tensor
@@ -75,7 +76,7 @@ FREE = _names(
     max_pool2d_with_indices_backward.default max_pool3d_with_indices_backward.default
     maximum.default min.dim minimum.default mish.default mish_backward.default mode.default
     mse_loss_backward.default mul.out mul_.Scalar mul_.Tensor nan_to_num.default nansum.default
-    native_group_norm.default ne.Scalar ne.Tensor neg.default neg_.default new_empty.default
+    ne.Scalar ne.Tensor neg.default neg_.default new_empty.default
     new_empty_strided.default new_full.default new_ones.default new_zeros.default nextafter.default
     nonzero_static.default norm.ScalarOpt_dim normal.float_float normal_.default ones.default
     ones_like.default permute.default permute_copy.default polar.default pow.Scalar
@@ -162,7 +163,7 @@ TAKES_NUMBERS = _names(
     add.Scalar add.Tensor add_.Scalar add_.Tensor copysign.Scalar deg2rad.default div.Scalar
     div.Tensor div_.Scalar div_.Tensor eq.Scalar ge.Scalar gt.Scalar le.Scalar lt.Scalar
     mean.default mean.dim mul.Scalar mul.Tensor mul_.Scalar mul_.Tensor ne.Scalar pow.Scalar
-    rad2deg.default rsub.Scalar sub.Scalar sub.Tensor sub_.Tensor
+    rad2deg.default remainder.Scalar rsub.Scalar sub.Scalar sub.Tensor sub_.Tensor
     """
 )
 """Makes a tensor of each plain number that it gets."""
@@ -187,7 +188,8 @@ MEASURED = _names(
     cholesky_solve.default convolution.default convolution_backward.default count_nonzero.default
     count_nonzero.dim_IntList dist.default gather.default geqrf.default histc.default
     histogram.bin_ct histogram.bins_tensor huber_loss.default index.Tensor index_add.default
-    index_put.default index_reduce.default isin.Tensor_Tensor isinf.default kthvalue.default
+    index_put.default index_put_.default index_reduce.default isin.Tensor_Tensor
+    isinf.default kthvalue.default
     ldexp.Tensor linalg_eig.default linalg_householder_product.default linalg_inv_ex.default
     linalg_ldl_factor_ex.default linalg_ldl_solve.default linalg_lu.default linalg_lu_solve.default
     linalg_matrix_exp.default linalg_pinv.atol_rtol_tensor linalg_qr.default

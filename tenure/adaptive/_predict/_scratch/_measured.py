@@ -12,12 +12,19 @@ from ._events import Events, events_of, peak_of
 from ._growth import Corner, corners, grown
 from ._problem import Call
 
+_aten = torch.ops.aten
+
 # What all tensors of a run may take together.
 _WHOLE_BYTES = 256 << 10
 _PART_BYTES = 1 << 20
 # Runs double with each.
 _MOST_AXES = 5
 _MOST_POWER = 4
+# Attention takes more queries at a time from these lengths on.
+_RUNGS = {
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: (192, 768),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (192, 768),
+}
 
 _known: dict[Any, int | str] = {}
 
@@ -50,7 +57,10 @@ def _measure(func: Any, call: Call, out: Any, out_bytes: int) -> int | str:
         axes, most_power = _convolutions.axes_of(func, call), 1
         shrink = partial(_convolutions.smaller, func, call, axes)
     else:
-        axes, most_power = _problem.axes_of(call, out, _PART_BYTES), _MOST_POWER
+        axes, most_power = (
+            _problem.axes_of(call, out, _PART_BYTES, _RUNGS.get(func, ())),
+            _MOST_POWER,
+        )
         shrink = partial(_problem.smaller, call, axes)
     if sum(axis.step > 0 for axis in axes) > _MOST_AXES:
         return "its sizes are too many to be made smaller one by one"

@@ -60,13 +60,17 @@ def layouts(tree: Any) -> Iterator[Layout]:
             yield from layouts(each)
 
 
-def axes_of(call: Call, out: Any, limit_bytes: int) -> list[Axis]:
-    """Which sizes to make smaller, and how far, until all tensors of a call stay below a limit."""
+def axes_of(call: Call, out: Any, limit_bytes: int, rungs: tuple[int, ...] = ()) -> list[Axis]:
+    """Which sizes to make smaller, and how far, until all tensors of a call stay below a limit.
+
+    No size falls below one of ``rungs`` that it was above: there a kernel changes its ways.
+    """
     tensors = [*layouts(call), *layouts(out)]
     counts = Counter(n for each in tensors for n in set(each.shape) if n >= _LEAST_SIZE)
     sizes = {n: n for n in counts}
+    floors = {n: max((rung for rung in rungs if rung <= n), default=0) for n in counts}
     while _n_bytes(tensors, sizes) > limit_bytes:
-        shrinkable = [n for n in sizes if _smaller(sizes[n]) < sizes[n]]
+        shrinkable = [n for n in sizes if floors[n] <= _smaller(sizes[n]) < sizes[n]]
         if not shrinkable:
             break
         largest = max(shrinkable, key=sizes.__getitem__)

@@ -29,9 +29,21 @@ class Scratch:
     reason: str | None = None
 
 
+_aten = torch.ops.aten
 _NOTHING = Scratch(0)
 _Rule = Callable[[Any, Any, Any, Any], Scratch]
 _rules: dict[Any, _Rule] = {}
+_BY_VALUE = "what it takes for itself depends on the values that it gets"
+_SEES_VALUES = frozenset({_aten.isin.Tensor_Tensor, _aten._embedding_bag_backward.default})
+
+_CONVOLUTION_BACKWARD = _aten.convolution_backward.default
+_BY_THREADS = "how oneDNN shares a convolution's gradient among threads is only estimated"
+_HALVES = frozenset({torch.bfloat16, torch.float16})
+_BY_ONEDNN = frozenset({*MATMULS, _aten.convolution.default, _CONVOLUTION_BACKWARD})
+_SUMS = frozenset({_aten.sum.default, _aten.sum.dim_IntList})
+# they divide by a number of elements
+_MEANS = frozenset({_aten.mean.default, _aten.mean.dim})
+_PATCHES = frozenset({_aten.im2col.default, _aten.col2im.default})
 _MASKS_AND_INDICES = frozenset({torch.bool, torch.int64})
 
 
@@ -59,6 +71,18 @@ def _rule_for(func: Any) -> _Rule:
         return lambda *_: Scratch(0, f"nobody has measured what {func} takes for itself")
     if func in MATMULS:
         return _of_matmul
+    if func in _MEANS | _SUMS:
+        return _of_sum
+    if func is _aten._linalg_check_errors.default:
+        return _with_numbers
+    if func in _PATCHES:
+        return _copy_of_input
+    if func is _aten.masked_select.default:
+        return _two_numbers_an_element
+    if name.startswith(("_foreach_", "_fused_")) and name.partition(".")[0].endswith("_"):
+        return _with_numbers
+    if torch.Tag.pointwise in func.tags and name.partition(".")[0].endswith("_"):
+        return _with_numbers_of_one_dtype
     if name in TAKES_NUMBERS:
         return _with_numbers if name in FREE else _with_numbers_of_one_dtype
     if name in FREE:
@@ -67,7 +91,7 @@ def _rule_for(func: Any) -> _Rule:
         return _of_one_dtype
     if name in FREE_CONTIGUOUS:
         return _contiguous
-    return _measured if name in MEASURED else _unknown
+    return _measured if name in MEASURED else _never_compared
 
 
 def _nothing(*_: Any) -> Scratch:
@@ -85,9 +109,21 @@ def _with_numbers_of_one_dtype(func: Any, args: Any, kwargs: Any, result: Any) -
     if not _have_one_dtype(args, kwargs, result):
         return _measured(func, args, kwargs, result)
     # of two tensors none is made
-    if len(args) > 1 and isinstance(args[1], Tensor):
+    if not any(type(each) in (int, float, complex) for each in args[1:]):
         return _NOTHING
     return _with_numbers(func, args, kwargs, result)
+
+
+def _of_sum(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
+    if not _have_one_dtype(args, kwargs, result):
+        return _measured(func, args, kwargs, result)
+    # 16 bits are summed in 32, from a copy; a whole sum has a part for each thread
+    copied = args[0].numel() + result.numel() if args[0].dtype in _HALVES else 0
+    parts = (
+        torch.get_num_threads() * 4 if result.numel() == 1 and torch.get_num_threads() > 1 else 0
+    )
+    number = 8 + args[0].element_size() if func in _MEANS else 0
+    return Scratch(4 * copied + number + parts * args[0].element_size() // 4)
 
 
 def _of_one_dtype(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
@@ -118,14 +154,38 @@ def _of_matmul(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
 
 
 def _measured(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
+    if any(each.layout is not torch.strided for each in _tensors((args, kwargs, result))):
+        return Scratch(0, f"nobody has measured what {func} takes for itself on sparse tensors")
     n_bytes = measured(func, args, kwargs, result, _made_bytes(args, kwargs, result))
     if isinstance(n_bytes, int):
-        return Scratch(n_bytes)
+        lazy = [each for each in _tensors((args, kwargs)) if each.is_conj() or each.is_neg()]
+        n_bytes += sum(each.numel() * each.element_size() for each in lazy)
+        if func in _BY_ONEDNN and any(each.dtype in _HALVES for each in _tensors(args)):
+            # its buffers for 16 bits grow in steps: seen up to 5 % above what was measured
+            n_bytes += n_bytes // 10
+        if func is _CONVOLUTION_BACKWARD and (threads := torch.get_num_threads()) > 1:
+            # each thread may have a gradient of the weights of its own; how many do goes by sizes
+            weight = args[2]
+            return Scratch(n_bytes + 3 * threads * weight.numel() * 4, _BY_THREADS)
+        return Scratch(n_bytes, _BY_VALUE if func in _SEES_VALUES else None)
     return Scratch(0, f"what {func} takes for itself can't be measured ({n_bytes})")
 
 
-def _unknown(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
+def _never_compared(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
+    """An operation of torch that is in no list; most pointwise ones and views take nothing."""
+    if torch.Tag.pointwise in func.tags:
+        return _with_numbers_of_one_dtype(func, args, kwargs, result)
+    # nor is it run: a kernel may trust what it is given, and made-up tensors end the process
     return Scratch(0, f"nobody has measured what {func} takes for itself")
+
+
+def _copy_of_input(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
+    return Scratch(args[0].numel() * args[0].element_size())
+
+
+def _two_numbers_an_element(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
+    """The mask as whole numbers, and their running sum."""
+    return Scratch(2 * 8 * torch.broadcast_shapes(args[0].shape, args[1].shape).numel())
 
 
 def _made_bytes(args: Any, kwargs: Any, result: Any) -> int:

@@ -49,7 +49,7 @@ class StepSpec:
         """
         entry, loss, batchnorm, scaler = self.entry, self.loss, self.batchnorm, self.scaler
         # first, because what comes next may read numbers, which breaks the capture
-        _refuse_capture(entry)
+        refuse_capture(entry)
         _check_function(entry, "fn", self.fn)
         for name in ("weight", "then", "once"):
             if (function := getattr(self, name)) is not None:
@@ -81,7 +81,12 @@ class StepSpec:
             )
 
 
-def _refuse_capture(entry: str) -> None:
+def refuse_capture(entry: str) -> None:
+    """Make sure that no graph is being captured.
+
+    Raises:
+        AdaptiveUsageError: one is.
+    """
     if accelerator_is_capturing():
         raise AdaptiveUsageError(
             f"{entry}() was called while a graph is being captured: it notes random state, reads "

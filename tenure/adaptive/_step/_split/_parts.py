@@ -89,8 +89,8 @@ class StepParts:
         # statistics of one sample are none, and torch refuses them
         per_chunk = spec.batchnorm == "per_chunk" and coupled_modules(self.roots)
         self.smallest = 2 if per_chunk else 1
-        leaves = [*_parameters_of(self.models.all), *found.captured(), *self.inputs.leaves]
-        self.devices = _devices([*leaves, *self.values])
+        leaves = [*parameters_of(self.models.all), *found.captured(), *self.inputs.leaves]
+        self.devices = devices_of([*leaves, *self.values])
         self.state = StepState(self.models, self.devices, found.generators, self.values)
         self.gradients = IsolatedGradients(leaves)
         self.backward = SplitBackward(self.gradients, spec.scaler, found.computed)
@@ -192,12 +192,14 @@ def _is_module(value: object) -> bool:
     return isinstance(value, nn.Module)
 
 
-def _parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+def parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Their own parameters, each once; not those of modules below them."""
     found = (p for module in modules for p in module._parameters.values() if p is not None)
     return list({id(parameter): parameter for parameter in found}.values())
 
 
-def _devices(values: list[Any]) -> list[torch.device]:
+def devices_of(values: list[Any]) -> list[torch.device]:
+    """The devices of the tensors among some values, in order."""
     with without_functions():
         return list(dict.fromkeys(value.device for value in values if isinstance(value, Tensor)))
 

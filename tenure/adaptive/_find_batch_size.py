@@ -1,0 +1,190 @@
+"""The largest batch that fits, found before the work begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from tenure._devices import indexed
+from tenure._errors import AdaptiveUsageError, OutOfRetriesError
+from tenure._host_memory import free_host_bytes
+from tenure._text import format_bytes
+from tenure._torch.compiler import never_compiled
+from tenure.scopes import DisposeScope
+
+from ._attempt import Attempts, OnRetry, empty_cache
+from ._callables import check_function, name_of
+from ._memory import memory_budget, meter_for
+from ._sizes import SizeFinder, checked_size
+from ._step import FunctionState, no_optimizer_steps, refuse_capture
+
+_ENTRY = "find_batch_size"
+_MARGIN = 0.05
+_ADVICE = (
+    "Not even low=1 fits: free memory, make the model or the sample smaller, or page the model."
+)
+
+
+@never_compiled
+def find_batch_size(
+    fn: Callable[[int], object],
+    *,
+    low: int = 1,
+    high: int,
+    margin: float = _MARGIN,
+    budget: int | str | None = None,
+    align: int = 1,
+    device: str | torch.device | None = None,
+    on_retry: OnRetry | None = None,
+    predict: Callable[[int], int] | None = None,
+) -> int:
+    """Run ``fn`` with some sizes; the largest from ``low`` to ``high`` that fits, or nearly so.
+
+    It has at least 95 % of the largest that fits, has been run itself, and at most three others
+    ran out of memory. Where memory can be measured, small sizes show how large the next may be;
+    elsewhere the size doubles until one fails. ``high`` is tried only when what has run says that
+    it may fit.
+
+    Each run is an attempt: what it returns and makes is let go, random state, gradients and the
+    buffers of the modules that ``fn`` reaches are what they were. An optimizer may not step what
+    was there before.
+
+    Args:
+        fn: does the work with so many samples, such as forward and backward; its result is ignored.
+        low: the smallest size that is of use.
+        high: the largest.
+        margin: the share of the memory that is to be left, from 0 (none) to below 1. The default
+            of 0.05 is for what varies from run to run, such as how a cache is cut up. Where memory
+            can't be measured, it is that share of the size.
+        budget: what a run may take, in bytes or like ``"6GiB"``; None: what is free.
+        align: sizes are multiples of it.
+        device: the device whose memory counts; None: that of the tensors that ``fn`` reaches, or
+            else the current accelerator, or else the CPU.
+        on_retry: called with each AdaptiveEvent.
+        predict: the bytes that a size is predicted to need: gives the size that is run first.
+            Trusted as far as what was measured confirms it.
+
+    Returns:
+        A size that ran.
+
+    Raises:
+        OutOfRetriesError: ``low`` does not fit.
+        AdaptiveUsageError: an argument can't be used, a graph is being captured, or an optimizer
+            stepped.
+
+    Example:
+        >>> import torch
+        >>> from tenure.adaptive import find_batch_size
+        >>> model = torch.nn.Linear(256, 256)
+        >>> def train(n_rows):
+        ...     model(torch.ones(n_rows, 256)).square().mean().backward()
+        >>> find_batch_size(train, high=1024, budget="16MiB", align=64)
+        1024
+        >>> model.weight.grad is None
+        True
+    """
+    check_function(_ENTRY, fn)
+    refuse_capture(_ENTRY)
+    low, high = _checked_range(low, high, checked_size("align", align))
+    margin = _checked_margin(margin)
+    state = FunctionState(fn)
+    name = name_of(fn)
+    with ExitStack() as stack:
+        where = _device_of(device, state.devices)
+        meter = meter_for(str(where))
+        if budget is not None:
+            stack.enter_context(memory_budget(budget, where))
+            meter = meter_for(str(where))
+        elif where.type == "cpu" and (meter is None or not meter.measures):
+            # the host tells what is free; what is made has to be counted
+            stack.enter_context(memory_budget(max(1, free_host_bytes())))
+            meter = meter_for("cpu")
+        finder = SizeFinder(low, high, align, margin=margin, meter=meter, predict=predict)
+        scope = stack.enter_context(DisposeScope(_ENTRY))
+        attempts = Attempts(
+            name,
+            scope,
+            unit="batch size",
+            state=state,
+            on_retry=on_retry,
+            advice=_ADVICE,
+            starts_empty=True,
+        )
+
+        def attempt(size: int) -> None:
+            if finder.is_known:
+                return
+            # as a program finds the device that begins with this size
+            empty_cache(where)
+            finder.begin()
+            with no_optimizer_steps(_ENTRY, state.parameters), state.watching():
+                fn(size)
+            finder.end()
+            attempts.take_back()
+
+        try:
+            attempts.run(finder, attempt)
+            while finder.go_on():
+                attempts.run(finder, attempt)
+        finally:
+            # an error holds this frame, and must not hold copies
+            state.finish()
+    if not finder.found:
+        raise _too_large(name, finder, low, margin)
+    return finder.found
+
+
+def _device_of(device: Any, reached: list[torch.device]) -> torch.device:
+    """The device whose memory is meant."""
+    if device is not None:
+        try:
+            return indexed(device)
+        except (RuntimeError, AssertionError, TypeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise AdaptiveUsageError(
+                f"{_ENTRY}() got device={device!r}: {reason}. Name a device that tensors can be "
+                'made on, such as "cpu" or "cuda:0".'
+            ) from error
+    found = [each for each in reached if each.type not in ("cpu", "meta")]
+    if found:
+        return found[0]
+    current = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if reached or current is None else indexed(current)
+
+
+def _checked_range(low: int, high: int, align: int) -> tuple[int, int]:
+    low, high = checked_size("low", low), checked_size("high", high)
+    if high // align * align < -(-low // align) * align:
+        aligned = "" if align == 1 else f", in multiples of align={align}"
+        raise AdaptiveUsageError(
+            f"{_ENTRY}() got low={low} and high={high}, between which there is no size{aligned}. "
+            "Raise high, or lower low."
+        )
+    return low, high
+
+
+def _checked_margin(margin: float) -> float:
+    try:
+        share = float(margin)
+    except (TypeError, ValueError):
+        share = -1.0
+    if not 0 <= share < 1 or isinstance(margin, bool):
+        raise AdaptiveUsageError(
+            f"{_ENTRY}() got margin={margin!r}. Give the share of the memory that is to be left, "
+            "from 0 to below 1."
+        )
+    return share
+
+
+def _too_large(name: str, finder: SizeFinder, low: int, margin: float) -> OutOfRetriesError:
+    """The error where the smallest size ran, and needs more than it may."""
+    needed_bytes, limit_bytes = finder.needed_bytes or 0, finder.limit_bytes or 0
+    return OutOfRetriesError(
+        f"{name!r} ran at batch size {finder.size}, the smallest that low={low} allows, and needed "
+        f"{format_bytes(needed_bytes)}, of {format_bytes(limit_bytes)} that margin={margin:g} "
+        "leaves of the memory. Give a smaller low= or margin=, or free memory.",
+        (finder.size,),
+    )

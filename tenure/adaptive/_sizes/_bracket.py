@@ -1,0 +1,239 @@
+"""The largest size that fits, between one that does and one that does not, with few failures.
+
+Invariant: whatever the memory grows with, as long as larger sizes need no less, a bracket is closed
+by `MOST_OOMS` failures at the most, at a size that worked and has 95 % of the largest. What was
+measured, or is predicted, makes it quicker, and is not trusted with that.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Callable
+
+from ._policy import with_margin
+from ._record import Measured
+
+MOST_OOMS = 3
+_LEAP = 8
+"""A size grows by so much at once, unless what it needs in proportion surely fits.
+
+Memory is convex in the size: where the largest layer takes over from the weights, what small sizes
+have shown is too little. A failure there is followed by small steps, and the fewer the less was
+leapt over.
+"""
+_SEGMENT_BYTES = 20 << 20
+"""What allocators take from a device at once for tensors of a few MiB: memory goes up in steps.
+
+Source: ``kLargeBuffer`` of c10/core/AllocatorConfig.h.
+"""
+_DOUBT = 4
+"""A prediction that was too low is taken to be so by that much more: what runs then, and is to
+run, shows by how much."""
+
+Predict = Callable[[int], int]
+"""The bytes that a size is predicted to need."""
+
+
+class Bracket:
+    """What is known of sizes from ``low`` to ``high``, and which to run next.
+
+    Args:
+        low: the smallest size that is allowed, a multiple of ``align``.
+        high: the largest, likewise.
+        align: sizes are multiples of it.
+        predict: gives the size to begin with where it is known how much memory there is.
+
+    Attributes:
+        ok: the largest size that worked; 0 where none has yet.
+        bad: the smallest that did not fit; None where none is known.
+        n_ooms: how many sizes ran out of memory.
+        limit_bytes: the memory that a size may need; None: nobody can tell.
+    """
+
+    __slots__ = (
+        "_align", "_has_run_out", "_high", "_low", "_points", "_predict", "_predicted", "bad",
+        "limit_bytes", "n_ooms", "ok",
+    )  # fmt: skip
+
+    def __init__(self, low: int, high: int, align: int = 1, predict: Predict | None = None) -> None:
+        self._low, self._high, self._align = low, high, align
+        self._predict = predict
+        self._predicted: dict[int, int] = {}
+        # of sizes that ran to their end, the smallest first; the last ones may exceed the limit
+        self._points: list[Measured] = []
+        # whether `bad` has run out of memory, or ran and needed more than it should
+        self._has_run_out = False
+        self.ok = 0
+        self.bad: int | None = None
+        self.n_ooms = 0
+        self.limit_bytes: int | None = None
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether anything is known of what sizes need."""
+        return self.limit_bytes is not None and bool(self._points)
+
+    # --- what happened
+
+    def ran(self, size: int, needed_bytes: int | None) -> None:
+        """Work of this size returned, and needed so much; None: that can't be told."""
+        # a size that needs nothing works elsewhere than where is looked
+        if needed_bytes:
+            self._points = [each for each in self._points if each.size != size]
+            insort(self._points, Measured(size, needed_bytes))
+        limit_bytes = self.limit_bytes
+        if needed_bytes and limit_bytes is not None and needed_bytes > limit_bytes:
+            self._note_bad(size, has_run_out=False)
+        else:
+            self.ok = max(self.ok, size)
+
+    def ran_out(self, size: int) -> None:
+        """Work of this size ran out of memory."""
+        self.n_ooms += 1
+        self._note_bad(size, has_run_out=True)
+
+    def _note_bad(self, size: int, *, has_run_out: bool) -> None:
+        if self.bad is None or size <= self.bad:
+            self.bad, self._has_run_out = size, has_run_out
+
+    # --- what is next
+
+    def next_size(self) -> int | None:
+        """The size to run now; None: ``ok`` is the one, or where that is 0 there is none."""
+        top = self._top()
+        if not self.ok:
+            return self._first() if top >= self._low else None
+        if self.ok >= top or self.n_ooms >= MOST_OOMS:
+            return None
+        if self.bad is not None and _is_near(self.ok, top):
+            return None
+        wanted = self._wanted(top)
+        if wanted is None:
+            return None
+        size = min(wanted, top) // self._align * self._align
+        return max(size, self.ok + self._align)
+
+    def _top(self) -> int:
+        """The largest size that may fit."""
+        return self._high if self.bad is None else (self.bad - 1) // self._align * self._align
+
+    def _first(self) -> int:
+        """The size to begin with, or to go on with as long as none has worked."""
+        if self._predict is None or self.limit_bytes is None or self.n_ooms + 1 >= MOST_OOMS:
+            return self._low
+        factor = 1.0
+        if self.bad is not None:
+            factor = _DOUBT * self.limit_bytes / max(1, self._bytes_at(self.bad))
+        most = self._largest_predicted(self._low, self._top(), max(1.0, factor))
+        return max(self._low, self._short_of(most))
+
+    def _wanted(self, top: int) -> int | None:
+        """A size above the one that works, as far as what is known allows it."""
+        sure, most = self._told(top)
+        if most is None:
+            return 2 * self.ok if self.bad is None else self._step_up(top)
+        # measuring is believed where it says that no more fits, unless steps are to be expected
+        if most < top and _is_near(self.ok, most):
+            return self._floors(top)[0] if self._may_go_up_in_steps() else None
+        wanted = top if most >= top else self._short_of(most)
+        if self.bad is None:
+            return min(wanted, max(self._short_of(sure), _LEAP * self.ok))
+        if not self._has_run_out:
+            # what ran beyond the limit ran: anything below it does, too
+            return max(sure, (sure + wanted) // 2)
+        half = self.bad // 2
+        if sure >= half and self.ok < half and self.n_ooms + 1 < MOST_OOMS:
+            # it was to fit, or nearly: the rest is a part of the whole, cut up in segments
+            return min(wanted, half, _LEAP * self.ok)
+        return min(wanted, self._step_up(top))
+
+    def _short_of(self, most: int) -> int:
+        """The last size but a margin, or all that is allowed."""
+        return most if most >= self._top() else with_margin(most)
+
+    # --- what is measured and predicted
+
+    def _told(self, top: int) -> tuple[int, int | None]:
+        """The size that surely fits, and one above which none does; None where nothing is told.
+
+        By proportion, since a part of the memory is fixed; and by a line through two sizes, since
+        memory is convex in the size.
+        """
+        limit_bytes = self.limit_bytes
+        below = [each for each in self._points if each.size <= self.ok]
+        if limit_bytes is None or not below:
+            return self.ok, None
+        size, n_bytes = below[-1]
+        if self._predict is not None:
+            factor = max(each.n_bytes / max(1, self._bytes_at(each.size)) for each in below)
+            most = self._largest_predicted(self.ok, top, factor)
+            return most, most
+        sure = size * limit_bytes // n_bytes
+        slope = self._slope(below)
+        most = top if slope <= 0 else size + int((limit_bytes - n_bytes) / slope + 1e-9)
+        above = next((each for each in self._points if each.size > self.ok), None)
+        if above is not None:
+            share = (limit_bytes - n_bytes) / (above.n_bytes - n_bytes)
+            sure = max(sure, size + int(share * (above.size - size)))
+        return min(sure, most), most
+
+    def _slope(self, below: list[Measured]) -> float:
+        """What one more needs, at the least, by two sizes; 0 where there is only one."""
+        size, n_bytes = below[-1]
+        # measurements vary: two sizes that lie close tell little of what lies far
+        earlier = [each for each in below[:-1] if 4 * each.size <= 3 * size] or below[:-1]
+        if not earlier:
+            return 0.0
+        less, less_bytes = earlier[-1]
+        return (n_bytes - less_bytes) / (size - less)
+
+    def _may_go_up_in_steps(self) -> bool:
+        """Whether a segment of an allocator may be over 5 % of the memory."""
+        return self.limit_bytes is not None and self.limit_bytes < 20 * _SEGMENT_BYTES
+
+    def _bytes_at(self, size: int) -> int:
+        assert self._predict is not None
+        if size not in self._predicted:
+            self._predicted[size] = self._predict(size)
+        return self._predicted[size]
+
+    def _largest_predicted(self, low: int, high: int, factor: float) -> int:
+        """The largest size whose prediction fits, at least ``low``; by bisection."""
+        assert self.limit_bytes is not None
+        n_low, n_high = low // self._align, high // self._align
+        while n_low < n_high:
+            n_middle = (n_low + n_high + 1) // 2
+            if factor * self._bytes_at(n_middle * self._align) <= self.limit_bytes:
+                n_low = n_middle
+            else:
+                n_high = n_middle - 1
+        return max(low, n_low * self._align)
+
+    # --- by trying
+
+    def _step_up(self, top: int) -> int:
+        """The size whose failure leaves no more to be tried than the failures left can answer.
+
+        Source: the puzzle of two eggs and a tower; with one egg each floor is tried in turn.
+        """
+        n_left = MOST_OOMS - self.n_ooms
+        floors = self._floors(top)
+        n_trials = 1
+        while sum(math.comb(n_trials, i) for i in range(1, n_left + 1)) < len(floors):
+            n_trials += 1
+        # below it are as many floors as one failure less can answer in one trial less
+        n_below = sum(math.comb(n_trials - 1, i) for i in range(1, n_left))
+        return floors[min(n_below, len(floors) - 1)]
+
+    def _floors(self, top: int) -> list[int]:
+        """Sizes of which each is the first that leaves less than 95 % in the one before."""
+        floors, size = [], self.ok
+        while not _is_near(size, top):
+            size = (20 * size // 19 // self._align + 1) * self._align
+            floors.append(min(size, top))
+        return floors or [top]
+
+
+def _is_near(size: int, largest: int) -> bool:
+    return 20 * size >= 19 * largest

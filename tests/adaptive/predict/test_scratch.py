@@ -1,0 +1,155 @@
+"""What kernels take for themselves, said without running them at size, against the allocator."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tenure.adaptive._predict import _scratch
+from tenure.adaptive._predict._scratch import Scratch, _measured, scratch_bytes
+from tenure.adaptive._predict._scratch._problem import layouts
+
+from .scratch_cases import convolutions, layers, losses, optimizers
+from .scratch_truth import listen
+
+aten = torch.ops.aten
+CASES = {**layers(), **losses(), **convolutions(), **optimizers()}
+GIB = 1 << 30
+# a copy of the input, of which only a part is live beside the output
+LOOSE = {aten.col2im.default}
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured_before(monkeypatch):
+    monkeypatch.setattr(_measured, "_known", {})
+
+
+def asked(func, *args):
+    """What is said of a call with fake tensors of these shapes, and what the call gives."""
+    with FakeTensorMode():
+        args = [torch.empty(each) if isinstance(each, tuple) else each for each in args]
+        result = func(*args)
+        return scratch_bytes(func, args, {}, result), result
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_said_is_never_too_low_and_hardly_too_high(name):
+    calls = listen(CASES[name])
+    assert [call for call in calls if call.said.n_bytes] or calls
+    assert [call for call in calls if call.is_low] == []
+    assert [call for call in calls if call.is_loose and call.func not in LOOSE] == []
+
+
+def test_a_convolution_of_a_batch_far_larger_than_memory_is_measured_in_a_few_mib(monkeypatch):
+    ran = []
+
+    def small(func, make):
+        args, _ = make()
+        ran.append(sum(each.untyped_storage().nbytes() for each in args if torch.is_tensor(each)))
+        return run(func, make)
+
+    run = _measured.events_of
+    monkeypatch.setattr(_measured, "events_of", small)
+    conv = (
+        (1_000_000, 64, 224, 224),
+        (64, 64, 3, 3),
+        None,
+        [1, 1],
+        [1, 1],
+        [1, 1],
+        False,
+        [0, 0],
+        1,
+    )
+    said, result = asked(aten.convolution.default, *conv)
+    assert said.reason is None
+    # a copy of the input in the layout of oneDNN, at the least
+    assert said.n_bytes >= result.untyped_storage().nbytes() > 10_000 * GIB
+    assert ran
+    assert max(ran) < 4 << 20
+
+
+def test_a_signature_is_measured_once_and_again_for_another_number_of_threads():
+    asked(aten.mse_loss.default, (300, 400), (300, 400))
+    asked(aten.mse_loss.default, (300, 400), (300, 400))
+    assert len(_measured._known) == 1
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        asked(aten.mse_loss.default, (300, 400), (300, 400))
+    finally:
+        torch.set_num_threads(threads)
+    assert len(_measured._known) == 2
+
+
+def test_measuring_draws_no_random_number_and_is_seen_by_no_mode():
+    seen = []
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode():
+        x = torch.empty(300, 400)
+        result = aten.multinomial.default(x, 3)
+    state = torch.get_rng_state()
+    with Functions(), Operations(), torch.autocast("cpu", dtype=torch.bfloat16):
+        said = scratch_bytes(aten.multinomial.default, (x, 3), {}, result)
+    assert said.reason is None
+    assert said.n_bytes > 0
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not [func for func in seen if func is aten.multinomial.default]
+
+
+def test_a_profiler_of_the_program_goes_on_while_something_is_measured():
+    with torch.profiler.profile(
+        profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
+    ):
+        said, _ = asked(aten.mse_loss.default, (300, 401), (300, 401))
+    _measured._known.clear()
+    assert said == asked(aten.mse_loss.default, (300, 401), (300, 401))[0]
+    assert said.n_bytes > 300 * 401 * 4
+
+
+def test_an_operation_of_somebody_else_is_not_run_but_named():
+    @torch.library.custom_op("tenure_tests::taking", mutates_args=())
+    def taking(x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("it was run")
+
+    @taking.register_fake
+    def _(x):
+        return torch.empty_like(x)
+
+    said, _ = asked(torch.ops.tenure_tests.taking.default, (3, 4))
+    assert said == Scratch(
+        0, "nobody has measured what tenure_tests.taking.default takes for itself"
+    )
+
+
+def test_what_most_operations_take_is_looked_up_not_measured():
+    for func in (aten.relu.default, aten.view.default, aten.mm.default):
+        args = ((300, 300), [90_000]) if func is aten.view.default else ((300, 300),)
+        args = ((300, 300), (300, 300)) if func is aten.mm.default else args
+        assert asked(func, *args)[0] == Scratch(0)
+    assert _measured._known == {}
+
+
+def test_no_name_is_in_two_kinds():
+    kinds = _scratch._kinds
+    groups = (kinds.FREE, kinds.FREE_OF_ONE_DTYPE, kinds.FREE_CONTIGUOUS, kinds.MEASURED)
+    assert sum(map(len, groups)) == len(frozenset().union(*groups))
+
+
+def test_layouts_keep_expansion_gaps_and_order_when_they_shrink():
+    wide = torch.empty(8, 300, 3 * 128)[..., 128:256]
+    call = _scratch._problem.described([wide, wide.mT, wide[:1].expand(8, -1, -1)], {})
+    sizes = [each.resized([n if n < 100 else n // 2 for n in each.shape]) for each in layouts(call)]
+    assert [each.stride for each in sizes] == [(28_800, 192, 1), (28_800, 1, 192), (0, 192, 1)]

@@ -1,0 +1,199 @@
+"""The largest size that fits, with three failures: devices as functions of numbers alone."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tenure.adaptive._sizes._bracket import MOST_OOMS, Bracket
+
+MANY = settings(deadline=None, max_examples=400)
+
+
+class Device:
+    """Bytes by size, what fits, and what was run."""
+
+    def __init__(self, bytes_at, limit_bytes, cut_up=1.0):
+        self.bytes_at = bytes_at
+        self.limit_bytes = limit_bytes
+        self.cut_up = cut_up  # what fragments add, which no count of what is in use shows
+        self.sizes = []
+
+    def fits(self, size):
+        return self.bytes_at(size) * self.cut_up <= self.limit_bytes
+
+    def largest(self, low, high, align):
+        """The largest size that fits; 0 where none does."""
+        n_fit, n_over = low // align - 1, high // align + 1
+        while n_over - n_fit > 1:
+            n_middle = (n_fit + n_over) // 2
+            if self.fits(n_middle * align):
+                n_fit = n_middle
+            else:
+                n_over = n_middle
+        return n_fit * align if n_fit >= low // align else 0
+
+    def close(self, bracket, *, measured):
+        """Run what the bracket asks for, to the end."""
+        if measured:
+            bracket.limit_bytes = self.limit_bytes
+        while (size := bracket.next_size()) is not None:
+            assert size not in self.sizes
+            assert len(self.sizes) < 100
+            self.sizes.append(size)
+            if self.fits(size):
+                bracket.ran(size, self.bytes_at(size) if measured else None)
+            else:
+                bracket.ran_out(size)
+        return bracket.ok
+
+
+def affine(draw, limit, big, most_fixed=0.3):
+    fixed = limit * draw(st.floats(0, most_fixed))
+    each = (limit - fixed) / (big + draw(st.floats(0.05, 0.95)))
+    return lambda size: int(fixed + each * size), fixed, each
+
+
+@st.composite
+def costs(draw, kinds=("affine", "fixed", "convex", "segments", "rows", "steep")):
+    """A device on which about ``big`` fit, whatever the memory grows with."""
+    kind = draw(st.sampled_from(kinds))
+    big = draw(st.integers(1, 10**5))
+    # segments count in small memories only: a large one has a smaller part of each
+    limit = draw(st.integers(10**6, 10**10 if kind not in ("segments", "rows") else 4 * 10**8))
+    plain, fixed, each = affine(draw, limit, big, 0.98 if kind == "fixed" else 0.3)
+    if kind == "convex":
+        # in front of it two lines that are flatter, and above it for small sizes
+        knee, share = big * draw(st.floats(0, 1)), draw(st.floats(0, 1))
+
+        def flat(size):
+            return plain(int(knee)) + share * each * (size - knee)
+
+        level = flat(knee * draw(st.floats(0, 1)))
+
+        def cost(size):
+            return int(max(plain(size), flat(size), level))
+    elif kind == "segments":
+        segment = max(1, int(limit * draw(st.floats(1e-4, 0.3))))
+
+        def cost(size):
+            return -(-plain(size) // segment) * segment
+    elif kind == "rows":
+        rows = draw(st.integers(1, 64))
+
+        def cost(size):
+            return plain(-(-size // rows) * rows)
+    elif kind == "steep":
+        power = draw(st.floats(1, 2))
+
+        def cost(size):
+            return int(fixed + (limit - fixed) * (size / (big + 0.5)) ** power)
+    else:
+        cost = plain
+    return Device(cost, limit, draw(st.sampled_from([1.0, 1.0, 1.02, 1.3]))), big
+
+
+@st.composite
+def ranges(draw, big):
+    """Low, high and align; low is small, high may be far too large."""
+    align = draw(st.sampled_from([1, 1, 8, 12]))
+    low = -(-draw(st.integers(1, 64)) // align) * align
+    high = int(big * 2 ** draw(st.floats(-2, 12))) // align * align
+    return low, max(low, high), align
+
+
+def judge(device, bracket, low, high, align, found):
+    largest = device.largest(low, high, align)
+    assert bracket.n_ooms <= MOST_OOMS
+    if not largest:
+        assert found == 0
+        return
+    assert found in device.sizes
+    assert 20 * found >= 19 * largest
+    if largest == high:
+        assert found == high
+
+
+@MANY
+@given(st.data(), costs(), st.booleans())
+def test_whatever_memory_grows_with_95_percent_are_found_with_three_failures(data, cost, measured):
+    device, big = cost
+    low, high, align = data.draw(ranges(big))
+    bracket = Bracket(low, high, align)
+    judge(device, bracket, low, high, align, device.close(bracket, measured=measured))
+    assert all(size % align == 0 and low <= size <= high for size in device.sizes)
+
+
+@MANY
+@given(st.data(), costs(), st.floats(0.4, 2.5))
+def test_a_prediction_however_wrong_costs_no_more_failures(data, cost, share):
+    device, big = cost
+    low, high, align = data.draw(ranges(big))
+    bracket = Bracket(low, high, align, lambda size: int(device.bytes_at(size) * share))
+    judge(device, bracket, low, high, align, device.close(bracket, measured=True))
+
+
+@MANY
+@given(costs(kinds=("affine", "convex", "fixed", "steep")))
+def test_a_prediction_that_is_right_gives_95_percent_in_the_first_run(cost):
+    device, big = cost
+    device.cut_up = 1.0
+    bracket = Bracket(1, 16 * big, predict=device.bytes_at)
+    device.close(bracket, measured=True)
+    assert 20 * device.sizes[0] >= 19 * device.largest(1, 16 * big, 1)
+    assert bracket.n_ooms <= 1
+
+
+@MANY
+@given(costs(kinds=("affine", "fixed")))
+def test_what_is_a_line_takes_few_runs_and_no_failure_that_measuring_can_spare(cost):
+    device, big = cost
+    device.cut_up, large = 1.0, device.limit_bytes >= 20 * (20 << 20)
+    bracket = Bracket(1, 16 * big)
+    device.close(bracket, measured=True)
+    assert len(device.sizes) <= 12
+    if large and big >= 48:
+        assert bracket.n_ooms == 0
+
+
+def test_a_prediction_that_was_too_low_is_never_trusted_again():
+    device = Device(lambda size: 1000 * size, 10**9)
+    bracket = Bracket(1, 10**9, predict=lambda size: 600 * size)
+    found = device.close(bracket, measured=True)
+    assert found >= 0.95 * 10**6
+    assert bracket.n_ooms == 1
+    assert len(device.sizes) <= 4
+
+
+def test_without_any_numbers_sizes_double_and_then_close_in_from_below():
+    device = Device(lambda size: size, 100)
+    bracket = Bracket(1, 4096)
+    assert device.close(bracket, measured=False) == 96
+    assert device.sizes[:8] == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert bracket.n_ooms <= 3
+
+
+def test_the_largest_that_is_allowed_is_reached_and_not_tried_in_vain():
+    device = Device(lambda size: size << 20, 2048 << 20)
+    assert device.close(Bracket(1, 1024), measured=True) == 1024
+    assert device.sizes == [1, 1024]
+    device = Device(lambda size: size << 20, 900 << 20)
+    assert device.close(Bracket(1, 1024), measured=True) == 882
+    assert device.sizes == [1, 882]
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_smallest_size_that_fails_is_all_that_is_tried(measured):
+    device = Device(lambda size: 10**9, 10**6)
+    bracket = Bracket(4, 64)
+    assert device.close(bracket, measured=measured) == 0
+    assert device.sizes == [4]
+
+
+def test_a_size_that_ran_beyond_its_limit_is_no_failure():
+    bracket = Bracket(1, 1000)
+    bracket.limit_bytes = 10**9
+    bracket.ran(bracket.next_size(), 10**6)
+    size = bracket.next_size()
+    bracket.ran(size, 2 * 10**9)  # more than in proportion
+    assert (bracket.ok, bracket.bad, bracket.n_ooms) == (1, size, 0)
+    assert 1 < bracket.next_size() < size

@@ -1,0 +1,232 @@
+"""The largest batch that fits, found by running it: on the CPU, and on a simulated device."""
+
+import logging
+import random
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from tenure import is_disposed
+from tenure.adaptive import (
+    AdaptiveUsageError,
+    OutOfRetriesError,
+    find_batch_size,
+    memory_budget,
+)
+
+from .finding import Training, network
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    logging.getLogger("tenure.adaptive").setLevel(logging.ERROR)
+    yield
+    logging.getLogger("tenure.adaptive").setLevel(logging.NOTSET)
+
+
+@pytest.mark.parametrize("budget", ["300KiB", "1MiB", "16MiB"])
+def test_a_training_step_in_a_budget_comes_to_95_percent_with_three_failures(budget):
+    train = Training(network())
+    found = find_batch_size(train, high=1 << 20, budget=budget, margin=0)
+    assert found in train.sizes
+    assert found not in train.failed
+    assert len(train.failed) <= 3
+    assert not train.fits(int(found / 0.95) + 1, budget)
+
+
+@pytest.mark.parametrize("high", [1, 2, 7, 100])
+def test_the_largest_that_is_allowed_is_found_where_it_fits(high):
+    train = Training(network())
+    assert find_batch_size(train, high=high, budget="16MiB") == high
+    assert train.failed == []
+    assert len(train.sizes) <= 3
+
+
+def test_the_budget_around_the_call_counts_too():
+    train = Training(network())
+    with memory_budget("2MiB"):
+        found = find_batch_size(train, high=1 << 20, margin=0)
+    assert len(train.failed) <= 3
+    assert train.fits(found, "2MiB")
+    assert not train.fits(int(found / 0.95) + 1, "2MiB")
+
+
+@pytest.mark.parametrize("margin", [0.1, 0.5])
+def test_a_margin_is_a_share_of_the_budget_that_is_left_free(margin):
+    train, budget = Training(network()), 8 << 20
+    found = find_batch_size(train, high=1 << 20, budget=budget, margin=margin)
+    assert train.failed == []
+    assert train.fits(found, int(budget * (1 - margin)))
+    assert not train.fits(int(found / 0.95) + 1, int(budget * (1 - margin)))
+
+
+def test_without_a_budget_the_free_memory_of_the_host_counts(monkeypatch):
+    monkeypatch.setattr("tenure.adaptive._find_batch_size.free_host_bytes", lambda: 2 << 20)
+    train = Training(network())
+    found = find_batch_size(train, high=1 << 20, margin=0)
+    assert not train.fits(int(found / 0.95) + 1, "2MiB")
+
+
+@pytest.mark.parametrize(("wall", "high"), [(1, 64), (13, 64), (100, 4096), (777, 10**6)])
+def test_where_nothing_is_measured_sizes_double_until_one_fails(wall, high):
+    sizes = []
+
+    def work(size):
+        sizes.append(size)
+        if size > wall:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    found = find_batch_size(work, high=high, margin=0)
+    assert found in sizes
+    assert 0.95 * wall <= found <= wall
+    assert sum(size > wall for size in sizes) <= 3
+
+
+def test_where_nothing_is_measured_the_margin_is_one_of_sizes_and_has_run():
+    sizes = []
+
+    def work(size):
+        sizes.append(size)
+        if size > 100:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    found = find_batch_size(work, high=4096, margin=0.5)
+    assert 0.95 * 50 - 1 <= found <= 50
+    assert found in sizes
+
+
+def test_sizes_are_multiples_of_align():
+    train = Training(network())
+    found = find_batch_size(train, low=5, high=1 << 20, align=48, budget="2MiB", margin=0)
+    assert all(size % 48 == 0 for size in train.sizes)
+    assert not train.fits(int(found / 0.95) + 48, "2MiB")
+
+
+def test_nothing_of_a_run_stays():
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1))
+    kept = []
+
+    def train(size):
+        out = net(torch.randn(size, 8))
+        kept.append(out)
+        (out.square().mean() * random.random()).backward()
+        return out
+
+    net[0].weight.grad = before = torch.ones(8, 8)
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    drawn, python = torch.get_rng_state(), random.getstate()
+    assert find_batch_size(train, low=2, high=512, budget="64KiB") < 512
+    assert all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert random.getstate() == python
+    assert net[0].weight.grad is before
+    assert torch.equal(before, torch.ones(8, 8))
+    assert net[3].weight.grad is None
+    assert kept
+    assert all(map(is_disposed, kept))
+
+
+def test_an_optimizer_may_not_move_what_was_there_before():
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    weights = [p.detach().clone() for p in net.parameters()]
+
+    def train(size):
+        net(torch.randn(size, 64)).square().mean().backward()
+        optimizer.step()
+
+    with pytest.raises(AdaptiveUsageError, match=r"SGD\.step\(\) was called inside find_batch_siz"):
+        find_batch_size(train, high=64, budget="16MiB")
+    assert all(torch.equal(p, w) for p, w in zip(net.parameters(), weights, strict=True))
+
+
+def test_a_model_and_an_optimizer_of_the_run_itself_may_do_what_they_like():
+    def train(size):
+        net = network()
+        optimizer = torch.optim.Adam(net.parameters())
+        net(torch.randn(size, 64)).square().mean().backward()
+        optimizer.step()
+
+    assert find_batch_size(train, high=64, budget="16MiB") == 64
+
+
+def test_a_prediction_gives_the_first_size():
+    train, budget = Training(network()), 4 << 20
+    with memory_budget(1 << 40) as measured:
+        train(1000)
+    train.net.zero_grad()
+    train.sizes.clear()
+    each = measured.peak_bytes / 1000
+    find_batch_size(
+        train, high=10**6, budget=budget, margin=0, predict=lambda size: int(each * size)
+    )
+    first = train.sizes[0]
+    assert len(train.failed) <= 1
+    assert not train.fits(int(first / 0.95) + 1, budget)
+
+
+def test_a_smallest_size_that_does_not_fit_is_told_with_numbers():
+    train = Training(network())
+    with pytest.raises(OutOfRetriesError) as raised:
+        find_batch_size(train, low=10_000, high=20_000, budget="1MiB")
+    assert raised.value.sizes == (10_000,)
+    assert re.search(
+        r"^1 attempt of 'Training' ran out of cpu memory \(batch size 10000; needed 2\.4 MiB.*, "
+        r"free 1\.0 MiB\)\. Allow less than 10000 with low=",
+        str(raised.value),
+    )
+
+
+def test_a_smallest_size_without_its_margin_is_told_with_numbers():
+    train = Training(network())
+    with memory_budget(1 << 40) as measured:
+        train(1000)
+    train.net.zero_grad()
+    budget = measured.peak_bytes + 1000
+    assert find_batch_size(train, low=1000, high=1000, budget=budget, margin=0) == 1000
+    with pytest.raises(
+        OutOfRetriesError,
+        match=r"ran at batch size 1000, the smallest that low=1000 allows, and needed 2\.0 MiB, of "
+        r".* KiB that margin=0\.5 leaves of the memory\. Give a smaller low= or margin=",
+    ):
+        find_batch_size(train, low=1000, high=1000, budget=budget, margin=0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"low": 0, "high": 4}, r"^low=0 is not a size\."),
+        ({"high": 2.5}, r"^high=2\.5 is not a size\."),
+        ({"low": 8, "high": 4}, r"got low=8 and high=4, between which there is no size\. Raise"),
+        ({"low": 9, "high": 15, "align": 8}, r"there is no size, in multiples of align=8\. Raise"),
+        ({"high": 4, "margin": 1}, r"got margin=1\. Give the share of the memory"),
+        ({"high": 4, "margin": -0.1}, r"got margin=-0\.1\. "),
+        ({"high": 4, "margin": "most"}, r"got margin='most'\. "),
+        ({"high": 4, "device": "nowhere"}, r"got device='nowhere': .*Name a device"),
+    ],
+)
+def test_an_argument_that_can_not_be_used_is_named(options, told):
+    with pytest.raises(AdaptiveUsageError, match=told):
+        find_batch_size(lambda size: None, **options)
+
+
+def test_what_can_be_suspended_is_refused():
+    def work(size):
+        yield size
+
+    with pytest.raises(AdaptiveUsageError, match=r"find_batch_size got .*can be suspended"):
+        find_batch_size(work, high=4)
+
+
+def test_any_other_error_goes_on_and_leaves_nothing():
+    net = network()
+
+    def train(size):
+        net(torch.randn(size, 64)).square().mean().backward()
+        raise KeyError("of the user")
+
+    with pytest.raises(KeyError, match="of the user"):
+        find_batch_size(train, high=64, budget="16MiB")
+    assert all(p.grad is None for p in net.parameters())
