@@ -83,6 +83,17 @@ REPORTS = {
     "split": adaptive.SplitReport(
         (2, 1), 1e-5, (adaptive.SplitDifference("module", "net.1 (BatchNorm1d)", 0.5),)
     ),
+    "peak": adaptive.PeakReport(
+        3_000,
+        1_000,
+        {"parameters": 1_000, "activations": 2_000},
+        "backward",
+        "aten.mul.Tensor",
+        "net (a.py:3)",
+        "cpu",
+        False,
+        (),
+    ),
     "plan": adaptive.Plan(
         4,
         10,

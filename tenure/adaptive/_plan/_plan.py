@@ -92,7 +92,7 @@ def plan(
         >>> batch = torch.empty(1000, 64, device="meta")
         >>> found = plan(lambda x: model(x).square().mean(), batch, "400KiB", margin=0)
         >>> found.micro_batch, len(found.sizes)
-        (124, 9)
+        (149, 7)
     """
     spec = StepSpec(
         entry="plan", fn=fn, batch=batch, loss=loss, weight=weight, then=then, once=once,
