@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 
 from .._predict import Advice, Work, advise_with
@@ -17,6 +18,7 @@ from ._of_the_step import (
     smaller_micro_batches,
 )
 
+_logger = logging.getLogger("tenure.adaptive")
 # each gets the work, and whether it has a backward pass
 _KNOWN: tuple[Callable[[Work, bool], Iterable[Change]], ...] = (
     smaller_micro_batches,
@@ -48,6 +50,7 @@ def _tried(change: Change, work: Work, peak_bytes: int) -> Advice | None:
         found_bytes = change.peak_bytes(work)
     # what the work can't run with, whatever it says then, is no advice
     except Exception:
+        _logger.debug("not advised: %s", change.what, exc_info=True)
         return None
     saves_bytes = peak_bytes - found_bytes
     if saves_bytes <= 0 and not change.is_told_anyway:

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -24,7 +25,6 @@ _VIEWS = (
     "view",
     "reshape",
     "flatten",
-    "contiguous",
     "unflatten",
     "size",
     "dim",
@@ -123,10 +123,12 @@ class _InParts(TorchFunctionMode):
         if func is F.cross_entropy:
             return self._replace(known, *args, **kwargs)
         name = getattr(func, "__name__", "")
+        # no copy of what would be there, and one of what is not
+        if name == "contiguous" or (name == "float" and args[0].dtype is torch.float32):
+            return args[0]
         if name not in _VIEWS:
             raise _NotThisWayError
-        # it would make what is left out
-        return args[0] if name == "contiguous" else func(*args, **kwargs)
+        return func(*args, **kwargs)
 
     def _leave_out(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         # one number, of the shape of all

@@ -164,6 +164,17 @@ def test_logits_in_parts_take_what_was_told():
     assert abs(found.peak_bytes - true_peak_of(in_parts(model), x)) <= _SLACK
 
 
+def test_logits_that_are_made_float_and_contiguous_as_libraries_do_are_left_out_too():
+    model, x = LanguageModel(depth=1), words()
+
+    def fn(x):
+        logits = model(x).float().contiguous()
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), x.view(-1), reduction="mean")
+
+    found = the_advice_on("logits of model.head", predict_peak(fn, x))
+    assert found.peak_bytes == the_advice_on("logits", predict_peak(loss_of(model), x)).peak_bytes
+
+
 @pytest.mark.parametrize(
     "loss",
     [
