@@ -31,6 +31,7 @@ _GROUND = (
     "_containers",
     "_registries",
     "_cuda_blocks",
+    "_cuda_segments",
     "_host_memory",
     "_heap",
     "_capture",

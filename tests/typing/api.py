@@ -46,6 +46,7 @@ from tenure.adaptive import (
     OomInfo,
     OomKind,
     OomRegistration,
+    PeakReport,
     SplitDifference,
     SplitMismatchError,
     SplitReport,
@@ -228,6 +229,10 @@ def writing(
     assert_type(GroupReport.from_dict({}), GroupReport)
     assert_type(SavedReport.from_dict({}), SavedReport)
     assert_type(SplitReport.from_dict({}), SplitReport)
+    predicted = PeakReport.from_dict({}).against("24GiB")
+    assert_type(predicted, PeakReport)
+    assert_type(predicted.fits(2**30), bool)
+    assert_type(predicted.needed_bytes, int)
     assert_type(CourtesyReport.from_dict({}), CourtesyReport)
     unreadable: list[type[TenureError]] = [ReportFormatError]
     assert unreadable

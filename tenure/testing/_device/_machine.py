@@ -17,7 +17,9 @@ from typing import Any, Literal
 
 import torch
 
-from .._allocator import SMALLEST_BLOCK, CachingPool, ExactPool, MemoryPool, last_error
+from tenure._cuda_blocks import BLOCK_BYTES
+
+from .._allocator import CachingPool, ExactPool, MemoryPool, last_error
 from .._torch_backend import DEVICE_TYPE
 from ._capture import Capture
 from ._clock import Clock, Rates
@@ -46,10 +48,10 @@ class Settings:
     def __post_init__(self) -> None:
         _check_whole("devices", self.devices)
         _check_whole("round_to_bytes", self.round_to_bytes)
-        if self.allocator == "cuda" and self.round_to_bytes not in (1, SMALLEST_BLOCK):
+        if self.allocator == "cuda" and self.round_to_bytes not in (1, BLOCK_BYTES):
             raise ValueError(
                 f'round_to_bytes={self.round_to_bytes}: allocator="cuda" rounds as CUDA does, to'
-                f" {SMALLEST_BLOCK} bytes always. Leave it out."
+                f" {BLOCK_BYTES} bytes always. Leave it out."
             )
         if not isinstance(self.rates, Rates):
             raise ValueError(f"link={self.rates!r}: give Rates(...), which names each speed.")
