@@ -50,7 +50,8 @@ _PACKAGES = {
         "_sizes",
         "_decorators",
         "_step",
-        "_predict",
+        "_advice",
+        "_plan",
     ),
     ("adaptive", "_predict"): ("_scratch",),
     ("adaptive", "_step"): (

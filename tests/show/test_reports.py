@@ -102,6 +102,18 @@ REPORTS = {
         approximate=True,
         reasons=("a mask is taken to select everything",),
     ),
+    "plan": adaptive.Plan(
+        4,
+        10,
+        (4, 4, 2),
+        3_000,
+        4_000,
+        1_000,
+        {"parameters": 900, "gradients": 0},
+        "cpu",
+        True,
+        ("a mask is taken to select everything at a.py:3",),
+    ),
 }
 report_of_each_kind = pytest.mark.parametrize("report", REPORTS.values(), ids=REPORTS)
 

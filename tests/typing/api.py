@@ -40,6 +40,7 @@ from tenure.adaptive import (
     AdaptiveEvent,
     AdaptiveUsageError,
     AdaptiveUsageWarning,
+    Advice,
     BatchCoupledError,
     GlobalBatchsizeCache,
     NoBatchsizeCache,
@@ -47,6 +48,7 @@ from tenure.adaptive import (
     OomKind,
     OomRegistration,
     PeakReport,
+    Plan,
     SplitDifference,
     SplitMismatchError,
     SplitReport,
@@ -628,3 +630,19 @@ def paging(model: torch.nn.Module, x: Tensor) -> None:
     except PagingError as error:
         assert_type(error.minimum_bytes, int | None)
     assert issubclass(PagingWarning, TenureWarning)
+
+
+def planning(model: torch.nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    def loss_of(batch: dict[str, Tensor]) -> Tensor:
+        y: Tensor = model(batch["x"])
+        return y.square().mean()
+
+    found = tenure.adaptive.plan(loss_of, {"x": x}, "24GiB", margin=0.1, optimizer=optimizer)
+    assert_type(found, Plan)
+    assert_type(found.micro_batch, int)
+    assert_type(found.sizes, tuple[int, ...])
+    assert_type(found.advice, tuple[Advice, ...])
+    assert_type(found.advice[0].how, str)
+    assert_type(found.to_dict(), dict[str, object])
+    tenure.adaptive.plan(loss_of, x, "24GiB")  # type: ignore[arg-type]
+    tenure.adaptive.plan(loss_of, {"x": x}, 8, loss="avg")  # type: ignore[arg-type]

@@ -118,6 +118,11 @@ class Observer(DispatchMode):
             if entry is not None and entry.block.category is None:
                 entry.block.category = category
 
+    @property
+    def has_backward(self) -> bool:
+        """Whether a backward pass ran."""
+        return any(each.phase == "backward" for each in self.operations)
+
     def begin(self) -> None:
         """Count from now on what is really taken."""
         self._real_before = self._real_live.value
@@ -182,10 +187,12 @@ class Observer(DispatchMode):
 
     def _note_real(self) -> None:
         """Notice memory that was really taken: states of generators, which no operation makes."""
+        # what was there before may end as well, and is not to hide what is new
+        self._real_before = min(self._real_before, self._real_live.value)
         n_bytes = self._real_live.value - self._real_before
         if n_bytes != self._real.n_bytes:
             self._real.n_bytes = n_bytes
-            self._change(self._real, max(n_bytes, 0))
+            self._change(self._real, n_bytes)
 
     def _note_result(self, func: Any, args: Any, storage: UntypedStorage) -> None:
         entry = self._entries.get(key_of(storage))

@@ -24,6 +24,7 @@ from tenure.scopes import persist
 from .._callables import check_function
 from .._reachable import Reachable
 from .._undo import AllOf, ModuleState, RngState, modules_below
+from ._advice import Adviser
 from ._cached import replay
 from ._fakes import lent_to_fakes, mode_for
 from ._observer import Observer
@@ -71,6 +72,7 @@ class Work:
         self.fn, self.args, self.kwargs, self.optimizer = fn, args, kwargs, optimizer
         reached = Reachable(fn)
         given = [value for value in (fn, *args, *kwargs.values()) if isinstance(value, nn.Module)]
+        self.roots = reached.modules
         self.names: dict[int, str] = {}
         self.modules = modules_below([*reached.modules.values(), *given])
         single = len(reached.modules) == 1
@@ -97,13 +99,17 @@ class Work:
         """Whose memory is told."""
         return self.target.device
 
+    def tensors(self) -> list[Tensor]:
+        """What is there before it, without gradients."""
+        return _unique(
+            [*self.parameters, *self.buffers, *self.state.tensors(), *self.inputs, *self.others]
+        )
+
     def observe(self) -> Observer:
         """Run the work on tensors without data."""
         engine.prepare()
         observer = Observer(self.target)
-        tensors = _unique(
-            [*self.parameters, *self.buffers, *self.state.tensors(), *self.inputs, *self.others]
-        )
+        tensors = self.tensors()
         mode = mode_for(tensors)
         undo = AllOf((RngState(), ModuleState(self.modules)))
         with persist(), ExitStack() as stack:
@@ -115,7 +121,7 @@ class Work:
             stack.enter_context(self.state.kept())
             observer.enter_existing(self.parameters, "parameters")
             observer.enter_existing(self.buffers, "buffers")
-            observer.enter_existing(self._gradients(), "gradients")
+            observer.enter_existing(self.gradients(), "gradients")
             observer.enter_existing(self.state.tensors(), "optimizer state")
             observer.enter_existing([*self.inputs, *self.others], "inputs")
             stack.enter_context(_steps_told(observer))
@@ -129,7 +135,7 @@ class Work:
             observer.begin()
             self._run(observer)
             observer.end()
-            observer.name_blocks(self._gradients(), "gradients")
+            observer.name_blocks(self.gradients(), "gradients")
             observer.name_blocks(self.state.tensors(), "optimizer state")
         return observer
 
@@ -156,7 +162,7 @@ class Work:
                 "without that part, or run it once and see."
             ) from error
         self._run_backward(result)
-        observer.name_blocks(self._gradients(), "gradients")
+        observer.name_blocks(self.gradients(), "gradients")
         self.state.step(lambda: self._run_backward(self.fn(*self.args, **self.kwargs)))
 
     def _run_backward(self, result: Any) -> Any:
@@ -183,7 +189,8 @@ class Work:
         finally:
             torch.backends.mha.set_fastpath_enabled(before)
 
-    def _gradients(self) -> list[Tensor]:
+    def gradients(self) -> list[Tensor]:
+        """Those that are there now."""
         return [
             p.grad for p in (*self.parameters, *self.inputs) if p.is_leaf and p.grad is not None
         ]
@@ -254,4 +261,5 @@ def _report(work: Work, observer: Observer) -> PeakReport:
         reserved_bytes=taken.reserved_peak if taken else None,
         allowance_bytes=observer.workspaces.allowance_bytes if taken else 0,
         _runs_within=(lambda limit: replay(record, limit).fits) if taken else None,
+        adviser=Adviser(work, peak.n_bytes, observer.has_backward),
     )

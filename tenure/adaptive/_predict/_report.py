@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 from tenure._show import Amounts, Paragraph, Part, Report
 from tenure._text import format_bytes, parse_bytes
 
+from ._advice import Advised, Adviser
 from ._blocks import CATEGORIES
 
 _WORDS_OF_PHASES = {"forward": "the forward pass", "backward": "the backward pass"}
@@ -18,7 +19,7 @@ _ALLOWANCE = "allowance for kernels"
 
 
 @dataclass(frozen=True, slots=True)
-class PeakReport(Report):
+class PeakReport(Advised, Report):
     """The memory that work takes at its worst moment.
 
     Attributes:
@@ -53,12 +54,8 @@ class PeakReport(Report):
     reserved_bytes: int | None = None
     allowance_bytes: int = 0
     budget_bytes: int | None = None
-    # No part of what is compared and written: a function of the process that made the report.
-    _advise: Callable[[], tuple[Any, ...]] | None = field(
-        default=None, repr=False, compare=False, metadata={"key": None}
-    )
-
-    # Likewise: whether the work runs within a limit of the bytes that are reserved.
+    # No part of what is compared and written: whether the work, of the process that made the
+    # report, runs within a limit of the bytes that are reserved.
     _runs_within: Callable[[int], bool] | None = field(
         default=None, repr=False, compare=False, metadata={"key": None}
     )
@@ -71,22 +68,14 @@ class PeakReport(Report):
         object.__setattr__(self, "categories", ordered)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # what gives advice is of this process, and so are the blocks of the work
-        return type(self).from_dict, (self.to_dict(),)
+        # the blocks of the work are of this process
+        return _again, (type(self), self.to_dict(), self.adviser)
 
     @property
     def needed_bytes(self) -> int:
         """What has to be there: the reserved bytes, else those of the peak, and the allowance."""
         taken = self.peak_bytes if self.reserved_bytes is None else self.reserved_bytes
         return taken + self.allowance_bytes
-
-    @property
-    def advice(self) -> tuple[Any, ...]:
-        """What would make it less; computed when it is asked for. Empty in a report that was read.
-
-        Each piece says so in words: ``str(report.advice[0])``.
-        """
-        return () if self._advise is None else self._advise()
 
     def fits(self, budget: int | str) -> bool:
         """Whether the work fits, for certain.
@@ -168,3 +157,9 @@ class PeakReport(Report):
         if self.reserved_bytes is not None:
             yield _RESERVED, self.reserved_bytes - (self.allocated_bytes or self.peak_bytes)
         yield _ALLOWANCE, self.allowance_bytes
+
+
+def _again(
+    cls: type[PeakReport], data: Mapping[str, object], adviser: Adviser | None
+) -> PeakReport:
+    return replace(cls.from_dict(data), adviser=adviser)

@@ -66,6 +66,13 @@ def _check_whole(name: str, value: int) -> None:
         raise ValueError(f"{name}={value!r}: must be a whole number, 1 or more.")
 
 
+def _copied(state: torch.Tensor) -> torch.Tensor:
+    # by no operation, so that a mode which makes tensors without data makes none of it
+    generator = torch.Generator()
+    generator.set_state(state)
+    return generator.get_state()
+
+
 class DeviceRandom:
     """The seeded state that random operations on the device draw from."""
 
@@ -81,11 +88,11 @@ class DeviceRandom:
 
     def state(self) -> torch.Tensor:
         """The state as uint8 on the host; a copy."""
-        return self._state.clone()
+        return _copied(self._state)
 
     def set_state(self, state: torch.Tensor) -> None:
         """Go back to a state from `state`."""
-        self._state = state.detach().cpu().clone()
+        self._state = _copied(state)
 
     @contextmanager
     def drawing_again(self, state: torch.Tensor) -> Iterator[None]:
