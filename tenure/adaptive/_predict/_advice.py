@@ -12,7 +12,7 @@ from tenure._show import plain
 from tenure._text import format_bytes
 
 if TYPE_CHECKING:
-    from ._predict import Work
+    from ._work import Work
 
 
 @dataclass(frozen=True, slots=True)

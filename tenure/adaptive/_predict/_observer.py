@@ -19,10 +19,10 @@ from tenure._torch.storages import key_of
 
 from ._assumptions import CAN_NOT, STAND_INS, worked_out
 from ._blocks import Block, Category, Event, Phase, Record
-from ._known import KnownValues, tensors_of
+from ._known import KnownValues
 from ._scratch import scratch_bytes
 from ._target import Target
-from ._tensors import storages_of
+from ._tensors import storages_of, tensors_of
 from ._workspaces import Workspaces
 
 _ADD = torch.ops.aten.add.Tensor

@@ -1,8 +1,12 @@
-"""The tensors in what a function is given or returns, and their storages."""
+"""The tensors in what a function or an operation is given or returns, and their storages.
+
+`tensors_in` goes through what people make containers of; `tensors_of` through what torch passes to
+its operations, which is asked at each of them, and can't lead back to itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +17,7 @@ from tenure._storages import sparse_parts
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """All tensors in containers of any kind, each once, in order."""
+    """The tensors in containers of any kind that a function has to do with, each once, in order."""
     found: dict[int, Tensor] = {}
     seen: dict[int, Any] = {}
     waiting = [*values][::-1]
@@ -25,6 +29,17 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
             seen[id(value)] = value
             waiting += contents_of(value)[::-1]
     return list(found.values())
+
+
+def tensors_of(values: Any) -> Iterator[Tensor]:
+    """The tensors among the arguments or results of an operation, as often as they are there."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from tensors_of(value)
+    elif isinstance(values, dict):
+        yield from tensors_of(list(values.values()))
 
 
 def storages_of(tensor: Tensor) -> list[UntypedStorage]:
