@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ._tensors import tensors_in
+from tenure._containers import tensors_in
 
 
 class OptimizerState:

@@ -72,7 +72,7 @@ def predict_peak(
         >>> from torch import nn
         >>> from tenure.adaptive import predict_peak
         >>> model = nn.Linear(1024, 1024)
-        >>> batch = torch.empty(2**20, 1024, device="meta")
+        >>> batch = torch.empty(2**18, 1024, device="meta")
         >>> report = predict_peak(lambda x: model(x).square().mean(), batch)
         >>> report.phase, report.fits("24GiB"), model.weight.grad is None
         ('backward', True, True)

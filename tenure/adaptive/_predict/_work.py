@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from tenure._containers import tensors_in
 from tenure._errors import PredictionError
 from tenure._torch import cpu_allocator, engine
 from tenure._torch.compiler import is_compiled
@@ -30,7 +31,6 @@ from ._fakes import lent_to_fakes, mode_for
 from ._observer import Observer
 from ._optimizer import OptimizerState
 from ._target import target_of
-from ._tensors import tensors_in
 
 _WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 # what torch says where Python code wants the values of a tensor
