@@ -31,21 +31,27 @@ def largest_predicted(
     if fits + 1 >= fails or bytes_at(high) <= limit_bytes:
         return high if fits + 1 <= fails else low
     fails -= 1
-    is_middle = False
-    while fails - fits > max(1, fits // _CLOSE):
-        if is_middle:
-            n = (fits + fails) // 2
-        else:
+    n_asked = 0
+    while fails - fits > _close(fits):
+        left, kind = fails - fits, n_asked % 3
+        if kind == 0:
             # most memory is a fixed part and one in proportion: the line through both ends
             least_bytes, most_bytes = bytes_at(fits * align), bytes_at(fails * align)
-            rise = max(1, most_bytes - least_bytes)
-            n = fits + int((fails - fits) * max(0.0, limit_bytes - least_bytes) / rise)
+            share = (limit_bytes - least_bytes) / max(1, most_bytes - least_bytes)
+            n = fits + int(left * max(0.0, share))
+        elif kind == 1:
+            # where the line was right, this one ends it
+            n = fits + _close(fits)
+        else:
+            n = (fits + fails) // 2
         n = min(max(n, fits + 1), fails - 1)
-        left = fails - fits
         if bytes_at(n * align) <= limit_bytes:
             fits = n
         else:
             fails = n
-        # a line that cuts off little, of memory that is none
-        is_middle = not is_middle and 2 * (fails - fits) > left
+        n_asked += 1
     return max(low, fits * align)
+
+
+def _close(n: int) -> int:
+    return max(1, n // _CLOSE)
