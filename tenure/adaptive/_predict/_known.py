@@ -22,6 +22,8 @@ from tenure._torch.fakes import is_fake, no_fakes
 from tenure._torch.modes import schema_of
 from tenure._torch.storages import key_of
 
+from ._tensors import storages_of
+
 _HOST = torch.device("cpu")
 _LARGEST_BYTES = 2**20
 """Of a storage; a million of them take no time that a prediction would show."""
@@ -41,6 +43,8 @@ class KnownValues:
 
     def value(self, fake: Tensor) -> Tensor | None:
         """What a tensor holds, if that is known; to be read only."""
+        if fake.layout is not torch.strided:
+            return None
         storage = self._real.get(key_of(fake.untyped_storage()))
         if storage is None:
             return None
@@ -81,7 +85,8 @@ class KnownValues:
                 known = None
         if known is None:
             for tensor in written:
-                self._real.pop(key_of(tensor.untyped_storage()), None)
+                for storage in storages_of(tensor):
+                    self._real.pop(key_of(storage), None)
             return
         for fake, real in zip(made, tensors_of(known), strict=False):
             same = fake.shape == real.shape and fake.stride() == real.stride()
@@ -126,6 +131,8 @@ def tensors_of(values: Any) -> Iterator[Tensor]:
 
 
 def _is_eligible(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return False
     whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
     return (whole or tensor.numel() == 1) and tensor.untyped_storage().nbytes() <= _LARGEST_BYTES
 

@@ -16,7 +16,8 @@ from .._memory import MemoryMeter, meter_for
 from .._oom import OomInfo
 from . import _policy as policy
 from ._limits import NO_LIMITS, SizeLimits
-from ._policy import Failure
+from ._policy import Failure, with_margin
+from ._predicted import Predict, largest_predicted
 from ._record import Measured, SizeRecord
 from ._trials import Trials
 
@@ -51,6 +52,7 @@ class AdaptiveSearch:
         reduce: the user's way to make a failed size smaller.
         in_pieces: whether a call has many pieces, of which each may have its size.
         has_trials: whether a part of the work can be run and taken back, to measure a size.
+        predict: the bytes that a size is predicted to need; asked after the first failure.
 
     Attributes:
         size: the size to try now.
@@ -61,8 +63,8 @@ class AdaptiveSearch:
 
     __slots__ = (
         "_base", "_blind", "_ceiling", "_free_bytes", "_in_pieces", "_initial", "_limits", "_meter",
-        "_n_failures", "_n_pieces", "_needed_bytes", "_record", "_reduce", "_remembered", "_trials",
-        "_works", "is_trial", "room", "size",
+        "_n_failures", "_n_pieces", "_needed_bytes", "_predict", "_record", "_reduce",
+        "_remembered", "_trials", "_works", "is_trial", "room", "size",
     )  # fmt: skip
 
     def __init__(
@@ -74,6 +76,7 @@ class AdaptiveSearch:
         *,
         in_pieces: bool = False,
         has_trials: bool = False,
+        predict: Predict | None = None,
     ) -> None:
         self._initial = initial
         self._limits = limits
@@ -91,6 +94,7 @@ class AdaptiveSearch:
         self._works = True
         self._blind: tuple[Failure, ...] = ()
         self._trials = Trials(limits) if has_trials else None
+        self._predict = predict
         self.is_trial = False
         if limits is NO_LIMITS:
             self._ceiling = self._base = self.size = initial
@@ -274,6 +278,8 @@ class AdaptiveSearch:
         )
         if policy.is_blind(known, failure):
             self._blind = (*self._blind, failure)
+            if reduce is None:
+                wanted = self._predicted(failure) or wanted
         smaller = self._tried_out(known, failure, wanted) or self._limits.below(size, wanted)
         if smaller is None:
             return False
@@ -282,6 +288,18 @@ class AdaptiveSearch:
             self._measure(meter)
             self.room = meter if self._in_pieces and meter.measures else None
         return True
+
+    def _predicted(self, failure: Failure) -> int | None:
+        """The size that is predicted to fit; None where nobody is asked, or not believed."""
+        # once: a size that was predicted to fit and did not says that predictions are too low
+        predict, self._predict = self._predict, None
+        free_bytes, low = failure.free_bytes, self._limits.floor
+        if predict is None or free_bytes is None or failure.size <= low:
+            return None
+        if predict(failure.size) <= free_bytes:
+            return None
+        high = self._limits.aligned(failure.size)
+        return with_margin(largest_predicted(predict, low, high, free_bytes, self._limits.align))
 
     def _tried_out(self, known: SizeRecord, failure: Failure, wanted: int) -> int | None:
         """The size that a trial is to show to fit, or has; None where there are no trials."""

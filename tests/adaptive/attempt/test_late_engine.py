@@ -40,11 +40,11 @@ class SlowEngine:
 
     def free(self, block):
         is_engine = threading.current_thread() is not threading.main_thread()
-        if is_engine and not self._retried.is_set() and self._sim.oom_count > self._n_ooms:
-            # Until the pass has raised: then the engine is late. What the node itself frees on its
-            # way out comes before that, and waits in vain; a loaded machine takes its time.
-            if self._failed.wait(0.05):
-                self._retried.wait(0.5)  # collecting garbage takes less
+        has_failed = self._sim.oom_count > self._n_ooms
+        # Until the pass has raised: then the engine is late. What the node itself frees on its way
+        # out comes before that, and waits in vain; a loaded machine takes its time.
+        if is_engine and not self._retried.is_set() and has_failed and self._failed.wait(0.05):
+            self._retried.wait(0.5)  # collecting garbage takes less
         self._free(block)
 
 
