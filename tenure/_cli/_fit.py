@@ -259,6 +259,7 @@ def _write(path: str, text: str) -> None:
 
 def _print(text: str) -> None:
     # a pipe that knows no blocks is no reason to end with an error, whose code means "does not fit"
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")
+    stream: Any = sys.stdout
+    if hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors="replace")
     print(text)

@@ -236,13 +236,16 @@ def test_whatever_a_step_returns_is_split(function, capsys):
 
 def test_on_an_accelerator_what_its_allocator_needs_is_compared(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    code, printed = fit(capsys, "trained", "--device-memory", "80MiB", "--json")
+    _, printed = fit(capsys, "trained", "--device", "cuda", "--json")
     report = json.loads(printed.out)["report"]
-    budget_bytes = report["needed_bytes"] - 2**20
-    code, printed = fit(capsys, "trained", "--device-memory", str(budget_bytes), "--json")
+    assert report["needed_bytes"] > report["peak_bytes"]
+    code, printed = fit(capsys, "trained", "--device-memory", str(report["peak_bytes"]), "--json")
     found = json.loads(printed.out)["micro_batch"]
-    assert code == 1 or found is None
-    # torch would warn of autocast that it has no driver for
+    assert code == 1
+    # what cuBLAS keeps does not become less
+    assert not found["fits"]
+    assert found["needed_bytes"] > report["peak_bytes"]
+    # torch warns of autocast for what has no driver
     assert printed.err == ""
 
 
