@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import sys
 import textwrap
 import traceback
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _FITS, _DOES_NOT = 0, 1
 # what every terminal has; the tables of reports are no wider than it either
 _COLUMNS = 80
+_INDENT = 4 * " "
 
 
 class Fit(Verb):
@@ -170,11 +172,7 @@ def _in_words(found: MicroBatch) -> str:
 
 def _as_an_item(advice: Advice) -> str:
     """A change and its effect, and below it the line of Python that makes it."""
-    from tenure._text import format_bytes
-
-    effect = f": saves {format_bytes(advice.saves_bytes)}" if advice.saves_bytes > 0 else ""
-    others = "; gives other numbers" if advice.changes_numbers else ""
-    return f"{_broken(f'{advice.what}{effect}{others}', '- ')}\n{_broken(advice.how, '    ')}"
+    return f"{_broken(advice.summary(), '- ')}\n{_broken_code(advice.how)}"
 
 
 def _broken(text: str, first: str = "") -> str:
@@ -187,6 +185,16 @@ def _broken(text: str, first: str = "") -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def _broken_code(code: str) -> str:
+    """Lines that Python reads as one: each ends inside of brackets."""
+    lines = [_INDENT]
+    for part in re.findall(r".+?(?:\((?!\))|, |$)", code):
+        if len(lines[-1] + part.rstrip()) > _COLUMNS and lines[-1].strip():
+            lines.append(2 * _INDENT)
+        lines[-1] += part
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _answer(target: str, budget_bytes: int | None, device: str | None) -> _Answer:

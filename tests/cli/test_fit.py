@@ -144,13 +144,14 @@ ADVICE = """
 
 What would help:
 - use checkpoints: saves 1.0 MiB
-    checkpoint(block)
+    checkpoint(block, block, block, block, block, block, block, block, block,
+        block, block, f())
 - compute in many words many words many words many words many words many words
   many words many words many words : saves 6 B; gives other numbers
     now()
 
 What would not help:
-- wish
+- wish: would not lower the peak
     wish()
 """
 
@@ -318,7 +319,7 @@ def test_a_page_and_a_file_are_written(capsys, tmp_path):
 def test_advice_is_told_where_it_does_not_fit_and_not_asked_for_elsewhere(capsys, monkeypatch):
     asked = []
     told = (
-        Advice("use checkpoints", "checkpoint(block)", 6 * 2**20, 2**20),
+        Advice("use checkpoints", f"checkpoint({'block, ' * 11}f())", 6 * 2**20, 2**20),
         Advice("compute in " + "many words " * 9, "now()", 2**20, 6, changes_numbers=True),
         Advice("wish", "wish()", 2**30, -1),
     )
@@ -331,7 +332,7 @@ def test_advice_is_told_where_it_does_not_fit_and_not_asked_for_elsewhere(capsys
     _, printed = fit(capsys, "setup", "--device-memory", "1KiB", "--device", "cpu", "--json")
     assert json.loads(printed.out)["advice"][0] == {
         "what": "use checkpoints",
-        "how": "checkpoint(block)",
+        "how": f"checkpoint({'block, ' * 11}f())",
         "peak_bytes": 6 * 2**20,
         "saves_bytes": 2**20,
         "changes_numbers": False,

@@ -139,7 +139,7 @@ def autocast(work: Work, has_backward: bool) -> Iterator[Change]:
     has_floats = any(p.dtype is torch.float32 for p in work.parameters)
     if has_floats and work.modules and not torch.is_autocast_enabled(kind):
         yield Change(
-            "run the forward pass in bfloat16 where autocast does; other numbers",
+            "run the forward pass in bfloat16 where autocast does",
             f'with torch.autocast("{kind}", torch.bfloat16): loss = fn(batch)',
             around=functools.partial(_in_bfloat16, kind),
             changes_numbers=True,
