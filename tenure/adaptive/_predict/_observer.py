@@ -125,7 +125,7 @@ class Observer(DispatchMode):
 
     def begin(self) -> None:
         """Count from now on what is really taken."""
-        self._real_before = self._real_live.value
+        self._real_before = self._real_live.value - self.known.held_bytes
 
     def end(self) -> None:
         """Notice what the work has left alive."""
@@ -188,8 +188,9 @@ class Observer(DispatchMode):
     def _note_real(self) -> None:
         """Notice memory that was really taken: states of generators, which no operation makes."""
         # what was there before may end as well, and is not to hide what is new
-        self._real_before = min(self._real_before, self._real_live.value)
-        n_bytes = self._real_live.value - self._real_before
+        live_bytes = self._real_live.value - self.known.held_bytes
+        self._real_before = min(self._real_before, live_bytes)
+        n_bytes = live_bytes - self._real_before
         if n_bytes != self._real.n_bytes:
             self._real.n_bytes = n_bytes
             self._change(self._real, n_bytes)

@@ -11,6 +11,7 @@ from torch import Tensor, UntypedStorage
 
 from tenure._torch.storages import key_of
 
+from ._formulas import FORMULAS
 from ._kinds import FREE, FREE_CONTIGUOUS, FREE_OF_ONE_DTYPE, MEASURED, TAKES_NUMBERS
 from ._matmuls import RULES as MATMULS
 from ._measured import measured
@@ -34,7 +35,7 @@ _NOTHING = Scratch(0)
 _Rule = Callable[[Any, Any, Any, Any], Scratch]
 _rules: dict[Any, _Rule] = {}
 _BY_VALUE = "what it takes for itself depends on the values that it gets"
-_SEES_VALUES = frozenset({_aten.isin.Tensor_Tensor, _aten._embedding_bag_backward.default})
+_SEES_VALUES = frozenset({_aten.isin.Tensor_Tensor})
 
 _CONVOLUTION_BACKWARD = _aten.convolution_backward.default
 _BY_THREADS = "how oneDNN shares a convolution's gradient among threads is only estimated"
@@ -43,7 +44,6 @@ _BY_ONEDNN = frozenset({*MATMULS, _aten.convolution.default, _CONVOLUTION_BACKWA
 _SUMS = frozenset({_aten.sum.default, _aten.sum.dim_IntList})
 # they divide by a number of elements
 _MEANS = frozenset({_aten.mean.default, _aten.mean.dim})
-_PATCHES = frozenset({_aten.im2col.default, _aten.col2im.default})
 _MASKS_AND_INDICES = frozenset({torch.bool, torch.int64})
 
 
@@ -71,12 +71,12 @@ def _rule_for(func: Any) -> _Rule:
         return lambda *_: Scratch(0, f"nobody has measured what {func} takes for itself")
     if func in MATMULS:
         return _of_matmul
+    if func in FORMULAS:
+        return _by_formula
     if func in _MEANS | _SUMS:
         return _of_sum
     if func is _aten._linalg_check_errors.default:
         return _with_numbers
-    if func in _PATCHES:
-        return _copy_of_input
     if func is _aten.masked_select.default:
         return _two_numbers_an_element
     if name.startswith(("_foreach_", "_fused_")) and name.partition(".")[0].endswith("_"):
@@ -179,8 +179,11 @@ def _never_compared(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
     return Scratch(0, f"nobody has measured what {func} takes for itself")
 
 
-def _copy_of_input(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
-    return Scratch(args[0].numel() * args[0].element_size())
+def _by_formula(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
+    tensors = [*_tensors((args, kwargs, result))]
+    if kwargs or any(each.layout is not torch.strided for each in tensors):
+        return Scratch(0, f"nobody has measured what {func} takes for itself called in this way")
+    return Scratch(FORMULAS[func](args, result))
 
 
 def _two_numbers_an_element(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
