@@ -106,7 +106,7 @@ def _euclidean_dist(args: Any, result: Any) -> int:
     rows, columns = x.numel() // max(width, 1), y.numel() // max(width, 1)
     together = (rows + columns) * (width + 2) * size
     before = (rows * (2 * width + 4) + 2 * columns) * size
-    return max(together, before - _n_bytes(result)) + _copied(x) + _copied(y) + _FEW_BYTES
+    return int(max(together, before - _n_bytes(result)) + _copied(x) + _copied(y) + _FEW_BYTES)
 
 
 def _fft_to_real(args: Any, result: Any) -> int:
@@ -124,9 +124,9 @@ def _embedding_bag_backward(args: Any, result: Any) -> int:
     taken = _copied(grad) + _FEW_BYTES
     if args[8] == _MAXIMUM:
         bags = bag_size.numel() * (2 * _INDEX_BYTES + size)
-        return taken + _n_bytes(largest) + _n_bytes(grad) + bags
+        return int(taken + _n_bytes(largest) + _n_bytes(grad) + bags)
     missing = 0 if offset2bag.numel() else (n + 1) * size
-    return taken + missing + n * (size + 2 * _INDEX_BYTES)
+    return int(taken + missing + n * (size + 2 * _INDEX_BYTES))
 
 
 FORMULAS: dict[Any, Formula] = {
