@@ -101,7 +101,8 @@ def _repeat_interleave(args: Any, result: Any) -> int:
 
 def _euclidean_dist(args: Any, result: Any) -> int:
     """Both operands with their squares beside them; the left one is multiplied first."""
-    x, y = args[:2]
+    x: Tensor = args[0]
+    y: Tensor = args[1]
     width, size = x.shape[-1], x.element_size()
     rows, columns = x.numel() // max(width, 1), y.numel() // max(width, 1)
     together = (rows + columns) * (width + 2) * size
@@ -119,12 +120,15 @@ def _fft_to_real(args: Any, result: Any) -> int:
 
 def _embedding_bag_backward(args: Any, result: Any) -> int:
     """The indices sorted, where they were, and the bag of each; or the bags that have a largest."""
-    grad, indices, _, offset2bag, bag_size, largest = args[:6]
+    grad: Tensor = args[0]
+    indices: Tensor = args[1]
+    offset2bag: Tensor = args[3]
     n, size = indices.numel(), indices.element_size()
     taken = _copied(grad) + _FEW_BYTES
     if args[8] == _MAXIMUM:
+        bag_size: Tensor = args[4]
         bags = bag_size.numel() * (2 * _INDEX_BYTES + size)
-        return taken + _n_bytes(largest) + _n_bytes(grad) + bags
+        return taken + _n_bytes(args[5]) + _n_bytes(grad) + bags
     missing = 0 if offset2bag.numel() else (n + 1) * size
     return taken + missing + n * (size + 2 * _INDEX_BYTES)
 
