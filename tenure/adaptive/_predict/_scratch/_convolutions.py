@@ -33,7 +33,7 @@ _FULL_BATCH = 16
 _FEW_CHANNELS = 3
 # channels come in blocks of these
 _BLOCK = 16
-THREAD_BYTES = 16 << 10
+THREAD_BYTES = 24 << 10
 """What a thread has of its own besides a gradient, at most: seen are 9 KB."""
 
 
@@ -97,7 +97,10 @@ def shared_bytes(func: Any, call: Call) -> int:
     weights = _padded(conv.weight.shape[0]) * _padded(conv.weight.shape[1])
     copies = others * weights * prod(conv.weight.shape[2:]) * size
     reads = (conv.input.n_bytes + grad.n_bytes) * size // conv.weight.dtype.itemsize
-    return min(copies, reads // 4) + (others + 1) * THREAD_BYTES if others else 0
+    # with channels last it is another kernel
+    if conv.input.stride[1] != 1:
+        copies = min(copies, reads // 4)
+    return copies + (others + 1) * THREAD_BYTES if others else 0
 
 
 def smaller(func: Any, call: Call, axes: list[Axis], corner: Corner) -> Call:

@@ -112,10 +112,12 @@ def _euclidean_dist(args: Any, result: Any) -> int:
 
 def _fft_to_real(args: Any, result: Any) -> int:
     """It overwrites its input where it goes along several dimensions."""
-    x, dims = args[:2]
+    x: Tensor = args[0]
+    dims: list[int] = args[1]
     if len(dims) > 1:
         return 2 * _n_bytes(x)
-    return _n_bytes(x) if 0 in x.stride() or x.is_conj() else 0
+    rows_are_there = x.stride(dims[0]) == 1 and 0 not in x.stride() and not x.is_conj()
+    return 0 if rows_are_there else _n_bytes(x)
 
 
 def _embedding_bag_backward(args: Any, result: Any) -> int:
@@ -130,7 +132,9 @@ def _embedding_bag_backward(args: Any, result: Any) -> int:
         bags = bag_size.numel() * (2 * _INDEX_BYTES + size)
         return taken + _n_bytes(args[5]) + _n_bytes(grad) + bags
     missing = 0 if offset2bag.numel() else (n + 1) * size
-    return taken + missing + n * (size + 2 * _INDEX_BYTES)
+    # and the weight of each
+    weights = n * grad.element_size() if len(args) > 10 and args[10] is not None else 0
+    return taken + missing + weights + n * (size + 2 * _INDEX_BYTES)
 
 
 FORMULAS: dict[Any, Formula] = {
