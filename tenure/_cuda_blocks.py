@@ -1,13 +1,10 @@
-"""What blocks take of a device whose allocator rounds them up, as CUDA's, in whole segments.
+"""What a block takes of a device whose allocator rounds it up, as CUDA's, in whole segments.
 
-Invariant: as of CUDA's caching allocator with its default settings, empty and serving nobody else.
-The CPU's takes what it is asked for.
+Invariant: as of CUDA's caching allocator with its default settings. The CPU's takes what it is
+asked for.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 
@@ -23,46 +20,9 @@ OWN_SEGMENT_BYTES = 10 * MIB
 SEGMENT_STEP_BYTES = 2 * MIB
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """Bytes of a device.
-
-    Attributes:
-        allocated_bytes: of the blocks, with what is too little to be a block of its own.
-        reserved_bytes: of the segments that they lie in.
-    """
-
-    allocated_bytes: int
-    reserved_bytes: int
-
-
 def is_rounding(device: torch.device) -> bool:
     """Whether a device's allocator takes more than it is asked for."""
     return device.type != "cpu"
-
-
-def taken_by(sizes: Iterable[int], device: torch.device) -> Taken:
-    """What blocks of these sizes take, allocated one after the other."""
-    if not is_rounding(device):
-        n_bytes = sum(sizes)
-        return Taken(n_bytes, n_bytes)
-    allocated_bytes = reserved_bytes = 0
-    free: dict[bool, list[int]] = {True: [], False: []}
-    for size in filter(None, sizes):
-        block_bytes = up_to(size, BLOCK_BYTES)
-        is_small = block_bytes <= _LARGEST_SMALL_BYTES
-        found_bytes = min((each for each in free[is_small] if each >= block_bytes), default=0)
-        if found_bytes:
-            free[is_small].remove(found_bytes)
-        else:
-            found_bytes = _segment_bytes(block_bytes)
-            reserved_bytes += found_bytes
-        rest_bytes = found_bytes - block_bytes
-        is_cut = rest_bytes >= BLOCK_BYTES if is_small else rest_bytes > _LARGEST_SMALL_BYTES
-        if is_cut:
-            free[is_small].append(rest_bytes)
-        allocated_bytes += block_bytes if is_cut else found_bytes
-    return Taken(allocated_bytes, reserved_bytes)
 
 
 def whole_block_bytes(n_bytes: int, device: torch.device) -> int:
@@ -77,8 +37,24 @@ def up_to(n_bytes: int, step_bytes: int) -> int:
     return -(-n_bytes // step_bytes) * step_bytes
 
 
-def _segment_bytes(block_bytes: int) -> int:
-    if block_bytes <= _LARGEST_SMALL_BYTES:
+def rounded(requested_bytes: int) -> int:
+    """The size of the block that a request needs."""
+    return up_to(requested_bytes, BLOCK_BYTES)
+
+
+def is_small(block_bytes: int) -> bool:
+    """Whether a block of this size comes from the small pool."""
+    return block_bytes <= _LARGEST_SMALL_BYTES
+
+
+def is_cut(rest_bytes: int, *, is_small: bool) -> bool:
+    """Whether what a request leaves over of a block of a pool becomes a free block of its own."""
+    return rest_bytes >= BLOCK_BYTES if is_small else rest_bytes > _LARGEST_SMALL_BYTES
+
+
+def segment_bytes(block_bytes: int) -> int:
+    """How much is taken from the device where no free block is left for one of this size."""
+    if is_small(block_bytes):
         return SMALL_SEGMENT_BYTES
     if block_bytes < OWN_SEGMENT_BYTES:
         return LARGE_SEGMENT_BYTES

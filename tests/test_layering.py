@@ -31,6 +31,7 @@ _GROUND = (
     "_containers",
     "_registries",
     "_cuda_blocks",
+    "_cuda_segments",
     "_host_memory",
     "_heap",
     "_capture",
@@ -49,7 +50,8 @@ _PACKAGES = {
         "_sizes",
         "_decorators",
         "_step",
-        "_predict",
+        "_advice",
+        "_plan",
     ),
     ("adaptive", "_predict"): ("_scratch",),
     ("adaptive", "_step"): (

@@ -1,5 +1,7 @@
 """How tenure shows and keeps what it found: tables, reports, and reports as plain data."""
 
+from ._amounts import Amounts as Amounts
+from ._page import page as page
 from ._plain import plain as plain
 from ._plain import restored as restored
 from ._report import Report as Report
@@ -9,4 +11,5 @@ from ._table import Column as Column
 from ._table import Paragraph as Paragraph
 from ._table import Part as Part
 from ._table import Table as Table
+from ._table import Tinted as Tinted
 from ._table import line_of as line_of

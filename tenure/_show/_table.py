@@ -5,16 +5,21 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 if TYPE_CHECKING:
     from rich import table as rich_tables
     from rich import text as rich_texts
+    from rich.console import RenderableType
 
 _GAP = "  "
 _RIGHT = "text-align:right"
 _CODE = "text-align:left;white-space:pre;font-family:monospace"
 _BAR = "#9cc3e6"
+# a drawing, and no background: it is printed
+_SQUARE = (
+    '<svg width="12" height="12" aria-hidden="true"><rect width="12" height="12" fill="{}"/></svg> '
+)
 Row = Sequence[str]
 
 
@@ -45,6 +50,32 @@ class Bar(str):
         bar = super().__new__(cls, text)
         bar.percent = percent
         return bar
+
+
+class Tinted(str):
+    """Text that a colour belongs to; in a notebook a square of the colour stands before it."""
+
+    __slots__ = ("colour",)
+    colour: str
+
+    def __new__(cls, text: str, colour: str) -> Self:
+        """Put the two together; the colour as in ``#4c78a8``."""
+        tinted = super().__new__(cls, text)
+        tinted.colour = colour
+        return tinted
+
+
+class Part(Protocol):
+    """What is a part of a report: it is shown to three readers."""
+
+    def text(self) -> str:
+        """As lines."""
+
+    def rich(self) -> RenderableType:
+        """For rich."""
+
+    def html(self) -> str:
+        """As HTML."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +135,7 @@ class Table:
             )
         for row in self.rows:
             # as Text: brackets in plain strings are markup
-            table.add_row(*(Text(row[i]) for i in shown))
+            table.add_row(*(Text(row[i], style=getattr(row[i], "colour", "")) for i in shown))
         return table
 
     def html(self) -> str:
@@ -116,8 +147,8 @@ class Table:
             for row in self.rows
         )
         note = f"<p>{html.escape(self.note)}</p>" if self.note else ""
-        caption = html.escape(self.title)
-        return f"<table><caption>{caption}</caption><tr>{head}</tr>{body}</table>{note}"
+        caption = f"<caption>{html.escape(self.title)}</caption>" if self.title else ""
+        return f"<table>{caption}<tr>{head}</tr>{body}</table>{note}"
 
     def _shown(self) -> list[int]:
         return [
@@ -151,10 +182,7 @@ class Paragraph(NamedTuple):
     def html(self) -> str:
         """Both as HTML."""
         title = f"<b>{html.escape(self.title)}</b><br>" if self.title else ""
-        return f"<p>{title}{html.escape(self.note)}</p>"
-
-
-Part = Table | Paragraph
+        return f"<p>{title}{_html_lines(self.note)}</p>"
 
 
 def line_of(
@@ -173,7 +201,13 @@ def _html_cell(cell: str, column: Column) -> str:
     if isinstance(cell, Bar):
         part = f"{cell.percent}%"
         style += f";background:linear-gradient(90deg,{_BAR} {part},transparent {part})"
+    lines = _html_lines(cell)
+    if isinstance(cell, Tinted):
+        lines = f"{_SQUARE.format(cell.colour)}{lines}"
+    return f'<td style="{style}">{lines}</td>' if style else f"<td>{lines}</td>"
+
+
+def _html_lines(text: str) -> str:
     # Escaped before the breaks are put in: names come from the user's keys, and may be markup. See
     # test_html_is_escaped.
-    lines = "<br>".join(map(html.escape, cell.split("\n")))
-    return f'<td style="{style}">{lines}</td>' if style else f"<td>{lines}</td>"
+    return "<br>".join(map(html.escape, text.split("\n")))

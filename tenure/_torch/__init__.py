@@ -9,6 +9,7 @@ reads the source for it), and the same file tries what is left when each of them
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NoReturn
@@ -36,8 +37,11 @@ def bound(path: str, purpose: str) -> Any:
 def optional(path: str) -> Any:
     """What torch has under a private name that tenure can do without; None where it has none."""
     found: Any = torch
+    walked = "torch"
     for name in path.split(".")[1:]:
-        found = getattr(found, name, None)
+        walked += f".{name}"
+        # some packages of torch drop the names of their modules
+        found = getattr(found, name, sys.modules.get(walked))
     return found
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import bound, optional, refuse
 
@@ -74,6 +74,16 @@ def not_compiling() -> Iterator[None]:
             yield
     finally:
         _set_eval_frame(callback)
+
+
+def is_compiled(value: object) -> bool:
+    """Whether a module or function is the product of ``torch.compile``, or of ``compile()``."""
+    home = sys.modules.get(f"{_DYNAMO}.eval_frame")
+    if home is None:
+        return False
+    if isinstance(value, nn.Module):
+        return isinstance(value, home.OptimizedModule) or value._compiled_call_impl is not None
+    return "_torchdynamo_orig_callable" in getattr(value, "__dict__", ())
 
 
 def mark_dynamic(tensor: Tensor, dim: int) -> None:
@@ -147,7 +157,9 @@ def works() -> bool:
         seen.append(torch.compiler.is_dynamo_compiling())
         return x + 1
 
-    torch.compile(marked, backend="eager")(torch.ones(1))
+    compiled = torch.compile(marked, backend="eager")
+    compiled(torch.ones(1))
     with not_compiling():
         torch.compile(unmarked, backend="eager")(torch.ones(1))
-    return seen == [False, False] and tells_graph_outputs()
+    told = is_compiled(compiled) and not is_compiled(marked)
+    return told and seen == [False, False] and tells_graph_outputs()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import bound
+from . import bound, optional
 
 _PREDICTION = "predictions of memory"
 _HOME = "torch._subclasses.fake_tensor"
@@ -24,9 +26,48 @@ UNKNOWN: type[Exception] = bound(f"{_HOME}.UnsupportedOperatorException", _PREDI
 """What an operation raises of which no shape is known without running it."""
 
 
+@contextmanager
+def unrecognised() -> Iterator[None]:
+    """A block in which a library that asks for fakes by their name in a package sees none.
+
+    transformers takes another way for those, as it does while it is compiled.
+    """
+    package: Any = optional("torch._subclasses")
+    before = getattr(package, "FakeTensor", None)
+    if before is None:
+        yield
+        return
+    package.FakeTensor = _Nothing
+    try:
+        yield
+    finally:
+        package.FakeTensor = before
+
+
+class _Nothing:
+    pass
+
+
 def new_mode() -> Any:
     """A mode that makes tensors without data, and takes real ones for such; it runs no kernel."""
     return FakeMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+
+
+@contextmanager
+def building(mode: Any) -> Iterator[None]:
+    """A block in which models are made without data, and may be converted, as by ``half()``.
+
+    torch converts a parameter without data by exchanging it with another one, and refuses to where
+    there is a weak reference to it. The mode has one to all that operations return, and needs it
+    only where a kernel returns what it was given.
+    """
+    converter = mode.fake_tensor_converter
+    converter.set_tensor_memo = lambda *_: None
+    try:
+        with mode:
+            yield
+    finally:
+        del converter.set_tensor_memo
 
 
 def is_fake(value: object) -> bool:
@@ -39,14 +80,13 @@ def mode_of(fake: Any) -> Any:
     return fake.fake_mode
 
 
-def fake_of(tensor: Tensor, mode: Any) -> Any:
-    """A tensor like a real one without its data; like one of ``meta`` on the CPU."""
-    if tensor.device.type != "meta":
+def fake_of(tensor: Tensor, mode: Any, device: torch.device) -> Any:
+    """A tensor like a real one, or one of ``meta``, without its data, on a device."""
+    if tensor.device == device:
         return mode.from_tensor(tensor)
-    with mode, torch.no_grad():
-        fake: Any = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
-        )
+    fake = like(tensor, mode, device)
+    if tensor.is_leaf and tensor.grad is not None:
+        fake.grad = fake_of(tensor.grad, mode, device)
     # what isinstance() asks for
     if isinstance(tensor, nn.Parameter):
         fake._is_param = True

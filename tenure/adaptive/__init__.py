@@ -30,6 +30,9 @@ from ._oom import OomRegistration as OomRegistration
 from ._oom import is_oom as is_oom
 from ._oom import oom_info as oom_info
 from ._oom import register_oom as register_oom
+from ._plan import Plan as Plan
+from ._plan import plan as plan
+from ._predict import Advice as Advice
 from ._predict import PeakReport as PeakReport
 from ._predict import predict_peak as predict_peak
 from ._sizes import BatchsizeCache as BatchsizeCache
@@ -55,6 +58,7 @@ __all__ = [
     "AdaptiveStatistics",
     "AdaptiveUsageError",
     "AdaptiveUsageWarning",
+    "Advice",
     "BatchCoupledError",
     "BatchFunction",
     "BatchsizeCache",
@@ -66,6 +70,7 @@ __all__ = [
     "OomRegistration",
     "OutOfRetriesError",
     "PeakReport",
+    "Plan",
     "PredictionError",
     "RangeFunction",
     "SplitDifference",
@@ -82,6 +87,7 @@ __all__ = [
     "load",
     "memory_budget",
     "oom_info",
+    "plan",
     "predict_peak",
     "register_oom",
     "remove_listener",

@@ -223,6 +223,10 @@ class Reachable:
             if function is not None:
                 self._visit(short_name_of(function), function, frozenset(), 0)
 
+    def visited(self) -> list[Any]:
+        """All that was looked at: modules, functions, and what those name."""
+        return list(self._seen.values())
+
     def captured(self) -> list[Tensor]:
         """The leaves that are no parameters of a module."""
         return [tensor for tensor in self.tensors.values() if tensor.is_leaf]

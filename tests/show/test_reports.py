@@ -65,6 +65,15 @@ def paging_report(**changed):
     return paging.PagingReport(**(facts | changed))
 
 
+def peak_report(**changed):
+    facts = {
+        "peak_bytes": 7000, "baseline_bytes": 4000, "categories": {"parameters": 7000},
+        "phase": "backward", "operation": "aten.mm.default", "place": "a.b (a.py:3)",
+        "device": "cpu", "approximate": False, "reasons": (),
+    }  # fmt: skip
+    return adaptive.PeakReport(**(facts | changed))
+
+
 REPORTS = {
     "leaks": LeakReport([LEAK, replace(LEAK, nbytes=8)], scope="<DisposeScope 'step'>"),
     "no leaks": LeakReport([], scope="s"),
@@ -82,6 +91,28 @@ REPORTS = {
     "courtesy": CourtesyReport(4, 1, 2, (Stay("a tensor", 4, "it has slots"),), {"cuda:0": 4}),
     "split": adaptive.SplitReport(
         (2, 1), 1e-5, (adaptive.SplitDifference("module", "net.1 (BatchNorm1d)", 0.5),)
+    ),
+    "peak": peak_report(),
+    "peak within a budget": peak_report(
+        device="cuda:0",
+        allocated_bytes=8192,
+        reserved_bytes=2**21,
+        allowance_bytes=64,
+        budget_bytes=2**30,
+        approximate=True,
+        reasons=("a mask is taken to select everything",),
+    ),
+    "plan": adaptive.Plan(
+        4,
+        10,
+        (4, 4, 2),
+        3_000,
+        4_000,
+        1_000,
+        {"parameters": 900, "gradients": 0},
+        "cpu",
+        True,
+        ("a mask is taken to select everything at a.py:3",),
     ),
 }
 report_of_each_kind = pytest.mark.parametrize("report", REPORTS.values(), ids=REPORTS)

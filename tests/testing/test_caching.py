@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tenure._cuda_blocks import segment_bytes
 from tenure.testing._allocator._caching import CachingPool
-from tenure.testing._allocator._segments import segment_bytes
 
 pytestmark = pytest.mark.simdevice
 

@@ -90,6 +90,8 @@ _STOPPED = {
     "torch.nn.modules.batchnorm._NormBase": (),
     "torch.nn.modules.dropout._DropoutNd": (),
     "torch.nn.modules.instancenorm._InstanceNorm": _OF_STEPS,
+    "torch.optim.optimizer._foreach_supported_types": _OF_PREDICTIONS,
+    "torch.optim.optimizer._get_foreach_kernels_supported_devices": _OF_PREDICTIONS,
     "torch.utils._python_dispatch.TorchDispatchMode": (),
     "torch.utils._python_dispatch._disable_current_modes": (),
     "torch.utils._pytree.SUPPORTED_NODES": ("container", "prediction"),

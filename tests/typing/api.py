@@ -40,12 +40,15 @@ from tenure.adaptive import (
     AdaptiveEvent,
     AdaptiveUsageError,
     AdaptiveUsageWarning,
+    Advice,
     BatchCoupledError,
     GlobalBatchsizeCache,
     NoBatchsizeCache,
     OomInfo,
     OomKind,
     OomRegistration,
+    PeakReport,
+    Plan,
     SplitDifference,
     SplitMismatchError,
     SplitReport,
@@ -228,6 +231,10 @@ def writing(
     assert_type(GroupReport.from_dict({}), GroupReport)
     assert_type(SavedReport.from_dict({}), SavedReport)
     assert_type(SplitReport.from_dict({}), SplitReport)
+    predicted = PeakReport.from_dict({}).against("24GiB")
+    assert_type(predicted, PeakReport)
+    assert_type(predicted.fits(2**30), bool)
+    assert_type(predicted.needed_bytes, int)
     assert_type(CourtesyReport.from_dict({}), CourtesyReport)
     unreadable: list[type[TenureError]] = [ReportFormatError]
     assert unreadable
@@ -623,3 +630,19 @@ def paging(model: torch.nn.Module, x: Tensor) -> None:
     except PagingError as error:
         assert_type(error.minimum_bytes, int | None)
     assert issubclass(PagingWarning, TenureWarning)
+
+
+def planning(model: torch.nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    def loss_of(batch: dict[str, Tensor]) -> Tensor:
+        y: Tensor = model(batch["x"])
+        return y.square().mean()
+
+    found = tenure.adaptive.plan(loss_of, {"x": x}, "24GiB", margin=0.1, optimizer=optimizer)
+    assert_type(found, Plan)
+    assert_type(found.micro_batch, int)
+    assert_type(found.sizes, tuple[int, ...])
+    assert_type(found.advice, tuple[Advice, ...])
+    assert_type(found.advice[0].how, str)
+    assert_type(found.to_dict(), dict[str, object])
+    tenure.adaptive.plan(loss_of, x, "24GiB")  # type: ignore[arg-type]
+    tenure.adaptive.plan(loss_of, {"x": x}, 8, loss="avg")  # type: ignore[arg-type]

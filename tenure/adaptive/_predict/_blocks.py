@@ -74,17 +74,17 @@ class Record:
     """All blocks of a piece of work.
 
     Attributes:
-        existing: those that were there before it.
+        existing: the bytes of those that were there before it; some grow, or die, in it.
         events: what changed, in order.
     """
 
-    existing: list[Block] = field(default_factory=list)
+    existing: dict[Block, int] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
 
     @property
     def baseline_bytes(self) -> int:
         """What was there before."""
-        return sum(block.n_bytes for block in self.existing)
+        return sum(self.existing.values())
 
     def peak(self) -> Peak:
         """Find the worst moment: the first, if there are several."""
@@ -94,7 +94,7 @@ class Record:
             live_bytes += change
             if live_bytes > most_bytes:
                 most_bytes, at = live_bytes, i
-        blocks = {block: block.n_bytes for block in self.existing}
+        blocks = dict(self.existing)
         for event in self.events[: at + 1]:
             if event.n_bytes:
                 blocks[event.block] = event.n_bytes
@@ -103,7 +103,7 @@ class Record:
         return Peak(most_bytes, -1 if at < 0 else self.events[at].operation, blocks)
 
     def _changes(self) -> Iterator[tuple[Event, int]]:
-        now = {block: block.n_bytes for block in self.existing}
+        now = dict(self.existing)
         for event in self.events:
             yield event, event.n_bytes - now.get(event.block, 0)
             now[event.block] = event.n_bytes

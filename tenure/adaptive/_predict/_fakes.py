@@ -11,12 +11,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from tenure._errors import PredictionError, TenureError
 from tenure._torch.autograd import carry_hooks_over
 from tenure._torch.fakes import FakeTensor, fake_of, is_fake, mode_of, new_mode
 from tenure._torch.quiet import set_class, without_functions
 from tenure._torch.swap import swap
+
+from ._target import Target
 
 
 class _Lent(NamedTuple):
@@ -41,13 +46,15 @@ def mode_for(tensors: Iterable[Tensor]) -> Any:
 
 
 @contextmanager
-def lent_to_fakes(tensors: Iterable[Tensor], mode: Any) -> Iterator[list[tuple[Tensor, Tensor]]]:
+def lent_to_fakes(
+    tensors: Iterable[Tensor], mode: Any, target: Target
+) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """A block in which tensors have no data.
 
     Args:
-        tensors: of any shape, dtype and device; those of ``meta`` appear on the CPU. Those of a
-            subclass stay as they are: the mode makes fakes of them where they are used.
+        tensors: of any shape, dtype, layout and device.
         mode: a mode of `tenure._torch.fakes`; it is not entered here.
+        target: where they appear.
 
     Yields:
         Pairs of a handle that shows a fake and one that has the real tensor in the meantime.
@@ -55,31 +62,67 @@ def lent_to_fakes(tensors: Iterable[Tensor], mode: Any) -> Iterator[list[tuple[T
     pairs: list[tuple[Tensor, Tensor]] = []
     with ExitStack() as back:
         with without_functions():
+            torch.clear_autocast_cache()
             for tensor in tensors:
                 if is_fake(tensor):
                     back.callback(_put_gradient, tensor, tensor.grad if tensor.is_leaf else None)
-                elif type(tensor) in (Tensor, nn.Parameter, nn.Buffer):
-                    lent = _lend(tensor, mode)
+                else:
+                    _check(tensor)
+                    lent = _lend(tensor, mode, target.place_of(tensor))
                     back.callback(_take_back, lent)
                     pairs.append((lent.handle, lent.twin))
+        # autocast refers weakly to what it has cast, and nothing can be swapped then; it is a cache
+        back.callback(torch.clear_autocast_cache)
         yield pairs
 
 
-def _lend(handle: Any, mode: Any) -> _Lent:
-    twin = fake_of(handle, mode)
+def _lend(handle: Any, mode: Any, device: torch.device) -> _Lent:
+    twin = fake_of(handle, mode, device)
     lent = _Lent(handle, twin, type(handle), handle.__dict__)
     seen = {**lent.attributes, **twin.__dict__}
-    set_class(handle, FakeTensor)
-    try:
-        swap(handle, twin)
-    # something in C++ holds a weak reference: the mode makes a fake where it is used
-    except RuntimeError:
-        set_class(handle, lent.cls)
-        raise
+    _swap(handle, twin, lent.cls)
     handle.__dict__ = seen
     set_class(twin, lent.cls)
     carry_hooks_over(handle)
     return lent
+
+
+def _check(tensor: Tensor) -> None:
+    """Refuse what no fake can stand for.
+
+    Raises:
+        PredictionError: it is a tensor of a class of its own, nested, or has a graph.
+    """
+    if is_lazy(tensor):
+        what, advice = "has no shape yet", "Run the model once, so that its lazy modules are made"
+    elif type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+        what = f"is a {type(tensor).__name__}, whose class has a way of its own with operations"
+        advice = "Predict with plain tensors of the same sizes"
+    elif tensor.is_nested:
+        what, advice = "is nested, and has no one shape", "Predict with a padded tensor"
+    elif not tensor.is_leaf:
+        what = "comes of a computation from before, whose graph a prediction would run backward"
+        advice = "Detach it, or compute it inside the function"
+    else:
+        return
+    raise PredictionError(
+        f"The memory of this work can't be predicted: a tensor that it uses {what}. {advice}."
+    )
+
+
+def _swap(handle: Any, twin: Any, cls: type[Tensor]) -> None:
+    set_class(handle, FakeTensor)
+    try:
+        swap(handle, twin)
+    except RuntimeError as error:
+        set_class(handle, cls)
+        if isinstance(error, TenureError):
+            raise
+        raise PredictionError(
+            "The memory of this work can't be predicted: code in C++ refers weakly to a tensor of "
+            f"shape {tuple(handle.shape)}, which can't be put aside for the time being. Let go of "
+            "what came of it before, or predict with a copy."
+        ) from error
 
 
 def _take_back(lent: _Lent) -> None:

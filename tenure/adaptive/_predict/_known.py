@@ -10,17 +10,17 @@ Invariant: a storage is known whole or not at all; what writes unknown values in
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from weakref import finalize
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from tenure._torch.cpu_allocator import sizes_kept
 from tenure._torch.fakes import is_fake, no_fakes
 from tenure._torch.modes import schema_of
 from tenure._torch.storages import key_of
+
+from ._tensors import storages_of
 
 _HOST = torch.device("cpu")
 _LARGEST_BYTES = 2**20
@@ -28,23 +28,30 @@ _LARGEST_BYTES = 2**20
 
 
 class KnownValues:
-    """The storages whose values are known, as copies in host memory."""
+    """The storages whose values are known, as copies in host memory.
+
+    Attributes:
+        held_bytes: what these copies take, which is not memory of the work.
+    """
 
     def __init__(self) -> None:
         self._real: dict[int, UntypedStorage] = {}
+        self.held_bytes = 0
 
     def learn(self, fake: Tensor, real: Tensor) -> None:
         """Remember what a tensor held before the work, if it is small and of whole numbers."""
         if _is_eligible(fake) and real.device.type != "meta":
-            with _unseen():
+            with no_fakes():
                 self._enter(fake, real.detach().to(_HOST).untyped_storage().clone())
 
     def value(self, fake: Tensor) -> Tensor | None:
         """What a tensor holds, if that is known; to be read only."""
+        if fake.layout is not torch.strided:
+            return None
         storage = self._real.get(key_of(fake.untyped_storage()))
         if storage is None:
             return None
-        with _unseen():
+        with no_fakes():
             empty: Any = torch.empty(0, dtype=fake.dtype, device=_HOST)
             shown: Tensor = empty.set_(storage, fake.storage_offset(), fake.shape, fake.stride())
         return shown
@@ -54,7 +61,7 @@ class KnownValues:
         value = self.value(mask)
         if value is None:
             return None
-        with _unseen():
+        with no_fakes():
             return int(value.count_nonzero())
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -62,7 +69,7 @@ class KnownValues:
         real_args, real_kwargs = self._real_of(args), self._real_of(kwargs)
         if real_args is None or real_kwargs is None:
             return None
-        with _unseen(), torch.no_grad():
+        with no_fakes(), torch.no_grad():
             return func(*real_args, **real_kwargs)
 
     def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -81,7 +88,8 @@ class KnownValues:
                 known = None
         if known is None:
             for tensor in written:
-                self._real.pop(key_of(tensor.untyped_storage()), None)
+                for storage in storages_of(tensor):
+                    self._forget(key_of(storage))
             return
         for fake, real in zip(made, tensors_of(known), strict=False):
             same = fake.shape == real.shape and fake.stride() == real.stride()
@@ -92,8 +100,14 @@ class KnownValues:
         storage = fake.untyped_storage()
         if storage.nbytes() == real.nbytes():
             key = key_of(storage)
+            self._forget(key)
             self._real[key] = real
-            finalize(storage, self._real.pop, key, None)
+            self.held_bytes += real.nbytes()
+            finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        real = self._real.pop(key, None)
+        self.held_bytes -= 0 if real is None else real.nbytes()
 
     def _real_of(self, values: Any) -> Any:
         """Arguments with values in the place of tensors; None where one is not known."""
@@ -109,13 +123,6 @@ class KnownValues:
         return _HOST if isinstance(values, torch.device) else values
 
 
-@contextmanager
-def _unseen() -> Iterator[None]:
-    """A block of real tensors, whose memory is not that of the work."""
-    with no_fakes(), sizes_kept(False):
-        yield
-
-
 def tensors_of(values: Any) -> Iterator[Tensor]:
     """The tensors among the arguments or results of an operation."""
     if isinstance(values, Tensor):
@@ -126,6 +133,8 @@ def tensors_of(values: Any) -> Iterator[Tensor]:
 
 
 def _is_eligible(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return False
     whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
     return (whole or tensor.numel() == 1) and tensor.untyped_storage().nbytes() <= _LARGEST_BYTES
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -21,6 +21,9 @@ from ._assumptions import CAN_NOT, STAND_INS, worked_out
 from ._blocks import Block, Category, Event, Phase, Record
 from ._known import KnownValues, tensors_of
 from ._scratch import scratch_bytes
+from ._target import Target
+from ._tensors import storages_of
+from ._workspaces import Workspaces
 
 _ADD = torch.ops.aten.add.Tensor
 
@@ -76,20 +79,21 @@ class Observer(DispatchMode):
         phase: which part of the step runs now.
         operations: all operations that made something, by number.
         known: values that are computed along.
+        workspaces: what kernels of an accelerator may take on top.
         reasons: why the record may be wrong; each once.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, is_counted: Callable[[torch.device], bool], *, with_scratch: bool) -> None:
+    def __init__(self, target: Target) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
         self.record = Record()
         self.phase: Phase = "forward"
         self.operations: list[Operation] = []
         self.reasons: dict[str, None] = {}
         self.known = KnownValues()
-        self._is_counted = is_counted
-        self._with_scratch = with_scratch
+        self.workspaces = Workspaces(target.device)
+        self._target = target
         self._entries: dict[int, _Entry] = {}
         self._owners: dict[Block, int] = {}
         self._real = Block(0, "forward", "temporaries")
@@ -99,22 +103,29 @@ class Observer(DispatchMode):
     def enter_existing(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Note what was there before; what is known already keeps its category."""
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if key_of(storage) not in self._entries and self._is_counted(tensor.device):
-                block = Block(storage.nbytes(), category=category)
-                self.record.existing.append(block)
-                self._enter(storage, block)
+            if tensor.device != self._target.runs_on:
+                continue
+            for storage in storages_of(tensor):
+                if key_of(storage) not in self._entries:
+                    block = Block(storage.nbytes(), category=category)
+                    self.record.existing[block] = block.n_bytes
+                    self._enter(storage, block)
 
     def name_blocks(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Say what tensors that the work has made are for."""
-        for tensor in tensors:
-            entry = self._entries.get(key_of(tensor.untyped_storage()))
+        for storage in (each for tensor in tensors for each in storages_of(tensor)):
+            entry = self._entries.get(key_of(storage))
             if entry is not None and entry.block.category is None:
                 entry.block.category = category
 
+    @property
+    def has_backward(self) -> bool:
+        """Whether a backward pass ran."""
+        return any(each.phase == "backward" for each in self.operations)
+
     def begin(self) -> None:
         """Count from now on what is really taken."""
-        self._real_before = self._real_live.value
+        self._real_before = self._real_live.value - self.known.held_bytes
 
     def end(self) -> None:
         """Notice what the work has left alive."""
@@ -126,7 +137,14 @@ class Observer(DispatchMode):
         # a question about a tensor; the process ends where one raises
         if func.namespace == "prim":
             return func(*args, **kwargs)
+        # inference mode hands over whole functions, before they are taken apart
+        if torch.is_inference_mode_enabled():
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
         self._note_pass()
+        kwargs = self._target.made_on(kwargs)
         try:
             result = STAND_INS.get(func, func)(*args, **kwargs)
         except CAN_NOT as error:
@@ -148,11 +166,15 @@ class Observer(DispatchMode):
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         n_before = len(self.record.events)
-        self._note_real()
+        if self._target.is_host:
+            self._note_real()
         for tensor in tensors_of(result):
-            if self._is_counted(tensor.device):
-                self._note_result(func, args, tensor)
-        if self._with_scratch:
+            if tensor.device == self._target.runs_on:
+                for storage in storages_of(tensor):
+                    self._note_result(func, args, storage)
+        if not self._target.is_host:
+            self.workspaces.note(func, args, kwargs, result, self.phase)
+        else:
             scratch = scratch_bytes(func, args, kwargs, result)
             if scratch.n_bytes:
                 block = Block(scratch.n_bytes, self.phase, "temporaries")
@@ -165,13 +187,15 @@ class Observer(DispatchMode):
 
     def _note_real(self) -> None:
         """Notice memory that was really taken: states of generators, which no operation makes."""
-        n_bytes = self._real_live.value - self._real_before
+        # what was there before may end as well, and is not to hide what is new
+        live_bytes = self._real_live.value - self.known.held_bytes
+        self._real_before = min(self._real_before, live_bytes)
+        n_bytes = live_bytes - self._real_before
         if n_bytes != self._real.n_bytes:
             self._real.n_bytes = n_bytes
-            self._change(self._real, max(n_bytes, 0))
+            self._change(self._real, n_bytes)
 
-    def _note_result(self, func: Any, args: Any, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
+    def _note_result(self, func: Any, args: Any, storage: UntypedStorage) -> None:
         entry = self._entries.get(key_of(storage))
         if entry is not None:
             # grown in place
@@ -193,7 +217,7 @@ class Observer(DispatchMode):
 
         It does not while a mode looks on, and makes a third.
         """
-        if func is not _ADD or self.phase != "backward":
+        if func is not _ADD or self.phase != "backward" or args[0].layout is not torch.strided:
             return None
         # called for a result, for an operation, by the handler, by who wanted the sum
         if not engine.adds_in_place(args[0], sys._getframe(4)):

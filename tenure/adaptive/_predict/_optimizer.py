@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 from torch import Tensor
@@ -35,6 +36,16 @@ class OptimizerState:
 
     def _plain_attributes(self) -> list[Any]:
         return [v for k, v in vars(self._optimizer).items() if k not in ("state", "param_groups")]
+
+    def step(self, closure: Callable[[], Any]) -> None:
+        """Step it, if there is one; one that wants a closure gets that of the work."""
+        if self._optimizer is None:
+            return
+        wanted = signature(self._optimizer.step).parameters.get("closure")
+        if wanted is not None and wanted.default is wanted.empty:
+            self._optimizer.step(closure)
+        else:
+            self._optimizer.step()
 
     @contextmanager
     def kept(self) -> Iterator[None]:

@@ -14,21 +14,28 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from tenure._errors import PredictionError
+from tenure._errors import AdaptiveUsageError, PredictionError
 from tenure._torch import cpu_allocator, engine
-from tenure._torch.compiler import never_compiled
+from tenure._torch.compiler import is_compiled, never_compiled
+from tenure._torch.fakes import unrecognised
+from tenure._torch.optimizers import stepping_fakes
 from tenure.scopes import persist
 
+from .._callables import check_function
 from .._reachable import Reachable
 from .._undo import AllOf, ModuleState, RngState, modules_below
+from ._advice import Adviser
+from ._cached import replay
 from ._fakes import lent_to_fakes, mode_for
 from ._observer import Observer
 from ._optimizer import OptimizerState
 from ._places import describe_place
 from ._report import PeakReport
+from ._target import target_of
 from ._tensors import tensors_in
 
-_NO_DATA = "data is not allocated"
+_WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+_NO_DATA = ("data is not allocated", "is not supported for tensor subclasses")
 
 
 @never_compiled
@@ -40,7 +47,13 @@ def predict_peak(
     **kwargs: Any,
 ) -> PeakReport:
     """Say how much memory work would take at its worst moment, without doing it."""
-    work = Work(fn, args, kwargs, optimizer)
+    check_function("predict_peak()", fn)
+    if not isinstance(optimizer, Optimizer | None):
+        raise AdaptiveUsageError(
+            f"predict_peak() got a {type(optimizer).__name__} as optimizer=. Pass the "
+            "torch.optim.Optimizer whose first step counts, or None."
+        )
+    work = Work(fn, args, kwargs, optimizer, device)
     observer = work.observe()
     return _report(work, observer)
 
@@ -49,11 +62,17 @@ class Work:
     """A function, what it is given, and the tensors that it may reach."""
 
     def __init__(
-        self, fn: Callable[..., Any], args: Any, kwargs: Any, optimizer: Optimizer | None
+        self,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        optimizer: Optimizer | None,
+        device: torch.device | str | None = None,
     ) -> None:
         self.fn, self.args, self.kwargs, self.optimizer = fn, args, kwargs, optimizer
         reached = Reachable(fn)
         given = [value for value in (fn, *args, *kwargs.values()) if isinstance(value, nn.Module)]
+        self.roots = reached.modules
         self.names: dict[int, str] = {}
         self.modules = modules_below([*reached.modules.values(), *given])
         single = len(reached.modules) == 1
@@ -72,69 +91,106 @@ class Work:
         self.inputs = _unique(tensors_in([args, kwargs]))
         held = tensors_in([vars(module) for module in self.modules])
         self.others = _unique([*held, *reached.constants.values()])
+        self.is_compiled = any(map(is_compiled, (fn, *reached.visited(), *self.modules)))
+        self.target = target_of(device, (*self.parameters, *self.inputs))
 
     @property
     def device(self) -> torch.device:
-        """Where the work runs."""
-        for tensor in (*self.parameters, *self.inputs):
-            if tensor.device.type != "meta":
-                return tensor.device
-        return torch.device("cpu")
+        """Whose memory is told."""
+        return self.target.device
+
+    def tensors(self) -> list[Tensor]:
+        """What is there before it, without gradients."""
+        return _unique(
+            [*self.parameters, *self.buffers, *self.state.tensors(), *self.inputs, *self.others]
+        )
 
     def observe(self) -> Observer:
         """Run the work on tensors without data."""
         engine.prepare()
-        device = self.device
-        observer = Observer(lambda each: each == device, with_scratch=device.type == "cpu")
-        tensors = _unique(
-            [*self.parameters, *self.buffers, *self.state.tensors(), *self.inputs, *self.others]
-        )
+        observer = Observer(self.target)
+        tensors = self.tensors()
         mode = mode_for(tensors)
         undo = AllOf((RngState(), ModuleState(self.modules)))
         with persist(), ExitStack() as stack:
             stack.enter_context(cpu_allocator.sizes_kept(True))
             undo.begin()
             stack.callback(undo.undo)
-            for fake, real in stack.enter_context(lent_to_fakes(tensors, mode)):
+            for fake, real in stack.enter_context(lent_to_fakes(tensors, mode, self.target)):
                 observer.known.learn(fake, real)
             stack.enter_context(self.state.kept())
             observer.enter_existing(self.parameters, "parameters")
             observer.enter_existing(self.buffers, "buffers")
-            observer.enter_existing(self._gradients(), "gradients")
+            observer.enter_existing(self.gradients(), "gradients")
             observer.enter_existing(self.state.tensors(), "optimizer state")
             observer.enter_existing([*self.inputs, *self.others], "inputs")
             stack.enter_context(_steps_told(observer))
+            stack.enter_context(stepping_fakes(cpu_as=self.target.stands_for))
             stack.enter_context(_no_compiling())
+            stack.enter_context(unrecognised())
+            stack.enter_context(self._no_fast_path(observer))
+            stack.enter_context(self.target.shown())
             stack.enter_context(mode)
             stack.enter_context(observer)
             observer.begin()
             self._run(observer)
             observer.end()
-            observer.name_blocks(self._gradients(), "gradients")
+            observer.name_blocks(self.gradients(), "gradients")
             observer.name_blocks(self.state.tensors(), "optimizer state")
         return observer
+
+    def reasons(self) -> dict[str, None]:
+        """Why the work may take something else than what is run here."""
+        reasons: dict[str, None] = {}
+        if self.is_compiled:
+            reasons.setdefault("compiled code is predicted as it is written, and may take more")
+        if self.target.stands_for is not None:
+            reasons.setdefault(f"without {self.target.device} here, the kernels are the CPU's")
+        if self.device.type == "mps":
+            reasons.setdefault("the allocator of mps is taken to be as CUDA's")
+        return reasons
 
     def _run(self, observer: Observer) -> None:
         try:
             result = self.fn(*self.args, **self.kwargs)
         except RuntimeError as error:
-            if _NO_DATA not in str(error):
+            if not any(text in str(error) for text in _NO_DATA):
                 raise
             raise PredictionError(
-                "The memory of this work can't be predicted: code of torch reads values, and a "
-                "prediction has none (see the error above). Predict the rest without that part, "
-                "or run it once and see."
+                "The memory of this work can't be predicted: it reads values where no operation of "
+                "torch does, and a prediction has none (see the error above). Predict the rest "
+                "without that part, or run it once and see."
             ) from error
+        self._run_backward(result)
+        observer.name_blocks(self.gradients(), "gradients")
+        self.state.step(lambda: self._run_backward(self.fn(*self.args, **self.kwargs)))
+
+    def _run_backward(self, result: Any) -> Any:
         losses = losses_in(result)
         if losses:
             torch.autograd.backward(
                 losses, [None if loss.numel() == 1 else torch.ones_like(loss) for loss in losses]
             )
-        observer.name_blocks(self._gradients(), "gradients")
-        if self.optimizer is not None:
-            self.optimizer.step()
+        return losses[0] if losses else result
 
-    def _gradients(self) -> list[Tensor]:
+    @contextmanager
+    def _no_fast_path(self, observer: Observer) -> Iterator[None]:
+        """A block in which torch's own attention runs as it does in training.
+
+        In inference it has kernels of whole layers, into which nobody can look.
+        """
+        before = torch.backends.mha.get_fastpath_enabled()
+        fast = any(isinstance(each, _WITH_FAST_PATH) for each in self.modules)
+        if before and fast and not torch.is_grad_enabled():
+            observer.reasons.setdefault("layers of attention run without their fast path")
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(before)
+
+    def gradients(self) -> list[Tensor]:
+        """Those that are there now."""
         return [
             p.grad for p in (*self.parameters, *self.inputs) if p.is_leaf and p.grad is not None
         ]
@@ -178,7 +234,9 @@ def _unique(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _report(work: Work, observer: Observer) -> PeakReport:
-    peak = observer.record.peak()
+    # the report keeps it, and nothing else of the observer
+    record = observer.record
+    peak = record.peak()
     categories: dict[str, int] = {}
     for block, n_bytes in peak.blocks.items():
         category = block.category
@@ -187,14 +245,21 @@ def _report(work: Work, observer: Observer) -> PeakReport:
             category = "activations" if kept else "temporaries"
         categories[category] = categories.get(category, 0) + n_bytes
     operation = observer.operations[peak.operation] if peak.operation >= 0 else None
+    taken = None if work.target.is_host else replay(record)
+    reasons = work.reasons() | observer.reasons | observer.workspaces.reasons
     return PeakReport(
         peak_bytes=peak.n_bytes,
-        baseline_bytes=observer.record.baseline_bytes,
+        baseline_bytes=record.baseline_bytes,
         categories=categories,
         phase=operation.phase if operation else "forward",
         operation=operation.name if operation else "",
         place=describe_place(operation, observer.operations, work.names),
         device=str(work.device),
-        approximate=bool(observer.reasons),
-        reasons=tuple(observer.reasons),
+        approximate=bool(reasons),
+        reasons=(*reasons, *observer.workspaces.notes()),
+        allocated_bytes=taken.allocated_peak if taken else None,
+        reserved_bytes=taken.reserved_peak if taken else None,
+        allowance_bytes=observer.workspaces.allowance_bytes if taken else 0,
+        _runs_within=(lambda limit: replay(record, limit).fits) if taken else None,
+        adviser=Adviser(work, peak.n_bytes, observer.has_backward),
     )

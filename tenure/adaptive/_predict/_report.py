@@ -1,27 +1,44 @@
-"""What a prediction says."""
+"""What a prediction says: how much, when, where, for what; and whether that fits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
 
-from tenure._show import Report
+from tenure._show import Amounts, Paragraph, Part, Report
+from tenure._text import format_bytes, parse_bytes
+
+from ._advice import Advised, Adviser
+from ._blocks import CATEGORIES
+
+_WORDS_OF_PHASES = {"forward": "the forward pass", "backward": "the backward pass"}
+_ROUNDING = "allocator rounding"
+_RESERVED = "reserved, not allocated"
+_ALLOWANCE = "allowance for kernels"
 
 
 @dataclass(frozen=True, slots=True)
-class PeakReport(Report):
+class PeakReport(Advised, Report):
     """The memory that work takes at its worst moment.
 
     Attributes:
         peak_bytes: what is alive then, with what was there before.
         baseline_bytes: what was there before.
-        categories: what is alive then, by what it is for.
+        categories: what is alive then, by what it is for: the bytes of "parameters", "buffers",
+            "gradients", "optimizer state", "inputs", "activations" and "temporaries", in this
+            order.
         phase: what runs then: ``"forward"``, ``"backward"`` or ``"optimizer step"``.
         operation: the operation that runs then.
         place: the module and the line of the forward pass that it belongs to.
         device: whose memory it is.
         approximate: whether the figures may be wrong.
         reasons: why.
+        allocated_bytes: what the blocks of the device's caching allocator take then, each rounded
+            up; None on the CPU, which has none.
+        reserved_bytes: the most that this allocator takes from the device; None on the CPU.
+        allowance_bytes: what kernels of which nothing is known may take on top, at the most.
+        budget_bytes: what there is, as ``against`` was told; None if it was not.
     """
 
     peak_bytes: int
@@ -33,3 +50,116 @@ class PeakReport(Report):
     device: str
     approximate: bool
     reasons: tuple[str, ...]
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    allowance_bytes: int = 0
+    budget_bytes: int | None = None
+    # No part of what is compared and written: whether the work, of the process that made the
+    # report, runs within a limit of the bytes that are reserved.
+    _runs_within: Callable[[int], bool] | None = field(
+        default=None, repr=False, compare=False, metadata={"key": None}
+    )
+
+    _figures: ClassVar = ("needed_bytes",)
+
+    def __post_init__(self) -> None:
+        # All of them, at zero: a script may ask for any.
+        ordered = dict.fromkeys(CATEGORIES, 0) | dict(self.categories)
+        object.__setattr__(self, "categories", ordered)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # the blocks of the work are of this process
+        return _again, (type(self), self.to_dict(), self.adviser)
+
+    @property
+    def needed_bytes(self) -> int:
+        """What has to be there: the reserved bytes, else those of the peak, and the allowance."""
+        taken = self.peak_bytes if self.reserved_bytes is None else self.reserved_bytes
+        return taken + self.allowance_bytes
+
+    def fits(self, budget: int | str) -> bool:
+        """Whether the work fits, for certain.
+
+        Args:
+            budget: what there is, in bytes, or as ``"24GiB"``.
+
+        Returns:
+            True where the budget has room for ``needed_bytes``, or where the device's allocator
+            has enough once it gives back what it caches, as it does before it fails. False says
+            that it may not fit: what is only assumed, as `reasons` tell, is assumed to take as
+            much as it can.
+
+        Raises:
+            ByteSizeError: the budget is no number of bytes.
+        """
+        budget_bytes = parse_bytes(budget)
+        if self.needed_bytes <= budget_bytes or self._runs_within is None:
+            return self.needed_bytes <= budget_bytes
+        return self._runs_within(budget_bytes - self.allowance_bytes)
+
+    def against(self, budget: int | str) -> Self:
+        """The same report, which shows beside what there is.
+
+        Args:
+            budget: in bytes, or as ``"24GiB"``.
+
+        Raises:
+            ByteSizeError: the budget is no number of bytes.
+        """
+        return replace(self, budget_bytes=parse_bytes(budget))
+
+    def summary(self) -> str:
+        """How much, when and where, in one sentence."""
+        about = "about " if self.approximate else ""
+        where = f", at {self.place}" if self.place else ""
+        what = f", in {self.operation.removesuffix('.default')}" if self.operation else ""
+        phase = _WORDS_OF_PHASES.get(self.phase, f"the {self.phase}")
+        return (
+            f"A step takes {about}{format_bytes(self.peak_bytes)} of {self.device} at most: "
+            f"in {phase}{where}{what}."
+        )
+
+    def verdict(self) -> str:
+        """Whether it fits in the budget, in one sentence; "" without one."""
+        if self.budget_bytes is None:
+            return ""
+        spare_bytes = self.budget_bytes - self.needed_bytes
+        budget, difference = format_bytes(self.budget_bytes), format_bytes(abs(spare_bytes))
+        if spare_bytes < 0 and self.fits(self.budget_bytes):
+            return f"It fits in {budget}, once the allocator gives back what it caches."
+        if spare_bytes < 0:
+            return f"It does not fit in {budget}: {difference} too much."
+        return f"It fits in {budget}: {difference} to spare."
+
+    def __str__(self) -> str:
+        return "\n\n".join(part.text() for part in self._parts())
+
+    def _parts(self) -> list[Part]:
+        first, *others = filter(None, (self.verdict(), self.summary(), *self._facts_beside()))
+        parts: list[Part] = [
+            Paragraph(first, "\n".join(others)),
+            Amounts("", list(self._amounts()), self.budget_bytes),
+        ]
+        if self.reasons:
+            told = "Approximate, for these reasons:" if self.approximate else "Assumed:"
+            parts.append(Paragraph(told, "\n".join(f"- {reason}" for reason in self.reasons)))
+        return parts
+
+    def _facts_beside(self) -> Iterator[str]:
+        yield f"{format_bytes(self.baseline_bytes)} of it were there before."
+        if self.reserved_bytes is not None:
+            yield f"The allocator reserves {format_bytes(self.reserved_bytes)} for it."
+
+    def _amounts(self) -> Iterator[tuple[str, int]]:
+        yield from self.categories.items()
+        if self.allocated_bytes is not None:
+            yield _ROUNDING, self.allocated_bytes - self.peak_bytes
+        if self.reserved_bytes is not None:
+            yield _RESERVED, self.reserved_bytes - (self.allocated_bytes or self.peak_bytes)
+        yield _ALLOWANCE, self.allowance_bytes
+
+
+def _again(
+    cls: type[PeakReport], data: Mapping[str, object], adviser: Adviser | None
+) -> PeakReport:
+    return replace(cls.from_dict(data), adviser=adviser)

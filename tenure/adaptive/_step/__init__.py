@@ -1,10 +1,16 @@
 """A training step in micro-batches, with the gradients of the whole batch."""
 
+from ._at_size import step_at_size as step_at_size
 from ._check import SplitDifference as SplitDifference
 from ._check import SplitReport as SplitReport
 from ._check import check_split as check_split
+from ._loss import Reduction as Reduction
 from ._modules import no_optimizer_steps as no_optimizer_steps
+from ._samples import SampleDims as SampleDims
+from ._samples import SampleTree as SampleTree
+from ._split import BatchNormPolicy as BatchNormPolicy
 from ._split import FunctionState as FunctionState
+from ._split import StepSpec as StepSpec
 from ._split import refuse_capture as refuse_capture
 from ._step import StepResult as StepResult
 from ._step import step as step

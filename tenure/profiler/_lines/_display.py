@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from tenure._errors import ProfilerUsageError, ReportFormatError
-from tenure._show import Bar, Column, Paragraph, Part, Report, Table, plain, restored
+from tenure._show import Bar, Column, Paragraph, Report, Table, plain, restored
 from tenure._text import format_bytes
 
 DEFAULT_COLUMNS = ("hits", "alloc", "freed", "net", "peak")
@@ -227,7 +227,7 @@ class RecordsDisplay(Report):
     def __repr__(self) -> str:
         return str(self)
 
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[Table | Paragraph]:
         columns, largest = self._columns(), [self._largest(column) for column in self.columns]
         return [
             Paragraph(section.title, section.note)
@@ -305,7 +305,7 @@ def _cell(column: LineColumn, most: int, record: LineRecord | None) -> str:
     return Bar(text, round(100 * value / most)) if value and value > 0 else text
 
 
-def _text(part: Part) -> str:
+def _text(part: Table | Paragraph) -> str:
     title = f"## {part.title}" if part.title else ""
     body = part.body(rule="") if isinstance(part, Table) else ""
     return "\n".join(filter(None, (title, body, part.note)))

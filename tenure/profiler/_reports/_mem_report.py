@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tenure._errors import ProfilerUsageError
-from tenure._show import Column, Report, Table, line_of
+from tenure._show import Amounts, Column, Part, Report, Table, line_of
 from tenure._text import counted, format_bytes
 from tenure._torch.quiet import without_functions
 
@@ -34,7 +34,6 @@ _COLUMNS = (
     Column("Category"),
     Column("Created at"),
 )
-_SUMS = (Column("Category"), Column("Used MEM", ">"))
 # the widths of pytorch_memlab's table, which scripts read by position
 _MIN_WIDTHS = (39, 19, 9)
 _GAP = " "
@@ -140,13 +139,14 @@ class MemReport(Report):
         lines.append(rule)
         return "\n".join(lines)
 
-    def _parts(self) -> list[Table]:
-        tables = []
+    def _parts(self) -> list[Part]:
+        parts: list[Part] = []
         for device in self.devices:
             rows = [_cells(row, verbose=self.verbose) for row in device.rows]
-            tables.append(Table(f"Storage on {device.device}", _COLUMNS, rows))
-            tables.append(Table(_total_line(device), _SUMS, _sums(device)))
-        return tables
+            parts.append(Table(f"Storage on {device.device}", _COLUMNS, rows))
+            amounts = [*device.categories.items(), (UNEXPLAINED, device.unexplained_bytes)]
+            parts.append(Amounts(_total_line(device), amounts))
+        return parts
 
 
 def build_report(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from tenure._errors import ProfilerUsageError
-from tenure._show import Column, Report, Table, plain
+from tenure._show import Column, Part, Report, Table, plain
 from tenure._text import format_bytes
 
 from .._owners import StorageEntry, TensorRow, describe_row, take_census
@@ -101,7 +101,7 @@ class Snapshot(Report):
     def __str__(self) -> str:
         return str(self.report)
 
-    def _parts(self) -> Sequence[Table]:
+    def _parts(self) -> Sequence[Part]:
         return self.report._parts()
 
 

@@ -17,4 +17,3 @@ from ._runtime import SUCCESS as SUCCESS
 from ._runtime import error_of as error_of
 from ._runtime import error_string as error_string
 from ._runtime import last_error as last_error
-from ._segments import SMALLEST_BLOCK as SMALLEST_BLOCK

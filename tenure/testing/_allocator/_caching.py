@@ -11,12 +11,13 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
+from tenure._cuda_blocks import is_small, rounded, segment_bytes
+from tenure._cuda_segments import Block, SegmentTable
 from tenure._text import format_bytes_as_torch as format_size
 
 from .._torch_backend import DEVICE_TYPE
 from ._memory import FIGURES, Counter, MemoryPool
 from ._runtime import last_error
-from ._segments import Block, SegmentTable, is_small, rounded, segment_bytes
 
 _Group = Literal["all", "small_pool", "large_pool"]
 _GROUPS: tuple[_Group, ...] = ("all", "small_pool", "large_pool")

@@ -17,7 +17,9 @@ from typing import Any, Literal
 
 import torch
 
-from .._allocator import SMALLEST_BLOCK, CachingPool, ExactPool, MemoryPool, last_error
+from tenure._cuda_blocks import BLOCK_BYTES
+
+from .._allocator import CachingPool, ExactPool, MemoryPool, last_error
 from .._torch_backend import DEVICE_TYPE
 from ._capture import Capture
 from ._clock import Clock, Rates
@@ -46,10 +48,10 @@ class Settings:
     def __post_init__(self) -> None:
         _check_whole("devices", self.devices)
         _check_whole("round_to_bytes", self.round_to_bytes)
-        if self.allocator == "cuda" and self.round_to_bytes not in (1, SMALLEST_BLOCK):
+        if self.allocator == "cuda" and self.round_to_bytes not in (1, BLOCK_BYTES):
             raise ValueError(
                 f'round_to_bytes={self.round_to_bytes}: allocator="cuda" rounds as CUDA does, to'
-                f" {SMALLEST_BLOCK} bytes always. Leave it out."
+                f" {BLOCK_BYTES} bytes always. Leave it out."
             )
         if not isinstance(self.rates, Rates):
             raise ValueError(f"link={self.rates!r}: give Rates(...), which names each speed.")
@@ -62,6 +64,13 @@ def _check_whole(name: str, value: int) -> None:
     if type(value) is not int or value < 1:
         # By its type: True is an int, and a mistake.
         raise ValueError(f"{name}={value!r}: must be a whole number, 1 or more.")
+
+
+def _copied(state: torch.Tensor) -> torch.Tensor:
+    # by no operation, so that a mode which makes tensors without data makes none of it
+    generator = torch.Generator()
+    generator.set_state(state)
+    return generator.get_state()
 
 
 class DeviceRandom:
@@ -79,11 +88,11 @@ class DeviceRandom:
 
     def state(self) -> torch.Tensor:
         """The state as uint8 on the host; a copy."""
-        return self._state.clone()
+        return _copied(self._state)
 
     def set_state(self, state: torch.Tensor) -> None:
         """Go back to a state from `state`."""
-        self._state = state.detach().cpu().clone()
+        self._state = _copied(state)
 
     @contextmanager
     def drawing_again(self, state: torch.Tensor) -> Iterator[None]:

@@ -149,7 +149,9 @@ def set_rng_state(state: torch.Tensor, index: Any = None) -> None:
     """Go back to a state from `get_rng_state`."""
     chosen = index_of(index)
     random = machine.devices[chosen].random
-    _forbid_seeding_in_capture(chosen, changes=not torch.equal(state, random.state()))
+    # compared there alone: a mode without data has none to compare
+    if current_stream(chosen).capture is not None:
+        _forbid_seeding_in_capture(chosen, changes=not torch.equal(state, random.state()))
     random.set_state(state)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tenure.adaptive import PredictionError, predict_peak
+from tenure.adaptive import AdaptiveUsageError, PredictionError, predict_peak
 
 from .true_peak import step_of, true_peak_bytes
 
@@ -274,3 +274,75 @@ def test_an_operation_whose_shapes_depend_on_lengths_is_refused():
     targets, lengths = torch.randint(1, 20, (4, 10)), torch.full((4,), 10)
     with pytest.raises(PredictionError, match=r"_ctc_loss.* depends on values"):
         predict_peak(lambda p: F.ctc_loss(p, targets, lengths * 5, lengths), log_probs)
+
+
+# --- around the work
+
+
+def test_under_autocast_the_casts_count_and_the_model_comes_back():
+    model, batch = mlp(), torch.randn(128, 64)
+
+    def fn(x):
+        return model(x).square().mean()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(batch)
+        report = predict_peak(fn, batch)
+        torch.clear_autocast_cache()
+        true_bytes = report.baseline_bytes + true_peak_bytes(step_of(fn, batch, None))
+    assert type(model[0].weight) is nn.Parameter
+    assert true_bytes <= report.peak_bytes <= 1.05 * true_bytes
+
+
+def test_inference_mode_takes_functions_apart():
+    model, batch = transformer().eval(), torch.randn(8, 32, 64)
+    with torch.inference_mode():
+        report = predict_peak(model, batch)
+        true_bytes = report.baseline_bytes + true_peak_bytes(lambda: model(batch))
+    assert true_bytes <= report.peak_bytes <= 1.5 * true_bytes
+    assert report.reasons == ("layers of attention run without their fast path",)
+
+
+def test_an_optimizer_with_a_closure_runs_the_work_again():
+    model, batch = mlp(), torch.randn(128, 64)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    report = predict_peak(lambda x: model(x).square().mean(), batch, optimizer=optimizer)
+    assert report.peak_bytes > 4 * sum(p.nbytes for p in model.parameters())
+    assert not optimizer.state
+
+
+def test_sparse_gradients_are_counted():
+    table = nn.Embedding(1000, 64, sparse=True)
+    report = predict_peak(lambda i: table(i).sum(), torch.arange(64))
+    assert report.peak_bytes >= 1000 * 64 * 4 + 64 * 64 * 4
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (torch.randn(4, 64).as_subclass(Marked), "is a Marked"),
+        (torch.randn(4, 64, requires_grad=True) * 2, "from before"),
+    ],
+    ids=["subclass", "graph"],
+)
+def test_tensors_that_no_fake_can_stand_for_are_refused(batch, message):
+    model = mlp()
+    with pytest.raises(PredictionError, match=message):
+        predict_peak(model, batch)
+    assert type(model[0].weight) is nn.Parameter
+
+
+def test_arguments_that_are_none_are_refused():
+    model = nn.Linear(2, 2)
+    with pytest.raises(AdaptiveUsageError, match="wants a function"):
+        predict_peak(3)
+    with pytest.raises(AdaptiveUsageError, match="got a int as optimizer="):
+        predict_peak(model, torch.ones(1, 2), optimizer=3)
+    with pytest.raises(PredictionError, match="no shape yet"):
+        predict_peak(nn.LazyLinear(2), torch.ones(1, 2))
+    with pytest.raises(PredictionError, match="reads values"):
+        predict_peak(lambda x: torch.from_numpy(x.numpy()), torch.ones(2))

@@ -30,15 +30,15 @@ class StepSpec:
     entry: str
     fn: Callable[[Any], Any]
     batch: Any
-    loss: Reduction | Callable[[Any], Any]
-    weight: Callable[[Any], object] | None
-    then: Callable[..., Any] | None
-    once: Callable[[], Any] | None
-    model: nn.Module | Iterable[nn.Module] | None
-    batchnorm: BatchNormPolicy
-    scaler: Scaler | None
-    in_dims: SampleDims
-    out_dims: SampleDims
+    loss: Reduction | Callable[[Any], Any] = "mean"
+    weight: Callable[[Any], object] | None = None
+    then: Callable[..., Any] | None = None
+    once: Callable[[], Any] | None = None
+    model: nn.Module | Iterable[nn.Module] | None = None
+    batchnorm: BatchNormPolicy = "refuse"
+    scaler: Scaler | None = None
+    in_dims: SampleDims = 0
+    out_dims: SampleDims = 0
 
     def check(self) -> None:
         """Make sure that the arguments can be what they are for, and go together.

@@ -1,4 +1,4 @@
-"""Requests rounded to blocks, segments cut into them, and the free ones of pools and streams.
+"""Segments of a device's memory cut into blocks, as CUDA's caching allocator does it.
 
 The blocks of a segment tile it, and no two free ones are neighbours. Addresses are numbers: nothing
 lies there.
@@ -6,45 +6,19 @@ lies there.
 Source: `c10/cuda/CUDACachingAllocator.cpp` of PyTorch 2.13, without its expandable segments.
 """
 
+from __future__ import annotations
+
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-MIB = 1 << 20
+import torch
 
-# https://github.com/pytorch/pytorch/blob/v2.13.0/c10/core/AllocatorConfig.h
-SMALLEST_BLOCK = 512
-_LARGEST_SMALL_REQUEST = MIB
-_SMALL_SEGMENT = 2 * MIB
-_LARGE_SEGMENT = 20 * MIB
-_LEAST_OWN_SEGMENT = 10 * MIB
-_SEGMENT_STEP = 2 * MIB
+from ._cuda_blocks import is_cut, is_rounding, is_small, rounded, segment_bytes
 
 # Far from the addresses of a host's memory, and never given twice.
 _FIRST_ADDRESS = 0x10_0000_0000
-
-
-def rounded(requested_bytes: int) -> int:
-    """The size of the block that a request needs."""
-    return _up_to(requested_bytes, SMALLEST_BLOCK)
-
-
-def is_small(block_bytes: int) -> bool:
-    """Whether a block of this size comes from the small pool."""
-    return block_bytes <= _LARGEST_SMALL_REQUEST
-
-
-def segment_bytes(block_bytes: int) -> int:
-    """How much is taken from the device where no free block is left for one of this size."""
-    if is_small(block_bytes):
-        return _SMALL_SEGMENT
-    if block_bytes < _LEAST_OWN_SEGMENT:
-        return _LARGE_SEGMENT
-    return _up_to(block_bytes, _SEGMENT_STEP)
-
-
-def _up_to(n_bytes: int, step: int) -> int:
-    return -(-n_bytes // step) * step
 
 
 @dataclass(slots=True, eq=False)
@@ -67,8 +41,8 @@ class Block:
     requested_bytes: int = 0
     is_allocated: bool = False
     is_active: bool = False
-    before: "Block | None" = field(default=None, repr=False)
-    after: "Block | None" = field(default=None, repr=False)
+    before: Block | None = field(default=None, repr=False)
+    after: Block | None = field(default=None, repr=False)
 
     @property
     def is_split(self) -> bool:
@@ -77,12 +51,9 @@ class Block:
 
     def should_split(self, n_bytes: int) -> bool:
         """Whether what `n_bytes` leave over of this block becomes a free block of its own."""
-        left_bytes = self.n_bytes - n_bytes
-        if self.segment.is_small:
-            return left_bytes >= SMALLEST_BLOCK
-        return left_bytes > _LARGEST_SMALL_REQUEST
+        return is_cut(self.n_bytes - n_bytes, is_small=self.segment.is_small)
 
-    def cut(self, n_bytes: int) -> "Block":
+    def cut(self, n_bytes: int) -> Block:
         """Keep the first `n_bytes` and return the rest, as a block behind this one."""
         rest = Block(self.segment, self.address + n_bytes, self.n_bytes - n_bytes)
         rest.before, rest.after = self, self.after
@@ -165,6 +136,87 @@ class SegmentTable:
         free = self._free[block.segment.is_small, block.segment.stream_id]
         entry: tuple[Any, ...] = (block.n_bytes, block.address)
         del free[bisect_left(free, entry)]
+
+
+class CachedMemory:
+    """What blocks take of a device that serves nobody else, on one stream.
+
+    Args:
+        budget_bytes: the most that may be reserved; None for no bound. What is cached is given back
+            before a block is refused, as on CUDA.
+
+    Attributes:
+        allocated_bytes: of the blocks in use.
+        reserved_bytes: of all segments.
+        allocated_peak_bytes: the most that was in use.
+        reserved_peak_bytes: the most that was reserved.
+        fits: whether nothing was refused. What was is counted as if it had not been.
+    """
+
+    def __init__(self, budget_bytes: int | None = None) -> None:
+        self._budget_bytes = budget_bytes
+        self._table = SegmentTable(0)
+        self.allocated_bytes = self.reserved_bytes = 0
+        self.allocated_peak_bytes = self.reserved_peak_bytes = 0
+        self.fits = True
+
+    def allocate(self, requested_bytes: int) -> Block | None:
+        """Take the best free block, or a part of it, or of a new segment; None for no bytes."""
+        if not requested_bytes:
+            return None
+        n_bytes = rounded(requested_bytes)
+        block = self._table.take(n_bytes, 0, is_small=is_small(n_bytes))
+        if block is None:
+            block = self._in_new_segment(n_bytes)
+        if block.should_split(n_bytes):
+            self._table.cut(block, n_bytes)
+        block.is_active = True
+        self.allocated_bytes += block.n_bytes
+        self.allocated_peak_bytes = max(self.allocated_peak_bytes, self.allocated_bytes)
+        return block
+
+    def free(self, block: Block | None) -> None:
+        """Keep a block for the next that asks."""
+        if block is not None:
+            self.allocated_bytes -= block.n_bytes
+            block.is_active = False
+            self._table.give_back(block)
+
+    def _in_new_segment(self, n_bytes: int) -> Block:
+        wanted_bytes = segment_bytes(n_bytes)
+        if not self._has_room(wanted_bytes):
+            self.reserved_bytes -= sum(block.n_bytes for block in self._table.drop_unused())
+            self.fits &= self._has_room(wanted_bytes)
+        self.reserved_bytes += wanted_bytes
+        self.reserved_peak_bytes = max(self.reserved_peak_bytes, self.reserved_bytes)
+        return self._table.add(wanted_bytes, 0, is_small=is_small(n_bytes))
+
+    def _has_room(self, n_bytes: int) -> bool:
+        return self._budget_bytes is None or self.reserved_bytes + n_bytes <= self._budget_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Bytes of a device.
+
+    Attributes:
+        allocated_bytes: of the blocks, with what is too little to be a block of its own.
+        reserved_bytes: of the segments that they lie in.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+def taken_by(sizes: Iterable[int], device: torch.device) -> Taken:
+    """What blocks of these sizes take, allocated one after the other."""
+    if not is_rounding(device):
+        n_bytes = sum(sizes)
+        return Taken(n_bytes, n_bytes)
+    memory = CachedMemory()
+    for size in sizes:
+        memory.allocate(size)
+    return Taken(memory.allocated_bytes, memory.reserved_bytes)
 
 
 def _chain(head: Block | None) -> list[Block]:

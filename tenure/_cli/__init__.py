@@ -1,0 +1,3 @@
+"""The command line, ``tenure`` and ``python -m tenure``."""
+
+from ._main import main as main

@@ -1,0 +1,232 @@
+"""The verb that says whether work fits on a device, without running it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import traceback
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tenure._errors import CommandError, TenureError
+
+from ._verb import Verb, byte_size
+
+if TYPE_CHECKING:
+    from tenure.adaptive import PeakReport
+
+_FITS, _DOES_NOT = 0, 1
+
+
+class Fit(Verb):
+    """Say whether work fits into the memory of a device, without running it.
+
+    FUNCTION takes no arguments and returns (fn, batch) or (fn, batch, optimizer): a step is
+    fn(batch), the backward pass of what that returns, and a step of the optimizer. It is called on
+    tensors without data, so a model of any size is made in seconds and takes no memory, and so runs
+    the step. Whose memory is meant, --device says: a device that this machine lacks is no obstacle.
+
+    MODULE is a dotted name, looked for in this directory first, or the path of a .py file.
+
+    Exit code: 0 where it fits, or no memory is known to compare with; 1 where it does not; 2 for a
+    mistake, among them any error of FUNCTION and of the step.
+    """
+
+    name = "fit"
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """Say what it takes."""
+        parser.add_argument("target", metavar="MODULE:FUNCTION", help="as train.py:setup")
+        parser.add_argument(
+            "--device-memory",
+            type=byte_size,
+            metavar="SIZE",
+            help="what there is, as 24GiB (default: what is free on the accelerator, if any)",
+        )
+        parser.add_argument(
+            "--device",
+            metavar="DEVICE",
+            help="whose memory is meant (default: cuda with --device-memory, else the accelerator, "
+            "else where the tensors are)",
+        )
+        parser.add_argument("--json", action="store_true", help="print JSON")
+        parser.add_argument("--html", metavar="FILE", help="write a page of HTML, too")
+        parser.add_argument(
+            "-o", "--output", metavar="FILE", help="write to FILE what else is printed"
+        )
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Predict the step, and compare."""
+        budget_bytes, device = _memory(arguments.device_memory, arguments.device)
+        # what the program prints is no part of the answer
+        with contextlib.redirect_stdout(sys.stderr), _their_errors(arguments.target):
+            answer = _answer(arguments.target, budget_bytes, device)
+        if arguments.html:
+            _write(arguments.html, answer.page(f"tenure fit {arguments.target}"))
+        shown = json.dumps(answer.facts(), indent=2) if arguments.json else str(answer)
+        if arguments.output:
+            _write(arguments.output, f"{shown}\n")
+        elif arguments.json or not sys.stdout.isatty():
+            _print(shown)
+        else:
+            answer.print_in_colours()
+        return _DOES_NOT if answer.fits is False else _FITS
+
+
+class _Answer(NamedTuple):
+    """What is printed.
+
+    Attributes:
+        report: the step with the whole batch, beside the budget.
+        micro_batch: a size, of how many samples, and the step in micro-batches of this size; None
+            where the whole fits, or can't be split.
+    """
+
+    report: PeakReport
+    micro_batch: tuple[int, int, PeakReport] | None
+
+    @property
+    def advice(self) -> tuple[Any, ...]:
+        # it takes predictions of its own, which nobody waits for where the work fits
+        return () if self.fits else self.report.advice
+
+    @property
+    def fits(self) -> bool | None:
+        budget_bytes = self.report.budget_bytes
+        return None if budget_bytes is None else self.report.fits(budget_bytes)
+
+    def facts(self) -> dict[str, Any]:
+        from tenure._show import plain
+
+        report, budget_bytes = self.report, self.report.budget_bytes
+        facts: dict[str, Any] = {
+            "fits": self.fits,
+            "budget_bytes": budget_bytes,
+            "spare_bytes": None if budget_bytes is None else budget_bytes - report.needed_bytes,
+            "micro_batch": None,
+            "advice": plain(self.advice),
+            "report": report.to_dict(),
+        }
+        if self.micro_batch is not None and budget_bytes is not None:
+            size, n_samples, smaller = self.micro_batch
+            facts["micro_batch"] = {
+                "size": size,
+                "batch": n_samples,
+                "fits": smaller.fits(budget_bytes),
+                "needed_bytes": smaller.needed_bytes,
+            }
+        return facts
+
+    def notes(self) -> list[str]:
+        """What is said below the report."""
+        from tenure._text import counted, format_bytes
+
+        notes = []
+        if self.micro_batch is not None and self.report.budget_bytes is not None:
+            size, n_samples, smaller = self.micro_batch
+            takes = (
+                f"in micro-batches of {size} the step takes {format_bytes(smaller.needed_bytes)}"
+            )
+            if smaller.fits(self.report.budget_bytes):
+                batch = f"the batch has {counted(n_samples, 'sample')}"
+                notes.append(f"The largest micro-batch that fits is {size}; {batch}; {takes}.")
+            else:
+                notes.append(f"No micro-batch fits: {takes}.")
+        return [*notes, *map(str, self.advice)]
+
+    def __str__(self) -> str:
+        return "\n\n".join([str(self.report), *filter(None, ["\n".join(self.notes())])])
+
+    def page(self, title: str) -> str:
+        from tenure._show import Paragraph, page
+
+        notes = "".join(Paragraph("", note).html() for note in self.notes())
+        return page(title, self.report._repr_html_() + notes)
+
+    def print_in_colours(self) -> None:
+        from rich.console import Console
+        from rich.text import Text
+
+        console = Console()
+        console.print(self.report)
+        for note in self.notes():
+            console.print(Text(note))
+
+
+def _answer(target: str, budget_bytes: int | None, device: str | None) -> _Answer:
+    from tenure.adaptive import predict_peak
+
+    from ._micro_batches import largest_micro_batch
+    from ._targets import load_function
+    from ._work import made_by
+
+    fn, batch, optimizer = made_by(load_function(target), target)
+    report = predict_peak(fn, batch, optimizer=optimizer, device=device)
+    if budget_bytes is None:
+        return _Answer(report, None)
+    report = report.against(budget_bytes)
+    if report.fits(budget_bytes):
+        return _Answer(report, None)
+    return _Answer(report, largest_micro_batch(fn, batch, optimizer, device, budget_bytes))
+
+
+def _memory(budget_bytes: int | None, device: str | None) -> tuple[int | None, str | None]:
+    """What there is, and whose it is."""
+    if budget_bytes is not None:
+        return budget_bytes, device or "cuda"
+    import torch
+
+    from tenure._devices import accelerator_of, told_by
+
+    present = torch.accelerator.current_accelerator(check_available=True)
+    found = accelerator_of(device or present)
+    told = None if found is None else told_by(found[0], "mem_get_info", found[1])
+    return (None, device) if found is None or told is None else (int(told[0]), str(found[1]))
+
+
+@contextlib.contextmanager
+def _their_errors(target: str) -> Iterator[None]:
+    """Exit codes say whether work fits: an error of the program is told, and ends with another."""
+    try:
+        yield
+    except TenureError:
+        raise
+    except (Exception, SystemExit) as error:
+        from ._work import in_a_line
+
+        traceback.print_exception(error.with_traceback(_from_theirs(error.__traceback__)))
+        raise CommandError(f"{target} raised {in_a_line(error)}.") from None
+
+
+def _from_theirs(all_frames: TracebackType | None) -> TracebackType | None:
+    """The frames from the first that is no longer ours; all, where each of them is."""
+    frames = all_frames
+    while frames is not None and _is_ours(frames):
+        frames = frames.tb_next
+    return frames or all_frames
+
+
+def _is_ours(frames: TracebackType) -> bool:
+    from tenure._callers import package_of
+
+    return package_of(frames.tb_frame) in ("tenure", "importlib", "runpy")
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise CommandError(f"{path!r} can't be written: {error.strerror}.") from None
+    print(f"Wrote {path}", file=sys.stderr)
+
+
+def _print(text: str) -> None:
+    # a pipe that knows no blocks is no reason to end with an error, whose code means "does not fit"
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    print(text)

@@ -1,0 +1,82 @@
+"""A verb of the command line, its exit code, errors in one line.
+
+Invariant: nothing here imports torch before a verb runs, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+import tenure
+from tenure._errors import CommandError, TenureError
+
+from ._demo import Demo
+from ._fit import Fit
+
+_VERBS = (Demo, Fit)
+_USER_ERROR = 2
+_INTERRUPTED = 130
+_TRACEBACK = "TENURE_TRACEBACK"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb of the command line.
+
+    Args:
+        argv: the arguments after the name of the program; None reads them from ``sys.argv``.
+
+    Returns:
+        The exit code: that of the verb, or 2 for a mistake of the user and for any other error of
+        tenure, told in one line; with ``TENURE_TRACEBACK=1`` in the environment the latter shows
+        where as well.
+
+    Raises:
+        SystemExit: after ``--help`` and ``--version``, and for arguments that can't be parsed.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except TenureError as error:
+        _tell(arguments.verb, error)
+        return _USER_ERROR
+    except KeyboardInterrupt:
+        print("tenure: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def _tell(verb: str, error: TenureError) -> None:
+    """Print an error in one line, as scripts and logs expect of a command."""
+    hint = ""
+    if not isinstance(error, CommandError):
+        if os.environ.get(_TRACEBACK, "0") not in {"", "0"}:
+            traceback.print_exception(error)
+        else:
+            hint = f" ({type(error).__name__}; {_TRACEBACK}=1 shows where.)"
+    print(f"tenure {verb}: error: {' '.join(str(error).split())}{hint}", file=sys.stderr)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(_USER_ERROR, f"{self.prog}: error: {message}. See {self.prog} --help.\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="tenure", description="Deterministic tensor lifetimes for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"tenure {tenure.__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for verb in _VERBS:
+        text = verb.help()
+        added = verbs.add_parser(
+            verb.name,
+            help=text.partition("\n")[0],
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        verb.add_arguments(added)
+        added.set_defaults(run=verb().run)
+    return parser

@@ -1,0 +1,61 @@
+"""What every verb has: a name, its help, arguments, and what it does."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+
+class Verb(ABC):
+    """A verb of the command line; the docstring of its class is its help."""
+
+    name: ClassVar[str]
+
+    @classmethod
+    def help(cls) -> str:
+        """Its help, of which the first line stands in the list of verbs."""
+        return inspect.getdoc(cls) or ""
+
+    @classmethod
+    @abstractmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """Say what it takes."""
+
+    @abstractmethod
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Do it.
+
+        Returns:
+            The exit code.
+
+        Raises:
+            CommandError: the user has to change something.
+        """
+
+
+def whole_number(minimum: int, maximum: int = 2**64 - 1) -> Callable[[str], int]:
+    """A ``type`` for argparse: a whole number from ``minimum`` to ``maximum``."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {minimum}")
+        if int(text) > maximum:
+            raise argparse.ArgumentTypeError(f"{text!r} is above {maximum}")
+        return int(text)
+
+    return parse
+
+
+def byte_size(text: str) -> int:
+    """A ``type`` for argparse: a number of bytes, as ``24GiB``."""
+    # they import torch, and nobody needs them before an argument is there
+    from tenure._errors import ByteSizeError
+    from tenure._text import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ByteSizeError as error:
+        raise argparse.ArgumentTypeError(str(error).rstrip(".")) from None

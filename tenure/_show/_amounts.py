@@ -1,0 +1,167 @@
+"""What a total is made of: one bar in as many parts, each with its bytes and its share.
+
+As text each part has a line of its own, which begins where the one above it ends, so that no colour
+is needed to tell them apart. In HTML the bar is a drawing: printers leave out backgrounds.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from tenure._text import format_bytes
+
+from ._table import Column, Table, Tinted
+
+if TYPE_CHECKING:
+    from rich import table as rich_tables
+
+_WIDTH = 32
+_WHOLE, _LEFT, _RIGHT, _THIN, _MARK = "█▌▐▏┆"
+# Those of one name are alike in all reports. Legible on white and on black.
+_COLOURS = {
+    "parameters": "#4c78a8",
+    "buffers": "#72b7b2",
+    "gradients": "#f58518",
+    "optimizer state": "#e45756",
+    "inputs": "#b279a2",
+    "activations": "#54a24b",
+    "saved for backward": "#54a24b",
+    "temporaries": "#c9a227",
+}
+_OTHER_COLOURS = ("#9d755d", "#8a8f98", "#d67195", "#6b7fd7")
+_COLUMNS = (Column("category"), Column("bytes", ">", True), Column("share", ">", True))
+_TOTAL = "total"
+
+
+class _Span(NamedTuple):
+    """A part, and where in the bar it begins."""
+
+    name: str
+    n_bytes: int
+    begin_bytes: int
+    colour: str
+
+
+@dataclass(frozen=True, slots=True)
+class Amounts:
+    """Parts of a total.
+
+    Attributes:
+        title: what stands above them; can be empty.
+        parts: the name and the bytes of each, in their order. One without bytes is left out, and a
+            negative one has no place in the bar.
+        limit_bytes: what there is, marked in the bar; None where nothing is known of that.
+    """
+
+    title: str
+    parts: Sequence[tuple[str, int]]
+    limit_bytes: int | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """All parts together."""
+        return sum(n_bytes for _, n_bytes in self.parts)
+
+    def text(self) -> str:
+        """The title, and a line for each part and for the total."""
+        table = self._table()
+        return table.text() if self.title else table.body()
+
+    def rich(self) -> rich_tables.Table:
+        """The same lines for rich, in colours."""
+        return self._table().rich()
+
+    def html(self) -> str:
+        """The bar as a drawing, and a table that is its legend."""
+        table = self._table()
+        legend = replace(table, columns=_COLUMNS, rows=[row[:3] for row in table.rows])
+        return self._drawing() + legend.html()
+
+    def _table(self) -> Table:
+        limit = "" if self.limit_bytes is None else f"{_MARK} = {format_bytes(self.limit_bytes)}"
+        rows = [
+            (
+                Tinted(span.name, span.colour),
+                *self._figures(span.n_bytes),
+                Tinted(self._line(span.begin_bytes, span.n_bytes), span.colour),
+            )
+            for span in self._spans()
+        ]
+        total = (_TOTAL, *self._figures(self.total_bytes), self._line(0, self.total_bytes))
+        return Table(self.title, (*_COLUMNS, Column(limit, is_code=True)), [*rows, total])
+
+    def _figures(self, n_bytes: int) -> tuple[str, str]:
+        share = f"{n_bytes / self.total_bytes:.1%}" if self.total_bytes > 0 else ""
+        return format_bytes(n_bytes), share
+
+    def _spans(self) -> Iterator[_Span]:
+        others, begin_bytes = 0, 0
+        for name, n_bytes in self.parts:
+            colour = _COLOURS.get(name)
+            if colour is None:
+                colour = _OTHER_COLOURS[others % len(_OTHER_COLOURS)]
+                others += 1
+            if n_bytes:
+                yield _Span(name, n_bytes, begin_bytes, colour)
+            begin_bytes += max(n_bytes, 0)
+
+    @property
+    def _scale_bytes(self) -> int:
+        """What the whole width stands for."""
+        drawn_bytes = sum(max(n_bytes, 0) for _, n_bytes in self.parts)
+        return max(drawn_bytes, self.limit_bytes or 0, 1)
+
+    def _line(self, begin_bytes: int, n_bytes: int) -> str:
+        """A part of the bar in characters, each of which is two steps wide."""
+        cells = [" "] * (_WIDTH + 1)
+        if n_bytes > 0:
+            begin, end = self._step(begin_bytes), self._step(begin_bytes + n_bytes)
+            for i in range(begin // 2, (end + 1) // 2):
+                has_left, has_right = begin <= 2 * i, 2 * i + 1 < end
+                cells[i] = _WHOLE if has_left and has_right else _LEFT if has_left else _RIGHT
+            # a part that is too small to be drawn is there all the same
+            if begin == end:
+                cells[min(begin // 2, _WIDTH - 1)] = _THIN
+        if self.limit_bytes is not None:
+            cells[self._step(self.limit_bytes) // 2] = _MARK
+        return "".join(cells).rstrip()
+
+    def _step(self, n_bytes: int) -> int:
+        return round(2 * _WIDTH * n_bytes / self._scale_bytes)
+
+    def _drawing(self) -> str:
+        drawn = "".join(map(self._rectangle, self._spans()))
+        if self.limit_bytes is not None:
+            drawn += self._mark(self.limit_bytes)
+        label = f"{self.title or _TOTAL}: {format_bytes(self.total_bytes)}"
+        return (
+            f'<svg role="img" aria-label="{html.escape(label)}" width="100%" height="46" '
+            f'style="display:block;max-width:60em;margin:0.5em 0">{drawn}</svg>'
+        )
+
+    def _rectangle(self, span: _Span) -> str:
+        if span.n_bytes < 0:
+            return ""
+        told = html.escape(f"{span.name}: {', '.join(filter(None, self._figures(span.n_bytes)))}")
+        begin, width = self._percent(span.begin_bytes), self._percent(span.n_bytes)
+        return (
+            f'<rect x="{begin}" y="18" width="{width}" height="24" fill="{span.colour}">'
+            f"<title>{told}</title></rect>"
+        )
+
+    def _mark(self, limit_bytes: int) -> str:
+        place = self._percent(limit_bytes)
+        # text that stands beyond the middle would leave the drawing
+        side = "end" if limit_bytes * 2 > self._scale_bytes else "start"
+        return (
+            f'<line x1="{place}" x2="{place}" y1="14" y2="46" stroke="currentColor" '
+            'stroke-width="2" stroke-dasharray="4 2"/>'
+            f'<text x="{place}" y="11" text-anchor="{side}" fill="currentColor" '
+            f'font-size="12">{format_bytes(limit_bytes)}</text>'
+        )
+
+    def _percent(self, n_bytes: int) -> str:
+        return f"{100 * n_bytes / self._scale_bytes:.3f}%"

@@ -1,0 +1,183 @@
+"""Logits that go into a cross entropy at once, computed a part at a time instead.
+
+Invariant: only logits that nothing else reads are left out; where something does, there is no
+advice.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from tenure._torch.storages import key_of
+
+from .._predict import Work
+from ._change import Change, expression_of
+
+# what does not read values, and gives a view
+_VIEWS = (
+    "view",
+    "reshape",
+    "flatten",
+    "unflatten",
+    "size",
+    "dim",
+    "__get__",
+    "stride",
+)
+
+
+def chunked_cross_entropy(work: Work, has_backward: bool) -> Iterator[Change]:
+    """`F.linear_cross_entropy` in the place of a linear layer and its cross entropy."""
+    # torch before 2.13
+    if not has_backward or not hasattr(F, "linear_cross_entropy"):
+        return
+    into_cross_entropies = _weights_into_cross_entropies(work)
+    for head in work.modules:
+        if not isinstance(head, nn.Linear) or id(head.weight) not in into_cross_entropies:
+            continue
+        into_cross_entropies.remove(id(head.weight))
+        place = expression_of(work, head)
+        bias = "" if head.bias is None else f", linear_bias={place}.bias"
+        yield Change(
+            f"compute the logits of {place} a part at a time, within their cross entropy",
+            f"F.linear_cross_entropy(hidden, {place}.weight, target{bias}, options="
+            f"torch.nn.LinearCrossEntropyOptions()) for F.cross_entropy({place}(hidden), target)",
+            around=functools.partial(_in_parts, head.weight),
+        )
+
+
+def _weights_into_cross_entropies(work: Work) -> set[int]:
+    """By identity, of one more prediction, in which nothing is changed."""
+    found: set[int] = set()
+    Change("", "", around=lambda fn: functools.partial(_watched, fn, found)).peak_bytes(work)
+    return found
+
+
+def _watched(fn: Callable[..., Any], found: set[int], *args: Any, **kwargs: Any) -> Any:
+    with _Watching(found):
+        return fn(*args, **kwargs)
+
+
+class _Watching(TorchFunctionMode):
+    """Notes the weights whose products come into a cross entropy, or may."""
+
+    def __init__(self, found: set[int]) -> None:
+        super().__init__()
+        self._found = found
+        self._weights: dict[int, int] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is F.linear and len(args) > 1:
+            self._weights[key_of(result.untyped_storage())] = id(args[1])
+        elif func is F.cross_entropy and args:
+            weight = self._weights.get(key_of(args[0].untyped_storage()))
+            # the layer of another storage that was at this place before is tried in vain
+            self._found |= set() if weight is None else {weight}
+        return result
+
+
+class _NotThisWayError(Exception):
+    """The logits are used for something else, or never come into a cross entropy."""
+
+
+def _in_parts(weight: Tensor, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _InParts(weight) as mode:
+            result = fn(*args, **kwargs)
+        if not mode.n_replaced:
+            raise _NotThisWayError
+        return result
+
+    return run
+
+
+class _InParts(TorchFunctionMode):
+    """Leaves the product with a weight out, and computes it where its cross entropy is.
+
+    Args:
+        weight: that of the layer whose logits are meant.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.n_replaced = 0
+        self._weight = weight
+        # of the stand-ins, what the product would have been made of
+        self._left_out: dict[int, tuple[Tensor, Tensor | None, Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear and len(args) > 1 and args[1] is self._weight:
+            return self._leave_out(*args, **kwargs)
+        known = self._known_in([*args, *kwargs.values()])
+        if known is None:
+            return func(*args, **kwargs)
+        if func is F.cross_entropy:
+            return self._replace(known, *args, **kwargs)
+        name = getattr(func, "__name__", "")
+        # no copy of what would be there, and one of what is not
+        if name == "contiguous" or (name == "float" and args[0].dtype is torch.float32):
+            return args[0]
+        if name not in _VIEWS:
+            raise _NotThisWayError
+        return func(*args, **kwargs)
+
+    def _leave_out(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        # one number, of the shape of all
+        stand_in = hidden.detach().new_empty(()).expand(*hidden.shape[:-1], weight.shape[0])
+        self._left_out[key_of(stand_in.untyped_storage())] = hidden, bias, stand_in
+        return stand_in
+
+    def _known_in(self, values: list[Any]) -> tuple[Tensor, Tensor | None, Tensor] | None:
+        if not self._left_out:
+            return None
+        for value in values:
+            if isinstance(value, Tensor):
+                known = self._left_out.get(key_of(value.untyped_storage()))
+                if known is not None:
+                    return known
+        return None
+
+    def _replace(
+        self, known: Any, logits: Tensor, target: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        hidden, bias, stand_in = known
+        options = _options_of(*args, **kwargs)
+        # any other order of the samples is another function
+        if logits.dim() != 2 or logits.numel() != stand_in.numel() or target.dim() != 1:
+            raise _NotThisWayError
+        self.n_replaced += 1
+        return F.linear_cross_entropy(
+            hidden.reshape(-1, hidden.shape[-1]),
+            self._weight,
+            target,
+            linear_bias=bias,
+            options=nn.LinearCrossEntropyOptions(),
+            **options,
+        )
+
+
+def _options_of(
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> dict[str, Any]:
+    if size_average is not None or reduce is not None:
+        raise _NotThisWayError
+    return {
+        "weight": weight,
+        "ignore_index": ignore_index,
+        "reduction": reduction,
+        "label_smoothing": label_smoothing,
+    }

@@ -1,0 +1,127 @@
+"""The largest micro-batch of a step that fits, found by running the step on tensors without data.
+
+Invariant: what a plan says was evaluated, and so was that one sample more does not fit; nothing is
+extrapolated, for the peak of a step is no straight line of its micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tenure._errors import AdaptiveUsageError
+from tenure._torch.compiler import never_compiled
+
+from .._sizes import checked_size
+from .._step import BatchNormPolicy, Reduction, SampleDims, SampleTree, StepSpec
+from ._budget import allowed_bytes
+from ._evaluation import Evaluation
+from ._report import Plan, plan_of
+from ._search import largest_that_fits
+from ._too_large import too_large
+
+Batch = TypeVar("Batch")
+_MARGIN = 0.05
+
+
+@never_compiled
+def plan(
+    fn: Callable[[Batch], Any],
+    batch: Batch,
+    budget: int | str,
+    *,
+    margin: float = _MARGIN,
+    optimizer: Optimizer | None = None,
+    device: torch.device | str | None = None,
+    loss: Reduction | Callable[[Any], Tensor] = "mean",
+    weight: Callable[[Batch], object] | None = None,
+    then: Callable[..., Tensor] | None = None,
+    once: Callable[[], Tensor] | None = None,
+    model: nn.Module | Iterable[nn.Module] | None = None,
+    batchnorm: BatchNormPolicy = "refuse",
+    in_dims: SampleDims = 0,
+    out_dims: SampleDims = 0,
+    minimum: int = 1,
+    maximum: int | None = None,
+) -> Plan:
+    """Say with which micro-batches ``step(fn, batch)`` would fit, without running it.
+
+    The step runs on tensors without data, so that a batch of ``meta`` may be larger than the
+    machine: about as often as the batch can be halved. With several micro-batches the gradients of
+    those before are alive beside each, and the batch is alive as a whole. What a step verifies the
+    first times that it splits is not counted: it gives way where there is no room for it.
+
+    Args:
+        fn: as of `step`.
+        batch: as of `step`; its tensors are of any device, ``meta`` included.
+        budget: what may be alive in all, with the weights and the batch: bytes, or like
+            ``"24GiB"``; or ``"80%"`` of what is free now, beside what is there already.
+        margin: the share of the budget to be left, from 0 (none) to below 1. The default of 0.05 is
+            for what varies from run to run, such as how a cache is cut up.
+        optimizer: its first step counts too, and the state that it makes.
+        device: whose memory is meant; None: that of the weights.
+        loss: as of `step`.
+        weight: as of `step`.
+        then: as of `step`.
+        once: as of `step`.
+        model: as of `step`.
+        batchnorm: as of `step`.
+        in_dims: as of `step`.
+        out_dims: as of `step`.
+        minimum: the fewest samples in a micro-batch.
+        maximum: the most samples in a micro-batch.
+
+    Returns:
+        The largest micro-batch that fits, and what it takes.
+
+    Raises:
+        OutOfRetriesError: no micro-batch fits; it says what the one that takes least takes.
+        BatchCoupledError: the batch would have to be split, and a module mixes its samples.
+        PredictionError: nothing can be said of what the work takes.
+        AdaptiveUsageError: an argument can't be used.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from tenure.adaptive import plan
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+        >>> batch = torch.empty(1000, 64, device="meta")
+        >>> found = plan(lambda x: model(x).square().mean(), batch, "400KiB", margin=0)
+        >>> found.micro_batch, len(found.sizes)
+        (149, 7)
+    """
+    spec = StepSpec(
+        entry="plan", fn=fn, batch=batch, loss=loss, weight=weight, then=then, once=once,
+        model=model, batchnorm=batchnorm, scaler=None, in_dims=in_dims, out_dims=out_dims,
+    )  # fmt: skip
+    spec.check()
+    n_samples = SampleTree(batch, in_dims, name="batch", argument="in_dims").n_samples()
+    fewest, most = _limits(minimum, maximum, n_samples, batchnorm)
+    evaluation = Evaluation(spec, optimizer, device)
+    allowed = allowed_bytes(budget, margin, evaluation.device, evaluation.held_bytes())
+    found = largest_that_fits(fewest, most, lambda size: evaluation.fits(size, allowed))
+    # what a long step piles up is seen only when all of it runs
+    while found and not evaluation.fits(found, allowed, in_full=True):
+        found = largest_that_fits(
+            fewest, found - 1, lambda size: evaluation.fits(size, allowed, in_full=True)
+        )
+    if not found:
+        raise too_large(evaluation, allowed)
+    report, sizes = evaluation.report(found)
+    return plan_of(report, found, sizes, allowed)
+
+
+def _limits(minimum: int, maximum: int | None, n_samples: int, batchnorm: str) -> tuple[int, int]:
+    fewest = checked_size("minimum", minimum)
+    most = max(n_samples, 1)
+    if maximum is not None:
+        most = min(most, checked_size("maximum", maximum))
+    if most < (fewest := min(fewest, max(n_samples, 1))):
+        raise AdaptiveUsageError(
+            f"plan() got maximum={maximum}, below minimum={minimum}. Raise it."
+        )
+    return fewest, most

@@ -1,0 +1,181 @@
+"""Memory that kernels of an accelerator take for themselves, which no tensor shows: an allowance.
+
+Without the device nobody can measure it. What is said here is what the sources and the formats of
+these kernels allow: too much rather than too little.
+
+Source: ``aten/src/ATen/native/cuda``, ``aten/src/ATen/cuda/CUDABlas.cpp`` of PyTorch 2.13.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tenure._cuda_blocks import BLOCK_BYTES, MIB, SMALL_SEGMENT_BYTES
+from tenure._cuda_segments import taken_by
+from tenure._text import format_bytes
+from tenure._torch.device_allocator import workspace_bytes
+
+from ._known import tensors_of
+
+# where CUDA is not in use and can't be asked: torch's default on Hopper, the largest there is
+_CUBLAS_BYTES = 32 * MIB
+# torch multiplies on the calling thread, and in a backward pass on the engine's, each with a handle
+_PRODUCTS = re.compile(
+    r"(add|badd)?b?mm|(add)?mv|v?dot|linear|matmul|_addmm_activation|_(int|scaled|grouped)_mm"
+)
+_PUT = frozenset({"index_put", "index_put_", "_index_put_impl_"})
+_ATTENTION_OF_CPU = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+class _Kind(NamedTuple):
+    """Operations that are alike.
+
+    Attributes:
+        roots: what their names begin with.
+        of_given: how much they take, in bytes of what they are given.
+        of_made: and of what they make.
+        purpose: what for, in words.
+    """
+
+    roots: tuple[str, ...]
+    of_given: int
+    of_made: int
+    purpose: str
+
+
+_SOLVERS = (
+    *("cholesky", "eig", "householder", "inv", "ldl", "lstsq", "lu", "matrix_exp", "qr"),
+    *("solve", "svd"),
+)
+_KINDS = (
+    _Kind(
+        ("convolution", "_convolution", "cudnn_convolution", "slow_conv", "_conv_depthwise"),
+        1,
+        1,
+        "the workspaces of convolutions",
+    ),
+    _Kind(
+        ("_cudnn_rnn", "mkldnn_rnn", "_thnn_fused", "lstm", "gru"),
+        2,
+        2,
+        "what recurrent layers keep",
+    ),
+    # sums in float32
+    _Kind(
+        ("_scaled_dot_product", "_flash_attention", "_efficient_attention"),
+        0,
+        2,
+        "what attention adds up in",
+    ),
+    # keys and their places, each twice
+    _Kind(
+        ("sort", "topk", "kthvalue", "median", "nanmedian", "mode", "_unique", "unique"),
+        8,
+        0,
+        "what is sorted in",
+    ),
+    _Kind(
+        ("index_put", "_index_put", "embedding_dense_backward", "_embedding_bag"),
+        3,
+        0,
+        "what indices are sorted in",
+    ),
+    _Kind(
+        ("_linalg", "_fft", "cholesky", "triangular_solve", *(f"linalg_{s}" for s in _SOLVERS)),
+        3,
+        3,
+        "the workspaces of solvers and Fourier transforms",
+    ),
+)
+
+
+class Workspaces:
+    """Notes which kernels run that take memory for themselves.
+
+    Args:
+        device: whose memory it is.
+
+    Attributes:
+        reasons: what is assumed of them; each once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._most_bytes = self._saved_bytes = 0
+        self._multiplying: set[str] = set()
+        self.reasons: dict[str, None] = {}
+
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any, phase: str) -> None:
+        """Notice an operation.
+
+        Args:
+            func: as a dispatch mode gets it.
+            args: its arguments.
+            kwargs: the others.
+            result: what it made.
+            phase: a backward pass has a thread, and with it libraries' handles, of its own.
+        """
+        namespace, _, name = str(func).partition(".")
+        name = name.partition(".")[0]
+        if namespace in ("profiler", "prim"):
+            return
+        if namespace != "aten":
+            self.reasons.setdefault(f"nobody has measured what {func} takes for itself")
+        elif _PRODUCTS.fullmatch(name):
+            self._multiplying.add("backward" if phase == "backward" else "forward")
+        else:
+            self._note_kind(name, args, kwargs, result)
+
+    @property
+    def allowance_bytes(self) -> int:
+        """What may be taken on top of the tensors, at the most."""
+        if self._device.type != "cuda":
+            return self._saved_bytes + self._most_bytes
+        # the other one for the partial sums of reductions
+        own_bytes = self._kept_bytes() + SMALL_SEGMENT_BYTES
+        return self._saved_bytes + self._most_bytes + own_bytes
+
+    def notes(self) -> list[str]:
+        """What is known, and no tensor shows it."""
+        n_bytes = self._kept_bytes()
+        return [f"cuBLAS keeps workspaces of {format_bytes(n_bytes)} at most"] if n_bytes else []
+
+    def _kept_bytes(self) -> int:
+        if self._device.type != "cuda":
+            return 0
+        sizes = workspace_bytes(self._device) or {"cuBLAS": _CUBLAS_BYTES}
+        return taken_by([*sizes.values()] * len(self._multiplying), self._device).reserved_bytes
+
+    def _note_kind(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        kind = _kind_of(name)
+        # what is put, and not added, is not sorted
+        if kind is None or (name in _PUT and not any(args[3:])):
+            return
+        given, made = _bytes_of((args, list(kwargs.values()))), _bytes_of(result)
+        self._most_bytes = max(self._most_bytes, kind.of_given * given + kind.of_made * made)
+        self.reasons.setdefault(f"there is an allowance only for {kind.purpose}")
+        if name == _ATTENTION_OF_CPU:
+            self._saved_bytes += _saved_elsewhere(*args[:2])
+
+
+def _bytes_of(values: Any) -> int:
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors_of(values))
+
+
+def _saved_elsewhere(query: Tensor, key: Tensor) -> int:
+    """What attention keeps on an accelerator for its backward pass, and on the CPU does not."""
+    if query.dtype is not torch.float64:
+        # the state of its random numbers
+        return 2 * BLOCK_BYTES
+    # no fused kernel has it: the scores, and their softmax
+    return 2 * query.nbytes // query.shape[-1] * key.shape[-2]
+
+
+@functools.cache
+def _kind_of(name: str) -> _Kind | None:
+    return next((kind for kind in _KINDS if name.startswith(kind.roots)), None)

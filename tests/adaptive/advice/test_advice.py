@@ -1,0 +1,381 @@
+"""Whoever takes advice by hand gets the peak that it told, and reading it changes nothing."""
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import tenure
+from tenure.adaptive import plan, predict_peak, statistics
+
+from ..predict.true_peak import step_of, true_peak_bytes
+
+# scalars that kernels make of numbers are seen or not
+_SLACK = 256
+
+
+class Block(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, n_words=600, depth=4):
+        super().__init__()
+        self.embedding = nn.Embedding(n_words, 32)
+        self.layers = nn.ModuleList(Block() for _ in range(depth))
+        self.head = nn.Linear(32, n_words)
+
+    def hidden(self, x):
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def forward(self, x):
+        return self.head(self.hidden(x))
+
+
+def words(n=16):
+    return torch.randint(0, 600, (n, 32))
+
+
+def loss_of(model):
+    return lambda x: F.cross_entropy(model(x).view(-1, 600), x.view(-1))
+
+
+def advice_on(part, report):
+    return [each for each in report.advice if part in each.what]
+
+
+def the_advice_on(part, report):
+    (found,) = advice_on(part, report)
+    assert found.saves_bytes == report.peak_bytes - found.peak_bytes
+    return found
+
+
+def true_peak_of(fn, batch, optimizer=None):
+    base = predict_peak(fn, batch, optimizer=optimizer).baseline_bytes
+    return base + true_peak_bytes(step_of(fn, batch, optimizer))
+
+
+def run(line, **names):
+    exec(line, {"torch": torch, "functools": functools, "tenure": tenure, **names})
+
+
+# --- checkpoints
+
+
+def test_blocks_are_checkpointed_as_told():
+    model, x = LanguageModel(), words()
+    fn = loss_of(model)
+    found = the_advice_on("checkpoint the 4 Block of model.layers", predict_peak(fn, x))
+    assert found.saves_bytes > 0
+    assert not found.changes_numbers
+    run(found.how, model=model)
+    assert isinstance(model.layers[0].forward, functools.partial)
+    assert predict_peak(fn, x).peak_bytes == found.peak_bytes
+    assert 0 <= found.peak_bytes - true_peak_of(fn, x) <= _SLACK
+
+
+def test_checkpoints_that_do_not_lower_the_peak_are_told_as_such():
+    # the logits are the peak, and nearly all of it
+    model, x = LanguageModel(depth=2), words(2)
+    adam = torch.optim.Adam(model.parameters(), foreach=False)
+    found = the_advice_on("checkpoint", predict_peak(loss_of(model), x, optimizer=adam))
+    assert found.saves_bytes <= 0
+
+
+def test_repeated_blocks_among_others_are_named_by_where_they_are():
+    model = nn.Sequential(nn.Linear(8, 32), Block(), Block(), nn.Linear(32, 1))
+    report = predict_peak(lambda x: model(x).square().mean(), torch.randn(64, 8))
+    found = the_advice_on("checkpoint", report)
+    assert found.how.startswith("for block in model[1:3]: ")
+
+
+def test_layers_of_torch_alone_and_inference_get_no_checkpoints():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    report = predict_peak(lambda x: model(x).square().mean(), torch.randn(64, 8))
+    assert not advice_on("checkpoint", report)
+    model, x = LanguageModel(), words()
+    with torch.no_grad():
+        report = predict_peak(lambda x: model(x).mean(), x)
+    assert not advice_on("checkpoint", report)
+
+
+# --- micro-batches
+
+
+def test_half_of_the_batch_takes_what_was_told():
+    model, x = LanguageModel(), words()
+    fn = loss_of(model)
+    report = predict_peak(fn, x)
+    found = the_advice_on("micro-batches of 8 of the 16", report)
+    assert found.saves_bytes > 0
+    by_hand = lambda x: tenure.adaptive.step(fn, x, maximum=8, verify=False)  # noqa: E731
+    assert predict_peak(by_hand, x).peak_bytes == found.peak_bytes
+    base = report.baseline_bytes
+    real = base + true_peak_bytes(lambda: run(found.how, fn=fn, batch=x))
+    # the first time that it splits, a step verifies it
+    assert real >= found.peak_bytes - _SLACK
+
+
+def test_a_batch_that_cannot_be_split_gets_no_micro_batches():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    report = predict_peak(lambda x: model(x).square().mean(), torch.randn(64, 8))
+    assert not advice_on("micro-batches", report)
+    report = predict_peak(lambda x: model[0](x).square().mean(), torch.randn(1, 8))
+    assert not advice_on("micro-batches", report)
+
+
+# --- logits
+
+
+def in_parts(model):
+    def fn(x):
+        hidden = model.hidden(x)
+        return F.linear_cross_entropy(
+            hidden.view(-1, 32),
+            model.head.weight,
+            x.view(-1),
+            linear_bias=model.head.bias,
+            options=nn.LinearCrossEntropyOptions(),
+        )
+
+    return fn
+
+
+def test_logits_in_parts_take_what_was_told():
+    model, x = LanguageModel(depth=1), words()
+    report = predict_peak(loss_of(model), x)
+    found = the_advice_on("logits of model.head", report)
+    assert found.saves_bytes > report.peak_bytes // 4
+    by_hand = predict_peak(in_parts(model), x).peak_bytes
+    assert abs(by_hand - found.peak_bytes) <= _SLACK
+    assert abs(found.peak_bytes - true_peak_of(in_parts(model), x)) <= _SLACK
+
+
+def test_logits_that_are_made_float_and_contiguous_as_libraries_do_are_left_out_too():
+    model, x = LanguageModel(depth=1), words()
+
+    def fn(x):
+        logits = model(x).float().contiguous()
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), x.view(-1), reduction="mean")
+
+    found = the_advice_on("logits of model.head", predict_peak(fn, x))
+    assert found.peak_bytes == the_advice_on("logits", predict_peak(loss_of(model), x)).peak_bytes
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        # something else reads the logits
+        lambda model, x: F.cross_entropy((y := model(x).view(-1, 600)), x.view(-1)) + y.mean(),
+        # no cross entropy
+        lambda model, x: model(x).square().mean(),
+        # another order
+        lambda model, x: F.cross_entropy(model(x).transpose(1, 2), x),
+    ],
+)
+def test_other_uses_of_logits_get_no_advice(loss):
+    model, x = LanguageModel(depth=1), words()
+    assert not advice_on("logits", predict_peak(lambda x: loss(model, x), x))
+
+
+# --- gradients of zeros
+
+
+def test_gradients_of_zeros_are_dropped_as_told():
+    model, x = LanguageModel(), words(2)
+    fn = loss_of(model)
+    fn(x).backward()
+    adam = torch.optim.SGD(model.parameters())
+    adam.zero_grad(set_to_none=False)
+    before = [p.grad for p in model.parameters()]
+    found = the_advice_on("drop the gradients of", predict_peak(fn, x, optimizer=adam))
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
+    assert found.saves_bytes > 0
+    run(found.how, optimizer=adam)
+    assert predict_peak(fn, x, optimizer=adam).peak_bytes == found.peak_bytes
+
+
+def test_gradients_with_numbers_are_left():
+    model, x = LanguageModel(), words(2)
+    fn = loss_of(model)
+    fn(x).backward()
+    assert not advice_on("drop the gradients", predict_peak(fn, x))
+
+
+# --- optimizers
+
+
+def test_an_optimizer_that_steps_one_by_one_takes_what_was_told():
+    model, x = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6))), torch.randn(2, 128)
+    fn = lambda x: model(x).square().mean()  # noqa: E731
+    adam = torch.optim.Adam(model.parameters(), foreach=True)
+    groups = copy.copy(adam.param_groups[0])
+    report = predict_peak(fn, x, optimizer=adam)
+    assert report.phase == "optimizer step"
+    found = the_advice_on("let Adam step one parameter after the other", report)
+    fused = the_advice_on("let Adam step in one kernel", report)
+    assert found.saves_bytes > 0 < fused.saves_bytes
+    assert adam.param_groups[0] == groups
+    run(found.how, optimizer=adam)
+    assert predict_peak(fn, x, optimizer=adam).peak_bytes == found.peak_bytes
+    by_hand = torch.optim.Adam(model.parameters(), fused=True)
+    assert predict_peak(fn, x, optimizer=by_hand).peak_bytes == fused.peak_bytes
+    assert abs(fused.peak_bytes - true_peak_of(fn, x, by_hand)) <= _SLACK
+
+
+def test_an_optimizer_that_is_not_the_peak_is_left():
+    model, x = LanguageModel(), words(32)
+    adam = torch.optim.Adam(model.parameters(), foreach=True)
+    report = predict_peak(loss_of(model), x, optimizer=adam)
+    assert report.phase == "backward"
+    assert not advice_on("let Adam", report)
+
+
+# --- autocast
+
+
+def test_autocast_takes_what_was_told_and_says_that_numbers_change():
+    model, x = LanguageModel(), words()
+    fn = loss_of(model)
+    found = the_advice_on("bfloat16", predict_peak(fn, x))
+    assert found.changes_numbers
+
+    def by_hand(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return fn(x)
+
+    assert predict_peak(by_hand, x).peak_bytes == found.peak_bytes
+    assert not advice_on("bfloat16", predict_peak(by_hand, x))
+
+
+def test_a_model_of_bfloat16_gets_no_autocast():
+    model, x = LanguageModel().bfloat16(), words()
+    assert not advice_on("bfloat16", predict_peak(loss_of(model), x))
+
+
+# --- what holds for all
+
+
+def test_the_most_comes_first_and_is_found_once():
+    model, x = LanguageModel(), words()
+    report = predict_peak(loss_of(model), x)
+    saved = [each.saves_bytes for each in report.advice]
+    assert len(saved) >= 4
+    assert saved == sorted(saved, reverse=True)
+    assert report.advice is report.advice
+
+
+def test_reading_advice_changes_nothing():
+    model, x = LanguageModel(), words()
+    model.head.weight.grad = torch.ones(600, 32)
+    calls = []
+    model.layers[0].register_forward_hook(lambda *_: calls.append(0))
+    adam = torch.optim.Adam(model.parameters())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    hooks = len(model.layers[0]._forward_hooks)
+    rng = torch.get_rng_state()
+    group = copy.copy(adam.param_groups[0])
+    report = predict_peak(loss_of(model), x, optimizer=adam)
+    attempts = statistics().attempts
+    assert report.advice
+    assert statistics().attempts == attempts
+    assert adam.state == {}
+    assert adam.param_groups[0] == group
+    assert torch.equal(model.head.weight.grad, torch.ones(600, 32))
+    assert model.head.bias.grad is None
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+    assert len(model.layers[0]._forward_hooks) == hooks
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), rng)
+
+
+def test_a_change_that_fails_is_no_advice_and_is_taken_back():
+    class Once(Block):
+        n_calls = 0
+
+        def forward(self, x):
+            if isinstance(vars(self).get("forward"), functools.partial):
+                raise RuntimeError("not this one")
+            return super().forward(x)
+
+    model = nn.Sequential(Once(), Once())
+    report = predict_peak(lambda x: model(x).square().mean(), torch.randn(8, 32))
+    assert not advice_on("checkpoint", report)
+    assert "forward" not in vars(model[0])
+
+
+def test_a_forward_of_the_users_own_comes_back():
+    model = nn.Sequential(Block(), Block())
+    own = model[0].forward = functools.partial(model[0].forward)
+    report = predict_peak(lambda x: model(x).square().mean(), torch.randn(8, 32))
+    assert advice_on("checkpoint", report)
+    assert model[0].forward is own
+    assert "forward" not in vars(model[1])
+
+
+def test_advice_is_that_of_the_grad_mode_of_the_prediction():
+    model, x = LanguageModel(), words()
+    report = predict_peak(loss_of(model), x)
+    with torch.no_grad():
+        assert the_advice_on("checkpoint", report).saves_bytes > 0
+    assert torch.is_grad_enabled()
+
+
+def test_copies_and_files_have_what_was_found():
+    model, x = LanguageModel(depth=2), words(2)
+    report = predict_peak(loss_of(model), x)
+    assert report.to_dict()["advice"] == []
+    assert copy.deepcopy(report).advice == ()
+    found = report.advice
+    assert pickle.loads(pickle.dumps(report)).advice == found
+    assert report.to_dict()["advice"][0]["how"] == found[0].how
+
+
+def test_a_plan_advises_on_its_step():
+    model, x = LanguageModel(), words()
+    fn = loss_of(model)
+    found = plan(fn, x, "1GiB", maximum=4)
+    advised = the_advice_on("checkpoint", found)
+    run(advised.how, model=model)
+    assert plan(fn, x, "1GiB", maximum=4).peak_bytes == advised.peak_bytes
+    assert not advice_on("micro-batches", found)
+
+
+def test_a_plan_runs_its_function_in_bfloat16_and_not_the_backward_pass():
+    model, x = LanguageModel(), words()
+    fn = loss_of(model)
+
+    def by_hand(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return fn(x)
+
+    found = the_advice_on("bfloat16", plan(fn, x, "1GiB", maximum=4))
+    assert plan(by_hand, x, "1GiB", maximum=4).peak_bytes == found.peak_bytes
+
+
+def test_checkpoint_is_the_one_of_torch():
+    model, x = LanguageModel(), words(2)
+    fn = loss_of(model)
+    (found,) = advice_on("checkpoint", predict_peak(fn, x))
+    fn(x).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    run(found.how, model=model)
+    assert model.layers[0].forward.func is checkpoint
+    fn(x).backward()
+    for p, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, grad)

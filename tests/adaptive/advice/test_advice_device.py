@@ -1,0 +1,58 @@
+"""Advice on an accelerator: what leaves the device, and comes back."""
+
+import torch
+from torch import nn
+
+from tenure.adaptive import predict_peak
+from tenure.paging import page
+
+from .test_advice import LanguageModel, advice_on, loss_of, the_advice_on, words
+
+
+def test_activations_on_the_host_take_what_was_told(sim):
+    model, x = LanguageModel().to("sim"), words().to("sim")
+    fn = loss_of(model)
+    found = the_advice_on("on the host", predict_peak(fn, x))
+
+    def by_hand(x):
+        with torch.autograd.graph.save_on_cpu():
+            return fn(x)
+
+    assert found.saves_bytes > 0
+    assert predict_peak(by_hand, x).peak_bytes == found.peak_bytes
+
+
+def test_activations_on_the_host_are_told_of_where_they_do_not_lower_the_peak(sim):
+    model = nn.Linear(256, 256).to("sim")
+    adam = torch.optim.Adam(model.parameters(), foreach=True)
+    fn = lambda x: model(x).square().mean()  # noqa: E731
+    report = predict_peak(fn, torch.ones(1, 256, device="sim"), optimizer=adam)
+    assert the_advice_on("on the host", report).saves_bytes <= 0
+
+
+def test_paged_weights_take_what_was_told(sim):
+    with torch.no_grad():
+        model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(12))).to("sim")
+        x = torch.ones(64, 128, device="sim")
+        report = predict_peak(model, x)
+        found = the_advice_on("page the weights", report)
+        n_bytes = sum(p.nbytes for p in model.parameters())
+        assert found.saves_bytes == n_bytes * 10 // 12
+        assert found.how == f'tenure.paging.page(model.cpu(), "sim:0", budget={n_bytes // 6})'
+        model.cpu()
+        before = sim.allocated_bytes
+        with page(model, "sim", budget=n_bytes // 6) as paged:
+            torch.sim.reset_peak_memory_stats()
+            paged(x)
+            taken = torch.sim.max_memory_allocated() - before + x.nbytes
+        # slabs are rounded as the allocator does
+        assert taken <= found.peak_bytes + 4096
+
+
+def test_weights_that_are_trained_or_on_the_host_are_not_paged(sim):
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(12)))
+    with torch.no_grad():
+        assert not advice_on("page", predict_peak(model, torch.ones(4, 128)))
+    model = model.to("sim")
+    report = predict_peak(lambda x: model(x).sum(), torch.ones(4, 128, device="sim"))
+    assert not advice_on("page", report)

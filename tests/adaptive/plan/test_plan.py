@@ -1,0 +1,227 @@
+"""A plan is what the step then does: it fits, and with a larger micro-batch it doesn't."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tenure.adaptive import (
+    AdaptiveUsageError,
+    BatchCoupledError,
+    OutOfRetriesError,
+    memory_budget,
+    plan,
+    predict_peak,
+    statistics,
+    step,
+)
+from tenure.adaptive._plan._search import largest_that_fits
+
+from ..predict.true_peak import true_peak_bytes
+
+
+def mlp(width=48, depth=5, n_classes=10):
+    layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)]
+    return nn.Sequential(*layers, nn.Linear(width, n_classes))
+
+
+def batch_of(n, width=48, n_classes=10):
+    return {"x": torch.randn(n, width), "y": torch.randint(0, n_classes, (n,))}
+
+
+def mean_of(model):
+    return lambda batch: F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def counted_of(model):
+    def fn(batch):
+        total = F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
+        return total, (batch["y"] != -100).sum()
+
+    return fn
+
+
+def true_bytes(fn, batch, size, **options):
+    return true_peak_bytes(lambda: step(fn, batch, maximum=size, verify=False, **options))
+
+
+@pytest.mark.parametrize("share", [1.1, 0.8, 0.7])
+@pytest.mark.parametrize("kind", ["mean", "counted", "outputs"])
+def test_the_largest_micro_batch_that_fits_is_found(kind, share):
+    model, batch = mlp(), batch_of(131)
+    options = {}
+    if kind == "outputs":
+        labels = batch["y"]
+        options["loss"] = lambda outputs: F.cross_entropy(outputs, labels)
+        fn = lambda batch: model(batch["x"])  # noqa: E731
+    else:
+        fn = {"mean": mean_of, "counted": counted_of}[kind](model)
+    whole = plan(fn, batch, "1GiB", margin=0, **options)
+    assert whole.sizes == (131,)
+    found = plan(fn, batch, int(whole.peak_bytes * share), margin=0, **options)
+    assert found.budget_bytes == int(whole.peak_bytes * share)
+    base = found.baseline_bytes
+    assert base + true_bytes(fn, batch, found.micro_batch, **options) == found.peak_bytes
+    assert found.peak_bytes <= found.budget_bytes
+    model.zero_grad()
+    assert step(fn, batch, maximum=found.micro_batch, verify=False, **options).sizes == found.sizes
+    model.zero_grad()
+    if found.micro_batch < 131:
+        above = base + true_bytes(fn, batch, found.micro_batch + 1, **options)
+        assert above > found.budget_bytes
+
+
+def test_the_planned_step_runs_within_its_budget_and_twice_as_many_samples_do_not():
+    model, batch = mlp(), batch_of(300)
+    fn = mean_of(model)
+    found = plan(fn, batch, "250KiB", margin=0)
+    room = found.budget_bytes - found.baseline_bytes
+    with memory_budget(room):
+        step(fn, batch, maximum=found.micro_batch, minimum=found.micro_batch, verify=False)
+    model.zero_grad()
+    size = found.micro_batch * 2
+    with memory_budget(room), pytest.raises(OutOfRetriesError):
+        step(fn, batch, maximum=size, minimum=size, verify=False)
+
+
+def test_the_step_of_an_optimizer_counts():
+    model, batch = mlp(), batch_of(64)
+    adam = torch.optim.Adam(model.parameters(), foreach=False)
+    n_bytes = sum(p.nbytes for p in model.parameters())
+    without = plan(mean_of(model), batch, "1GiB")
+    found = plan(mean_of(model), batch, "1GiB", optimizer=adam)
+    assert found.peak_bytes >= found.baseline_bytes + 3 * n_bytes
+    assert found.peak_bytes > without.peak_bytes
+
+
+def test_a_plan_changes_nothing():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1))
+    model[0].weight.grad = torch.ones(8, 8)
+    adam = torch.optim.Adam(model.parameters())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    batch = torch.randn(40, 8)
+    rng, counts = torch.get_rng_state(), (statistics().attempts, statistics().ooms)
+    fn = lambda x: model(x).square().mean()  # noqa: E731
+    peak = plan(fn, batch, "1GiB", optimizer=adam, margin=0).peak_bytes
+    plan(fn, batch, peak - 1, optimizer=adam, margin=0, batchnorm="per_chunk")
+    assert adam.state == {}
+    assert torch.equal(model[0].weight.grad, torch.ones(8, 8))
+    assert model[3].weight.grad is None
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert (statistics().attempts, statistics().ooms) == counts
+
+
+def test_where_nothing_fits_the_numbers_are_told():
+    model, batch = mlp(), batch_of(64)
+    expected = (
+        r"plan\(\) finds no micro-batch of 'fn' that fits: 1 sample at a time would take .* KiB on "
+        r"cpu, .* more than the 50\.0 KiB that there are: parameters .*, gradients.*Nothing was run"
+    )
+
+    def fn(batch):
+        return F.cross_entropy(model(batch["x"]), batch["y"])
+
+    with pytest.raises(OutOfRetriesError, match=expected) as caught:
+        plan(fn, batch, "50KiB", margin=0)
+    assert caught.value.sizes == (64, 32, 16, 8, 4, 2, 1)
+
+
+def test_a_batch_that_is_not_there_is_planned():
+    model = nn.Linear(1024, 1024)
+    batch = torch.empty(2**20, 1024, device="meta")
+    found = plan(lambda x: model(x).square().mean(), batch, "5GiB", margin=0)
+    assert 1 < len(found.sizes) < 40
+    assert found.peak_bytes <= 5 * 2**30 < found.peak_bytes + 8 * 1024 * 1024
+
+
+def test_modules_that_mix_samples_are_refused_where_the_batch_has_to_be_split():
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
+    batch = torch.randn(64, 64)
+    fn = lambda x: model(x).square().mean()  # noqa: E731
+    whole = plan(fn, batch, "1GiB", margin=0)
+    assert whole.sizes == (64,)
+    with pytest.raises(BatchCoupledError):
+        plan(fn, batch, whole.peak_bytes - 1, margin=0)
+    assert plan(fn, batch, whole.peak_bytes - 1, margin=0, batchnorm="per_chunk").micro_batch < 64
+
+
+def test_samples_in_another_dimension_are_cut_there():
+    model = nn.Linear(32, 32)
+    batch = torch.randn(6, 100, 32)
+    fn = lambda x: model(x).square().mean()  # noqa: E731
+    found = plan(fn, batch, "200KiB", margin=0, in_dims=1)
+    assert found.n_samples == 100 > found.micro_batch
+    assert step(fn, batch, in_dims=1, maximum=found.micro_batch).sizes == found.sizes
+
+
+def test_limits_and_margins_are_kept():
+    model, batch = mlp(), batch_of(64)
+    fn = mean_of(model)
+    assert plan(fn, batch, "1GiB", maximum=10).sizes == (10, 10, 10, 10, 10, 10, 4)
+    tight = plan(fn, batch, 200_000, margin=0.25)
+    assert tight.budget_bytes == 150_000
+    assert tight.micro_batch <= plan(fn, batch, 200_000, margin=0).micro_batch
+
+
+def test_a_share_is_of_what_is_free_beside_what_is_there():
+    model, batch = mlp(), batch_of(64)
+    with memory_budget("300KiB"):
+        found = plan(mean_of(model), batch, "50%", margin=0)
+    assert found.budget_bytes == found.baseline_bytes + 150 * 1024
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"budget": "0%"}, "A share goes from above 0% to 100%"),
+        ({"budget": "1GiB", "margin": 1.0}, "from 0 to below 1"),
+        ({"budget": "1GiB", "minimum": 9, "maximum": 4}, "Raise it"),
+        ({"budget": "1GiB", "loss": "avg"}, r"plan\(\) got loss='avg'"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_refused(arguments, message):
+    model, batch = mlp(), batch_of(64)
+    budget = arguments.pop("budget")
+    with pytest.raises(AdaptiveUsageError, match=message):
+        plan(mean_of(model), batch, budget, **arguments)
+
+
+def test_a_plan_is_shown_and_kept():
+    model, batch = mlp(), batch_of(64)
+    found = plan(mean_of(model), batch, "1GiB", maximum=40)
+    assert str(found).startswith("64 samples in 2 micro-batches of up to 40: ")
+    again = type(found).from_dict(found.to_dict())
+    assert again == found
+    assert again.advice == ()
+
+
+def test_what_piles_up_is_seen_though_the_search_does_not_run_all():
+    # each micro-batch of a step of two passes keeps its random state
+    model, batch = mlp(16, 1), batch_of(400, 16)
+
+    def fn(batch):
+        total, count = counted_of(model)(batch)
+        return {"a": (total, count), "b": (total * 2, count)}
+
+    found = plan(fn, batch, 120_000, margin=0)
+    base = found.baseline_bytes
+    assert base + true_bytes(fn, batch, found.micro_batch) == found.peak_bytes <= 120_000
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 99, 100, 101, 777, 1000])
+def test_the_search_is_as_long_as_a_bisection(limit):
+    asked = []
+    found = largest_that_fits(1, 1000, lambda size: asked.append(size) or size <= limit)
+    assert found == limit
+    assert len(asked) <= 12
+    assert limit == 1000 or limit + 1 in asked
+
+
+def test_the_plan_agrees_with_the_prediction_of_the_whole():
+    model, batch = mlp(), batch_of(64)
+    fn = mean_of(model)
+    whole = plan(fn, batch, "1GiB")
+    # the step notes the random state
+    noted = torch.get_rng_state().nbytes
+    assert 0 <= whole.peak_bytes - predict_peak(fn, batch).peak_bytes <= noted + 256

@@ -1,0 +1,303 @@
+"""What a prediction says of an accelerator is what the simulated one then counts."""
+
+import pytest
+import torch
+from torch import nn
+
+from tenure.adaptive import PredictionError, predict_peak
+
+from .true_peak import step_of
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.Tanh())
+
+
+def wide():
+    """Its parameters are much, its activations are little: the peak is the optimizer's."""
+    return nn.Sequential(*(nn.Linear(700, 700) for _ in range(8)))
+
+
+def transformer():
+    return nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+
+
+_MODELS = {
+    "mlp": (mlp, (512, 64)),
+    "large batch": (mlp, (20_000, 64)),
+    "wide": (wide, (4, 700)),
+    "transformer": (transformer, (8, 32, 64)),
+    "long sequences": (transformer, (16, 400, 64)),
+}
+_OPTIMIZERS = {
+    "none": lambda parameters: None,
+    "adamw": torch.optim.AdamW,
+    "one by one": lambda parameters: torch.optim.AdamW(parameters, foreach=False),
+    "sgd": torch.optim.SGD,
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "rmsprop": torch.optim.RMSprop,
+}
+
+
+def squared(model):
+    return lambda x: model(x).square().mean()
+
+
+@pytest.mark.sim_allocator("cuda")
+@pytest.mark.parametrize("optimizer", _OPTIMIZERS)
+@pytest.mark.parametrize("name", _MODELS)
+def test_a_step_takes_of_an_accelerator_what_was_predicted(sim, name, optimizer):
+    make, shape = _MODELS[name]
+    model = make().to(sim.device)
+    batch = torch.randn(shape).to(sim.device)
+    stepped = _OPTIMIZERS[optimizer](model.parameters())
+    report = predict_peak(squared(model), batch, optimizer=stepped)
+    assert sim.peak_bytes == sim.allocated_bytes
+    kept = step_of(squared(model), batch, stepped)()
+    stats = sim.module.memory_stats()
+    assert report.device == str(sim.device)
+    assert report.peak_bytes == stats["requested_bytes.all.peak"]
+    assert report.allocated_bytes == stats["allocated_bytes.all.peak"]
+    assert report.reserved_bytes == stats["reserved_bytes.all.peak"]
+    assert not report.approximate
+    del kept
+
+
+@pytest.mark.sim_allocator("cuda")
+@pytest.mark.parametrize("name", ["wide", "large batch"])
+def test_a_later_step_takes_what_was_predicted_with_the_state_that_is_there(sim, name):
+    make, shape = _MODELS[name]
+    model, batch = make().to(sim.device), torch.randn(shape).to(sim.device)
+    stepped = torch.optim.AdamW(model.parameters())
+    step_of(squared(model), batch, stepped)()
+    stepped.zero_grad()
+    report = predict_peak(squared(model), batch, optimizer=stepped)
+    sim.module.reset_peak_memory_stats()
+    kept = step_of(squared(model), batch, stepped)()
+    stats = sim.module.memory_stats()
+    assert report.peak_bytes == stats["requested_bytes.all.peak"]
+    assert report.allocated_bytes == stats["allocated_bytes.all.peak"]
+    assert report.reserved_bytes == stats["reserved_bytes.all.peak"]
+    del kept
+
+
+@pytest.mark.sim_allocator("exact")
+@pytest.mark.parametrize("name", ["mlp", "transformer"])
+def test_where_nothing_is_rounded_the_peak_is_what_is_asked_for(sim, name):
+    make, shape = _MODELS[name]
+    model, batch = make().to(sim.device), torch.randn(shape).to(sim.device)
+    stepped = torch.optim.AdamW(model.parameters())
+    report = predict_peak(squared(model), batch, optimizer=stepped)
+    kept = step_of(squared(model), batch, stepped)()
+    assert report.peak_bytes == sim.peak_bytes
+    del kept
+
+
+@pytest.mark.sim_allocator("cuda")
+@pytest.mark.parametrize("batch_is", ["on the host", "on meta"])
+def test_a_model_on_the_host_is_predicted_as_if_it_were_there(sim, batch_is):
+    model, batch = mlp(), torch.randn(512, 64)
+    model[0].weight.grad = torch.ones(256, 64)
+    stepped = torch.optim.AdamW(model.parameters())
+    shown = batch if batch_is == "on the host" else batch.to("meta")
+    report = predict_peak(squared(model), shown, optimizer=stepped, device="sim")
+    assert sim.peak_bytes == 0
+    assert {
+        each.device.type
+        for p in model.parameters()
+        for each in (p, p.grad, p.data)
+        if each is not None
+    } == {"cpu"}
+    there = model.to(sim.device)
+    batch = batch.to(sim.device)
+    kept = step_of(squared(there), batch, torch.optim.AdamW(there.parameters()))()
+    stats = sim.module.memory_stats()
+    assert report.device == "sim:0"
+    assert report.peak_bytes == stats["requested_bytes.all.peak"]
+    assert report.allocated_bytes == stats["allocated_bytes.all.peak"]
+    assert report.reserved_bytes == stats["reserved_bytes.all.peak"]
+    del kept
+
+
+@pytest.mark.sim_allocator("cuda")
+def test_a_batch_that_the_work_copies_there_counts_where_it_is(sim):
+    model, batch = mlp().to(sim.device), torch.randn(20_000, 64)
+
+    def fn(x):
+        return model(x.to(sim.device)).square().mean()
+
+    report = predict_peak(fn, batch)
+    of_host = predict_peak(fn, batch, device="cpu")
+    kept = step_of(fn, batch, None)()
+    stats = sim.module.memory_stats()
+    assert report.device == "sim:0"
+    assert report.categories.get("inputs", 0) == 0
+    assert report.peak_bytes == stats["requested_bytes.all.peak"]
+    assert report.reserved_bytes == stats["reserved_bytes.all.peak"]
+    assert of_host.device == "cpu"
+    assert of_host.baseline_bytes == batch.nbytes
+    assert of_host.reserved_bytes is None
+    del kept
+
+
+@pytest.mark.sim_allocator("cuda")
+def test_of_several_devices_the_one_that_is_named_is_told(sim):
+    sim(devices=2)
+    first, second = nn.Linear(64, 256).to("sim:0"), nn.Linear(256, 8).to("sim:1")
+
+    def fn(x):
+        return second(first(x.to("sim:0")).to("sim:1")).square().mean()
+
+    batch = torch.randn(512, 64)
+    reports = [predict_peak(fn, batch, device=name) for name in (None, "sim", "sim:0", "sim:1")]
+    kept = step_of(fn, batch, None)()
+    true_bytes = [sim.module.memory_stats(i)["requested_bytes.all.peak"] for i in range(2)]
+    assert [each.device for each in reports] == ["sim:0", "sim:0", "sim:0", "sim:1"]
+    assert [each.peak_bytes for each in reports] == [*true_bytes[:1] * 3, true_bytes[1]]
+    del kept
+
+
+@pytest.mark.sim_allocator("cuda")
+def test_what_is_said_to_fit_fits_to_the_segment(sim):
+    shapes = [(6_000, 700), (5_000, 700)]
+
+    def fn(*parts):
+        return sum(part.exp().exp().sum() for part in parts)
+
+    parts = [torch.randn(shape) for shape in shapes]
+    with torch.no_grad():
+        report = predict_peak(fn, *parts, device="sim")
+    step_bytes = 2 * 2**20
+    least = next(
+        n_bytes for n_bytes in range(0, report.needed_bytes + 1, step_bytes) if report.fits(n_bytes)
+    )
+    assert least < report.needed_bytes
+    assert "once the allocator gives back what it caches" in str(report.against(least))
+    assert "It does not fit in" in str(report.against(least - step_bytes))
+    for n_bytes in (least, least - step_bytes):
+        del parts
+        sim(allocator="cuda", budget=n_bytes)
+        parts = [torch.zeros(shape, device=sim.device) for shape in shapes]
+        with torch.no_grad():
+            if n_bytes == least:
+                fn(*parts)
+            else:
+                with pytest.raises(torch.OutOfMemoryError):
+                    fn(*parts)
+
+
+@pytest.mark.sim_allocator("cuda")
+def test_kernels_of_which_nothing_is_known_get_an_allowance(sim):
+    conv = nn.Conv1d(64, 8, 3).to(sim.device)
+    batch = torch.randn(8, 64, 32, device=sim.device)
+    report = predict_peak(squared(conv), batch)
+    # what the backward pass reads and writes: three gradients, the batch and the weight
+    n_given = 8 * 8 * 30 + 8 * 64 * 32 + 8 * 64 * 3
+    assert report.allowance_bytes == 4 * (n_given + 8 * 64 * 3 + 8)
+    assert report.approximate
+    assert report.reasons == ("there is an allowance only for the workspaces of convolutions",)
+    step_of(squared(conv), batch, None)()
+    assert report.reserved_bytes + report.allowance_bytes >= sim.reserved_bytes
+
+
+def test_on_a_machine_without_cuda_the_figures_are_those_of_cuda():
+    model, batch = wide(), torch.randn(4, 700)
+    stepped = torch.optim.AdamW(model.parameters())
+    report = predict_peak(squared(model), batch, optimizer=stepped, device="cuda")
+    one_by_one = torch.optim.AdamW(model.parameters(), foreach=False)
+    less = predict_peak(squared(model), batch, optimizer=one_by_one, device="cuda")
+    n_parameter_bytes = sum(p.nbytes for p in model.parameters())
+    assert report.device == "cuda"
+    assert report.phase == "optimizer step"
+    # of all parameters at once, a temporary each
+    assert report.peak_bytes - less.peak_bytes > 0.7 * n_parameter_bytes
+    assert report.allocated_bytes >= report.peak_bytes
+    assert report.reserved_bytes >= report.allocated_bytes
+    assert report.reserved_bytes % (2 * 2**20) == 0
+    # cuBLAS keeps one workspace for each of the two threads, reductions get a small segment
+    assert report.allowance_bytes == 2 * 32 * 2**20 + 2 * 2**20
+    assert report.approximate
+    assert report.reasons == (
+        "without cuda here, the kernels are the CPU's",
+        "cuBLAS keeps workspaces of 64.0 MiB at most",
+    )
+    assert stepped.param_groups[0]["foreach"] is None
+
+
+@pytest.mark.sim_allocator("cuda")
+@pytest.mark.parametrize("name", ["mlp", "wide"])
+def test_figures_for_cuda_are_no_less_than_what_an_accelerator_counts(sim, name):
+    make, shape = _MODELS[name]
+    model, batch = make(), torch.randn(shape)
+    stepped = torch.optim.AdamW(model.parameters())
+    report = predict_peak(squared(model), batch, optimizer=stepped, device="cuda")
+    there = model.to(sim.device)
+    batch = batch.to(sim.device)
+    kept = step_of(squared(there), batch, torch.optim.AdamW(there.parameters()))()
+    # the numbers of the steps are on the host in truth
+    n_steps = len(list(there.parameters()))
+    true_bytes = sim.module.memory_stats()["requested_bytes.all.peak"]
+    assert 0 <= report.peak_bytes - true_bytes <= 4 * n_steps
+    assert 0 <= report.allocated_bytes - sim.peak_bytes <= 512 * n_steps
+    assert report.reserved_bytes >= sim.reserved_bytes
+    del kept
+
+
+@pytest.mark.parametrize(
+    "moved", [lambda x: x.to("cuda"), lambda x: x.cuda(), lambda x: x.to(torch.device("cuda", 1))]
+)
+def test_work_that_names_a_device_which_is_not_here_runs(moved):
+    model, batch = mlp(), torch.randn(512, 64)
+
+    def fn(x):
+        noise = torch.ones(512, 64, device="cuda", requires_grad=True)
+        return model(moved(x) * noise).square().mean()
+
+    report = predict_peak(fn, batch, device="cuda")
+    assert report.baseline_bytes == batch.nbytes + sum(p.nbytes for p in model.parameters())
+    assert report.categories["activations"] >= 2 * batch.nbytes
+
+
+def test_a_device_that_is_not_here_has_to_be_asked_for():
+    with pytest.raises(PredictionError, match=r'makes a tensor on cuda.*Pass device="cuda"'):
+        predict_peak(lambda: torch.ones(4, device="cuda", requires_grad=True))
+
+
+def test_work_that_is_elsewhere_is_not_predicted_for_another_device(sim):
+    x = torch.ones(4, device=sim.device)
+    with pytest.raises(PredictionError, match="are on sim:0, and device= names cuda"):
+        predict_peak(torch.exp, x, device="cuda")
+
+
+def test_attention_in_float64_keeps_its_scores_where_no_fused_kernel_has_it():
+    shape, n_scores = (2, 4, 256, 16), 2 * 4 * 256 * 256
+
+    def fn(x):
+        return nn.functional.scaled_dot_product_attention(x, x, x).sum()
+
+    allowances = [
+        predict_peak(fn, torch.randn(shape, dtype=dtype, requires_grad=True), device="cuda")
+        for dtype in (torch.float32, torch.float64)
+    ]
+    single, double = (each.allowance_bytes for each in allowances)
+    assert double - single >= 2 * n_scores * 8
+
+
+@pytest.mark.parametrize("kind", ["module", "in place", "function", "inner"])
+def test_compiled_code_is_said_to_be_only_predicted_as_it_is_written(kind):
+    model, batch = mlp(), torch.randn(512, 64)
+    plain = predict_peak(squared(model), batch, device="cpu")
+    if kind == "module":
+        fn = squared(torch.compile(model, backend="eager"))
+    elif kind == "in place":
+        model[0].compile(backend="eager")
+        fn = squared(model)
+    elif kind == "function":
+        fn = torch.compile(squared(model), backend="eager")
+    else:
+        doubled = torch.compile(lambda x: x * 1.0, backend="eager")
+        fn = lambda x: model(doubled(x)).square().mean()  # noqa: E731
+    report = predict_peak(fn, batch)
+    assert "compiled code is predicted as it is written, and may take more" in report.reasons
+    assert report.approximate
+    assert report.peak_bytes >= plain.peak_bytes

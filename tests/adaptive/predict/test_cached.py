@@ -1,0 +1,78 @@
+"""What a replay says that a record takes is what the simulated caching allocator takes for it."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tenure.adaptive._predict._blocks import Block, Event, Record
+from tenure.adaptive._predict._cached import replay
+from tenure.testing._allocator import CachingPool
+
+MIB = 2**20
+SIZES = st.one_of(
+    st.integers(0, 5000),
+    st.integers(MIB - 2000, MIB + 2000),
+    st.integers(1, 12 * MIB),
+    st.integers(10 * MIB - 1000, 40 * MIB),
+)
+# the size that a block gets, and which: a new one, or one of before, which grows or dies
+CHANGES = st.lists(st.tuples(SIZES, st.booleans(), st.integers(0, 1000)), max_size=80)
+
+
+def record_of(existing, changes):
+    record = Record(existing={Block(n_bytes): n_bytes for n_bytes in existing})
+    blocks = list(record.existing)
+    for n_bytes, is_new, which in changes:
+        if is_new or not blocks:
+            blocks.append(Block(n_bytes))
+            record.events.append(Event(blocks[-1], n_bytes, 0))
+        elif which % 4:
+            record.events.append(Event(blocks.pop(which % len(blocks)), 0, 0))
+        else:
+            record.events.append(Event(blocks[which % len(blocks)], n_bytes, 0))
+    return record
+
+
+def true_figures(record, budget):
+    """The same on a port of CUDA's allocator: peaks of allocated and reserved bytes, if it fits."""
+    pool = CachingPool(budget, lambda _: None, lambda: 0.0)
+    try:
+        places = {b: pool.allocate(n_bytes, 0.0) for b, n_bytes in record.existing.items()}
+        for block, n_bytes, _ in record.events:
+            place = pool.allocate(n_bytes, 0.0)
+            pool.free(places.get(block))
+            places[block] = place
+    except torch.OutOfMemoryError:
+        return None
+    return pool.peak_bytes, pool.counters["reserved_bytes"].peak
+
+
+@settings(max_examples=300, deadline=None)
+@given(existing=st.lists(SIZES, max_size=10), changes=CHANGES, budget=st.integers(0, 200))
+def test_a_replay_is_the_allocator_to_the_byte(existing, changes, budget):
+    record = record_of(existing, changes)
+    unbounded = replay(record)
+    assert (*unbounded,) == (*true_figures(record, None), True)
+    bounded, truth = replay(record, budget * MIB), true_figures(record, budget * MIB)
+    assert bounded.fits == (truth is not None)
+    if truth is not None:
+        assert bounded[:2] == truth
+
+
+def test_what_is_cached_is_given_back_before_it_is_too_much():
+    record = record_of([], [])
+    first, second = Block(12 * MIB), Block(14 * MIB)
+    record.events += [Event(first, 12 * MIB, 0), Event(first, 0, 0), Event(second, 14 * MIB, 0)]
+    assert replay(record) == (14 * MIB, 26 * MIB, True)
+    assert replay(record, 14 * MIB) == (14 * MIB, 14 * MIB, True)
+    assert replay(record, 14 * MIB - 1) == (14 * MIB, 14 * MIB, False)
+
+
+@pytest.mark.parametrize("n_bytes", [1, 512, MIB, MIB + 1, 10 * MIB])
+def test_storage_that_grows_takes_both_until_it_is_copied(n_bytes):
+    block = Block(2 * n_bytes)
+    record = Record(existing={block: n_bytes}, events=[Event(block, 2 * n_bytes, 0)])
+    assert replay(record)[:2] == true_figures(record, None)
+    assert record.baseline_bytes == n_bytes
+    assert record.peak().n_bytes == 2 * n_bytes

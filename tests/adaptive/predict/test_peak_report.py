@@ -1,0 +1,168 @@
+"""What a prediction says, to the letter; and that it is never too sure that something fits."""
+
+import copy
+import io
+import json
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from tenure import ByteSizeError
+from tenure.adaptive import PeakReport, predict_peak
+
+MIB = 2**20
+REPORT = PeakReport(
+    peak_bytes=10 * MIB,
+    baseline_bytes=4 * MIB,
+    categories={"activations": 3 * MIB, "temporaries": 3 * MIB, "parameters": 4 * MIB},
+    phase="backward",
+    operation="aten.mm.default",
+    place="layers.3 (train.py:12)",
+    device="cpu",
+    approximate=False,
+    reasons=(),
+)
+ON_CUDA = replace(
+    REPORT,
+    device="cuda:0",
+    allocated_bytes=11 * MIB,
+    reserved_bytes=22 * MIB,
+    allowance_bytes=2 * MIB,
+    approximate=True,
+    reasons=("a mask is taken to select everything at train.py:3", "<b>"),
+)
+
+
+def test_the_report_says_how_much_when_where_and_for_what():
+    assert str(REPORT) == (
+        "A step takes 10.0 MiB of cpu at most: in the backward pass, at layers.3 (train.py:12), "
+        "in aten.mm.\n"
+        "4.0 MiB of it were there before.\n"
+        "\n"
+        "category        bytes   share\n"
+        "-----------  --------  ------  --------------------------------\n"
+        "parameters    4.0 MiB   40.0%  █████████████\n"
+        "activations   3.0 MiB   30.0%               █████████▌\n"
+        "temporaries   3.0 MiB   30.0%                        ▐█████████\n"
+        "total        10.0 MiB  100.0%  ████████████████████████████████"
+    )
+
+
+def test_beside_a_budget_it_says_what_is_left_and_what_is_only_assumed():
+    assert str(ON_CUDA.against("32MiB")) == (
+        "It fits in 32.0 MiB: 8.0 MiB to spare.\n"
+        "A step takes about 10.0 MiB of cuda:0 at most: in the backward pass, at layers.3 "
+        "(train.py:12), in aten.mm.\n"
+        "4.0 MiB of it were there before.\n"
+        "The allocator reserves 22.0 MiB for it.\n"
+        "\n"
+        "category                    bytes   share  ┆ = 32.0 MiB\n"
+        "-----------------------  --------  ------  ---------------------------------\n"
+        "parameters                4.0 MiB   16.7%  ████                            ┆\n"
+        "activations               3.0 MiB   12.5%      ███                         ┆\n"
+        "temporaries               3.0 MiB   12.5%         ███                      ┆\n"
+        "allocator rounding        1.0 MiB    4.2%            █                     ┆\n"
+        "reserved, not allocated  11.0 MiB   45.8%             ███████████          ┆\n"
+        "allowance for kernels     2.0 MiB    8.3%                        ██        ┆\n"
+        "total                    24.0 MiB  100.0%  ████████████████████████        ┆\n"
+        "\n"
+        "Approximate, for these reasons:\n"
+        "- a mask is taken to select everything at train.py:3\n"
+        "- <b>"
+    )
+
+
+def test_what_does_not_fit_says_by_how_much():
+    assert REPORT.against("8MiB").verdict() == "It does not fit in 8.0 MiB: 2.0 MiB too much."
+
+
+@pytest.mark.parametrize(
+    ("phase", "words"),
+    [
+        ("forward", "in the forward pass"),
+        ("backward", "in the backward pass"),
+        ("optimizer step", "in the optimizer step"),
+    ],
+)
+def test_the_phase_is_a_phrase(phase, words):
+    assert f": {words}, at" in replace(REPORT, phase=phase).summary()
+
+
+def test_work_that_makes_nothing_has_no_place():
+    idle = replace(REPORT, phase="forward", operation="", place="")
+    assert idle.summary() == "A step takes 10.0 MiB of cpu at most: in the forward pass."
+
+
+def test_categories_are_all_there_in_a_fixed_order():
+    assert list(REPORT.categories) == [
+        "parameters",
+        "buffers",
+        "gradients",
+        "optimizer state",
+        "inputs",
+        "activations",
+        "temporaries",
+    ]
+    assert REPORT.categories["gradients"] == 0
+    assert sum(REPORT.categories.values()) == REPORT.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("report", "needed"),
+    [
+        (REPORT, 10 * MIB),
+        (replace(REPORT, allowance_bytes=1), 10 * MIB + 1),
+        (replace(REPORT, reserved_bytes=20 * MIB), 20 * MIB),
+        (ON_CUDA, 24 * MIB),
+    ],
+)
+def test_it_fits_only_where_all_of_it_does(report, needed):
+    assert report.needed_bytes == needed
+    assert report.fits(needed)
+    assert not report.fits(needed - 1)
+    assert report.fits("1GiB")
+
+
+def test_a_budget_that_is_no_size_is_refused():
+    for ask in (REPORT.fits, REPORT.against):
+        with pytest.raises(ByteSizeError, match="is not a number of bytes"):
+            ask("24 gigs")
+
+
+def test_advice_is_asked_for_only_when_it_is_read():
+    model = nn.Linear(64, 64)
+    report = predict_peak(lambda x: model(x).square().mean(), torch.randn(512, 64))
+    assert report.to_dict()["advice"] == []
+    assert report.against("1GiB").advice
+    assert report.to_dict()["advice"]
+    assert REPORT.advice == ()
+
+
+def test_it_outlives_its_process():
+    written = json.loads(json.dumps(ON_CUDA.to_dict()))
+    assert written["needed_bytes"] == 24 * MIB
+    for again in (
+        PeakReport.from_dict(written),
+        pickle.loads(pickle.dumps(ON_CUDA)),
+        copy.deepcopy(ON_CUDA),
+    ):
+        assert again == ON_CUDA
+        assert str(again) == str(ON_CUDA)
+        assert again.advice == ()
+
+
+def test_rich_and_html_show_the_same_escaped():
+    console = Console(file=io.StringIO(), width=100, record=True)
+    report = ON_CUDA.against("32MiB")
+    console.print(report)
+    shown, page = console.export_text(), report._repr_html_()
+    for text in ("about 10.0 MiB of cuda:0", "8.0 MiB to spare", "45.8%", "allocator rounding"):
+        assert text in shown
+        assert text in page
+    assert "- <b>" in shown
+    assert "- &lt;b&gt;" in page
+    assert "reasons:</b><br>- a mask" in page

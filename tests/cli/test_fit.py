@@ -1,0 +1,360 @@
+"""`tenure fit` says whether work fits, by its text, its JSON, its page and its exit code."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tenure._cli import main
+from tenure.adaptive import PeakReport
+from tests.show.pages import assert_stands_alone, read_html
+
+PROGRAM = """
+import torch
+from torch import nn
+
+VALUES = torch.tensor([2.0, 3.0])
+
+
+def model():
+    return nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 256))
+
+
+def setup():
+    net = model()
+    return lambda x: net(x).square().mean(), torch.randn(512, 256)
+
+
+def trained():
+    net = model()
+    sgd = torch.optim.SGD(net.parameters())
+    return lambda x: net(x).square().mean(), torch.randn(512, 256), sgd
+
+
+def huge():
+    net = nn.Linear(2**20, 2**20).to(torch.bfloat16)
+    return lambda x: net(x).float().mean(), torch.zeros(4, 2**20, dtype=torch.bfloat16)
+
+
+def on_meta():
+    with torch.device("meta"):
+        net = nn.Linear(2**18, 2**18)
+    return lambda x: net(x).mean(), torch.zeros(2, 2**18)
+
+
+def needs_data():
+    net = nn.Linear(int(torch.ones(7).sum().numpy()), 2)
+    return lambda x: net(x).mean(), torch.zeros(4, 7)
+
+
+def talks():
+    print("hello")
+    return setup()
+
+
+def two_inputs():
+    net = model()
+    batch = {"x": torch.randn(512, 256), "y": [torch.zeros(512), 3]}
+    return lambda b: (net(b["x"]).mean(1) - b["y"][0]).square().mean(), batch
+
+
+def one_sample():
+    net = model()
+    return lambda x: net(x).mean(), torch.randn(1, 256)
+
+
+def uneven():
+    net = model()
+    return lambda b: net(b[0]).mean() + b[1].sum(), (torch.randn(8, 256), torch.randn(3))
+
+
+def returns_three():
+    return 3
+
+
+def returns_a_list_of_an_optimizer():
+    return (model(), torch.zeros(2, 256), "sgd")
+
+
+def raises():
+    raise ZeroDivisionError("nobody\\nhome")
+
+
+def leaves():
+    raise SystemExit(0)
+
+
+def fails_in_the_step():
+    def fn(x):
+        raise KeyError("label")
+
+    return fn, torch.zeros(3)
+
+
+def moved():
+    device = torch.device("cuda")
+    net = nn.Linear(2**18, 2**18).cuda().to("cuda:0").to(device)
+    return lambda x: net(x).mean(), torch.zeros(2, 2**18, device=device)
+
+
+class Holder:
+    setup = staticmethod(setup)
+
+
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def _program(tmp_path, monkeypatch):
+    (tmp_path / "program.py").write_text(PROGRAM, "utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    # a machine with an accelerator compares with what is free there
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
+    yield
+    sys.modules.pop("program", None)
+
+
+def fit(capsys, function, *arguments):
+    code = main(["fit", f"program.py:{function}", *arguments])
+    return code, capsys.readouterr()
+
+
+def test_what_fits_ends_with_0_and_says_how_much_is_left(capsys):
+    code, printed = fit(capsys, "setup", "--device-memory", "1GiB", "--device", "cpu")
+    lines = printed.out.splitlines()
+    assert code == 0
+    assert lines[0].startswith("It fits in 1.0 GiB: ")
+    assert lines[0].endswith(" MiB to spare.")
+    assert lines[1].startswith("A step takes ")
+    assert "(program.py:" in lines[1]
+    assert lines[4].startswith("category")
+    assert lines[4].endswith("┆ = 1.0 GiB")
+    assert printed.err == ""
+
+
+def test_what_does_not_fit_ends_with_1_and_names_the_micro_batch_that_does(capsys):
+    code, printed = fit(capsys, "trained", "--device-memory", "8MiB", "--device", "cpu", "--json")
+    found = json.loads(printed.out)
+    smaller = found["micro_batch"]
+    assert code == 1
+    assert found["fits"] is False
+    assert found["spare_bytes"] == 8 * 2**20 - found["report"]["needed_bytes"] < 0
+    assert smaller["fits"]
+    assert 1 < smaller["size"] < smaller["batch"] == 512
+    assert smaller["needed_bytes"] <= 8 * 2**20
+    # the gradients of one micro-batch are beside the next
+    assert smaller["needed_bytes"] > 4 * 2**20
+    code, printed = fit(capsys, "trained", "--device-memory", "8MiB", "--device", "cpu")
+    assert (
+        f"The largest micro-batch that fits is {smaller['size']}; the batch has 512 samples; in "
+        f"micro-batches of {smaller['size']} the step takes "
+    ) in printed.out
+
+
+def test_where_no_micro_batch_fits_it_says_so(capsys):
+    code, printed = fit(capsys, "setup", "--device-memory", "3MiB", "--device", "cpu")
+    assert code == 1
+    assert "\nNo micro-batch fits: in micro-batches of 1 the step takes " in printed.out
+
+
+@pytest.mark.parametrize("function", ["one_sample", "uneven"])
+def test_a_batch_that_can_not_be_split_has_no_micro_batch(function, capsys):
+    code, printed = fit(capsys, function, "--device-memory", "1KiB", "--device", "cpu")
+    assert code == 1
+    assert "micro-batch" not in printed.out
+
+
+def test_a_batch_of_containers_is_split(capsys):
+    code, printed = fit(
+        capsys, "two_inputs", "--device-memory", "5MiB", "--device", "cpu", "--json"
+    )
+    assert code == 1
+    assert json.loads(printed.out)["micro_batch"]["batch"] == 512
+
+
+def test_without_a_known_memory_it_reports_alone(capsys):
+    code, printed = fit(capsys, "setup")
+    assert code == 0
+    assert printed.out.startswith("A step takes ")
+    assert "┆" not in printed.out
+
+
+def test_what_is_free_on_the_accelerator_is_compared_with(capsys, monkeypatch):
+    asked = []
+
+    class Module:
+        @staticmethod
+        def mem_get_info(device):
+            return 10 * 2**30, 20 * 2**30
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cpu"))
+    monkeypatch.setattr(
+        "tenure._devices.accelerator_of",
+        lambda device: asked.append(device) or (Module, torch.device("cpu")),
+    )
+    code, printed = fit(capsys, "setup")
+    assert code == 0
+    assert asked == [torch.device("cpu")]
+    assert printed.out.startswith("It fits in 10.0 GiB: ")
+
+
+def test_a_model_larger_than_the_machine_is_made_and_converted_without_memory(capsys):
+    code, printed = fit(capsys, "huge", "--device-memory", "80GiB", "--device", "cpu", "--json")
+    assert code == 1
+    assert json.loads(printed.out)["report"]["categories"]["parameters"] == 2 * (2**40 + 2**20)
+    assert printed.err == ""
+
+
+def test_a_function_that_needs_data_runs_as_it_is_and_that_is_told(capsys):
+    code, printed = fit(capsys, "needs_data", "--device-memory", "1MiB", "--device", "cpu")
+    assert code == 0
+    assert printed.err.startswith(
+        "program.py:needs_data fails on tensors without data (RuntimeError: .numpy() is not "
+    )
+    assert printed.err.endswith("): now it runs as it is, in memory.\n")
+
+
+def test_json_is_all_that_is_printed_and_reads_back(capsys):
+    code, printed = fit(capsys, "talks", "--json")
+    found = json.loads(printed.out)
+    assert code == 0
+    assert printed.err == "hello\n"
+    assert (found["fits"], found["budget_bytes"], found["spare_bytes"]) == (None, None, None)
+    assert {"what", "how", "peak_bytes", "saves_bytes"} <= set(found["advice"][0])
+    report = PeakReport.from_dict(found["report"])
+    assert report.peak_bytes == found["report"]["peak_bytes"]
+
+
+def test_a_page_and_a_file_are_written(capsys, tmp_path):
+    arguments = ("--device-memory", "8MiB", "--device", "cpu", "--html", "a.html", "-o", "a.txt")
+    code, printed = fit(capsys, "trained", *arguments)
+    assert (code, printed.out, printed.err) == (1, "", "Wrote a.html\nWrote a.txt\n")
+    page = Path("a.html").read_text("utf-8")
+    assert_stands_alone(page)
+    _, text = read_html(page)
+    assert text.count("tenure fit program.py:trained") == 2
+    assert "It does not fit in 8.0 MiB: " in text
+    assert "The largest micro-batch that fits is " in text
+    assert Path("a.txt").read_text("utf-8").startswith("It does not fit in 8.0 MiB: ")
+
+
+def test_advice_is_told_where_it_does_not_fit_and_not_asked_for_elsewhere(capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        PeakReport, "advice", property(lambda report: asked.append(1) or ("use checkpoints",))
+    )
+    fit(capsys, "setup", "--device-memory", "1GiB", "--device", "cpu", "--json")
+    assert asked == []
+    code, printed = fit(capsys, "setup", "--device-memory", "1KiB", "--device", "cpu")
+    assert code == 1
+    assert printed.out.endswith("\nuse checkpoints\n")
+    _, printed = fit(capsys, "setup", "--device-memory", "1KiB", "--device", "cpu", "--json")
+    assert json.loads(printed.out)["advice"] == ["use checkpoints"]
+
+
+def test_a_terminal_shows_a_table_and_every_note(capsys, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    code, printed = fit(capsys, "trained", "--device-memory", "8MiB", "--device", "cpu")
+    assert code == 1
+    assert "parameters" in printed.out
+    assert "━━━" in printed.out
+    assert "The largest micro-batch that fits is " in printed.out
+
+
+def test_a_file_that_can_not_be_written_is_named(capsys):
+    assert fit(capsys, "setup", "-o", "no/such/a.txt") == (
+        2,
+        ("", "tenure fit: error: 'no/such/a.txt' can't be written: No such file or directory.\n"),
+    )
+
+
+@pytest.mark.parametrize("target", ["program:setup", "program:Holder.setup", "program.py:setup"])
+def test_a_function_is_named_by_its_module_or_its_file(target, capsys):
+    assert main(["fit", target]) == 0
+    assert capsys.readouterr().out.startswith("A step takes ")
+
+
+@pytest.mark.parametrize(
+    ("target", "complaint"),
+    [
+        ("program.py", "'program.py' names no function. Write MODULE:FUNCTION, as train.py:setup."),
+        ("program:", "'program:' names no function. Write MODULE:FUNCTION, as train.py:setup."),
+        ("gone.py:setup", "There is no file 'gone.py'. Give the path of a Python file."),
+        ("gone:setup", "There is no module 'gone'. It is looked for in this directory and among "),
+        ("program:seput", "program has no function 'seput'. Is it defined there?"),
+        ("program:number", "program has no function 'number'. Is it defined there?"),
+        ("program:returns_three", "program:returns_three returned int. Return (fn, batch) or "),
+        (
+            "program:returns_a_list_of_an_optimizer",
+            "program:returns_a_list_of_an_optimizer returned (Sequential, Tensor, str). Return ",
+        ),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(target, complaint, capsys):
+    assert main(["fit", target]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"tenure fit: error: {complaint}")
+    assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "complaint"),
+    [
+        ("raises", "ZeroDivisionError: nobody."),
+        ("leaves", "SystemExit: 0."),
+        ("fails_in_the_step", "KeyError: 'label'."),
+    ],
+)
+def test_an_error_of_the_program_ends_with_2_after_its_own_traceback(function, complaint, capsys):
+    code, printed = fit(capsys, function)
+    lines = printed.err.splitlines()
+    assert code == 2
+    assert lines[-1] == f"tenure fit: error: program.py:{function} raised {complaint}"
+    first = next(line for line in lines if line.startswith("  File "))
+    assert "program.py" in first
+
+
+@pytest.mark.parametrize("function", ["moved", "on_meta"])
+def test_a_device_that_is_not_here_is_no_obstacle(function, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, printed = fit(capsys, function, "--device-memory", "80GiB", "--device", "cpu", "--json")
+    found = json.loads(printed.out)["report"]
+    assert code == 1
+    assert printed.err == ""
+    assert found["device"] == "cpu"
+    assert found["categories"]["parameters"] == 4 * (2**36 + 2**18)
+
+
+def test_a_size_that_is_none_is_refused_in_one_line(capsys):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["fit", "program:setup", "--device-memory", "24 gigs"])
+    assert capsys.readouterr().err == (
+        "tenure fit: error: argument --device-memory: '24 gigs' is not a number of bytes. Write an "
+        'int, or a number and a unit, such as "64MiB" or "1.5 GiB". See tenure fit --help.\n'
+    )
+
+
+def test_a_pipe_that_knows_no_blocks_changes_no_exit_code():
+    done = subprocess.run(
+        [sys.executable, "-m", "tenure", "fit", "program:setup", "--device-memory", "1GiB"],
+        capture_output=True,
+        env={"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(Path(__file__).parents[2])},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"It fits in 1.0 GiB" in done.stdout
+
+
+def test_help_says_what_the_exit_codes_mean(capsys):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["fit", "--help"])
+    text = capsys.readouterr().out
+    assert "Exit code: 0 where it fits" in text

@@ -1,0 +1,46 @@
+"""What a page of HTML is made of, as a strict reader finds it."""
+
+from html.parser import HTMLParser
+
+_VOID = {"meta", "br", "link", "img", "hr", "input"}
+
+
+class _Reader(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open, self.tags, self.text = [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def read_html(text):
+    """The tags with their attributes, and the text; each tag is closed where it should be."""
+    reader = _Reader()
+    reader.feed(text)
+    reader.close()
+    assert reader.open == []
+    return reader.tags, "".join(reader.text)
+
+
+def assert_stands_alone(text):
+    """It names no other file and no address."""
+    tags, _ = read_html(text)
+    for tag, attributes in tags:
+        assert tag not in {"script", "link", "img", "iframe", "object", "embed"}
+        assert not {"src", "href", "xlink:href", "srcset"} & set(attributes)
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "://" not in text

@@ -1,0 +1,129 @@
+"""What a total is made of: as text to the letter, as colours in rich, as a drawing in HTML."""
+
+import io
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from tenure._show import Amounts, page
+from tenure.profiler import DeviceReport, MemReport, TensorRow
+
+from .pages import assert_stands_alone, read_html
+
+GIB = 2**30
+PARTS = (
+    ("parameters", GIB),
+    ("buffers", 16),
+    ("gradients", GIB),
+    ("inputs", 0),
+    ("activations", 3 * GIB // 2),
+    ("temporaries", GIB // 10),
+)
+
+
+def test_each_part_begins_where_the_one_above_it_ends():
+    assert Amounts("", PARTS).text() == (
+        "category         bytes   share\n"
+        "-----------  ---------  ------  --------------------------------\n"
+        "parameters     1.0 GiB   27.8%  █████████\n"
+        "buffers           16 B    0.0%           ▏\n"
+        "gradients      1.0 GiB   27.8%           █████████\n"
+        "activations    1.5 GiB   41.7%                    █████████████\n"
+        "temporaries  102.4 MiB    2.8%                                 █\n"
+        "total          3.6 GiB  100.0%  ████████████████████████████████"
+    )
+
+
+def test_what_there_is_stands_beside_what_fits():
+    assert Amounts("Device", PARTS[:3], 4 * GIB).text() == (
+        "Device\n"
+        "category      bytes   share  ┆ = 4.0 GiB\n"
+        "----------  -------  ------  ---------------------------------\n"
+        "parameters  1.0 GiB   50.0%  ████████                        ┆\n"
+        "buffers        16 B    0.0%          ▏                       ┆\n"
+        "gradients   1.0 GiB   50.0%          ████████                ┆\n"
+        "total       2.0 GiB  100.0%  ████████████████                ┆"
+    )
+
+
+def test_what_there_is_stands_inside_of_what_does_not_fit():
+    lines = Amounts("", PARTS, 2 * GIB).text().split("\n")
+    assert lines[0] == "category         bytes   share  ┆ = 2.0 GiB"
+    assert lines[-1] == "total          3.6 GiB  100.0%  ██████████████████┆█████████████"
+
+
+def test_of_nothing_there_is_nothing_to_draw():
+    text = "category  bytes  share\n--------  -----  -----\ntotal       0 B"
+    assert Amounts("", [("inputs", 0)]).text() == text
+
+
+def test_a_negative_part_is_told_and_not_drawn():
+    amounts = Amounts("", [("parameters", 3 * GIB), ("unexplained", -GIB)])
+    assert amounts.text() == (
+        "category        bytes   share\n"
+        "-----------  --------  ------  --------------------------------\n"
+        "parameters    3.0 GiB  150.0%  ████████████████████████████████\n"
+        "unexplained  -1.0 GiB  -50.0%\n"
+        "total         2.0 GiB  100.0%  █████████████████████▌"
+    )
+    tags, _ = read_html(amounts.html())
+    assert sum(tag == "rect" and "x" in attributes for tag, attributes in tags) == 1
+
+
+def test_rich_shows_the_same_lines_in_colours():
+    console = Console(
+        file=io.StringIO(), width=90, force_terminal=True, color_system="truecolor", record=True
+    )
+    console.print(Amounts("", PARTS, 2 * GIB).rich())
+    written = console.file.getvalue()
+    assert "\x1b[38;2;76;120;168mparameters" in written
+    assert "\x1b[38;2;76;120;168m█████████" in written
+    shown = console.export_text()
+    assert "│ total       │   3.6 GiB │ 100.0% │ ██████████████████┆█████████████ │" in shown
+
+
+def test_html_draws_a_bar_with_a_legend():
+    tags, text = read_html(Amounts("Here", PARTS, 4 * GIB).html())
+    bars = [attributes for tag, attributes in tags if tag == "rect" and "x" in attributes]
+    assert [(bar["x"], bar["width"]) for bar in bars[:1]] == [("0.000%", "25.000%")]
+    assert len(bars) == 5
+    assert "parameters: 1.0 GiB, 27.8%" in text
+    assert ("line", "100.000%") in [(tag, attributes.get("x1")) for tag, attributes in tags]
+    squares = [a["fill"] for tag, a in tags if tag == "rect" and "x" not in a]
+    assert squares == [bar["fill"] for bar in bars]
+
+
+def test_the_same_name_has_the_same_colour_wherever_it_stands():
+    first, second = (Amounts("", parts).html() for parts in (PARTS, PARTS[2:]))
+    for text in (first, second):
+        assert "</svg> gradients</td>" in text.split('fill="#f58518"')[-1]
+
+
+def test_html_is_escaped():
+    text = page("<b>", Amounts("<i>", [("<script>", 1)], 4).html())
+    assert "<script>" not in text
+    assert "<b>" not in text
+    assert_stands_alone(text)
+
+
+parts = st.lists(st.tuples(st.text("ab", max_size=2), st.integers(0, 2**50)), max_size=8)
+
+
+@given(parts, st.none() | st.integers(0, 2**50))
+def test_the_lines_of_any_parts_are_as_wide_as_the_bar(parts, limit):
+    amounts = Amounts("", parts, limit)
+    drawn = [amounts._line(span.begin_bytes, span.n_bytes) for span in amounts._spans()]
+    assert all(line.strip() and len(line) <= 33 for line in drawn)
+    read_html(amounts.html())
+
+
+def test_the_sums_of_a_memory_report_are_drawn_as_those_of_a_prediction():
+    rows = (TensorRow("w", "parameters", (2,), "float32", "cpu", 8),)
+    sums = {"parameters": 8, "gradients": 0}
+    report = MemReport((DeviceReport("cpu", rows, sums, 10, True, 20),))
+    console = Console(file=io.StringIO(), width=90, record=True)
+    console.print(report)
+    assert "│ unexplained │   2 B │  20.0% │ " in console.export_text()
+    _, text = read_html(report._repr_html_())
+    assert "parameters: 8 B, 80.0%" in text
