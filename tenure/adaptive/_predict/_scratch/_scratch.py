@@ -37,10 +37,8 @@ _rules: dict[Any, _Rule] = {}
 _BY_VALUE = "what it takes for itself depends on the values that it gets"
 _SEES_VALUES = frozenset({_aten.isin.Tensor_Tensor})
 
-_CONVOLUTION_BACKWARD = _aten.convolution_backward.default
-_BY_THREADS = "how oneDNN shares a convolution's gradient among threads is only estimated"
 _HALVES = frozenset({torch.bfloat16, torch.float16})
-_BY_ONEDNN = frozenset({*MATMULS, _aten.convolution.default, _CONVOLUTION_BACKWARD})
+_BY_ONEDNN = frozenset({_aten.convolution.default, _aten.convolution_backward.default})
 _SUMS = frozenset({_aten.sum.default, _aten.sum.dim_IntList})
 # they divide by a number of elements
 _MEANS = frozenset({_aten.mean.default, _aten.mean.dim})
@@ -163,10 +161,6 @@ def _measured(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
         if func in _BY_ONEDNN and any(each.dtype in _HALVES for each in _tensors(args)):
             # its buffers for 16 bits grow in steps: seen up to 5 % above what was measured
             n_bytes += n_bytes // 10
-        if func is _CONVOLUTION_BACKWARD and (threads := torch.get_num_threads()) > 1:
-            # each thread may have a gradient of the weights of its own; how many do goes by sizes
-            weight = args[2]
-            return Scratch(n_bytes + 3 * threads * weight.numel() * 4, _BY_THREADS)
         return Scratch(n_bytes, _BY_VALUE if func in _SEES_VALUES else None)
     return Scratch(0, f"what {func} takes for itself can't be measured ({n_bytes})")
 
