@@ -21,7 +21,7 @@ _aten = torch.ops.aten
 _WHOLE_BYTES = 256 << 10
 _PART_BYTES = 1 << 20
 WHOLE_PRODUCT_BYTES = 2 << 20
-"""Products of matrices of 16 bits up to this are run as they are; of larger ones a bound is told."""
+"""Products of matrices of 16 bits up to this are run as they are; of others a bound is told."""
 # Runs double with each.
 _MOST_AXES = 5
 _MOST_POWER = 4
