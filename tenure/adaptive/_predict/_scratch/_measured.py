@@ -12,6 +12,7 @@ import torch
 from . import _convolutions, _problem
 from ._events import Events, events_of, peak_of
 from ._growth import Axis, Corner, corners, grown
+from ._matmuls import RULES as MATMULS
 from ._problem import Call
 
 _aten = torch.ops.aten
@@ -19,6 +20,8 @@ _aten = torch.ops.aten
 # What all tensors of a run may take together.
 _WHOLE_BYTES = 256 << 10
 _PART_BYTES = 1 << 20
+WHOLE_PRODUCT_BYTES = 2 << 20
+"""Products of matrices of 16 bits up to this are run as they are; of others a bound is told."""
 # Runs double with each.
 _MOST_AXES = 5
 _MOST_POWER = 4
@@ -58,7 +61,7 @@ def _settings() -> tuple[object, ...]:
 
 def _measure(func: Any, call: Call, out: Any, out_bytes: int) -> int | str:
     n_bytes = sum(each.n_bytes for each in [*_problem.layouts(call), *_problem.layouts(out)])
-    if n_bytes <= _WHOLE_BYTES:
+    if n_bytes <= (WHOLE_PRODUCT_BYTES if func in MATMULS else _WHOLE_BYTES):
         return _told(_run(func, call), out_bytes)
     if _convolutions.is_one(func):
         return _measure_convolution(func, call, out_bytes)

@@ -14,7 +14,7 @@ from tenure._torch.storages import key_of
 from ._formulas import FORMULAS
 from ._kinds import FREE, FREE_CONTIGUOUS, FREE_OF_ONE_DTYPE, MEASURED, TAKES_NUMBERS
 from ._matmuls import RULES as MATMULS
-from ._measured import measured
+from ._measured import WHOLE_PRODUCT_BYTES, measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,11 @@ def _contiguous(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
 
 
 def _of_matmul(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
+    tensors = [*_tensors((args, result))]
     n_bytes = MATMULS[func](args)
+    if tensors[0].dtype in _HALVES:
+        taken = sum(each.numel() * each.element_size() for each in tensors)
+        n_bytes = None if taken <= WHOLE_PRODUCT_BYTES else n_bytes
     return _measured(func, args, kwargs, result) if n_bytes is None else Scratch(n_bytes)
 
 
