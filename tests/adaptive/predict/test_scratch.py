@@ -20,6 +20,12 @@ GIB = 1 << 30
 LOOSE = {aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default}
 
 
+def is_a_bound(call):
+    """Of products of 16 bits as well, whose parts oneDNN reorders."""
+    products = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
+    return call.func in LOOSE or (call.func in products and "float16" in call.shapes)
+
+
 @pytest.fixture(autouse=True)
 def nothing_measured_before(monkeypatch):
     monkeypatch.setattr(_measured, "_known", {})
@@ -40,7 +46,7 @@ def test_what_is_said_is_never_too_low_and_hardly_too_high(name):
     assert [call for call in calls if call.said.n_bytes] or calls
     assert [call for call in calls if call.keeps_more] == []
     assert [call for call in calls if call.is_low] == []
-    assert [call for call in calls if call.is_loose and call.func not in LOOSE] == []
+    assert [call for call in calls if call.is_loose and not is_a_bound(call)] == []
 
 
 def test_a_convolution_of_a_batch_far_larger_than_memory_is_measured_in_a_few_mib(monkeypatch):

@@ -101,32 +101,40 @@ def _repeat_interleave(args: Any, result: Any) -> int:
 
 def _euclidean_dist(args: Any, result: Any) -> int:
     """Both operands with their squares beside them; the left one is multiplied first."""
-    x, y = args[:2]
+    x: Tensor = args[0]
+    y: Tensor = args[1]
     width, size = x.shape[-1], x.element_size()
     rows, columns = x.numel() // max(width, 1), y.numel() // max(width, 1)
     together = (rows + columns) * (width + 2) * size
     before = (rows * (2 * width + 4) + 2 * columns) * size
-    return int(max(together, before - _n_bytes(result)) + _copied(x) + _copied(y) + _FEW_BYTES)
+    return max(together, before - _n_bytes(result)) + _copied(x) + _copied(y) + _FEW_BYTES
 
 
 def _fft_to_real(args: Any, result: Any) -> int:
     """It overwrites its input where it goes along several dimensions."""
-    x, dims = args[:2]
+    x: Tensor = args[0]
+    dims: list[int] = args[1]
     if len(dims) > 1:
         return 2 * _n_bytes(x)
-    return _n_bytes(x) if 0 in x.stride() or x.is_conj() else 0
+    rows_are_there = x.stride(dims[0]) == 1 and 0 not in x.stride() and not x.is_conj()
+    return 0 if rows_are_there else _n_bytes(x)
 
 
 def _embedding_bag_backward(args: Any, result: Any) -> int:
     """The indices sorted, where they were, and the bag of each; or the bags that have a largest."""
-    grad, indices, _, offset2bag, bag_size, largest = args[:6]
+    grad: Tensor = args[0]
+    indices: Tensor = args[1]
+    offset2bag: Tensor = args[3]
     n, size = indices.numel(), indices.element_size()
     taken = _copied(grad) + _FEW_BYTES
     if args[8] == _MAXIMUM:
+        bag_size: Tensor = args[4]
         bags = bag_size.numel() * (2 * _INDEX_BYTES + size)
-        return int(taken + _n_bytes(largest) + _n_bytes(grad) + bags)
+        return taken + _n_bytes(args[5]) + _n_bytes(grad) + bags
     missing = 0 if offset2bag.numel() else (n + 1) * size
-    return int(taken + missing + n * (size + 2 * _INDEX_BYTES))
+    # and the weight of each
+    weights = n * grad.element_size() if len(args) > 10 and args[10] is not None else 0
+    return taken + missing + weights + n * (size + 2 * _INDEX_BYTES)
 
 
 FORMULAS: dict[Any, Formula] = {

@@ -14,7 +14,7 @@ from tenure._torch.storages import key_of
 from ._formulas import FORMULAS
 from ._kinds import FREE, FREE_CONTIGUOUS, FREE_OF_ONE_DTYPE, MEASURED, TAKES_NUMBERS
 from ._matmuls import RULES as MATMULS
-from ._measured import measured
+from ._measured import WHOLE_PRODUCT_BYTES, measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,8 @@ _rules: dict[Any, _Rule] = {}
 _BY_VALUE = "what it takes for itself depends on the values that it gets"
 _SEES_VALUES = frozenset({_aten.isin.Tensor_Tensor})
 
-_CONVOLUTION_BACKWARD = _aten.convolution_backward.default
-_BY_THREADS = "how oneDNN shares a convolution's gradient among threads is only estimated"
 _HALVES = frozenset({torch.bfloat16, torch.float16})
-_BY_ONEDNN = frozenset({*MATMULS, _aten.convolution.default, _CONVOLUTION_BACKWARD})
+_BY_ONEDNN = frozenset({_aten.convolution.default, _aten.convolution_backward.default})
 _SUMS = frozenset({_aten.sum.default, _aten.sum.dim_IntList})
 # they divide by a number of elements
 _MEANS = frozenset({_aten.mean.default, _aten.mean.dim})
@@ -149,7 +147,11 @@ def _contiguous(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
 
 
 def _of_matmul(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
+    tensors = [*_tensors((args, result))]
     n_bytes = MATMULS[func](args)
+    if tensors[0].dtype in _HALVES:
+        taken = sum(each.numel() * each.element_size() for each in tensors)
+        n_bytes = None if taken <= WHOLE_PRODUCT_BYTES else n_bytes
     return _measured(func, args, kwargs, result) if n_bytes is None else Scratch(n_bytes)
 
 
@@ -163,10 +165,6 @@ def _measured(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
         if func in _BY_ONEDNN and any(each.dtype in _HALVES for each in _tensors(args)):
             # its buffers for 16 bits grow in steps: seen up to 5 % above what was measured
             n_bytes += n_bytes // 10
-        if func is _CONVOLUTION_BACKWARD and (threads := torch.get_num_threads()) > 1:
-            # each thread may have a gradient of the weights of its own; how many do goes by sizes
-            weight = args[2]
-            return Scratch(n_bytes + 3 * threads * weight.numel() * 4, _BY_THREADS)
         return Scratch(n_bytes, _BY_VALUE if func in _SEES_VALUES else None)
     return Scratch(0, f"what {func} takes for itself can't be measured ({n_bytes})")
 
