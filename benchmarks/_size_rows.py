@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from benchmarks._record import Row
 from tenure import adaptive
@@ -78,9 +79,13 @@ def size_rows() -> list[Row]:
         for name, run, first in (
             ("batch, one run", first_batch, 0.5),
             ("range", first_range, 0.95),
+            ("batch that predicts", first_predicted, 0.95),
             ("step", first_step, 0.95),
+            ("find_batch_size", found_before, 0.95),
+            ("find_batch_size that predicts", found_by_prediction, 0.95),
         )
     ]
+    rows += [network_row(name) for name in networks()]
     for name, peer in peers().items():
         value, note = _told([peer(site) for site in sites()])
         rows.append(Row(f"size found / largest: {name}", value, note=note))
@@ -111,6 +116,30 @@ def first_batch(site: Site) -> Site:
     return site
 
 
+def first_predicted(site: Site) -> Site:
+    """Call a decorated function once, which asks a prediction when it has failed."""
+    with adaptive.memory_budget(site.largest * _SAMPLE):
+        adaptive.batch(initial_batchsize=site.initial, predict=True)(site.real_work)()
+    return site
+
+
+def found_before(site: Site, *, predict: bool = False) -> Site:
+    """Look for the largest size before the work, up to a thousand times what fits."""
+    site.last = adaptive.find_batch_size(
+        site.real_work,
+        high=1000 * site.largest,
+        budget=site.largest * _SAMPLE,
+        margin=0,
+        predict=predict,
+    )
+    return site
+
+
+def found_by_prediction(site: Site) -> Site:
+    """The same, begun with what a prediction says."""
+    return found_before(site, predict=True)
+
+
 def first_range(site: Site) -> Site:
     """Walk once over ten times what fits; what counts is the last size before the rest."""
     sizes: list[int] = []
@@ -139,6 +168,75 @@ def first_step(site: Site) -> Site:
         result = adaptive.step(loss, batch, cache_type=adaptive.NoBatchsizeCache)
     site.last = min(result.micro_batch, site.largest)
     return site
+
+
+def networks() -> dict[str, tuple[nn.Module, torch.Tensor]]:
+    """Small networks with a batch each; of one most of the memory is fixed."""
+    torch.manual_seed(0)
+    wide = nn.Sequential(nn.Linear(64, 1024), nn.Tanh(), nn.Linear(1024, 1024), nn.Tanh())
+    deep = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+    convolutions = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 16, 3), nn.ReLU(), nn.Flatten()
+    )
+    encoder = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    return {
+        "MLP": (deep, torch.randn(500, 64)),
+        "MLP, mostly weights": (wide, torch.randn(2000, 64)),
+        "CNN": (convolutions, torch.randn(128, 3, 16, 16)),
+        "transformer": (encoder, torch.randn(100, 20, 32)),
+    }
+
+
+def network_row(name: str) -> Row:
+    """Twenty steps under a third of the memory that the whole batch takes."""
+    net, x = networks()[name]
+
+    def loss(samples: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = net(samples)
+        return output.square().mean()
+
+    with adaptive.memory_budget(1 << 40) as whole:
+        loss(x).backward()
+    net.zero_grad()
+    budget = whole.peak_bytes // 3
+    adaptive.reset()
+    told: list[adaptive.AdaptiveEvent] = []
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    sizes = []
+    with adaptive.memory_budget(budget):
+        for _ in range(20):
+            sizes.append(adaptive.step(loss, x, on_retry=told.append).micro_batch)
+            optimizer.step()
+            optimizer.zero_grad()
+    n_ooms = sum(event.kind == "shrink" for event in told)
+    share = sizes[0] / _largest_micro_batch(loss, x, budget, net)
+    return Row(
+        f"first micro-batch / largest, OOMs in 20 steps at a third of the memory: {name}",
+        f"{share:.2f}, {n_ooms}",
+        ">= 0.95, <= 3",
+        share >= 0.95 and n_ooms <= 3,
+        f"micro-batches of {sizes[0]}, then {sizes[-1]}, of {len(x)}",
+    )
+
+
+def _largest_micro_batch(
+    loss: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, budget: int, net: nn.Module
+) -> int:
+    low, high = 1, len(x)
+    while low < high:
+        middle = (low + high + 1) // 2
+        net.zero_grad()
+        try:
+            with adaptive.memory_budget(budget):
+                adaptive.step(
+                    loss, x, minimum=middle, maximum=middle, verify=False,
+                    cache_type=adaptive.NoBatchsizeCache,
+                )  # fmt: skip
+            low = middle
+        except adaptive.OutOfRetriesError:
+            high = middle - 1
+    net.zero_grad()
+    return low
 
 
 def peers() -> dict[str, Callable[[Site], Site]]:

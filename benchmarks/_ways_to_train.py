@@ -148,9 +148,9 @@ class _Cube(torch.autograd.Function):
         return x**3
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, *grad_outputs: Any) -> Tensor:
         (x,) = ctx.saved_tensors
-        slope: Tensor = 3 * x**2 * gradient
+        slope: Tensor = 3 * x**2 * grad_outputs[0]
         return slope
 
 

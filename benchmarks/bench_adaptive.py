@@ -1,11 +1,10 @@
-"""What retries cost and find, against toma and accelerate; and what an exact split costs."""
+"""What retries cost, against toma; and what an exact split costs."""
 
 from __future__ import annotations
 
 import torch
 
 from benchmarks._record import publish
-from benchmarks._size_rows import size_rows
 from benchmarks._step_rows import step_rows
 from benchmarks._toma_rows import toma_rows
 
@@ -13,7 +12,7 @@ from benchmarks._toma_rows import toma_rows
 def main() -> None:
     """Measure every row and publish the table."""
     torch.set_num_threads(1)  # so that the time of the process is that of the work
-    publish("adaptive", [*toma_rows(), *size_rows(), *step_rows()])
+    publish("adaptive", [*toma_rows(), *step_rows()])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tenure._errors import CommandError, TenureError
 
-from ._verb import Verb, byte_size
+from ._verb import Verb, byte_size, device_name
 
 if TYPE_CHECKING:
     from tenure.adaptive import PeakReport
@@ -49,6 +49,7 @@ class Fit(Verb):
         )
         parser.add_argument(
             "--device",
+            type=device_name,
             metavar="DEVICE",
             help="whose memory is meant (default: cuda with --device-memory, else the accelerator, "
             "else where the tensors are)",
@@ -227,6 +228,7 @@ def _write(path: str, text: str) -> None:
 
 def _print(text: str) -> None:
     # a pipe that knows no blocks is no reason to end with an error, whose code means "does not fit"
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")
+    stream: Any = sys.stdout
+    if hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors="replace")
     print(text)

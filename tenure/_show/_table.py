@@ -70,12 +70,15 @@ class Part(Protocol):
 
     def text(self) -> str:
         """As lines."""
+        ...
 
     def rich(self) -> RenderableType:
         """For rich."""
+        ...
 
     def html(self) -> str:
         """As HTML."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ from tenure.scopes import DisposeScope
 from ._attempt import Attempts, OnRetry, empty_cache
 from ._callables import check_function, name_of
 from ._memory import memory_budget, meter_for
-from ._sizes import SizeFinder, checked_size
+from ._predict import Forecast
+from ._sizes import Predict, SizeFinder, checked_size
 from ._step import FunctionState, no_optimizer_steps, refuse_capture
 
 _ENTRY = "find_batch_size"
@@ -39,7 +40,7 @@ def find_batch_size(
     align: int = 1,
     device: str | torch.device | None = None,
     on_retry: OnRetry | None = None,
-    predict: Callable[[int], int] | None = None,
+    predict: Callable[[int], int] | bool = False,
 ) -> int:
     """Run ``fn`` with some sizes; the largest from ``low`` to ``high`` that fits, or nearly so.
 
@@ -64,8 +65,10 @@ def find_batch_size(
         device: the device whose memory counts; None: that of the tensors that ``fn`` reaches, or
             else the current accelerator, or else the CPU.
         on_retry: called with each AdaptiveEvent.
-        predict: the bytes that a size is predicted to need: gives the size that is run first.
-            Trusted as far as what was measured confirms it.
+        predict: True: `predict_peak` gives the size that is run first. ``fn`` runs on tensors
+            without data for that, a few times, and what it appends or prints then has none. Or a
+            function that gives the bytes a size needs beside what is there before. Trusted as far
+            as what was measured confirms it.
 
     Returns:
         A size that ran.
@@ -102,7 +105,8 @@ def find_batch_size(
             # the host tells what is free; what is made has to be counted
             stack.enter_context(memory_budget(max(1, free_host_bytes())))
             meter = meter_for("cpu")
-        finder = SizeFinder(low, high, align, margin=margin, meter=meter, predict=predict)
+        told = _predicting(predict, name, fn, low)
+        finder = SizeFinder(low, high, align, margin=margin, meter=meter, predict=told)
         scope = stack.enter_context(DisposeScope(_ENTRY))
         attempts = Attempts(
             name,
@@ -135,6 +139,19 @@ def find_batch_size(
     if not finder.found:
         raise _too_large(name, finder, low, margin)
     return finder.found
+
+
+def _predicting(
+    predict: Callable[[int], int] | bool, name: str, fn: Callable[[int], object], low: int
+) -> Predict | None:
+    """What predicts sizes; None where nothing does."""
+    if predict is False or predict is None:
+        return None
+    if predict is not True:
+        return predict
+    forecast = Forecast(name, fn)
+    # the smallest shows whether the work can be predicted at all
+    return forecast if forecast(low) and forecast.works else None
 
 
 def _device_of(device: Any, reached: list[torch.device]) -> torch.device:

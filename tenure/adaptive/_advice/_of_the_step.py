@@ -132,6 +132,8 @@ def _saving_on_the_host(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def autocast(work: Work, has_backward: bool) -> Iterator[Change]:
     """Matrix products in bfloat16."""
+    if work.target.stands_for is not None:
+        return  # torch turns autocast off for a device that is not here, and warns
     kind = work.device.type
     has_floats = any(p.dtype is torch.float32 for p in work.parameters)
     if has_floats and work.modules and not torch.is_autocast_enabled(kind):

@@ -31,6 +31,7 @@ class Options:
     restore_rng: bool = False
     on_retry: OnRetry | None = None
     cpu_fallback: bool = False
+    predict: bool = False
 
 
 class AdaptiveOptions(TypedDict, total=False):
@@ -46,6 +47,8 @@ class AdaptiveOptions(TypedDict, total=False):
         restore_rng: whether a failed attempt leaves random generators as they were.
         on_retry: called with each AdaptiveEvent.
         cpu_fallback: whether what fits at no size runs with its tensors on the CPU.
+        predict: whether the first failure is answered by the size that `predict_peak` says fits;
+            the function runs on tensors without data for that.
     """
 
     cache_type: type[BatchsizeCache] | None
@@ -57,6 +60,7 @@ class AdaptiveOptions(TypedDict, total=False):
     restore_rng: bool
     on_retry: OnRetry | None
     cpu_fallback: bool
+    predict: bool
 
 
 _WORDS_FOR_SIZES = ("size", "step", "batch", "chunk")
@@ -77,6 +81,7 @@ def checked_options(
     restore_rng: bool = False,
     on_retry: OnRetry | None = None,
     cpu_fallback: bool = False,
+    predict: bool = False,
     **unknown: object,
 ) -> Options:
     """Options as a user gave them, to a function that has ``initial_name`` besides.
@@ -93,7 +98,9 @@ def checked_options(
     check_callable("reduce", reduce)
     check_callable("on_retry", on_retry)
     limits = checked_limits(minimum, maximum, align)
-    return Options(cache_type, context, limits, reduce, restore_rng, on_retry, cpu_fallback)
+    return Options(
+        cache_type, context, limits, reduce, restore_rng, on_retry, cpu_fallback, predict
+    )
 
 
 def _no_such_option(name: str, initial_name: str) -> str:

@@ -21,6 +21,7 @@ from tenure._torch.quiet import without_functions
 from tenure.scopes import DisposeScope
 
 from .._attempt import Attempts, on_cpu
+from .._predict import Forecast
 from .._sizes import AdaptiveSearch, Remembered
 from .._undo import RngState, generators_in
 from ._collect import Collector
@@ -44,10 +45,12 @@ def run_batch(
     remembered: Remembered,
 ) -> Any:
     """Return ``function(size, *args, **kwargs)``, tried until it fits."""
-    search = AdaptiveSearch(initial, options.limits, remembered, options.reduce)
 
     def work(size: int) -> Any:
         return function(size, *args, **kwargs)
+
+    forecast = Forecast(name, work) if options.predict else None
+    search = AdaptiveSearch(initial, options.limits, remembered, options.reduce, predict=forecast)
 
     def fallback() -> Any:
         return on_cpu(function, search.size, *args, **kwargs)

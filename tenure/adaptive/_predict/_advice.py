@@ -39,7 +39,7 @@ class Advice:
         else:
             effect = "would not lower the peak"
         others = "; gives other numbers" if self.changes_numbers else ""
-        return f"{self.what}: {effect}{others}: {self.how}"
+        return f"{self.what}: {effect}{others}\n    {self.how}"
 
 
 _Advise = Callable[["Work", int, bool], tuple[Advice, ...]]

@@ -16,6 +16,7 @@ from tenure._errors import PredictionError
 from tenure._torch.fakes import NEEDS_DATA, UNKNOWN, like, mode_of
 
 from ._known import KnownValues, tensors_of
+from ._results import LARGER
 
 _aten = torch.ops.aten
 _Result = tuple[Any, str | None]
@@ -158,5 +159,7 @@ def _ctc_loss(
 STAND_INS: dict[Any, Callable[..., Any]] = {
     _aten._grouped_mm.default: _grouped_mm,
     _aten._ctc_loss.default: _ctc_loss,
+    **LARGER,
 }
-"""What gives the results of operations of which torch knows no shape, or that of CUDA's kernel."""
+"""What gives the results of operations of which torch knows no shape, or that of CUDA's kernel, or
+not all memory."""

@@ -145,8 +145,9 @@ class Observer(DispatchMode):
                 return parts
         self._note_pass()
         kwargs = self._target.made_on(kwargs)
+        shown: Any = STAND_INS.get(func) or func
         try:
-            result = STAND_INS.get(func, func)(*args, **kwargs)
+            result = shown(*args, **kwargs)
         except CAN_NOT as error:
             result, reason = worked_out(func, args, kwargs, self.known, error)
             if reason is not None:

@@ -1,6 +1,5 @@
 """Sizes of work: which may be tried, which is tried next, and what is remembered of them."""
 
-from ._bracket import Predict as Predict
 from ._finder import SizeFinder as SizeFinder
 from ._learned import load as load
 from ._learned import reset as reset
@@ -10,6 +9,7 @@ from ._limits import SizeLimits as SizeLimits
 from ._limits import checked_initial as checked_initial
 from ._limits import checked_limits as checked_limits
 from ._limits import checked_size as checked_size
+from ._predicted import Predict as Predict
 from ._remembered import REMEMBERS_NOTHING as REMEMBERS_NOTHING
 from ._remembered import BatchsizeCache as BatchsizeCache
 from ._remembered import CacheType as CacheType

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Callable
 
 from ._policy import with_margin
+from ._predicted import Predict, largest_predicted
 from ._record import Measured
 
 MOST_OOMS = 3
@@ -30,9 +30,6 @@ Source: ``kLargeBuffer`` of c10/core/AllocatorConfig.h.
 _DOUBT = 4
 """A prediction that was too low is taken to be so by that much more: what runs then, and is to
 run, shows by how much."""
-
-Predict = Callable[[int], int]
-"""The bytes that a size is predicted to need."""
 
 
 class Bracket:
@@ -199,16 +196,9 @@ class Bracket:
         return self._predicted[size]
 
     def _largest_predicted(self, low: int, high: int, factor: float) -> int:
-        """The largest size whose prediction fits, at least ``low``; by bisection."""
+        """The largest size whose prediction fits, at least ``low``."""
         assert self.limit_bytes is not None
-        n_low, n_high = low // self._align, high // self._align
-        while n_low < n_high:
-            n_middle = (n_low + n_high + 1) // 2
-            if factor * self._bytes_at(n_middle * self._align) <= self.limit_bytes:
-                n_low = n_middle
-            else:
-                n_high = n_middle - 1
-        return max(low, n_low * self._align)
+        return largest_predicted(self._bytes_at, low, high, self.limit_bytes / factor, self._align)
 
     # --- by trying
 

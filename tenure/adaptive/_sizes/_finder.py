@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from .._memory import MemoryMeter
 from .._oom import OomInfo
-from ._bracket import Bracket, Predict
+from ._bracket import Bracket
 from ._limits import SizeLimits
+from ._predicted import Predict
 
 
 class SizeFinder:

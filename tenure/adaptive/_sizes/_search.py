@@ -16,16 +16,16 @@ from .._memory import MemoryMeter, meter_for
 from .._oom import OomInfo
 from . import _policy as policy
 from ._limits import NO_LIMITS, SizeLimits
-from ._policy import Failure
+from ._policy import Failure, with_margin
+from ._predicted import Predict, largest_predicted
 from ._record import Measured, SizeRecord
+from ._trials import Trials
 
 Reduce = Callable[[int, OomInfo], int]
 """A user's way to make a failed size smaller."""
 
 _PIECES_OF_A_CALL = 64
 """So many pieces of work that fit count like one call, for loops that are called once."""
-_MOST_TRIALS = 6
-"""So many parts of the work are run to be measured, and taken back, in a call at the most."""
 _KINDS_OF_BYTES = ("device", "host")
 """The kinds of errors whose number of bytes was wanted of the memory that ran out."""
 
@@ -52,6 +52,7 @@ class AdaptiveSearch:
         reduce: the user's way to make a failed size smaller.
         in_pieces: whether a call has many pieces, of which each may have its size.
         has_trials: whether a part of the work can be run and taken back, to measure a size.
+        predict: the bytes that a size is predicted to need; asked after the first failure.
 
     Attributes:
         size: the size to try now.
@@ -62,8 +63,8 @@ class AdaptiveSearch:
 
     __slots__ = (
         "_base", "_blind", "_ceiling", "_free_bytes", "_in_pieces", "_initial", "_limits", "_meter",
-        "_n_failures", "_n_pieces", "_n_trials", "_needed_bytes", "_record", "_reduce",
-        "_remembered", "_works", "is_trial", "room", "size",
+        "_n_failures", "_n_pieces", "_needed_bytes", "_predict", "_record", "_reduce",
+        "_remembered", "_trials", "_works", "is_trial", "room", "size",
     )  # fmt: skip
 
     def __init__(
@@ -75,6 +76,7 @@ class AdaptiveSearch:
         *,
         in_pieces: bool = False,
         has_trials: bool = False,
+        predict: Predict | None = None,
     ) -> None:
         self._initial = initial
         self._limits = limits
@@ -91,7 +93,8 @@ class AdaptiveSearch:
         # whether anything of this call has worked since the last failure
         self._works = True
         self._blind: tuple[Failure, ...] = ()
-        self._n_trials = _MOST_TRIALS if has_trials else 0
+        self._trials = Trials(limits) if has_trials else None
+        self._predict = predict
         self.is_trial = False
         if limits is NO_LIMITS:
             self._ceiling = self._base = self.size = initial
@@ -199,18 +202,16 @@ class AdaptiveSearch:
     def tried(self) -> None:
         """A part of the work, of this size, returned and was taken back; choose the size by it."""
         record, meter, size = self._record, self._meter, self.size
-        # a trial follows a failure, which makes both
+        # a trial follows a failure, which makes all three
         assert record is not None
         assert meter is not None
-        self._n_trials -= 1
+        assert self._trials is not None
         needed_bytes = meter.needed_bytes()
         record.note_ok(size, needed_bytes, self._free_bytes)
         self._works = True
-        larger = None
-        if needed_bytes:
-            larger = self._larger(record.snapshot(), meter.available_bytes())
-        self.is_trial = larger is not None and self._n_trials > 0
-        self.size = self._base = larger or size
+        larger = self._trials.tried(size, needed_bytes, meter.available_bytes())
+        self.is_trial = larger is not None
+        self.size = self._base = larger or self._trials.ok
         self._measure(meter)
 
     def finished(self) -> None:
@@ -272,20 +273,48 @@ class AdaptiveSearch:
             known,
             failure,
             self._blind,
-            is_mended=self._in_pieces or self._n_trials > 0,
+            is_mended=self._in_pieces or self._trials is not None,
             reduced=None if reduce is None else lambda size: checked_reduced(reduce(size, info)),
         )
         if policy.is_blind(known, failure):
             self._blind = (*self._blind, failure)
-        smaller = self._limits.below(size, wanted)
+            if reduce is None:
+                wanted = self._predicted(failure) or wanted
+        smaller = self._tried_out(known, failure, wanted) or self._limits.below(size, wanted)
         if smaller is None:
             return False
         self.size = self._base = smaller
         if meter is not None:
             self._measure(meter)
             self.room = meter if self._in_pieces and meter.measures else None
-            self._prepare_trial(known, size, meter)
         return True
+
+    def _predicted(self, failure: Failure) -> int | None:
+        """The size that is predicted to fit; None where nobody is asked, or not believed."""
+        # once: a size that was predicted to fit and did not says that predictions are too low
+        predict, self._predict = self._predict, None
+        free_bytes, low = failure.free_bytes, self._limits.floor
+        if predict is None or free_bytes is None or failure.size <= low:
+            return None
+        if predict(failure.size) <= free_bytes:
+            return None
+        high = self._limits.aligned(failure.size)
+        return with_margin(largest_predicted(predict, low, high, free_bytes, self._limits.align))
+
+    def _tried_out(self, known: SizeRecord, failure: Failure, wanted: int) -> int | None:
+        """The size that a trial is to show to fit, or has; None where there are no trials."""
+        was_trial, self.is_trial = self.is_trial, False
+        if self._trials is None or not failure.is_measured or failure.free_bytes is None:
+            return None
+        if known.ok >= failure.size and not was_trial:
+            # the part that was measured fits, and the whole does not: it tells nothing
+            self._trials = None
+            return None
+        size = self._trials.failed(
+            failure.size, failure.free_bytes, wanted, is_blind=policy.is_blind(known, failure)
+        )
+        self.is_trial = size is not None and size != self._trials.ok
+        return size
 
     def _note_failure(self, info: OomInfo, meter: MemoryMeter | None) -> Failure:
         self._n_failures += 1
@@ -301,15 +330,6 @@ class AdaptiveSearch:
             (info.requested_bytes or 0) if info.kind in _KINDS_OF_BYTES else 0,
             meter.measures,
         )
-
-    def _prepare_trial(self, known: SizeRecord, failed: int, meter: MemoryMeter) -> None:
-        """Let a part of the work show what the size needs, where a size has to be found."""
-        if not self._n_trials:
-            return
-        if known.ok >= failed and not self.is_trial:
-            # the part that was measured fits, and the whole does not: it tells nothing
-            self._n_trials = 0
-        self.is_trial = self._n_trials > 0 and meter.measures
 
 
 def checked_reduced(size: object) -> int:

@@ -89,6 +89,11 @@ def layers(dtype=torch.float32):
         "embedding": lambda: F.embedding(_ids(3000, 16, 200), x(3000, 100)),
         "embedding_bag": lambda: F.embedding_bag(_ids(3000, 300, 20), x(3000, 100), mode="mean"),
         "embedding_bag_sum": lambda: F.embedding_bag(_ids(3000, 300, 20), x(3000, 100), mode="sum"),
+        "embedding_bag_offsets": lambda: F.embedding_bag(
+            _ids(3000, 3000), x(3000, 100), torch.arange(0, 3001, 10), include_last_offset=True
+        ),
+        "embedding_bag_32_bits": lambda: F.embedding_bag(_ids(3000, 300, 20).int(), x(3000, 100)),
+        "fold": lambda: F.fold(x(8, 144, 400), (20, 20), 3, padding=1),
         "embedding_bag_max": lambda: F.embedding_bag(_ids(3000, 300, 20), x(3000, 100), mode="max"),
         "dropout": lambda: F.dropout(x(*image), 0.1),
         "gelu": lambda: F.gelu(x(*image)),
@@ -174,6 +179,50 @@ def losses(dtype=torch.float32):
         "multi_margin": lambda: F.multi_margin_loss(x(500, 300), _ids(300, 500)),
         "poisson": lambda: F.poisson_nll_loss(x(500, 300), torch.rand(500, 300).to(dtype)),
     }
+
+
+def sequences(dtype=torch.float32):
+    """By name, a call of what goes along a sequence, or compares two."""
+    x = lambda *shape, **options: _x(*shape, dtype=dtype, **options)  # noqa: E731
+
+    def lstm(inputs, hidden, steps=32, samples=16, **options):
+        layer = nn.LSTM(inputs, hidden, **options).to(dtype)
+        return lambda: layer(x(steps, samples, inputs))[0]
+
+    def lstm_without_gradients():
+        with torch.no_grad():
+            return lstm(256, 256)()
+
+    def ctc(packed=False):
+        lengths = torch.randint(5, 30, (16,))
+        targets = torch.randint(1, 80, (16, 30))
+        if packed:
+            targets = torch.cat([row[:n] for row, n in zip(targets, lengths, strict=True)])
+        inputs = F.log_softmax(torch.randn(200, 16, 80).requires_grad_(), -1)
+        return F.ctc_loss(inputs, targets, torch.full((16,), 200), lengths)
+
+    cases = {
+        "lstm": lstm(256, 256),
+        "lstm_wide": lstm(512, 128),
+        "lstm_narrow": lstm(40, 300, bias=False),
+        "lstm_one": lstm(128, 128, 1, 1),
+        "lstm_layers": lstm(128, 256, num_layers=2, bidirectional=True),
+        "lstm_no_gradients": lstm_without_gradients,
+        "ctc": ctc,
+        "ctc_packed": lambda: ctc(packed=True),
+        "gru": lambda: nn.GRU(64, 128).to(dtype)(x(20, 8, 64))[0],
+        "cdist": lambda: torch.cdist(x(4, 300, 40), x(4, 200, 40)),
+        "windows": lambda: x(16, 400, 20).unfold(1, 50, 25).sum(),
+        "repeats": lambda: torch.repeat_interleave(x(500, 30), torch.randint(1, 5, (500,)), 0),
+    }
+    if dtype is torch.float32:
+        cases["spectrum"] = lambda: torch.fft.irfft(torch.fft.rfft(x(300, 1000)))
+        cases["spectrum_2d"] = lambda: torch.fft.irfft2(torch.fft.rfft2(x(8, 200, 240)))
+        cases["cholesky"] = lambda: torch.linalg.cholesky(
+            x(4, 100, 100) @ x(4, 100, 100).mT * 0 + torch.eye(100)
+        )
+        cases["solve"] = lambda: torch.linalg.solve(torch.eye(200) + 0 * x(200, 200), x(200, 50))
+    return cases
 
 
 def convolutions(dtype=torch.float32):

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tenure._torch.allocations import begin, end
+from tenure.adaptive._predict._assumptions import STAND_INS
 from tenure.adaptive._predict._scratch import Scratch, scratch_bytes
 
 
@@ -21,10 +22,16 @@ class Call:
     truth_bytes: int
     out_bytes: int
     said: Scratch
+    made_bytes: int = 0
 
     @property
     def is_low(self):
         return self.said.n_bytes < self.truth_bytes and self.said.reason is None
+
+    @property
+    def keeps_more(self):
+        """Its results have more memory than those without data."""
+        return self.made_bytes > self.out_bytes
 
     @property
     def is_loose(self):
@@ -65,7 +72,10 @@ class Listening(TorchDispatchMode):
                 peak = max(peak, live)
             said = scratch_bytes(func, fake_args, fake_kwargs, fake_result)
             shapes = str([_short(each) for each in tree_leaves((args, kwargs))])
-            self.calls.append(Call(func, shapes, max(0, peak - out_bytes), out_bytes, said))
+            made_bytes = _made_bytes((args, kwargs), result)
+            self.calls.append(
+                Call(func, shapes, max(0, peak - out_bytes), out_bytes, said, made_bytes)
+            )
         return result
 
 
@@ -75,7 +85,7 @@ def _fake_call(func, args, kwargs):
             mode = FakeTensorMode()
             args, kwargs = tree_map(partial(_fake, mode), (args, kwargs))
             with mode:
-                return args, kwargs, func(*args, **kwargs)
+                return args, kwargs, STAND_INS.get(func, func)(*args, **kwargs)
     # what has no fake result is no business of a prediction: it says so by itself
     except Exception:
         return None

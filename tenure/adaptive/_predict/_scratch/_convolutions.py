@@ -30,6 +30,11 @@ _PIXEL_GRAIN = 16
 _CHANNEL_GRAIN = 64
 # From this many samples on oneDNN also takes what it leaves to others before.
 _FULL_BATCH = 16
+_FEW_CHANNELS = 3
+# channels come in blocks of these
+_BLOCK = 16
+THREAD_BYTES = 24 << 10
+"""What a thread has of its own besides a gradient, at most: seen are 9 KB."""
 
 
 class _Shape(NamedTuple):
@@ -46,20 +51,56 @@ def is_one(func: Any) -> bool:
     return func is _FORWARD or func is _BACKWARD
 
 
-def axes_of(func: Any, call: Call) -> list[Axis]:
-    """Batch, channels in and out, each spatial size; of those that stay as they are, step is 0."""
+def axes_of(func: Any, call: Call, backend: object) -> list[Axis]:
+    """Batch, channels in and out, each spatial size; of those that stay as they are, step is 0.
+
+    Args:
+        func: the operation.
+        call: its arguments.
+        backend: which library computes the whole.
+    """
     whole = _shape_of(func, call)
     conv = _parts(func, call)
-    for n in dict.fromkeys(
-        min(whole.n, each) for each in (max(2, torch.get_num_threads()), _FULL_BATCH)
-    ):
+    few = min(whole.n, max(2, torch.get_num_threads()))
+    # the last is more than there are, where threads let another library compute so few
+    for n in (few, min(whole.n, _FULL_BATCH), _FULL_BATCH):
         small = _shrunk(whole._replace(n=n), conv)
-        if _backend(func, call, small) == _backend(func, call, whole):
+        if backend_of(func, call, small) == backend:
             break
     else:
-        small = whole._replace(n=min(whole.n, _FULL_BATCH))
+        small = _shrunk(whole._replace(n=min(whole.n, _FULL_BATCH)), conv)
     flat = zip(_flat(whole), _flat(small), _steps(whole), strict=True)
-    return [Axis(target, base, step if base < target else 0) for target, base, step in flat]
+    return [Axis(target, base, step if base != target else 0) for target, base, step in flat]
+
+
+def is_shared(func: Any) -> bool:
+    """Whether threads that share it may each have a result of their own."""
+    return func is _BACKWARD
+
+
+def takes_few_channels(func: Any, call: Call) -> bool:
+    """Whether it is the first of a network: of images, each thread has a buffer for one."""
+    conv = _parts(func, call)
+    return conv.input.shape[1] // conv.groups <= _FEW_CHANNELS
+
+
+def shared_bytes(func: Any, call: Call) -> int:
+    """A bound of what more threads than one take for a gradient of the weights.
+
+    oneDNN gives each of them a gradient of its own only where that is less to read and write than
+    what they would otherwise read twice: seen is up to a fifth of input and output.
+    """
+    conv = _parts(func, call)
+    grad = conv.input if conv.grad is None else conv.grad
+    others = torch.get_num_threads() - 1
+    size = max(4, conv.weight.dtype.itemsize)
+    weights = _padded(conv.weight.shape[0]) * _padded(conv.weight.shape[1])
+    copies = others * weights * prod(conv.weight.shape[2:]) * size
+    reads = (conv.input.n_bytes + grad.n_bytes) * size // conv.weight.dtype.itemsize
+    # with channels last it is another kernel
+    if conv.input.stride[1] != 1:
+        copies = min(copies, reads // 4)
+    return copies + (others + 1) * THREAD_BYTES if others else 0
 
 
 def smaller(func: Any, call: Call, axes: list[Axis], corner: Corner) -> Call:
@@ -174,9 +215,13 @@ def _resized(func: Any, call: Call, shape: _Shape) -> Call:
     return (x, w, bias, *args[3:]), kwargs
 
 
-def _backend(func: Any, call: Call, shape: _Shape) -> object:
-    """Which library computes a problem of that size here."""
-    conv = _parts(func, _resized(func, call, shape))
+def _padded(n: int) -> int:
+    return -(-n // _BLOCK) * _BLOCK
+
+
+def backend_of(func: Any, call: Call, shape: _Shape | None = None) -> object:
+    """Which library computes a call here, or one of that size."""
+    conv = _parts(func, call if shape is None else _resized(func, call, shape))
     with aside():
         # one element that looks like many: nothing is computed
         x, w = (torch.empty(1, dtype=t.dtype, device="cpu").expand(t.shape) for t in conv[1:3])

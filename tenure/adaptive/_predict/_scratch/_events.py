@@ -49,6 +49,8 @@ def events_of(func: Any, make: Callable[[], tuple[Any, dict[str, Any]]]) -> Even
 
 
 def _run(func: Any, make: Callable[[], tuple[Any, dict[str, Any]]]) -> Events:
+    # only who asks for it gets the program's number of threads on a thread of its own
+    torch.get_num_threads()
     draws = torch.Tag.nondeterministic_seeded in func.tags
     state = torch.random.get_rng_state() if draws else None
     changes = None

@@ -26,7 +26,7 @@ class Axis:
 
     Attributes:
         target: the size that is asked for.
-        base: the smaller one.
+        base: another one, the smaller as a rule.
         step: how much larger the axis is at the corners that it belongs to; 0 if it stays.
     """
 
@@ -74,7 +74,9 @@ def _grown(axes: list[Axis], at: dict[Corner, int], most_power: int) -> int:
         inner = (frozenset(s) for n in range(len(corner) + 1) for s in combinations(corner, n))
         change = sum((-1) ** (len(corner) - len(each)) * at[each] for each in inner)
         total += change * prod((far[i] for i in corner), start=Fraction(1))
-    return max(-(-total.numerator // total.denominator), *at.values())
+    n_bytes = -(-total.numerator // total.denominator)
+    # a base may be above its target
+    return max(n_bytes, *at.values()) if all(each >= 0 for each in far) else max(n_bytes, 0)
 
 
 def _distance(axis: Axis, at_base: int, at_step: int, most_power: int) -> Fraction:

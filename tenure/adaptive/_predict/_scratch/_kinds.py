@@ -48,7 +48,7 @@ FREE = _names(
     bitwise_or_.Tensor bitwise_right_shift.Tensor bitwise_xor.Tensor block_diag.default cat.default
     cauchy_.default ceil.default ceil_.default celu.default clamp.default clamp_.default
     clamp_max.Tensor clamp_min.Tensor clamp_min.default clamp_min_.Tensor clamp_min_.default
-    complex.default constant_pad_nd.default copy_.default copysign.Scalar
+    complex.default constant_pad_nd.default copysign.Scalar
     cummax.default cummin.default cumprod.default detach.default diag_embed.default diagonal.default
     diagonal_backward.default diagonal_copy.default diagonal_scatter.default digamma_.default
     div.Tensor_mode div.out div_.Scalar dot.default elu.default elu_backward.default
@@ -170,9 +170,9 @@ TAKES_NUMBERS = _names(
 
 MEASURED = _names(
     """
-    _batch_norm_with_update.default _chunk_cat.default _ctc_loss_backward.Tensor
-    _ctc_loss_backward.default _embedding_bag.default _embedding_bag_backward.default
-    _embedding_bag_per_sample_weights_backward.default _fft_c2c.default _fft_c2r.default
+    _batch_norm_with_update.default _chunk_cat.default
+     _embedding_bag.default
+    _embedding_bag_per_sample_weights_backward.default _fft_c2c.default
     _fft_r2c.default _foreach_norm.Scalar _histogramdd_from_bin_cts.default
     _histogramdd_from_bin_tensors.default _linalg_det.default _linalg_eigh.default
     _linalg_slogdet.default _linalg_solve_ex.default _linalg_svd.default
@@ -197,13 +197,13 @@ MEASURED = _names(
     median.default median.dim mm.default mse_loss.default multilabel_margin_loss_backward.default
     multilabel_margin_loss_forward.default multinomial.default mvlgamma.default nanmedian.default
     nanmedian.dim native_batch_norm.default native_batch_norm_backward.default
-    native_dropout_backward.default native_group_norm_backward.default
+    native_dropout_backward.default
     native_layer_norm_backward.default normal.Tensor_Tensor normal.Tensor_float ormqr.default
-    renorm.default repeat.default repeat_interleave.Tensor roll.default rrelu_with_noise.default
+    renorm.default repeat.default  roll.default rrelu_with_noise.default
     scatter.reduce scatter.src scatter.value scatter_add.default scatter_reduce.two
     segment_reduce.default smooth_l1_loss.default soft_margin_loss.default
     soft_margin_loss_backward.default sort.default sort.stable sparse_mask.default std.correction
-    unfold_backward.default upsample_bicubic2d.default upsample_bilinear2d.default
+     upsample_bicubic2d.default upsample_bilinear2d.default
     upsample_linear1d.default upsample_nearest1d.default upsample_nearest2d.default
     upsample_nearest3d.default upsample_trilinear3d.default var.correction
     """

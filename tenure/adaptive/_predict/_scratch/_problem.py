@@ -34,12 +34,12 @@ def described(args: Any, kwargs: Any) -> Call:
     return _mapped(tuple(args), take), _mapped(dict(kwargs), take)
 
 
-def made(call: Call) -> Call:
-    """The arguments with a real tensor for each Layout."""
+def made(call: Call, whole: int) -> Call:
+    """The arguments with a real tensor for each Layout; whole numbers are ``whole``."""
 
     def make(leaf: Any) -> Any:
         if isinstance(leaf, Layout):
-            return leaf.tensor()
+            return leaf.tensor(whole)
         if isinstance(leaf, torch.Generator):
             # drawing from the program's own would change its numbers
             return torch.Generator()

@@ -11,9 +11,10 @@ from torch import Tensor, UntypedStorage
 
 from tenure._torch.storages import key_of
 
+from ._formulas import FORMULAS
 from ._kinds import FREE, FREE_CONTIGUOUS, FREE_OF_ONE_DTYPE, MEASURED, TAKES_NUMBERS
 from ._matmuls import RULES as MATMULS
-from ._measured import measured
+from ._measured import WHOLE_PRODUCT_BYTES, measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +35,13 @@ _NOTHING = Scratch(0)
 _Rule = Callable[[Any, Any, Any, Any], Scratch]
 _rules: dict[Any, _Rule] = {}
 _BY_VALUE = "what it takes for itself depends on the values that it gets"
-_SEES_VALUES = frozenset({_aten.isin.Tensor_Tensor, _aten._embedding_bag_backward.default})
+_SEES_VALUES = frozenset({_aten.isin.Tensor_Tensor})
 
-_CONVOLUTION_BACKWARD = _aten.convolution_backward.default
-_BY_THREADS = "how oneDNN shares a convolution's gradient among threads is only estimated"
 _HALVES = frozenset({torch.bfloat16, torch.float16})
-_BY_ONEDNN = frozenset({*MATMULS, _aten.convolution.default, _CONVOLUTION_BACKWARD})
+_BY_ONEDNN = frozenset({_aten.convolution.default, _aten.convolution_backward.default})
 _SUMS = frozenset({_aten.sum.default, _aten.sum.dim_IntList})
 # they divide by a number of elements
 _MEANS = frozenset({_aten.mean.default, _aten.mean.dim})
-_PATCHES = frozenset({_aten.im2col.default, _aten.col2im.default})
 _MASKS_AND_INDICES = frozenset({torch.bool, torch.int64})
 
 
@@ -59,6 +57,10 @@ def scratch_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
     rule = _rules.get(func)
     if rule is None:
         rule = _rules[func] = _rule_for(func)
+    if rule is not _nothing and any(
+        each.layout is not torch.strided for each in _tensors((args, kwargs, result))
+    ):
+        return Scratch(0, f"nobody has measured what {func} takes for itself on sparse tensors")
     return rule(func, args, kwargs, result)
 
 
@@ -71,18 +73,21 @@ def _rule_for(func: Any) -> _Rule:
         return lambda *_: Scratch(0, f"nobody has measured what {func} takes for itself")
     if func in MATMULS:
         return _of_matmul
+    if func in FORMULAS:
+        return _by_formula
     if func in _MEANS | _SUMS:
         return _of_sum
     if func is _aten._linalg_check_errors.default:
         return _with_numbers
-    if func in _PATCHES:
-        return _copy_of_input
     if func is _aten.masked_select.default:
         return _two_numbers_an_element
     if name.startswith(("_foreach_", "_fused_")) and name.partition(".")[0].endswith("_"):
         return _with_numbers
     if torch.Tag.pointwise in func.tags and name.partition(".")[0].endswith("_"):
         return _with_numbers_of_one_dtype
+    # they multiply by a number of their own
+    if name in {"deg2rad.default", "rad2deg.default"}:
+        return _with_numbers
     if name in TAKES_NUMBERS:
         return _with_numbers if name in FREE else _with_numbers_of_one_dtype
     if name in FREE:
@@ -149,13 +154,15 @@ def _contiguous(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
 
 
 def _of_matmul(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
+    tensors = [*_tensors((args, result))]
     n_bytes = MATMULS[func](args)
+    if tensors[0].dtype in _HALVES:
+        taken = sum(each.numel() * each.element_size() for each in tensors)
+        n_bytes = None if taken <= WHOLE_PRODUCT_BYTES else n_bytes
     return _measured(func, args, kwargs, result) if n_bytes is None else Scratch(n_bytes)
 
 
 def _measured(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
-    if any(each.layout is not torch.strided for each in _tensors((args, kwargs, result))):
-        return Scratch(0, f"nobody has measured what {func} takes for itself on sparse tensors")
     n_bytes = measured(func, args, kwargs, result, _made_bytes(args, kwargs, result))
     if isinstance(n_bytes, int):
         lazy = [each for each in _tensors((args, kwargs)) if each.is_conj() or each.is_neg()]
@@ -163,10 +170,6 @@ def _measured(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
         if func in _BY_ONEDNN and any(each.dtype in _HALVES for each in _tensors(args)):
             # its buffers for 16 bits grow in steps: seen up to 5 % above what was measured
             n_bytes += n_bytes // 10
-        if func is _CONVOLUTION_BACKWARD and (threads := torch.get_num_threads()) > 1:
-            # each thread may have a gradient of the weights of its own; how many do goes by sizes
-            weight = args[2]
-            return Scratch(n_bytes + 3 * threads * weight.numel() * 4, _BY_THREADS)
         return Scratch(n_bytes, _BY_VALUE if func in _SEES_VALUES else None)
     return Scratch(0, f"what {func} takes for itself can't be measured ({n_bytes})")
 
@@ -179,8 +182,11 @@ def _never_compared(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
     return Scratch(0, f"nobody has measured what {func} takes for itself")
 
 
-def _copy_of_input(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
-    return Scratch(args[0].numel() * args[0].element_size())
+def _by_formula(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
+    tensors = [*_tensors((args, kwargs, result))]
+    if kwargs or any(each.layout is not torch.strided for each in tensors):
+        return Scratch(0, f"nobody has measured what {func} takes for itself called in this way")
+    return Scratch(FORMULAS[func](args, result))
 
 
 def _two_numbers_an_element(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:

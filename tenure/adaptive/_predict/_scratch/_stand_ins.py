@@ -39,11 +39,11 @@ class Layout:
             extent = stride[d] * max(1, shape[d])
         return Layout(tuple(shape), tuple(stride), self.dtype)
 
-    def tensor(self) -> Tensor:
-        """A real tensor: numbers are 0.5, indices 0, pivots (of int32) 1, masks true."""
+    def tensor(self, whole: int) -> Tensor:
+        """A real tensor: numbers are 0.5, masks true, and whole numbers as they are asked for."""
         n = self.n_bytes // self.dtype.itemsize if 0 not in self.shape else 0
         is_number = self.dtype.is_floating_point or self.dtype.is_complex
-        value = 0.5 if is_number else self.dtype in (torch.bool, torch.int32)
+        value = 0.5 if is_number else True if self.dtype is torch.bool else whole
         flat = torch.full((n,), value, dtype=self.dtype, device="cpu")
         return flat.as_strided(self.shape, self.stride)
 
