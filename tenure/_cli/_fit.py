@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tenure._errors import CommandError, TenureError
 
-from ._verb import Verb, byte_size
+from ._verb import Verb, byte_size, device_name
 
 if TYPE_CHECKING:
     from tenure._show import Paragraph
@@ -57,6 +57,7 @@ class Fit(Verb):
         )
         parser.add_argument(
             "--device",
+            type=device_name,
             metavar="DEVICE",
             help="whose memory is meant (default: cuda with --device-memory, else the accelerator, "
             "else where the tensors are)",

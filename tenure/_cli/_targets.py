@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -34,7 +35,22 @@ def load_function(target: str) -> Callable[[], Any]:
         found = getattr(found, name, None)
     if not callable(found):
         raise CommandError(f"{module_name} has no function {function_name!r}. Is it defined there?")
+    needed = _needed_arguments(found)
+    if needed:
+        raise CommandError(
+            f"{target} wants {', '.join(needed)}, and is called without arguments. Name a function "
+            "that makes everything itself, or give these defaults."
+        )
     return found  # type: ignore[no-any-return]  # what it returns is looked at by whoever calls it
+
+
+def _needed_arguments(function: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []  # of C
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in several]
 
 
 def _load_module(name: str) -> ModuleType:

@@ -59,3 +59,16 @@ def byte_size(text: str) -> int:
         return parse_bytes(text)
     except ByteSizeError as error:
         raise argparse.ArgumentTypeError(str(error).rstrip(".")) from None
+
+
+def device_name(text: str) -> str:
+    """A ``type`` for argparse: a device as torch names it, here or not."""
+    import torch
+
+    try:
+        torch.device(text)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no device of torch; write cuda, cuda:1, cpu, xpu or mps"
+        ) from None
+    return text

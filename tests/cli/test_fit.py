@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,10 @@ def needs_data():
 
 def talks():
     print("hello")
+    return setup()
+
+
+def wants_a_size(n_rows, *others, scale=1):
     return setup()
 
 
@@ -440,3 +445,26 @@ def test_help_says_what_the_exit_codes_mean(capsys):
         main(["fit", "--help"])
     text = capsys.readouterr().out
     assert "Exit code: 0 where it fits" in text
+
+
+def test_an_unknown_device_is_a_mistake_told_in_a_line(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        fit(capsys, "setup", "--device-memory", "1GiB", "--device", "rtx")
+    printed = capsys.readouterr()
+    assert "'rtx' is no device of torch; write cuda, cuda:1" in printed.err
+    assert "Traceback" not in printed.err
+
+
+def test_a_function_that_wants_arguments_is_named_with_them(capsys):
+    code, printed = fit(capsys, "wants_a_size", "--device-memory", "1GiB")
+    assert (code, printed.out) == (2, "")
+    assert "program.py:wants_a_size wants n_rows, and is called without arguments" in printed.err
+    assert "Traceback" not in printed.err
+
+
+def test_advice_for_a_device_that_is_not_here_warns_of_nothing(capsys):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        code, printed = fit(capsys, "trained", "--device-memory", "1MiB")
+    assert (code, told) == (1, [])
+    assert "\n    " in printed.out

@@ -17,13 +17,13 @@ from ..adaptive.predict.scratch_truth import Listening, listen
 from .test_operators import LEFT_OUT, name_of
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.exhaustive]
-SAMPLES = 4
-DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.complex64)
+SAMPLES = 1
+DTYPES = (torch.float32,)
 # torch's kernel for a loss that bfloat16 lacks
 _LACKING = {"multi_margin"}
 CASES = {
     f"{name}-{dtype}": case
-    for dtype in (torch.bfloat16, torch.float64)
+    for dtype in (torch.float64,)
     for group in (layers, losses, convolutions)
     for name, case in group(dtype).items()
     if not (dtype == torch.bfloat16 and name in _LACKING)

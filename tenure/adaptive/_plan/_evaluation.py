@@ -21,6 +21,15 @@ from .._step import SampleTree, StepSpec, step_at_size
 _ENOUGH = 5
 
 
+class _Sizes:
+    """What a step that was predicted tells; a list would be as before when the prediction ends."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self) -> None:
+        self.parts: tuple[int, ...] = ()
+
+
 class Evaluation:
     """Predicts a step, each size once.
 
@@ -35,7 +44,7 @@ class Evaluation:
     ) -> None:
         self.spec = spec
         self._optimizer, self._device = optimizer, device
-        self._work = Work(self._step_of(1, []), (spec.batch,), {}, optimizer, device)
+        self._work = Work(self._step_of(1, _Sizes()), (spec.batch,), {}, optimizer, device)
         self._tree = SampleTree(spec.batch, spec.in_dims, name="batch", argument="in_dims")
         self._n_samples = self._tree.n_samples()
         self._known: dict[tuple[int, bool], tuple[PeakReport, tuple[int, ...]]] = {}
@@ -68,14 +77,14 @@ class Evaluation:
         length = self._length(size, in_full)
         key = size, length == self._n_samples
         if key not in self._known:
-            sizes: list[tuple[int, ...]] = []
+            sizes = _Sizes()
             report = predict_peak(
                 self._step_of(size, sizes, length),
                 self.spec.batch,
                 optimizer=self._optimizer,
                 device=self._device,
             )
-            self._known[key] = report, sizes[-1]
+            self._known[key] = report, sizes.parts
         return self._known[key]
 
     def least(self) -> tuple[int, PeakReport]:
@@ -97,13 +106,13 @@ class Evaluation:
         return [leaf.value for leaf in self._tree.leaves]
 
     def _step_of(
-        self, size: int, sizes: list[Any], length: int | None = None, around: Any = None
+        self, size: int, sizes: _Sizes, length: int | None = None, around: Any = None
     ) -> Any:
         """A function of the batch that runs the step on the first of its samples.
 
         Args:
             size: the samples of a micro-batch.
-            sizes: the samples of each are put here.
+            sizes: gets the samples of each.
             length: how many samples are run; None: all.
             around: makes the function that runs instead of the step's own.
         """
@@ -114,7 +123,7 @@ class Evaluation:
         # as a default, what these use is found, and named as their code names it
         def run(batch: Any, _reached: Any = reached) -> None:
             part = batch if length in (None, self._n_samples) else self._first(batch, length)
-            sizes.append(step_at_size(replace(spec, batch=part), size).sizes)
+            sizes.parts = step_at_size(replace(spec, batch=part), size).sizes
 
         setattr(run, WITH_INNER, functools.partial(self._step_of, size, sizes, length))
         return run

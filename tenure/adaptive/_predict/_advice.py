@@ -43,7 +43,7 @@ class Advice:
         return f"{self.what}: {effect}{others}"
 
     def __str__(self) -> str:
-        return f"{self.summary()}: {self.how}"
+        return f"{self.summary()}\n    {self.how}"
 
 
 _Advise = Callable[["Work", int, bool], tuple[Advice, ...]]

@@ -24,6 +24,15 @@ from ._tensors import storages_of, tensors_of
 _HOST = torch.device("cpu")
 _LARGEST_BYTES = 2**20
 """Of a storage; a million of them take no time that a prediction would show."""
+_aten = torch.ops.aten
+_UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
+_DECIDES = {
+    _aten.bitwise_or.Tensor: True,
+    _aten.logical_or.default: True,
+    _aten.bitwise_and.Tensor: False,
+    _aten.logical_and.default: False,
+}
+"""The value with which one operand decides."""
 
 
 class KnownValues:
@@ -49,7 +58,7 @@ class KnownValues:
             return None
         storage = self._real.get(key_of(fake.untyped_storage()))
         if storage is None:
-            return None
+            return _constant(fake)
         with no_fakes():
             empty: Any = torch.empty(0, dtype=fake.dtype, device=_HOST)
             shown: Tensor = empty.set_(storage, fake.storage_offset(), fake.shape, fake.stride())
@@ -69,15 +78,20 @@ class KnownValues:
         if real_args is None or real_kwargs is None:
             return None
         with no_fakes(), torch.no_grad():
-            return func(*real_args, **real_kwargs)
+            result = func(*real_args, **real_kwargs)
+        # what writes lists of tensors in place gives nothing
+        return () if result is None else result
 
     def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Do an operation for the values as well, where all that it reads is known."""
         made = [each for each in tensors_of(result) if is_fake(each)]
         written = _written(func, args, kwargs)
+        # a scaler steps its optimizer where all gradients are finite: that takes more
+        if func is _UNSCALE:
+            written = [*args[0]]
         if not written and not any(map(_is_eligible, made)):
             return
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if func is _UNSCALE or torch.Tag.nondeterministic_seeded in func.tags:
             known = None
         else:
             try:
@@ -85,6 +99,8 @@ class KnownValues:
             # a kernel that wants what no host has: the values are not known then
             except (RuntimeError, NotImplementedError):
                 known = None
+        if known is None and not written:
+            known = self._decided_by_one(func, args, result)
         if known is None:
             for tensor in written:
                 for storage in storages_of(tensor):
@@ -94,6 +110,22 @@ class KnownValues:
             same = fake.shape == real.shape and fake.stride() == real.stride()
             if same and _is_eligible(fake) and key_of(fake.untyped_storage()) not in self._real:
                 self._enter(fake, real.untyped_storage())
+
+    def _decided_by_one(self, func: Any, args: Any, result: Any) -> Tensor | None:
+        """What "or" with all true, or "and" with all false, gives, whatever the other one is.
+
+        Loops that end at a length, or when all have said their end, are to end: that is what
+        ``generate()`` of transformers asks.
+        """
+        decides = _DECIDES.get(func)
+        if decides is None or (decides and result.dtype is not torch.bool):
+            return None
+        for each in tensors_of(args):
+            n_true = self.n_true(each) if is_fake(each) else None
+            if n_true == (each.numel() if decides else 0):
+                with no_fakes():
+                    return torch.full(result.shape, decides, dtype=result.dtype)
+        return None
 
     def _enter(self, fake: Tensor, real: UntypedStorage) -> None:
         storage = fake.untyped_storage()
@@ -120,6 +152,15 @@ class KnownValues:
             found = self._real_of(list(values.values()))
             return None if found is None else dict(zip(values, found, strict=True))
         return _HOST if isinstance(values, torch.device) else values
+
+
+def _constant(fake: Any) -> Tensor | None:
+    """What the mode itself knows of a number, as of ``torch.tensor(1.0)``; not to be written."""
+    constant: Tensor | None = getattr(fake, "constant", None)
+    if constant is None:
+        return None
+    with no_fakes():
+        return constant.clone()
 
 
 def _is_eligible(tensor: Tensor) -> bool:

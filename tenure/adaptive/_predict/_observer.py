@@ -99,6 +99,7 @@ class Observer(DispatchMode):
         self._real = Block(0, "forward", "temporaries")
         self._real_live = cpu_allocator.live_counter()
         self._real_before = 0
+        self._is_over = False
 
     def enter_existing(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Note what was there before; what is known already keeps its category."""
@@ -128,7 +129,8 @@ class Observer(DispatchMode):
         self._real_before = self._real_live.value - self.known.held_bytes
 
     def end(self) -> None:
-        """Notice what the work has left alive."""
+        """Notice what the work has left alive; what dies from now on is no part of it."""
+        self._is_over = True
         for entry in list(self._entries.values()):
             entry.block.outlived_forward = True
 
@@ -239,6 +241,8 @@ class Observer(DispatchMode):
             self._change(entry.block, 0)
 
     def _change(self, block: Block, n_bytes: int) -> None:
+        if self._is_over:
+            return
         self.record.events.append(Event(block, n_bytes, len(self.operations)))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import signature
@@ -12,6 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tenure._containers import tensors_in
+
+from ._containers import Containers
 
 
 class OptimizerState:
@@ -54,20 +55,8 @@ class OptimizerState:
         if optimizer is None:
             yield
             return
-        attributes = dict(vars(optimizer))
-        groups = [dict(group) for group in optimizer.param_groups]
-        states = {key: _copied(value) for key, value in optimizer.state.items()}
+        before = Containers([vars(optimizer)])
         try:
             yield
         finally:
-            vars(optimizer).clear()
-            vars(optimizer).update(attributes)
-            for group, before in zip(optimizer.param_groups, groups, strict=True):
-                group.clear()
-                group.update(before)
-            optimizer.state.clear()
-            optimizer.state.update(states)
-
-
-def _copied(value: Any) -> Any:
-    return copy.copy(value) if isinstance(value, dict | list) else value
+            before.undo()

@@ -88,11 +88,13 @@ def predict_peak(
 
 
 def _report(work: Work, observer: Observer) -> PeakReport:
-    # the report keeps it, and nothing else of the observer
+    # the report keeps these, and nothing else of the observer
     record = observer.record
     peak = record.peak()
     operation = observer.operations[peak.operation] if peak.operation >= 0 else None
-    taken = None if work.target.is_host else replay(record)
+    later = record.of_a_later_step()
+    records = [record] if later is None else [record, later]
+    taken = [] if work.target.is_host else [replay(each) for each in records]
     reasons = work.reasons() | observer.reasons | observer.workspaces.reasons
     return PeakReport(
         peak_bytes=peak.n_bytes,
@@ -104,10 +106,14 @@ def _report(work: Work, observer: Observer) -> PeakReport:
         device=str(work.device),
         approximate=bool(reasons),
         reasons=(*reasons, *observer.workspaces.notes()),
-        allocated_bytes=taken.allocated_peak if taken else None,
-        reserved_bytes=taken.reserved_peak if taken else None,
+        later_peak_bytes=None if later is None else later.peak().n_bytes,
+        allocated_bytes=taken[0].allocated_peak if taken else None,
+        reserved_bytes=taken[0].reserved_peak if taken else None,
+        later_reserved_bytes=taken[1].reserved_peak if len(taken) > 1 else None,
         allowance_bytes=observer.workspaces.allowance_bytes if taken else 0,
-        _runs_within=(lambda limit: replay(record, limit).fits) if taken else None,
+        _runs_within=(lambda limit: all(replay(each, limit).fits for each in records))
+        if taken
+        else None,
         adviser=Adviser(work, peak.n_bytes, observer.has_backward),
     )
 

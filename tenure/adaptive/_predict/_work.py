@@ -27,13 +27,17 @@ from tenure.scopes import persist
 
 from .._reachable import Reachable
 from .._undo import AllOf, ModuleState, RngState, modules_below
+from ._containers import Containers, holders_in
 from ._fakes import lent_to_fakes, mode_for
+from ._interrupts import Interrupts
 from ._observer import Observer
 from ._optimizer import OptimizerState
+from ._settings import settings_kept
 from ._target import target_of
 
 _WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 # what torch says where Python code wants the values of a tensor
+_TWO_THREADS = ("in_kernel_invocation", "False, True", "True, False")
 _NO_DATA = ("data is not allocated", "is not supported for tensor subclasses")
 
 
@@ -70,6 +74,7 @@ class Work:
         self.inputs = _unique(tensors_in([args, kwargs]))
         held = tensors_in([vars(module) for module in self.modules])
         self.others = _unique([*held, *reached.constants.values()])
+        self.holders = holders_in([*self.modules, *reached.visited()])
         self.is_compiled = any(map(is_compiled, (fn, *reached.visited(), *self.modules)))
         self.target = target_of(device, (*self.parameters, *self.inputs))
 
@@ -90,11 +95,12 @@ class Work:
         observer = Observer(self.target)
         tensors = self.tensors()
         mode = mode_for(tensors)
-        undo = AllOf((RngState(), ModuleState(self.modules)))
-        with persist(), ExitStack() as stack:
+        undo = AllOf((RngState(), ModuleState(self.modules), Containers(self.holders)))
+        with Interrupts() as interrupts, persist(), ExitStack() as stack:
             stack.enter_context(cpu_allocator.sizes_kept(True))
             undo.begin()
             stack.callback(undo.undo)
+            stack.enter_context(settings_kept())
             for fake, real in stack.enter_context(lent_to_fakes(tensors, mode, self.target)):
                 observer.known.learn(fake, real)
             stack.enter_context(self.state.kept())
@@ -112,7 +118,8 @@ class Work:
             stack.enter_context(mode)
             stack.enter_context(observer)
             observer.begin()
-            self._run(observer)
+            with interrupts.let_through():
+                self._run(observer)
             observer.end()
             observer.name_blocks(self.gradients(), "gradients")
             observer.name_blocks(self.state.tensors(), "optimizer state")
@@ -139,6 +146,14 @@ class Work:
                 "The memory of this work can't be predicted: it reads values where no operation of "
                 "torch does, and a prediction has none (see the error above). Predict the rest "
                 "without that part, or run it once and see."
+            ) from error
+        except AssertionError as error:
+            if not any(text in str(error) for text in _TWO_THREADS):
+                raise
+            raise PredictionError(
+                "The memory of this work can't be predicted: two threads use its tensors, which "
+                "have no data for the time being. Predict while no other thread uses the model, "
+                "and without threads in the function."
             ) from error
         self._run_backward(result)
         observer.name_blocks(self.gradients(), "gradients")

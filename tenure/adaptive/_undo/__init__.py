@@ -3,7 +3,9 @@
 from ._module_state import BufferState as BufferState
 from ._module_state import ModuleState as ModuleState
 from ._module_state import modules_below as modules_below
+from ._notes import ContainerNote as ContainerNote
 from ._notes import is_gone as is_gone
+from ._notes import noted_container as noted_container
 from ._rng_state import Generator as Generator
 from ._rng_state import RngState as RngState
 from ._rng_state import generator_kinds as generator_kinds

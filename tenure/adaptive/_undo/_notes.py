@@ -8,6 +8,7 @@ called: a class of the user's may refuse to be cleared, or may want other argume
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -166,6 +167,16 @@ class ContainerNote(NamedTuple):
     kind: _Kind
     items: dict[Any, Any] | list[Any]
     attributes: dict[str, Any] | None
+
+    def is_same(self) -> bool:
+        """Whether it holds the same objects, in the same order; its attributes are not asked."""
+        now = self.kind.read(self.container)
+        if len(now) != len(self.items):
+            return False
+        if isinstance(now, dict) and not all(map(operator.is_, now, self.items)):
+            return False
+        pairs = zip(entries(now), entries(self.items), strict=True)
+        return all(one is other for (_, one), (_, other) in pairs)
 
     def undo(self) -> None:
         """Put back what was in it."""

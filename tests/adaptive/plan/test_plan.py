@@ -102,8 +102,8 @@ def test_a_plan_changes_nothing():
     batch = torch.randn(40, 8)
     rng, counts = torch.get_rng_state(), (statistics().attempts, statistics().ooms)
     fn = lambda x: model(x).square().mean()  # noqa: E731
-    peak = plan(fn, batch, "1GiB", optimizer=adam, margin=0).peak_bytes
-    plan(fn, batch, peak - 1, optimizer=adam, margin=0, batchnorm="per_chunk")
+    needed = plan(fn, batch, "1GiB", optimizer=adam, margin=0).needed_bytes
+    plan(fn, batch, needed - 1, optimizer=adam, margin=0, batchnorm="per_chunk")
     assert adam.state == {}
     assert torch.equal(model[0].weight.grad, torch.ones(8, 8))
     assert model[3].weight.grad is None

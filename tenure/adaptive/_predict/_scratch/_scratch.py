@@ -57,6 +57,10 @@ def scratch_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
     rule = _rules.get(func)
     if rule is None:
         rule = _rules[func] = _rule_for(func)
+    if rule is not _nothing and any(
+        each.layout is not torch.strided for each in _tensors((args, kwargs, result))
+    ):
+        return Scratch(0, f"nobody has measured what {func} takes for itself on sparse tensors")
     return rule(func, args, kwargs, result)
 
 
@@ -81,6 +85,9 @@ def _rule_for(func: Any) -> _Rule:
         return _with_numbers
     if torch.Tag.pointwise in func.tags and name.partition(".")[0].endswith("_"):
         return _with_numbers_of_one_dtype
+    # they multiply by a number of their own
+    if name in {"deg2rad.default", "rad2deg.default"}:
+        return _with_numbers
     if name in TAKES_NUMBERS:
         return _with_numbers if name in FREE else _with_numbers_of_one_dtype
     if name in FREE:
@@ -156,8 +163,6 @@ def _of_matmul(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
 
 
 def _measured(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
-    if any(each.layout is not torch.strided for each in _tensors((args, kwargs, result))):
-        return Scratch(0, f"nobody has measured what {func} takes for itself on sparse tensors")
     n_bytes = measured(func, args, kwargs, result, _made_bytes(args, kwargs, result))
     if isinstance(n_bytes, int):
         lazy = [each for each in _tensors((args, kwargs)) if each.is_conj() or each.is_neg()]

@@ -1,0 +1,206 @@
+"""What work leaves behind is gone when its prediction ends, however it ends."""
+
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+from tenure.adaptive import PredictionError, predict_peak
+
+from .true_peak import step_of, true_peak_bytes
+
+
+class Growing(nn.Module):
+    """Makes a parameter, a module, a buffer and a hook at its first call, and keeps a cache."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.cache = nn.Linear(4, 4), {}
+
+    def forward(self, x):
+        if "scale" not in self._parameters:
+            self.scale = nn.Parameter(torch.ones(4))
+            self.second = nn.Linear(4, 4)
+            self.register_buffer("seen", torch.zeros(4))
+            self.register_full_backward_hook(lambda *_: None)
+        self.first.output = self.first(x)
+        self.cache[x.shape] = self.first.output
+        return self.second(self.first.output * self.scale).sum()
+
+
+def test_what_a_first_call_makes_is_not_left_without_data():
+    model = Growing()
+    before = {**vars(model.first)}
+    predict_peak(model, torch.ones(2, 4))
+    assert list(model._parameters) == list(model._buffers) == []
+    assert list(model._modules) == ["first"]
+    assert not model.cache
+    assert not model._backward_hooks
+    assert vars(model.first) == before
+    model(torch.ones(2, 4)).backward()
+    assert type(model.scale.grad) is torch.Tensor
+
+
+def test_a_parameter_that_the_work_replaces_or_deletes_is_there_again():
+    model = nn.Linear(4, 4)
+    weight = model.weight
+
+    def fn(x):
+        model.weight = nn.Parameter(model.weight * 2)
+        del model.bias
+        raise ValueError("in the middle")
+
+    with pytest.raises(ValueError, match="in the middle"):
+        predict_peak(fn, torch.ones(2, 4))
+    assert model.weight is weight
+    assert list(model._parameters) == ["weight", "bias"]
+
+
+def test_lists_in_the_state_of_an_optimizer_are_as_before():
+    model, batch = nn.Linear(8, 8), torch.randn(4, 8)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def loss(x):
+        return model(x).square().mean()
+
+    def closure():
+        optimizer.zero_grad()
+        value = loss(batch)
+        value.backward()
+        return value
+
+    optimizer.step(closure)
+    state = optimizer.state[model.weight]
+    before = {name: [*value] for name, value in state.items() if isinstance(value, list)}
+    predict_peak(loss, batch, optimizer=optimizer)
+    assert optimizer.state[model.weight] is state
+    assert before["old_dirs"]
+    for name, values in before.items():
+        assert all(a is b for a, b in zip(state[name], values, strict=True))
+    optimizer.step(closure)
+
+
+def test_scalers_schedules_and_lists_that_the_work_names_are_as_before():
+    model, kept = nn.Linear(4, 4), []
+    optimizer = torch.optim.Adam(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    scaler = torch.amp.GradScaler("cpu")
+
+    def train(x):
+        loss = model(x).sum()
+        kept.append(loss)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+
+    predict_peak(train, torch.ones(2, 4))
+    assert not kept
+    assert not optimizer.state
+    assert schedule.last_epoch == 0
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    assert scaler._scale is None
+    train(torch.ones(2, 4))
+    assert scaler.get_scale() == 65536.0
+
+
+def test_settings_of_torch_are_as_before():
+    def fn(x):
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        torch.set_autocast_enabled("cpu", True)
+        torch.use_deterministic_algorithms(True)
+        raise ValueError("in the middle")
+
+    with pytest.raises(ValueError, match="in the middle"):
+        predict_peak(fn, torch.ones(2))
+    assert torch.is_grad_enabled()
+    assert torch.get_default_dtype() is torch.float32
+    assert torch.get_default_device() == torch.device("cpu")
+    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("where", ["_lend", "_take_back"])
+def test_an_interrupt_waits_until_all_tensors_have_their_data(monkeypatch, where):
+    from tenure.adaptive._predict import _fakes
+
+    original = getattr(_fakes, where)
+
+    def interrupted(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        return original(*args)
+
+    model, handler = nn.Linear(4, 4), signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(_fakes, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        predict_peak(model, torch.ones(2, 4))
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_an_interrupt_ends_the_work():
+    model = nn.Linear(4, 4)
+
+    def fn(x):
+        os.kill(os.getpid(), signal.SIGINT)
+        while True:
+            x = model(x)
+
+    with pytest.raises(KeyboardInterrupt):
+        predict_peak(fn, torch.ones(2, 4))
+    assert type(model.weight) is nn.Parameter
+
+
+def test_threads_in_the_work_are_refused():
+    def fn(x):
+        raise AssertionError("fake_mode.in_kernel_invocation must be False")
+
+    with pytest.raises(PredictionError, match="two threads use its tensors"):
+        predict_peak(fn, torch.ones(2))
+
+
+def test_a_loop_that_ends_at_a_length_ends():
+    def generate(x):
+        is_running, length = torch.ones(2, dtype=torch.int64), 0
+        while True:
+            x, length = torch.cat([x, x[:, -1:]], 1), length + 1
+            is_done = torch.full((2,), length >= 3) | (x[:, -1] > 5)
+            is_running = is_running & ~is_done
+            if is_running.max() == 0:
+                return x
+
+    batch = torch.zeros(2, 64)
+    report = predict_peak(generate, batch)
+    assert report.peak_bytes <= batch.nbytes * 4
+
+
+def test_nadam_goes_on_from_real_steps():
+    model, batch = nn.Linear(64, 64), torch.randn(32, 64)
+    optimizer = torch.optim.NAdam(model.parameters(), foreach=True)
+
+    def loss(x):
+        return model(x).square().mean()
+
+    for _ in range(2):
+        step_of(loss, batch, optimizer)()
+    report = predict_peak(loss, batch, optimizer=optimizer)
+    true_bytes = report.baseline_bytes + true_peak_bytes(step_of(loss, batch, optimizer))
+    assert 0 <= report.peak_bytes - true_bytes <= 256
+
+
+def test_a_scaler_steps_its_optimizer():
+    model, batch = nn.Linear(256, 256), torch.randn(4, 256)
+    optimizer, scaler = torch.optim.Adam(model.parameters()), torch.amp.GradScaler("cpu")
+
+    def train(x):
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    report = predict_peak(train, batch)
+    true_bytes = report.baseline_bytes + true_peak_bytes(lambda: train(batch))
+    assert report.peak_bytes >= true_bytes
