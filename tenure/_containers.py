@@ -74,6 +74,21 @@ def contents_of(node: Any) -> list[Any]:
     return [] if parts is None else parts[0]
 
 
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors in containers of any kind each once, in order."""
+    found: dict[int, Tensor] = {}
+    seen: dict[int, Any] = {}
+    waiting = [*values][::-1]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            found[id(value)] = value
+        elif id(value) not in seen:
+            seen[id(value)] = value
+            waiting += contents_of(value)[::-1]
+    return list(found.values())
+
+
 def is_record(node: object) -> bool:
     """Whether it is a dataclass that is nothing else: no class, tensor, module or tuple."""
     return dataclasses.is_dataclass(node) and not isinstance(

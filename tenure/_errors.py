@@ -98,14 +98,21 @@ class OutOfRetriesError(TenureError):
     Attributes:
         sizes: the sizes that were tried, in order.
         info: what the last out-of-memory error tells.
+        least: the size that takes least, and the bytes that it needs, where all was predicted and
+            nothing run, as by ``plan``; else None.
     """
 
     def __init__(
-        self, message: str, sizes: tuple[int, ...] = (), info: OomInfo | None = None
+        self,
+        message: str,
+        sizes: tuple[int, ...] = (),
+        info: OomInfo | None = None,
+        least: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(message)
         self.sizes = sizes
         self.info = info
+        self.least = least
 
 
 class BatchCoupledError(TenureError):

@@ -24,6 +24,7 @@ _GROUND = (
     "_errors",
     "_torch",
     "_devices",
+    "_elsewhere",
     "_storages",
     "_text",
     "_torch.lending",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import sys
+import textwrap
 import traceback
 from collections.abc import Iterator
 from types import TracebackType
@@ -16,9 +18,15 @@ from tenure._errors import CommandError, TenureError
 from ._verb import Verb, byte_size, device_name
 
 if TYPE_CHECKING:
-    from tenure.adaptive import PeakReport
+    from tenure._show import Paragraph
+    from tenure.adaptive import Advice, PeakReport
+
+    from ._micro_batches import MicroBatch
 
 _FITS, _DOES_NOT = 0, 1
+# what every terminal has; the tables of reports are no wider than it either
+_COLUMNS = 80
+_INDENT = 4 * " "
 
 
 class Fit(Verb):
@@ -83,15 +91,15 @@ class _Answer(NamedTuple):
 
     Attributes:
         report: the step with the whole batch, beside the budget.
-        micro_batch: a size, of how many samples, and the step in micro-batches of this size; None
-            where the whole fits, or can't be split.
+        micro_batch: the largest that fits, else what takes least; None where the whole fits, or
+            can't be split.
     """
 
     report: PeakReport
-    micro_batch: tuple[int, int, PeakReport] | None
+    micro_batch: MicroBatch | None
 
     @property
-    def advice(self) -> tuple[Any, ...]:
+    def advice(self) -> tuple[Advice, ...]:
         # it takes predictions of its own, which nobody waits for where the work fits
         return () if self.fits else self.report.advice
 
@@ -112,50 +120,82 @@ class _Answer(NamedTuple):
             "advice": plain(self.advice),
             "report": report.to_dict(),
         }
-        if self.micro_batch is not None and budget_bytes is not None:
-            size, n_samples, smaller = self.micro_batch
+        if self.micro_batch is not None:
             facts["micro_batch"] = {
-                "size": size,
-                "batch": n_samples,
-                "fits": smaller.fits(budget_bytes),
-                "needed_bytes": smaller.needed_bytes,
+                "size": self.micro_batch.size,
+                "batch": self.micro_batch.n_samples,
+                "fits": self.micro_batch.fits,
+                "needed_bytes": self.micro_batch.needed_bytes,
             }
         return facts
 
-    def notes(self) -> list[str]:
-        """What is said below the report."""
-        from tenure._text import counted, format_bytes
+    def notes(self) -> list[Paragraph]:
+        """What is said below the report, in lines for a terminal."""
+        from tenure._show import Paragraph
 
         notes = []
-        if self.micro_batch is not None and self.report.budget_bytes is not None:
-            size, n_samples, smaller = self.micro_batch
-            takes = (
-                f"in micro-batches of {size} the step takes {format_bytes(smaller.needed_bytes)}"
-            )
-            if smaller.fits(self.report.budget_bytes):
-                batch = f"the batch has {counted(n_samples, 'sample')}"
-                notes.append(f"The largest micro-batch that fits is {size}; {batch}; {takes}.")
-            else:
-                notes.append(f"No micro-batch fits: {takes}.")
-        return [*notes, *map(str, self.advice)]
+        if self.micro_batch is not None:
+            notes.append(Paragraph("", _broken(_in_words(self.micro_batch))))
+        helps = [each for each in self.advice if each.saves_bytes > 0]
+        does_not = [each for each in self.advice if each.saves_bytes <= 0]
+        for title, advice in (("What would help:", helps), ("What would not help:", does_not)):
+            if advice:
+                notes.append(Paragraph(title, "\n".join(map(_as_an_item, advice))))
+        return notes
 
     def __str__(self) -> str:
-        return "\n\n".join([str(self.report), *filter(None, ["\n".join(self.notes())])])
+        return "\n\n".join([str(self.report), *(note.text() for note in self.notes())])
 
     def page(self, title: str) -> str:
-        from tenure._show import Paragraph, page
+        from tenure._show import page
 
-        notes = "".join(Paragraph("", note).html() for note in self.notes())
-        return page(title, self.report._repr_html_() + notes)
+        return page(title, self.report._repr_html_() + "".join(n.html() for n in self.notes()))
 
     def print_in_colours(self) -> None:
         from rich.console import Console
-        from rich.text import Text
 
         console = Console()
         console.print(self.report)
         for note in self.notes():
-            console.print(Text(note))
+            console.print()
+            console.print(note.rich())
+
+
+def _in_words(found: MicroBatch) -> str:
+    from tenure._text import counted, format_bytes
+
+    takes = f"in micro-batches of {found.size} the step takes {format_bytes(found.needed_bytes)}"
+    if not found.fits:
+        return f"No micro-batch fits: {takes}."
+    batch = f"the batch has {counted(found.n_samples, 'sample')}"
+    return f"The largest micro-batch that fits is {found.size}; {batch}; {takes}."
+
+
+def _as_an_item(advice: Advice) -> str:
+    """A change and its effect, and below it the line of Python that makes it."""
+    return f"{_broken(advice.summary(), '- ')}\n{_broken_code(advice.how)}"
+
+
+def _broken(text: str, first: str = "") -> str:
+    return textwrap.fill(
+        text,
+        _COLUMNS,
+        initial_indent=first,
+        subsequent_indent=" " * len(first),
+        # names and options stay what they are
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _broken_code(code: str) -> str:
+    """Lines that Python reads as one: each ends inside of brackets."""
+    lines = [_INDENT]
+    for part in re.findall(r".+?(?:\((?!\))|, |$)", code):
+        if len(lines[-1] + part.rstrip()) > _COLUMNS and lines[-1].strip():
+            lines.append(2 * _INDENT)
+        lines[-1] += part
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _answer(target: str, budget_bytes: int | None, device: str | None) -> _Answer:

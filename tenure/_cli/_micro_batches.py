@@ -1,15 +1,32 @@
-"""The largest micro-batch of a step that fits, found by predicting steps of several sizes."""
+"""The largest micro-batch of a step that fits: `plan`, for whatever a training step returns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor, autograd, ones_like
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from tenure._containers import level_of
-from tenure.adaptive import PeakReport, predict_peak
+from tenure._containers import tensors_in
+from tenure.adaptive import AdaptiveUsageError, BatchCoupledError, OutOfRetriesError, plan
+
+
+class MicroBatch(NamedTuple):
+    """In what a batch would run that does not fit as a whole.
+
+    Attributes:
+        size: the most samples at a time; where nothing fits, how many take least.
+        n_samples: those of the batch.
+        needed_bytes: what the step needs then.
+        fits: whether that is there.
+    """
+
+    size: int
+    n_samples: int
+    needed_bytes: int
+    fits: bool
 
 
 def largest_micro_batch(
@@ -18,70 +35,52 @@ def largest_micro_batch(
     optimizer: Optimizer | None,
     device: str | None,
     budget_bytes: int,
-) -> tuple[int, int, PeakReport] | None:
+) -> MicroBatch | None:
     """Find out in which micro-batches a step fits whose whole batch does not.
 
     Args:
-        fn: gives the loss of a batch.
+        fn: gives the loss of a batch, or whatever `predict_peak` runs backward.
         batch: tensors of any dtype whose first dimension has one size, in containers of any kind.
         optimizer: steps at the end; or None.
-        device: as of `predict_peak`.
+        device: as of `plan`.
         budget_bytes: what there is.
 
     Returns:
-        The size, how many samples the batch has, and what the step takes; of micro-batches of one
-        sample where even these do not fit. None where the batch can't be split.
+        The largest that fits, else the one that takes least. None where the batch can't be split.
     """
-    n_samples = _n_samples(batch)
-    if n_samples is None or n_samples < 2:
+    try:
+        # a loop that sums gradients up by hand takes the samples of a norm as they come, too
+        found = plan(
+            _with_a_loss(fn),
+            batch,
+            budget_bytes,
+            margin=0,
+            optimizer=optimizer,
+            device=device,
+            batchnorm="per_chunk",
+        )
+    except OutOfRetriesError as error:
+        # the whole was the first that was tried
+        n_samples = error.sizes[0]
+        if n_samples < 2 or error.least is None:
+            return None
+        return MicroBatch(error.least[0], n_samples, error.least[1], fits=False)
+    except (AdaptiveUsageError, BatchCoupledError):
         return None
-
-    def predicted(size: int) -> PeakReport:
-        def step(whole: Any) -> Any:
-            # two of them: beside the second are the gradients of the first
-            _send_back(fn(_cut(whole, 0, size)))
-            return fn(_cut(whole, size, min(2 * size, n_samples)))
-
-        return predict_peak(step, batch, optimizer=optimizer, device=device)
-
-    found, report = 1, predicted(1)
-    low, high = 1, n_samples
-    while report.fits(budget_bytes) and high - low > 1:
-        middle = (low + high) // 2
-        tried = predicted(middle)
-        if tried.fits(budget_bytes):
-            low = found = middle
-            report = tried
-        else:
-            high = middle
-    return found, n_samples, report
+    return MicroBatch(found.micro_batch, found.n_samples, found.needed_bytes, fits=True)
 
 
-def _n_samples(batch: Any) -> int | None:
-    sizes = {tensor.shape[0] for tensor in _tensors_in(batch) if tensor.dim()}
-    return sizes.pop() if len(sizes) == 1 else None
+def _with_a_loss(fn: Callable[[Any], Any]) -> Callable[[Any], Tensor]:
+    """One number, which `step` wants, of all that a prediction runs backward."""
 
+    def loss_of(batch: Any) -> Tensor:
+        result = fn(batch)
+        # as libraries return it, beside logits that nobody runs backward
+        loss = getattr(result, "loss", None)
+        losses = tensors_in([loss if isinstance(loss, Tensor) else result])
+        losses = [each for each in losses if each.requires_grad]
+        sums = [each if each.numel() == 1 else each.sum() for each in losses]
+        # inference has none, and a step wants one that it can run backward
+        return sum(sums[1:], sums[0]) if sums else torch.zeros((), requires_grad=True)
 
-def _cut(node: Any, start: int, stop: int) -> Any:
-    if isinstance(node, Tensor):
-        return node[start:stop] if node.dim() else node
-    level = level_of(node)
-    if level is None:
-        return node
-    return level.make([_cut(child, start, stop) for child in level.children])
-
-
-def _tensors_in(node: Any) -> list[Tensor]:
-    if isinstance(node, Tensor):
-        return [node]
-    level = level_of(node)
-    children = [] if level is None else level.children
-    return [tensor for child in children for tensor in _tensors_in(child)]
-
-
-def _send_back(result: Any) -> None:
-    loss = getattr(result, "loss", None)
-    losses = _tensors_in(loss if isinstance(loss, Tensor) else result)
-    losses = [tensor for tensor in losses if tensor.requires_grad]
-    if losses:
-        autograd.backward(losses, [ones_like(tensor) for tensor in losses])
+    return loss_of

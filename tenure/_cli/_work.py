@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
+from tenure._elsewhere import Elsewhere, is_here
 from tenure._errors import CommandError
 from tenure._torch.fakes import building, new_mode
 
+_ACCELERATORS = ("cuda", "xpu", "mps", "hpu", "mtia")
 _ADVICE = "Return (fn, batch) or (fn, batch, optimizer), where fn takes the batch."
 
 
@@ -46,7 +47,8 @@ def made_by(make: Callable[[], Any], name: str) -> Work:
         CommandError: it returns something else.
     """
     try:
-        with building(new_mode()), _Elsewhere():
+        elsewhere = Elsewhere(_is_missing, torch.device("cpu"), keeps_names=False)
+        with building(new_mode()), elsewhere:
             made = make()
     except Exception as error:
         # as text: the error keeps alive what was made so far
@@ -80,32 +82,6 @@ def _kind(value: object) -> str:
     return "Tensor" if isinstance(value, Tensor) else type(value).__name__
 
 
-class _Elsewhere(TorchFunctionMode):
-    """Takes ``meta`` and devices that this machine lacks for the CPU.
-
-    torch would look for a driver; and tensors of ``meta`` don't mix with those of a batch.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Tensor.cuda() and its like
-        if args and isinstance(args[0], Tensor) and _is_elsewhere(getattr(func, "__name__", "")):
-            return args[0]
-        named = {key: _here(value) for key, value in (kwargs or {}).items()}
-        return func(*map(_here, args), **named)
-
-
-def _here(value: Any) -> Any:
-    if isinstance(value, torch.device) and _is_elsewhere(value.type):
-        return torch.device("cpu")
-    if isinstance(value, str) and _is_elsewhere(value.partition(":")[0]):
-        return "cpu"
-    return value
-
-
-def _is_elsewhere(kind: str) -> bool:
-    if kind == "meta":
-        return True
-    if kind not in ("cuda", "xpu", "mps", "hpu", "mtia"):
-        return False
-    module = getattr(torch, kind, None)
-    return module is None or not module.is_available()
+def _is_missing(kind: str) -> bool:
+    # tensors of meta don't mix with those of a batch
+    return kind == "meta" or (kind in _ACCELERATORS and not is_here(kind))

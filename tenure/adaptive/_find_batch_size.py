@@ -17,7 +17,7 @@ from tenure.scopes import DisposeScope
 
 from ._attempt import Attempts, OnRetry, empty_cache
 from ._callables import check_function, name_of
-from ._memory import memory_budget, meter_for
+from ._memory import MemoryMeter, memory_budget, meter_for
 from ._predict import Forecast
 from ._sizes import Predict, SizeFinder, checked_size
 from ._step import FunctionState, no_optimizer_steps, refuse_capture
@@ -97,14 +97,7 @@ def find_batch_size(
     name = name_of(fn)
     with ExitStack() as stack:
         where = _device_of(device, state.devices)
-        meter = meter_for(str(where))
-        if budget is not None:
-            stack.enter_context(memory_budget(budget, where))
-            meter = meter_for(str(where))
-        elif where.type == "cpu" and (meter is None or not meter.measures):
-            # the host tells what is free; what is made has to be counted
-            stack.enter_context(memory_budget(max(1, free_host_bytes())))
-            meter = meter_for("cpu")
+        meter = _meter_of(where, budget, stack)
         told = _predicting(predict, name, fn, low)
         finder = SizeFinder(low, high, align, margin=margin, meter=meter, predict=told)
         scope = stack.enter_context(DisposeScope(_ENTRY))
@@ -152,6 +145,21 @@ def _predicting(
     forecast = Forecast(name, fn)
     # the smallest shows whether the work can be predicted at all
     return forecast if forecast(low) and forecast.works else None
+
+
+def _meter_of(
+    device: torch.device, budget: int | str | None, stack: ExitStack
+) -> MemoryMeter | None:
+    """What measures the work, within its budget until the stack is closed."""
+    meter = meter_for(str(device))
+    if budget is not None:
+        stack.enter_context(memory_budget(budget, device))
+    elif device.type == "cpu" and (meter is None or not meter.measures):
+        # the host tells what is free; what is made has to be counted
+        stack.enter_context(memory_budget(max(1, free_host_bytes())))
+    else:
+        return meter
+    return meter_for(str(device))
 
 
 def _device_of(device: Any, reached: list[torch.device]) -> torch.device:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tenure._cli import main
-from tenure.adaptive import PeakReport
+from tenure.adaptive import Advice, PeakReport
 from tests.show.pages import assert_stands_alone, read_html
 
 PROGRAM = """
@@ -105,11 +105,59 @@ def moved():
     return lambda x: net(x).mean(), torch.zeros(2, 2**18, device=device)
 
 
+def talks_of_a_loss():
+    net = model()
+    x = torch.randn(512, 256)
+
+    class Output(dict):
+        def __init__(self, logits):
+            super().__init__(loss=logits.square().mean(), logits=logits)
+            self.loss = self["loss"]
+
+    return lambda x: Output(net(x)), x
+
+
+def two_losses():
+    net = model()
+    return lambda x: (net(x).square().mean(1), net[0].weight.sum()), torch.randn(512, 256)
+
+
+def normed():
+    net = nn.Sequential(nn.BatchNorm1d(256), *model())
+    return lambda x: net(x).square().mean(), torch.randn(512, 256)
+
+
+def infers():
+    net = model()
+
+    @torch.no_grad()
+    def fn(x):
+        return net(net(net(x)))
+
+    return fn, torch.randn(4096, 256)
+
+
 class Holder:
     setup = staticmethod(setup)
 
 
 number = 3
+"""
+
+
+ADVICE = """
+
+What would help:
+- use checkpoints: saves 1.0 MiB
+    checkpoint(block, block, block, block, block, block, block, block, block,
+        block, block, f())
+- compute in many words many words many words many words many words many words
+  many words many words many words : saves 6 B; gives other numbers
+    now()
+
+What would not help:
+- wish: would not lower the peak
+    wish()
 """
 
 
@@ -158,7 +206,7 @@ def test_what_does_not_fit_ends_with_1_and_names_the_micro_batch_that_does(capsy
     assert (
         f"The largest micro-batch that fits is {smaller['size']}; the batch has 512 samples; in "
         f"micro-batches of {smaller['size']} the step takes "
-    ) in printed.out
+    ) in " ".join(printed.out.split())
 
 
 def test_where_no_micro_batch_fits_it_says_so(capsys):
@@ -180,6 +228,31 @@ def test_a_batch_of_containers_is_split(capsys):
     )
     assert code == 1
     assert json.loads(printed.out)["micro_batch"]["batch"] == 512
+
+
+@pytest.mark.parametrize("function", ["talks_of_a_loss", "two_losses", "normed", "infers"])
+def test_whatever_a_step_returns_is_split(function, capsys):
+    arguments = ("--device-memory", "7MiB", "--device", "cpu", "--json")
+    code, printed = fit(capsys, function, *arguments)
+    found = json.loads(printed.out)["micro_batch"]
+    assert code == 1
+    assert found["fits"]
+    assert 1 < found["size"] < found["batch"]
+
+
+def test_on_an_accelerator_what_its_allocator_needs_is_compared(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    _, printed = fit(capsys, "trained", "--device", "cuda", "--json")
+    report = json.loads(printed.out)["report"]
+    assert report["needed_bytes"] > report["peak_bytes"]
+    code, printed = fit(capsys, "trained", "--device-memory", str(report["peak_bytes"]), "--json")
+    found = json.loads(printed.out)["micro_batch"]
+    assert code == 1
+    # what cuBLAS keeps does not become less
+    assert not found["fits"]
+    assert found["needed_bytes"] > report["peak_bytes"]
+    # torch warns of autocast for what has no driver
+    assert printed.err == ""
 
 
 def test_without_a_known_memory_it_reports_alone(capsys):
@@ -250,16 +323,25 @@ def test_a_page_and_a_file_are_written(capsys, tmp_path):
 
 def test_advice_is_told_where_it_does_not_fit_and_not_asked_for_elsewhere(capsys, monkeypatch):
     asked = []
-    monkeypatch.setattr(
-        PeakReport, "advice", property(lambda report: asked.append(1) or ("use checkpoints",))
+    told = (
+        Advice("use checkpoints", f"checkpoint({'block, ' * 11}f())", 6 * 2**20, 2**20),
+        Advice("compute in " + "many words " * 9, "now()", 2**20, 6, changes_numbers=True),
+        Advice("wish", "wish()", 2**30, -1),
     )
+    monkeypatch.setattr(PeakReport, "advice", property(lambda report: asked.append(1) or told))
     fit(capsys, "setup", "--device-memory", "1GiB", "--device", "cpu", "--json")
     assert asked == []
     code, printed = fit(capsys, "setup", "--device-memory", "1KiB", "--device", "cpu")
     assert code == 1
-    assert printed.out.endswith("\nuse checkpoints\n")
+    assert printed.out.endswith(ADVICE)
     _, printed = fit(capsys, "setup", "--device-memory", "1KiB", "--device", "cpu", "--json")
-    assert json.loads(printed.out)["advice"] == ["use checkpoints"]
+    assert json.loads(printed.out)["advice"][0] == {
+        "what": "use checkpoints",
+        "how": f"checkpoint({'block, ' * 11}f())",
+        "peak_bytes": 6 * 2**20,
+        "saves_bytes": 2**20,
+        "changes_numbers": False,
+    }
 
 
 def test_a_terminal_shows_a_table_and_every_note(capsys, monkeypatch):

@@ -132,13 +132,14 @@ def _saving_on_the_host(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def autocast(work: Work, has_backward: bool) -> Iterator[Change]:
     """Matrix products in bfloat16."""
+    # torch warns of autocast for a device that is not here, and leaves it off
     if work.target.stands_for is not None:
-        return  # torch turns autocast off for a device that is not here, and warns
+        return
     kind = work.device.type
     has_floats = any(p.dtype is torch.float32 for p in work.parameters)
     if has_floats and work.modules and not torch.is_autocast_enabled(kind):
         yield Change(
-            "run the forward pass in bfloat16 where autocast does; other numbers",
+            "run the forward pass in bfloat16 where autocast does",
             f'with torch.autocast("{kind}", torch.bfloat16): loss = fn(batch)',
             around=functools.partial(_in_bfloat16, kind),
             changes_numbers=True,

@@ -44,7 +44,7 @@ class Evaluation:
     ) -> None:
         self.spec = spec
         self._optimizer, self._device = optimizer, device
-        self._work = Work(self._step_of(1, _Sizes()), (spec.batch,), {}, optimizer)
+        self._work = Work(self._step_of(1, _Sizes()), (spec.batch,), {}, optimizer, device)
         self._tree = SampleTree(spec.batch, spec.in_dims, name="batch", argument="in_dims")
         self._n_samples = self._tree.n_samples()
         self._known: dict[tuple[int, bool], tuple[PeakReport, tuple[int, ...]]] = {}
@@ -70,7 +70,7 @@ class Evaluation:
 
     def fits(self, size: int, allowed_bytes: int, *, in_full: bool = False) -> bool:
         """Whether micro-batches of a size fit; where not in full, their first ones and the last."""
-        return self.report(size, in_full=in_full)[0].peak_bytes <= allowed_bytes
+        return self.report(size, in_full=in_full)[0].fits(allowed_bytes)
 
     def report(self, size: int, *, in_full: bool = True) -> tuple[PeakReport, tuple[int, ...]]:
         """What a size takes, and the samples of each micro-batch."""
@@ -90,7 +90,7 @@ class Evaluation:
     def least(self) -> tuple[int, PeakReport]:
         """Which of the sizes that were evaluated takes least: not always the smallest."""
         known = [(size, report) for (size, _), (report, _) in self._known.items()]
-        return min(known, key=lambda each: each[1].peak_bytes)
+        return min(known, key=lambda each: each[1].needed_bytes)
 
     def _length(self, size: int, in_full: bool) -> int:
         """The samples that have to run: micro-batches in the middle are one like the other."""

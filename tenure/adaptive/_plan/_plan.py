@@ -58,8 +58,9 @@ def plan(
     Args:
         fn: as of `step`.
         batch: as of `step`; its tensors are of any device, ``meta`` included.
-        budget: what may be alive in all, with the weights and the batch: bytes, or like
-            ``"24GiB"``; or ``"80%"`` of what is free now, beside what is there already.
+        budget: what there is in all, for the weights and the batch as well: bytes, or like
+            ``"24GiB"``; or ``"80%"`` of what is free now, beside what is there already. On an
+            accelerator what its allocator reserves has to fit in it, and the allowance for kernels.
         margin: the share of the budget to be left, from 0 (none) to below 1. The default of 0.05 is
             for what varies from run to run, such as how a cache is cut up.
         optimizer: its first step counts too, and the state that it makes.

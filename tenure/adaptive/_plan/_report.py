@@ -21,7 +21,10 @@ class Plan(Advised, Report):
         n_samples: the samples of the batch.
         sizes: the samples of each micro-batch, in order.
         peak_bytes: what is alive at the worst moment of the step, with what was there before.
-        budget_bytes: what may be alive, with what was there before; the margin is taken off.
+        needed_bytes: what the device has to have for it: on the CPU the peak; on an accelerator
+            what its allocator reserves, and the allowance for kernels. It can be above the budget
+            where the allocator has enough once it gives back what it caches.
+        budget_bytes: what there may be, with what was there before; the margin is taken off.
         baseline_bytes: what was there before.
         categories: what is alive at the worst moment, by what it is for.
         device: whose memory it is.
@@ -33,6 +36,7 @@ class Plan(Advised, Report):
     n_samples: int
     sizes: tuple[int, ...]
     peak_bytes: int
+    needed_bytes: int
     budget_bytes: int
     baseline_bytes: int
     categories: Mapping[str, int]
@@ -41,9 +45,10 @@ class Plan(Advised, Report):
     reasons: tuple[str, ...]
 
     def __str__(self) -> str:
+        needed, budget = format_bytes(self.needed_bytes), format_bytes(self.budget_bytes)
         head = (
             f"{counted(self.n_samples, 'sample')} in {micro_batches(self.sizes)}: "
-            f"{format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} on {self.device}"
+            f"{needed} of {budget} on {self.device}"
         )
         approximately = [f"approximate: {reason}" for reason in self.reasons]
         return "\n".join([head, f"  {by_category(self.categories)}", *approximately])
@@ -77,6 +82,7 @@ def plan_of(
         n_samples=sum(sizes),
         sizes=sizes,
         peak_bytes=report.peak_bytes,
+        needed_bytes=report.needed_bytes,
         budget_bytes=budget_bytes,
         baseline_bytes=report.baseline_bytes,
         categories=report.categories,

@@ -4,6 +4,6 @@ from ._advice import Advice as Advice
 from ._advice import Advised as Advised
 from ._advice import advise_with as advise_with
 from ._forecast import Forecast as Forecast
-from ._predict import Work as Work
 from ._predict import predict_peak as predict_peak
 from ._report import PeakReport as PeakReport
+from ._work import Work as Work

@@ -12,7 +12,7 @@ from tenure._show import plain
 from tenure._text import format_bytes
 
 if TYPE_CHECKING:
-    from ._predict import Work
+    from ._work import Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,17 @@ class Advice:
     saves_bytes: int
     changes_numbers: bool = False
 
-    def __str__(self) -> str:
+    def summary(self) -> str:
+        """The change and its effect, without the line that makes it."""
         if self.saves_bytes > 0:
             effect = f"saves {format_bytes(self.saves_bytes)}"
         else:
             effect = "would not lower the peak"
         others = "; gives other numbers" if self.changes_numbers else ""
-        return f"{self.what}: {effect}{others}\n    {self.how}"
+        return f"{self.what}: {effect}{others}"
+
+    def __str__(self) -> str:
+        return f"{self.summary()}\n    {self.how}"
 
 
 _Advise = Callable[["Work", int, bool], tuple[Advice, ...]]

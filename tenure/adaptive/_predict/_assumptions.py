@@ -15,8 +15,9 @@ from torch import Tensor
 from tenure._errors import PredictionError
 from tenure._torch.fakes import NEEDS_DATA, UNKNOWN, like, mode_of
 
-from ._known import KnownValues, tensors_of
+from ._known import KnownValues
 from ._results import LARGER
+from ._tensors import tensors_of
 
 _aten = torch.ops.aten
 _Result = tuple[Any, str | None]

@@ -102,6 +102,24 @@ class Record:
                 blocks.pop(event.block, None)
         return Peak(most_bytes, -1 if at < 0 else self.events[at].operation, blocks)
 
+    def of_a_later_step(self) -> Record | None:
+        """The same work once more, with what the optimizer's first step has made of its state.
+
+        The gradients are taken to be let go in between, as ``zero_grad()`` does. None where the
+        optimizer has made no state.
+        """
+        made = {
+            event.block: event.n_bytes
+            for event in self.events
+            if event.block.category == "optimizer state" and event.block not in self.existing
+        }
+        # those that are alive at the end, by their last events
+        state = {block: n_bytes for block, n_bytes in made.items() if n_bytes}
+        if not state:
+            return None
+        events = [event for event in self.events if event.block not in state]
+        return Record({**self.existing, **state}, events)
+
     def _changes(self) -> Iterator[tuple[Event, int]]:
         now = dict(self.existing)
         for event in self.events:

@@ -9,7 +9,6 @@ Invariant: a storage is known whole or not at all; what writes unknown values in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 from weakref import finalize
 
@@ -20,7 +19,7 @@ from tenure._torch.fakes import is_fake, no_fakes
 from tenure._torch.modes import schema_of
 from tenure._torch.storages import key_of
 
-from ._tensors import storages_of
+from ._tensors import storages_of, tensors_of
 
 _HOST = torch.device("cpu")
 _LARGEST_BYTES = 2**20
@@ -162,15 +161,6 @@ def _constant(fake: Any) -> Tensor | None:
         return None
     with no_fakes():
         return constant.clone()
-
-
-def tensors_of(values: Any) -> Iterator[Tensor]:
-    """The tensors among the arguments or results of an operation."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from tensors_of(value)
 
 
 def _is_eligible(tensor: Tensor) -> bool:

@@ -19,10 +19,10 @@ from tenure._torch.storages import key_of
 
 from ._assumptions import CAN_NOT, STAND_INS, worked_out
 from ._blocks import Block, Category, Event, Phase, Record
-from ._known import KnownValues, tensors_of
+from ._known import KnownValues
 from ._scratch import scratch_bytes
 from ._target import Target
-from ._tensors import storages_of
+from ._tensors import storages_of, tensors_of
 from ._workspaces import Workspaces
 
 _ADD = torch.ops.aten.add.Tensor
@@ -99,6 +99,7 @@ class Observer(DispatchMode):
         self._real = Block(0, "forward", "temporaries")
         self._real_live = cpu_allocator.live_counter()
         self._real_before = 0
+        self._is_over = False
 
     def enter_existing(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Note what was there before; what is known already keeps its category."""
@@ -128,7 +129,8 @@ class Observer(DispatchMode):
         self._real_before = self._real_live.value - self.known.held_bytes
 
     def end(self) -> None:
-        """Notice what the work has left alive."""
+        """Notice what the work has left alive; what dies from now on is no part of it."""
+        self._is_over = True
         for entry in list(self._entries.values()):
             entry.block.outlived_forward = True
 
@@ -239,6 +241,8 @@ class Observer(DispatchMode):
             self._change(entry.block, 0)
 
     def _change(self, block: Block, n_bytes: int) -> None:
+        if self._is_over:
+            return
         self.record.events.append(Event(block, n_bytes, len(self.operations)))
 
 

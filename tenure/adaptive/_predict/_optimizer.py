@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tenure._containers import tensors_in
+
 from ._containers import Containers
-from ._tensors import tensors_in
 
 
 class OptimizerState:

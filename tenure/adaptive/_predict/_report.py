@@ -34,9 +34,12 @@ class PeakReport(Advised, Report):
         device: whose memory it is.
         approximate: whether the figures may be wrong.
         reasons: why.
+        later_peak_bytes: what is alive at the worst moment of every later step, which begins with
+            the state that the optimizer's first one has made; None where it makes none.
         allocated_bytes: what the blocks of the device's caching allocator take then, each rounded
             up; None on the CPU, which has none.
         reserved_bytes: the most that this allocator takes from the device; None on the CPU.
+        later_reserved_bytes: the same of a later step; None where none is other.
         allowance_bytes: what kernels of which nothing is known may take on top, at the most.
         budget_bytes: what there is, as ``against`` was told; None if it was not.
     """
@@ -50,8 +53,10 @@ class PeakReport(Advised, Report):
     device: str
     approximate: bool
     reasons: tuple[str, ...]
+    later_peak_bytes: int | None = None
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
+    later_reserved_bytes: int | None = None
     allowance_bytes: int = 0
     budget_bytes: int | None = None
     # No part of what is compared and written: whether the work, of the process that made the
@@ -73,9 +78,13 @@ class PeakReport(Advised, Report):
 
     @property
     def needed_bytes(self) -> int:
-        """What has to be there: the reserved bytes, else those of the peak, and the allowance."""
-        taken = self.peak_bytes if self.reserved_bytes is None else self.reserved_bytes
-        return taken + self.allowance_bytes
+        """What has to be there: the reserved bytes, else those of the peak, and the allowance.
+
+        Of the first step or a later one, whichever takes more.
+        """
+        if self.reserved_bytes is None:
+            return max(self.peak_bytes, self.later_peak_bytes or 0) + self.allowance_bytes
+        return max(self.reserved_bytes, self.later_reserved_bytes or 0) + self.allowance_bytes
 
     def fits(self, budget: int | str) -> bool:
         """Whether the work fits, for certain.
@@ -147,6 +156,9 @@ class PeakReport(Advised, Report):
 
     def _facts_beside(self) -> Iterator[str]:
         yield f"{format_bytes(self.baseline_bytes)} of it were there before."
+        if self.later_peak_bytes is not None and self.later_peak_bytes > self.peak_bytes:
+            later = format_bytes(self.later_peak_bytes)
+            yield f"Later steps take {later}: they begin with the optimizer's state."
         if self.reserved_bytes is not None:
             yield f"The allocator reserves {format_bytes(self.reserved_bytes)} for it."
 

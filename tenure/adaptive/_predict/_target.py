@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from tenure._devices import indexed
+from tenure._elsewhere import Elsewhere, is_here
 from tenure._errors import PredictionError
 
 _HOST = ("cpu", "meta")
@@ -57,7 +57,7 @@ class Target(NamedTuple):
                 the process would end where autograd meets a tensor of it.
         """
         device = kwargs.get("device")
-        if device is None or device.type in _HOST or _is_here(device.type):
+        if device is None or device.type in _HOST or is_here(device.type):
             return kwargs
         if device.type != self.device.type:
             raise PredictionError(
@@ -70,33 +70,7 @@ class Target(NamedTuple):
         """A block in which tensors that are moved to a device that is not here stay as they are."""
         if self.stands_for is None:
             return nullcontext()
-        return _Elsewhere(self)
-
-
-class _Elsewhere(TorchFunctionMode):
-    """Lets work name a device that this machine lacks: below, torch would look for its driver."""
-
-    def __init__(self, target: Target) -> None:
-        super().__init__()
-        self._target = target
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") == self._target.device.type:
-            # Tensor.cuda() and its like
-            return args[0]
-        # a name alone: where it is used it becomes another
-        if func is torch.device:
-            return func(*args, **(kwargs or {}))
-        named = {name: self._here(value) for name, value in (kwargs or {}).items()}
-        return func(*(self._here(value) for value in args), **named)
-
-    def _here(self, value: Any) -> Any:
-        kind = self._target.device.type
-        if isinstance(value, torch.device) and value.type == kind:
-            return self._target.runs_on
-        if isinstance(value, str) and value.partition(":")[0] == kind:
-            return str(self._target.runs_on)
-        return value
+        return Elsewhere(self.stands_for.__eq__, self.runs_on, keeps_names=True)
 
 
 def target_of(device: torch.device | str | None, tensors: Iterable[Tensor]) -> Target:
@@ -127,16 +101,7 @@ def target_of(device: torch.device | str | None, tensors: Iterable[Tensor]) -> T
             )
         found = alike[0] if named.index is None else named
         return Target(found, found)
-    if not _is_here(named.type):
+    if not is_here(named.type):
         return Target(named, torch.device("cpu"))
     found = indexed(named)
     return Target(found, found, moves=True)
-
-
-def _is_here(kind: str) -> bool:
-    try:
-        module: Any = torch.get_device_module(kind)
-        return bool(module.is_available())
-    # torch knows no such backend, or not how to ask it
-    except (RuntimeError, AttributeError):
-        return False

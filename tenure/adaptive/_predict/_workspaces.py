@@ -20,7 +20,7 @@ from tenure._cuda_segments import taken_by
 from tenure._text import format_bytes
 from tenure._torch.device_allocator import workspace_bytes
 
-from ._known import tensors_of
+from ._tensors import tensors_of
 
 # where CUDA is not in use and can't be asked: torch's default on Hopper, the largest there is
 _CUBLAS_BYTES = 32 * MIB
@@ -156,7 +156,7 @@ class Workspaces:
         # what is put, and not added, is not sorted
         if kind is None or (name in _PUT and not any(args[3:])):
             return
-        given, made = _bytes_of((args, list(kwargs.values()))), _bytes_of(result)
+        given, made = _bytes_of((args, kwargs)), _bytes_of(result)
         self._most_bytes = max(self._most_bytes, kind.of_given * given + kind.of_made * made)
         self.reasons.setdefault(f"there is an allowance only for {kind.purpose}")
         if name == _ATTENTION_OF_CPU:

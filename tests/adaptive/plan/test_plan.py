@@ -102,8 +102,8 @@ def test_a_plan_changes_nothing():
     batch = torch.randn(40, 8)
     rng, counts = torch.get_rng_state(), (statistics().attempts, statistics().ooms)
     fn = lambda x: model(x).square().mean()  # noqa: E731
-    peak = plan(fn, batch, "1GiB", optimizer=adam, margin=0).peak_bytes
-    plan(fn, batch, peak - 1, optimizer=adam, margin=0, batchnorm="per_chunk")
+    needed = plan(fn, batch, "1GiB", optimizer=adam, margin=0).needed_bytes
+    plan(fn, batch, needed - 1, optimizer=adam, margin=0, batchnorm="per_chunk")
     assert adam.state == {}
     assert torch.equal(model[0].weight.grad, torch.ones(8, 8))
     assert model[3].weight.grad is None
@@ -207,6 +207,29 @@ def test_what_piles_up_is_seen_though_the_search_does_not_run_all():
     found = plan(fn, batch, 120_000, margin=0)
     base = found.baseline_bytes
     assert base + true_bytes(fn, batch, found.micro_batch) == found.peak_bytes <= 120_000
+
+
+def test_a_plan_for_an_accelerator_counts_what_its_allocator_reserves(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 1024))
+    batch = torch.empty(2**14, 1024, device="meta")
+    fn = lambda x: model(x).square().mean()  # noqa: E731
+    whole = plan(fn, batch, "1TiB", margin=0, device="cuda")
+    assert whole.needed_bytes > whole.peak_bytes
+    # there is room for the tensors, and none for what is beside them
+    found = plan(fn, batch, whole.peak_bytes, margin=0, device="cuda")
+    assert found.device == "cuda"
+    assert len(found.sizes) > 1
+    assert found.needed_bytes < whole.needed_bytes
+
+
+def test_an_error_tells_the_size_that_takes_least_and_what_it_needs():
+    model, batch = mlp(), batch_of(8)
+    with pytest.raises(OutOfRetriesError) as caught:
+        plan(mean_of(model), batch, "50KiB", margin=0)
+    size, n_bytes = caught.value.least
+    assert size in caught.value.sizes
+    assert plan(mean_of(model), batch, n_bytes, margin=0, maximum=size).needed_bytes == n_bytes
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 99, 100, 101, 777, 1000])

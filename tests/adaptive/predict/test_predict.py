@@ -347,3 +347,33 @@ def test_arguments_that_are_none_are_refused():
         predict_peak(nn.LazyLinear(2), torch.ones(1, 2))
     with pytest.raises(PredictionError, match="reads values"):
         predict_peak(lambda x: torch.from_numpy(x.numpy()), torch.ones(2))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "foreach", "momentum"])
+@pytest.mark.parametrize("name", _MODELS)
+def test_a_later_step_takes_what_was_predicted_before_the_first(name, optimizer):
+    make, shape = _MODELS[name]
+    model, batch = make(), torch.randn(shape)
+    stepped = _OPTIMIZERS[optimizer](model.parameters())
+
+    def fn(x):
+        return model(x).square().mean()
+
+    report = predict_peak(fn, batch, optimizer=stepped)
+    step_of(fn, batch, stepped)()
+    stepped.zero_grad()
+    state = [t for each in stepped.state.values() for t in each.values() if torch.is_tensor(t)]
+    before = report.baseline_bytes + sum(t.nbytes for t in state)
+    true_bytes = before + true_peak_bytes(step_of(fn, batch, stepped))
+    assert 0 <= report.later_peak_bytes - true_bytes <= 512
+    assert not report.fits(true_bytes - 1)
+
+
+def test_without_state_no_step_is_later():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    report = predict_peak(
+        lambda x: model(x).square().mean(), torch.randn(8, 64), optimizer=optimizer
+    )
+    assert report.later_peak_bytes is None
+    assert report.fits(report.peak_bytes)

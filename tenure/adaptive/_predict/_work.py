@@ -1,0 +1,227 @@
+"""Work whose memory is told: what it may reach, and the one run of it on tensors without data.
+
+Invariant: after `Work.observe` everything that the work reaches is as before, however it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from tenure._containers import tensors_in
+from tenure._errors import PredictionError
+from tenure._torch import cpu_allocator, engine
+from tenure._torch.compiler import is_compiled
+from tenure._torch.fakes import unrecognised
+from tenure._torch.optimizers import stepping_fakes
+from tenure.scopes import persist
+
+from .._reachable import Reachable
+from .._undo import AllOf, ModuleState, RngState, modules_below
+from ._containers import Containers, holders_in
+from ._fakes import lent_to_fakes, mode_for
+from ._interrupts import Interrupts
+from ._observer import Observer
+from ._optimizer import OptimizerState
+from ._settings import settings_kept
+from ._target import target_of
+
+_WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+# what torch says where Python code wants the values of a tensor
+_TWO_THREADS = ("in_kernel_invocation", "False, True", "True, False")
+_NO_DATA = ("data is not allocated", "is not supported for tensor subclasses")
+
+
+class Work:
+    """A function, what it is given, and the tensors that it may reach."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        optimizer: Optimizer | None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.fn, self.args, self.kwargs, self.optimizer = fn, args, kwargs, optimizer
+        reached = Reachable(fn)
+        given = [value for value in (fn, *args, *kwargs.values()) if isinstance(value, nn.Module)]
+        self.roots = reached.modules
+        self.names: dict[int, str] = {}
+        self.modules = modules_below([*reached.modules.values(), *given])
+        single = len(reached.modules) == 1
+        for name, module in reached.modules.items():
+            for below, each in module.named_modules(prefix="" if single else name):
+                self.names.setdefault(id(each), below or name)
+        self.parameters = _unique(
+            [p for module in self.modules for p in module._parameters.values() if p is not None]
+            + reached.captured()
+        )
+        self.buffers = _unique(
+            b for module in self.modules for b in module._buffers.values() if b is not None
+        )
+        self.state = OptimizerState(optimizer)
+        self.parameters = _unique([*self.parameters, *self.state.parameters])
+        self.inputs = _unique(tensors_in([args, kwargs]))
+        held = tensors_in([vars(module) for module in self.modules])
+        self.others = _unique([*held, *reached.constants.values()])
+        self.holders = holders_in([*self.modules, *reached.visited()])
+        self.is_compiled = any(map(is_compiled, (fn, *reached.visited(), *self.modules)))
+        self.target = target_of(device, (*self.parameters, *self.inputs))
+
+    @property
+    def device(self) -> torch.device:
+        """Whose memory is told."""
+        return self.target.device
+
+    def tensors(self) -> list[Tensor]:
+        """What is there before it, without gradients."""
+        return _unique(
+            [*self.parameters, *self.buffers, *self.state.tensors(), *self.inputs, *self.others]
+        )
+
+    def observe(self) -> Observer:
+        """Run the work on tensors without data."""
+        engine.prepare()
+        observer = Observer(self.target)
+        tensors = self.tensors()
+        mode = mode_for(tensors)
+        undo = AllOf((RngState(), ModuleState(self.modules), Containers(self.holders)))
+        with Interrupts() as interrupts, persist(), ExitStack() as stack:
+            stack.enter_context(cpu_allocator.sizes_kept(True))
+            undo.begin()
+            stack.callback(undo.undo)
+            stack.enter_context(settings_kept())
+            for fake, real in stack.enter_context(lent_to_fakes(tensors, mode, self.target)):
+                observer.known.learn(fake, real)
+            stack.enter_context(self.state.kept())
+            observer.enter_existing(self.parameters, "parameters")
+            observer.enter_existing(self.buffers, "buffers")
+            observer.enter_existing(self.gradients(), "gradients")
+            observer.enter_existing(self.state.tensors(), "optimizer state")
+            observer.enter_existing([*self.inputs, *self.others], "inputs")
+            stack.enter_context(_steps_told(observer))
+            stack.enter_context(stepping_fakes(cpu_as=self.target.stands_for))
+            stack.enter_context(_no_compiling())
+            stack.enter_context(unrecognised())
+            stack.enter_context(self._no_fast_path(observer))
+            stack.enter_context(self.target.shown())
+            stack.enter_context(mode)
+            stack.enter_context(observer)
+            observer.begin()
+            with interrupts.let_through():
+                self._run(observer)
+            observer.end()
+            observer.name_blocks(self.gradients(), "gradients")
+            observer.name_blocks(self.state.tensors(), "optimizer state")
+        return observer
+
+    def reasons(self) -> dict[str, None]:
+        """Why the work may take something else than what is run here."""
+        reasons: dict[str, None] = {}
+        if self.is_compiled:
+            reasons.setdefault("compiled code is predicted as it is written, and may take more")
+        if self.target.stands_for is not None:
+            reasons.setdefault(f"without {self.target.device} here, the kernels are the CPU's")
+        if self.device.type == "mps":
+            reasons.setdefault("the allocator of mps is taken to be as CUDA's")
+        return reasons
+
+    def _run(self, observer: Observer) -> None:
+        try:
+            result = self.fn(*self.args, **self.kwargs)
+        except RuntimeError as error:
+            if not any(text in str(error) for text in _NO_DATA):
+                raise
+            raise PredictionError(
+                "The memory of this work can't be predicted: it reads values where no operation of "
+                "torch does, and a prediction has none (see the error above). Predict the rest "
+                "without that part, or run it once and see."
+            ) from error
+        except AssertionError as error:
+            if not any(text in str(error) for text in _TWO_THREADS):
+                raise
+            raise PredictionError(
+                "The memory of this work can't be predicted: two threads use its tensors, which "
+                "have no data for the time being. Predict while no other thread uses the model, "
+                "and without threads in the function."
+            ) from error
+        self._run_backward(result)
+        observer.name_blocks(self.gradients(), "gradients")
+        self.state.step(lambda: self._run_backward(self.fn(*self.args, **self.kwargs)))
+
+    def _run_backward(self, result: Any) -> Any:
+        losses = losses_in(result)
+        if losses:
+            torch.autograd.backward(
+                losses, [None if loss.numel() == 1 else torch.ones_like(loss) for loss in losses]
+            )
+        return losses[0] if losses else result
+
+    @contextmanager
+    def _no_fast_path(self, observer: Observer) -> Iterator[None]:
+        """A block in which torch's own attention runs as it does in training.
+
+        In inference it has kernels of whole layers, into which nobody can look.
+        """
+        before = torch.backends.mha.get_fastpath_enabled()
+        fast = any(isinstance(each, _WITH_FAST_PATH) for each in self.modules)
+        if before and fast and not torch.is_grad_enabled():
+            observer.reasons.setdefault("layers of attention run without their fast path")
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(before)
+
+    def gradients(self) -> list[Tensor]:
+        """Those that are there now."""
+        return [
+            p.grad for p in (*self.parameters, *self.inputs) if p.is_leaf and p.grad is not None
+        ]
+
+
+def losses_in(result: Any) -> list[Tensor]:
+    """What of a result is run backward: a loss, terms of one, or all that requires grad."""
+    loss = getattr(result, "loss", None)
+    if isinstance(loss, Tensor):
+        result = loss
+    return [each for each in tensors_in([result]) if each.requires_grad]
+
+
+@contextmanager
+def _steps_told(observer: Observer) -> Iterator[None]:
+    before: list[Any] = []
+
+    def begin(*_: Any) -> None:
+        before.append(observer.phase)
+        observer.phase = "optimizer step"
+
+    def end(*_: Any) -> None:
+        observer.phase = before.pop()
+
+    handles = [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _no_compiling() -> Iterator[None]:
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _unique(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
