@@ -28,7 +28,8 @@ CASES = {
     for name, case in group(dtype).items()
     if not (dtype == torch.bfloat16 and name in _LACKING)
 }
-RUNNING = [op for op in op_db if name_of(op) not in LEFT_OUT]
+# of sparse tensors nothing is said
+RUNNING = [op for op in op_db if name_of(op) not in LEFT_OUT and not op.name.startswith("sparse.")]
 
 
 @pytest.mark.parametrize("name", CASES)
