@@ -86,7 +86,8 @@ def test_work_that_leaves_torch_goes_on_as_without_predictions():
 
     with memory_budget("4MiB"):
         batch(initial_batchsize=20_000, predict=True)(train)()
-    assert sizes[:3] == [20_000, 20_000, 10_000]  # once in vain on tensors without data
+    # the prediction in between is in vain, and leaves no size in the list
+    assert sizes[:2] == [20_000, 10_000]
     sizes.clear()
     assert find_batch_size(train, high=10**6, budget="4MiB", predict=True) in sizes
 
