@@ -66,9 +66,9 @@ def find_batch_size(
             else the current accelerator, or else the CPU.
         on_retry: called with each AdaptiveEvent.
         predict: True: `predict_peak` gives the size that is run first. ``fn`` runs on tensors
-            without data for that, a few times, and what it appends or prints then has none. Or a
-            function that gives the bytes a size needs beside what is there before. Trusted as far
-            as what was measured confirms it.
+            without data for that, a few times, which shows in what it prints. Or a function that
+            gives the bytes a size needs beside what is there before. Trusted as far as what was
+            measured confirms it.
 
     Returns:
         A size that ran.

@@ -37,9 +37,9 @@ def predict_peak(
     CPU so is what kernels take while they run; on an accelerator the report tells beside the peak
     what its caching allocator makes of it, and an allowance for kernels.
 
-    Afterwards the model, its gradients and buffers, the optimizer and the random numbers are as
-    before. What else ``fn`` does it has done: what it prints or appends to a list stays, and a
-    tensor in that list has no data.
+    Afterwards the model, its gradients and buffers, the optimizer, the random numbers, and the
+    lists and dicts that ``fn`` names are as before. What else it does it has done: what it prints
+    is printed, and a variable that it binds anew holds a tensor without data.
 
     Args:
         fn: the work. Of what it returns a loss, terms of one or all that requires grad is run
