@@ -5,6 +5,7 @@ Invariant: after `Work.observe` everything that the work reaches is as before, h
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -97,6 +98,7 @@ class Work:
         mode = mode_for(tensors)
         undo = AllOf((RngState(), ModuleState(self.modules), Containers(self.holders)))
         with Interrupts() as interrupts, persist(), ExitStack() as stack:
+            stack.enter_context(_no_collection())
             stack.enter_context(cpu_allocator.sizes_kept(True))
             undo.begin()
             stack.callback(undo.undo)
@@ -215,6 +217,22 @@ def _steps_told(observer: Observer) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A block without garbage collection.
+
+    Old garbage that ends in the middle would hide as many bytes that are really taken meanwhile;
+    and work whose tensors only a collection frees may not get one before its worst moment.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager
