@@ -14,6 +14,7 @@ _MAY_IMPORT = {
     "profiler": {"scopes"},
     "adaptive": {"scopes", "profiler"},
     "paging": {"scopes", "profiler"},
+    "integrations": {"scopes", "profiler", "adaptive"},
     "testing": set(),
     "_demo": {"scopes", "profiler", "adaptive", "paging"},
     "_cli": {"scopes", "profiler", "adaptive", "paging", "_demo"},
