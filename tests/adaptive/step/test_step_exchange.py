@@ -3,6 +3,8 @@
 On a group of one rank, where everything is real but the others.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -196,6 +198,42 @@ def test_the_users_backward_exchanges_once():
     )
     assert sum(buckets) == sum(p.numel() for p in net.parameters())
     assert worst_error(gradients(net), wanted) < 1e-10
+
+
+def accumulate_on(rank, folder):
+    """On one rank of two: gradients that wait for an exchange are in the next one."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/two", rank=rank, world_size=2)
+    for options in ({}, {"gradient_as_bucket_view": True}):
+        net = small_net()
+        module = Replicated(net, **options)
+        torch.manual_seed(rank)
+        parts = [samples(5) for _ in range(6)]
+
+        def plain(b, module=module):
+            module(b).square().mean().backward()
+
+        def ours(b, module=module):
+            step(lambda b: module(b).square().mean(), b)
+
+        found = []
+        for run in (plain, ours):
+            net.zero_grad()
+            for part in parts:
+                # exchanged once in the middle, and what was is exchanged again
+                with module.no_sync() if part is not parts[2] else nullcontext():
+                    run(part)
+            run(parts[-1])
+            found.append(gradients(net))
+        assert worst_error(found[1], found[0]) < 1e-10
+        everywhere = [torch.empty_like(net[0].weight) for _ in range(2)]
+        dist.all_gather(everywhere, net[0].weight.grad)
+        assert torch.equal(*everywhere)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_two_ranks_exchange_what_was_accumulated_without_exchange(tmp_path):
+    torch.multiprocessing.spawn(accumulate_on, args=(str(tmp_path),), nprocs=2)
 
 
 # --- modules that are sharded

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tenure._errors import AdaptiveUsageError
 from tenure._torch.exchange import ShardedGroup, reset_reducer, sharded_groups
@@ -40,10 +40,14 @@ class GradientExchange:
         modules: those of the step that are known before it runs.
     """
 
-    __slots__ = ("_groups", "_held", "_is_broken", "_is_held", "_known", "_old", "_replicated")
+    __slots__ = (
+        "_groups", "_held", "_is_broken", "_is_held", "_known", "_old", "_replicated",
+        "_shared",
+    )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._known: set[int] = set()
+        self._shared: dict[int, Replicated] = {}
         self._replicated: list[Replicated] = []
         self._groups: list[ShardedGroup] = []
         self._old: list[nn.Module] = []
@@ -56,6 +60,14 @@ class GradientExchange:
     def is_sharded(self) -> bool:
         """Whether a module of ``fully_shard`` is known."""
         return bool(self._groups)
+
+    def takes_old(self, parameter: Tensor) -> bool:
+        """Whether what was accumulated in a gradient is exchanged by the next backward pass, too.
+
+        Of one rank alone, what was exchanged is what it was.
+        """
+        module = self._shared.get(id(parameter))
+        return module is not None and module.require_backward_grad_sync
 
     def learn(self, modules: Iterable[nn.Module]) -> None:
         """Count modules in, before they run for the first time."""
@@ -74,6 +86,8 @@ class GradientExchange:
         self._groups += groups
         if isinstance(module, Replicated):
             self._replicated.append(module)
+            if module.process_group.size() > 1:
+                self._shared |= dict.fromkeys(map(id, module.parameters()), module)
         elif _is_named(module, _OLD):
             self._old.append(module)
         if self._is_held:

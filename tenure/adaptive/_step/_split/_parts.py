@@ -94,8 +94,8 @@ class StepParts:
         leaves = [*parameters_of(self.models.all), *found.captured(), *self.inputs.leaves]
         self.devices = devices_of([*leaves, *self.values])
         self.state = StepState(self.models, self.devices, found.generators, self.values)
-        self.gradients = IsolatedGradients(leaves)
         self.exchange = GradientExchange(self.models.all)
+        self.gradients = IsolatedGradients(leaves, self.exchange.takes_old)
         self.backward = SplitBackward(self.gradients, spec.scaler, spec.backward, found.computed)
         self.leaf_names = {id(tensor): name for name, tensor in found.tensors.items()}
         # one that the function itself lets require grad has a gradient of no interest
