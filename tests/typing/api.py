@@ -540,7 +540,7 @@ def stepping(x: Tensor, model: nn.Module) -> None:
         assert_type(mismatch.whole, float)
         assert_type(mismatch.split, float)
         assert_type(mismatch.advice, str)
-    step(loss_of, {"x": x}, verify=False)
+    step(loss_of, {"x": x}, verify=False, predict=True)
     step(counted, Batch(x, x), scaler=torch.amp.GradScaler("cpu"), minimum=2, maximum=8)
     step(named, x, then=lambda terms: terms["mean"].log(), once=lambda: x.sum())
     step(model, x, loss=torch.sum, batchnorm="per_chunk", in_dims=1, out_dims=(0, None))
