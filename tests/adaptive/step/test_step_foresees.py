@@ -145,7 +145,8 @@ def test_segments_that_an_allocator_takes_are_predicted_too(sim):
     result = step(loss, x, predict=True)
     assert (result.attempts, statistics().ooms) == (1, 0)
     net.zero_grad()
-    size = int(result.micro_batch / 0.9) + 1
+    # a segment is an eighth of that memory
+    size = int(result.micro_batch / 0.85) + 1
     with pytest.raises(OutOfRetriesError):
         step(loss, x, maximum=size, minimum=size, cache_type=NoBatchsizeCache)
 
