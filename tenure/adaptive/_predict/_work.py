@@ -94,10 +94,14 @@ class Work:
             [*self.parameters, *self.buffers, *self.state.tensors(), *self.inputs, *self.others]
         )
 
-    def observe(self) -> Observer:
-        """Run the work on tensors without data."""
+    def observe(self, *, is_counted: bool = False) -> Observer:
+        """Run the work on tensors without data.
+
+        Args:
+            is_counted: whether to tell what a memory budget counts, rather than what there is.
+        """
         engine.prepare()
-        observer = Observer(self.target)
+        observer = Observer(self.target, is_counted=is_counted)
         tensors = self.tensors()
         mode = mode_for(tensors)
         undo = AllOf((RngState(), ModuleState(self.modules), Containers(self.holders)))
