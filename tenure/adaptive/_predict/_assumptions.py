@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tenure._containers import passed_tensors
 from tenure._errors import PredictionError
 from tenure._torch.fakes import NEEDS_DATA, UNKNOWN, like, mode_of
 
 from ._known import KnownValues
 from ._results import LARGER
-from ._tensors import tensors_of
 
 _aten = torch.ops.aten
 _Result = tuple[Any, str | None]
@@ -62,7 +62,7 @@ def _without_data(real: Any, args: Any, known: KnownValues) -> Any:
         return real
     if not isinstance(real, Tensor):
         return type(real)(_without_data(each, args, known) for each in real)
-    first = next(tensors_of(args))
+    first = next(passed_tensors(args))
     fake = like(real, mode_of(first), first.device)
     known.learn(fake, real)
     return fake

@@ -56,16 +56,21 @@ _OPTIMIZERS = {
 }
 
 
+def _training(name, optimizer):
+    """A loss, its batch, and the optimizer of its model."""
+    make, shape = _MODELS[name]
+    model = make()
+    return (
+        lambda x: model(x).square().mean(),
+        torch.randn(shape),
+        _OPTIMIZERS[optimizer](model.parameters()),
+    )
+
+
 @pytest.mark.parametrize("optimizer", _OPTIMIZERS)
 @pytest.mark.parametrize("name", _MODELS)
 def test_a_step_takes_what_was_predicted(name, optimizer):
-    make, shape = _MODELS[name]
-    model, batch = make(), torch.randn(shape)
-    stepped = _OPTIMIZERS[optimizer](model.parameters())
-
-    def fn(x):
-        return model(x).square().mean()
-
+    fn, batch, stepped = _training(name, optimizer)
     report = predict_peak(fn, batch, optimizer=stepped)
     true_bytes = report.baseline_bytes + true_peak_bytes(step_of(fn, batch, stepped))
     # scalars that kernels make of numbers are seen or not, by some bytes each
@@ -352,13 +357,7 @@ def test_arguments_that_are_none_are_refused():
 @pytest.mark.parametrize("optimizer", ["adamw", "foreach", "momentum"])
 @pytest.mark.parametrize("name", _MODELS)
 def test_a_later_step_takes_what_was_predicted_before_the_first(name, optimizer):
-    make, shape = _MODELS[name]
-    model, batch = make(), torch.randn(shape)
-    stepped = _OPTIMIZERS[optimizer](model.parameters())
-
-    def fn(x):
-        return model(x).square().mean()
-
+    fn, batch, stepped = _training(name, optimizer)
     report = predict_peak(fn, batch, optimizer=stepped)
     step_of(fn, batch, stepped)()
     stepped.zero_grad()
