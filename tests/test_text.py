@@ -102,8 +102,10 @@ def test_a_long_text_is_quoted_shortened():
 
 @pytest.mark.parametrize(
     ("text", "share"),
-    [(" 80 %", 0.8), ("100%", 1.0), ("0%", 0), ("101%", 0), ("nan%", 0), ("%", 0)]
-    + [("80", None), (80, None), ("24GiB", None)],
+    [
+        *((" 80 %", 0.8), ("100%", 1.0), ("0%", 0), ("101%", 0), ("nan%", 0), ("%", 0)),
+        *(("80", None), (80, None), ("24GiB", None)),
+    ],
 )
 def test_a_share_is_read_only_where_per_cent_are_written(text, share):
     assert parse_share(text) == share

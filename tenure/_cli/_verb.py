@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar
 
-
 _FEWEST_BYTES = 2**20
 """A bare number below it was meant in a unit: no device has so little."""
 

@@ -157,9 +157,18 @@ def _ctc_loss(
     return log_probs.new_empty(n_samples), alpha
 
 
+def _steps_in_place(*_: Any, **__: Any) -> None:
+    """A step of an optimizer in one kernel, which writes what is there."""
+
+
 STAND_INS: dict[Any, Callable[..., Any]] = {
     _aten._grouped_mm.default: _grouped_mm,
     _aten._ctc_loss.default: _ctc_loss,
+    **{
+        getattr(step, overload): _steps_in_place
+        for step in (_aten._fused_sgd_, _aten._fused_adagrad_)
+        for overload in step.overloads()
+    },
     **LARGER,
 }
 """What gives the results of operations of which torch knows no shape, or that of CUDA's kernel, or
