@@ -39,6 +39,7 @@ class StepSpec:
     scaler: Scaler | None = None
     in_dims: SampleDims = 0
     out_dims: SampleDims = 0
+    has_aux: bool = False
 
     def check(self) -> None:
         """Make sure that the arguments can be what they are for, and go together.
