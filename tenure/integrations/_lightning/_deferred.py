@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tenure._errors import AdaptiveUsageError
 from tenure._torch.autograd import hooks_of, post_hooks_of
@@ -87,17 +86,17 @@ class _Delivery(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *seeds: Tensor) -> Any:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         # taken, so that autograd holds the only reference and stores them without a copy
         gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
+        # gradients are on here for who wants to differentiate once more
+        if gradients is None or torch.is_grad_enabled():
             raise AdaptiveUsageError(
-                "The loss of an AdaptiveMixin ran backward a second time. Its graph is gone: the "
-                "gradients were made in micro-batches, and were delivered. Run it backward once, "
-                "or train with manual optimization and adaptive.step()."
+                "The loss of an AdaptiveMixin runs backward once, without create_graph=True: its "
+                "gradients were made before, and there is no graph of them. Compute what needs "
+                "more in training_step, or leave AdaptiveMixin out."
             )
-        (seed,) = seeds
+        (seed,) = grad_outputs
         factor = seed if ctx.scale is None else seed / ctx.scale
         # reading it on a device would make the host wait for all that was started there
         if factor.device.type != "cpu" or factor != 1:

@@ -93,7 +93,12 @@ class Joiner:
         parts = [
             _wide(v) * (w / total) for v, w in zip(values, weights, strict=True) if w or not total
         ]
-        return sum(parts[1:], parts[0])
+        return self.total(parts)
+
+    @staticmethod
+    def total(values: Sequence[Any]) -> Any:
+        """The sum, of the type of the first."""
+        return sum(values[1:], values[0])
 
     def _joined_tensors(self, tensors: Sequence[Tensor], place: str) -> Tensor:
         if all(tensor.dim() for tensor in tensors):
@@ -165,7 +170,7 @@ def log_of(
     if kind in ("min", "max"):
         return _extreme(values, kind), of_whole
     if kind == "sum":
-        return sum(values[1:], first), of_whole
+        return joiner.total(values), of_whole
     if isinstance(first, int) and all(value == first for value in values):
         return first, of_whole
     return joiner.mean(values, weights), of_whole
