@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from tenure._errors import AdaptiveUsageError
@@ -44,7 +43,8 @@ class AdaptiveMixin:
         ...     adaptive_options = {"weight": lambda batch: (batch["labels"] != -100).sum()}
     """
 
-    adaptive_options: Mapping[str, Any] = MappingProxyType({})
+    # without a value, which would stand before that of a LightningModule that comes after
+    adaptive_options: Mapping[str, Any]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

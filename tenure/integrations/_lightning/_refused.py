@@ -10,6 +10,11 @@ from tenure._errors import AdaptiveUsageError
 _OWN_OPTIONS = frozenset({"scaler", "backward", "context", "has_aux"})
 
 
+def options_of(module: Any) -> dict[str, Any]:
+    """The arguments of `step` that a module declares."""
+    return dict(getattr(module, "adaptive_options", ()))
+
+
 def check_fit(module: Any) -> None:
     """Make sure that the `training_step` of a module can run in micro-batches under its trainer.
 
@@ -17,7 +22,7 @@ def check_fit(module: Any) -> None:
         AdaptiveUsageError: it can't.
     """
     name, strategy = type(module).__name__, module.trainer.strategy
-    own = sorted(_OWN_OPTIONS & dict(module.adaptive_options).keys())
+    own = sorted(_OWN_OPTIONS & options_of(module).keys())
     if own:
         raise AdaptiveUsageError(
             f"adaptive_options of {name} has {', '.join(own)}, which AdaptiveMixin gives to step() "

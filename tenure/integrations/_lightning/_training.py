@@ -18,6 +18,7 @@ from tenure.adaptive import step
 
 from ._deferred import DeferredGradients
 from ._recorder import Outcome, Recorder, recorder_of
+from ._refused import options_of
 
 
 def is_trained(module: Any) -> bool:
@@ -42,7 +43,7 @@ def fitting_step(
         None to skip the batch.
     """
     batch, *others = args
-    options = dict(module.adaptive_options)
+    options = options_of(module)
     recorder = Recorder(module, batch, others, kwargs, options)
     release_old_gradients(module)
     scaler = getattr(module.trainer.precision_plugin, "scaler", None)
