@@ -14,8 +14,19 @@ from typing import Any
 
 from tenure._errors import AdaptiveUsageError
 from tenure._torch.compiler import never_compiled
+from tenure.adaptive import StepResult
 
-from ._lightning import check_fit, fitting_step, is_trained, recorder_of
+from ._lightning import (
+    MemoryCallback,
+    check_fit,
+    check_installed,
+    fitting_step,
+    is_trained,
+    recorder_of,
+)
+
+check_installed()
+__all__ = ["AdaptiveMixin", "MemoryCallback"]
 
 _MARK = "_tenure_wrapped"
 
@@ -30,6 +41,7 @@ class AdaptiveMixin:
     Attributes:
         adaptive_options: arguments of `step`, such as ``weight``, ``batchnorm``, ``minimum``,
             ``in_dims``: a dict of the class, or a property.
+        adaptive_result: what the last step did, such as its ``sizes``; None before the first.
 
     Raises:
         AdaptiveUsageError: when the fit begins: the optimization is manual, the trainer has several
@@ -45,6 +57,7 @@ class AdaptiveMixin:
 
     # without a value, which would stand before that of a LightningModule that comes after
     adaptive_options: Mapping[str, Any]
+    adaptive_result: StepResult | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

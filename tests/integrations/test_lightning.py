@@ -1,6 +1,9 @@
 """A LightningModule whose steps are split, against the same one that is not."""
 
 import logging
+import pickle
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -23,7 +26,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 from lightning.pytorch.utilities import CombinedLoader  # noqa: E402
 
-from tenure.integrations.lightning import AdaptiveMixin  # noqa: E402
+from tenure.integrations.lightning import AdaptiveMixin, MemoryCallback  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{text}")
@@ -637,3 +640,70 @@ def test_an_iterator_of_batches_is_refused():
 def test_what_lightning_decides_is_no_option():
     with pytest.raises(AdaptiveUsageError, match="adaptive_options of AdaptiveNet has scaler"):
         trained(seeded(adaptive_of(Net), scaler=None))
+
+
+# --- the callback
+
+
+class TooLarge(AdaptiveMixin, Net):
+    def training_step(self, batch, batch_idx):
+        if len(batch[0]) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return self.loss_of(batch)
+
+
+def test_the_callback_logs_memory_sizes_and_retries():
+    seen, module = Seen(), seeded(TooLarge)
+    del module.adaptive_options["maximum"]
+    callbacks = [MemoryCallback(), seen]
+    loader = loader_of(*rows(48))
+    trained(module, loader, callbacks=callbacks, accumulate_grad_batches=2)
+    logged = [each for each in seen.logged if each]
+    # the second batch is the first step
+    assert seen.logged[0] == {}
+    assert "memory/growth_bytes" in logged[-1]
+    assert logged[0]["adaptive/retries"] >= 1
+    assert logged[-1]["adaptive/retries"] == 0
+    assert module.adaptive_result.sizes[0] == logged[-1]["adaptive/micro_batch"] <= 3
+    assert module.adaptive_result.aux == ()
+
+
+def test_an_error_of_memory_is_told_with_what_holds_it():
+    class Dying(Body, pytorch_lightning.LightningModule):
+        def training_step(self, batch, batch_idx):
+            self.kept = torch.ones(1000)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    callback = MemoryCallback()
+    assert isinstance(callback, Callback)
+    assert isinstance(callback, pytorch_lightning.Callback)
+    with pytest.raises(torch.OutOfMemoryError) as died:
+        trained(seeded(Dying), package=pytorch_lightning, callbacks=[callback])
+    assert "float32[1000]" in "".join(died.value.__notes__)
+
+
+def test_a_callback_is_copied_as_what_it_is():
+    callback = pickle.loads(pickle.dumps(MemoryCallback(share=0.5)))
+    assert isinstance(callback, Callback)
+    assert callback.state_key == "MemoryCallback"
+
+
+_WITHOUT = """
+import sys
+import tenure.integrations
+assert "lightning" not in sys.modules
+from tenure.integrations import lightning
+assert not {"lightning", "lightning.pytorch", "pytorch_lightning"} & set(sys.modules)
+sys.modules["lightning"] = sys.modules["pytorch_lightning"] = None
+del sys.modules["tenure.integrations.lightning"]
+try:
+    import tenure.integrations.lightning
+except ImportError as error:
+    assert "pip install 'tenure[lightning]'" in str(error)
+else:
+    raise AssertionError
+"""
+
+
+def test_the_libraries_are_imported_by_who_uses_them():
+    subprocess.run([sys.executable, "-c", _WITHOUT], check=True, timeout=60)

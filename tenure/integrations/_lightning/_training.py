@@ -8,6 +8,7 @@ as if the whole batch had just run forward.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -58,6 +59,8 @@ def fitting_step(
             has_aux=True,
             **options,
         )
+    # without what belongs to the batch alone
+    module.adaptive_result = replace(result, aux=())
     outcome = Outcome(result.aux, result.sizes, recorder, result.loss)
     outcome.call_metrics()
     for name, value, how in outcome.logs():
