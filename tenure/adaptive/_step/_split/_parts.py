@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tenure._errors import AdaptiveUsageError
 from tenure._torch.quiet import without_functions
 
 from ..._callables import short_name_of
@@ -66,6 +67,7 @@ class StepParts:
         exchange: whether modules exchange them with other processes.
         backward: makes them.
         leaf_names: names of tensors that are no parameters of a module, by id.
+        aux: what the function returned beside its loss in this attempt, by the first sample.
     """
 
     def __init__(self, spec: StepSpec) -> None:
@@ -97,6 +99,7 @@ class StepParts:
         self.exchange = GradientExchange(self.models.all)
         self.gradients = IsolatedGradients(leaves, self.exchange.takes_old)
         self.backward = SplitBackward(self.gradients, spec.scaler, spec.backward, found.computed)
+        self.aux: dict[int, Any] = {}
         self.leaf_names = {id(tensor): name for name, tensor in found.tensors.items()}
         # one that the function itself lets require grad has a gradient of no interest
         self.leaf_names |= {
@@ -132,8 +135,23 @@ class StepParts:
 
     def begin(self, *, is_split: bool, is_trial: bool = False) -> None:
         """Start an attempt from the beginning; nothing of an earlier one counts."""
+        self.aux = {}
         self.inputs.begin()
         self.backward.begin(is_split=is_split, is_trial=is_trial)
+
+    def call(self, batch: Any, start: int = 0) -> Any:
+        """Run the function on samples from ``start`` on, and keep what is none of its loss."""
+        returned = self.spec.fn(batch)
+        if not self.spec.has_aux:
+            return returned
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise AdaptiveUsageError(
+                f"The function of {self.spec.entry}() returned a {type(returned).__name__}, and "
+                "has_aux=True was asked for. Return a pair: what it would return without, and "
+                "anything else."
+            )
+        loss, self.aux[start] = returned
+        return loss
 
     def once(self) -> Tensor:
         """What is added once, whatever the split."""
@@ -154,7 +172,7 @@ class StepParts:
         """Run the function, and see by what ran, and by what it wrote, whether it mixes samples."""
         start, length = chunk
         try:
-            returned = self.spec.fn(self.inputs.chunk(start, length))
+            returned = self.call(self.inputs.chunk(start, length), start)
         except ValueError as error:
             # a module that was seen to run is named; else the function itself calls the
             # normalization
