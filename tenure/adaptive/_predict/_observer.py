@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from tenure._callers import Site, is_internal
+from tenure._containers import passed_tensors
 from tenure._torch import cpu_allocator, engine
 from tenure._torch.modes import DispatchMode
 from tenure._torch.modules import module_called_by
@@ -19,10 +20,9 @@ from tenure._torch.storages import key_of
 
 from ._assumptions import CAN_NOT, STAND_INS, worked_out
 from ._blocks import Block, Category, Event, Phase, Record
-from ._known import KnownValues
+from ._known import KnownValues, storages_of
 from ._scratch import scratch_bytes
 from ._target import Target
-from ._tensors import storages_of, tensors_of
 from ._workspaces import Workspaces
 
 _ADD = torch.ops.aten.add.Tensor
@@ -177,7 +177,7 @@ class Observer(DispatchMode):
         n_before = len(self.record.events)
         if self._target.is_host and not self._is_counted:
             self._note_real()
-        for tensor in tensors_of(result):
+        for tensor in passed_tensors(result):
             if tensor.device == self._target.runs_on:
                 for storage in storages_of(tensor):
                     self._note_result(func, args, storage)

@@ -12,7 +12,7 @@ from tenure.scopes import DisposeScope
 
 from ._modules import no_optimizer_steps
 from ._samples import SampleTree
-from ._split import DeliveredTogether, StepOutcome, StepParts, StepRun, StepSpec
+from ._split import StepOutcome, StepParts, StepRun, StepSpec
 
 # the first, one beside its gradients, one more, and the last with a partner of the one before
 _ENOUGH = 5
@@ -31,7 +31,7 @@ def step_at_size(spec: StepSpec, size: int) -> StepOutcome:
     """
     spec.check()
     parts = StepParts(spec)
-    state = DeliveredTogether(parts.gradients, parts.state)
+    state = parts.rollback()
     with DisposeScope("step") as scope, no_optimizer_steps(spec.entry):
         state.begin()
         try:

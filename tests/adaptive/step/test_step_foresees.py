@@ -284,3 +284,17 @@ def test_a_loss_on_outputs_is_predicted_with_all_outputs(asked):
     assert result.attempts == 1
     assert asked[0] == training.n_samples
     assert training.error() <= 1e-10
+
+
+def test_no_prediction_runs_the_backward_of_the_caller(asked):
+    training, losses = Training("mlp"), []
+
+    def backward(loss):
+        losses.append(loss.item())
+        loss.backward()
+
+    with memory_budget(training.whole_bytes // 3):
+        result = step(training.loss, training.batch, backward=backward, predict=True)
+    assert asked
+    assert len(losses) == len(result.sizes) > 1
+    assert training.error() <= 1e-10
