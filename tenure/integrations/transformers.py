@@ -1,0 +1,359 @@
+"""A Trainer of transformers whose steps fit, and a callback that watches its memory.
+
+Invariant: what a Trainer computes, logs and counts is what it would without memory running out; and
+nothing of the library itself is changed, only methods of the trainer's own objects while they run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from tenure._errors import AdaptiveUsageError, SplitMismatchError
+from tenure.adaptive import StepResult, step
+
+from ._memory_watch import MemoryWatch
+
+try:
+    from transformers import Trainer, TrainerCallback
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+except ImportError as error:
+    raise ImportError(
+        "tenure.integrations.transformers needs transformers and accelerate, and one of them can't "
+        f"be imported ({error}). Install both with: pip install 'tenure[transformers]'."
+    ) from error
+
+# The mixin stands before a Trainer of the user's choice, and is none itself.
+_Base = Trainer if TYPE_CHECKING else object
+_IGNORED = -100
+# What says how a loss adds up; where the user says it, nothing is found out.
+_REDUCTION = frozenset({"loss", "weight", "then"})
+_TRIED = (
+    "AdaptiveTrainer tried the loss as a sum that num_items_in_batch divides, as a mean over valid "
+    "labels, and as a mean over samples. Say what training_step() computes with step_options: "
+    'loss="sum", or weight= for what its mean divides by.'
+)
+
+
+class AdaptiveTrainerMixin(_Base):
+    """Makes the steps of a Trainer fit: ``class MyTrainer(AdaptiveTrainerMixin, Seq2SeqTrainer)``.
+
+    Attributes:
+        step_options: options of `tenure.adaptive.step`, such as ``{"minimum": 2}``; set it on the
+            class or on the trainer.
+        step_result: what the last training step did.
+    """
+
+    step_options: Mapping[str, Any] = {}
+    step_result: StepResult | None = None
+    # the way that fitted the loss of this trainer last
+    _way: str | None = None
+    _loss: _LossOfBatch | None = None
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's, after what can't be made to fit is refused.
+
+        Raises:
+            AdaptiveUsageError: the trainer is one of those that the page on transformers names.
+        """
+        _refuse(self)
+        try:
+            return super().train(*args, **kwargs)
+        except Exception as error:
+            for callback in self._memory_callbacks():
+                callback.died(error)
+            raise
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """As the Trainer's, in micro-batches if need be."""
+        training_step = super().training_step
+
+        def loss_of(batch: dict[str, Any]) -> Tensor:
+            with _losses_of(self.accelerator) as losses:
+                # a copy, for a trainer may take labels out of it
+                training_step(model, copy.copy(batch), *args, **kwargs)
+            return _only(losses, self)
+
+        # before the step looks for modules that mix samples, which they do in this mode
+        _switch_to_training(model, self.optimizer)
+        n_items = kwargs.get("num_items_in_batch", args[0] if args else None)
+        if self._loss is None:
+            self._loss = _LossOfBatch(f"{type(self).__name__}.training_step")
+        with self._loss.being(loss_of):
+            result = self._step(self._loss, model, inputs, has_n_items=n_items is not None)
+        self.step_result = result
+        for callback in self._memory_callbacks():
+            callback.step_result = result
+        return result.loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's, with what its `MemoryCallback` tells, so that all other callbacks see it."""
+        for callback in self._memory_callbacks():
+            callback.add_to(logs)
+        super().log(logs, *args, **kwargs)
+
+    def _step(
+        self,
+        loss_of: Callable[[Any], Tensor],
+        model: nn.Module,
+        inputs: Any,
+        *,
+        has_n_items: bool,
+    ) -> StepResult:
+        options = {"context": self, "model": model, "scaler": self.accelerator.scaler}
+        options |= self.step_options
+        if _REDUCTION & options.keys():
+            return step(loss_of, inputs, **options)
+        ways = _ways(self, inputs, has_n_items=has_n_items)
+        # the last one first: that of another batch is told from it only where it differs
+        names = sorted(ways, key=lambda name: name != self._way)
+        first: SplitMismatchError | None = None
+        for name in names:
+            try:
+                result = step(loss_of, inputs, **options, **ways[name])
+            except SplitMismatchError as error:
+                first = first or error
+            else:
+                self._way = name
+                return result
+        assert first is not None
+        first.add_note(_TRIED)
+        raise first
+
+    def _memory_callbacks(self) -> list[MemoryCallback]:
+        callbacks = self.callback_handler.callbacks
+        return [each for each in callbacks if isinstance(each, MemoryCallback)]
+
+
+class AdaptiveTrainer(AdaptiveTrainerMixin, Trainer):
+    """The Trainer of transformers, with training steps and evaluation that fit."""
+
+
+class _LossOfBatch:
+    """The function of all steps of one trainer, so that each is known to be the same work.
+
+    Args:
+        name: what errors and events call it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    @contextmanager
+    def being(self, loss_of: Callable[[Any], Tensor]) -> Iterator[None]:
+        """A block in which it is a function, which it does not hold afterwards."""
+        self._loss_of = loss_of
+        try:
+            yield
+        finally:
+            del self._loss_of
+
+    def __call__(self, batch: Any) -> Tensor:
+        # Not by its name: whoever searches a step for modules follows names, and a trainer leads to
+        # data sets and the state of optimizers. The modules are given, or seen when they run.
+        loss: Tensor = vars(self)["_loss_of"](batch)
+        return loss
+
+
+@contextmanager
+def _losses_of(accelerator: Any) -> Iterator[list[Tensor]]:
+    """A block in which an accelerator takes losses down, and runs none of them backward."""
+    before, losses = vars(accelerator).get("backward"), []
+    accelerator.backward = lambda loss, **_: losses.append(loss)
+    try:
+        yield losses
+    finally:
+        del accelerator.backward
+        if before is not None:
+            accelerator.backward = before
+
+
+def _only(losses: list[Tensor], trainer: Trainer) -> Tensor:
+    if len(losses) != 1:
+        raise AdaptiveUsageError(
+            f"{type(trainer).__name__}.training_step() called accelerator.backward() "
+            f"{len(losses)} times, so there is no one loss to split. Let it call that once for "
+            "each batch, or train with a Trainer that is not adaptive."
+        )
+    return losses[0]
+
+
+def _switch_to_training(model: nn.Module, optimizer: Any) -> None:
+    model.train()
+    # of optimizers without schedules, which keep other weights for evaluation
+    if callable(train := getattr(optimizer, "train", None)):
+        train()
+
+
+# --- how the loss of a batch adds up from those of its parts
+
+
+def _ways(trainer: Trainer, inputs: Any, *, has_n_items: bool) -> dict[str, dict[str, Any]]:
+    """What a loss may be, the likeliest first; `step` tells which of them it is not."""
+    total = {"sum": {"loss": "sum"}}
+    means: dict[str, dict[str, Any]] = {}
+    if _has_labels_to_count(inputs):
+        likely, other = (1, 0) if _shifts_labels(trainer) else (0, 1)
+        for shift in (likely, other):
+            means[f"valid labels from {shift}"] = {"weight": _counting(shift)}
+    means["samples"] = {}
+    # what divides by the count of all batches is a sum of each; a loss may not use that count
+    return total | means if has_n_items else means | total
+
+
+def _has_labels_to_count(inputs: Any) -> bool:
+    labels = inputs.get("labels") if hasattr(inputs, "get") else None
+    if not isinstance(labels, Tensor) or not labels.dim():
+        return False
+    return not (labels.is_floating_point() or labels.is_complex())
+
+
+def _shifts_labels(trainer: Trainer) -> bool:
+    # told by the trainer since 5.8; before, and for its label smoother, by the name of the model
+    told = getattr(trainer, "_loss_shifts_labels", False)
+    return told or type(trainer.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def _counting(shift: int) -> Callable[[Any], Tensor]:
+    def n_valid(batch: Any) -> Tensor:
+        labels = batch.get("shift_labels")
+        if labels is None:
+            labels = batch["labels"]
+            labels = labels[..., shift:] if labels.dim() > 1 else labels
+        return labels.ne(_IGNORED).sum()
+
+    return n_valid
+
+
+# --- what is refused
+
+
+def _refuse(trainer: Trainer) -> None:
+    """Make sure that each step of a trainer may be split and begun again.
+
+    Raises:
+        AdaptiveUsageError: it may not.
+    """
+    reason = next(_reasons(trainer), None)
+    if reason is not None:
+        raise AdaptiveUsageError(f"{type(trainer).__name__} can't train: {reason} Nothing was run.")
+
+
+def _reasons(trainer: Trainer) -> Iterator[str]:
+    args, optimizer = trainer.args, str(getattr(trainer.args.optim, "value", trainer.args.optim))
+    if args.auto_find_batch_size:
+        yield (
+            "auto_find_batch_size=True begins the training anew with smaller batches, which is "
+            "another training; here each batch is split and keeps its size. Leave it out."
+        )
+    if "layerwise" in optimizer or "lomo" in optimizer:
+        yield (
+            f"optim={optimizer!r} moves parameters inside the backward pass, where an attempt that "
+            "runs out of memory can't be taken back. Use one that steps after it."
+        )
+    if args.n_gpu > 1:
+        yield (
+            f"torch.nn.DataParallel on {args.n_gpu} devices splits batches by itself. Launch one "
+            "process for each device with torchrun, or show it one with CUDA_VISIBLE_DEVICES."
+        )
+    if trainer.is_deepspeed_enabled:
+        yield (
+            "DeepSpeed's engine counts each backward pass as a micro-batch of its own, and reduces "
+            "gradients in it. Set its micro-batch size in its configuration, and use Trainer."
+        )
+    yield from _reasons_of_many_ranks(trainer)
+
+
+def _reasons_of_many_ranks(trainer: Trainer) -> Iterator[str]:
+    from transformers.utils import is_sagemaker_mp_enabled
+
+    if is_sagemaker_mp_enabled():
+        yield "SageMaker's model parallelism runs forward and backward itself. Use Trainer."
+    if getattr(trainer, "is_distributed_loading_by_transformers", False) or getattr(
+        trainer.accelerator, "parallelism_config", None
+    ):
+        yield (
+            "tensor, context or sequence parallelism exchanges data in each forward pass, and "
+            "ranks that split differently would wait for each other. Use Trainer."
+        )
+
+
+# --- the callback
+
+
+class MemoryCallback(TrainerCallback):
+    """Tells in the log of a Trainer what memory does, and at its death what held it.
+
+    Works with any Trainer. In an adaptive one its figures reach every other callback; in others
+    those that stand behind it, and ``state.log_history``.
+
+    Args:
+        share: the share of the time that looks at all tensors may take.
+
+    Attributes:
+        step_result: what the last step did, where the trainer is an adaptive one.
+    """
+
+    def __init__(self, share: float = 0.03) -> None:
+        self.step_result: StepResult | None = None
+        self._watch = MemoryWatch(share)
+        self._is_told = True
+
+    def report(self) -> str:
+        """What holds memory now, in a few lines; in a notebook, call it after an error."""
+        return self._watch.report()
+
+    def add_to(self, logs: dict[str, float]) -> None:
+        """Add the figures to the log of training steps, once; other logs stay as they are."""
+        if "loss" in logs and _MARK not in logs:
+            logs.update(self._watch.figures())
+
+    def died(self, error: BaseException) -> None:
+        """Training ended with an error: of one of memory, tell what holds that."""
+        if not self._is_told:
+            self._is_told = True
+            self._watch.died(error)
+        atexit.unregister(self._exit)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin to watch."""
+        self._watch.begin(args.device)
+        self._is_told = False
+        # a callback is told of no error; what ended the program can be read when it exits
+        atexit.register(self._exit)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Look, if it is time."""
+        self._watch.step_ended(self.step_result)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Add figures where the trainer has not."""
+        if logs is None or _MARK in logs:
+            return
+        self.add_to(logs)
+        if _MARK in logs and state.log_history:
+            state.log_history[-1].update(
+                {key: value for key, value in logs.items() if key not in state.log_history[-1]}
+            )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Training has not died."""
+        atexit.unregister(self._exit)
+
+    def _exit(self) -> None:
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            self.died(error)
+
+
+# a figure that is always told
+_MARK = "adaptive/retries"
