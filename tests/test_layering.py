@@ -55,7 +55,7 @@ _PACKAGES = {
         "_advice",
         "_plan",
     ),
-    ("adaptive", "_predict"): ("_scratch",),
+    ("adaptive", "_predict"): ("_scratch", "_lent"),
     ("adaptive", "_step"): (
         "_gradients",
         "_samples",

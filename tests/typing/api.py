@@ -427,6 +427,20 @@ def counted(chunk: Tensor, start: int, end: int) -> int:
     return end - start
 
 
+@chunked(collect="host")
+def on_host(chunk: Tensor, start: int, end: int) -> Tensor:
+    return chunk
+
+
+class Losses:
+    def update(self, loss: Tensor, weight: int = 1) -> None: ...
+
+
+@chunked(collect=Losses())
+def reduced_to(chunk: Tensor, start: int, end: int) -> tuple[Tensor, int]:
+    return chunk.sum(), end - start
+
+
 class Embedder:
     @batch(initial_batchsize=64, on_retry=print)
     def embed(self, batch_size: int, texts: list[str]) -> Tensor:
@@ -460,6 +474,8 @@ def adapting(x: Tensor, embedder: Embedder) -> None:
     assert_type(joined(x, 2.0), Tensor)
     assert_type(joined(x, 2.0, toma_dimension=0), Tensor)
     assert_type(counted(x), float)
+    assert_type(on_host(x), Tensor)
+    assert_type(reduced_to(x), Losses)
     assert_type(embedder.embed(["a"]), Tensor)
     assert_type(embedder.parts(0, 4), list[bytes])
     assert_type(embedder.rows(x, scale=2), list[Tensor])

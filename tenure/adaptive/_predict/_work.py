@@ -28,12 +28,16 @@ from tenure.scopes import persist
 
 from .._reachable import Reachable
 from .._undo import AllOf, ModuleState, RngState, modules_below
-from ._containers import Containers, holders_in
-from ._fakes import lent_to_fakes, mode_for
-from ._interrupts import Interrupts
+from ._lent import (
+    Containers,
+    Interrupts,
+    OptimizerState,
+    holders_in,
+    lent_to_fakes,
+    mode_for,
+    settings_kept,
+)
 from ._observer import Observer
-from ._optimizer import OptimizerState
-from ._settings import settings_kept
 from ._target import target_of
 
 _WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
