@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from tenure._errors import AdaptiveUsageError, SplitMismatchError
-from tenure.adaptive import StepResult, step
+from tenure.adaptive import StepResult, is_oom, step
 
 from ._memory_watch import MemoryWatch
+from ._prediction import Batch, PredictionInPieces, Uncut, Weight, on_device
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -56,6 +57,9 @@ class AdaptiveTrainerMixin(_Base):
     # the way that fitted the loss of this trainer last
     _way: str | None = None
     _loss: _LossOfBatch | None = None
+    _prediction: PredictionInPieces | None = None
+    # what an evaluation that runs does to logits
+    _preprocess: Callable[[Any, Any], Any] | None = None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's, after what can't be made to fit is refused.
@@ -95,6 +99,49 @@ class AdaptiveTrainerMixin(_Base):
             callback.step_result = result
         return result.loss
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; a batch that does not fit is predicted in pieces."""
+        if self._prediction is not None:
+            self._prediction.forget()
+        given = self.preprocess_logits_for_metrics
+        # run for each piece, where it is: logits of the whole batch need never be there. Ranks pad
+        # outputs to one another before it, so there it stays where it was.
+        if self.args.world_size == 1:
+            self._preprocess, self.preprocess_logits_for_metrics = given, None
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            self._preprocess, self.preprocess_logits_for_metrics = None, given
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **kwargs: Any,
+    ) -> tuple[Any, Any, Any]:
+        """As the Trainer's, in pieces if need be."""
+        prediction_step = super().prediction_step
+
+        def predict(batch: Any, loss_only: bool = prediction_loss_only) -> tuple[Any, Any, Any]:
+            loss, logits, labels = prediction_step(model, batch, loss_only, ignore_keys, **kwargs)
+            if self._preprocess is not None and logits is not None:
+                logits = self._preprocess(logits, labels)
+            return loss, logits, labels
+
+        if self._prediction is None:
+            self._prediction = PredictionInPieces(f"{type(self).__name__}.prediction_step")
+        try:
+            batch = Batch(inputs, self.step_options.get("in_dims", 0))
+        except Uncut as error:
+            return _whole(predict, inputs, str(error))
+        outputs = self._prediction(predict, batch, inputs, _weights(self, inputs))
+        # outputs of batches pile up in one place; with one that is emptied each time, on the host
+        if self.args.eval_accumulation_steps == 1:
+            return outputs
+        return _back(outputs, self.args.device)
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the Trainer's, with what its `MemoryCallback` tells, so that all other callbacks see it."""
         for callback in self._memory_callbacks():
@@ -113,6 +160,13 @@ class AdaptiveTrainerMixin(_Base):
         options |= self.step_options
         if _REDUCTION & options.keys():
             return step(loss_of, inputs, **options)
+        if not options.get("verify", True):
+            # many models take num_items_in_batch and divide by their own count all the same
+            raise AdaptiveUsageError(
+                f"{type(self).__name__}.step_options has verify=False and does not say how the loss "
+                "adds up, which is found out by verifying. Say it with loss= or weight=, or leave "
+                "verify=False out."
+            )
         ways = _ways(self, inputs, has_n_items=has_n_items)
         # the last one first: that of another batch is told from it only where it differs
         names = sorted(ways, key=lambda name: name != self._way)
@@ -232,6 +286,43 @@ def _counting(shift: int) -> Callable[[Any], Tensor]:
         return labels.ne(_IGNORED).sum()
 
     return n_valid
+
+
+# --- evaluation
+
+
+def _weights(trainer: Trainer, inputs: Any) -> dict[str, Weight | None]:
+    """What the loss of an evaluation may be a mean over."""
+    ways = _ways(trainer, inputs, has_n_items=False)
+    return {
+        name: None if "loss" in way else way.get("weight", _n_samples) for name, way in ways.items()
+    }
+
+
+def _n_samples(batch: Any) -> int:
+    return next(len(each) for each in batch.values() if isinstance(each, Tensor) and each.dim())
+
+
+def _whole(predict: Callable[[Any], Any], inputs: Any, reason: str) -> Any:
+    try:
+        return predict(inputs)
+    except Exception as error:
+        if is_oom(error):
+            error.add_note(f"The batch was not cut into pieces. {reason}")
+        raise
+
+
+def _back(outputs: Any, device: torch.device) -> Any:
+    try:
+        return on_device(outputs, device)
+    except Exception as error:
+        if is_oom(error):
+            error.add_note(
+                "The outputs of an evaluation pile up on the device. Bring them to the host with "
+                "eval_accumulation_steps=1, make them smaller with preprocess_logits_for_metrics=, "
+                "or keep numbers alone with batch_eval_metrics=True."
+            )
+        raise
 
 
 # --- what is refused
