@@ -278,7 +278,9 @@ def _joined_tensors(column: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
     if len({each.shape[2:] for each in column}) != 1:
         raise _not_by_samples(describe_tensor(first))
     # sequences of other lengths, as generated ones are: padded as between batches
-    joined = first.new_full((sum(lengths), max(e.shape[1] for e in column), *first.shape[2:]), _PADDING)
+    joined = first.new_full(
+        (sum(lengths), max(e.shape[1] for e in column), *first.shape[2:]), _PADDING
+    )
     for each, rows_of_it in zip(column, joined.split(list(lengths)), strict=True):
         rows_of_it[:, : each.shape[1]] = each
     return joined
