@@ -107,7 +107,8 @@ def test_the_micro_batch_and_the_failures_of_steps_are_told(watch):
 def test_an_error_of_memory_gets_a_note_of_what_holds_it_and_any_other_none(watch, caplog):
     history = []
     for _ in range(4):
-        history.append(torch.ones(2**18))
+        # larger than what other tests have left in this process
+        history.append(torch.ones(2**22))
         watch.step_ended()
     error = torch.OutOfMemoryError("CUDA out of memory.")
     text = watch.died(error)
@@ -115,8 +116,8 @@ def test_an_error_of_memory_gets_a_note_of_what_holds_it_and_any_other_none(watc
     first, *rows = text.splitlines()
     assert first.startswith("tenure: ")
     assert "other tensors" in first
-    assert any("history[" in row and "1.0 MiB: " in row for row in rows)
-    assert "grew by 3 tensors, 3.0 MiB" in text
+    assert any("history[" in row and "16.0 MiB: " in row for row in rows)
+    assert "grew by 3 tensors, 48.0 MiB" in text
     assert [record.message for record in caplog.records] == [text]
     other = ValueError("no")
     assert watch.died(other) is None
