@@ -6,12 +6,10 @@ nothing of the library itself is changed, only methods of the trainer's own obje
 
 from __future__ import annotations
 
-import atexit
 import copy
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,20 +17,27 @@ from torch import Tensor, nn
 from tenure._errors import AdaptiveUsageError, SplitMismatchError
 from tenure.adaptive import StepResult, is_oom, step
 
-from ._memory_watch import MemoryWatch
-from ._prediction import Batch, PredictionInPieces, Uncut, Weight, on_device
+from ._prediction import Batch, Predict, PredictionInPieces, Uncut, Weight, on_device
 
 try:
-    from transformers import Trainer, TrainerCallback
+    from transformers import Trainer
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from ._transformers_callback import MemoryCallback
+    from ._transformers_refused import refuse_training
 except ImportError as error:
     raise ImportError(
         "tenure.integrations.transformers needs transformers and accelerate, and one of them can't "
         f"be imported ({error}). Install both with: pip install 'tenure[transformers]'."
     ) from error
 
-# The mixin stands before a Trainer of the user's choice, and is none itself.
-_Base = Trainer if TYPE_CHECKING else object
+# the mixin stands before a Trainer of the user's choice, and is none itself
+if TYPE_CHECKING:
+    from transformers import Trainer as _Base
+else:
+    _Base = object
+
+__all__ = ["AdaptiveTrainer", "AdaptiveTrainerMixin", "MemoryCallback"]
 _IGNORED = -100
 # What says how a loss adds up; where the user says it, nothing is found out.
 _REDUCTION = frozenset({"loss", "weight", "then"})
@@ -52,6 +57,7 @@ class AdaptiveTrainerMixin(_Base):
         step_result: what the last training step did.
     """
 
+    preprocess_logits_for_metrics: Any
     step_options: Mapping[str, Any] = {}
     step_result: StepResult | None = None
     # the way that fitted the loss of this trainer last
@@ -59,7 +65,7 @@ class AdaptiveTrainerMixin(_Base):
     _loss: _LossOfBatch | None = None
     _prediction: PredictionInPieces | None = None
     # what an evaluation that runs does to logits
-    _preprocess: Callable[[Any, Any], Any] | None = None
+    _preprocess: Any = None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's, after what can't be made to fit is refused.
@@ -67,7 +73,7 @@ class AdaptiveTrainerMixin(_Base):
         Raises:
             AdaptiveUsageError: the trainer is one of those that the page on transformers names.
         """
-        _refuse(self)
+        refuse_training(self)
         try:
             return super().train(*args, **kwargs)
         except Exception as error:
@@ -143,7 +149,7 @@ class AdaptiveTrainerMixin(_Base):
         return _back(outputs, self.args.device)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As the Trainer's, with what its `MemoryCallback` tells, so that all other callbacks see it."""
+        """As the Trainer's, with what its `MemoryCallback` tells; so all other callbacks see it."""
         for callback in self._memory_callbacks():
             callback.add_to(logs)
         super().log(logs, *args, **kwargs)
@@ -163,9 +169,9 @@ class AdaptiveTrainerMixin(_Base):
         if not options.get("verify", True):
             # many models take num_items_in_batch and divide by their own count all the same
             raise AdaptiveUsageError(
-                f"{type(self).__name__}.step_options has verify=False and does not say how the loss "
-                "adds up, which is found out by verifying. Say it with loss= or weight=, or leave "
-                "verify=False out."
+                f"{type(self).__name__}.step_options has verify=False and does not say how the "
+                "loss adds up, which is found out by verifying. Say it with loss= or weight=, or "
+                "leave verify=False out."
             )
         ways = _ways(self, inputs, has_n_items=has_n_items)
         # the last one first: that of another batch is told from it only where it differs
@@ -279,9 +285,10 @@ def _shifts_labels(trainer: Trainer) -> bool:
 
 def _counting(shift: int) -> Callable[[Any], Tensor]:
     def n_valid(batch: Any) -> Tensor:
-        labels = batch.get("shift_labels")
+        labels: Tensor | None = batch.get("shift_labels")
         if labels is None:
             labels = batch["labels"]
+            assert labels is not None
             labels = labels[..., shift:] if labels.dim() > 1 else labels
         return labels.ne(_IGNORED).sum()
 
@@ -303,7 +310,7 @@ def _n_samples(batch: Any) -> int:
     return next(len(each) for each in batch.values() if isinstance(each, Tensor) and each.dim())
 
 
-def _whole(predict: Callable[[Any], Any], inputs: Any, reason: str) -> Any:
+def _whole(predict: Predict, inputs: Any, reason: str) -> tuple[Any, Any, Any]:
     try:
         return predict(inputs)
     except Exception as error:
@@ -312,9 +319,9 @@ def _whole(predict: Callable[[Any], Any], inputs: Any, reason: str) -> Any:
         raise
 
 
-def _back(outputs: Any, device: torch.device) -> Any:
+def _back(outputs: tuple[Any, Any, Any], device: torch.device) -> tuple[Any, Any, Any]:
     try:
-        return on_device(outputs, device)
+        loss, logits, labels = on_device(outputs, device)
     except Exception as error:
         if is_oom(error):
             error.add_note(
@@ -323,128 +330,4 @@ def _back(outputs: Any, device: torch.device) -> Any:
                 "or keep numbers alone with batch_eval_metrics=True."
             )
         raise
-
-
-# --- what is refused
-
-
-def _refuse(trainer: Trainer) -> None:
-    """Make sure that each step of a trainer may be split and begun again.
-
-    Raises:
-        AdaptiveUsageError: it may not.
-    """
-    reason = next(_reasons(trainer), None)
-    if reason is not None:
-        raise AdaptiveUsageError(f"{type(trainer).__name__} can't train: {reason} Nothing was run.")
-
-
-def _reasons(trainer: Trainer) -> Iterator[str]:
-    args, optimizer = trainer.args, str(getattr(trainer.args.optim, "value", trainer.args.optim))
-    if args.auto_find_batch_size:
-        yield (
-            "auto_find_batch_size=True begins the training anew with smaller batches, which is "
-            "another training; here each batch is split and keeps its size. Leave it out."
-        )
-    if "layerwise" in optimizer or "lomo" in optimizer:
-        yield (
-            f"optim={optimizer!r} moves parameters inside the backward pass, where an attempt that "
-            "runs out of memory can't be taken back. Use one that steps after it."
-        )
-    if args.n_gpu > 1:
-        yield (
-            f"torch.nn.DataParallel on {args.n_gpu} devices splits batches by itself. Launch one "
-            "process for each device with torchrun, or show it one with CUDA_VISIBLE_DEVICES."
-        )
-    if trainer.is_deepspeed_enabled:
-        yield (
-            "DeepSpeed's engine counts each backward pass as a micro-batch of its own, and reduces "
-            "gradients in it. Set its micro-batch size in its configuration, and use Trainer."
-        )
-    yield from _reasons_of_many_ranks(trainer)
-
-
-def _reasons_of_many_ranks(trainer: Trainer) -> Iterator[str]:
-    from transformers.utils import is_sagemaker_mp_enabled
-
-    if is_sagemaker_mp_enabled():
-        yield "SageMaker's model parallelism runs forward and backward itself. Use Trainer."
-    if getattr(trainer, "is_distributed_loading_by_transformers", False) or getattr(
-        trainer.accelerator, "parallelism_config", None
-    ):
-        yield (
-            "tensor, context or sequence parallelism exchanges data in each forward pass, and "
-            "ranks that split differently would wait for each other. Use Trainer."
-        )
-
-
-# --- the callback
-
-
-class MemoryCallback(TrainerCallback):
-    """Tells in the log of a Trainer what memory does, and at its death what held it.
-
-    Works with any Trainer. In an adaptive one its figures reach every other callback; in others
-    those that stand behind it, and ``state.log_history``.
-
-    Args:
-        share: the share of the time that looks at all tensors may take.
-
-    Attributes:
-        step_result: what the last step did, where the trainer is an adaptive one.
-    """
-
-    def __init__(self, share: float = 0.03) -> None:
-        self.step_result: StepResult | None = None
-        self._watch = MemoryWatch(share)
-        self._is_told = True
-
-    def report(self) -> str:
-        """What holds memory now, in a few lines; in a notebook, call it after an error."""
-        return self._watch.report()
-
-    def add_to(self, logs: dict[str, float]) -> None:
-        """Add the figures to the log of training steps, once; other logs stay as they are."""
-        if "loss" in logs and _MARK not in logs:
-            logs.update(self._watch.figures())
-
-    def died(self, error: BaseException) -> None:
-        """Training ended with an error: of one of memory, tell what holds that."""
-        if not self._is_told:
-            self._is_told = True
-            self._watch.died(error)
-        atexit.unregister(self._exit)
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin to watch."""
-        self._watch.begin(args.device)
-        self._is_told = False
-        # a callback is told of no error; what ended the program can be read when it exits
-        atexit.register(self._exit)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Look, if it is time."""
-        self._watch.step_ended(self.step_result)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Add figures where the trainer has not."""
-        if logs is None or _MARK in logs:
-            return
-        self.add_to(logs)
-        if _MARK in logs and state.log_history:
-            state.log_history[-1].update(
-                {key: value for key, value in logs.items() if key not in state.log_history[-1]}
-            )
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Training has not died."""
-        atexit.unregister(self._exit)
-
-    def _exit(self) -> None:
-        error = getattr(sys, "last_value", None)
-        if error is not None:
-            self.died(error)
-
-
-# a figure that is always told
-_MARK = "adaptive/retries"
+    return loss, logits, labels

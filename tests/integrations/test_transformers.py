@@ -52,7 +52,7 @@ _BERT = BertConfig(
 
 @pytest.fixture(autouse=True, scope="module")
 def _frozen():
-    """Each training begins with a collection of garbage, which need not look at what is imported."""
+    """Each training begins with a collection of garbage: let it not look at what is imported."""
     gc.collect()
     gc.freeze()
     yield
@@ -442,7 +442,10 @@ def test_engines_with_steps_of_their_own_are_refused_before_training(tmp_path):
 def test_memory_that_does_not_do_for_one_sample_is_an_error_and_parameters_are_as_before(tmp_path):
     model = gpt2()
     before = [p.detach().clone() for p in model.parameters()]
-    with memory_budget("60KiB"), pytest.raises(OutOfRetriesError, match="AdaptiveTrainer.training"):
+    with (
+        memory_budget("60KiB"),
+        pytest.raises(OutOfRetriesError, match=r"AdaptiveTrainer\.training"),
+    ):
         trained(AdaptiveTrainer, tmp_path, model, texts())
     assert all(map(torch.equal, before, model.parameters()))
 
