@@ -23,8 +23,11 @@ Predict = Callable[..., tuple[Any, Any, Any]]
 """Gets a part of a batch, and ``loss_only=``; returns the loss, the logits and the labels."""
 
 _PADDING = -100
-# Kernels for other sizes round in another way; a wrong weight is off by more, or by nothing.
+# Kernels for other sizes round in another way, in bfloat16 by as much; one of pairs is off by more.
 _TOLERANCE = 1e-2
+# What is off by so many times as much as another is wrong, if it is off by more than rounding.
+_CLEARLY = 10
+_ROUNDING = 1e-7
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -103,7 +106,7 @@ class PredictionInPieces:
         work.__name__ = work.__qualname__ = name
         # of an object, so that another trainer learns its own sizes
         self._run = adaptive.range(collect="list", restore_rng=True, context=self)(work)
-        self._is_known = False
+        self.forget()
 
     def __call__(
         self, predict: Predict, batch: Batch, whole: Any, weights: Mapping[str, Weight | None]
@@ -142,7 +145,7 @@ class PredictionInPieces:
 
     def forget(self) -> None:
         """Another evaluation begins, maybe of other data: what the loss is is found out again."""
-        self._is_known = False
+        self._possible: list[str] | None = None
 
     def _loss(
         self,
@@ -151,57 +154,55 @@ class PredictionInPieces:
         batch: Batch,
         weights: Mapping[str, Weight | None],
     ) -> Tensor:
-        if not self._is_known:
-            self._find_out(pieces, predict, batch, weights)
-        weight = weights[self._name]
+        is_first, losses = self._possible is None, [piece.loss for piece in pieces]
+        # of what was ruled out before nothing is asked; names may be others where labels are
+        known = [name for name in self._possible or () if name in weights]
+        self._possible = known or list(weights)
         parts = [batch.part(piece.start, piece.end) for piece in pieces]
-        total = _combined([piece.loss for piece in pieces], _weigh(weight, parts))
+        totals = {name: _combined(losses, weights[name], parts) for name in self._possible}
+        for piece in sorted(pieces, key=lambda piece: piece.start - piece.end):
+            # ways that give the same need not be told apart; but one of them has to be right
+            if not is_first and len({f"{totals[name]:.9g}" for name in self._possible}) < 2:
+                break
+            self._rule_out(piece, predict, batch, weights)
+            is_first = False
         like: Tensor = pieces[0].loss
-        return torch.tensor(total, dtype=like.dtype, device=like.device)
+        return torch.tensor(totals[self._possible[0]], dtype=like.dtype, device=like.device)
 
-    def _find_out(
+    def _rule_out(
         self,
-        pieces: Sequence[_Piece],
+        piece: _Piece,
         predict: Predict,
         batch: Batch,
         weights: Mapping[str, Weight | None],
     ) -> None:
-        """Compare the loss of the largest piece with that of its halves, by every weight."""
-        self._name = next(iter(weights))
-        largest = max(pieces, key=lambda piece: piece.end - piece.start)
-        start, end, whole = largest.start, largest.end, float(largest.loss)
+        """Compare the loss of a piece with that of its halves, by every weight."""
+        assert self._possible is not None
+        start, end, whole = piece.start, piece.end, float(piece.loss)
         # of single samples nothing tells what their losses are a mean over
         if end - start < 2 or not math.isfinite(whole):
             return
         middle = (start + end) // 2
         halves = [batch.part(start, middle), batch.part(middle, end)]
         losses = [predict(half, loss_only=True)[0] for half in halves]
-        shares = {name: _weigh(weight, halves) for name, weight in weights.items()}
-        found = {name: _combined(losses, each) for name, each in shares.items()}
-        off = {name: abs(each - whole) for name, each in found.items() if math.isfinite(each)}
-        fits = [name for name, each in off.items() if each <= _TOLERANCE * max(abs(whole), 1e-6)]
-        if not fits:
+        found = {name: _combined(losses, weights[name], halves) for name in self._possible}
+        off = {name: abs(total - whole) for name, total in found.items() if math.isfinite(total)}
+        least = min(off.values(), default=math.inf)
+        if least > _TOLERANCE * abs(whole):
             raise _mismatch(whole, found)
-        # the first of those that are as near
-        self._name = min(fits, key=lambda name: round(off[name] / max(abs(whole), 1e-6), 4))
-        told_apart = {tuple(shares[name] or ()) for name in fits}
-        self._is_known = len(fits) == 1 or len(told_apart) > 1
+        # rounding is no reason to prefer one of them
+        bound = max(_CLEARLY * least, _ROUNDING * abs(whole))
+        self._possible = [name for name in self._possible if off.get(name, math.inf) <= bound]
 
 
-def _weigh(weight: Weight | None, parts: Sequence[Any]) -> list[float] | None:
-    """The shares of parts in the loss of all; None for a sum."""
+def _combined(losses: Sequence[Any], weight: Weight | None, parts: Sequence[Any]) -> float:
+    """The loss of a batch, of those of its parts: a mean by a weight, or without one a sum."""
     if weight is None:
-        return None
-    numbers = [float(weight(part)) for part in parts]
-    total = sum(numbers)
-    return [number / total if total else math.nan for number in numbers]
-
-
-def _combined(losses: Sequence[Any], shares: Sequence[float] | None) -> float:
-    if shares is None:
         return sum(map(float, losses))
-    # the mean of nothing is nan, which a share of zero does not undo
-    return sum(float(loss) * share for loss, share in zip(losses, shares, strict=True) if share)
+    weights = [float(weight(part)) for part in parts]
+    # the mean of nothing is nan, which a weight of zero does not undo
+    sums = [float(loss) * each for loss, each in zip(losses, weights, strict=True) if each]
+    return sum(sums) / sum(weights) if sums else math.nan
 
 
 def _mismatch(whole: float, found: Mapping[str, float]) -> SplitMismatchError:

@@ -300,8 +300,13 @@ def _counting(shift: int) -> Callable[[Any], Tensor]:
 
 def _weights(trainer: Trainer, inputs: Any) -> dict[str, Weight | None]:
     """What the loss of an evaluation may be a mean over."""
+    weights: dict[str, Weight | None] = {}
+    # what each version divides by; of several ranks it would be the count of all
+    count, device = getattr(trainer, "_get_num_items_in_batch", None), trainer.args.device
+    if count and trainer.args.world_size == 1 and count([inputs], device) is not None:
+        weights["items"] = lambda part: count([part], device)
     ways = _ways(trainer, inputs, has_n_items=False)
-    return {
+    return weights | {
         name: None if "loss" in way else way.get("weight", _n_samples) for name, way in ways.items()
     }
 

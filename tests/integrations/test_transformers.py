@@ -131,7 +131,7 @@ class Run:
         self.parameters = [p.detach().clone() for p in trainer.model.parameters()]
         history = trainer.state.log_history
         self.losses = [each["loss"] for each in history if "loss" in each]
-        self.norms = [each["grad_norm"] for each in history if "loss" in each]
+        self.norms = [each.get("grad_norm", 0.0) for each in history if "loss" in each]
 
     def assert_same(self, other, tolerance=1e-9):
         assert len(self.losses) == len(other.losses)
