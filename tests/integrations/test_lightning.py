@@ -342,7 +342,9 @@ def test_outputs_that_cannot_be_joined_are_refused():
         def training_step(self, batch, batch_idx):
             return {"loss": self.loss_of(batch), "odd": batch[0].T}
 
-    with pytest.raises(AdaptiveUsageError, match=r"'odd', returned by Odd.training_step\(\), is fl"):
+    with pytest.raises(
+        AdaptiveUsageError, match=r"'odd', returned by Odd.training_step\(\), is fl"
+    ):
         trained(seeded(Odd))
 
 

@@ -558,6 +558,8 @@ def stepping(x: Tensor, model: nn.Module) -> None:
         assert_type(mismatch.advice, str)
     step(loss_of, {"x": x}, verify=False)
     step(counted, Batch(x, x), scaler=torch.amp.GradScaler("cpu"), minimum=2, maximum=8)
+    step(loss_of, {"x": x}, backward=Tensor.backward)
+    step(loss_of, {"x": x}, backward=lambda loss: (loss / 4).backward())
     step(named, x, then=lambda terms: terms["mean"].log(), once=lambda: x.sum())
     step(model, x, loss=torch.sum, batchnorm="per_chunk", in_dims=1, out_dims=(0, None))
     step(model, x, loss="sum", in_dims={"x": None}, cache_type=NoBatchsizeCache, context="step")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tenure.scopes import DisposeScope
 
 from ._modules import no_optimizer_steps
-from ._split import DeliveredTogether, StepOutcome, StepParts, StepRun, StepSpec
+from ._split import StepOutcome, StepParts, StepRun, StepSpec
 
 
 def step_at_size(spec: StepSpec, size: int) -> StepOutcome:
@@ -21,7 +21,7 @@ def step_at_size(spec: StepSpec, size: int) -> StepOutcome:
     """
     spec.check()
     parts = StepParts(spec)
-    state = DeliveredTogether(parts.gradients, parts.state)
+    state = parts.rollback()
     with DisposeScope("step") as scope, no_optimizer_steps(spec.entry):
         state.begin()
         try:

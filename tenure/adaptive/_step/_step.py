@@ -23,13 +23,12 @@ from .._sizes import (
     remembered_of,
     stands_for,
 )
-from ._gradients import Scaler
+from ._gradients import Backward, Scaler
 from ._loss import Reduction
 from ._modules import no_optimizer_steps
 from ._samples import SampleDims
 from ._split import (
     BatchNormPolicy,
-    DeliveredTogether,
     StepOutcome,
     StepParts,
     StepRun,
@@ -89,6 +88,7 @@ def step(
     model: nn.Module | Iterable[nn.Module] | None = None,
     batchnorm: BatchNormPolicy = "refuse",
     scaler: Scaler | None = None,
+    backward: Backward | None = None,
     in_dims: SampleDims = 0,
     out_dims: SampleDims = 0,
     minimum: int = 1,
@@ -128,6 +128,10 @@ def step(
         batchnorm: what to do if the batch has to be split and a module in training mode mixes its
             samples: ``"refuse"``, or ``"per_chunk"``, which lets it see one micro-batch at a time.
         scaler: a ``torch.amp.GradScaler``: scales the loss.
+        backward: runs backward in place of ``loss.backward()``, such as ``accelerator.backward``:
+            gets the loss of a batch that fits; of a split one, a scalar for each micro-batch, whose
+            gradient is its part, and one for what ``once``, ``then`` or a callable ``loss`` train
+            themselves. It may multiply by a number that is the same for all, and may run again.
         in_dims: where ``batch`` has its samples: a dimension, None for what all samples share,
             ``"items"`` for a list with one item a sample, or a container of these.
         out_dims: the same for outputs.
@@ -172,8 +176,8 @@ def step(
     frame = calling_frame()
     spec = StepSpec(
         entry="step", fn=fn, batch=batch, loss=loss, weight=weight, then=then, once=once,
-        model=model, batchnorm=batchnorm, scaler=scaler, in_dims=in_dims, out_dims=out_dims,
-        has_aux=has_aux,
+        model=model, batchnorm=batchnorm, scaler=scaler, backward=backward,
+        in_dims=in_dims, out_dims=out_dims, has_aux=has_aux,
     )  # fmt: skip
     spec.check()
     parts = StepParts(spec)
@@ -202,7 +206,7 @@ def step(
             parts.name,
             scope,
             unit="micro-batch",
-            state=DeliveredTogether(parts.gradients, parts.state),
+            state=parts.rollback(),
             on_retry=on_retry,
             advice=_OUTPUTS_HAVE_TO_FIT if callable(loss) else None,
         )

@@ -66,7 +66,10 @@ class StepRun:
         is_split = size < parts.n_samples
         parts.begin(is_split=is_split)
         with parts.watching():
-            outcome = self._split(size) if is_split else self._whole()
+            try:
+                outcome = self._split(size) if is_split else self._whole()
+            finally:
+                parts.exchange.resume()
         parts.backward.check_ran()
         if is_split and self._verifier is not None:
             self._verifier.before_delivery(outcome)
@@ -79,11 +82,15 @@ class StepRun:
         Two of them, because the second finds the gradients of the first beside it.
         """
         parts = self._parts
-        parts.begin(is_split=True)
+        parts.begin(is_split=True, is_trial=True)
         with parts.watching():
             parts.check_splittable(size)
-            for chunk in self._chunks(size)[:2]:
-                self._try_chunk(chunk)
+            parts.exchange.hold_back()
+            try:
+                for chunk in self._chunks(size)[:2]:
+                    self._try_chunk(chunk)
+            finally:
+                parts.exchange.resume()
 
     def _try_chunk(self, chunk: Chunk) -> None:
         spec, returned = self._parts.spec, self._parts.forward(chunk)
@@ -129,6 +136,7 @@ class StepRun:
         # before the first chunk: its graph and gradients would stand beside those of the samples
         if self._verifier is not None:
             self._verifier.before_split(size)
+        parts.exchange.hold_back()
         chunks = self._chunks(size)
         kind = OutputsPass if callable(parts.spec.loss) else TermsPass
         loss, terms = kind(parts, chunks).run()
