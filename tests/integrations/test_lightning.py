@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 import weakref
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -381,7 +382,7 @@ def test_a_loss_that_is_no_mean_over_samples_is_refused_until_it_is_declared():
     assert "'AdaptiveIgnoring.training_step'" in str(refused.value)
 
     class Declared(Ignoring):
-        adaptive_options = {"weight": lambda batch: (batch[1] != 0).sum()}
+        adaptive_options = MappingProxyType({"weight": lambda batch: (batch[1] != 0).sum()})
 
     compared(Declared)
 
@@ -402,7 +403,7 @@ def test_a_loss_of_all_outputs_sees_all_outputs():
         return out.std(0).sum()
 
     class Contrastive(AdaptiveMixin, Net):
-        adaptive_options = {"loss": spread}
+        adaptive_options = MappingProxyType({"loss": spread})
 
         def training_step(self, batch, batch_idx):
             return self.net(batch[0])
@@ -527,17 +528,16 @@ def test_a_step_above_a_step_runs_once():
             return super().training_step(batch, batch_idx) * 2
 
     class Between(AdaptiveMixin, Above):
-        seen = []
-
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) / 2
 
     modules = seeded(Net), seeded(Between, verify=False)
+    modules[1].seen = []
     for module in modules:
         trained(module)
     close(*modules)
     # as many as there are micro-batches
-    assert Between.seen == [3, 3, 2] * 3
+    assert modules[1].seen == [3, 3, 2] * 3
 
 
 def test_a_module_without_a_trainer_is_called_as_it_is():
@@ -615,6 +615,27 @@ def test_manual_optimization_is_refused_with_the_call_to_write():
 
     with pytest.raises(AdaptiveUsageError, match=r"backward=self\.manual_backward"):
         trained(Manual())
+
+
+def test_the_call_to_write_trains_the_same():
+    class Manual(Net):
+        """As the refusal says."""
+
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            result = adaptive.step(self.loss_of, batch, maximum=3, backward=self.manual_backward)
+            optimizer.step()
+            return result.loss
+
+    modules = seeded(Net), seeded(Manual)
+    for module in modules:
+        trained(module)
+    close(*modules)
 
 
 def test_several_ranks_are_refused_before_anything_is_trained():
