@@ -290,6 +290,26 @@ def test_a_scaler_scales_once():
     assert plain.get_scale() == split.get_scale() == 2.0**11
 
 
+def test_a_scaler_survives_a_failure_in_its_first_step():
+    def too_large(gradient):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    class Failing(Float32):
+        def loss_of(self, batch):
+            loss = super().loss_of(batch)
+            # when the loss is scaled already
+            if len(batch[0]) > 3:
+                loss.register_hook(too_large)
+            return loss
+
+    modules = seeded(Float32), seeded(adaptive_of(Failing), maximum=None)
+    for module in modules:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        trained(module, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    close(*modules, 2e-2)
+    assert modules[1].adaptive_result.micro_batch <= 3
+
+
 def test_a_batch_that_fits_is_the_plain_step_to_the_bit():
     modules = [seeded(Logs), seeded(adaptive_of(Logs), maximum=None)]
     for module in modules:
@@ -649,6 +669,31 @@ def test_a_mixin_that_comes_last_is_refused():
 
         class Late(Net, AdaptiveMixin):
             pass
+
+
+def test_a_training_step_that_the_mixin_does_not_see_is_refused():
+    class Set(AdaptiveMixin, Net):
+        pass
+
+    Set.training_step = Net.training_step
+    with pytest.raises(AdaptiveUsageError, match="was set after its class was made"):
+        trained(Set())
+
+
+def test_a_module_inside_of_another_is_called_as_it_is():
+    class Outer(Net):
+        def __init__(self):
+            super().__init__()
+            self.inner = adaptive_of(Net)()
+
+        def training_step(self, batch, batch_idx):
+            loss = self.inner.training_step(batch, batch_idx)
+            names.append(loss.grad_fn.name())
+            return loss
+
+    names = []
+    trained(seeded(Outer))
+    assert names == ["NllLossBackward0"] * 3
 
 
 def test_an_iterator_of_batches_is_refused():

@@ -31,7 +31,8 @@ class MemoryCallback:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """A callback of the libraries that are there."""
-        made: Self = object.__new__(_with_bases(cls))
+        kind: Any = cls
+        made: Self = object.__new__(_with_bases(kind))
         return made
 
     def __init__(self, share: float = 0.03) -> None:
