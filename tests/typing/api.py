@@ -556,7 +556,7 @@ def stepping(x: Tensor, model: nn.Module) -> None:
         assert_type(mismatch.whole, float)
         assert_type(mismatch.split, float)
         assert_type(mismatch.advice, str)
-    step(loss_of, {"x": x}, verify=False)
+    step(loss_of, {"x": x}, verify=False, predict=True)
     step(counted, Batch(x, x), scaler=torch.amp.GradScaler("cpu"), minimum=2, maximum=8)
     step(loss_of, {"x": x}, backward=Tensor.backward)
     step(loss_of, {"x": x}, backward=lambda loss: (loss / 4).backward())

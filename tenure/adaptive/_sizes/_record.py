@@ -144,6 +144,18 @@ class SizeRecord:
             is_closed = was_probe and size - self.ok <= self.step(align)
             self._rest(CLOSED_INTERVAL if is_closed else 0)
 
+    def note_predicted(self, too_large: int | None, device: str, free_bytes: int) -> None:
+        """A prediction was asked where nothing was known: this size is not worth a try.
+
+        Args:
+            too_large: the size that is predicted to fail; None: all that is allowed fits.
+            device: the memory that would run out.
+            free_bytes: what is free of it.
+        """
+        with _lock:
+            self.ok, self.points, self.is_guess, self.least_free_bytes = 0, (), False, None
+            self.bad, self.device, self.free_bytes = too_large, device, free_bytes
+
     def note_clean_call(self, size: int, ceiling: int) -> None:
         """A call, or many pieces of one, ended without a failure at ``size``."""
         with _lock:

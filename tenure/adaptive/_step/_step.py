@@ -23,6 +23,7 @@ from .._sizes import (
     remembered_of,
     stands_for,
 )
+from ._foresee import foresee
 from ._gradients import Backward, Scaler
 from ._loss import Reduction
 from ._modules import no_optimizer_steps
@@ -97,6 +98,7 @@ def step(
     context: Hashable | None = None,
     on_retry: OnRetry | None = None,
     verify: bool = True,
+    predict: bool = False,
     has_aux: bool = False,
 ) -> StepResult:
     """Run forward and backward, in micro-batches if need be; the gradients are those of the batch.
@@ -143,6 +145,9 @@ def step(
         on_retry: called with each AdaptiveEvent.
         verify: compare a few samples, and the loss of the whole batch, with what micro-batches
             give: where a place splits for the first times, and rarely later, before it delivers.
+        predict: begin with the size that `predict_peak` says fits, where memory can be measured and
+            no size is known. ``fn`` runs on tensors without data for that, a few times, which shows
+            in what it prints. Where it can't be predicted, the step begins with the whole batch.
         has_aux: whether ``fn`` returns a pair of that and of anything else, such as predictions,
             which the result has for each micro-batch. Without graphs, or they stay.
 
@@ -189,6 +194,8 @@ def step(
         largest = min(largest, _checked_maximum(maximum, limits.minimum))
     remembered = remembered_of(stands_for(fn), frame, context, cache_type, parts.values, {})
     search = AdaptiveSearch(largest, limits, remembered, has_trials=True)
+    if predict and search.is_unknown:
+        foresee(search, spec, parts)
 
     def attempt(size: int) -> StepOutcome:
         # a failed attempt is taken back, and what an optimizer has moved can't be
