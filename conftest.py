@@ -46,7 +46,10 @@ _docstrings = Sybil(
 )
 
 # Every other page and test raises on warnings, its own and those of libraries.
-_OF_LIGHTNING = ("The '.*_dataloader' does not have many workers", ".*isinstance.treespec, LeafSpec")
+_OF_LIGHTNING = (
+    "The '.*_dataloader' does not have many workers",
+    ".*isinstance.treespec, LeafSpec",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,9 +14,11 @@ from typing import Any, Self
 from .._memory_watch import MemoryWatch
 
 _HOMES = ("lightning.pytorch", "pytorch_lightning")
+# To type checkers, a Callback of either library.
+_Callback: Any = object
 
 
-class MemoryCallback:
+class MemoryCallback(_Callback):  # type: ignore[misc]  # of Any, on purpose
     """Logs memory, leaks and retries of a training, and tells what held memory when it ran out.
 
     Pass it to a Trainer: ``Trainer(callbacks=[MemoryCallback()])``. It logs, as the Trainer's
