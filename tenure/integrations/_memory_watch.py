@@ -67,6 +67,7 @@ class MemoryWatch:
         self._device = device
         self._first: Snapshot | None = None
         self._last: Snapshot | None = None
+        self._counted: Snapshot | None = None
         # what was new at the last look, and which of it was there still at the next
         self._young: list[TensorRow] = []
         self._outlived: list[TensorRow] | None = None
@@ -93,7 +94,7 @@ class MemoryWatch:
         """What there is to log, of the time since this was asked before.
 
         ``memory/allocated_bytes`` and ``memory/growth_bytes``: of the device's allocator, or on the
-        host those of all tensors at the last look. ``memory/outlived_tensors`` and
+        host those of all tensors, where there was a look meanwhile. ``memory/outlived_tensors`` and
         ``memory/outlived_bytes``: what was made by steps before the last look but one, and is still
         there. ``adaptive/micro_batch``, and ``adaptive/retries``: attempts that ran out of memory.
         """
@@ -152,8 +153,10 @@ class MemoryWatch:
         found = accelerator_of(self._device)
         if found is not None:
             return counters_of(*found).allocated
-        if self._last is None:
+        # on the host a look alone tells
+        if self._last is self._counted or self._last is None:
             return None
+        self._counted = self._last
         return sum(each.total_bytes for each in self._last.report.devices if each.device == "cpu")
 
     def _look(self) -> None:
