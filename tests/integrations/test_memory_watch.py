@@ -94,7 +94,7 @@ def test_looks_take_a_share_of_the_time(monkeypatch):
         if watch._last is not before:
             looks.append(n)
     # a look takes one second of the clock, and ten have to pass; the first two steps read none
-    assert looks == [0, 12, 24, 36, 48]
+    assert looks == [2, 14, 26, 38, 50]
 
 
 def test_the_micro_batch_and_the_failures_of_steps_are_told(watch):

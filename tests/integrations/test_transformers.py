@@ -273,7 +273,12 @@ def test_bfloat16_trains_as_well_as_it_can(tmp_path):
 
 @pytest.mark.slow
 def test_a_compiled_model_trains_the_same(tmp_path):
-    settings = {"arguments": {"torch_compile": True, "optim": "sgd"}, "steps": 2}
+    settings = {"steps": 2}
+    settings["arguments"] = {
+        "torch_compile": True,
+        "torch_compile_backend": "aot_eager",
+        "optim": "sgd",
+    }
     plain = trained(Trainer, tmp_path, llama(), texts(), **settings)
     torch.compiler.reset()
     fitted = trained(
