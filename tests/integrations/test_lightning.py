@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 import weakref
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -289,6 +290,26 @@ def test_a_scaler_scales_once():
     assert plain.get_scale() == split.get_scale() == 2.0**11
 
 
+def test_a_scaler_survives_a_failure_in_its_first_step():
+    def too_large(gradient):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    class Failing(Float32):
+        def loss_of(self, batch):
+            loss = super().loss_of(batch)
+            # when the loss is scaled already
+            if len(batch[0]) > 3:
+                loss.register_hook(too_large)
+            return loss
+
+    modules = seeded(Float32), seeded(adaptive_of(Failing), maximum=None)
+    for module in modules:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        trained(module, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    close(*modules, 2e-2)
+    assert modules[1].adaptive_result.micro_batch <= 3
+
+
 def test_a_batch_that_fits_is_the_plain_step_to_the_bit():
     modules = [seeded(Logs), seeded(adaptive_of(Logs), maximum=None)]
     for module in modules:
@@ -381,7 +402,7 @@ def test_a_loss_that_is_no_mean_over_samples_is_refused_until_it_is_declared():
     assert "'AdaptiveIgnoring.training_step'" in str(refused.value)
 
     class Declared(Ignoring):
-        adaptive_options = {"weight": lambda batch: (batch[1] != 0).sum()}
+        adaptive_options = MappingProxyType({"weight": lambda batch: (batch[1] != 0).sum()})
 
     compared(Declared)
 
@@ -402,7 +423,7 @@ def test_a_loss_of_all_outputs_sees_all_outputs():
         return out.std(0).sum()
 
     class Contrastive(AdaptiveMixin, Net):
-        adaptive_options = {"loss": spread}
+        adaptive_options = MappingProxyType({"loss": spread})
 
         def training_step(self, batch, batch_idx):
             return self.net(batch[0])
@@ -527,17 +548,16 @@ def test_a_step_above_a_step_runs_once():
             return super().training_step(batch, batch_idx) * 2
 
     class Between(AdaptiveMixin, Above):
-        seen = []
-
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) / 2
 
     modules = seeded(Net), seeded(Between, verify=False)
+    modules[1].seen = []
     for module in modules:
         trained(module)
     close(*modules)
     # as many as there are micro-batches
-    assert Between.seen == [3, 3, 2] * 3
+    assert modules[1].seen == [3, 3, 2] * 3
 
 
 def test_a_module_without_a_trainer_is_called_as_it_is():
@@ -617,6 +637,27 @@ def test_manual_optimization_is_refused_with_the_call_to_write():
         trained(Manual())
 
 
+def test_the_call_to_write_trains_the_same():
+    class Manual(Net):
+        """As the refusal says."""
+
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            result = adaptive.step(self.loss_of, batch, maximum=3, backward=self.manual_backward)
+            optimizer.step()
+            return result.loss
+
+    modules = seeded(Net), seeded(Manual)
+    for module in modules:
+        trained(module)
+    close(*modules)
+
+
 def test_several_ranks_are_refused_before_anything_is_trained():
     module = seeded(adaptive_of(Net))
     with pytest.raises(AdaptiveUsageError, match="the Trainer uses DDPStrategy"):
@@ -628,6 +669,31 @@ def test_a_mixin_that_comes_last_is_refused():
 
         class Late(Net, AdaptiveMixin):
             pass
+
+
+def test_a_training_step_that_the_mixin_does_not_see_is_refused():
+    class Set(AdaptiveMixin, Net):
+        pass
+
+    Set.training_step = Net.training_step
+    with pytest.raises(AdaptiveUsageError, match="was set after its class was made"):
+        trained(Set())
+
+
+def test_a_module_inside_of_another_is_called_as_it_is():
+    class Outer(Net):
+        def __init__(self):
+            super().__init__()
+            self.inner = adaptive_of(Net)()
+
+        def training_step(self, batch, batch_idx):
+            loss = self.inner.training_step(batch, batch_idx)
+            names.append(loss.grad_fn.name())
+            return loss
+
+    names = []
+    trained(seeded(Outer))
+    assert names == ["NllLossBackward0"] * 3
 
 
 def test_an_iterator_of_batches_is_refused():

@@ -12,7 +12,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
 
@@ -58,7 +59,7 @@ class Recorder:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: Any,
         batch: Any,
         others: Sequence[Any],
         named: Mapping[str, Any],
@@ -117,7 +118,8 @@ class Recorder:
             returned = returned["loss"]
         if returned is None:
             part.is_skipped = True
-            return _no_loss(self.module)
+            # what moves nothing: only the end of the step can skip it
+            return torch.zeros((), device=self.module.device, requires_grad=True)
         part.loss = returned.detach() if isinstance(returned, Tensor) else None
         return returned
 
@@ -126,12 +128,6 @@ def recorder_of(module: object) -> Recorder | None:
     """The step of a module that runs now."""
     recorder = _running.get()
     return recorder if recorder is not None and recorder.module is module else None
-
-
-def _no_loss(module: nn.Module) -> Tensor:
-    """A loss of zero that moves nothing: a step is to be skipped, which only its end can do."""
-    trained = [p for p in module.parameters() if p.requires_grad]
-    return sum((p.flatten()[:0].sum() for p in trained[1:]), trained[0].flatten()[:0].sum())
 
 
 class Outcome:
