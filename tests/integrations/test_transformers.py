@@ -152,7 +152,7 @@ def trainer_of(
     trainer = kind(model, args, train_dataset=data, callbacks=list(callbacks), **kwargs)
     trainer.remove_callback(PrinterCallback)
     if options is not None:
-        trainer.step_options = options
+        trainer.adaptive_options = options
     return trainer
 
 
@@ -177,7 +177,7 @@ def test_a_third_of_the_memory_trains_the_same_model(tmp_path, events, model):
     assert len(fitted.losses) == fitted.trainer.state.global_step == 20
     assert limited.peak_bytes <= unlimited.peak_bytes // 3
     assert 1 <= len([event for event in events if event.info is not None]) <= 3
-    assert fitted.trainer.step_result.micro_batch < 16
+    assert fitted.trainer.adaptive_result.micro_batch < 16
 
 
 # --- every feature, in pieces
@@ -258,7 +258,7 @@ def test_pieces_train_as_the_whole_does(tmp_path, feature):
     plain = trained(kind, tmp_path, model(), data(), **both)
     fitted = trained(adaptive_kind, tmp_path, model(), data(), options={"maximum": 5}, **both)
     fitted.assert_same(plain)
-    assert fitted.trainer.step_result.sizes == (5, 5, 4, 2)
+    assert fitted.trainer.adaptive_result.sizes == (5, 5, 4, 2)
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
@@ -338,7 +338,7 @@ def test_callbacks_and_state_are_those_of_the_plain_trainer(tmp_path):
         AdaptiveTrainer, tmp_path, gpt2(), texts(), callbacks=[fitted], options={"maximum": 7},
         **settings,
     )  # fmt: skip
-    assert run.trainer.step_result.micro_batch < 16
+    assert run.trainer.adaptive_result.micro_batch < 16
     assert fitted.events == plain.events
 
 
@@ -569,7 +569,7 @@ def test_an_evaluation_that_runs_out_changes_no_size_of_the_training(tmp_path, e
     model.register_forward_pre_hook(refuse, with_kwargs=True)
     trainer.train()
     assert {event.name for event in events} == {"AdaptiveTrainer.prediction_step"}
-    assert trainer.step_result.sizes == (16,)
+    assert trainer.adaptive_result.sizes == (16,)
     trained(Trainer, tmp_path, gpt2(), texts()).assert_same(Run(trainer))
 
 
