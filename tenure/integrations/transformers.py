@@ -31,6 +31,7 @@ try:
         losses_taken,
         on_device,
         only,
+        refuse_class,
         refuse_training,
         ways_of,
         weights_of,
@@ -75,6 +76,10 @@ class AdaptiveTrainerMixin(_Base):
     _prediction: PredictionInPieces | None = None
     # what an evaluation that runs does to logits
     _preprocess: Any = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        refuse_class(cls, AdaptiveTrainerMixin)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's, after what can't be made to fit is refused.

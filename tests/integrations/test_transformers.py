@@ -402,9 +402,6 @@ def test_what_does_not_verify_has_to_say_how_its_loss_adds_up(tmp_path):
 
 
 def test_a_trainer_that_runs_backward_itself_is_refused(tmp_path):
-    class Own(AdaptiveTrainerMixin, Trainer):
-        pass
-
     class Base(Trainer):
         def training_step(self, model, inputs, num_items_in_batch=None):
             loss = self.compute_loss(model, inputs)
@@ -414,6 +411,20 @@ def test_a_trainer_that_runs_backward_itself_is_refused(tmp_path):
     kind = type("Adaptive", (AdaptiveTrainerMixin, Base), {})
     with pytest.raises(AdaptiveUsageError, match=r"called accelerator.backward\(\) 0 times"):
         trained(kind, tmp_path, gpt2(), texts())
+
+
+def test_a_mixin_that_would_never_be_reached_is_refused_by_its_class():
+    with pytest.raises(AdaptiveUsageError, match=r"class Behind\(AdaptiveTrainerMixin, \.\.\.\)"):
+        type("Behind", (Seq2SeqTrainer, AdaptiveTrainerMixin), {})
+    with pytest.raises(AdaptiveUsageError, match=r"Own\.training_step\(\) hides that of"):
+
+        class Own(AdaptiveTrainer):
+            def training_step(self, model, inputs, num_items_in_batch=None):
+                return self.compute_loss(model, inputs)
+
+    class Calling(AdaptiveTrainer):
+        def training_step(self, *args, **kwargs):
+            return super().training_step(*args, **kwargs)
 
 
 @pytest.mark.parametrize(

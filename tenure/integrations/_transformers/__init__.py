@@ -6,6 +6,7 @@ from ._prediction import Predict as Predict
 from ._prediction import PredictionInPieces as PredictionInPieces
 from ._prediction import Uncut as Uncut
 from ._prediction import on_device as on_device
+from ._refused import refuse_class as refuse_class
 from ._refused import refuse_training as refuse_training
 from ._taken import LossOfBatch as LossOfBatch
 from ._taken import losses_taken as losses_taken
