@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, assert_type
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from transformers import Seq2SeqTrainer
 
 import tenure
 from tenure import (
@@ -69,6 +70,8 @@ from tenure.adaptive import (
     step,
 )
 from tenure.integrations.lightning import AdaptiveMixin, MemoryCallback
+from tenure.integrations.transformers import AdaptiveTrainer, AdaptiveTrainerMixin
+from tenure.integrations.transformers import MemoryCallback as TrainerMemoryCallback
 from tenure.paging import (
     PagedModel,
     PagingError,
@@ -678,6 +681,19 @@ class Fitting(AdaptiveMixin, LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.log("mean", batch.mean(), prog_bar=True)
         return batch.mean()
+
+
+class Seq2Seq(AdaptiveTrainerMixin, Seq2SeqTrainer):
+    adaptive_options = {"minimum": 2}  # noqa: RUF012
+
+
+def training(trainer: AdaptiveTrainer) -> None:
+    assert_type(trainer.adaptive_result, StepResult | None)
+    trainer.adaptive_options = {"maximum": 8}
+    callback = TrainerMemoryCallback(share=0.1)
+    assert_type(callback.report(), str)
+    trainer.add_callback(callback)
+    Seq2Seq(trainer.model, callbacks=[callback]).train(resume_from_checkpoint=True)
 
 
 def integrating(module: Fitting) -> None:

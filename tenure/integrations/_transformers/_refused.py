@@ -1,4 +1,4 @@
-"""Which Trainers can't be made to fit: told by name, before they run."""
+"""Which Trainers can't be made to fit: told by name, when they are defined or before they run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,30 @@ from transformers import Trainer
 from transformers.utils.import_utils import is_sagemaker_mp_enabled
 
 from tenure._errors import AdaptiveUsageError
+
+
+def refuse_class(cls: type, mixin: type) -> None:
+    """Make sure that the methods of the mixin are reached.
+
+    Raises:
+        AdaptiveUsageError: a class stands before the mixin, and hides them.
+    """
+    before = cls.__mro__[: cls.__mro__.index(mixin)]
+    if Trainer in before:
+        raise AdaptiveUsageError(
+            f"{cls.__name__} has {mixin.__name__} behind a Trainer, whose methods hide those of "
+            f"the mixin: nothing would be adaptive. Write it first: class {cls.__name__}"
+            f"({mixin.__name__}, ...)."
+        )
+    for name in ("training_step", "prediction_step"):
+        code = getattr(vars(cls).get(name), "__code__", None)
+        # whoever calls it reaches the mixin
+        if code is not None and "super" not in code.co_names:
+            raise AdaptiveUsageError(
+                f"{cls.__name__}.{name}() hides that of {mixin.__name__} and does not call it: "
+                f"nothing would be adaptive. Call super().{name}(), or define it in a Trainer of "
+                f"its own, and write class {cls.__name__}({mixin.__name__}, ThatTrainer)."
+            )
 
 
 def refuse_training(trainer: Trainer) -> None:
