@@ -17,6 +17,7 @@ from tenure._torch.compiler import never_compiled
 from tenure.adaptive import StepResult
 
 from ._lightning import (
+    MARK,
     MemoryCallback,
     check_fit,
     check_installed,
@@ -27,8 +28,6 @@ from ._lightning import (
 
 check_installed()
 __all__ = ["AdaptiveMixin", "MemoryCallback"]
-
-_MARK = "_tenure_wrapped"
 
 
 class AdaptiveMixin:
@@ -97,7 +96,7 @@ def _written(cls: type, name: str) -> Callable[..., Any] | None:
     # that of Lightning only says that there is none
     is_placeholder = name == "training_step" and owner.__name__ == "LightningModule"
     function: Callable[..., Any] = vars(owner)[name]
-    return None if is_placeholder or hasattr(function, _MARK) else function
+    return None if is_placeholder or hasattr(function, MARK) else function
 
 
 def _checked(written: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,7 +105,7 @@ def _checked(written: Callable[..., Any]) -> Callable[..., Any]:
         check_fit(self)
         return written(self, *args, **kwargs)
 
-    setattr(on_fit_start, _MARK, True)
+    setattr(on_fit_start, MARK, True)
     return on_fit_start
 
 
@@ -119,5 +118,5 @@ def _fitting(written: Callable[..., Any]) -> Callable[..., Any]:
             return written(self, *args, **kwargs)
         return fitting_step(self, written, args, kwargs)
 
-    setattr(training_step, _MARK, True)
+    setattr(training_step, MARK, True)
     return training_step

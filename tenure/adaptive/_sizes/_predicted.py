@@ -8,7 +8,7 @@ sizes of work that is cut up cost most, so that they are asked for last.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ._policy import with_margin
 
@@ -33,13 +33,27 @@ _CLOSE = 100
 """A growth below one part in so many is not worth another prediction."""
 _MOST_MISSED = 2
 """So often a line may have missed, before the sizes that are left are halved."""
+_HALVED = 5
+"""So often they are halved whatever the line has told, in case that what is predicted is none."""
 _FAR = 4
 """Sizes that lie so many times apart are halved by their ratio, and others by their difference."""
 
 
+class Foreseen(NamedTuple):
+    """What predictions come to.
+
+    Attributes:
+        size: the size to run.
+        each_bytes: what one more needs; None where only one size could be asked.
+    """
+
+    size: int
+    each_bytes: float | None
+
+
 def foreseen(
     predict: Foresight, low: int, high: int, free_bytes: int, align: int = 1
-) -> int | None:
+) -> Foreseen | None:
     """The size to run, by predictions: the largest if it fits, else what does, less a margin.
 
     Args:
@@ -52,11 +66,29 @@ def foreseen(
     Returns:
         A size; None where one could not be predicted.
     """
-    if predict(high) <= free_bytes:
-        return high if predict.works else None
-    most = largest_predicted(predict, low, high // align * align or high, free_bytes, align)
+    known: dict[int, int] = {}
+
+    def bytes_at(size: int) -> int:
+        known[size] = predict(size)
+        return known[size]
+
+    size = high
+    if bytes_at(high) > free_bytes and predict.works:
+        most = largest_predicted(bytes_at, low, high // align * align or high, free_bytes, align)
+        size = max(low, with_margin(most) // align * align)
+    # work that is not cut up is other work
+    if sum(each < high for each in known) < 2 and low < size and predict.works:
+        bytes_at(max(low, size // 2))
     # one that failed tells nothing, and nothing that was told with it counts
-    return max(low, with_margin(most) // align * align) if predict.works else None
+    return Foreseen(size, _slope(known)) if predict.works else None
+
+
+def _slope(known: dict[int, int]) -> float | None:
+    (more, more_bytes), (less, less_bytes) = max(known.items()), min(known.items())
+    parts = {size: n_bytes for size, n_bytes in known.items() if size < more}
+    if len(parts) > 1:
+        (more, more_bytes), (less, less_bytes) = max(parts.items()), min(parts.items())
+    return (more_bytes - less_bytes) / (more - less) if less < more else None
 
 
 def largest_predicted(
@@ -78,22 +110,21 @@ def largest_predicted(
     if known.at(fails - 1) <= limit_bytes:
         return high
     fails -= 1
-    n_missed, has_met = 0, False
+    n_asked, n_missed, has_met = 0, 0, False
     while fails - fits > _close(fits):
-        if has_met:
-            # where the line was right, this one ends it
-            n, has_met, n_missed = fits + _close(fits), False, _MOST_MISSED
-        elif n_missed >= _MOST_MISSED:
-            n, n_missed = _middle(fits, fails), 0
-        else:
+        n_asked += 1
+        is_by_line = not has_met and n_missed < _MOST_MISSED and n_asked % _HALVED != 0
+        if is_by_line:
             # a curve is above the line that continues it, so that all by the line may fail
-            n, has_met = min(known.reaching(limit_bytes), fails - _close(fails)), True
-            n_missed += 1
+            n = min(known.reaching(limit_bytes), fails - _close(fails))
+        else:
+            # where the line was right, one more step ends it
+            n = fits + _close(fits) if has_met else _middle(fits, fails)
         n = min(max(n, fits + 1), fails - 1)
         if known.at(n) <= limit_bytes:
-            fits = n
+            fits, n_missed, has_met = n, 0, is_by_line
         else:
-            fails, has_met = n, False
+            fails, n_missed, has_met = n, n_missed + 1 if is_by_line else 0, False
     return max(low, fits * align)
 
 

@@ -58,7 +58,7 @@ class SizeRecord:
             what smaller ones needed, did not.
         n_failed: failures since more memory was seen to be free; `is_steep` says whether one of
             them was of a size that was to fit.
-        is_guess: whether ``bad`` failed in work of another shape.
+        is_guess: whether ``bad`` failed in work of another shape, or was only predicted to fail.
         free_bytes: the memory that was free when ``bad`` failed; None where that is not known.
         least_free_bytes: the least that was free when work of ``ok`` began that returned; None
             where that is not known.
@@ -173,8 +173,10 @@ class SizeRecord:
             free_bytes: what is free of it.
         """
         with _lock:
-            self.ok, self.points, self.is_guess, self.least_free_bytes = 0, (), False, None
+            self.ok, self.points, self.least_free_bytes = 0, (), None
             self.bad, self.device, self.free_bytes = too_large, device, free_bytes
+            # measuring may show that it fits, as of compiled code that keeps less than was written
+            self.is_guess = too_large is not None
 
     def note_clean_call(self, size: int, ceiling: int) -> None:
         """A call, or many pieces of one, ended without a failure at ``size``."""

@@ -183,23 +183,23 @@ class AdaptiveSearch:
             devices: their names, and the bytes that a size is predicted to need there.
         """
         high, limits = self.size, self._limits
-        short: tuple[str, Foresight, MemoryMeter, int] | None = None
+        short: tuple[str, MemoryMeter, int, float | None] | None = None
         for device, predict in devices.items():
             meter = meter_for(device)
             assert meter is not None
             free_bytes = meter.available_bytes()
-            size = foreseen(predict, limits.floor, self.size, free_bytes, limits.align)
-            if size is None:
+            found = foreseen(predict, limits.floor, self.size, free_bytes, limits.align)
+            if found is None:
                 self.size = high
                 return
-            if short is None or size < self.size:
-                short = device, predict, meter, free_bytes
-            self.size = size
+            if short is None or found.size < self.size:
+                short = device, meter, free_bytes, found.each_bytes
+            self.size = found.size
         if short is not None:
             self._begin_foreseen(high, *short)
 
     def _begin_foreseen(
-        self, high: int, device: str, predict: Foresight, meter: MemoryMeter, free_bytes: int
+        self, high: int, device: str, meter: MemoryMeter, free_bytes: int, each_bytes: float | None
     ) -> None:
         """Begin with a size that is predicted to fit where memory is shortest."""
         size = self._base = self.size
@@ -208,8 +208,8 @@ class AdaptiveSearch:
             record = self._record = self._remembered.new()
         record.note_predicted(high if size < high else None, device, free_bytes)
         less = max(self._limits.floor, size // 2)
-        if less < size:
-            self._grown = less, predict(size) - predict(less)
+        if less < size and each_bytes is not None:
+            self._grown = less, int(each_bytes * (size - less))
         # the next call goes by what this one needs, and not by what was predicted
         self._measure(meter)
 
@@ -361,7 +361,8 @@ class AdaptiveSearch:
         if predict(failure.size) <= free_bytes:
             return None
         high = self._limits.aligned(failure.size)
-        return foreseen(predict, low, high, free_bytes, self._limits.align)
+        found = foreseen(predict, low, high, free_bytes, self._limits.align)
+        return None if found is None else found.size
 
     def _tried_out(self, known: SizeRecord, failure: Failure, wanted: int) -> int | None:
         """The size that a trial is to show to fit, or has; None where there are no trials."""

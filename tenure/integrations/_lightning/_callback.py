@@ -9,14 +9,16 @@ import functools
 import sys
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Self
 
 from .._memory_watch import MemoryWatch
 
 _HOMES = ("lightning.pytorch", "pytorch_lightning")
+# To type checkers, a Callback of either library.
+_Callback: Any = object
 
 
-class MemoryCallback:
+class MemoryCallback(_Callback):  # type: ignore[misc]  # of Any, on purpose
     """Logs memory, leaks and retries of a training, and tells what held memory when it ran out.
 
     Pass it to a Trainer: ``Trainer(callbacks=[MemoryCallback()])``. It logs, as the Trainer's
@@ -29,9 +31,11 @@ class MemoryCallback:
         share: the share of the time that looking at all tensors may take.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> MemoryCallback:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """A callback of the libraries that are there."""
-        return object.__new__(_with_bases(cls))
+        kind: Any = cls
+        made: Self = object.__new__(_with_bases(kind))
+        return made
 
     def __init__(self, share: float = 0.03) -> None:
         super().__init__()
@@ -72,7 +76,7 @@ class MemoryCallback:
 
 
 @functools.cache
-def _with_bases(cls: type) -> type:
+def _with_bases(cls: Any) -> Any:
     """A class with the Callbacks of the libraries that are imported; of one, if none is."""
     if not any(home in sys.modules for home in _HOMES):
         _import_one()

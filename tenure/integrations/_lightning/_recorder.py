@@ -12,7 +12,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
 
@@ -30,6 +31,7 @@ class Part:
         logs: names, values and options of `self.log`, in order.
         calls: calls of metrics, in order; none where the batch is whole.
         loss: what was returned as the loss, without its graph; None if that is no tensor.
+        weight: what that is a mean over, where `weight=` says so.
         is_skipped: whether None was returned, so that the batch is to be skipped.
         extra: the rest of the dict that was returned.
     """
@@ -37,6 +39,7 @@ class Part:
     logs: list[tuple[str, Any, dict[str, Any]]] = field(default_factory=list)
     calls: list[MetricCall] = field(default_factory=list)
     loss: Tensor | None = None
+    weight: Any = None
     is_skipped: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -58,7 +61,7 @@ class Recorder:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: Any,
         batch: Any,
         others: Sequence[Any],
         named: Mapping[str, Any],
@@ -68,6 +71,7 @@ class Recorder:
         # what is looked for in a function, such as tensors, must not be found here
         self._whole = id(batch)
         self._others, self._named = others, named
+        self._weight = options.get("weight")
         self._returns_loss = not callable(options.get("loss"))
         self.logs_loss = self._returns_loss and not {"then", "once"} & options.keys()
         self._metrics = MetricRecorder(module)
@@ -92,6 +96,9 @@ class Recorder:
                 returned = function(self.module, batch, *self._others, **self._named)
         finally:
             self._part = None
+        if self._weight is not None and not is_whole:
+            with torch.no_grad():
+                part.weight = self._weight(batch)
         return self._loss_of(returned, part), part
 
     def log(self, name: str, value: Any, options: dict[str, Any]) -> None:
@@ -117,7 +124,8 @@ class Recorder:
             returned = returned["loss"]
         if returned is None:
             part.is_skipped = True
-            return _no_loss(self.module)
+            # what moves nothing: only the end of the step can skip it
+            return torch.zeros((), device=self.module.device, requires_grad=True)
         part.loss = returned.detach() if isinstance(returned, Tensor) else None
         return returned
 
@@ -126,12 +134,6 @@ def recorder_of(module: object) -> Recorder | None:
     """The step of a module that runs now."""
     recorder = _running.get()
     return recorder if recorder is not None and recorder.module is module else None
-
-
-def _no_loss(module: nn.Module) -> Tensor:
-    """A loss of zero that moves nothing: a step is to be skipped, which only its end can do."""
-    trained = [p for p in module.parameters() if p.requires_grad]
-    return sum((p.flatten()[:0].sum() for p in trained[1:]), trained[0].flatten()[:0].sum())
 
 
 class Outcome:
@@ -144,6 +146,7 @@ class Outcome:
         loss: the loss of the whole batch.
 
     Attributes:
+        loss: the loss of the whole batch, of the type that the function returns.
         is_skipped: whether None was returned.
 
     Raises:
@@ -156,7 +159,10 @@ class Outcome:
         self._parts = parts
         self._name = f"{type(recorder.module).__name__}.training_step"
         losses = [part.loss for part in parts]
-        self._joiner = Joiner(sizes, losses, loss if recorder.logs_loss else None)
+        # sums of micro-batches in half precision are wider than that
+        self.loss = loss if losses[0] is None else loss.to(losses[0].dtype)
+        weights = None if parts[0].weight is None else [part.weight for part in parts]
+        self._joiner = Joiner(sizes, losses, self.loss if recorder.logs_loss else None, weights)
         skipped = [part.is_skipped for part in parts]
         self.is_skipped = all(skipped)
         if any(skipped) and not all(skipped):

@@ -7,6 +7,8 @@ from typing import Any
 
 from tenure._errors import AdaptiveUsageError
 
+MARK = "_tenure_wrapped"
+"""What a method that AdaptiveMixin has wrapped has."""
 _OWN_OPTIONS = frozenset({"scaler", "backward", "context", "has_aux"})
 
 
@@ -35,6 +37,11 @@ def check_fit(module: Any) -> None:
             "runs backward and optimizers itself, so it can't run again. Leave AdaptiveMixin out, "
             "and in training_step, in place of self.manual_backward(loss), call tenure.adaptive."
             "step(loss_of, batch, backward=self.manual_backward), once for each loss."
+        )
+    if not module._compiler_ctx and not hasattr(module.training_step, MARK):
+        raise AdaptiveUsageError(
+            f"{name}.training_step was set after its class was made, and AdaptiveMixin does not "
+            "see it. Define it in the class."
         )
     # by name: the libraries have a class each
     kinds = [kind.__name__ for kind in type(strategy).__mro__]

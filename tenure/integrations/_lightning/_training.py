@@ -23,9 +23,11 @@ from ._refused import options_of
 
 
 def is_trained(module: Any) -> bool:
-    """Whether it is the training loop of a trainer that calls."""
+    """Whether it is the training loop of a trainer that calls, and not a module around this one."""
     trainer = module._trainer
-    return trainer is not None and trainer.training and torch.is_grad_enabled()
+    if trainer is None or not trainer.training or not torch.is_grad_enabled():
+        return False
+    return trainer.lightning_module is module
 
 
 def fitting_step(
@@ -46,8 +48,10 @@ def fitting_step(
     batch, *others = args
     options = options_of(module)
     recorder = Recorder(module, batch, others, kwargs, options)
-    release_old_gradients(module)
+    _release_old_gradients(module)
     scaler = getattr(module.trainer.precision_plugin, "scaler", None)
+    # asked before the step: a scaler makes its tensors at its first use, and they are no attempt's
+    scale = None if scaler is None else scaler.scale(torch.ones((), device=module.device))
     deferred = DeferredGradients(_trained_by(module))
     kind = type(module)
     with deferred, recorder.active():
@@ -67,8 +71,7 @@ def fitting_step(
         module.log(name, value, **how)
     if outcome.is_skipped:
         return None
-    scale = None if scaler is None else scaler.scale(torch.ones_like(result.loss))
-    loss = deferred.loss(result.loss, scale)
+    loss = deferred.loss(outcome.loss, scale)
     return {"loss": loss, **extra} if (extra := outcome.extra()) else loss
 
 
@@ -101,7 +104,7 @@ def _trained_by(module: Any) -> list[Tensor]:
     return list({id(leaf): leaf for leaf in chain(module.parameters(), of_optimizers)}.values())
 
 
-def release_old_gradients(module: Any) -> None:
+def _release_old_gradients(module: Any) -> None:
     """Drop gradients that Lightning will drop, before new ones stand beside them.
 
     Unless somebody wants to see them, or drops them in a way of its own.
