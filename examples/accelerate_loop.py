@@ -14,16 +14,17 @@ from accelerate import Accelerator
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_split
+from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 
 from tenure.adaptive import add_listener, memory_budget
 from tenure.integrations.accelerate import step
 
+Images = Subset[tuple[torch.Tensor, ...]]
 EPOCHS = 5
 BATCH_SIZE = 448
 
 
-def digits() -> list[Subset[tuple[torch.Tensor, ...]]]:
+def digits() -> list[Images]:
     """Images to train with and images to test with, and their labels."""
     images, labels = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(images / 16), torch.tensor(labels))
@@ -37,7 +38,7 @@ def network() -> nn.Module:
     return nn.Sequential(*layers).double()
 
 
-def train(training: Dataset, testing: Dataset, *, in_parts: bool) -> tuple[nn.Module, float]:
+def train(training: Images, testing: Images, *, in_parts: bool) -> tuple[nn.Module, float]:
     """Train and test; the model, and the share of digits that it tells right."""
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -69,8 +70,8 @@ def train(training: Dataset, testing: Dataset, *, in_parts: bool) -> tuple[nn.Mo
     n_right = 0
     with torch.no_grad():
         for images, labels in tests:
-            right = model(images).argmax(1) == labels
-            n_right += int(accelerator.gather_for_metrics(right).sum())
+            right = accelerator.gather_for_metrics(model(images).argmax(1) == labels)
+            n_right += int(torch.as_tensor(right).sum())
     return model, n_right / len(tests.dataset)
 
 
