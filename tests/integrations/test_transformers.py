@@ -620,6 +620,17 @@ def test_a_batch_of_other_lengths_is_predicted_whole(tmp_path):
     evaluated(AdaptiveTrainer, tmp_path, llama(), texts(16), most=6, options=options, **settings)
 
 
+def test_ranks_that_exchange_counts_predict_whole_batches(tmp_path, monkeypatch):
+    model = llama()
+    trainer = trainer_of(AdaptiveTrainer, tmp_path, model, None)
+    model.register_forward_pre_hook(_full(6), with_kwargs=True)
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    batch = trainer.data_collator(texts(8))
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.prediction_step(model, batch, prediction_loss_only=False)
+    assert "one with pieces would wait for the others" in caught.value.__notes__[0]
+
+
 def test_generated_sequences_are_put_together(tmp_path):
     settings = {
         "args_kind": Seq2SeqTrainingArguments,
