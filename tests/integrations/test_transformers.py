@@ -10,7 +10,13 @@ import torch
 from torch.nn import functional as F
 
 from tenure import adaptive
-from tenure.adaptive import AdaptiveUsageError, OutOfRetriesError, SplitMismatchError, memory_budget
+from tenure.adaptive import (
+    AdaptiveUsageError,
+    AdaptiveUsageWarning,
+    OutOfRetriesError,
+    SplitMismatchError,
+    memory_budget,
+)
 
 transformers = pytest.importorskip("transformers", reason="the extra transformers is not installed")
 from transformers import (  # noqa: E402
@@ -452,6 +458,14 @@ def test_engines_with_steps_of_their_own_are_refused_before_training(tmp_path):
     trainer.is_deepspeed_enabled = False
     trainer.is_distributed_loading_by_transformers = True
     with pytest.raises(AdaptiveUsageError, match="tensor, context or sequence parallelism"):
+        trainer.train()
+
+
+def test_several_processes_are_told_before_what_holds_for_them(tmp_path, monkeypatch):
+    trainer = trainer_of(AdaptiveTrainer, tmp_path, gpt2(), texts())
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    monkeypatch.setattr(Trainer, "train", lambda self: None)
+    with pytest.warns(AdaptiveUsageWarning, match=r"trains in 2 processes.* has to fit on its"):
         trainer.train()
 
 
