@@ -140,7 +140,9 @@ class Work:
         """Why the work may take something else than what is run here."""
         reasons: dict[str, None] = {}
         if self.is_compiled:
-            reasons.setdefault("compiled code is predicted as it is written, and may take more")
+            reasons.setdefault(
+                "compiled code is predicted as it is written, and may take more or less"
+            )
         if self.target.stands_for is not None:
             reasons.setdefault(f"without {self.target.device} here, the kernels are the CPU's")
         if self.device.type == "mps":

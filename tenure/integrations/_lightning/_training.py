@@ -71,7 +71,7 @@ def fitting_step(
         module.log(name, value, **how)
     if outcome.is_skipped:
         return None
-    loss = deferred.loss(result.loss, scale)
+    loss = deferred.loss(outcome.loss, scale)
     return {"loss": loss, **extra} if (extra := outcome.extra()) else loss
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tenure._errors import AdaptiveUsageError
+from tenure._torch.compiler import has_compiled, is_compiled
 from tenure._torch.quiet import without_functions
 
 from ..._callables import short_name_of
@@ -34,7 +35,7 @@ from .._modules import (
     wants_more_samples,
     written_modules,
 )
-from .._samples import CutInputs, SampleTree, used_up_graph_error
+from .._samples import CutInputs, SampleTree, expecting_other_sizes_of, used_up_graph_error
 from ._arguments import StepSpec
 
 
@@ -66,6 +67,7 @@ class StepParts:
         gradients: where new gradients go.
         exchange: whether modules exchange them with other processes.
         backward: makes them.
+        compiled: the compiled modules and functions that it runs.
         leaf_names: names of tensors that are no parameters of a module, by id.
         aux: what the function returned beside its loss in this attempt, by the first sample.
     """
@@ -100,6 +102,8 @@ class StepParts:
         self.gradients = IsolatedGradients(leaves, self.exchange.takes_old)
         self.backward = SplitBackward(self.gradients, spec.scaler, spec.backward, found.computed)
         self.aux: dict[int, Any] = {}
+        reached = (spec.fn, *found.visited(), *self.models.all)
+        self.compiled = [*filter(is_compiled, reached)] if has_compiled() else []
         self.leaf_names = {id(tensor): name for name, tensor in found.tensors.items()}
         # one that the function itself lets require grad has a gradient of no interest
         self.leaf_names |= {
@@ -115,6 +119,7 @@ class StepParts:
             self.models.seeing(),
             self.models.telling(self.state.learn),
             self.models.telling(self.exchange.learn),
+            expecting_other_sizes_of(self.compiled, lambda: self.inputs.length),
         ):
             yield
 
