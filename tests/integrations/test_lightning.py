@@ -443,6 +443,18 @@ def test_a_loss_that_is_no_mean_over_samples_is_refused_until_it_is_declared():
     compared(Declared)
 
 
+def test_a_sum_is_declared_and_logged_as_one():
+    class Summing(Net):
+        adaptive_options = MappingProxyType({"loss": "sum"})
+
+        def training_step(self, batch, batch_idx):
+            loss = 0.1 * F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum")
+            self.log("loss", loss, on_epoch=True)
+            return {"loss": loss, "same": loss.item()}
+
+    compared(Summing)
+
+
 def test_modules_that_mix_samples_are_refused_or_declared():
     class Normed(Net):
         def __init__(self):
