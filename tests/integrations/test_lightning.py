@@ -1,6 +1,7 @@
 """A LightningModule whose steps are split, against the same one that is not."""
 
 import logging
+import math
 import os
 import pickle
 import subprocess
@@ -155,10 +156,12 @@ def compared(kind, loader=None, *, rtol=1e-10, more=dict, **options):
     plain, split = seen
     assert [name for name, _ in plain.told] == [name for name, _ in split.told]
     numbers = [[number for _, number in each.told] for each in seen]
-    torch.testing.assert_close(*numbers, rtol=rtol, atol=rtol / 100)
+    torch.testing.assert_close(*numbers, rtol=rtol, atol=rtol / 100, equal_nan=True)
     # logs are float32 to Lightning
-    torch.testing.assert_close(plain.logged, split.logged, rtol=max(rtol, 1e-6), atol=1e-7)
-    torch.testing.assert_close(plain.outputs, split.outputs, rtol=rtol, atol=rtol / 100)
+    logged = {"rtol": max(rtol, 1e-6), "atol": 1e-7, "equal_nan": True}
+    torch.testing.assert_close(plain.logged, split.logged, **logged)
+    outputs = {"rtol": rtol, "atol": rtol / 100, "equal_nan": True}
+    torch.testing.assert_close(plain.outputs, split.outputs, **outputs)
     return modules[1], split
 
 
@@ -458,6 +461,19 @@ def test_a_sum_is_declared_and_logged_as_one():
     compared(Summing)
 
 
+def test_a_batch_without_a_valid_label_is_as_without_the_mixin():
+    class Declared(Ignoring):
+        adaptive_options = MappingProxyType({"weight": lambda batch: (batch[1] != 0).sum()})
+
+        def on_after_backward(self):
+            for parameter in self.parameters():
+                parameter.grad.nan_to_num_()
+
+    x, y = rows(8)
+    _, seen = compared(Declared, loader_of(x, torch.zeros_like(y)))
+    assert math.isnan(seen.logged[0]["accuracy"])
+
+
 def test_modules_that_mix_samples_are_refused_or_declared():
     class Normed(Net):
         def __init__(self):
@@ -728,9 +744,9 @@ def test_the_call_to_write_trains_the_same():
 def test_several_ranks_are_refused_before_anything_is_trained():
     module = seeded(adaptive_of(Net))
     # Lightning leaves the group, and names of the rank, behind
-    with mock.patch.dict(os.environ):
-        with pytest.raises(AdaptiveUsageError, match="the Trainer uses DDPStrategy"):
-            trained(module, strategy="ddp", devices=1)
+    refused = pytest.raises(AdaptiveUsageError, match="the Trainer uses DDPStrategy")
+    with mock.patch.dict(os.environ), refused:
+        trained(module, strategy="ddp", devices=1)
     torch.distributed.destroy_process_group()
 
 
