@@ -64,6 +64,7 @@ _PACKAGES = {
         "_check",
         "_verify",
     ),
+    ("integrations",): ("_lightning", "_transformers"),
     ("profiler",): ("_trace", "_lines", "_owners", "_reports", "_courtesy"),
     ("paging",): (
         "_model",

@@ -23,6 +23,7 @@ from . import bound, optional, refuse
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _DYNAMO = "torch._dynamo"
+_FUNCTORCH = "torch._functorch.config"
 _TREES = "torch._inductor.cudagraph_trees"
 _EVAL_FRAME = "torch._C._dynamo.eval_frame"
 _PURPOSE = "scopes, retries and paging in compiled code"
@@ -78,7 +79,7 @@ def not_compiling() -> Iterator[None]:
 
     Another thread that calls a compiled function meanwhile may run it so too, which is slower.
     """
-    if f"{_DYNAMO}.eval_frame" not in sys.modules:
+    if not has_compiled():
         yield
         return
     # a stance can't be taken where a graph break of the caller's has left its callback
@@ -98,6 +99,11 @@ def is_compiled(value: object) -> bool:
     if isinstance(value, nn.Module):
         return isinstance(value, home.OptimizedModule) or value._compiled_call_impl is not None
     return "_torchdynamo_orig_callable" in getattr(value, "__dict__", ())
+
+
+def has_compiled() -> bool:
+    """Whether anything may be compiled in this process."""
+    return f"{_DYNAMO}.eval_frame" in sys.modules
 
 
 def mark_dynamic(tensor: Tensor, dim: int) -> None:
@@ -132,6 +138,15 @@ def marked_dynamic(tensors: Iterable[tuple[Tensor, int]]) -> Iterator[None]:
             for name in space.keys() - attributes.keys():
                 if "_dynamo_" in name:
                     del space[name]
+
+
+def draws_again_in_backward() -> bool:
+    """Whether compiled code may draw random numbers of the forward pass anew in its backward pass.
+
+    Source: https://github.com/pytorch/pytorch/issues/190758
+    """
+    budget = getattr(sys.modules.get(_FUNCTORCH), "activation_memory_budget", 1.0)
+    return isinstance(budget, float | int) and budget < 1
 
 
 def belongs_to_graph(tensor: Tensor) -> bool:

@@ -38,6 +38,7 @@ else:
     InstanceNorm = bound("torch.nn.modules.instancenorm._InstanceNorm", "step()")
 
 Seen = Callable[[nn.Module], object]
+Passed = Callable[[nn.Module, Any], object]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _is_compiled = torch.compiler.is_dynamo_compiling
 _CALL = "torch.nn.Module._call_impl"
@@ -90,6 +91,8 @@ def is_saving(frame: FrameType) -> bool:
 
 class _Thread(threading.local):
     seen: Seen | None = None
+    given: Passed | None = None
+    returned: Passed | None = None
 
 
 _this_thread = _Thread()
@@ -121,6 +124,23 @@ def _both(inner: Seen, outer: Seen) -> Seen:
     return seen
 
 
+@contextmanager
+def values_told(given: Passed, returned: Passed | None = None) -> Iterator[None]:
+    """A block in which ``given`` gets what each module is called with, before it runs.
+
+    ``returned`` gets what it returns. As with `modules_told`; of blocks that nest, the inner.
+    """
+    with _lock:
+        _wrap_calls()
+    thread = _this_thread
+    outer = thread.given, thread.returned
+    thread.given, thread.returned = given, returned
+    try:
+        yield
+    finally:
+        thread.given, thread.returned = outer
+
+
 @functools.cache
 def _wrap_calls() -> None:
     call: Any = nn.Module.__call__
@@ -129,9 +149,15 @@ def _wrap_calls() -> None:
     def told_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # dynamo folds the first condition, and sees a plain call
         if not _is_compiled():
-            seen = _this_thread.seen
-            if seen is not None:
-                seen(self)
+            thread = _this_thread
+            if thread.seen is not None:
+                thread.seen(self)
+            if thread.given is not None:
+                thread.given(self, (args, kwargs))
+            if thread.returned is not None:
+                result = call(self, *args, **kwargs)
+                thread.returned(self, result)
+                return result
         return call(self, *args, **kwargs)
 
     nn.Module.__call__ = told_call  # type: ignore[method-assign]  # as torch.fx does

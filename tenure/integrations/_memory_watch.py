@@ -28,6 +28,8 @@ _STEPS_BETWEEN_LOOKS = 3
 # What belongs to a model or an optimizer is meant to stay.
 _NOT_MEANT_TO_STAY = ("saved for backward", "other tensors")
 _MAX_NAMED = 5
+# What a look takes until one was timed.
+_EXPECTED_S = 0.3
 
 
 class MemoryWatch:
@@ -67,6 +69,7 @@ class MemoryWatch:
         self._device = device
         self._first: Snapshot | None = None
         self._last: Snapshot | None = None
+        self._counted: Snapshot | None = None
         # what was new at the last look, and which of it was there still at the next
         self._young: list[TensorRow] = []
         self._outlived: list[TensorRow] | None = None
@@ -75,7 +78,7 @@ class MemoryWatch:
         self._allocated: int | None = None
         self._n_ooms = statistics().ooms
         self._steps_to_wait = 0
-        self._due = self._clock()
+        self._due = self._clock() + _EXPECTED_S / self._share
 
     def step_ended(self, result: StepResult | None = None) -> None:
         """A step of the optimizer is done; cheap enough for each.
@@ -93,7 +96,7 @@ class MemoryWatch:
         """What there is to log, of the time since this was asked before.
 
         ``memory/allocated_bytes`` and ``memory/growth_bytes``: of the device's allocator, or on the
-        host those of all tensors at the last look. ``memory/outlived_tensors`` and
+        host those of all tensors, where there was a look meanwhile. ``memory/outlived_tensors`` and
         ``memory/outlived_bytes``: what was made by steps before the last look but one, and is still
         there. ``adaptive/micro_batch``, and ``adaptive/retries``: attempts that ran out of memory.
         """
@@ -152,8 +155,10 @@ class MemoryWatch:
         found = accelerator_of(self._device)
         if found is not None:
             return counters_of(*found).allocated
-        if self._last is None:
+        # on the host a look alone tells
+        if self._last is self._counted or self._last is None:
             return None
+        self._counted = self._last
         return sum(each.total_bytes for each in self._last.report.devices if each.device == "cpu")
 
     def _look(self) -> None:

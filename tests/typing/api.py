@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, assert_type
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from transformers import Seq2SeqTrainer
 
 import tenure
 from tenure import (
@@ -67,6 +69,9 @@ from tenure.adaptive import (
     simple,
     step,
 )
+from tenure.integrations.lightning import AdaptiveMixin, MemoryCallback
+from tenure.integrations.transformers import AdaptiveTrainer, AdaptiveTrainerMixin
+from tenure.integrations.transformers import MemoryCallback as TrainerMemoryCallback
 from tenure.paging import (
     PagedModel,
     PagingError,
@@ -536,6 +541,9 @@ def stepping(x: Tensor, model: nn.Module) -> None:
     def loss_of(batch: dict[str, Tensor]) -> Tensor:
         return batch["x"].mean()
 
+    def aside(batch: dict[str, Tensor]) -> tuple[Tensor, str]:
+        return batch["x"].mean(), "anything"
+
     def counted(batch: Batch) -> tuple[Tensor, int]:
         return batch.x.sum(), len(batch.x)
 
@@ -550,13 +558,14 @@ def stepping(x: Tensor, model: nn.Module) -> None:
         assert_type(result.micro_batch, int)
         assert_type(result.sizes, tuple[int, ...])
         assert_type(result.attempts, int)
+        assert_type(step(aside, {"x": x}, has_aux=True).aux, tuple[Any, ...])
     except BatchCoupledError as error:
         assert_type(error.names, tuple[str, ...])
     except SplitMismatchError as mismatch:
         assert_type(mismatch.whole, float)
         assert_type(mismatch.split, float)
         assert_type(mismatch.advice, str)
-    step(loss_of, {"x": x}, verify=False)
+    step(loss_of, {"x": x}, verify=False, predict=True)
     step(counted, Batch(x, x), scaler=torch.amp.GradScaler("cpu"), minimum=2, maximum=8)
     step(loss_of, {"x": x}, backward=Tensor.backward)
     step(loss_of, {"x": x}, backward=lambda loss: (loss / 4).backward())
@@ -664,3 +673,32 @@ def planning(model: torch.nn.Module, x: Tensor, optimizer: torch.optim.Optimizer
     assert_type(found.to_dict(), dict[str, object])
     tenure.adaptive.plan(loss_of, x, "24GiB")  # type: ignore[arg-type]
     tenure.adaptive.plan(loss_of, {"x": x}, 8, loss="avg")  # type: ignore[arg-type]
+
+
+class Fitting(AdaptiveMixin, LightningModule):
+    adaptive_options = {"weight": lambda batch: len(batch), "minimum": 2}  # noqa: RUF012
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.log("mean", batch.mean(), prog_bar=True)
+        return batch.mean()
+
+
+class Seq2Seq(AdaptiveTrainerMixin, Seq2SeqTrainer):
+    adaptive_options = {"minimum": 2}  # noqa: RUF012
+
+
+def training(trainer: AdaptiveTrainer) -> None:
+    assert_type(trainer.adaptive_result, StepResult | None)
+    trainer.adaptive_options = {"maximum": 8}
+    callback = TrainerMemoryCallback(share=0.1)
+    assert_type(callback.report(), str)
+    trainer.add_callback(callback)
+    Seq2Seq(trainer.model, callbacks=[callback]).train(resume_from_checkpoint=True)
+
+
+def integrating(module: Fitting) -> None:
+    assert_type(module.adaptive_result, StepResult | None)
+    callback = MemoryCallback(share=0.1)
+    assert_type(callback, MemoryCallback)
+    assert_type(callback.report(), str)
+    Trainer(callbacks=[callback]).fit(module)

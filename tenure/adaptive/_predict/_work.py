@@ -95,10 +95,14 @@ class Work:
             [*self.parameters, *self.buffers, *self.state.tensors(), *self.inputs, *self.others]
         )
 
-    def observe(self) -> Observer:
-        """Run the work on tensors without data."""
+    def observe(self, *, is_counted: bool = False) -> Observer:
+        """Run the work on tensors without data.
+
+        Args:
+            is_counted: whether to tell what a memory budget counts, rather than what there is.
+        """
         engine.prepare()
-        observer = Observer(self.target)
+        observer = Observer(self.target, is_counted=is_counted)
         tensors = self.tensors()
         mode = mode_for(tensors)
         undo = AllOf((RngState(), ModuleState(self.modules), Containers(self.holders)))
@@ -136,7 +140,9 @@ class Work:
         """Why the work may take something else than what is run here."""
         reasons: dict[str, None] = {}
         if self.is_compiled:
-            reasons.setdefault("compiled code is predicted as it is written, and may take more")
+            reasons.setdefault(
+                "compiled code is predicted as it is written, and may take more or less"
+            )
         if self.target.stands_for is not None:
             reasons.setdefault(f"without {self.target.device} here, the kernels are the CPU's")
         if self.device.type == "mps":

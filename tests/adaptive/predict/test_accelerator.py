@@ -298,6 +298,8 @@ def test_compiled_code_is_said_to_be_only_predicted_as_it_is_written(kind):
         doubled = torch.compile(lambda x: x * 1.0, backend="eager")
         fn = lambda x: model(doubled(x)).square().mean()  # noqa: E731
     report = predict_peak(fn, batch)
-    assert "compiled code is predicted as it is written, and may take more" in report.reasons
+    assert (
+        "compiled code is predicted as it is written, and may take more or less" in report.reasons
+    )
     assert report.approximate
     assert report.peak_bytes >= plain.peak_bytes

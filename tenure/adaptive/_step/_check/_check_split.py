@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from tenure._errors import AdaptiveUsageError
+from tenure._torch.compiler import not_compiling
 from tenure.scopes import NewDisposeScope
 
 from ..._sizes import checked_size
@@ -84,7 +85,8 @@ def check_split(
     _check_number(parts)
     # unequal parts: where both are as long, a mean of means is the mean, and hides a wrong weight
     size = min(-(-parts.n_samples * 5 // 8), parts.n_samples - 1)
-    with NewDisposeScope("check_split"), without_dropout(parts.roots):
+    # compiled code shows no modules, and would be compiled for each of the sizes and modes
+    with not_compiling(), NewDisposeScope("check_split"), without_dropout(parts.roots):
         whole = observed_run(parts, parts.n_samples)
         # where the whole does not agree with itself, no comparison with parts tells anything
         again = observed_run(parts, parts.n_samples, other_numbers=True)

@@ -86,7 +86,7 @@ class GradientExchange:
         self._groups += groups
         if isinstance(module, Replicated):
             self._replicated.append(module)
-            if module.process_group.size() > 1:
+            if torch.distributed.get_world_size(module.process_group) > 1:
                 self._shared |= dict.fromkeys(map(id, module.parameters()), module)
         elif _is_named(module, _OLD):
             self._old.append(module)

@@ -40,6 +40,7 @@ class StepSpec:
     backward: Backward | None = None
     in_dims: SampleDims = 0
     out_dims: SampleDims = 0
+    has_aux: bool = False
 
     def check(self) -> None:
         """Make sure that the arguments can be what they are for, and go together.

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tenure._errors import AdaptiveUsageError
+from tenure._torch.compiler import has_compiled, is_compiled
 from tenure._torch.quiet import without_functions
 
 from ..._callables import short_name_of
@@ -33,7 +35,7 @@ from .._modules import (
     wants_more_samples,
     written_modules,
 )
-from .._samples import CutInputs, SampleTree, used_up_graph_error
+from .._samples import CutInputs, SampleTree, expecting_other_sizes_of, used_up_graph_error
 from ._arguments import StepSpec
 
 
@@ -65,7 +67,9 @@ class StepParts:
         gradients: where new gradients go.
         exchange: whether modules exchange them with other processes.
         backward: makes them.
+        compiled: the compiled modules and functions that it runs.
         leaf_names: names of tensors that are no parameters of a module, by id.
+        aux: what the function returned beside its loss in this attempt, by the first sample.
     """
 
     def __init__(self, spec: StepSpec) -> None:
@@ -97,6 +101,9 @@ class StepParts:
         self.exchange = GradientExchange(self.models.all)
         self.gradients = IsolatedGradients(leaves, self.exchange.takes_old)
         self.backward = SplitBackward(self.gradients, spec.scaler, spec.backward, found.computed)
+        self.aux: dict[int, Any] = {}
+        reached = (spec.fn, *found.visited(), *self.models.all)
+        self.compiled = [*filter(is_compiled, reached)] if has_compiled() else []
         self.leaf_names = {id(tensor): name for name, tensor in found.tensors.items()}
         # one that the function itself lets require grad has a gradient of no interest
         self.leaf_names |= {
@@ -112,6 +119,7 @@ class StepParts:
             self.models.seeing(),
             self.models.telling(self.state.learn),
             self.models.telling(self.exchange.learn),
+            expecting_other_sizes_of(self.compiled, lambda: self.inputs.length),
         ):
             yield
 
@@ -132,8 +140,23 @@ class StepParts:
 
     def begin(self, *, is_split: bool, is_trial: bool = False) -> None:
         """Start an attempt from the beginning; nothing of an earlier one counts."""
+        self.aux = {}
         self.inputs.begin()
         self.backward.begin(is_split=is_split, is_trial=is_trial)
+
+    def call(self, batch: Any, start: int = 0) -> Any:
+        """Run the function on samples from ``start`` on, and keep what is none of its loss."""
+        returned = self.spec.fn(batch)
+        if not self.spec.has_aux:
+            return returned
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise AdaptiveUsageError(
+                f"The function of {self.spec.entry}() returned a {type(returned).__name__}, and "
+                "has_aux=True was asked for. Return a pair: what it would return without, and "
+                "anything else."
+            )
+        loss, self.aux[start] = returned
+        return loss
 
     def once(self) -> Tensor:
         """What is added once, whatever the split."""
@@ -154,7 +177,7 @@ class StepParts:
         """Run the function, and see by what ran, and by what it wrote, whether it mixes samples."""
         start, length = chunk
         try:
-            returned = self.spec.fn(self.inputs.chunk(start, length))
+            returned = self.call(self.inputs.chunk(start, length), start)
         except ValueError as error:
             # a module that was seen to run is named; else the function itself calls the
             # normalization

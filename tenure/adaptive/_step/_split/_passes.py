@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -347,6 +348,13 @@ class OutputsPass:
         return joined.gradients()
 
 
+def _without_graphs(parts: StepParts) -> AbstractContextManager[Any]:
+    """A block for a pass that needs no graphs."""
+    # compiled code would be compiled once more without gradients: there each graph is let go with
+    # its outputs, and the second pass has as much alive at once
+    return torch.enable_grad() if parts.compiled else torch.no_grad()
+
+
 def _two_passes(
     parts: StepParts,
     n_chunks: int,
@@ -370,7 +378,7 @@ def _two_passes(
     at_end = ModuleState(models.all, with_modes=False)
     at_start.begin()
     with (
-        torch.no_grad(),
+        _without_graphs(parts),
         models.telling(at_start.add),
         models.telling(lambda new: drawn[-1].add(generators_of(new))),
     ):

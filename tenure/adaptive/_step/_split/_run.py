@@ -6,8 +6,8 @@ and at most one chunk's graph is alive.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,11 +29,13 @@ class StepOutcome:
         loss: of no dimension, without graph; with what ``once`` adds.
         terms: the same by name, without that.
         sizes: the samples of each micro-batch.
+        aux: what the function returned beside its loss for each.
     """
 
     loss: Tensor
     terms: dict[str, Tensor]
     sizes: tuple[int, ...]
+    aux: tuple[Any, ...] = ()
 
 
 class Verifier(Protocol):
@@ -72,7 +74,7 @@ class StepRun:
         if is_split and self._verifier is not None:
             self._verifier.before_delivery(outcome)
         parts.deliver_to_batch()
-        return outcome
+        return replace(outcome, aux=tuple(parts.aux[start] for start in sorted(parts.aux)))
 
     def try_out(self, size: int) -> None:
         """Run micro-batches of a size, to see what they need; the state is to be undone then.
@@ -119,7 +121,7 @@ class StepRun:
         # compiled code is compiled for a size that may change, before it has to be for a smaller
         # one
         with inputs.expecting_other_sizes():
-            returned = spec.fn(inputs.whole())
+            returned = self._parts.call(inputs.whole())
         if callable(spec.loss):
             loss = scalar(spec.loss(returned), "loss() of step()")
             return loss, {ONLY: loss}

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tenure._callers import warn_user
-from tenure._errors import AdaptiveUsageWarning, SplitMismatchError
-from tenure._torch.compiler import not_compiling
+from tenure._errors import AdaptiveUsageError, AdaptiveUsageWarning, SplitMismatchError
+from tenure._torch.compiler import draws_again_in_backward, not_compiling
 
 from .._split import StepOutcome, StepParts
 from ._advice import advice_for
@@ -109,6 +109,8 @@ class Verification:
 
     def _look(self, subject: Subject, visit: Visit, size: int) -> _Looked:
         subject.see_random_numbers()
+        if subject.is_random and self._parts.compiled and draws_again_in_backward():
+            raise _drawn_again_error(self._parts.name)
         gradients = GradientCheck(subject)
         could_compare, n_run = gradients.compare(), gradients.n_run
         if gradients.finding is None or not (gradients.has_unknown or subject.draws_elsewhere):
@@ -142,3 +144,13 @@ class Verification:
             "samples nor on more. Ask check_split() where there is memory, and pass verify=False.",
             AdaptiveUsageWarning,
         )
+
+
+def _drawn_again_error(name: str) -> AdaptiveUsageError:
+    return AdaptiveUsageError(
+        f"{name!r} draws random numbers in compiled code, and torch._functorch.config."
+        "activation_memory_budget is below 1: torch may then draw others in the backward pass, "
+        "which gives wrong gradients, of the whole batch as well. Set it to 1, and save "
+        "activations with torch.utils.checkpoint; where your torch draws the same numbers, pass "
+        "verify=False."
+    )
