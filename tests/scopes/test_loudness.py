@@ -33,7 +33,7 @@ from tenure import (
 )
 from tenure._torch import swap
 from tenure._torch.modes import _length as mode_stack_depth
-from tenure.scopes import _disposal, _disposed
+from tenure.scopes import _disposal
 from tenure.scopes._owner import enter
 
 Use = Callable[[Tensor], object]
