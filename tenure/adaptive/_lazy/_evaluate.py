@@ -1,0 +1,463 @@
+"""Computing what was recorded: whole where it fits, else in parts.
+
+Invariant: a value is computed once and kept for who has it; random numbers are drawn, and buffers
+written, as often as in the program that was recorded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tenure._errors import AdaptiveUsageError, BatchCoupledError, OutOfRetriesError
+from tenure._storages import storage_key
+from tenure.scopes import persist
+
+from .._attempt import release
+from .._decorators import PLAIN, Piece, run_pieces
+from .._oom import OomInfo, oom_of_work
+from .._sizes import remembered_of
+from .._step import IsolatedGradients, leaves_of
+from .._undo import RngState
+from ._labels import MIXED, SHARED, Label
+from ._shapes import Shape, meta_of
+from ._split_plan import NotSplittableError, plain_tensors, plan_of
+from ._split_step import SplitStep
+from ._tape import Entry, Leaf, Modes, Tape, flat_tensors, new_number, replayed, run
+
+_MANY = 1024
+_split: OrderedDict[Hashable, bool] = OrderedDict()
+"""The programs that did not fit whole."""
+
+
+def value_of(lazy: Any) -> Tensor:
+    """The tensor that a recorded one stands for, computed if it was not."""
+    tape: Tape = lazy._tape.home()
+    number: int = lazy._number
+    _compute_for(tape, number, lazy._meta)
+    if number in tape.values:
+        return tape.values[number]
+    return tape.leaves[number].value
+
+
+def _compute_for(tape: Tape, number: int, meta: Any) -> None:
+    pending = tape.pending()
+    is_known = number in tape.values or (number in tape.leaves and number not in tape.written)
+    # a call that has not run yet may write into it
+    if is_known and not any(entry.shape.changed for entry in pending):
+        return
+    if not pending:
+        return
+    if place_of(tape) not in _split:
+        info = _run_whole(tape)
+        if info is None:
+            return
+        _note_split(tape)
+    _run_split(tape, number, meta)
+
+
+def place_of(tape: Tape) -> Hashable:
+    """The program, whatever the number of samples."""
+    return hash(tuple(entry.func for entry in tape.entries))
+
+
+def _note_split(tape: Tape) -> None:
+    _split[place_of(tape)] = True
+    if len(_split) > _MANY:
+        _split.popitem(last=False)
+
+
+# --- whole
+
+
+class _Start:
+    """What running changes besides values, as it was before the first call ran."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._rng = RngState(() if tape.kind == "cpu" else _devices(tape))
+        self._rng.begin()
+        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.note(tape.entries)
+
+    def note(self, entries: list[Entry]) -> None:
+        """Note the buffers that some calls will write into."""
+        for entry in entries:
+            if entry.shape.writes_plain:
+                for tensor in plain_tensors((entry.args, entry.kwargs)):
+                    if not tensor.requires_grad and id(tensor) not in self._buffers:
+                        with torch.no_grad(), persist():
+                            self._buffers[id(tensor)] = (tensor, tensor.clone())
+
+    def undo(self) -> None:
+        """Bring it back."""
+        self._rng.undo()
+        with torch.no_grad():
+            for tensor, before in self._buffers.values():
+                tensor.copy_(before)
+
+
+def _devices(tape: Tape) -> list[torch.device]:
+    return list({leaf.value.device for leaf in tape.leaves.values()})
+
+
+def _run_whole(tape: Tape) -> OomInfo | None:
+    """Run what has not run yet on all samples; what ran out of memory, with all as before."""
+    pending = tape.pending()
+    outside = sys.exception()
+    if tape.rng is None:
+        tape.rng = _Start(tape)
+    else:
+        tape.rng.note(pending)
+    env: dict[int, Any] = tape.values
+    for number in tape.written:
+        if number not in env:
+            with persist():
+                env[number] = tape.leaves[number].value.clone()
+    what = replayed(pending, [*tape.handles, *env])
+    try:
+        with persist():
+            run(what, env, tape.kind, others=tape.leaves)
+    except Exception as error:
+        info = oom_of_work(error, outside)
+        if info is None or not info.retry_safe:
+            start_over(tape)
+            raise
+        failure: Exception | None = error
+    else:
+        for entry in pending:
+            entry.is_done = True
+        tape.tidy()
+        _consume_if_done(tape)
+        return None
+    release(failure, outside)
+    failure = None
+    start_over(tape)
+    return info
+
+
+def start_over(tape: Tape) -> None:
+    """As if nothing had run."""
+    tape.values.clear()
+    for entry in tape.entries:
+        entry.is_done = False
+    tape.is_split = False
+    if tape.rng is not None:
+        tape.rng.undo()
+        tape.rng = None
+
+
+def _consume_if_done(tape: Tape) -> None:
+    """Without a graph nothing will run again."""
+    if not any(meta.requires_grad for entry in tape.entries for meta in entry.shape.metas):
+        consume(tape)
+
+
+def consume(tape: Tape) -> None:
+    """What was recorded is used up; what somebody has of it is data from now on."""
+    labels = labels_of(tape)
+    tape.consume()
+    for number in list(tape.values):
+        value = tape.values.pop(number)
+        tape.leaves[number] = Leaf(value, labels.get(number, SHARED))
+
+
+def run_now(
+    func: Any, stored: Any, named: Any, values: dict[int, Tensor], lazies: list[Any], tape: Tape,
+    new_lazy: Callable[..., Any],
+) -> Any:  # fmt: skip
+    """Run a call on values, and record it as one that ran."""
+    from ._shapes import _template
+
+    modes = Modes.now(tape.kind)
+    from ._tape import filled
+
+    get = values.__getitem__
+    with persist():
+        out = func(*filled(stored, get, None), **filled(named, get, None))
+    if tape.is_split and any(each._meta.requires_grad for each in lazies) and modes.grad:
+        _refuse_cut_off(func, lazies)
+    given = list(values.values())
+    tensors: list[Any] = []
+    template = _template(out, {id(t): i for i, t in enumerate(given)}, tensors)
+    if not tensors and not flat_tensors(out):
+        return out
+    plains = {id(t) for t in plain_tensors((stored, named))}
+    # it wrote into a tensor that was not recorded
+    if len(tensors) == 1 and id(tensors[0]) in plains:
+        return out
+    labels = [MIXED] * len(tensors)
+    metas = tuple(meta_of(t, label) for t, label in zip(tensors, labels, strict=True))
+    shape = Shape(template, metas, {}, tuple([None] * len(tensors)), {}, False, "tail",
+                  "its shape depends on data", False)  # fmt: skip
+    numbers = [new_number() for _ in tensors]
+    from ._tensor import _handles, _numbers_in
+
+    entry = Entry(new_number(), func, stored, named, modes, tuple(_numbers_in(template, numbers)),
+                  tuple(each._number for each in lazies), shape, is_done=True)  # fmt: skip
+    entry.site = _site()
+    tape.entries.append(entry)
+    for number, tensor in zip(numbers, tensors, strict=True):
+        tape.values[number] = tensor
+    for each, now in zip(lazies, [values[e._number] for e in lazies], strict=True):
+        each._meta = meta_of(now, each._meta.label)
+    return _handles(template, shape, numbers, lazies, [], tape)
+
+
+def _refuse_cut_off(func: Any, lazies: list[Any]) -> None:
+    return None
+
+
+def _site() -> Any:
+    from tenure._callers import user_site
+
+    return user_site()
+
+
+# --- in parts
+
+
+def labels_of(tape: Tape) -> dict[int, Label]:
+    """Where all values have their samples."""
+    labels = {number: leaf.label for number, leaf in tape.leaves.items()}
+    for entry in tape.entries:
+        labels.update(zip(entry.made, (meta.label for meta in entry.shape.metas), strict=True))
+    return labels
+
+
+def _run_split(tape: Tape, number: int, meta: Any) -> None:
+    """Compute values in parts: with gradients, that wait, where a loss is wanted."""
+    if meta.requires_grad and meta.dtype.is_floating_point and _n_elements(meta) == 1:
+        gradients, values = _gradients_in_parts(tape, number)
+        tape.held = (number, gradients)
+    else:
+        values = _values_in_parts(tape)
+    tape.values.update(values)
+    for entry in tape.entries:
+        entry.is_done = True
+    tape.is_split = True
+    tape.tidy()
+    _consume_if_done(tape)
+
+
+def _n_elements(meta: Any) -> int:
+    n = 1
+    for size in meta.shape:
+        n *= size
+    return n
+
+
+def _values_in_parts(tape: Tape) -> dict[int, Tensor]:
+    split = _split_step(tape, None)
+    if tape.rng is None:
+        tape.rng = _Start(tape)
+    remembered = remembered_of(
+        None, sys._getframe(), ("lazy values", place_of(tape)), None, (), {}
+    )
+    piece = Piece(split.piece, 0, (), {})
+    run_pieces(
+        "lazy", piece, tape.n_samples, initial=max(1, -(-tape.n_samples // 2)),
+        options=replace(PLAIN, restore_rng=True), remembered=remembered,
+    )  # fmt: skip
+    split.finish_values()
+    return split.values
+
+
+def _split_step(tape: Tape, root: int | None) -> SplitStep:
+    try:
+        plan = plan_of(tape, root)
+        if root is None and not plan.chunk:
+            raise NotSplittableError("nothing in it runs on one sample at a time")
+    except NotSplittableError as error:
+        raise _refusal(tape, error) from None
+    return SplitStep(tape, root, plan, labels_of(tape))
+
+
+def _refusal(tape: Tape, error: NotSplittableError) -> Exception:
+    text = (
+        f"What was recorded of {tape.n_samples} samples ran out of memory, and can't be split: "
+        f"{error}. Nothing was changed. Pass a smaller batch, or say with step() what to do."
+    )
+    if error.mixing is not None:
+        return BatchCoupledError(text, (error.mixing,))
+    return OutOfRetriesError(text, (tape.n_samples,))
+
+
+# --- gradients
+
+
+def backward(
+    roots: list[Any], gradients: list[Any], retain_graph: Any, create_graph: bool, inputs: Any
+) -> None:
+    """Run what was recorded backward, whole where it fits, else in micro-batches."""
+    root = _one_root(roots, gradients)
+    tape: Tape = root._tape.home()
+    number: int = root._number
+    if any(n in tape.spent for entry in tape.entries for n in entry.reads) or (
+        number in tape.spent and not tape.entries
+    ):
+        raise RuntimeError(_TWICE)
+    if inputs is not None:
+        inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        inputs = [_real_input(each) for each in inputs]
+    keeps = create_graph if retain_graph is None else bool(retain_graph)
+    if create_graph or place_of(tape) not in _split:
+        if _backward_whole(tape, number, keeps, create_graph, inputs):
+            if not keeps:
+                consume(tape)
+            return
+        _note_split(tape)
+    _backward_in_parts(tape, number, inputs)
+    if not keeps:
+        consume(tape)
+
+
+_TWICE = (
+    "Trying to backward through the graph a second time (or directly access saved tensors after "
+    "they have already been freed). Specify retain_graph=True if you need to backward through the "
+    "graph a second time. A tensor of lazy() was used up by the backward pass before."
+)
+
+
+def _one_root(roots: list[Any], gradients: list[Any]) -> Any:
+    """A scalar whose gradients are those that were asked for."""
+    total: Any = None
+    for root, gradient in zip(roots, gradients, strict=True):
+        if not root.requires_grad:
+            raise RuntimeError(
+                "element 0 of tensors does not require grad and does not have a grad_fn"
+            )
+        if gradient is None and root.numel() != 1:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        part = root
+        if gradient is not None:
+            if tuple(gradient.shape) != tuple(root.shape):
+                raise RuntimeError(
+                    f"Mismatch in shape: grad_output[0] has a shape of {tuple(gradient.shape)} and "
+                    f"output[0] has a shape of {tuple(root.shape)}."
+                )
+            if root.dtype.is_complex:
+                raise AdaptiveUsageError("backward() of a complex tensor of lazy() is not there.")
+            with torch.enable_grad():
+                part = (root * gradient).sum()
+        with torch.enable_grad():
+            total = part if total is None else total + part
+    return total
+
+
+def _real_input(tensor: Any) -> Tensor:
+    if hasattr(tensor, "_tape"):
+        found: Tensor = tensor._tape.home().leaves[tensor._number].value
+        return found
+    return tensor  # type: ignore[no-any-return]
+
+
+def _backward_whole(
+    tape: Tape, number: int, keeps: bool, create_graph: bool, inputs: Any
+) -> bool:
+    """Run it as one; False where it ran out of memory, with all as before."""
+    outside = sys.exception()
+    if tape.is_split:
+        start_over(tape)
+    if tape.pending() and _run_whole(tape) is not None:
+        return False
+    isolated = IsolatedGradients(_leaves(tape))
+    isolated.begin()
+    failure: BaseException | None = None
+    try:
+        torch.autograd.backward(
+            tape.values[number], retain_graph=keeps, create_graph=create_graph, inputs=inputs
+        )
+    except BaseException as error:
+        isolated.undo()
+        info = oom_of_work(error, outside)
+        if info is None or not info.retry_safe or create_graph:
+            raise
+        failure = error
+    if failure is None:
+        isolated.finish()
+        return True
+    release(failure, outside)
+    failure = None
+    start_over(tape)
+    return False
+
+
+def _leaves(tape: Tape) -> list[Tensor]:
+    """The tensors that may get gradients."""
+    plains = [t for e in tape.entries for t in plain_tensors((e.args, e.kwargs))]
+    found = [t for t in (*plains, *(leaf.value for leaf in tape.leaves.values())) if t.requires_grad]
+    return leaves_of(found)
+
+
+def _backward_in_parts(tape: Tape, number: int, inputs: Any) -> None:
+    held, tape.held = tape.held, None
+    if held is not None and held[0] == number:
+        gradients = held[1]
+    else:
+        if tape.entries and any(entry.is_done for entry in tape.entries):
+            start_over(tape)
+        if inputs is None:
+            _run_step(tape, number)
+            return
+        gradients, values = _gradients_in_parts(tape, number)
+        _keep(tape, values)
+    with torch.no_grad(), persist():
+        for leaf, gradient in gradients:
+            if inputs is not None and all(leaf is not each for each in inputs):
+                continue
+            if leaf.grad is None:
+                leaf.grad = gradient
+            else:
+                leaf.grad += gradient
+
+
+def _run_step(tape: Tape, number: int) -> None:
+    _keep(tape, _in_parts(tape, number))
+
+
+def _in_parts(tape: Tape, number: int) -> dict[int, Tensor]:
+    split = _split_step(tape, number)
+    if tape.rng is None:
+        tape.rng = _Start(tape)
+    with torch.enable_grad():
+        split.run("lazy", ("lazy", place_of(tape)))
+    return split.values
+
+
+def _keep(tape: Tape, values: dict[int, Tensor]) -> None:
+    tape.values.update(values)
+    for entry in tape.entries:
+        entry.is_done = True
+    tape.is_split = True
+    tape.tidy()
+
+
+def _gradients_in_parts(
+    tape: Tape, number: int
+) -> tuple[list[tuple[Tensor, Tensor]], dict[int, Tensor]]:
+    """The gradients of a loss, which nobody sees yet, and the values that somebody has."""
+    isolated = IsolatedGradients(_leaves(tape))
+    isolated.begin()
+    try:
+        values = _in_parts(tape, number)
+        found = isolated.new()
+    finally:
+        isolated.undo()
+    return found, values
+
+
+def gradient_of(lazy: Any) -> Any:
+    """The gradient of a tensor that was recorded, as far as there is one."""
+    tape: Tape = lazy._tape.home()
+    leaf = tape.leaves.get(lazy._number)
+    value = leaf.value if leaf is not None else tape.values.get(lazy._number)
+    return None if value is None else value.grad
+
+
+_ = storage_key
