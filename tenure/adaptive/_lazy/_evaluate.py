@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError, BatchCoupledError, OutOfRetriesError
-from tenure._storages import storage_key
+from tenure._torch.writes import version_of
 from tenure.scopes import persist
 
 from .._attempt import release
@@ -26,10 +26,10 @@ from .._sizes import remembered_of
 from .._step import IsolatedGradients, leaves_of
 from .._undo import RngState
 from ._labels import MIXED, SHARED, Label
-from ._shapes import Shape, meta_of
-from ._split_plan import NotSplittableError, plain_tensors, plan_of
+from ._shapes import Shape, meta_of, numbers_in, template_of
+from ._split_plan import NotSplittableError, SplitPlan, plain_tensors, plan_of
 from ._split_step import SplitStep
-from ._tape import Entry, Leaf, Modes, Tape, flat_tensors, new_number, replayed, run
+from ._tape import Entry, Leaf, Modes, Tape, filled, new_number, replayed, run
 
 _MANY = 1024
 _split: OrderedDict[Hashable, bool] = OrderedDict()
@@ -54,11 +54,10 @@ def _compute_for(tape: Tape, number: int, meta: Any) -> None:
         return
     if not pending:
         return
-    if place_of(tape) not in _split:
-        info = _run_whole(tape)
-        if info is None:
+    if place_of(tape) not in _split or not _is_splittable(tape, number, meta):
+        if _run_whole(tape) is None:
             return
-        _note_split(tape)
+        _note_split(tape, _root_of(number, meta))
     _run_split(tape, number, meta)
 
 
@@ -67,7 +66,38 @@ def place_of(tape: Tape) -> Hashable:
     return hash(tuple(entry.func for entry in tape.entries))
 
 
-def _note_split(tape: Tape) -> None:
+def _root_of(number: int, meta: Any) -> int | None:
+    """What a split for a value starts from: a loss, for its gradients come with it."""
+    is_loss = meta.requires_grad and meta.dtype.is_floating_point and _n_elements(meta) == 1
+    return number if is_loss else None
+
+
+def _is_splittable(tape: Tape, number: int, meta: Any) -> bool:
+    try:
+        _plan(tape, _root_of(number, meta))
+    except NotSplittableError:
+        return False
+    return True
+
+
+def _plan(tape: Tape, root: int | None) -> SplitPlan:
+    plan = plan_of(tape, root)
+    if not plan.chunk:
+        raise NotSplittableError("nothing in it runs on one sample at a time")
+    return plan
+
+
+def _note_split(tape: Tape, root: int | None) -> None:
+    """What did not fit whole is split from now on.
+
+    Raises:
+        BatchCoupledError: it mixes samples.
+        OutOfRetriesError: it can't be split for another reason.
+    """
+    try:
+        _plan(tape, root)
+    except NotSplittableError as error:
+        raise _refusal(tape, error) from None
     _split[place_of(tape)] = True
     if len(_split) > _MANY:
         _split.popitem(last=False)
@@ -168,55 +198,51 @@ def consume(tape: Tape) -> None:
 
 
 def run_now(
-    func: Any, stored: Any, named: Any, values: dict[int, Tensor], lazies: list[Any], tape: Tape,
-    new_lazy: Callable[..., Any],
-) -> Any:  # fmt: skip
-    """Run a call on values, and record it as one that ran."""
-    from ._shapes import _template
-
+    func: Any, stored: Any, named: Any, values: dict[int, Tensor], lazies: list[Any], tape: Tape
+) -> tuple[Modes, Any, Entry | None]:
+    """Run a call on values; what it gives, and an entry that has run where that has tensors."""
     modes = Modes.now(tape.kind)
-    from ._tape import filled
-
-    get = values.__getitem__
+    if tape.is_split:
+        values = {n: _as_recorded(values[n], each) for n, each in _by_number(lazies).items()}
+    plain = plain_tensors((stored, named))
+    given = [*values.values(), *plain]
+    versions = [version_of(tensor) for tensor in given]
     with persist():
-        out = func(*filled(stored, get, None), **filled(named, get, None))
-    if tape.is_split and any(each._meta.requires_grad for each in lazies) and modes.grad:
-        _refuse_cut_off(func, lazies)
-    given = list(values.values())
+        out = func(
+            *filled(stored, values.__getitem__, None), **filled(named, values.__getitem__, None)
+        )
+    places = {id(tensor): i for i, tensor in enumerate(given)}
     tensors: list[Any] = []
-    template = _template(out, {id(t): i for i, t in enumerate(given)}, tensors)
-    if not tensors and not flat_tensors(out):
-        return out
-    plains = {id(t) for t in plain_tensors((stored, named))}
-    # it wrote into a tensor that was not recorded
-    if len(tensors) == 1 and id(tensors[0]) in plains:
-        return out
-    labels = [MIXED] * len(tensors)
-    metas = tuple(meta_of(t, label) for t, label in zip(tensors, labels, strict=True))
-    shape = Shape(template, metas, {}, tuple([None] * len(tensors)), {}, False, "tail",
-                  "its shape depends on data", False)  # fmt: skip
+    template = template_of(out, places, tensors)
+    written = {i for i, tensor in enumerate(given) if version_of(tensor) != versions[i]}
+    # what wrote into a tensor that was not recorded has done so
+    if not tensors and not any(i < len(values) for i in written):
+        return modes, out, None
+    metas = tuple(meta_of(tensor, MIXED) for tensor in tensors)
+    changed = {i: meta_of(given[i], MIXED) for i in written if i < len(values)}
+    aliases: tuple[int | None, ...] = tuple([None] * len(tensors))
+    shape = Shape(template, metas, changed, aliases, {}, False, "tail", _DYNAMIC, False)
     numbers = [new_number() for _ in tensors]
-    from ._tensor import _handles, _numbers_in
-
-    entry = Entry(new_number(), func, stored, named, modes, tuple(_numbers_in(template, numbers)),
-                  tuple(each._number for each in lazies), shape, is_done=True)  # fmt: skip
-    entry.site = _site()
-    tape.entries.append(entry)
     for number, tensor in zip(numbers, tensors, strict=True):
-        tape.values[number] = tensor
-    for each, now in zip(lazies, [values[e._number] for e in lazies], strict=True):
-        each._meta = meta_of(now, each._meta.label)
-    return _handles(template, shape, numbers, lazies, [], tape)
+        tape.values[number] = tensor.detach() if tape.is_split else tensor
+    entry = Entry(
+        new_number(), func, stored, named, modes, tuple(numbers_in(template, numbers)),
+        tuple(values), shape, is_done=True,
+    )  # fmt: skip
+    return modes, template, entry
 
 
-def _refuse_cut_off(func: Any, lazies: list[Any]) -> None:
-    return None
+_DYNAMIC = "what it gives depends on data"
 
 
-def _site() -> Any:
-    from tenure._callers import user_site
+def _by_number(lazies: list[Any]) -> dict[int, Any]:
+    return {each._number: each for each in lazies}
 
-    return user_site()
+
+def _as_recorded(value: Tensor, lazy: Any) -> Tensor:
+    """A value without graph as one that requires grad where the recorded one does."""
+    needs = lazy._meta.requires_grad and not value.requires_grad
+    return value.detach().requires_grad_() if needs else value
 
 
 # --- in parts
@@ -232,7 +258,7 @@ def labels_of(tape: Tape) -> dict[int, Label]:
 
 def _run_split(tape: Tape, number: int, meta: Any) -> None:
     """Compute values in parts: with gradients, that wait, where a loss is wanted."""
-    if meta.requires_grad and meta.dtype.is_floating_point and _n_elements(meta) == 1:
+    if _root_of(number, meta) is not None:
         gradients, values = _gradients_in_parts(tape, number)
         tape.held = (number, gradients)
     else:
@@ -269,13 +295,7 @@ def _values_in_parts(tape: Tape) -> dict[int, Tensor]:
 
 
 def _split_step(tape: Tape, root: int | None) -> SplitStep:
-    try:
-        plan = plan_of(tape, root)
-        if root is None and not plan.chunk:
-            raise NotSplittableError("nothing in it runs on one sample at a time")
-    except NotSplittableError as error:
-        raise _refusal(tape, error) from None
-    return SplitStep(tape, root, plan, labels_of(tape))
+    return SplitStep(tape, root, _plan(tape, root), labels_of(tape))
 
 
 def _refusal(tape: Tape, error: NotSplittableError) -> Exception:
@@ -306,12 +326,13 @@ def backward(
         inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         inputs = [_real_input(each) for each in inputs]
     keeps = create_graph if retain_graph is None else bool(retain_graph)
-    if create_graph or place_of(tape) not in _split:
+    is_known = place_of(tape) in _split and _is_splittable(tape, number, root._meta)
+    if create_graph or not is_known:
         if _backward_whole(tape, number, keeps, create_graph, inputs):
             if not keeps:
                 consume(tape)
             return
-        _note_split(tape)
+        _note_split(tape, number)
     _backward_in_parts(tape, number, inputs)
     if not keeps:
         consume(tape)
@@ -459,5 +480,3 @@ def gradient_of(lazy: Any) -> Any:
     value = leaf.value if leaf is not None else tape.values.get(lazy._number)
     return None if value is None else value.grad
 
-
-_ = storage_key

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tenure._storages import storage_key
-from tenure._torch.fakes import new_mode
+from tenure._torch.fakes import new_mode, unlogged
 from tenure._torch.writes import version_of
 
 from ._batch_int import BatchInt
@@ -190,7 +190,7 @@ class Call:
         given, out = self._run()
         places = {id(tensor): i for i, tensor in enumerate(given)}
         outs: list[Any] = []
-        template = _template(out, places, outs)
+        template = template_of(out, places, outs)
         n_lazy = len(self._metas)
         written = {
             i for i, t in enumerate(given) if version_of(t) != self._versions[i]
@@ -224,6 +224,7 @@ class Call:
         mode = new_mode()
         with ExitStack() as block:
             block.enter_context(mode)
+            block.enter_context(unlogged())
             if n is not None:
                 block.enter_context(torch.no_grad())
             with torch.inference_mode(False):
@@ -277,7 +278,7 @@ class Call:
         if mode.is_number and not frozen:
             return None, "it uses the number of samples as a number"
         tensors: list[Any] = []
-        _template(out, {id(t): i for i, t in enumerate(given)}, tensors)
+        template_of(out, {id(t): i for i, t in enumerate(given)}, tensors)
         if len(tensors) != n_outs:
             return None, "it gives a tensor for each sample"
         labels = [label_of(t) for t in tensors]
@@ -442,7 +443,7 @@ def _with_fakes(value: Any, by_id: dict[int, Any]) -> Any:
     return value
 
 
-def _template(value: Any, places: dict[int, int], outs: list[Any]) -> Any:
+def template_of(value: Any, places: dict[int, int], outs: list[Any]) -> Any:
     """What was returned, with an `Out` for each tensor."""
     if isinstance(value, Tensor):
         place = places.get(id(value))
@@ -451,10 +452,21 @@ def _template(value: Any, places: dict[int, int], outs: list[Any]) -> Any:
         outs.append(value)
         return Out(len(outs) - 1)
     if isinstance(value, tuple | list):
-        return rebuilt(value, [_template(each, places, outs) for each in value])
+        return rebuilt(value, [template_of(each, places, outs) for each in value])
     if isinstance(value, dict):
-        return {key: _template(each, places, outs) for key, each in value.items()}
+        return {key: template_of(each, places, outs) for key, each in value.items()}
     return value
+
+
+def numbers_in(template: Any, numbers: list[int]) -> list[int | None]:
+    """The numbers of the tensors in what a call gives; None for one that it was given."""
+    if isinstance(template, Out):
+        return [numbers[template] if template >= 0 else None]
+    if isinstance(template, dict):
+        template = list(template.values())
+    if isinstance(template, tuple | list):
+        return [number for each in template for number in numbers_in(each, numbers)]
+    return []
 
 
 class Out(int):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ._batch_int import BatchInt, at
-from ._labels import Label
+from ._labels import SHARED, Label
 
 _numbers = count()
 
@@ -155,7 +155,7 @@ class Tape:
     leaves: dict[int, Leaf] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
     handles: dict[int, weakref.ref[Any]] = field(default_factory=dict)
-    cuts: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    cuts: dict[tuple[int, int | None, int], int] = field(default_factory=dict)
     written: set[int] = field(default_factory=set)
     spent: set[int] = field(default_factory=set)
     coupled: str | None = None
@@ -214,12 +214,13 @@ class Tape:
         """The calls that have not run on the whole batch."""
         return [entry for entry in self.entries if not entry.is_done]
 
-    def plain_leaf(self, tensor: Tensor, dim: int, inner: int) -> int:
-        """The number of a plain tensor that has the samples in a dimension."""
+    def plain_leaf(self, tensor: Tensor, dim: int | None, inner: int) -> int:
+        """The number of a plain tensor that has the samples in a dimension, or in none."""
         key = (id(tensor), dim, inner)
         if key not in self.cuts:
+            label = SHARED if dim is None else Label("batch", dim, 1, inner)
             number = self.cuts[key] = new_number()
-            self.leaves[number] = Leaf(tensor, Label("batch", dim, 1, inner), is_given=False)
+            self.leaves[number] = Leaf(tensor, label, is_given=False)
         return self.cuts[key]
 
     def tidy(self) -> None:
@@ -350,10 +351,10 @@ def run(
                         if number is not None:
                             env[number] = tensor
                 out = None
-                for number in next(at_place):
-                    env.pop(number, None)
                 if done is not None:
                     done(entry)
+                for number in next(at_place):
+                    env.pop(number, None)
 
 
 def _modes_of(entry: Entry) -> Modes:

@@ -22,7 +22,7 @@ from tenure._torch.wrappers import make_wrapper, recorded_by_autograd
 from . import _evaluate as evaluate
 from ._batch_int import BatchInt
 from ._labels import SHARED
-from ._shapes import HOOK, Call, Meta, Out, Shape, meta_of, rebuilt
+from ._shapes import HOOK, Call, Meta, Out, Shape, meta_of, numbers_in, rebuilt
 from ._tape import Entry, Leaf, Modes, Ref, Tape, flat_tensors, new_number
 
 _MANY = 8192
@@ -133,13 +133,13 @@ def new_leaf(tape: Tape, leaf: Leaf, meta: Meta) -> LazyTensor:
 class _Walk:
     """Takes arguments apart: what is stored of them, and what makes two calls alike."""
 
-    __slots__ = ("cuts", "freezes", "has_sizes", "is_known", "key", "lazies", "plains", "tape")
+    __slots__ = ("cuts", "freezes", "has_graph", "has_sizes", "is_known", "key", "lazies", "plains", "tape")
 
     def __init__(self) -> None:
         self.key: list[Any] = []
         self.lazies: list[LazyTensor] = []
         self.plains: list[Tensor] = []
-        self.has_sizes = False
+        self.has_sizes = self.has_graph = False
         self.is_known = True
         self.freezes = False
         self.cuts: dict[int, Ref] = {}
@@ -156,6 +156,8 @@ class _Walk:
                 return cut
             if all(value is not other for other in self.plains):
                 self.plains.append(value)
+            # autograd recorded what it was computed by, and runs that backward once
+            self.has_graph |= value.requires_grad and not value.is_leaf
             key.append((kind is Tensor, value.shape, value.stride(), value.dtype, value.device,
                         value.requires_grad, value.is_leaf))  # fmt: skip
             return value
@@ -214,7 +216,7 @@ def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     is_data = _is_data(walk, shape)
     if is_data and shape.kind != "chunk" and not shape.changed:
         shape = shape.as_before(tape.n_samples)
-    if shape.cuts or shape.frozen:
+    if shape.cuts or shape.frozen or walk.has_graph:
         walk = _again(walk, shape, tape)
         stored, named = walk.take(args), walk.take(kwargs)
     made = _entered(func, stored, named, walk, modes, shape, tape)
@@ -260,6 +262,9 @@ def _shape_of(
 def _again(walk: _Walk, shape: Shape, tape: Tape) -> _Walk:
     other = _Walk()
     other.freezes = shape.frozen
+    for tensor in walk.plains:
+        if tensor.requires_grad and not tensor.is_leaf:
+            other.cuts[id(tensor)] = Ref(tape.plain_leaf(tensor, None, 1))
     for i, (dim, inner) in shape.cuts.items():
         tensor = walk.plains[i]
         other.cuts[id(tensor)] = Ref(tape.plain_leaf(tensor, dim, inner))
@@ -273,7 +278,7 @@ def _entered(
     given = list({each._number: each for each in walk.lazies}.values())
     numbers = [new_number() for _ in shape.metas]
     reads = (*(each._number for each in walk.lazies), *(r.number for r in walk.cuts.values()))
-    outs = tuple(_numbers_in(shape.out, numbers))
+    outs = tuple(numbers_in(shape.out, numbers))
     entry = Entry(new_number(), func, stored, named, modes, outs, reads, shape)
     if shape.kind != "chunk":
         entry.site = capture_site(sys._getframe(3), "site")
@@ -284,16 +289,6 @@ def _entered(
         if given[i]._number in tape.leaves:
             tape.written.add(given[i]._number)
     return _handles(shape.out, shape, numbers, given, walk.plains, tape)
-
-
-def _numbers_in(template: Any, numbers: list[int]) -> list[int | None]:
-    if isinstance(template, Out):
-        return [numbers[template] if template >= 0 else None]
-    if isinstance(template, dict):
-        template = list(template.values())
-    if isinstance(template, tuple | list):
-        return [number for each in template for number in _numbers_in(each, numbers)]
-    return []
 
 
 def _handles(
@@ -321,8 +316,25 @@ def _run_now(
     """Run a call whose shape nobody knows on what it is given, and record that it ran."""
     walk = _Walk()
     stored, named = walk.take(args), walk.take(kwargs)
-    values = {each._number: evaluate.value_of(each) for each in walk.lazies}
-    return evaluate.run_now(func, stored, named, values, walk.lazies, tape, new_lazy)
+    # by the first of each: one that is given twice is one tensor
+    given = list({each._number: each for each in walk.lazies}.values())
+    values = {each._number: evaluate.value_of(each) for each in given}
+    modes, template, entry = evaluate.run_now(func, stored, named, values, given, tape)
+    if entry is None:
+        return template
+    entry.site, entry.modes = capture_site(sys._getframe(2), "site"), modes
+    is_data = _is_data(walk, entry.shape) and not entry.shape.changed
+    if is_data:
+        entry.shape = entry.shape.as_before(tape.n_samples)
+    tape.entries.append(entry)
+    for i, meta in entry.shape.changed.items():
+        given[i]._meta = meta
+        if given[i]._number in tape.leaves:
+            tape.written.add(given[i]._number)
+    made = _handles(template, entry.shape, entry.made, given, walk.plains, tape)
+    for each in flat_tensors(made) if is_data else ():
+        each._is_data = True
+    return made
 
 
 def _home_of(lazies: list[LazyTensor]) -> Tape:
@@ -382,7 +394,7 @@ def _on_value(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _computed(value: Any) -> Any:
-    return evaluate.value_of(value) if type(value) is LazyTensor else value
+    return evaluate.value_of(value).detach() if type(value) is LazyTensor else value
 
 
 def _register_hook(self: LazyTensor, hook: Callable[..., Any]) -> Any:
