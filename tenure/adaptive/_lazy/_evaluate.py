@@ -27,7 +27,7 @@ from .._step import IsolatedGradients, leaves_of
 from .._undo import RngState
 from ._labels import MIXED, SHARED, Label
 from ._shapes import Shape, meta_of, numbers_in, template_of
-from ._split_plan import NotSplittableError, SplitPlan, plain_tensors, plan_of
+from ._split_plan import NotSplittableError, SplitPlan, groups_of, plain_tensors, plan_of, written_groups
 from ._split_step import SplitStep
 from ._tape import Entry, Leaf, Modes, Tape, filled, new_number, replayed, run
 
@@ -40,25 +40,46 @@ def value_of(lazy: Any) -> Tensor:
     """The tensor that a recorded one stands for, computed if it was not."""
     tape: Tape = lazy._tape.home()
     number: int = lazy._number
-    _compute_for(tape, number, lazy._meta)
+    _compute_for(tape, number, lazy._meta, lazy._is_data)
     if number in tape.values:
         return tape.values[number]
     return tape.leaves[number].value
 
 
-def _compute_for(tape: Tape, number: int, meta: Any) -> None:
+def _compute_for(tape: Tape, number: int, meta: Any, is_data: bool) -> None:
     pending = tape.pending()
     is_known = number in tape.values or (number in tape.leaves and number not in tape.written)
     # a call that has not run yet may write into it
     if is_known and not any(entry.shape.changed for entry in pending):
         return
-    if not pending:
+    if not pending or (is_data and _run_data(tape, number, pending)):
         return
     if place_of(tape) not in _split or not _is_splittable(tape, number, meta):
         if _run_whole(tape) is None:
             return
         _note_split(tape, _root_of(number, meta))
     _run_split(tape, number, meta)
+
+
+def _run_data(tape: Tape, number: int, pending: list[Entry]) -> bool:
+    """Run what makes a value of the batch alone, without what else waits; False where it can't."""
+    groups = groups_of(tape)
+    if any(written_groups(entry, groups) for entry in pending) or tape.is_split:
+        return False
+    wanted, found = {number}, []
+    for entry in reversed(pending):
+        if any(n in wanted for n in entry.made):
+            found.append(entry)
+            wanted.update(entry.reads)
+    if tape.rng is None:
+        tape.rng = _Start(tape)
+    made = [n for entry in found for n in entry.made]
+    with persist():
+        run(replayed(found[::-1], [*made, *tape.values]), tape.values, tape.kind, others=tape.leaves)
+    for entry in found:
+        entry.is_done = True
+    tape.tidy()
+    return True
 
 
 def place_of(tape: Tape) -> Hashable:

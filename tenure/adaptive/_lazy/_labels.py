@@ -99,7 +99,7 @@ class LabelMode(DispatchMode):
         n: the number of samples, a prime that no other size has.
 
     Attributes:
-        mixing: the first operator that mixed samples.
+        mixing: what the first operator did that mixed samples.
         is_number: whether a size was used as a number.
     """
 
@@ -119,7 +119,7 @@ class LabelMode(DispatchMode):
         outs = list(tensors_in([out]))
         for i, each in enumerate(outs):
             label = labels[i] if isinstance(labels, list) else labels
-            self._give(each, label, call.name)
+            self._give(each, label, _why(func, call))
         self._write(func, call)
         return out
 
@@ -127,8 +127,11 @@ class LabelMode(DispatchMode):
         if call.name in _POINTWISE or torch.Tag.pointwise in func.tags:
             numbers = [v for v in call.args.values() if type(v) in (int, float)]
             self.is_number |= any(v and v % self._n == 0 for v in numbers)
+        if call.name in ("full", "new_full", "scalar_tensor"):
+            value = call.args.get("fill_value", call.args.get("s"))
+            self.is_number |= type(value) is int and value != 0 and value % self._n == 0
         kinds = {label_of(t).kind for t in call.tensors()}
-        if kinds <= {"shared"}:
+        if kinds <= {"shared"} or call.name.startswith("new_"):
             return _filled(call)
         if not kinds <= {"shared", "batch"}:
             # a reduction may still change its type
@@ -140,7 +143,7 @@ class LabelMode(DispatchMode):
         found = rule(call) if rule is not None else None
         return MIXED if found is None else found
 
-    def _give(self, tensor: Tensor, label: Label, name: str) -> None:
+    def _give(self, tensor: Tensor, label: Label, why: str) -> None:
         if label.is_batch and (
             label.dim >= tensor.dim() or tensor.shape[label.dim] != label.size(self._n)
         ):
@@ -148,7 +151,7 @@ class LabelMode(DispatchMode):
         elif label.kind == "shared" and any(s and s % self._n == 0 for s in tensor.shape):
             label = MIXED
         if label.kind != "shared" and not label.is_batch and self.mixing is None:
-            self.mixing = name
+            self.mixing = why
         set_label(tensor, label)
 
     def _write(self, func: Any, call: Call) -> None:
@@ -161,6 +164,11 @@ class LabelMode(DispatchMode):
             for each in tensors_in([call.args.get(argument.name)]):
                 if id(each) not in outs and call.name not in _KEEPS_STATE:
                     set_label(each, MIXED)
+
+
+def _why(func: Any, call: Call) -> str:
+    is_known = call.name in _RULES or torch.Tag.pointwise in func.tags
+    return f"{call.name} {'mixes the samples' if is_known else 'is not known to keep samples apart'}"
 
 
 def _call_of(func: Any, args: Any, kwargs: Any, out: Any, n: int) -> Call:
@@ -469,7 +477,7 @@ _LIKE = """
     _to_copy copy_ fill_ zero_ detach alias lift_fresh native_dropout _fused_dropout bernoulli
     bernoulli_ normal_ uniform_ exponential_ empty_like zeros_like ones_like full_like rand_like
     randn_like randint_like contiguous dropout rrelu_with_noise clamp_ where masked_fill masked_fill_
-    soft_margin_loss_none bucketize poisson isin_none lerp nan_to_num binomial
+    bucketize poisson lerp _prelu_kernel nan_to_num binomial
 """.split()
 _POINTWISE = frozenset(_LIKE)
 _KEEPS_STATE = frozenset("native_batch_norm _native_batch_norm_legit cudnn_batch_norm".split())

@@ -285,7 +285,7 @@ class Call:
         if reduction and labels[0].is_batch:
             labels = [Label(reduction)]
         if any(label == MIXED for label in labels):
-            return None, f"{mode.mixing} mixes the samples" if mode.mixing else "it mixes samples"
+            return None, mode.mixing or "it mixes the samples"
         return [*labels, *map(label_of, given)], ""
 
     def _possible_cuts(self) -> list[dict[int, tuple[int, int]]]:
@@ -382,8 +382,17 @@ def _labelled_instance_norm(source: Any, *args: Any, **kwargs: Any) -> Any:
     return out
 
 
+def _labelled_bilinear(left: Any, right: Any, *args: Any, **kwargs: Any) -> Any:
+    out = F.bilinear(left, right, *args, **kwargs)
+    label = label_of(left)
+    fits = label == label_of(right) and label.is_batch and label.dim < left.dim() - 1
+    set_label(out, label if fits else MIXED)
+    return out
+
+
 _SPECIAL: dict[str, Callable[..., Any]] = {
     **{kind: _labelled_recurrent(kind) for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    "bilinear": _labelled_bilinear,
     "instance_norm": _labelled_instance_norm,
 }
 

@@ -63,7 +63,7 @@ def plan_of(tape: Tape, root: int | None) -> SplitPlan:
     for entry in entries:
         if entry.shape.is_hook:
             raise NotSplittableError(f"{described(entry)}: {entry.shape.why}", described(entry))
-    groups = _groups(tape)
+    groups = groups_of(tape)
     first = _before(entries)
     later = [entry for entry in entries if entry not in first]
     _refuse_writes(tape, first, later, groups)
@@ -98,7 +98,7 @@ def described(entry: Entry) -> str:
     return f"{name}(){where}"
 
 
-def _groups(tape: Tape) -> dict[int, int]:
+def groups_of(tape: Tape) -> dict[int, int]:
     """For each value the first one that it shares memory with."""
     groups = {number: number for number in tape.leaves}
     for entry in tape.entries:
@@ -108,7 +108,8 @@ def _groups(tape: Tape) -> dict[int, int]:
     return groups
 
 
-def _written(entry: Entry, groups: dict[int, int]) -> set[int]:
+def written_groups(entry: Entry, groups: dict[int, int]) -> set[int]:
+    """What a call writes into, as the first values that share that memory."""
     if not entry.shape.changed:
         return set()
     given = list(dict.fromkeys(entry.reads))
@@ -138,7 +139,7 @@ def _refuse_writes(
     read_whole: set[int] = set()
     made_whole: set[int] = set()
     for entry in later:
-        written = _written(entry, groups)
+        written = written_groups(entry, groups)
         reads = {groups.get(n, n) for n in entry.reads}
         is_chunk = entry.shape.kind == "chunk"
         late = written & (early | (read_whole if is_chunk else set()))
@@ -157,7 +158,7 @@ def _needed(whole: list[Entry], root: int, groups: dict[int, int]) -> list[Entry
     wanted = {groups.get(root, root), root}
     found = []
     for entry in reversed(whole):
-        gives = {n for n in entry.outs if n is not None} | _written(entry, groups)
+        gives = {n for n in entry.outs if n is not None} | written_groups(entry, groups)
         if gives & wanted or {groups.get(n, n) for n in gives} & wanted:
             found.append(entry)
             wanted.update(entry.reads)

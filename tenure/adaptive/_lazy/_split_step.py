@@ -47,6 +47,10 @@ class SplitStep:
         self._kept = self._wanted()
         self._last = [*self._kept, *plan.terms, *plan.frontier]
         self._chunk = replayed(plan.chunk, self._last)
+        self._before = {
+            n: leaf.value for n, leaf in self._data.items()
+            if n in tape.handles and n not in tape.leaves
+        }  # fmt: skip
         self._gathered: dict[int, Gathered] = {}
         self._totals: dict[int, _Total] = {}
         self._counts = self._entries_of_counts()
@@ -295,7 +299,7 @@ class SplitStep:
                 self.values |= {n: t.value() for n, t in self._totals.items()}
             env: dict[int, Any] = dict(self.values)
             late = [*self._plan.tail, *self._plan.others] if self._plan.terms else self._plan.others
-            self.values |= run_late(late, env, self._tape, self._data)
+            self.values |= run_late(late, env, self._tape, self._data) | self._before
             if self._root is not None:
                 self.values[self._root] = result.loss.clone()
 
@@ -326,7 +330,7 @@ class SplitStep:
         with torch.no_grad(), persist():
             env = {n: gathered.value() for n, gathered in self._gathered.items()}
             self.values = dict(env)
-            self.values |= run_late(self._plan.others, env, self._tape, self._data)
+            self.values |= run_late(self._plan.others, env, self._tape, self._data) | self._before
 
 
 def run_late(
