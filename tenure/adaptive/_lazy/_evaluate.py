@@ -29,7 +29,7 @@ from ._labels import MIXED, SHARED, Label
 from ._shapes import Shape, meta_of, numbers_in, template_of
 from ._split_plan import NotSplittableError, SplitPlan, groups_of, plain_tensors, plan_of, written_groups
 from ._split_step import SplitStep
-from ._tape import Entry, Leaf, Modes, Tape, filled, new_number, replayed, run
+from ._tape import Entry, Modes, Tape, check_unwritten, filled, leaf_of, new_number, replayed, run
 
 _MANY = 1024
 _split: OrderedDict[Hashable, bool] = OrderedDict()
@@ -71,6 +71,7 @@ def _run_data(tape: Tape, number: int, pending: list[Entry]) -> bool:
         if any(n in wanted for n in entry.made):
             found.append(entry)
             wanted.update(entry.reads)
+    check_unwritten(found, {n: tape.leaves[n] for n in wanted if n in tape.leaves})
     if tape.rng is None:
         tape.rng = _Start(tape)
     made = [n for entry in found for n in entry.made]
@@ -102,6 +103,15 @@ def _is_splittable(tape: Tape, number: int, meta: Any) -> bool:
 
 
 def _plan(tape: Tape, root: int | None) -> SplitPlan:
+    distributed: Any = torch.distributed
+    if (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    ):
+        raise NotSplittableError(
+            "other processes take part in it, and would wait for one that splits differently"
+        )
     plan = plan_of(tape, root)
     if not plan.chunk:
         raise NotSplittableError("nothing in it runs on one sample at a time")
@@ -160,6 +170,7 @@ def _devices(tape: Tape) -> list[torch.device]:
 def _run_whole(tape: Tape) -> OomInfo | None:
     """Run what has not run yet on all samples; what ran out of memory, with all as before."""
     pending = tape.pending()
+    check_unwritten(pending, tape.leaves)
     outside = sys.exception()
     if tape.rng is None:
         tape.rng = _Start(tape)
@@ -215,7 +226,7 @@ def consume(tape: Tape) -> None:
     tape.consume()
     for number in list(tape.values):
         value = tape.values.pop(number)
-        tape.leaves[number] = Leaf(value, labels.get(number, SHARED))
+        tape.leaves[number] = leaf_of(value, labels.get(number, SHARED))
 
 
 def run_now(
@@ -339,9 +350,8 @@ def backward(
     root = _one_root(roots, gradients)
     tape: Tape = root._tape.home()
     number: int = root._number
-    if any(n in tape.spent for entry in tape.entries for n in entry.reads) or (
-        number in tape.spent and not tape.entries
-    ):
+    graphs = (e for e in tape.entries if any(meta.requires_grad for meta in e.shape.metas))
+    if number in tape.spent or any(n in tape.spent for entry in graphs for n in entry.reads):
         raise RuntimeError(_TWICE)
     if inputs is not None:
         inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)

@@ -196,6 +196,9 @@ class Call:
             i for i, t in enumerate(given) if version_of(t) != self._versions[i]
         }
         labels, why, cuts, frozen = self._elsewhere_labels(len(outs), len(given))
+        for label, tensor in zip(labels, outs, strict=False):
+            if label.is_batch and not _fits(label, tensor, self._n):
+                labels = [MIXED] * len(outs) + labels[len(outs) :]
         metas = tuple(
             meta_of(tensor, label) for tensor, label in zip(outs, labels, strict=False)
         )
@@ -295,7 +298,8 @@ class Call:
             for dim, size in enumerate(tensor.shape):
                 if size == self._n and i not in inner:
                     inner[i] = (dim, 1)
-        ways = [{}, inner] if inner else [{}]
+        ways: list[dict[int, tuple[int, int]]] = [{}, inner] if inner else [{}]
+        ways += [{i: cut} for i, cut in inner.items()] if len(inner) > 1 else []
         first = [[(d, 1) for d, s in enumerate(t.shape) if s == self._n] for t in self._plains]
         # second dimensions, as of the state of a recurrent network; rows that were flattened
         later = {i: dims[-1] for i, dims in enumerate(first) if len(dims) > 1}
@@ -501,6 +505,12 @@ def _alias(tensor: Any, given: list[Any]) -> int | None:
         if storage_key(each) == storage:
             return i
     return None
+
+
+def _fits(label: Label, tensor: Any, n_samples: int) -> bool:
+    """Whether a tensor has the samples where a label says."""
+    dims: int = tensor.dim()
+    return label.dim < dims and tensor.shape[label.dim] == label.size(n_samples)
 
 
 def _kind(labels: list[Label], n_outs: int) -> str:

@@ -19,7 +19,7 @@ from .._step import StepResult, step
 from ._gathered import Gathered, with_samples_apart, with_samples_back
 from ._labels import SHARED, Label
 from ._split_plan import SplitPlan
-from ._tape import Entry, Leaf, Tape, replayed, run
+from ._tape import Entry, Leaf, Tape, check_unwritten, leaf_of, replayed, run
 from ._terms import count_of, reads_of_count
 
 
@@ -41,6 +41,7 @@ class SplitStep:
     ) -> None:
         self._tape, self._root, self._plan, self._labels = tape, root, plan, labels
         self._n = tape.n_samples
+        check_unwritten(tape.entries, tape.leaves)
         self.values: dict[int, Tensor] = {}
         self._data = _run_before(tape, plan, labels)
         self._numbers = list(self._data)
@@ -353,7 +354,7 @@ def run_late(
 def _without_grad(entry: Entry) -> Entry:
     return Entry(
         entry.seq, entry.func, entry.args, entry.kwargs, entry.modes._replace(grad=False),
-        entry.outs, entry.reads, entry.shape, entry.site,
+        entry.outs, entry.reads, entry.shape, entry.plains, entry.site,
     )  # fmt: skip
 
 
@@ -375,7 +376,7 @@ def _run_before(tape: Tape, plan: SplitPlan, labels: dict[int, Label]) -> dict[i
     with torch.no_grad(), persist():
         run(replayed(plan.before, [*made, *env]), env, tape.kind)
     for number in made:
-        data[number] = Leaf(env[number], labels.get(number, SHARED), is_given=False)
+        data[number] = leaf_of(env[number], labels.get(number, SHARED))
     return data
 
 

@@ -16,6 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tenure._errors import AdaptiveUsageError
+from tenure._text import describe_tensor
+from tenure._torch.writes import version_of
+
 from ._batch_int import BatchInt, at
 from ._labels import SHARED, Label
 
@@ -94,6 +98,8 @@ class Entry:
         outs: the numbers of the tensors it gives; None for one that it was given.
         reads: the numbers that it takes.
         shape: what is known of such calls.
+        plains: the tensors that it takes and that were not recorded, with how often each had been
+            written.
         site: where the user's program called it, where that may have to be told.
         is_done: whether it has run on the whole batch.
     """
@@ -106,6 +112,7 @@ class Entry:
     outs: tuple[int | None, ...]
     reads: tuple[int, ...]
     shape: Any
+    plains: tuple[tuple[Tensor, int | None], ...] = ()
     site: Any = None
     is_done: bool = False
 
@@ -121,12 +128,17 @@ class Leaf(NamedTuple):
     Attributes:
         value: the tensor.
         label: where it has the samples.
-        is_given: whether the user passed it to lazy().
+        version: how often it had been written.
     """
 
     value: Tensor
     label: Label
-    is_given: bool = True
+    version: int | None
+
+
+def leaf_of(value: Tensor, label: Label) -> Leaf:
+    """A leaf as it is now."""
+    return Leaf(value, label, version_of(value))
 
 
 @dataclass(eq=False)
@@ -220,7 +232,7 @@ class Tape:
         if key not in self.cuts:
             label = SHARED if dim is None else Label("batch", dim, 1, inner)
             number = self.cuts[key] = new_number()
-            self.leaves[number] = Leaf(tensor, label, is_given=False)
+            self.leaves[number] = leaf_of(tensor, label)
         return self.cuts[key]
 
     def tidy(self) -> None:
@@ -242,6 +254,27 @@ class Tape:
         self.held = None
         self.leaves = {n: leaf for n, leaf in self.leaves.items() if n in self.handles}
         self.tidy()
+
+
+def check_unwritten(entries: Iterable[Entry], leaves: Mapping[int, Leaf]) -> None:
+    """Make sure that what recorded calls take is what it was when they were recorded.
+
+    Raises:
+        AdaptiveUsageError: a tensor was written to since.
+    """
+    taken = [(leaf.value, leaf.version) for leaf in leaves.values()]
+    for entry in entries:
+        # it writes into some of them itself
+        if not entry.shape.writes_plain:
+            taken += entry.plains
+    for tensor, version in taken:
+        if version_of(tensor) != version:
+            raise AdaptiveUsageError(
+                f"{describe_tensor(tensor)} was written to after a call of torch that takes it was "
+                "recorded by lazy() and before that was computed, as by an optimizer: the result "
+                "would be another one. Compute what was recorded first: read it, call value() or "
+                "backward(), or let go of it."
+            )
 
 
 def filled(value: Any, get: Callable[[int], Any], n_samples: int | None) -> Any:

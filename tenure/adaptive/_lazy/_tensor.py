@@ -17,13 +17,14 @@ from tenure._callers import capture_site
 from tenure._errors import AdaptiveUsageError
 from tenure._text import describe_elements
 from tenure._torch.compiler import is_dynamo_compiling, never_compiled
+from tenure._torch.writes import version_of
 from tenure._torch.wrappers import make_wrapper, recorded_by_autograd
 
 from . import _evaluate as evaluate
 from ._batch_int import BatchInt
 from ._labels import SHARED
 from ._shapes import HOOK, Call, Meta, Out, Shape, meta_of, numbers_in, rebuilt
-from ._tape import Entry, Leaf, Modes, Ref, Tape, flat_tensors, new_number
+from ._tape import Entry, Leaf, Modes, Ref, Tape, flat_tensors, leaf_of, new_number
 
 _MANY = 8192
 _ELSEWHERE = 10007
@@ -199,6 +200,8 @@ class _Walk:
 
 def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Note a call; what it gives, as tensors to be computed later."""
+    if func in _SQUEEZES and len(args) == 1 and not kwargs:
+        args = (args[0], _squeezed_dims(args[0]))
     walk = _Walk()
     stored, named = walk.take(args), walk.take(kwargs)
     if not walk.lazies:
@@ -224,6 +227,16 @@ def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         for each in flat_tensors(made):
             each._is_data = True
     return made
+
+
+_SQUEEZES = frozenset({torch.squeeze, Tensor.squeeze, Tensor.squeeze_})
+
+
+def _squeezed_dims(tensor: LazyTensor) -> tuple[int, ...]:
+    """The dimensions of size 1, which another number of samples has too: a single one stays."""
+    label = tensor._meta.label
+    kept = label.dim if label.is_batch else -1
+    return tuple([d for d, n in enumerate(tensor._meta.shape) if n == 1 and d != kept])
 
 
 def _is_data(walk: _Walk, shape: Shape) -> bool:
@@ -279,7 +292,8 @@ def _entered(
     numbers = [new_number() for _ in shape.metas]
     reads = (*(each._number for each in walk.lazies), *(r.number for r in walk.cuts.values()))
     outs = tuple(numbers_in(shape.out, numbers))
-    entry = Entry(new_number(), func, stored, named, modes, outs, reads, shape)
+    plains = tuple([(tensor, version_of(tensor)) for tensor in walk.plains])
+    entry = Entry(new_number(), func, stored, named, modes, outs, reads, shape, plains)
     if shape.kind != "chunk":
         entry.site = capture_site(sys._getframe(3), "site")
     tape.entries.append(entry)
@@ -411,7 +425,7 @@ def _noted(self: LazyTensor, func: Any, args: tuple[Any, ...]) -> None:
     """Record what gives no tensor and wants the whole gradient."""
     tape = self._tape.home()
     modes, site = Modes.now(tape.kind), capture_site(sys._getframe(2), "site")
-    entry = Entry(new_number(), func, args, {}, modes, (), (self._number,), HOOK, site)
+    entry = Entry(new_number(), func, args, {}, modes, (), (self._number,), HOOK, site=site)
     tape.entries.append(entry)
 
 
@@ -543,6 +557,6 @@ _WRITES_LATER = frozenset({torch.nn.functional.batch_norm, torch.batch_norm,
 
 def lazy_leaf(tensor: Tensor, tape: Tape, label: Any = SHARED) -> LazyTensor:
     """A handle of a tensor of the user's."""
-    made = new_leaf(tape, Leaf(tensor, label), meta_of(tensor, label))
+    made = new_leaf(tape, leaf_of(tensor, label), meta_of(tensor, label))
     made._is_data = not tensor.requires_grad
     return made
