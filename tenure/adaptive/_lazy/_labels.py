@@ -272,6 +272,8 @@ def _viewed(call: Call) -> Label | None:
     for d, size in enumerate(shape):
         if size and left % before == 0:
             outer = left // before
+            if not outer:
+                return None
             inner, rest = divmod(size, outer * call.n)
             if not rest and inner * prod(shape[d + 1 :]) == right:
                 return Label("batch", d, outer, inner)
@@ -291,7 +293,8 @@ def _repeated(call: Call) -> Label | None:
     source = _source(call)
     label = label_of(source)
     d = label.dim + call.out.dim() - source.dim()
-    return Label("batch", d, label.outer * call.args["repeats"][d], label.inner)
+    times = call.args["repeats"][d]
+    return Label("batch", d, label.outer * times, label.inner) if times else None
 
 
 def _permuted(call: Call) -> Label | None:
@@ -339,6 +342,14 @@ def _joined(call: Call) -> Label | None:
     (label, *others) = labels
     same = not others and len({t.dim() for t in tensors}) == 1 and label.is_batch
     return label if same and call.args["dim"] % tensors[0].dim() != label.dim else None
+
+
+def _stacked(call: Call) -> Label | None:
+    tensors = call.args["tensors"]
+    (label, *others) = {label_of(t) for t in tensors}
+    if others or not label.is_batch:
+        return None
+    return label._replace(dim=label.dim + (call.args["dim"] % call.out.dim() <= label.dim))
 
 
 def _indexed(call: Call) -> Label | None:
@@ -430,7 +441,8 @@ def _first(call: Call) -> Label | list[Label] | None:
     """Works on each place of the first dimension alone; later results may be of another kind."""
     labels = {label_of(t) for t in call.labelled()}
     (label, *others) = labels
-    if others or label.dim:
+    out = next(iter(tensors_in([call.out])))
+    if others or label.dim or not out.dim() or out.shape[0] != label.size(call.n):
         return None
     return [
         label if t.dim() and t.shape[0] == label.size(call.n) else SHARED
@@ -477,7 +489,7 @@ _LIKE = """
     _to_copy copy_ fill_ zero_ detach alias lift_fresh native_dropout _fused_dropout bernoulli
     bernoulli_ normal_ uniform_ exponential_ empty_like zeros_like ones_like full_like rand_like
     randn_like randint_like contiguous dropout rrelu_with_noise clamp_ where masked_fill masked_fill_
-    bucketize poisson lerp _prelu_kernel nan_to_num binomial
+    poisson lerp _prelu_kernel nan_to_num binomial
 """.split()
 _POINTWISE = frozenset(_LIKE)
 _KEEPS_STATE = frozenset("native_batch_norm _native_batch_norm_legit cudnn_batch_norm".split())
@@ -491,9 +503,9 @@ _ALONG = """
     logcumsumexp cummax cummin sort argsort topk kthvalue median nanmedian mode flip roll select
     slice split split_with_sizes unbind unfold glu index_select gather scatter scatter_add
     scatter_reduce scatter_ scatter_add_ nansum aminmax count_nonzero _fft_r2c _fft_c2c _fft_c2r
-    index_fill index_fill_ index_add index_copy unsafe_split unsafe_chunk renorm
+    index_fill index_fill_ index_add index_copy unsafe_split unsafe_chunk
 """.split()
-_POOLS = {1: "max_pool1d avg_pool1d adaptive_avg_pool1d adaptive_max_pool1d upsample_nearest1d "
+_POOLS = {1: "max_pool1d avg_pool1d adaptive_avg_pool1d adaptive_max_pool1d upsample_nearest1d _upsample_nearest_exact1d "
           "upsample_linear1d reflection_pad1d replication_pad1d",
           2: "max_pool2d_with_indices max_pool2d avg_pool2d adaptive_avg_pool2d "
           "_adaptive_avg_pool2d adaptive_max_pool2d upsample_nearest2d upsample_bilinear2d "
@@ -515,7 +527,14 @@ def _lossy(call: Call) -> Label | list[Label] | None:
 
 
 def _likelihood(call: Call) -> Label | list[Label] | None:
-    return None if call.args["reduction"] else _first(call)
+    given = [call.args["self"], call.args["target"]]
+    of_classes = [t for t in call.labelled() if all(t is not each for each in given)]
+    alone = given[0].dim() < 2 or label_of(given[0]) != label_of(given[1])
+    return None if call.args["reduction"] or of_classes or alone else _first(call)
+
+
+def _bucketized(call: Call) -> Label | None:
+    return None if label_of(call.args["boundaries"]).is_batch else label_of(call.args["self"])
 
 
 def _padded(call: Call) -> Label | None:
@@ -565,11 +584,14 @@ _RULES: dict[str, Rule] = {
     "squeeze": _squeezed,
     "diagonal": _diagonal,
     "cat": _joined,
+    "stack": _stacked,
+    "view_as_real": _leading(0),
+    "view_as_complex": _leading(1),
     "index": _indexed,
     "index_put": _masked_write,
     "index_put_": _masked_write,
     "embedding": _embedded,
     "linear": _linear,
     "constant_pad_nd": _padded,
-    "searchsorted": _leading(1),
+    "bucketize": _bucketized,
 }

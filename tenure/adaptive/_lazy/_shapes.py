@@ -357,6 +357,10 @@ def _special(func: Any) -> Callable[..., Any] | None:
     return _SPECIAL.get(getattr(func, "__name__", "")) if callable(func) else None
 
 
+def _all_shared(values: Any) -> bool:
+    return all(label_of(tensor) == SHARED for tensor in flat_tensors(list(values)))
+
+
 def _labelled_recurrent(kind: str) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         source, state = args[0], args[1]
@@ -368,6 +372,7 @@ def _labelled_recurrent(kind: str) -> Callable[..., Any]:
         states = list(state) if isinstance(state, list | tuple) else [state]
         fits = type(batch_first) is bool and source.dim() == 3 and label == Label("batch", +first)
         fits = fits and all(label_of(s) == Label("batch", 1) for s in states)
+        fits = fits and _all_shared(args[2])
         for i, each in enumerate(flat_tensors(out)):
             set_label(each, (label if i == 0 else Label("batch", 1)) if fits else MIXED)
         return out
@@ -382,6 +387,7 @@ def _labelled_instance_norm(source: Any, *args: Any, **kwargs: Any) -> Any:
     tracks = given.get("running_mean") is not None
     label = label_of(source)
     fits = label.is_batch and not label.dim and not tracks and source.dim() > 2
+    fits = fits and _all_shared([*args, *kwargs.values()])
     set_label(out, label if fits else MIXED)
     return out
 
@@ -390,6 +396,7 @@ def _labelled_bilinear(left: Any, right: Any, *args: Any, **kwargs: Any) -> Any:
     out = F.bilinear(left, right, *args, **kwargs)
     label = label_of(left)
     fits = label == label_of(right) and label.is_batch and label.dim < left.dim() - 1
+    fits = fits and _all_shared([*args, *kwargs.values()])
     set_label(out, label if fits else MIXED)
     return out
 

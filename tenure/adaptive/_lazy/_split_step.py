@@ -96,11 +96,15 @@ class SplitStep:
     def _env(self, batch: list[Tensor]) -> tuple[dict[int, Any], int]:
         env, length = {}, self._n
         for number, piece in zip(self._numbers, batch, strict=True):
-            label = self._data[number].label
+            leaf = self._data[number]
+            label = leaf.label
             if label.is_batch:
                 dim = label.dim if label.outer == label.inner == 1 else label.dim + 1
                 length = piece.shape[dim]
                 piece = with_samples_back(piece, label)
+                # a part along a later dimension has gaps, and can't be viewed in all shapes
+                if label.dim and leaf.value.is_contiguous():
+                    piece = piece.contiguous()
             # the user's own tensor is not written: the recorded one is
             env[number] = piece.clone() if number in self._tape.written else piece
         return env, length

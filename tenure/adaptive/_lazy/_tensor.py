@@ -131,12 +131,20 @@ def new_leaf(tape: Tape, leaf: Leaf, meta: Meta) -> LazyTensor:
 # --- recording
 
 
+_WITH_RATES = frozenset("""
+    add sub rsub mul div true_divide pow add_ sub_ mul_ div_ __add__ __radd__ __sub__ __rsub__
+    __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __iadd__ __isub__ __imul__ __itruediv__
+    dropout masked_fill masked_fill_ clamp clip fill_ where lerp gt lt ge le eq ne
+""".split())
+
+
 class _Walk:
     """Takes arguments apart: what is stored of them, and what makes two calls alike."""
 
-    __slots__ = ("cuts", "freezes", "has_graph", "has_sizes", "is_known", "key", "lazies", "plains", "tape")
+    __slots__ = ("cuts", "freezes", "has_graph", "has_rates", "has_sizes", "is_known", "key", "lazies", "plains", "tape")
 
-    def __init__(self) -> None:
+    def __init__(self, func: Any = None) -> None:
+        self.has_rates = getattr(func, "__name__", "") in _WITH_RATES
         self.key: list[Any] = []
         self.lazies: list[LazyTensor] = []
         self.plains: list[Tensor] = []
@@ -166,7 +174,8 @@ class _Walk:
             key.append((kind, value))
             return value
         if kind is float:
-            key.append(kind)
+            # a factor or a rate, which may change with each call; elsewhere it may be a shape
+            key.append(kind if self.has_rates else (kind, value))
             return value
         if kind is BatchInt:
             self.has_sizes = True
@@ -202,7 +211,7 @@ def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     """Note a call; what it gives, as tensors to be computed later."""
     if func in _SQUEEZES and len(args) == 1 and not kwargs:
         args = (args[0], _squeezed_dims(args[0]))
-    walk = _Walk()
+    walk = _Walk(func)
     stored, named = walk.take(args), walk.take(kwargs)
     if not walk.lazies:
         raise AdaptiveUsageError(_hidden(func))
