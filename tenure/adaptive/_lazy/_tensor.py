@@ -75,6 +75,7 @@ class LazyTensor(Tensor):
 
     def value(self) -> Tensor:
         """The tensor itself, computed if it was not."""
+        refuse_own_function(self)
         return evaluate.value_of(self)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -217,8 +218,7 @@ def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         raise AdaptiveUsageError(_hidden(func))
     tape = _home_of(walk.lazies)
     for each in walk.lazies:
-        if recorded_by_autograd(each) is not None:
-            _refuse_own_function(each)
+        refuse_own_function(each)
     modes = Modes.now(tape.kind)
     shape = _shape_of(func, walk, stored, named, modes, tape)
     if shape is None:
@@ -370,8 +370,16 @@ def _home_of(lazies: list[LazyTensor]) -> Tape:
     return first
 
 
-def _refuse_own_function(tensor: LazyTensor) -> None:
-    name = type(recorded_by_autograd(tensor)).__name__
+def refuse_own_function(tensor: LazyTensor) -> None:
+    """Make sure that no function of autograd has made a tensor, past the recording.
+
+    Raises:
+        AdaptiveUsageError: one has.
+    """
+    node = recorded_by_autograd(tensor)
+    if node is None:
+        return
+    name = type(node).__name__
     raise AdaptiveUsageError(
         f"A tensor of lazy() came out of {name.removesuffix('Backward')!r}, a function with a "
         "backward pass of its own (torch.autograd.Function; hooks of modules that run backward and "
@@ -471,6 +479,7 @@ def _contains(self: LazyTensor, element: Any) -> bool:
 
 def _backward(self: LazyTensor, gradient: Any = None, retain_graph: Any = None,
               create_graph: bool = False, inputs: Any = None) -> None:  # fmt: skip
+    refuse_own_function(self)
     evaluate.backward([self], [gradient], retain_graph, create_graph, inputs)
 
 
@@ -480,6 +489,9 @@ def _backward_of(tensors: Any, grad_tensors: Any = None, retain_graph: Any = Non
     roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     given = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors
     gradients = list(given) if given else [None] * len(roots)
+    for root in roots:
+        if type(root) is LazyTensor:
+            refuse_own_function(root)
     evaluate.backward(roots, gradients, retain_graph, create_graph, inputs)
 
 
