@@ -131,18 +131,20 @@ def set_entries(node: Any, entries: dict[Any, Any]) -> None:
             _set(node, key, entry)
 
 
-def handles_in(values: Iterable[object], cls: type[Tensor]) -> Iterator[Tensor]:
-    """The tensors of exactly ``cls`` in a call, one by one: behind one may stand half-made objects.
+def passed_tensors(value: object) -> Iterator[Tensor]:
+    """The tensors that a function is called with or returns, as often as they are there.
 
-    ``copy.deepcopy`` for one passes its memo along, with all that it has copied so far.
+    One by one, because behind one may stand half-made objects: ``copy.deepcopy`` for one passes its
+    memo along, with all that it has copied so far.
     """
-    for value in values:
-        if type(value) is cls:
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from handles_in(value, cls)
-        elif isinstance(value, Mapping):
-            yield from handles_in(value.values(), cls)
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from passed_tensors(each)
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from passed_tensors(each)
 
 
 class Survey:

@@ -176,6 +176,25 @@ def parse_bytes(size: int | str) -> int:
     return _parsed_text(size) if isinstance(size, str) else _checked_int(size)
 
 
+def parse_share(text: object) -> float | None:
+    """Read a share as people write it, such as ``"80%"``.
+
+    Returns:
+        The share; None where no per cent are written, and 0.0 where they can't be one.
+
+    Example:
+        >>> parse_share("80%"), parse_share("24GiB"), parse_share("120%"), parse_share("x%")
+        (0.8, None, 0.0, 0.0)
+    """
+    if not (isinstance(text, str) and text.strip().endswith("%")):
+        return None
+    try:
+        share = float(text.strip().removesuffix("%")) / 100
+    except ValueError:
+        return 0.0
+    return share if 0 < share <= 1 else 0.0
+
+
 def _parsed_text(text: str) -> int:
     match = _SIZE.fullmatch(text)
     factor = _FACTORS.get(match[2].lower()) if match else None

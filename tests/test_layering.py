@@ -55,7 +55,7 @@ _PACKAGES = {
         "_advice",
         "_plan",
     ),
-    ("adaptive", "_predict"): ("_scratch",),
+    ("adaptive", "_predict"): ("_scratch", "_lent"),
     ("adaptive", "_step"): (
         "_gradients",
         "_samples",
@@ -64,6 +64,7 @@ _PACKAGES = {
         "_check",
         "_verify",
     ),
+    ("integrations",): ("_lightning",),
     ("profiler",): ("_trace", "_lines", "_owners", "_reports", "_courtesy"),
     ("paging",): (
         "_model",

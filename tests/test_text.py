@@ -16,6 +16,7 @@ from tenure._text import (
     format_bytes_as_torch,
     listed,
     parse_bytes,
+    parse_share,
 )
 
 
@@ -97,6 +98,17 @@ def test_a_text_that_is_no_size_is_quoted_with_what_to_write(text):
 def test_a_long_text_is_quoted_shortened():
     with pytest.raises(ByteSizeError, match=r"^'9{37}\.\.\.' is not a number of bytes"):
         parse_bytes("9" * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        *((" 80 %", 0.8), ("100%", 1.0), ("0%", 0), ("101%", 0), ("nan%", 0), ("%", 0)),
+        *(("80", None), (80, None), ("24GiB", None)),
+    ],
+)
+def test_a_share_is_read_only_where_per_cent_are_written(text, share):
+    assert parse_share(text) == share
 
 
 @pytest.mark.parametrize(

@@ -101,24 +101,36 @@ class _Answer(NamedTuple):
     @property
     def advice(self) -> tuple[Advice, ...]:
         # it takes predictions of its own, which nobody waits for where the work fits
-        return () if self.fits else self.report.advice
+        advice = () if self.fits else self.report.advice
+        if self.micro_batch is None:
+            return advice
+        # That is half of the batch, whatever there is; here the size was looked for.
+        return tuple(each for each in advice if not each.how.startswith("tenure.adaptive.step("))
 
     @property
     def fits(self) -> bool | None:
         budget_bytes = self.report.budget_bytes
         return None if budget_bytes is None else self.report.fits(budget_bytes)
 
+    @property
+    def spare_bytes(self) -> int | None:
+        """What is left; below 0 where it does not fit."""
+        if self.report.budget_bytes is None:
+            return None
+        left_bytes = self.report.budget_bytes - self.report.needed_bytes
+        # it fits also where the allocator has to give back what it caches, and then nothing is left
+        return max(left_bytes, 0) if self.fits else left_bytes
+
     def facts(self) -> dict[str, Any]:
         from tenure._show import plain
 
-        report, budget_bytes = self.report, self.report.budget_bytes
         facts: dict[str, Any] = {
             "fits": self.fits,
-            "budget_bytes": budget_bytes,
-            "spare_bytes": None if budget_bytes is None else budget_bytes - report.needed_bytes,
+            "budget_bytes": self.report.budget_bytes,
+            "spare_bytes": self.spare_bytes,
             "micro_batch": None,
             "advice": plain(self.advice),
-            "report": report.to_dict(),
+            "report": self.report.to_dict(),
         }
         if self.micro_batch is not None:
             facts["micro_batch"] = {
@@ -168,7 +180,8 @@ def _in_words(found: MicroBatch) -> str:
     if not found.fits:
         return f"No micro-batch fits: {takes}."
     batch = f"the batch has {counted(found.n_samples, 'sample')}"
-    return f"The largest micro-batch that fits is {found.size}; {batch}; {takes}."
+    how = f"Run it with tenure.adaptive.step(fn, batch, maximum={found.size})"
+    return f"The largest micro-batch that fits is {found.size}; {batch}; {takes}. {how}."
 
 
 def _as_an_item(advice: Advice) -> str:

@@ -8,6 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar
 
+_FEWEST_BYTES = 2**20
+"""A bare number below it was meant in a unit: no device has so little."""
+
 
 class Verb(ABC):
     """A verb of the command line; the docstring of its class is its help."""
@@ -56,9 +59,15 @@ def byte_size(text: str) -> int:
     from tenure._text import parse_bytes
 
     try:
-        return parse_bytes(text)
+        n_bytes = parse_bytes(text)
     except ByteSizeError as error:
         raise argparse.ArgumentTypeError(str(error).rstrip(".")) from None
+    if n_bytes < _FEWEST_BYTES and text.strip().isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is {n_bytes} bytes; write the unit, such as {text.strip()}GiB, or "
+            f"{text.strip()}B if it is meant"
+        )
+    return n_bytes
 
 
 def device_name(text: str) -> str:

@@ -84,7 +84,17 @@ class Identities:
             return list(dict(zip(self.numbers, range(len(self.numbers)), strict=True)).values())
         last = self._numpy.zeros(_N_BUCKETS, self._numpy.int64)
         last[self._buckets] = self._numpy.arange(len(self.numbers))
-        return [self._position_of(last, number) for number in self._numpy.unique(self.numbers)]
+        unique = self._numpy.unique(self.numbers)
+        positions = last[_bucket(unique)]
+        # those that share their bucket, all at once: a look through the whole array costs the more
+        others = self.numbers[positions] != unique
+        if others.any():
+            wanted = IdentitySet(unique[others].tolist())
+            near = wanted.among(self._numpy, self.numbers, self._buckets)
+            _, first = self._numpy.unique(self.numbers[near], return_index=True)
+            positions[others] = near[first]
+        found: list[int] = positions.tolist()
+        return found
 
     def ordered(self) -> Sequence[int]:
         """The identities by size."""
@@ -92,13 +102,6 @@ class Identities:
             return array("Q", sorted(self.numbers))
         ordered: Sequence[int] = self._numpy.sort(self.numbers)
         return ordered
-
-    def _position_of(self, last: Any, number: Any) -> int:
-        position = last[_bucket(number)]
-        # it shares its bucket
-        if self.numbers[position] != number:
-            position = self._numpy.flatnonzero(self.numbers == number)[0]
-        return int(position)
 
 
 class References:

@@ -45,6 +45,20 @@ def never_compiled(function: Function) -> Function:
     return function
 
 
+def breaks_graphs(function: Function) -> Function:
+    """Let compiled code that calls ``function`` end its graph there, and run it as it is.
+
+    What is never compiled by itself is traced all the same where compiled code calls it.
+
+    Source: ``torch.compiler.disable``, without importing dynamo.
+    """
+    if not _can_mark:
+        return torch.compiler.disable(function)  # type: ignore[no-any-return]
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = None  # type: ignore[attr-defined]
+    return never_compiled(function)
+
+
 def _refuse_to_be_compiled() -> bool:
     if torch.compiler.is_dynamo_compiling():
         refuse(_EXECUTION, _PURPOSE)
@@ -157,9 +171,14 @@ def works() -> bool:
         seen.append(torch.compiler.is_dynamo_compiling())
         return x + 1
 
+    @breaks_graphs
+    def breaking(x: Tensor) -> Tensor:
+        return marked(x)
+
     compiled = torch.compile(marked, backend="eager")
     compiled(torch.ones(1))
+    torch.compile(lambda x: breaking(x * 2) * 2, backend="eager")(torch.ones(1))
     with not_compiling():
         torch.compile(unmarked, backend="eager")(torch.ones(1))
     told = is_compiled(compiled) and not is_compiled(marked)
-    return told and seen == [False, False] and tells_graph_outputs()
+    return told and seen == [False, False, False] and tells_graph_outputs()

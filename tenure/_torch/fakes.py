@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import bound, optional
+from .modes import all_modes
 
 _PREDICTION = "predictions of memory"
 _HOME = "torch._subclasses.fake_tensor"
@@ -58,6 +59,11 @@ def unlogged() -> Iterator[None]:
 
 class _Nothing:
     pass
+
+
+def are_made() -> bool:
+    """Whether the operations of this thread are on tensors without data."""
+    return any(isinstance(mode, FakeMode) for mode in all_modes())
 
 
 def new_mode() -> Any:

@@ -59,9 +59,13 @@ def remove(mode: object) -> bool:
 
 def open_modes() -> list[DispatchMode]:
     """The dispatch modes that the program has open on this thread, the innermost last."""
-    stack = (_dispatch_at(i) for i in range(_n_dispatch()))
     # the others are of torch's own compiler, and stand apart from the stack of the program
-    return [mode for mode in stack if not mode.is_infra_mode()]
+    return [mode for mode in all_modes() if not mode.is_infra_mode()]
+
+
+def all_modes() -> list[DispatchMode]:
+    """All dispatch modes of this thread, also those of torch's own compiler."""
+    return [_dispatch_at(i) for i in range(_n_dispatch())]
 
 
 def schema_of(func: Any) -> Any:

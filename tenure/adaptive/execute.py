@@ -18,6 +18,7 @@ from ._decorators import (
     Chunk,
     Collect,
     Piece,
+    Reducer,
     checked_dimension,
     checked_options,
     checked_range,
@@ -29,6 +30,7 @@ from ._sizes import calling_frame, checked_initial, checked_size, remembered_of
 
 T = TypeVar("T")
 R = TypeVar("R")
+ReducerT = TypeVar("ReducerT", bound=Reducer)
 
 
 def batch(
@@ -103,10 +105,20 @@ def range(
     end: int,
     initial_step: int | None = None,
     *,
-    collect: Literal["cat"],
+    collect: Literal["cat", "host"],
     progress: bool = False,
     **options: Unpack[AdaptiveOptions],
 ) -> Callable[[Callable[[int, int], T]], T]: ...
+@overload
+def range(
+    start: int,
+    end: int,
+    initial_step: int | None = None,
+    *,
+    collect: ReducerT,
+    progress: bool = False,
+    **options: Unpack[AdaptiveOptions],
+) -> Callable[[Callable[[int, int], object]], ReducerT]: ...
 @overload
 def range(
     start: int,
@@ -148,7 +160,7 @@ def range(
     checked = checked_options("initial_step", **options)
     start, end = checked_range("execute.range", start, end)
     initial = checked_initial("initial_step", initial_step, checked.limits)
-    collector = collector_for(collect)
+    make_collector = collector_for(collect)
 
     @never_compiled
     def execute(func: Callable[[int, int], Any]) -> Any:
@@ -164,7 +176,7 @@ def range(
             initial=initial,
             options=checked,
             remembered=remembered,
-            collector=collector,
+            collect=make_collector,
             progress=progress,
         )
 
@@ -197,10 +209,20 @@ def chunked(
     initial_step: int | None = None,
     dimension: int | None = None,
     *,
-    collect: Literal["cat"],
+    collect: Literal["cat", "host"],
     progress: bool = False,
     **options: Unpack[AdaptiveOptions],
 ) -> Callable[[Callable[[Tensor, int, int], T]], T]: ...
+@overload
+def chunked(
+    tensor: Tensor,
+    initial_step: int | None = None,
+    dimension: int | None = None,
+    *,
+    collect: ReducerT,
+    progress: bool = False,
+    **options: Unpack[AdaptiveOptions],
+) -> Callable[[Callable[[Tensor, int, int], object]], ReducerT]: ...
 @overload
 def chunked(
     tensor: Tensor,
@@ -242,7 +264,7 @@ def chunked(
     checked = checked_options("initial_step", **options)
     split = checked_dimension("execute.chunked", tensor, 0 if dimension is None else dimension)
     initial = checked_initial("initial_step", initial_step, checked.limits)
-    collector = collector_for(collect)
+    make_collector = collector_for(collect)
 
     @never_compiled
     def execute(func: Callable[[Tensor, int, int], Any]) -> Any:
@@ -260,7 +282,7 @@ def chunked(
             initial=initial,
             options=checked,
             remembered=remembered,
-            collector=collector,
+            collect=make_collector,
             progress=progress,
         )
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tenure._callers import Site, SiteStack, package_of
-from tenure._containers import handles_in
+from tenure._containers import passed_tensors
 from tenure._errors import DisposedAttributeError, DisposedTensorError
 from tenure._heap import find_holders
 from tenure._text import describe, operation_of
@@ -194,9 +194,9 @@ def _variables_of_torch() -> tuple[str, ...]:
 
 
 def _refuse(operation: str, trees: tuple[object, ...]) -> NoReturn:
-    tensor = next(handles_in(trees, DisposedTensor), None)
-    if tensor is not None:
-        refuse(tensor, operation)
+    for tensor in passed_tensors(trees):
+        if type(tensor) is DisposedTensor:
+            refuse(tensor, operation)
     raise DisposedTensorError(f"{operation} got a disposed tensor. {_ADVICE}")
 
 

@@ -66,6 +66,14 @@ def two_inputs():
     return lambda b: (net(b["x"]).mean(1) - b["y"][0]).square().mean(), batch
 
 
+def cached():
+    def fn(batch):
+        with torch.no_grad():
+            return sum(part.exp().exp().sum() for part in batch)
+
+    return fn, [torch.randn(6_000, 700), torch.randn(5_000, 700)]
+
+
 def one_sample():
     net = model()
     return lambda x: net(x).mean(), torch.randn(1, 256)
@@ -427,6 +435,38 @@ def test_a_size_that_is_none_is_refused_in_one_line(capsys):
         "tenure fit: error: argument --device-memory: '24 gigs' is not a number of bytes. Write an "
         'int, or a number and a unit, such as "64MiB" or "1.5 GiB". See tenure fit --help.\n'
     )
+
+
+def test_a_number_that_lacks_its_unit_is_refused_and_small_sizes_with_one_are_not(capsys):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["fit", "program:setup", "--device-memory", "24"])
+    assert capsys.readouterr().err == (
+        "tenure fit: error: argument --device-memory: '24' is 24 bytes; write the unit, such as "
+        "24GiB, or 24B if it is meant. See tenure fit --help.\n"
+    )
+    assert fit(capsys, "one_sample", "--device-memory", "24B", "--device", "cpu")[0] == 1
+
+
+def test_what_fits_once_a_cache_is_given_back_has_nothing_to_spare(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    _, printed = fit(capsys, "cached", "--device", "cuda", "--json")
+    needed_bytes = json.loads(printed.out)["report"]["needed_bytes"]
+    memory = ("--device-memory", str(needed_bytes - 2**21), "--json")
+    code, printed = fit(capsys, "cached", "--device", "cuda", *memory)
+    found = json.loads(printed.out)
+    assert code == 0
+    assert (found["fits"], found["spare_bytes"]) == (True, 0)
+
+
+def test_of_two_micro_batches_only_the_one_that_was_looked_for_is_told(capsys):
+    """Half of the batch is advice where no size is known; here one more than half may fit."""
+    _, printed = fit(capsys, "trained", "--device-memory", "8MiB", "--device", "cpu", "--json")
+    found = json.loads(printed.out)
+    assert found["advice"]
+    assert not [each for each in found["advice"] if "micro-batches" in each["what"]]
+    _, printed = fit(capsys, "trained", "--device-memory", "8MiB", "--device", "cpu")
+    size = found["micro_batch"]["size"]
+    assert f"tenure.adaptive.step(fn, batch, maximum={size})." in " ".join(printed.out.split())
 
 
 def test_a_pipe_that_knows_no_blocks_changes_no_exit_code():

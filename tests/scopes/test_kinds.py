@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tenure import DisposedTensorError, NewDisposeScope, attach_to_scope, dispose, is_disposed
+from tenure._heap import find_holders
+from tenure.scopes import _disposed
 
 # Sparse, quantized and nested tensors announce that they are beta; that is torch's to say.
 pytestmark = pytest.mark.filterwarnings(
@@ -124,8 +126,14 @@ def test_a_scope_takes_every_kind_and_counts_its_bytes(kind):
         assert scope.live_bytes == kind.n_bytes
 
 
+@pytest.fixture
+def nobody_searches(monkeypatch):
+    """A search of the heap is most of what an error takes; one of all kinds is below."""
+    monkeypatch.setattr(_disposed, "find_holders", lambda tensors: [[] for _ in tensors])
+
+
 @for_every_kind
-def test_every_kind_is_loud_once_disposed(kind):
+def test_every_kind_is_loud_once_disposed(kind, nobody_searches):
     with NewDisposeScope("step"):
         made = kind.make()
     assert is_disposed(made)
@@ -133,6 +141,14 @@ def test_every_kind_is_loud_once_disposed(kind):
     for use in (lambda t: t + 1, lambda t: t.shape, lambda t: t.to_dense(), lambda t: t.detach()):
         with pytest.raises(DisposedTensorError, match="disposed when <DisposeScope 'step'>"):
             use(made)
+
+
+def test_what_holds_a_disposed_tensor_is_found_of_every_kind():
+    with NewDisposeScope("step"):
+        kept = {name: kind.make() for name, kind in KINDS.items()}
+    found = dict(zip(kept, find_holders([*kept.values()]), strict=True))
+    ends = {name: f"kept[{name!r}]" for name in kept}
+    assert [name for name, of_it in found.items() if ends[name] not in str(of_it)] == []
 
 
 @for_every_kind
@@ -159,7 +175,7 @@ UNSEEN = {
 
 
 @pytest.mark.parametrize("make", UNSEEN.values(), ids=UNSEEN)
-def test_what_torch_shows_to_no_scope_is_no_scopes_until_attached(make):
+def test_what_torch_shows_to_no_scope_is_no_scopes_until_attached(make, nobody_searches):
     with NewDisposeScope("step") as scope:
         unseen = make()
         assert unseen not in scope

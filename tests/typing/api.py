@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, assert_type
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 import tenure
@@ -67,6 +68,7 @@ from tenure.adaptive import (
     simple,
     step,
 )
+from tenure.integrations.lightning import AdaptiveMixin, MemoryCallback
 from tenure.paging import (
     PagedModel,
     PagingError,
@@ -427,6 +429,20 @@ def counted(chunk: Tensor, start: int, end: int) -> int:
     return end - start
 
 
+@chunked(collect="host")
+def on_host(chunk: Tensor, start: int, end: int) -> Tensor:
+    return chunk
+
+
+class Losses:
+    def update(self, loss: Tensor, weight: int = 1) -> None: ...
+
+
+@chunked(collect=Losses())
+def reduced_to(chunk: Tensor, start: int, end: int) -> tuple[Tensor, int]:
+    return chunk.sum(), end - start
+
+
 class Embedder:
     @batch(initial_batchsize=64, on_retry=print)
     def embed(self, batch_size: int, texts: list[str]) -> Tensor:
@@ -460,6 +476,8 @@ def adapting(x: Tensor, embedder: Embedder) -> None:
     assert_type(joined(x, 2.0), Tensor)
     assert_type(joined(x, 2.0, toma_dimension=0), Tensor)
     assert_type(counted(x), float)
+    assert_type(on_host(x), Tensor)
+    assert_type(reduced_to(x), Losses)
     assert_type(embedder.embed(["a"]), Tensor)
     assert_type(embedder.parts(0, 4), list[bytes])
     assert_type(embedder.rows(x, scale=2), list[Tensor])
@@ -520,6 +538,9 @@ def stepping(x: Tensor, model: nn.Module) -> None:
     def loss_of(batch: dict[str, Tensor]) -> Tensor:
         return batch["x"].mean()
 
+    def aside(batch: dict[str, Tensor]) -> tuple[Tensor, str]:
+        return batch["x"].mean(), "anything"
+
     def counted(batch: Batch) -> tuple[Tensor, int]:
         return batch.x.sum(), len(batch.x)
 
@@ -534,14 +555,17 @@ def stepping(x: Tensor, model: nn.Module) -> None:
         assert_type(result.micro_batch, int)
         assert_type(result.sizes, tuple[int, ...])
         assert_type(result.attempts, int)
+        assert_type(step(aside, {"x": x}, has_aux=True).aux, tuple[Any, ...])
     except BatchCoupledError as error:
         assert_type(error.names, tuple[str, ...])
     except SplitMismatchError as mismatch:
         assert_type(mismatch.whole, float)
         assert_type(mismatch.split, float)
         assert_type(mismatch.advice, str)
-    step(loss_of, {"x": x}, verify=False)
+    step(loss_of, {"x": x}, verify=False, predict=True)
     step(counted, Batch(x, x), scaler=torch.amp.GradScaler("cpu"), minimum=2, maximum=8)
+    step(loss_of, {"x": x}, backward=Tensor.backward)
+    step(loss_of, {"x": x}, backward=lambda loss: (loss / 4).backward())
     step(named, x, then=lambda terms: terms["mean"].log(), once=lambda: x.sum())
     step(model, x, loss=torch.sum, batchnorm="per_chunk", in_dims=1, out_dims=(0, None))
     step(model, x, loss="sum", in_dims={"x": None}, cache_type=NoBatchsizeCache, context="step")
@@ -646,3 +670,19 @@ def planning(model: torch.nn.Module, x: Tensor, optimizer: torch.optim.Optimizer
     assert_type(found.to_dict(), dict[str, object])
     tenure.adaptive.plan(loss_of, x, "24GiB")  # type: ignore[arg-type]
     tenure.adaptive.plan(loss_of, {"x": x}, 8, loss="avg")  # type: ignore[arg-type]
+
+
+class Fitting(AdaptiveMixin, LightningModule):
+    adaptive_options = {"weight": lambda batch: len(batch), "minimum": 2}  # noqa: RUF012
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.log("mean", batch.mean(), prog_bar=True)
+        return batch.mean()
+
+
+def integrating(module: Fitting) -> None:
+    assert_type(module.adaptive_result, StepResult | None)
+    callback = MemoryCallback(share=0.1)
+    assert_type(callback, MemoryCallback)
+    assert_type(callback.report(), str)
+    Trainer(callbacks=[callback]).fit(module)

@@ -6,6 +6,7 @@ from ._chunked import ChunkedFunction as ChunkedFunction
 from ._chunked import checked_dimension as checked_dimension
 from ._chunked import chunked as chunked
 from ._collect import Collect as Collect
+from ._collect import Reducer as Reducer
 from ._collect import collector_for as collector_for
 from ._options import PLAIN as PLAIN
 from ._options import AdaptiveOptions as AdaptiveOptions

@@ -180,7 +180,7 @@ class PiecesFunction(AdaptiveFunction):
         progress: bool,
     ) -> None:
         super().__init__(function, initial, options)
-        self._collector = collector_for(collect)
+        self._make_collector = collector_for(collect)
         self._progress = progress
 
     def _run(self, piece: Piece, end: int, initial: int | None, remembered: Remembered) -> Any:
@@ -191,7 +191,7 @@ class PiecesFunction(AdaptiveFunction):
             initial=self._begin(initial),
             options=self._options,
             remembered=remembered,
-            collector=self._collector,
+            collect=self._make_collector,
             progress=self._progress,
         )
 

@@ -27,7 +27,7 @@ from tenure._torch.compiler import never_compiled
 
 from .._sizes import CacheType
 from ._adaptive_function import PiecesFunction
-from ._collect import Collect
+from ._collect import Collect, Reducer
 from ._options import AdaptiveOptions, Options, checked_options
 from ._run import Chunk
 
@@ -38,6 +38,7 @@ R = TypeVar("R")
 S = TypeVar("S")
 T_contra = TypeVar("T_contra", contravariant=True)
 R_co = TypeVar("R_co", covariant=True)
+ReducerT = TypeVar("ReducerT", bound=Reducer)
 
 
 class ChunkedFunction(PiecesFunction, Generic[P, R_co]):
@@ -171,7 +172,7 @@ class ChunkedListDecorator(Protocol):
 
 
 class ChunkedCatDecorator(Protocol):
-    """What `chunked` with ``collect="cat"`` returns."""
+    """What `chunked` with ``collect="cat"`` or ``"host"`` returns."""
 
     @overload
     def __call__(
@@ -214,10 +215,19 @@ def chunked(
     *,
     initial_step: int | None = None,
     dimension: int = 0,
-    collect: Literal["cat"],
+    collect: Literal["cat", "host"],
     progress: bool = False,
     **options: Unpack[AdaptiveOptions],
 ) -> ChunkedCatDecorator: ...
+@overload
+def chunked(
+    *,
+    initial_step: int | None = None,
+    dimension: int = 0,
+    collect: ReducerT,
+    progress: bool = False,
+    **options: Unpack[AdaptiveOptions],
+) -> ChunkedDecorator[object, ReducerT]: ...
 @overload
 def chunked(
     *,
@@ -248,7 +258,9 @@ def chunked(
         initial_step: the size of the first chunk; None: ``maximum``, or the whole tensor.
         dimension: the dimension to split.
         collect: what becomes of the results: ``"list"``, in their order; ``"cat"``, concatenated
-            along ``dimension``; a function of that list; None: the call returns None.
+            along ``dimension``; ``"host"``, the same on the host, where each is copied while
+            the next is computed; a function of the list; an object with an ``update()`` method,
+            such as a metric, which takes each result and is returned; None: the call returns None.
         progress: whether to show a progress bar.
         **options: as of `batch`.
 

@@ -1,24 +1,51 @@
-"""What becomes of the results of the pieces of a range or of a tensor."""
+"""What becomes of the results of the pieces of a range or of a tensor.
+
+Invariant: a collector gets the result of each piece once, in order, after the attempt that made it
+has succeeded; what it refuses by its kind it refuses at the first piece.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from tenure._containers import level_of
+from tenure._containers import contents_of, level_of
 from tenure._errors import AdaptiveUsageError
+from tenure.scopes import persist
 
-Collect = Literal["list", "cat"] | Callable[[list[Any]], Any]
-Collector = Callable[[list[Any], int], Any]
-"""Takes the results in their order, and the dimension that was split."""
+from ._landing import Landing
 
 
-def collector_for(collect: Collect | None) -> Collector | None:
-    """How results are put together; None where they are let go, one by one.
+@runtime_checkable
+class Reducer(Protocol):
+    """What takes one result after the other: a metric, for one."""
+
+    def update(self, *args: Any, **kwargs: Any) -> object:
+        """Take a result."""
+
+
+Collect = Literal["list", "cat", "host"] | Reducer | Callable[[list[Any]], Any]
+
+
+class Collector(Protocol):
+    """Takes the results of the pieces of one call."""
+
+    def land(self, result: Any) -> Any:
+        """What is kept of a result; a part of the attempt, and tried again with it."""
+
+    def add(self, landed: Any) -> None:
+        """Take what has landed: its attempt has succeeded."""
+
+    def collected(self, dimension: int) -> Any:
+        """What the call returns, of results that were split along a dimension."""
+
+
+def collector_for(collect: Collect | None) -> Callable[[], Collector] | None:
+    """Makes what puts the results of a call together; None where they are let go, one by one.
 
     Raises:
         AdaptiveUsageError: ``collect`` is none of its values.
@@ -26,32 +53,148 @@ def collector_for(collect: Collect | None) -> Collector | None:
     # let go one by one: a list of them would hold the memory that the pieces are to save
     if collect is None:
         return None
-    if collect == "list":
-        return _listed
-    if collect == "cat":
-        return _concatenated
-    if callable(collect):
-        return functools.partial(_given_to, collect)
+    # not by ==, which of metrics makes another metric
+    if isinstance(collect, str):
+        if collect in _NAMED:
+            return _NAMED[collect]
+    elif isinstance(collect, type) and hasattr(collect, "update") and hasattr(collect, "compute"):
+        raise AdaptiveUsageError(
+            f"collect={collect.__name__} is a class. Give an object of it, as in "
+            f"collect={collect.__name__}(), which you ask for the result yourself."
+        )
+    # a metric can be called too, and would compute something at each result
+    elif isinstance(collect, Reducer) and not isinstance(collect, type):
+        return functools.partial(_Reduced, collect)
+    elif callable(collect):
+        return functools.partial(_Given, collect)
     raise AdaptiveUsageError(
-        f'collect={collect!r} is none of "list", "cat", a function of the list of results, or None.'
+        f'collect={collect!r} is none of "list", "cat", "host", a function of the list of results, '
+        "an object with an update() method, or None."
     )
 
 
-def _listed(results: list[Any], dimension: int) -> Any:
-    return results
+class _Given:
+    """The results are given to a function, as a list."""
+
+    def __init__(self, function: Callable[[list[Any]], Any]) -> None:
+        self._function = function
+        self._results: list[Any] = []
+
+    def land(self, result: Any) -> Any:
+        return result
+
+    def add(self, landed: Any) -> None:
+        self._results.append(landed)
+
+    def collected(self, dimension: int) -> Any:
+        return self._function(self._results)
 
 
-def _given_to(function: Callable[[list[Any]], Any], results: list[Any], dimension: int) -> Any:
-    return function(results)
+class _Concatenated:
+    """The results are put together where they are."""
+
+    _name = "cat"
+
+    def __init__(self) -> None:
+        self._results: list[Any] = []
+
+    def land(self, result: Any) -> Any:
+        if not self._results:
+            _check(result)
+        return result
+
+    def add(self, landed: Any) -> None:
+        self._results.append(landed)
+
+    def collected(self, dimension: int) -> Any:
+        if not self._results:
+            raise AdaptiveUsageError(
+                f'collect="{self._name}" has nothing to concatenate: there was no piece to work '
+                'on. Use collect="list" where that may be.'
+            )
+        return _joined(self._results, dimension)
 
 
-def _concatenated(results: list[Any], dimension: int) -> Any:
-    if not results:
+class _OnHost(_Concatenated):
+    """The results are put together on the host, where each is brought while the next is made."""
+
+    _name = "host"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._coming: Landing | None = None
+
+    def land(self, result: Any) -> Any:
+        if not self._results:
+            _check(result)
+        # The one before, now that this one was launched; so only one is pinned.
+        self._arrive()
+        return Landing(result)
+
+    def add(self, landed: Any) -> None:
+        self._coming = landed
+
+    def collected(self, dimension: int) -> Any:
+        self._arrive()
+        return super().collected(dimension)
+
+    def _arrive(self) -> None:
+        # where the host has no room for it, it comes with the next attempt
+        if self._coming is not None:
+            self._results.append(self._coming.landed())
+            self._coming = None
+
+
+class _Reduced:
+    """The results go into an object of the user's, which outlives the call."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+
+    def land(self, result: Any) -> Any:
+        return result
+
+    def add(self, landed: Any) -> None:
+        # What it makes is a part of itself: a scope of this call would dispose of that.
+        with persist():
+            if isinstance(landed, tuple):
+                self._reducer.update(*landed)
+            elif isinstance(landed, dict):
+                self._reducer.update(**landed)
+            else:
+                self._reducer.update(landed)
+
+    def collected(self, dimension: int) -> Any:
+        return self._reducer
+
+
+_NAMED: dict[str, Callable[[], Collector]] = {
+    "list": functools.partial(_Given, list),
+    "cat": _Concatenated,
+    "host": _OnHost,
+}
+
+
+def _check(result: Any) -> None:
+    """Refuse what can't be concatenated, however many there are.
+
+    Raises:
+        AdaptiveUsageError: it is, or holds, something else than tensors with a dimension.
+    """
+    if isinstance(result, dict | tuple | list):
+        for child in contents_of(result):
+            _check(child)
+    elif not isinstance(result, Tensor):
         raise AdaptiveUsageError(
-            'collect="cat" has nothing to concatenate: there was no piece to work on. Use '
-            'collect="list" where that may be.'
+            f"collect= can't concatenate a result of type {type(result).__name__}. Return tensors "
+            "with at least one dimension, or tuples, lists or dicts of them; or give a function of "
+            "the list of results."
         )
-    return _joined(results, dimension)
+    elif not result.dim():
+        raise AdaptiveUsageError(
+            "collect= can't concatenate tensors that have no dimension. Return them with one, as "
+            'x[None], or use collect="list".'
+        )
 
 
 def _joined(results: list[Any], dimension: int) -> Any:
@@ -59,34 +202,25 @@ def _joined(results: list[Any], dimension: int) -> Any:
     first = results[0]
     if other := next((_form(each) for each in results if _form(each) != _form(first)), None):
         raise AdaptiveUsageError(
-            f'collect="cat" can\'t concatenate {_form(first)} and {other}. Return the same '
-            "structure for each piece, or give a function of the list of results."
+            f"collect= can't concatenate {_form(first)} and {other}. Return the same structure for "
+            "each piece, or give a function of the list of results."
         )
-    if isinstance(first, Tensor):
-        return _cat(results, dimension)
     level = level_of(first) if isinstance(first, dict | tuple | list) else None
-    if level is not None:
-        # by key: the dicts of two pieces may have their keys in different orders
-        entries = [[each[key] for each in results] for key in level.keys]
-        return level.make([_joined(entry, dimension) for entry in entries])
-    raise AdaptiveUsageError(
-        f'collect="cat" can\'t concatenate a result of type {type(first).__name__}. Return tensors '
-        "with at least one dimension, or tuples, lists or dicts of them; or give a function of the "
-        "list of results."
-    )
+    if level is None:
+        return _cat(results, dimension)
+    # by key: the dicts of two pieces may have their keys in different orders
+    entries = [[each[key] for each in results] for key in level.keys]
+    return level.make([_joined(entry, dimension) for entry in entries])
 
 
 def _cat(tensors: list[Tensor], dimension: int) -> Tensor:
     try:
         return torch.cat(tensors, dimension)
-    # the error of torch says "zero-dimensional tensor", and nothing of pieces
     except RuntimeError:
-        if all(tensor.dim() for tensor in tensors):
-            raise
-    raise AdaptiveUsageError(
-        'collect="cat" can\'t concatenate tensors that have no dimension. Return them with one, as '
-        'x[None], or use collect="list".'
-    )
+        # the error of torch says "zero-dimensional tensor", and nothing of pieces
+        for tensor in tensors:
+            _check(tensor)
+        raise
 
 
 def _form(result: Any) -> str:

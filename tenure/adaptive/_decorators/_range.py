@@ -12,7 +12,7 @@ from tenure._torch.compiler import never_compiled
 
 from .._sizes import CacheType
 from ._adaptive_function import PiecesFunction
-from ._collect import Collect
+from ._collect import Collect, Reducer
 from ._options import AdaptiveOptions, checked_options
 from ._run import Piece
 
@@ -22,6 +22,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 S = TypeVar("S")
 R_co = TypeVar("R_co", covariant=True)
+ReducerT = TypeVar("ReducerT", bound=Reducer)
 
 
 class RangeFunction(PiecesFunction, Generic[P, R_co]):
@@ -125,10 +126,18 @@ def range(
 def range(
     *,
     initial_step: int | None = None,
-    collect: Literal["cat"],
+    collect: Literal["cat", "host"],
     progress: bool = False,
     **options: Unpack[AdaptiveOptions],
 ) -> Callable[[Callable[P, T]], RangeFunction[P, T]]: ...
+@overload
+def range(
+    *,
+    initial_step: int | None = None,
+    collect: ReducerT,
+    progress: bool = False,
+    **options: Unpack[AdaptiveOptions],
+) -> Callable[[Callable[P, object]], RangeFunction[P, ReducerT]]: ...
 @overload
 def range(
     *,
@@ -156,7 +165,9 @@ def range(
         func: a function or method, where the decorator has no arguments.
         initial_step: the size of the first piece; None: ``maximum``, or the whole range.
         collect: what becomes of the results: ``"list"``, in their order; ``"cat"``, concatenated
-            along the first dimension; a function of that list; None: the call returns None.
+            along the first dimension; ``"host"``, the same on the host, where each is copied while
+            the next is computed; a function of the list; an object with an ``update()`` method,
+            such as a metric, which takes each result and is returned; None: the call returns None.
         progress: whether to show a progress bar.
         **options: as of `batch`.
 

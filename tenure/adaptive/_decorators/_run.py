@@ -141,7 +141,7 @@ def run_pieces(
     initial: int | None,
     options: Options,
     remembered: Remembered,
-    collector: Collector | None = None,
+    collect: Callable[[], Collector] | None = None,
     progress: bool = False,
 ) -> Any:
     """Work on one piece after the other, each as large as fits, from its start to ``end``.
@@ -153,7 +153,7 @@ def run_pieces(
         initial: the size of the first piece, where nothing else is known; None: of the whole.
         options: how failures are handled.
         remembered: where sizes are remembered.
-        collector: puts the results together; None: they are let go.
+        collect: makes what puts the results together; None: they are let go.
         progress: whether to show a progress bar.
 
     Returns:
@@ -163,26 +163,31 @@ def run_pieces(
     if initial is None:
         initial = max(end - piece.start, options.limits.floor)
     search = AdaptiveSearch(initial, options.limits, remembered, options.reduce, in_pieces=True)
-    results: list[Any] | None = None if collector is None else []
+    collector = None if collect is None else collect()
     if progress:
         with _Bar(name, end - piece.start) as bar:
-            _run_pieces(name, piece, end, search=search, options=options, results=results, bar=bar)
+            _run_pieces(name, piece, end, search, options, collector, bar)
     else:
-        _run_pieces(name, piece, end, search=search, options=options, results=results)
-    return None if collector is None else collector(results or [], piece.dimension)
+        _run_pieces(name, piece, end, search, options, collector)
+    return None if collector is None else collector.collected(piece.dimension)
 
 
 def _run_pieces(
     name: str,
     piece: Piece,
     end: int,
-    *,
     search: AdaptiveSearch,
     options: Options,
-    results: list[Any] | None,
+    collector: Collector | None,
     bar: _Bar | None = None,
 ) -> None:
-    fallback = (lambda: piece.on_cpu(search.size)) if options.cpu_fallback else None
+    # what may run out of memory while a result is taken is tried again with the piece
+    land: Callable[[Any], Any] = _let_go if collector is None else collector.land
+    fallback = (lambda: land(piece.on_cpu(search.size))) if options.cpu_fallback else None
+
+    def work(size: int) -> Any:
+        return land(piece(size))
+
     with DisposeScope(name) as scope:
         attempts = Attempts(
             name,
@@ -199,15 +204,20 @@ def _run_pieces(
                 search.go_on(search.room)
             if search.size > left:
                 search.at_most(left)
-            if results is None:
-                attempts.run(search, piece, fallback)
-            else:
-                results.append(attempts.run(search, piece, fallback))
+            landed = attempts.run(search, work, fallback)
+            if collector is not None:
+                collector.add(landed)
+            # it may be the last that holds memory of the device, which the next piece needs
+            del landed
             if bar is not None:
                 bar.advance(piece.end - piece.start)
             # here alone the work goes on: an attempt that failed has left the start where it was
             piece.start = piece.end
     search.finished()
+
+
+def _let_go(result: Any) -> None:
+    """Nobody wants it."""
 
 
 def _random_state(args: _Args, kwargs: _Kwargs) -> RngState:

@@ -20,6 +20,7 @@ from tenure._devices import indexed
 from tenure._errors import AdaptiveUsageError
 from tenure._host_memory import address_space_bytes, has_address_space_limits, limit_address_space
 from tenure._text import format_bytes, parse_bytes
+from tenure._torch.fakes import are_made
 
 from .._callables import is_suspendable, name_of
 from ._counting import CountingMode
@@ -92,11 +93,12 @@ class memory_budget(ContextDecorator):
         """Begin to limit what this thread makes.
 
         Raises:
-            AdaptiveUsageError: the budget was entered before, or a graph is being captured on its
-                device.
+            AdaptiveUsageError: the budget was entered before, a graph is being captured on its
+                device, or tensors have no data, as in a prediction.
         """
         _check_new(self, self._status)
         _check_not_capturing(self)
+        _check_data(self)
         if self.device.type != "cpu" and keeps_fractions(self.device):
             self._net = FractionNet(self.limit_bytes, self.device)
         # no __exit__ follows an interrupt in here, and the fraction is that of the whole process
@@ -222,6 +224,20 @@ def _check_not_capturing(budget: memory_budget) -> None:
             f"{budget!r} was entered while a graph is being captured on {budget.device}: it gives "
             "cached memory back, which breaks the capture, and a replay makes nothing that it "
             "could count. Open it around the capture."
+        )
+
+
+def _check_data(budget: memory_budget) -> None:
+    """Make sure that there is something to count.
+
+    Raises:
+        AdaptiveUsageError: tensors have no data for the time being.
+    """
+    if are_made():
+        raise AdaptiveUsageError(
+            f"{budget!r} was entered by work that runs on tensors without data, as predict_peak() "
+            "and plan() run it: they have no bytes to count. Open it around what runs the work, "
+            "and predict the work without it."
         )
 
 

@@ -104,13 +104,7 @@ class CountingMode(DispatchMode):
         _pop_closed(self._stacked)
         return in_order
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, count what it made, and refuse it if that is too much."""
         kwargs = kwargs or {}
         # closed, but below a mode that is open; or in a child that was forked
@@ -123,7 +117,7 @@ class CountingMode(DispatchMode):
             made_bytes = self._account.note_made(storages_in((result,)))
             if made_bytes > 0 and self._exceeds():
                 # The traceback holds this frame: it must not hold what the operation made.
-                result = args = kwargs = None  # type: ignore[assignment]
+                result = args = kwargs = None
                 _restore(places)
                 places = []
                 self._refuse(func, made_bytes)

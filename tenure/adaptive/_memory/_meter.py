@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from tenure._cuda_blocks import SMALL_SEGMENT_BYTES
 from tenure._devices import accelerator_of, counters_of, told_by
 from tenure._host_memory import free_host_bytes
 from tenure._torch.device_allocator import has_expandable_segments
@@ -68,6 +69,11 @@ def held_by(module: Any, device: torch.device) -> Held:
 
 
 class _Source(Protocol):
+    @property
+    def is_in_segments(self) -> bool:
+        """Whether memory is taken in segments, and not to the byte."""
+        ...
+
     def available_bytes(self) -> int:
         """What may still be allocated."""
         ...
@@ -103,6 +109,11 @@ class MemoryMeter:
         return max((n_bytes for n_bytes in told if n_bytes is not None), default=None)
 
     @property
+    def is_in_segments(self) -> bool:
+        """Whether what is available is taken in whole segments, with what is free in them."""
+        return all(source.is_in_segments for source in self._sources)
+
+    @property
     def measures(self) -> bool:
         """Whether it can tell what work needs."""
         return self.needed_bytes() is not None
@@ -130,6 +141,12 @@ class _Allocator:
         self._base_bytes = 0
         # what was reserved and in use at the restart, where the cache was empty; None elsewhere
         self._base_reserved_bytes: int | None = None
+
+    @property
+    def is_in_segments(self) -> bool:
+        # all of CUDA's are multiples of that; what is counted to the byte hardly ever is
+        reserved_bytes = held_by(self._module, self._device).reserved_bytes
+        return reserved_bytes % SMALL_SEGMENT_BYTES == 0
 
     def available_bytes(self) -> int:
         held = held_by(self._module, self._device)
@@ -166,6 +183,8 @@ class _Allocator:
 class _Budget:
     """A memory budget that counts; the peak that its user reads stays the peak of all its block."""
 
+    is_in_segments = False
+
     def __init__(self, mode: CountingMode) -> None:
         self._mode = mode
         self._base_bytes = 0
@@ -183,6 +202,8 @@ class _Budget:
 
 class _Host:
     """The memory of the machine; what work needed of it can't be told."""
+
+    is_in_segments = False
 
     def available_bytes(self) -> int:
         return free_host_bytes()

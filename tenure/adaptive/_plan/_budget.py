@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tenure._errors import AdaptiveUsageError
-from tenure._text import parse_bytes
+from tenure._text import parse_bytes, parse_share
 
 from .._memory import meter_for
 
@@ -28,19 +28,14 @@ def allowed_bytes(budget: int | str, margin: float, device: torch.device, held_b
         raise AdaptiveUsageError(
             f"plan() got margin={margin!r}. It is a share of the budget, from 0 to below 1."
         )
-    if isinstance(budget, str) and budget.strip().endswith("%"):
-        return held_bytes + int(_free_bytes(device) * _share(budget) * (1 - margin))
-    return int(parse_bytes(budget) * (1 - margin))
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text.strip().removesuffix("%")) / 100
-    except ValueError:
-        share = -1.0
-    if not 0 < share <= 1:
-        raise AdaptiveUsageError(f"plan() got budget={text!r}. A share goes from above 0% to 100%.")
-    return share
+    share = parse_share(budget)
+    if share is None:
+        return int(parse_bytes(budget) * (1 - margin))
+    if not share:
+        raise AdaptiveUsageError(
+            f"plan() got budget={budget!r}. A share goes from above 0% to 100%."
+        )
+    return held_bytes + int(_free_bytes(device) * share * (1 - margin))
 
 
 def _free_bytes(device: torch.device) -> int:

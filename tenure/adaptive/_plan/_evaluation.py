@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from tenure._torch.fakes import is_fake
@@ -15,10 +13,7 @@ from tenure._torch.storages import key_of
 
 from .._advice import WITH_INNER
 from .._predict import PeakReport, Work, predict_peak
-from .._step import SampleTree, StepSpec, step_at_size
-
-# the first, one beside its gradients, one more, and the last with a partner of the one before
-_ENOUGH = 5
+from .._step import SizedStep, StepOutcome, StepSpec
 
 
 class _Sizes:
@@ -28,6 +23,9 @@ class _Sizes:
 
     def __init__(self) -> None:
         self.parts: tuple[int, ...] = ()
+
+    def note(self, outcome: StepOutcome) -> None:
+        self.parts = outcome.sizes
 
 
 class Evaluation:
@@ -44,9 +42,10 @@ class Evaluation:
     ) -> None:
         self.spec = spec
         self._optimizer, self._device = optimizer, device
-        self._work = Work(self._step_of(1, _Sizes()), (spec.batch,), {}, optimizer, device)
-        self._tree = SampleTree(spec.batch, spec.in_dims, name="batch", argument="in_dims")
-        self._n_samples = self._tree.n_samples()
+        self._step = SizedStep(spec)
+        self._n_samples = self._step.n_samples
+        run = self._step_of(1, _Sizes(), self._n_samples)
+        self._work = Work(run, (spec.batch,), {}, optimizer, device)
         self._known: dict[tuple[int, bool], tuple[PeakReport, tuple[int, ...]]] = {}
 
     @property
@@ -74,7 +73,7 @@ class Evaluation:
 
     def report(self, size: int, *, in_full: bool = True) -> tuple[PeakReport, tuple[int, ...]]:
         """What a size takes, and the samples of each micro-batch."""
-        length = self._length(size, in_full)
+        length = self._n_samples if in_full else self._step.length(size)
         key = size, length == self._n_samples
         if key not in self._known:
             sizes = _Sizes()
@@ -92,43 +91,16 @@ class Evaluation:
         known = [(size, report) for (size, _), (report, _) in self._known.items()]
         return min(known, key=lambda each: each[1].needed_bytes)
 
-    def _length(self, size: int, in_full: bool) -> int:
-        """The samples that have to run: micro-batches in the middle are one like the other."""
-        n = self._n_samples
-        has_graph = any(isinstance(x, Tensor) and x.requires_grad for x in self._leaves())
-        # outputs pile up with each, and so do gradients of the batch
-        if in_full or callable(self.spec.loss) or has_graph:
-            return n
-        n_middle = max(n // size - _ENOUGH, 0)
-        return n - n_middle * size
-
-    def _leaves(self) -> list[Any]:
-        return [leaf.value for leaf in self._tree.leaves]
-
-    def _step_of(
-        self, size: int, sizes: _Sizes, length: int | None = None, around: Any = None
-    ) -> Any:
+    def _step_of(self, size: int, sizes: _Sizes, length: int, around: Any = None) -> Any:
         """A function of the batch that runs the step on the first of its samples.
 
         Args:
             size: the samples of a micro-batch.
             sizes: gets the samples of each.
-            length: how many samples are run; None: all.
+            length: how many samples are run.
             around: makes the function that runs instead of the step's own.
         """
-        spec = self.spec if around is None else replace(self.spec, fn=around(self.spec.fn))
-        loss = spec.loss if callable(spec.loss) else None
-        reached = (self.spec.fn, spec.model, loss, spec.then, spec.once)
-
-        # as a default, what these use is found, and named as their code names it
-        def run(batch: Any, _reached: Any = reached) -> None:
-            part = batch if length in (None, self._n_samples) else self._first(batch, length)
-            sizes.parts = step_at_size(replace(spec, batch=part), size).sizes
-
+        fn = None if around is None else around(self.spec.fn)
+        run = self._step.at(size, length, fn=fn, done=sizes.note)
         setattr(run, WITH_INNER, functools.partial(self._step_of, size, sizes, length))
         return run
-
-    def _first(self, batch: Any, length: Any) -> Any:
-        tree = SampleTree(batch, self.spec.in_dims, name="batch", argument="in_dims")
-        # views: the batch is there as a whole
-        return tree.with_leaves([leaf.part(0, length) for leaf in tree.leaves])

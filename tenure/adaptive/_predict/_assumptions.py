@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tenure._containers import passed_tensors
 from tenure._errors import PredictionError
 from tenure._torch.fakes import NEEDS_DATA, UNKNOWN, like, mode_of
 
 from ._known import KnownValues
 from ._results import LARGER
-from ._tensors import tensors_of
 
 _aten = torch.ops.aten
 _Result = tuple[Any, str | None]
@@ -62,7 +62,7 @@ def _without_data(real: Any, args: Any, known: KnownValues) -> Any:
         return real
     if not isinstance(real, Tensor):
         return type(real)(_without_data(each, args, known) for each in real)
-    first = next(tensors_of(args))
+    first = next(passed_tensors(args))
     fake = like(real, mode_of(first), first.device)
     known.learn(fake, real)
     return fake
@@ -157,9 +157,18 @@ def _ctc_loss(
     return log_probs.new_empty(n_samples), alpha
 
 
+def _steps_in_place(*_: Any, **__: Any) -> None:
+    """A step of an optimizer in one kernel, which writes what is there."""
+
+
 STAND_INS: dict[Any, Callable[..., Any]] = {
     _aten._grouped_mm.default: _grouped_mm,
     _aten._ctc_loss.default: _ctc_loss,
+    **{
+        getattr(step, overload): _steps_in_place
+        for step in (_aten._fused_sgd_, _aten._fused_adagrad_)
+        for overload in step.overloads()
+    },
     **LARGER,
 }
 """What gives the results of operations of which torch knows no shape, or that of CUDA's kernel, or

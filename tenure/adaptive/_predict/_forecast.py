@@ -12,11 +12,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tenure._errors import PredictionError
 
-from ._predict import predict_peak
+from .._memory import counting_on, meter_for
+from ._predict import report_of
+from ._report import PeakReport
+from ._work import Work
 
 _logger = logging.getLogger("tenure.adaptive")
 
@@ -28,16 +32,26 @@ class Forecast:
         name: what the log calls the work.
         work: gets a size; its result is ignored. It runs on tensors without data, once for each
             size that is asked for.
+        given: what it gets beside the size: tensors, in containers.
+        device: whose memory is meant, as of `predict_peak`.
 
     Attributes:
         works: whether all predictions so far succeeded.
     """
 
-    __slots__ = ("_known", "_name", "_work", "works")
+    __slots__ = ("_device", "_given", "_known", "_name", "_work", "works")
 
-    def __init__(self, name: str, work: Callable[[int], object]) -> None:
+    def __init__(
+        self,
+        name: str,
+        work: Callable[..., object],
+        *given: object,
+        device: torch.device | None = None,
+    ) -> None:
         self._name = name
         self._work = work
+        self._given = given
+        self._device = device
         self._known: dict[int, int] = {}
         self.works = True
 
@@ -52,15 +66,18 @@ class Forecast:
         return -(-self._known[nearest] * size // nearest)
 
     def _predict(self, size: int) -> None:
-        work = self._work
+        function = self._work
 
         # what a search for a size ignores: the result is not run backward
-        def ignoring(size: int) -> None:
-            work(size)
+        def ignoring(size: int, *given: object) -> None:
+            function(size, *given)
 
         try:
+            work = Work(ignoring, (size, *self._given), {}, None, self._device)
+            # what a budget counts is what it refuses
+            is_counted = bool(counting_on(str(work.device)))
             with _no_steps():
-                report = predict_peak(ignoring, size)
+                report = report_of(work, is_counted=is_counted)
         # of the work, which may do anything, or of what has no fakes
         except Exception as error:
             self.works = False
@@ -70,7 +87,26 @@ class Forecast:
                 self._name, size, type(error).__name__, first_line,
             )  # fmt: skip
         else:
-            self._known[size] = max(0, report.peak_bytes - report.baseline_bytes)
+            self._known[size] = _bytes_beside(report)
+
+
+def _bytes_beside(report: PeakReport) -> int:
+    """What has to be free beside what is there before, of memory as it is counted there."""
+    meter = meter_for(report.device)
+    held_bytes, reserved_bytes = report._held_bytes, report.reserved_bytes
+    if held_bytes is None or reserved_bytes is None or meter is None or not meter.is_in_segments:
+        return max(0, report.peak_bytes - report.baseline_bytes)
+    needed_bytes = max(0, reserved_bytes - held_bytes) + report.allowance_bytes
+    # an allocator that is short of memory gives back what it caches, and may need no more then
+    free_bytes = meter.available_bytes()
+    return (
+        free_bytes if needed_bytes > free_bytes and _runs_in(report, free_bytes) else needed_bytes
+    )
+
+
+def _runs_in(report: PeakReport, free_bytes: int) -> bool:
+    limit_bytes = (report._held_bytes or 0) + free_bytes - report.allowance_bytes
+    return report._runs_within is not None and report._runs_within(limit_bytes)
 
 
 @contextmanager

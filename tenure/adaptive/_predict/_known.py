@@ -15,11 +15,11 @@ from weakref import finalize
 import torch
 from torch import Tensor, UntypedStorage
 
+from tenure._containers import passed_tensors
+from tenure._storages import sparse_parts
 from tenure._torch.fakes import is_fake, no_fakes
 from tenure._torch.modes import schema_of
 from tenure._torch.storages import key_of
-
-from ._tensors import storages_of, tensors_of
 
 _HOST = torch.device("cpu")
 _LARGEST_BYTES = 2**20
@@ -84,7 +84,7 @@ class KnownValues:
 
     def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Do an operation for the values as well, where all that it reads is known."""
-        made = [each for each in tensors_of(result) if is_fake(each)]
+        made = [each for each in passed_tensors(result) if is_fake(each)]
         written = _written(func, args, kwargs)
         # a scaler steps its optimizer where all gradients are finite: that takes more
         if func is _UNSCALE:
@@ -106,7 +106,7 @@ class KnownValues:
                 for storage in storages_of(tensor):
                     self._forget(key_of(storage))
             return
-        for fake, real in zip(made, tensors_of(known), strict=False):
+        for fake, real in zip(made, passed_tensors(known), strict=False):
             same = fake.shape == real.shape and fake.stride() == real.stride()
             if same and _is_eligible(fake) and key_of(fake.untyped_storage()) not in self._real:
                 self._enter(fake, real.untyped_storage())
@@ -120,7 +120,7 @@ class KnownValues:
         decides = _DECIDES.get(func)
         if decides is None or (decides and result.dtype is not torch.bool):
             return None
-        for each in tensors_of(args):
+        for each in passed_tensors(args):
             n_true = self.n_true(each) if is_fake(each) else None
             if n_true == (each.numel() if decides else 0):
                 with no_fakes():
@@ -154,6 +154,13 @@ class KnownValues:
         return _HOST if isinstance(values, torch.device) else values
 
 
+def storages_of(tensor: Tensor) -> list[UntypedStorage]:
+    """The storages of a tensor of any layout, with data or without."""
+    if tensor.layout is torch.strided:
+        return [tensor.untyped_storage()]
+    return [part.untyped_storage() for _, part in sparse_parts(tensor)]
+
+
 def _constant(fake: Any) -> Tensor | None:
     """What the mode itself knows of a number, as of ``torch.tensor(1.0)``; not to be written."""
     constant: Tensor | None = getattr(fake, "constant", None)
@@ -178,5 +185,5 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     for i, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
-            written += tensors_of(value)
+            written += passed_tensors(value)
     return written

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from tenure._callers import Site, is_internal
+from tenure._containers import passed_tensors
 from tenure._torch import cpu_allocator, engine
 from tenure._torch.modes import DispatchMode
 from tenure._torch.modules import module_called_by
@@ -19,10 +20,9 @@ from tenure._torch.storages import key_of
 
 from ._assumptions import CAN_NOT, STAND_INS, worked_out
 from ._blocks import Block, Category, Event, Phase, Record
-from ._known import KnownValues
+from ._known import KnownValues, storages_of
 from ._scratch import scratch_bytes
 from ._target import Target
-from ._tensors import storages_of, tensors_of
 from ._workspaces import Workspaces
 
 _ADD = torch.ops.aten.add.Tensor
@@ -74,6 +74,11 @@ class _Entry(ref[UntypedStorage]):
 class Observer(DispatchMode):
     """Notes what operations make on a device, and when it dies.
 
+    Args:
+        target: the device.
+        is_counted: whether a memory budget looks on: it counts storages alone, and not what kernels
+            take for themselves; and autograd adds nothing in place there.
+
     Attributes:
         record: what was noted.
         phase: which part of the step runs now.
@@ -85,8 +90,9 @@ class Observer(DispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, *, is_counted: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
+        self._is_counted = is_counted
         self.record = Record()
         self.phase: Phase = "forward"
         self.operations: list[Operation] = []
@@ -169,15 +175,15 @@ class Observer(DispatchMode):
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         n_before = len(self.record.events)
-        if self._target.is_host:
+        if self._target.is_host and not self._is_counted:
             self._note_real()
-        for tensor in tensors_of(result):
+        for tensor in passed_tensors(result):
             if tensor.device == self._target.runs_on:
                 for storage in storages_of(tensor):
                     self._note_result(func, args, storage)
         if not self._target.is_host:
             self.workspaces.note(func, args, kwargs, result, self.phase)
-        else:
+        elif not self._is_counted:
             scratch = scratch_bytes(func, args, kwargs, result)
             if scratch.n_bytes:
                 block = Block(scratch.n_bytes, self.phase, "temporaries")
@@ -221,6 +227,8 @@ class Observer(DispatchMode):
         It does not while a mode looks on, and makes a third.
         """
         if func is not _ADD or self.phase != "backward" or args[0].layout is not torch.strided:
+            return None
+        if self._is_counted:
             return None
         # called for a result, for an operation, by the handler, by who wanted the sum
         if not engine.adds_in_place(args[0], sys._getframe(4)):

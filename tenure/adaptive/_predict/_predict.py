@@ -13,9 +13,8 @@ from tenure._torch.compiler import never_compiled
 
 from .._callables import check_function
 from ._advice import Adviser
-from ._blocks import Peak
+from ._blocks import Peak, Record
 from ._cached import replay
-from ._observer import Observer
 from ._places import describe_place
 from ._report import PeakReport
 from ._work import Work
@@ -84,10 +83,17 @@ def predict_peak(
             "torch.optim.Optimizer whose first step counts, or None."
         )
     work = Work(fn, args, kwargs, optimizer, device)
-    return _report(work, work.observe())
+    return report_of(work)
 
 
-def _report(work: Work, observer: Observer) -> PeakReport:
+def report_of(work: Work, *, is_counted: bool = False) -> PeakReport:
+    """Run the work on tensors without data, and tell what it takes.
+
+    Args:
+        work: what runs.
+        is_counted: whether to tell what a memory budget counts, rather than what there is.
+    """
+    observer = work.observe(is_counted=is_counted)
     # the report keeps these, and nothing else of the observer
     record = observer.record
     peak = record.peak()
@@ -114,6 +120,7 @@ def _report(work: Work, observer: Observer) -> PeakReport:
         _runs_within=(lambda limit: all(replay(each, limit).fits for each in records))
         if taken
         else None,
+        _held_bytes=replay(Record(record.existing)).reserved_peak if taken else None,
         adviser=Adviser(work, peak.n_bytes, observer.has_backward),
     )
 

@@ -64,6 +64,8 @@ class PeakReport(Advised, Report):
     _runs_within: Callable[[int], bool] | None = field(
         default=None, repr=False, compare=False, metadata={"key": None}
     )
+    # nor is what the allocator has reserved for what was there before
+    _held_bytes: int | None = field(default=None, repr=False, compare=False, metadata={"key": None})
 
     _figures: ClassVar = ("needed_bytes",)
 

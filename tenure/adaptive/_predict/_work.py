@@ -28,17 +28,22 @@ from tenure.scopes import persist
 
 from .._reachable import Reachable
 from .._undo import AllOf, ModuleState, RngState, modules_below
-from ._containers import Containers, holders_in
-from ._fakes import lent_to_fakes, mode_for
-from ._interrupts import Interrupts
+from ._lent import (
+    Containers,
+    Interrupts,
+    OptimizerState,
+    holders_in,
+    lent_to_fakes,
+    mode_for,
+    settings_kept,
+)
 from ._observer import Observer
-from ._optimizer import OptimizerState
-from ._settings import settings_kept
 from ._target import target_of
 
 _WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 # what torch says where Python code wants the values of a tensor
 _TWO_THREADS = ("in_kernel_invocation", "False, True", "True, False")
+_CONVERTS = "_apply(): Couldn't swap"
 _NO_DATA = ("data is not allocated", "is not supported for tensor subclasses")
 
 
@@ -90,10 +95,14 @@ class Work:
             [*self.parameters, *self.buffers, *self.state.tensors(), *self.inputs, *self.others]
         )
 
-    def observe(self) -> Observer:
-        """Run the work on tensors without data."""
+    def observe(self, *, is_counted: bool = False) -> Observer:
+        """Run the work on tensors without data.
+
+        Args:
+            is_counted: whether to tell what a memory budget counts, rather than what there is.
+        """
         engine.prepare()
-        observer = Observer(self.target)
+        observer = Observer(self.target, is_counted=is_counted)
         tensors = self.tensors()
         mode = mode_for(tensors)
         undo = AllOf((RngState(), ModuleState(self.modules), Containers(self.holders)))
@@ -142,6 +151,12 @@ class Work:
         try:
             result = self.fn(*self.args, **self.kwargs)
         except RuntimeError as error:
+            if _CONVERTS in str(error):
+                raise PredictionError(
+                    "The memory of this work can't be predicted: it converts a module, as double() "
+                    "and to() do, whose parameters have no data for the time being. Convert the "
+                    "module before."
+                ) from error
             if not any(text in str(error) for text in _NO_DATA):
                 raise
             raise PredictionError(

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tenure._containers import passed_tensors
 from tenure._cuda_blocks import BLOCK_BYTES, MIB, SMALL_SEGMENT_BYTES
 from tenure._cuda_segments import taken_by
 from tenure._text import format_bytes
 from tenure._torch.device_allocator import workspace_bytes
-
-from ._tensors import tensors_of
 
 # where CUDA is not in use and can't be asked: torch's default on Hopper, the largest there is
 _CUBLAS_BYTES = 32 * MIB
@@ -164,7 +163,7 @@ class Workspaces:
 
 
 def _bytes_of(values: Any) -> int:
-    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors_of(values))
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in passed_tensors(values))
 
 
 def _saved_elsewhere(query: Tensor, key: Tensor) -> int:

@@ -1,18 +1,94 @@
-"""The largest size that a prediction says fits, in few predictions.
+"""The largest size that a prediction says fits, in few predictions, from the largest down.
 
 Invariant: every prediction narrows the sizes that are left, so that it comes to an end whatever is
-predicted. One costs as much as running Python through the work, on tensors without data.
+predicted. One costs as much as running Python through the work, on tensors without data; and small
+sizes of work that is cut up cost most, so that they are asked for last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from ._policy import with_margin
 
 Predict = Callable[[int], int]
 """The bytes that a size is predicted to need."""
 
+
+class Foresight(Protocol):
+    """Predicts sizes, as far as it can."""
+
+    @property
+    def works(self) -> bool:
+        """Whether all predictions so far succeeded."""
+        ...
+
+    def __call__(self, size: int) -> int:
+        """The bytes that a size is predicted to need."""
+        ...
+
+
 _CLOSE = 100
 """A growth below one part in so many is not worth another prediction."""
+_MOST_MISSED = 2
+"""So often a line may have missed, before the sizes that are left are halved."""
+_HALVED = 5
+"""So often they are halved whatever the line has told, in case that what is predicted is none."""
+_FAR = 4
+"""Sizes that lie so many times apart are halved by their ratio, and others by their difference."""
+
+
+class Foreseen(NamedTuple):
+    """What predictions come to.
+
+    Attributes:
+        size: the size to run.
+        each_bytes: what one more needs; None where only one size could be asked.
+    """
+
+    size: int
+    each_bytes: float | None
+
+
+def foreseen(
+    predict: Foresight, low: int, high: int, free_bytes: int, align: int = 1
+) -> Foreseen | None:
+    """The size to run, by predictions: the largest if it fits, else what does, less a margin.
+
+    Args:
+        predict: predicts.
+        low: the smallest size, a multiple of ``align``.
+        high: the largest.
+        free_bytes: what there is.
+        align: sizes are multiples of it.
+
+    Returns:
+        A size; None where one could not be predicted.
+    """
+    known: dict[int, int] = {}
+
+    def bytes_at(size: int) -> int:
+        known[size] = predict(size)
+        return known[size]
+
+    size = high
+    if bytes_at(high) > free_bytes and predict.works:
+        most = largest_predicted(bytes_at, low, high // align * align or high, free_bytes, align)
+        size = max(low, with_margin(most) // align * align)
+    # work that is not cut up is other work
+    if sum(each < high for each in known) < 2 and low < size and predict.works:
+        bytes_at(max(low, size // 2))
+    # one that failed tells nothing, and nothing that was told with it counts
+    return Foreseen(size, _slope(known)) if predict.works else None
+
+
+def _slope(known: dict[int, int]) -> float | None:
+    (more, more_bytes), (less, less_bytes) = max(known.items()), min(known.items())
+    parts = {size: n_bytes for size, n_bytes in known.items() if size < more}
+    if len(parts) > 1:
+        (more, more_bytes), (less, less_bytes) = max(parts.items()), min(parts.items())
+    return (more_bytes - less_bytes) / (more - less) if less < more else None
 
 
 def largest_predicted(
@@ -28,29 +104,55 @@ def largest_predicted(
         align: sizes are multiples of it.
     """
     fits, fails = low // align, high // align + 1
-    if fits + 1 >= fails or bytes_at(high) <= limit_bytes:
-        return high if fits + 1 <= fails else low
+    if fits + 1 >= fails:
+        return low
+    known = _Known(bytes_at, align)
+    if known.at(fails - 1) <= limit_bytes:
+        return high
     fails -= 1
-    n_asked = 0
+    n_asked, n_missed, has_met = 0, 0, False
     while fails - fits > _close(fits):
-        left, kind = fails - fits, n_asked % 3
-        if kind == 0:
-            # most memory is a fixed part and one in proportion: the line through both ends
-            least_bytes, most_bytes = bytes_at(fits * align), bytes_at(fails * align)
-            share = (limit_bytes - least_bytes) / max(1, most_bytes - least_bytes)
-            n = fits + int(left * max(0.0, share))
-        elif kind == 1:
-            # where the line was right, this one ends it
-            n = fits + _close(fits)
-        else:
-            n = (fits + fails) // 2
-        n = min(max(n, fits + 1), fails - 1)
-        if bytes_at(n * align) <= limit_bytes:
-            fits = n
-        else:
-            fails = n
         n_asked += 1
+        is_by_line = not has_met and n_missed < _MOST_MISSED and n_asked % _HALVED != 0
+        if is_by_line:
+            # a curve is above the line that continues it, so that all by the line may fail
+            n = min(known.reaching(limit_bytes), fails - _close(fails))
+        else:
+            # where the line was right, one more step ends it
+            n = fits + _close(fits) if has_met else _middle(fits, fails)
+        n = min(max(n, fits + 1), fails - 1)
+        if known.at(n) <= limit_bytes:
+            fits, n_missed, has_met = n, 0, is_by_line
+        else:
+            fails, n_missed, has_met = n, n_missed + 1 if is_by_line else 0, False
     return max(low, fits * align)
+
+
+class _Known:
+    """What was predicted, and the size at which a line through the last two reaches so much."""
+
+    def __init__(self, bytes_at: Predict, align: int) -> None:
+        self._bytes_at = bytes_at
+        self._align = align
+        self.bytes: dict[int, int] = {}
+
+    def at(self, n: int) -> int:
+        if n not in self.bytes:
+            self.bytes[n] = self._bytes_at(n * self._align)
+        return self.bytes[n]
+
+    def reaching(self, limit_bytes: float) -> int:
+        (n, n_bytes), *before = reversed(self.bytes.items())
+        # most memory is a fixed part and one in proportion: one prediction can't tell them apart
+        less, less_bytes = before[0] if before else (0, 0)
+        if n_bytes == less_bytes:
+            return n
+        return int(n + (limit_bytes - n_bytes) * (n - less) / (n_bytes - less_bytes))
+
+
+def _middle(fits: int, fails: int) -> int:
+    far = fails > _FAR * max(1, fits)
+    return int((max(1, fits) * fails) ** 0.5) if far else (fits + fails) // 2
 
 
 def _close(n: int) -> int:

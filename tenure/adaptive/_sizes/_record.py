@@ -46,7 +46,7 @@ class SizeRecord:
             what smaller ones needed, did not.
         n_failed: failures since more memory was seen to be free; `is_steep` says whether one of
             them was of a size that was to fit.
-        is_guess: whether ``bad`` failed in work of another shape.
+        is_guess: whether ``bad`` failed in work of another shape, or was only predicted to fail.
         free_bytes: the memory that was free when ``bad`` failed; None where that is not known.
         least_free_bytes: the least that was free when work of ``ok`` began that returned; None
             where that is not known.
@@ -143,6 +143,20 @@ class SizeRecord:
                 self.interval *= 2
             is_closed = was_probe and size - self.ok <= self.step(align)
             self._rest(CLOSED_INTERVAL if is_closed else 0)
+
+    def note_predicted(self, too_large: int | None, device: str, free_bytes: int) -> None:
+        """A prediction was asked where nothing was known: this size is not worth a try.
+
+        Args:
+            too_large: the size that is predicted to fail; None: all that is allowed fits.
+            device: the memory that would run out.
+            free_bytes: what is free of it.
+        """
+        with _lock:
+            self.ok, self.points, self.least_free_bytes = 0, (), None
+            self.bad, self.device, self.free_bytes = too_large, device, free_bytes
+            # measuring may show that it fits, as of compiled code that keeps less than was written
+            self.is_guess = too_large is not None
 
     def note_clean_call(self, size: int, ceiling: int) -> None:
         """A call, or many pieces of one, ended without a failure at ``size``."""

@@ -6,7 +6,7 @@ there is one; the state of the search is local, what it learns goes to the recor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import index
 from typing import Protocol
 
@@ -16,8 +16,8 @@ from .._memory import MemoryMeter, meter_for
 from .._oom import OomInfo
 from . import _policy as policy
 from ._limits import NO_LIMITS, SizeLimits
-from ._policy import Failure, with_margin
-from ._predicted import Predict, largest_predicted
+from ._policy import Failure
+from ._predicted import Foresight, foreseen
 from ._record import Measured, SizeRecord
 from ._trials import Trials
 
@@ -62,8 +62,8 @@ class AdaptiveSearch:
     """
 
     __slots__ = (
-        "_base", "_blind", "_ceiling", "_free_bytes", "_in_pieces", "_initial", "_limits", "_meter",
-        "_n_failures", "_n_pieces", "_needed_bytes", "_predict", "_record", "_reduce",
+        "_base", "_blind", "_ceiling", "_free_bytes", "_grown", "_in_pieces", "_initial", "_limits",
+        "_meter", "_n_failures", "_n_pieces", "_needed_bytes", "_predict", "_record", "_reduce",
         "_remembered", "_trials", "_works", "is_trial", "room", "size",
     )  # fmt: skip
 
@@ -76,7 +76,7 @@ class AdaptiveSearch:
         *,
         in_pieces: bool = False,
         has_trials: bool = False,
-        predict: Predict | None = None,
+        predict: Foresight | None = None,
     ) -> None:
         self._initial = initial
         self._limits = limits
@@ -95,6 +95,8 @@ class AdaptiveSearch:
         self._blind: tuple[Failure, ...] = ()
         self._trials = Trials(limits) if has_trials else None
         self._predict = predict
+        # a smaller size than one that was predicted, and what it is predicted to need less
+        self._grown: tuple[int, int] | None = None
         self.is_trial = False
         if limits is NO_LIMITS:
             self._ceiling = self._base = self.size = initial
@@ -160,6 +162,57 @@ class AdaptiveSearch:
             if self.size > ok:
                 self._measure(room)
 
+    @property
+    def is_unknown(self) -> bool:
+        """Whether nothing says that the size fits: none as large has worked, and none has failed.
+
+        What worked and failed in work of another shape is only a guess.
+        """
+        record = self._record
+        if record is None:
+            return True
+        known = record.snapshot()
+        if known.is_guess:
+            return not known.points
+        return known.bad is None and known.ok < self.size
+
+    def foresee(self, devices: Mapping[str, Foresight]) -> None:
+        """Begin with the size that is predicted to fit on all devices, where one is predicted.
+
+        Args:
+            devices: their names, and the bytes that a size is predicted to need there.
+        """
+        high, limits = self.size, self._limits
+        short: tuple[str, MemoryMeter, int, float | None] | None = None
+        for device, predict in devices.items():
+            meter = meter_for(device)
+            assert meter is not None
+            free_bytes = meter.available_bytes()
+            found = foreseen(predict, limits.floor, self.size, free_bytes, limits.align)
+            if found is None:
+                self.size = high
+                return
+            if short is None or found.size < self.size:
+                short = device, meter, free_bytes, found.each_bytes
+            self.size = found.size
+        if short is not None:
+            self._begin_foreseen(high, *short)
+
+    def _begin_foreseen(
+        self, high: int, device: str, meter: MemoryMeter, free_bytes: int, each_bytes: float | None
+    ) -> None:
+        """Begin with a size that is predicted to fit where memory is shortest."""
+        size = self._base = self.size
+        record = self._record
+        if record is None:
+            record = self._record = self._remembered.new()
+        record.note_predicted(high if size < high else None, device, free_bytes)
+        less = max(self._limits.floor, size // 2)
+        if less < size and each_bytes is not None:
+            self._grown = less, int(each_bytes * (size - less))
+        # the next call goes by what this one needs, and not by what was predicted
+        self._measure(meter)
+
     def _start(self, record: SizeRecord) -> int:
         known, limits = record.snapshot(), self._limits
         first = limits.first(self._initial)
@@ -182,6 +235,12 @@ class AdaptiveSearch:
             return None
         size, meter = self.size, self._meter
         needed_bytes = meter.needed_bytes() if meter is not None else None
+        if self._grown is not None and needed_bytes:
+            # or all of it would pass for what a smaller size does not need: see
+            # test_what_is_remembered_is_not_predicted_again
+            less, grown_bytes = self._grown
+            record.note_ok(less, max(1, needed_bytes - grown_bytes), self._free_bytes)
+        self._grown = None
         grew = record.note_ok(size, needed_bytes, self._free_bytes) and size != self._base
         before = self._base if grew else None
         if grew:
@@ -299,7 +358,8 @@ class AdaptiveSearch:
         if predict(failure.size) <= free_bytes:
             return None
         high = self._limits.aligned(failure.size)
-        return with_margin(largest_predicted(predict, low, high, free_bytes, self._limits.align))
+        found = foreseen(predict, low, high, free_bytes, self._limits.align)
+        return None if found is None else found.size
 
     def _tried_out(self, known: SizeRecord, failure: Failure, wanted: int) -> int | None:
         """The size that a trial is to show to fit, or has; None where there are no trials."""
@@ -319,6 +379,7 @@ class AdaptiveSearch:
     def _note_failure(self, info: OomInfo, meter: MemoryMeter | None) -> Failure:
         self._n_failures += 1
         self._n_pieces = 0
+        self._grown = None
         is_first, self._works = self._works, False
         if meter is None:
             return Failure(self.size, self._n_failures, is_first, None)

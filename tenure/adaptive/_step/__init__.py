@@ -1,5 +1,6 @@
 """A training step in micro-batches, with the gradients of the whole batch."""
 
+from ._at_size import SizedStep as SizedStep
 from ._at_size import step_at_size as step_at_size
 from ._check import SplitDifference as SplitDifference
 from ._check import SplitReport as SplitReport
@@ -12,6 +13,7 @@ from ._samples import SampleDims as SampleDims
 from ._samples import SampleTree as SampleTree
 from ._split import BatchNormPolicy as BatchNormPolicy
 from ._split import FunctionState as FunctionState
+from ._split import StepOutcome as StepOutcome
 from ._split import StepSpec as StepSpec
 from ._split import refuse_capture as refuse_capture
 from ._step import StepResult as StepResult

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
 from tenure.scopes import DisposeScope
 
 from ._modules import no_optimizer_steps
-from ._split import DeliveredTogether, StepOutcome, StepParts, StepRun, StepSpec
+from ._samples import SampleTree
+from ._split import StepOutcome, StepParts, StepRun, StepSpec
+
+# the first, one beside its gradients, one more, and the last with a partner of the one before
+_ENOUGH = 5
 
 
 def step_at_size(spec: StepSpec, size: int) -> StepOutcome:
@@ -21,7 +31,7 @@ def step_at_size(spec: StepSpec, size: int) -> StepOutcome:
     """
     spec.check()
     parts = StepParts(spec)
-    state = DeliveredTogether(parts.gradients, parts.state)
+    state = parts.rollback()
     with DisposeScope("step") as scope, no_optimizer_steps(spec.entry):
         state.begin()
         try:
@@ -34,3 +44,67 @@ def step_at_size(spec: StepSpec, size: int) -> StepOutcome:
         if made := scope.owned():
             scope.move_to_outer(made)
     return outcome
+
+
+class SizedStep:
+    """A step at one size and another, on as many of its samples as tell what memory it takes.
+
+    Args:
+        spec: the step.
+
+    Attributes:
+        n_samples: the samples of its batch.
+        reached: the functions and modules that it runs: as a default of a function, what these use
+            is found, and named as their code names it.
+    """
+
+    def __init__(self, spec: StepSpec) -> None:
+        self._spec = spec
+        loss = spec.loss if callable(spec.loss) else None
+        self.reached = (spec.fn, spec.model, loss, spec.then, spec.once)
+        leaves = self._tree(spec.batch).leaves
+        self.n_samples = self._tree(spec.batch).n_samples()
+        # outputs pile up with each micro-batch, and so do gradients of the batch
+        self._piles_up = callable(spec.loss) or any(
+            isinstance(leaf.value, Tensor) and leaf.value.requires_grad for leaf in leaves
+        )
+
+    def length(self, size: int) -> int:
+        """The samples that have to run: micro-batches in the middle are one like the other."""
+        n = self.n_samples
+        n_middle = 0 if self._piles_up else max(n // size - _ENOUGH, 0)
+        return n - n_middle * size
+
+    def at(
+        self,
+        size: int,
+        length: int,
+        *,
+        fn: Callable[[Any], Any] | None = None,
+        done: Callable[[StepOutcome], None] | None = None,
+    ) -> Callable[[Any], None]:
+        """A function of the batch that runs the step on the first of its samples.
+
+        Args:
+            size: the samples of a micro-batch.
+            length: how many samples are run.
+            fn: runs instead of the step's own.
+            done: gets what the step gives.
+        """
+        spec = self._spec if fn is None else replace(self._spec, fn=fn)
+
+        def run(batch: Any, _reached: Any = self.reached) -> None:
+            part = batch if length == self.n_samples else self._first(batch, length)
+            outcome = step_at_size(replace(spec, batch=part), size)
+            if done is not None:
+                done(outcome)
+
+        return run
+
+    def _first(self, batch: Any, length: int) -> Any:
+        tree = self._tree(batch)
+        # views: the batch is there as a whole
+        return tree.with_leaves([leaf.part(0, length) for leaf in tree.leaves])
+
+    def _tree(self, batch: Any) -> SampleTree:
+        return SampleTree(batch, self._spec.in_dims, name="batch", argument="in_dims")

@@ -23,13 +23,13 @@ from .._sizes import (
     remembered_of,
     stands_for,
 )
-from ._gradients import Scaler
+from ._foresee import foresee
+from ._gradients import Backward, Scaler
 from ._loss import Reduction
 from ._modules import no_optimizer_steps
 from ._samples import SampleDims
 from ._split import (
     BatchNormPolicy,
-    DeliveredTogether,
     StepOutcome,
     StepParts,
     StepRun,
@@ -56,6 +56,8 @@ class StepResult:
         micro_batch: the most samples in a micro-batch; all of them if the batch was not split.
         sizes: samples in each micro-batch, in order.
         attempts: how often the step was begun; 1 if nothing ran out of memory.
+        aux: with ``has_aux``, what the function returned beside its loss for each micro-batch, in
+            order; nothing of attempts that failed.
     """
 
     loss: Tensor
@@ -63,10 +65,11 @@ class StepResult:
     micro_batch: int
     sizes: tuple[int, ...]
     attempts: int
+    aux: tuple[Any, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What copies and pickles are made of: a view of a dict can be neither."""
-        values = self.loss, dict(self.terms), self.micro_batch, self.sizes, self.attempts
+        values = self.loss, dict(self.terms), self.micro_batch, self.sizes, self.attempts, self.aux
         return _with_terms_to_read, values
 
 
@@ -86,6 +89,7 @@ def step(
     model: nn.Module | Iterable[nn.Module] | None = None,
     batchnorm: BatchNormPolicy = "refuse",
     scaler: Scaler | None = None,
+    backward: Backward | None = None,
     in_dims: SampleDims = 0,
     out_dims: SampleDims = 0,
     minimum: int = 1,
@@ -94,6 +98,8 @@ def step(
     context: Hashable | None = None,
     on_retry: OnRetry | None = None,
     verify: bool = True,
+    predict: bool = False,
+    has_aux: bool = False,
 ) -> StepResult:
     """Run forward and backward, in micro-batches if need be; the gradients are those of the batch.
 
@@ -124,6 +130,10 @@ def step(
         batchnorm: what to do if the batch has to be split and a module in training mode mixes its
             samples: ``"refuse"``, or ``"per_chunk"``, which lets it see one micro-batch at a time.
         scaler: a ``torch.amp.GradScaler``: scales the loss.
+        backward: runs backward in place of ``loss.backward()``, such as ``accelerator.backward``:
+            gets the loss of a batch that fits; of a split one, a scalar for each micro-batch, whose
+            gradient is its part, and one for what ``once``, ``then`` or a callable ``loss`` train
+            themselves. It may multiply by a number that is the same for all, and may run again.
         in_dims: where ``batch`` has its samples: a dimension, None for what all samples share,
             ``"items"`` for a list with one item a sample, or a container of these.
         out_dims: the same for outputs.
@@ -135,6 +145,11 @@ def step(
         on_retry: called with each AdaptiveEvent.
         verify: compare a few samples, and the loss of the whole batch, with what micro-batches
             give: where a place splits for the first times, and rarely later, before it delivers.
+        predict: begin with the size that `predict_peak` says fits, where memory can be measured and
+            no size is known. ``fn`` runs on tensors without data for that, a few times, which shows
+            in what it prints. Where it can't be predicted, the step begins with the whole batch.
+        has_aux: whether ``fn`` returns a pair of that and of anything else, such as predictions,
+            which the result has for each micro-batch. Without graphs, or they stay.
 
     Returns:
         The loss, and how the batch was split.
@@ -166,7 +181,8 @@ def step(
     frame = calling_frame()
     spec = StepSpec(
         entry="step", fn=fn, batch=batch, loss=loss, weight=weight, then=then, once=once,
-        model=model, batchnorm=batchnorm, scaler=scaler, in_dims=in_dims, out_dims=out_dims,
+        model=model, batchnorm=batchnorm, scaler=scaler, backward=backward,
+        in_dims=in_dims, out_dims=out_dims, has_aux=has_aux,
     )  # fmt: skip
     spec.check()
     parts = StepParts(spec)
@@ -178,6 +194,8 @@ def step(
         largest = min(largest, _checked_maximum(maximum, limits.minimum))
     remembered = remembered_of(stands_for(fn), frame, context, cache_type, parts.values, {})
     search = AdaptiveSearch(largest, limits, remembered, has_trials=True)
+    if predict and search.is_unknown:
+        foresee(search, spec, parts)
 
     def attempt(size: int) -> StepOutcome:
         # a failed attempt is taken back, and what an optimizer has moved can't be
@@ -195,7 +213,7 @@ def step(
             parts.name,
             scope,
             unit="micro-batch",
-            state=DeliveredTogether(parts.gradients, parts.state),
+            state=parts.rollback(),
             on_retry=on_retry,
             advice=_OUTPUTS_HAVE_TO_FIT if callable(loss) else None,
         )
@@ -207,7 +225,7 @@ def step(
     search.finished()
     micro_batch = max(outcome.sizes)
     return _with_terms_to_read(
-        outcome.loss, outcome.terms, micro_batch, outcome.sizes, attempts.n_begun
+        outcome.loss, outcome.terms, micro_batch, outcome.sizes, attempts.n_begun, outcome.aux
     )
 
 

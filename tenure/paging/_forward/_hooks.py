@@ -14,10 +14,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from tenure._errors import PagingError
+from tenure._torch.compiler import breaks_graphs
 from tenure._torch.modules import calls
 
 from .._model import HostTensor, TensorTable, Unit
@@ -90,7 +90,7 @@ class _Hook:
     def __init__(self, function: Any) -> None:
         self._function = function
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @breaks_graphs
     def __call__(self, *args: Any) -> Any:
         return self._function(*args)
 
@@ -188,7 +188,7 @@ class EntryPoint:
         self.__signature__ = _signature_of(bound)
         vars(module)[name] = self
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @breaks_graphs
     @calls("module")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method, with its inputs on the device as those of a forward."""

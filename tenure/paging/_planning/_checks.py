@@ -18,7 +18,7 @@ from tenure._account import available_bytes
 from tenure._devices import indexed
 from tenure._errors import ByteSizeError, PagingError
 from tenure._host_memory import free_host_bytes
-from tenure._text import describe_tensor, parse_bytes
+from tenure._text import describe_tensor, parse_bytes, parse_share
 
 from .._forward import Method, PagedDict, check_capture
 from .._model import UnitSize
@@ -50,11 +50,13 @@ def checked_budget(budget: int | str | None, device: torch.device) -> Budget | N
     """
     if budget is None:
         return None
-    if isinstance(budget, str) and budget.strip().endswith("%"):
-        free_bytes = _free_bytes(device)
-        allowed_bytes = available_bytes(device, free_bytes)
-        return Budget(int(allowed_bytes * _share(budget)), free_bytes)
-    return Budget(parse_bytes(budget))
+    share = parse_share(budget)
+    if share is None:
+        return Budget(parse_bytes(budget))
+    if not share:
+        raise PagingError(f"budget={budget!r}: a share goes from above 0% to 100%.")
+    free_bytes = _free_bytes(device)
+    return Budget(int(available_bytes(device, free_bytes) * share), free_bytes)
 
 
 def checked_kept(model: nn.Module, keep: Iterable[str]) -> list[nn.Module]:
@@ -220,16 +222,6 @@ def _free_bytes(device: torch.device) -> int:
         )
     free_bytes, _ = module.mem_get_info(device)
     return int(free_bytes)
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text.strip().removesuffix("%")) / 100
-    except ValueError:
-        share = -1.0
-    if not 0 < share <= 1:
-        raise PagingError(f"budget={text!r}: a share goes from above 0% to 100%.")
-    return share
 
 
 def _is_finite(number: object) -> TypeGuard[float]:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
-from tenure._containers import handles_in
+from tenure._containers import passed_tensors
 from tenure._errors import AwayTensorError
 from tenure._heap import type_name
 from tenure._text import describe, format_bytes, operation_of, shape_of
@@ -183,8 +183,8 @@ class AwayTensor(Tensor):
             with without_subclass_functions():
                 return func(*args, **(kwargs or {}))
         # Its bytes may be back: then this use gives the class back, and goes on.
-        for tensor in handles_in((args, kwargs), AwayTensor):
-            if not heal(tensor):
+        for tensor in passed_tensors((args, kwargs)):
+            if type(tensor) is AwayTensor and not heal(tensor):
                 refuse(tensor, operation_of(func))
         return func(*args, **(kwargs or {}))
 

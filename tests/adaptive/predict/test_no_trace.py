@@ -126,7 +126,7 @@ def test_settings_of_torch_are_as_before():
 
 @pytest.mark.parametrize("where", ["_lend", "_take_back"])
 def test_an_interrupt_waits_until_all_tensors_have_their_data(monkeypatch, where):
-    from tenure.adaptive._predict import _fakes
+    from tenure.adaptive._predict._lent import _fakes
 
     original = getattr(_fakes, where)
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tenure.adaptive import AdaptiveUsageError, PredictionError, predict_peak
+from tenure.adaptive import AdaptiveUsageError, PredictionError, memory_budget, predict_peak
 
 from .true_peak import step_of, true_peak_bytes
 
@@ -56,16 +56,21 @@ _OPTIMIZERS = {
 }
 
 
+def _training(name, optimizer):
+    """A loss, its batch, and the optimizer of its model."""
+    make, shape = _MODELS[name]
+    model = make()
+    return (
+        lambda x: model(x).square().mean(),
+        torch.randn(shape),
+        _OPTIMIZERS[optimizer](model.parameters()),
+    )
+
+
 @pytest.mark.parametrize("optimizer", _OPTIMIZERS)
 @pytest.mark.parametrize("name", _MODELS)
 def test_a_step_takes_what_was_predicted(name, optimizer):
-    make, shape = _MODELS[name]
-    model, batch = make(), torch.randn(shape)
-    stepped = _OPTIMIZERS[optimizer](model.parameters())
-
-    def fn(x):
-        return model(x).square().mean()
-
+    fn, batch, stepped = _training(name, optimizer)
     report = predict_peak(fn, batch, optimizer=stepped)
     true_bytes = report.baseline_bytes + true_peak_bytes(step_of(fn, batch, stepped))
     # scalars that kernels make of numbers are seen or not, by some bytes each
@@ -349,16 +354,60 @@ def test_arguments_that_are_none_are_refused():
         predict_peak(lambda x: torch.from_numpy(x.numpy()), torch.ones(2))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "foreach", "momentum"])
-@pytest.mark.parametrize("name", _MODELS)
-def test_a_later_step_takes_what_was_predicted_before_the_first(name, optimizer):
-    make, shape = _MODELS[name]
-    model, batch = make(), torch.randn(shape)
-    stepped = _OPTIMIZERS[optimizer](model.parameters())
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.SGD(parameters, fused=True),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
+        lambda parameters: torch.optim.SGD(parameters, lr=torch.tensor(0.1), fused=True),
+        lambda parameters: torch.optim.Adagrad(parameters, fused=True),
+    ],
+    ids=["plain", "momentum", "rate as a tensor", "adagrad"],
+)
+def test_steps_in_one_kernel_are_predicted_although_torch_knows_no_shape_of_them(make):
+    model, batch = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16)), torch.randn(8, 16)
+    optimizer = make(model.parameters())
+    before = [p.detach().clone() for p in model.parameters()]
 
     def fn(x):
         return model(x).square().mean()
 
+    report = predict_peak(fn, batch, optimizer=optimizer)
+    assert all(map(torch.equal, model.parameters(), before))
+    true_bytes = report.baseline_bytes + true_peak_bytes(step_of(fn, batch, optimizer))
+    assert 0 <= report.peak_bytes - true_bytes <= 256
+    assert not report.approximate
+
+
+@pytest.mark.parametrize("convert", [nn.Module.double, lambda module: module.to(torch.bfloat16)])
+def test_a_module_that_the_work_converts_is_refused_by_what_to_do(convert):
+    model = nn.Linear(4, 4)
+    weight = model.weight.detach().clone()
+
+    def fn(x):
+        return convert(model)(x.to(model.weight.dtype)).sum()
+
+    with pytest.raises(PredictionError, match=r"it converts a module, .* Convert the module befo"):
+        predict_peak(fn, torch.ones(2, 4))
+    assert torch.equal(model.weight, weight)
+
+
+def test_a_budget_inside_of_predicted_work_is_refused_by_what_to_do():
+    def fn(x):
+        with memory_budget("1MiB"):
+            return x.sum()
+
+    with pytest.raises(AdaptiveUsageError, match=r"on tensors without data, .* Open it around"):
+        predict_peak(fn, torch.ones(2, 4))
+    with memory_budget("1MiB"):
+        assert predict_peak(torch.sum, torch.ones(2)).peak_bytes
+    fn(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "foreach", "momentum"])
+@pytest.mark.parametrize("name", _MODELS)
+def test_a_later_step_takes_what_was_predicted_before_the_first(name, optimizer):
+    fn, batch, stepped = _training(name, optimizer)
     report = predict_peak(fn, batch, optimizer=stepped)
     step_of(fn, batch, stepped)()
     stepped.zero_grad()

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import UntypedStorage
 
+from tenure._containers import passed_tensors
 from tenure._torch.storages import key_of
 
 from ._formulas import FORMULAS
@@ -58,7 +59,7 @@ def scratch_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
     if rule is None:
         rule = _rules[func] = _rule_for(func)
     if rule is not _nothing and any(
-        each.layout is not torch.strided for each in _tensors((args, kwargs, result))
+        each.layout is not torch.strided for each in passed_tensors((args, kwargs, result))
     ):
         return Scratch(0, f"nobody has measured what {func} takes for itself on sparse tensors")
     return rule(func, args, kwargs, result)
@@ -105,7 +106,7 @@ def _nothing(*_: Any) -> Scratch:
 
 def _with_numbers(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
     """A number becomes a tensor of 8 bytes (16 if complex), and another of the common dtype."""
-    tensors = [*_tensors((args, kwargs, result))]
+    tensors = [*passed_tensors((args, kwargs, result))]
     size = max((each.dtype.itemsize for each in tensors), default=8)
     return Scratch(2 * size if size > 8 else 8 + size)
 
@@ -138,15 +139,15 @@ def _of_one_dtype(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
 
 
 def _have_one_dtype(args: Any, kwargs: Any, result: Any) -> bool:
-    dtypes = {each.dtype for each in _tensors((args, kwargs))}
-    made = {each.dtype for each in _tensors(result)}
+    dtypes = {each.dtype for each in passed_tensors((args, kwargs))}
+    made = {each.dtype for each in passed_tensors(result)}
     return (
         len(dtypes) == 1 and made <= {*dtypes, torch.bool} and next(iter(dtypes)).is_floating_point
     )
 
 
 def _contiguous(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
-    tensors = [*_tensors((args, kwargs))]
+    tensors = [*passed_tensors((args, kwargs))]
     dtypes = {each.dtype for each in tensors} - _MASKS_AND_INDICES
     if len(dtypes) == 1 and all(each.is_contiguous() for each in tensors):
         return _NOTHING
@@ -154,7 +155,7 @@ def _contiguous(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
 
 
 def _of_matmul(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
-    tensors = [*_tensors((args, result))]
+    tensors = [*passed_tensors((args, result))]
     n_bytes = MATMULS[func](args)
     if tensors[0].dtype in _HALVES:
         taken = sum(each.numel() * each.element_size() for each in tensors)
@@ -165,9 +166,9 @@ def _of_matmul(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
 def _measured(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
     n_bytes = measured(func, args, kwargs, result, _made_bytes(args, kwargs, result))
     if isinstance(n_bytes, int):
-        lazy = [each for each in _tensors((args, kwargs)) if each.is_conj() or each.is_neg()]
+        lazy = [each for each in passed_tensors((args, kwargs)) if each.is_conj() or each.is_neg()]
         n_bytes += sum(each.numel() * each.element_size() for each in lazy)
-        if func in _BY_ONEDNN and any(each.dtype in _HALVES for each in _tensors(args)):
+        if func in _BY_ONEDNN and any(each.dtype in _HALVES for each in passed_tensors(args)):
             # its buffers for 16 bits grow in steps: seen up to 5 % above what was measured
             n_bytes += n_bytes // 10
         return Scratch(n_bytes, _BY_VALUE if func in _SEES_VALUES else None)
@@ -183,7 +184,7 @@ def _never_compared(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
 
 
 def _by_formula(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
-    tensors = [*_tensors((args, kwargs, result))]
+    tensors = [*passed_tensors((args, kwargs, result))]
     if kwargs or any(each.layout is not torch.strided for each in tensors):
         return Scratch(0, f"nobody has measured what {func} takes for itself called in this way")
     return Scratch(FORMULAS[func](args, result))
@@ -202,15 +203,4 @@ def _made_bytes(args: Any, kwargs: Any, result: Any) -> int:
 
 
 def _storages(tree: Any) -> Iterator[UntypedStorage]:
-    return (each.untyped_storage() for each in _tensors(tree))
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for each in tree:
-            yield from _tensors(each)
-    elif isinstance(tree, dict):
-        for each in tree.values():
-            yield from _tensors(each)
+    return (each.untyped_storage() for each in passed_tensors(tree))

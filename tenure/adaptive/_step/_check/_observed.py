@@ -76,7 +76,8 @@ def observed_run(
     state: Rollback = AllOf((parts.state, parts.gradients))
     watched: AbstractContextManager[list[ModuleCall]]
     watched = _recorded(parts.roots) if watch else nullcontext([])
-    with watched as calls, no_optimizer_steps(parts.spec.entry):
+    # other processes know nothing of a run that is taken back
+    with parts.without_exchange(), watched as calls, no_optimizer_steps(parts.spec.entry):
         state.begin()
         try:
             if other_numbers:

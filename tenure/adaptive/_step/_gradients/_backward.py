@@ -13,6 +13,7 @@ from tenure._errors import AdaptiveUsageError
 from tenure._torch.autograd import BACKWARD_TWICE, post_hooks_of
 from tenure._torch.quiet import without_functions
 
+from ._delegated import Backward, DelegatedBackward
 from ._isolated import IsolatedGradients, leaves_of
 
 
@@ -29,6 +30,7 @@ class SplitBackward:
     Args:
         gradients: where they leave what they make.
         scaler: scales losses, or None.
+        function: runs them backward in place of autograd, or None.
         computed: names the captured tensors that come of a computation of before.
     """
 
@@ -36,20 +38,32 @@ class SplitBackward:
         self,
         gradients: IsolatedGradients,
         scaler: Scaler | None,
+        function: Backward | None,
         computed: Callable[[], list[str]],
     ) -> None:
         self._gradients = gradients
         self._scaler = scaler
+        self._delegated = None if function is None else DelegatedBackward(function)
+        self._is_trial = False
         self._computed = computed
         self._is_split = False
         # 0 at the end means that nothing was trained, which nobody wants silently: see
         # test_gradients_disabled_are_explained
         self._n_roots = 0
 
-    def begin(self, *, is_split: bool) -> None:
-        """Start an attempt."""
+    def begin(self, *, is_split: bool, is_trial: bool = False) -> None:
+        """Start an attempt.
+
+        Args:
+            is_split: whether the batch is.
+            is_trial: whether all that it makes is taken back, so that no function of the user's
+                gets it.
+        """
         self._is_split = is_split
+        self._is_trial = is_trial
         self._n_roots = 0
+        if self._delegated is not None:
+            self._delegated.begin()
 
     def scaled(self, value: Tensor) -> Tensor:
         """A loss, or a weight of one, times the scale of the scaler."""
@@ -82,18 +96,44 @@ class SplitBackward:
             self._n_roots += len(pairs)
             # read from the graph before it runs: a leaf that the function made has to be set aside
             # too, or its old gradient would be added to in place
-            made = {id(leaf) for leaf in own}
-            leaves = leaves_of(root for root, _ in pairs)
-            self.watch([leaf for leaf in leaves if id(leaf) not in made])
-        try:
-            with without_autocast(root.device for root, _ in pairs):
+            self.watch(_leaves_but(own, (root for root, _ in pairs)))
+        with self._explaining(), without_autocast(root.device for root, _ in pairs):
+            if self._delegated is None or self._is_trial:
                 torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
-        # autograd has run through the graphs of other roots by then; the attempt's state is taken
-        # back
-        except RuntimeError as error:
-            if BACKWARD_TWICE not in str(error):
-                raise
-            raise self._used_up() from error
+            else:
+                self._delegated.run(pairs)
+
+    def run_to(self, outputs: Sequence[Tensor], loss: Tensor) -> None:
+        """Run a loss backward to leaves that the step has made, and to what the loss trains itself.
+
+        A function of the user's gets the loss for what it trains itself alone: the gradients of the
+        outputs come to it with the chunks, and would be scaled twice.
+
+        Raises:
+            AdaptiveUsageError: the graph has been used up.
+        """
+        if self._delegated is None or not loss.requires_grad:
+            self.run([self.scaled(loss)], [None], outputs)
+            return
+        self._n_roots += 1
+        trains = bool(_leaves_but(outputs, [loss]))
+        with self._explaining(), without_autocast([loss.device]):
+            gradients = torch.autograd.grad(
+                loss, outputs, retain_graph=trains, allow_unused=True
+            )  # fmt: skip
+        if trains:
+            self.run([loss], [None], outputs)
+        for output, gradient in zip(outputs, gradients, strict=True):
+            output.grad = gradient
+
+    def check_linear(self) -> None:
+        """Make sure that a function of the user's has scaled every part of the step alike.
+
+        Raises:
+            AdaptiveUsageError: it has not.
+        """
+        if self._delegated is not None:
+            self._delegated.check_linear()
 
     def check_ran(self) -> None:
         """Make sure that something required grad.
@@ -126,6 +166,17 @@ class SplitBackward:
             _refuse_post_hooks(leaves)
             self._gradients.hold_hooks(leaves)
 
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        try:
+            yield
+        # autograd has run through the graphs of other roots by then; the attempt's state is taken
+        # back
+        except RuntimeError as error:
+            if BACKWARD_TWICE not in str(error):
+                raise
+            raise self._used_up() from error
+
     def _used_up(self) -> AdaptiveUsageError:
         names = self._computed()
         found = f", such as {', '.join(map(repr, names))}," if names else ""
@@ -135,6 +186,12 @@ class SplitBackward:
             "would need it again. Pass the tensor as a part of the batch, or compute it in the "
             "function."
         )
+
+
+def _leaves_but(own: Iterable[Tensor], roots: Iterable[Tensor]) -> list[Tensor]:
+    """The leaves of the graphs of ``roots`` that are none of ``own``."""
+    made = {id(leaf) for leaf in own}
+    return [leaf for leaf in leaves_of(roots) if id(leaf) not in made]
 
 
 def _refuse_post_hooks(leaves: Sequence[Tensor]) -> None:

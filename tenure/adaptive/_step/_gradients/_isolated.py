@@ -27,6 +27,7 @@ _Hooks = dict[int, Callable[[Tensor], Any]]
 class _Held(NamedTuple):
     leaf: Tensor
     prior: Tensor | None
+    begins_with_old: bool
 
 
 class _Delivery(NamedTuple):
@@ -58,12 +59,18 @@ class IsolatedGradients:
 
     Args:
         leaves: those that are known before the attempt; `watch` adds others.
+        begins_with_old: whether new gradients of a leaf are added to a copy of its old one.
     """
 
-    __slots__ = ("_delivery", "_held", "_hooks", "_leaves")
+    __slots__ = ("_begins_with_old", "_delivery", "_held", "_hooks", "_leaves")
 
-    def __init__(self, leaves: Iterable[Tensor]) -> None:
+    def __init__(
+        self,
+        leaves: Iterable[Tensor],
+        begins_with_old: Callable[[Tensor], bool] = lambda _: False,
+    ) -> None:
         self._leaves = list(leaves)
+        self._begins_with_old = begins_with_old
         # by identity: two leaves may hold the same numbers; each is kept, so that its id stays its
         # own
         self._held: dict[int, _Held] = {}
@@ -99,10 +106,11 @@ class IsolatedGradients:
             for leaf in leaves:
                 if id(leaf) not in held:
                     prior = leaf.grad
-                    held[id(leaf)] = _Held(leaf, prior)
+                    begins_with_old = prior is not None and self._begins_with_old(leaf)
+                    held[id(leaf)] = _Held(leaf, prior, begins_with_old)
                     new.append(leaf)
                     if prior is not None:
-                        leaf.grad = None
+                        leaf.grad = prior.clone() if begins_with_old else None
         return new
 
     def leaves(self) -> list[Tensor]:
@@ -154,7 +162,7 @@ class IsolatedGradients:
         """Drop the new gradients, and put the old ones back."""
         self._hooks.put_back()
         with without_functions():
-            for leaf, prior in self._held.values():
+            for leaf, prior, _ in self._held.values():
                 # an attempt that failed early left most of them as they were
                 if leaf.grad is not prior:
                     leaf.grad = prior
@@ -168,11 +176,15 @@ class IsolatedGradients:
         """
         plan = _Delivery([], [], [])
         new = {id(leaf): gradient for leaf, gradient in self.new()}
-        for leaf, prior in self._held.values():
+        for leaf, prior, begins_with_old in self._held.values():
             # the new one stands in `.grad` already
             if prior is None:
                 continue
             gradient = new.get(id(leaf))
+            if gradient is not None and begins_with_old:
+                plan.replaced.append((prior, gradient))
+                plan.assigned.append((leaf, prior))
+                continue
             total = None if gradient is None else _sum_that_allocates(prior, gradient)
             # a sparse gradient cannot become dense in its own object
             if total is not None and total.layout is not prior.layout:

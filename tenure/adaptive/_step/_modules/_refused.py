@@ -26,6 +26,7 @@ from tenure._torch.modules import BatchNorm, InstanceNorm
 
 from ..._reachable import named_modules
 from ..._undo import BufferState
+from ._exchange import exchanges
 
 # torch has no class for this error, only its text.
 _ONE_VALUE = "Expected more than 1 value per channel when training"
@@ -125,12 +126,7 @@ def refuse_distributed(roots: Mapping[str, nn.Module], n_samples: int, size: int
     talking = [
         f"{name} ({type(module).__name__})"
         for name, module in named_modules(roots)
-        # FSDP by name: its second version makes a class for each module that it shards
-        if isinstance(module, nn.parallel.DistributedDataParallel)
-        or any(
-            "FSDP" in kind.__name__ or "FullySharded" in kind.__name__
-            for kind in type(module).__mro__
-        )
+        if exchanges(module)
     ]
     if talking:
         raise AdaptiveUsageError(

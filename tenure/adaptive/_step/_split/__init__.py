@@ -5,7 +5,6 @@ from ._arguments import StepSpec as StepSpec
 from ._arguments import refuse_capture as refuse_capture
 from ._function_state import FunctionState as FunctionState
 from ._parts import Chunk as Chunk
-from ._parts import DeliveredTogether as DeliveredTogether
 from ._parts import StepParts as StepParts
 from ._passes import ChunkTerms as ChunkTerms
 from ._run import StepOutcome as StepOutcome

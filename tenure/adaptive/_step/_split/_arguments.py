@@ -12,7 +12,7 @@ from tenure._capture import accelerator_is_capturing
 from tenure._errors import AdaptiveUsageError
 
 from ..._callables import is_suspendable
-from .._gradients import Scaler
+from .._gradients import Backward, Scaler
 from .._loss import Reduction
 from .._samples import SampleDims
 
@@ -37,8 +37,10 @@ class StepSpec:
     model: nn.Module | Iterable[nn.Module] | None = None
     batchnorm: BatchNormPolicy = "refuse"
     scaler: Scaler | None = None
+    backward: Backward | None = None
     in_dims: SampleDims = 0
     out_dims: SampleDims = 0
+    has_aux: bool = False
 
     def check(self) -> None:
         """Make sure that the arguments can be what they are for, and go together.
@@ -51,7 +53,7 @@ class StepSpec:
         # first, because what comes next may read numbers, which breaks the capture
         refuse_capture(entry)
         _check_function(entry, "fn", self.fn)
-        for name in ("weight", "then", "once"):
+        for name in ("weight", "then", "once", "backward"):
             if (function := getattr(self, name)) is not None:
                 _check_function(entry, name, function)
         if callable(loss):
@@ -78,6 +80,12 @@ class StepSpec:
         if scaler is not None and not callable(getattr(scaler, "scale", None)):
             raise AdaptiveUsageError(
                 f"{entry}() got a {type(scaler).__name__} as scaler=. Pass a torch.amp.GradScaler."
+            )
+        if scaler is not None and self.backward is not None:
+            raise AdaptiveUsageError(
+                f"{entry}() got scaler= and backward=, and would scale the loss before a function "
+                "that may scale it too. Leave scaler= out and let the function scale, or leave "
+                "backward= out if scaling is all that it does."
             )
 
 

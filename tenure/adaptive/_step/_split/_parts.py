@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tenure._errors import AdaptiveUsageError
 from tenure._torch.quiet import without_functions
 
 from ..._callables import short_name_of
@@ -21,6 +22,7 @@ from ..._undo import AllOf, Generator, ModuleState, RngState
 from .._gradients import IsolatedGradients, SplitBackward, without_autocast
 from .._loss import scalar
 from .._modules import (
+    GradientExchange,
     Reachable,
     StepModels,
     coupled_modules,
@@ -62,8 +64,10 @@ class StepParts:
         devices: where the work is done.
         state: random state, and the state of modules; undoing it restarts a run.
         gradients: where new gradients go.
+        exchange: whether modules exchange them with other processes.
         backward: makes them.
         leaf_names: names of tensors that are no parameters of a module, by id.
+        aux: what the function returned beside its loss in this attempt, by the first sample.
     """
 
     def __init__(self, spec: StepSpec) -> None:
@@ -92,8 +96,10 @@ class StepParts:
         leaves = [*parameters_of(self.models.all), *found.captured(), *self.inputs.leaves]
         self.devices = devices_of([*leaves, *self.values])
         self.state = StepState(self.models, self.devices, found.generators, self.values)
-        self.gradients = IsolatedGradients(leaves)
-        self.backward = SplitBackward(self.gradients, spec.scaler, found.computed)
+        self.exchange = GradientExchange(self.models.all)
+        self.gradients = IsolatedGradients(leaves, self.exchange.takes_old)
+        self.backward = SplitBackward(self.gradients, spec.scaler, spec.backward, found.computed)
+        self.aux: dict[int, Any] = {}
         self.leaf_names = {id(tensor): name for name, tensor in found.tensors.items()}
         # one that the function itself lets require grad has a gradient of no interest
         self.leaf_names |= {
@@ -105,13 +111,47 @@ class StepParts:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """A block whose modules are known by running, and noted before they change."""
-        with self.models.seeing(), self.models.telling(self.state.learn):
+        with (
+            self.models.seeing(),
+            self.models.telling(self.state.learn),
+            self.models.telling(self.exchange.learn),
+        ):
             yield
 
-    def begin(self, *, is_split: bool) -> None:
+    @contextmanager
+    def without_exchange(self) -> Iterator[None]:
+        """A block in which modules exchange no gradients, and after which none wait for that."""
+        held = GradientExchange(self.models.all)
+        held.hold_back()
+        try:
+            with self.models.telling(held.learn):
+                yield
+        finally:
+            held.undo()
+
+    def rollback(self) -> DeliveredTogether:
+        """All that an attempt changes."""
+        return DeliveredTogether(self.exchange, self.gradients, self.state)
+
+    def begin(self, *, is_split: bool, is_trial: bool = False) -> None:
         """Start an attempt from the beginning; nothing of an earlier one counts."""
+        self.aux = {}
         self.inputs.begin()
-        self.backward.begin(is_split=is_split)
+        self.backward.begin(is_split=is_split, is_trial=is_trial)
+
+    def call(self, batch: Any, start: int = 0) -> Any:
+        """Run the function on samples from ``start`` on, and keep what is none of its loss."""
+        returned = self.spec.fn(batch)
+        if not self.spec.has_aux:
+            return returned
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise AdaptiveUsageError(
+                f"The function of {self.spec.entry}() returned a {type(returned).__name__}, and "
+                "has_aux=True was asked for. Return a pair: what it would return without, and "
+                "anything else."
+            )
+        loss, self.aux[start] = returned
+        return loss
 
     def once(self) -> Tensor:
         """What is added once, whatever the split."""
@@ -132,7 +172,7 @@ class StepParts:
         """Run the function, and see by what ran, and by what it wrote, whether it mixes samples."""
         start, length = chunk
         try:
-            returned = self.spec.fn(self.inputs.chunk(start, length))
+            returned = self.call(self.inputs.chunk(start, length), start)
         except ValueError as error:
             # a module that was seen to run is named; else the function itself calls the
             # normalization
@@ -257,9 +297,11 @@ class DeliveredTogether(AllOf):
 
     __slots__ = ("_gradients",)
 
-    def __init__(self, gradients: IsolatedGradients, state: StepState) -> None:
+    def __init__(
+        self, exchange: GradientExchange, gradients: IsolatedGradients, state: StepState
+    ) -> None:
         # gradients are delivered first: that may fail, and then the rest is brought back too
-        super().__init__((gradients, state))
+        super().__init__((exchange, gradients, state))
         self._gradients = gradients
 
     def undo(self) -> None:

@@ -64,6 +64,7 @@ class TermsPass:
 
     def run(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Run it; the loss, and its terms."""
+        self._exchange_if_last(0)
         first = self._chunks.of(0)
         check_weight_is_used(first, self._parts.spec.weight)
         with_counts, named = first.with_counts(), first.named
@@ -77,8 +78,13 @@ class TermsPass:
         # its graph must not be there beside the next one
         del first
         for i in range(1, len(self._chunks.lengths)):
+            self._exchange_if_last(i)
             weighted.take(i, self._chunks.of(i))
         return weighted.finish()
+
+    def _exchange_if_last(self, i: int) -> None:
+        if i == len(self._chunks.lengths) - 1:
+            self._parts.exchange.resume()
 
 
 class ChunkTerms:
@@ -189,12 +195,13 @@ class _WeightedTerms:
             loss = finished_loss(leaves, self._named, self._then)
             slope = _slope(loss, next(iter(leaves.values())))
             factor = slope if factor is None else factor * slope
+        # after the last chunk has exchanged gradients, where modules do: a sum over ranks times a
+        # factor is right only if all have the same, so a count has to be that of all ranks
         if factor is not None:
             self._parts.scale(factor)
         # what then() itself is trained by comes after the factor
         if loss is not None:
-            scaled = self._parts.backward.scaled(loss)
-            self._parts.backward.run([scaled], [None], leaves.values())
+            self._parts.backward.run_to(list(leaves.values()), loss)
             return loss.detach()
         return finished_loss(values, self._named, None)
 
@@ -299,7 +306,7 @@ class _SurveyedTerms:
             leaves = [term.value.requires_grad_() for chunk in chunks for term in chunk.values()]
             values = combined(chunks, self._chunks.shares, self._chunks.reduction)
             loss = finished_loss(values, self._named, parts.spec.then)
-            parts.backward.run([parts.backward.scaled(loss)], [None], leaves)
+            parts.backward.run_to(leaves, loss)
         self._loss = loss.detach()
         self._values = {name: value.detach() for name, value in values.items()}
         return [[chunk[name].value.grad for name in self._with_counts] for chunk in chunks]
@@ -336,7 +343,7 @@ class OutputsPass:
         loss = scalar(returned, "loss() of step()")
         self._value = loss.detach()
         with torch.enable_grad():
-            parts.backward.run([parts.backward.scaled(loss)], [None], joined.roots)
+            parts.backward.run_to(joined.roots, loss)
         return joined.gradients()
 
 
@@ -381,10 +388,12 @@ def _two_passes(
     at_end.begin()
     # the second pass finds the buffers that the first one found
     at_start.undo()
-    for i, random_state in enumerate(drawn):
-        # a chunk that the loss does not depend on has nothing to learn
-        if any(gradient is not None for gradient in gradients[i]):
-            random_state.undo()
-            parts.send_back(forward(i)[1], gradients[i])
+    # a chunk that the loss does not depend on has nothing to learn
+    learning = [i for i, each in enumerate(gradients) if any(g is not None for g in each)]
+    for i in learning:
+        if i == learning[-1]:
+            parts.exchange.resume()
+        drawn[i].undo()
+        parts.send_back(forward(i)[1], gradients[i])
     at_end.undo()
     end.undo()

@@ -6,8 +6,8 @@ and at most one chunk's graph is alive.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,11 +29,13 @@ class StepOutcome:
         loss: of no dimension, without graph; with what ``once`` adds.
         terms: the same by name, without that.
         sizes: the samples of each micro-batch.
+        aux: what the function returned beside its loss for each.
     """
 
     loss: Tensor
     terms: dict[str, Tensor]
     sizes: tuple[int, ...]
+    aux: tuple[Any, ...] = ()
 
 
 class Verifier(Protocol):
@@ -64,12 +66,15 @@ class StepRun:
         is_split = size < parts.n_samples
         parts.begin(is_split=is_split)
         with parts.watching():
-            outcome = self._split(size) if is_split else self._whole()
+            try:
+                outcome = self._split(size) if is_split else self._whole()
+            finally:
+                parts.exchange.resume()
         parts.backward.check_ran()
         if is_split and self._verifier is not None:
             self._verifier.before_delivery(outcome)
         parts.deliver_to_batch()
-        return outcome
+        return replace(outcome, aux=tuple(parts.aux[start] for start in sorted(parts.aux)))
 
     def try_out(self, size: int) -> None:
         """Run micro-batches of a size, to see what they need; the state is to be undone then.
@@ -77,11 +82,15 @@ class StepRun:
         Two of them, because the second finds the gradients of the first beside it.
         """
         parts = self._parts
-        parts.begin(is_split=True)
+        parts.begin(is_split=True, is_trial=True)
         with parts.watching():
             parts.check_splittable(size)
-            for chunk in self._chunks(size)[:2]:
-                self._try_chunk(chunk)
+            parts.exchange.hold_back()
+            try:
+                for chunk in self._chunks(size)[:2]:
+                    self._try_chunk(chunk)
+            finally:
+                parts.exchange.resume()
 
     def _try_chunk(self, chunk: Chunk) -> None:
         spec, returned = self._parts.spec, self._parts.forward(chunk)
@@ -112,7 +121,7 @@ class StepRun:
         # compiled code is compiled for a size that may change, before it has to be for a smaller
         # one
         with inputs.expecting_other_sizes():
-            returned = spec.fn(inputs.whole())
+            returned = self._parts.call(inputs.whole())
         if callable(spec.loss):
             loss = scalar(spec.loss(returned), "loss() of step()")
             return loss, {ONLY: loss}
@@ -127,6 +136,7 @@ class StepRun:
         # before the first chunk: its graph and gradients would stand beside those of the samples
         if self._verifier is not None:
             self._verifier.before_split(size)
+        parts.exchange.hold_back()
         chunks = self._chunks(size)
         kind = OutputsPass if callable(parts.spec.loss) else TermsPass
         loss, terms = kind(parts, chunks).run()

@@ -236,7 +236,7 @@ def whole_values(parts: StepParts) -> Values:
     """The loss of all samples in one piece, and its terms if there are several."""
     with _unseen(parts):
         spec = parts.spec
-        returned = spec.fn(parts.inputs.whole())
+        returned = parts.call(parts.inputs.whole())
         if callable(spec.loss):
             return {ONLY: spec.loss(returned)}
         loss, terms = whole_loss(terms_of(returned, spec.loss), spec.then)
@@ -261,7 +261,7 @@ def _sums(parts: StepParts) -> Values:
     """What is a sum over samples, if the step is declared rightly: the parts of its terms."""
     with _unseen(parts):
         spec, inputs = parts.spec, parts.inputs
-        returned = spec.fn(inputs.whole())
+        returned = parts.call(inputs.whole())
         if callable(spec.loss):
             return {ONLY: spec.loss(returned)}
         terms = terms_of(returned, spec.loss)
@@ -283,7 +283,7 @@ def _factor(reduction: object, weight: Any, name: str) -> Any:
 
 
 def _outputs(parts: StepParts, chunk: Chunk) -> Outputs:
-    returned = parts.spec.fn(parts.inputs.chunk(*chunk))
+    returned = parts.call(parts.inputs.chunk(*chunk))
     return Outputs(returned, parts.spec.out_dims, chunk.length).detached()
 
 

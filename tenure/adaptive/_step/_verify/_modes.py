@@ -15,7 +15,7 @@ type alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from statistics import NormalDist
 from typing import Any
 
@@ -60,13 +60,7 @@ class ConstantNumbers(DispatchMode):
         self.has_unknown = False
         self._n_numbers = 0
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, a random one with a constant."""
         kwargs = dict(kwargs or {})
         # by far the most operations
@@ -247,13 +241,7 @@ class RoughRounding(DispatchMode):
         self._n_roundings = n_roundings
         self._numbers = torch.Generator().manual_seed(seed)
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and change what it made."""
         result = func(*args, **(kwargs or {}))
         if _rounds(func, args):

@@ -37,7 +37,8 @@ class Subject:
         spec: what it does.
 
     Attributes:
-        spec: what is verified: no scaler, and a loss of outputs is one that adds them up, because
+        spec: what is verified: no scaler and no backward= of the user's, which would see what is
+            taken back, and a loss of outputs is one that adds them up, because
             the user's may want as many samples as there are, and sees all of them anyway.
         tree: the batch.
         n_samples: how many it has.
@@ -46,7 +47,7 @@ class Subject:
     """
 
     def __init__(self, spec: StepSpec) -> None:
-        self.spec = dataclasses.replace(spec, scaler=None)
+        self.spec = dataclasses.replace(spec, scaler=None, backward=None)
         if callable(spec.loss):
             self.spec = dataclasses.replace(self.spec, loss=_mixed_sum, once=None)
         self.tree = SampleTree(spec.batch, spec.in_dims, name="batch", argument="in_dims")
@@ -83,7 +84,8 @@ class Subject:
             parts = self.parts_of(range(n))
             parts.state.begin()
             try:
-                with parts.watching():
+                # a forward pass announces an exchange to the next backward pass
+                with parts.without_exchange(), parts.watching():
                     parts.spec.fn(parts.inputs.whole())
                 return parts.state.rng.has_drawn(), parts.state.rng.has_drawn(elsewhere=True)
             finally:

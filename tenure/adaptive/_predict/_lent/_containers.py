@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._undo import ContainerNote, noted_container
+from ..._undo import ContainerNote, noted_container
 
 _LEAVES = (Tensor, nn.Module, Optimizer)
 _MOST_ITEMS = 100_000

@@ -21,7 +21,7 @@ from tenure._torch.fakes import FakeTensor, fake_of, is_fake, mode_of, new_mode
 from tenure._torch.quiet import set_class, without_functions
 from tenure._torch.swap import swap
 
-from ._target import Target
+from .._target import Target
 
 
 class _Lent(NamedTuple):

@@ -1,0 +1,51 @@
+"""The size that a step begins with, by predictions of the step as it would run.
+
+Invariant: a prediction changes nothing, and one that fails leaves the step to begin as without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tenure._errors import PredictionError
+
+from .._memory import meter_for
+from .._predict import Forecast
+from .._sizes import AdaptiveSearch
+from ._at_size import SizedStep
+from ._split import StepParts, StepSpec
+
+_MOST_MICRO_BATCHES = 64
+"""A step of more than that is not predicted as a whole: it takes as long as running it."""
+
+
+def foresee(search: AdaptiveSearch, spec: StepSpec, parts: StepParts) -> None:
+    """Let a search begin with the largest micro-batch that is predicted to fit.
+
+    What is verified is no part of it: where there is no room for that, it gives way.
+    """
+    # a scaler would keep a scale without data, and a function of the user's is given losses of real
+    # steps alone; neither takes memory to speak of
+    step = SizedStep(replace(spec, scaler=None, backward=None))
+    # of a device that can't be measured nothing says what is free
+    meters = {device: meter_for(str(device)) for device in parts.devices}
+    search.foresee(
+        {
+            str(device): _forecast(step, parts, device)
+            for device, meter in meters.items()
+            if meter is not None and meter.measures
+        }
+    )
+
+
+def _forecast(step: SizedStep, parts: StepParts, device: torch.device) -> Forecast:
+    def run(size: int, batch: Any, _reached: Any = step.reached) -> None:
+        length = step.length(size)
+        if length > _MOST_MICRO_BATCHES * size:
+            raise PredictionError(f"It would have {length // size} micro-batches.")
+        step.at(size, length)(batch)
+
+    return Forecast(parts.name, run, parts.spec.batch, device=device)

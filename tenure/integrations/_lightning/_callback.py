@@ -1,0 +1,110 @@
+"""A callback that watches memory, for the trainers of both libraries.
+
+Invariant: it changes nothing, and each library's Trainer takes it for a Callback of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Self
+
+from .._memory_watch import MemoryWatch
+
+_HOMES = ("lightning.pytorch", "pytorch_lightning")
+# To type checkers, a Callback of either library.
+_Callback: Any = object
+
+
+class MemoryCallback(_Callback):  # type: ignore[misc]  # of Any, on purpose
+    """Logs memory, leaks and retries of a training, and tells what held memory when it ran out.
+
+    Pass it to a Trainer: ``Trainer(callbacks=[MemoryCallback()])``. It logs, as the Trainer's
+    ``log_every_n_steps`` says, ``memory/allocated_bytes``, ``memory/growth_bytes``,
+    ``memory/outlived_tensors``, ``memory/outlived_bytes``, ``adaptive/retries`` and, of a module
+    that is an AdaptiveMixin, ``adaptive/micro_batch``. When a fit ends with an error of memory, a
+    report of what holds it is logged, and stands as a note below the traceback.
+
+    Args:
+        share: the share of the time that looking at all tensors may take.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """A callback of the libraries that are there."""
+        kind: Any = cls
+        made: Self = object.__new__(_with_bases(kind))
+        return made
+
+    def __init__(self, share: float = 0.03) -> None:
+        super().__init__()
+        self._share = share
+        self._watch = MemoryWatch(share)
+        self._step = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What copies and pickles are made of; a new one has seen nothing."""
+        return getattr(type(self), "_written", type(self)), (self._share,)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin to watch."""
+        self._watch.begin(pl_module.device)
+        self._step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Look, if it is time, and log."""
+        # a batch that only adds to gradients is no step
+        if trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
+        self._watch.step_ended(getattr(pl_module, "adaptive_result", None))
+        every = trainer.log_every_n_steps
+        if every and not self._step % every and not trainer.barebones:
+            figures = {name: float(value) for name, value in self._watch.figures().items()}
+            pl_module.log_dict(figures, on_step=True, on_epoch=False)
+
+    def report(self) -> str:
+        """What holds memory now, in a few lines; in a notebook, call it after an error."""
+        return self._watch.report()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Tell what holds memory, if that is what ran out."""
+        self._watch.died(exception)
+
+
+@functools.cache
+def _with_bases(cls: Any) -> Any:
+    """A class with the Callbacks of the libraries that are imported; of one, if none is."""
+    if not any(home in sys.modules for home in _HOMES):
+        _import_one()
+    bases = [sys.modules[home].Callback for home in _HOMES if home in sys.modules]
+    missing = [base for base in bases if not issubclass(cls, base)]
+    if not missing:
+        return cls
+    space = {
+        "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__,
+        # by which a copy finds the class: this one stands nowhere
+        "_written": cls,
+    }  # fmt: skip
+    return type(cls.__name__, (cls, *missing), space)
+
+
+def check_installed() -> None:
+    """Make sure that one of the libraries can be imported; nothing is.
+
+    Raises:
+        ImportError: none can.
+    """
+    if all(find_spec(home.partition(".")[0]) is None for home in _HOMES):
+        raise ImportError(
+            "tenure.integrations.lightning needs lightning or pytorch_lightning, and neither is "
+            "installed. Install the first with: pip install 'tenure[lightning]'."
+        )
+
+
+def _import_one() -> None:
+    installed = next(home for home in _HOMES if find_spec(home.partition(".")[0]) is not None)
+    import_module(installed)

@@ -1,0 +1,107 @@
+"""Gradients that were made before their time: the backward pass of a loss delivers them later.
+
+Lightning runs `training_step`, then `zero_grad`, then the backward pass of what `training_step`
+returned. Invariant: until that pass the gradients, and the hooks of the leaves, are what they were
+before; in it autograd adds each new gradient, times the gradient that comes to the loss, and runs
+those hooks, once, as if the loss had just been computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tenure._errors import AdaptiveUsageError
+from tenure._torch.autograd import hooks_of, post_hooks_of
+
+_Hooks = dict[int, Callable[..., Any]]
+
+
+class DeferredGradients:
+    """A block that makes gradients, and what delivers them after it.
+
+    Args:
+        leaves: whose gradients are kept for later; those of others are not touched.
+    """
+
+    def __init__(self, leaves: Iterable[Tensor]) -> None:
+        self._leaves = [leaf for leaf in leaves if leaf.requires_grad]
+        self._before: list[Tensor | None] = []
+        self._hooks: list[tuple[_Hooks, _Hooks]] = []
+        self._new: list[tuple[Tensor, Tensor]] = []
+
+    def __enter__(self) -> None:
+        self._before = [leaf.grad for leaf in self._leaves]
+        for leaf in self._leaves:
+            leaf.grad = None
+            found: Any = hooks_of(leaf), post_hooks_of(leaf)
+            for hooks in filter(None, found):
+                self._hooks.append((hooks, dict(hooks)))
+                # in the same dict, which autograd of C++ and removable handles hold
+                hooks.clear()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self._new = [(leaf, leaf.grad) for leaf in self._leaves if leaf.grad is not None]
+        for leaf, before in zip(self._leaves, self._before, strict=True):
+            leaf.grad = before
+        for hooks, held in self._hooks:
+            # the order of a dict is the order in which hooks run
+            added_meanwhile = dict(hooks)
+            hooks.clear()
+            hooks.update(held | added_meanwhile)
+        self._before, self._hooks = [], []
+
+    def loss(self, value: Tensor, scale: Tensor | None) -> Tensor:
+        """A loss with that value, whose backward pass delivers what was made.
+
+        Args:
+            value: of no dimension.
+            scale: what the gradients that were made are multiplied by already; None for 1.
+        """
+        leaves = [leaf for leaf, _ in self._new]
+        gradients = [gradient for _, gradient in self._new]
+        self._new = []
+        loss: Tensor = _Delivery.apply(value, scale, gradients, *leaves)  # type: ignore[no-untyped-call]
+        return loss
+
+
+class _Delivery(torch.autograd.Function):
+    """The node of a graph that hands gradients out instead of computing them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, value: Tensor, scale: Tensor | None, gradients: list[Tensor], *leaves: Tensor
+    ) -> Tensor:
+        ctx.scale, ctx.gradients = scale, gradients
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        # taken, so that autograd holds the only reference and stores them without a copy
+        gradients, ctx.gradients = ctx.gradients, None
+        # gradients are on here for who wants to differentiate once more
+        if gradients is None or torch.is_grad_enabled():
+            raise AdaptiveUsageError(
+                "The loss of an AdaptiveMixin runs backward once, without create_graph=True: its "
+                "gradients were made before, and there is no graph of them. Compute what needs "
+                "more in training_step, or leave AdaptiveMixin out."
+            )
+        (seed,) = grad_outputs
+        factor = seed if ctx.scale is None else seed / ctx.scale
+        # reading it on a device would make the host wait for all that was started there
+        if factor.device.type != "cpu" or factor != 1:
+            factors = {gradient.device: factor for gradient in gradients}
+            factors = {device: factor.to(device) for device in factors}
+            for gradient in gradients:
+                gradient.mul_(factors[gradient.device])
+        return None, None, None, *gradients

@@ -1,0 +1,196 @@
+"""How what micro-batches gave makes what the whole batch would have given.
+
+Rows are concatenated, means are averaged with their weights, and what is the same in each stays.
+Invariant: what can't be joined is refused by its place; nothing is guessed from one part alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tenure._containers import level_of
+from tenure._errors import AdaptiveUsageError
+from tenure._text import describe_tensor
+
+
+class Joiner:
+    """Joins values of micro-batches.
+
+    Args:
+        sizes: the samples of each.
+        losses: the loss that each returned.
+        loss: the loss of the whole batch; None where it is no mean or sum of those.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], losses: Sequence[Tensor | None], loss: Tensor | None
+    ) -> None:
+        self.sizes = sizes
+        self._losses = losses
+        self._loss = loss
+
+    def joined(self, values: Sequence[Any], place: str) -> Any:
+        """One value for the whole batch, of one for each micro-batch.
+
+        Args:
+            values: tensors, numbers, or containers of one shape.
+            place: what errors call them.
+
+        Raises:
+            AdaptiveUsageError: they can't be joined.
+        """
+        first = values[0]
+        if len(values) == 1:
+            return first
+        if self.are_losses(values):
+            return self.loss_like(first)
+        if all(isinstance(value, Tensor) for value in values):
+            return self._joined_tensors(values, place)
+        if isinstance(first, float):
+            return self.mean(values)
+        if isinstance(first, Number | str | bytes | None) and all(v == first for v in values):
+            return first
+        # how many samples there are, as in `metric.update(loss, weight=len(x))`
+        if isinstance(first, int) and self._have_rows(values):
+            return sum(values)
+        if isinstance(first, list) and self._have_rows([len(value) for value in values]):
+            return [item for value in values for item in value]
+        levels = [level_of(value) for value in values]
+        if levels[0] is None or any(lv is None or lv.keys != levels[0].keys for lv in levels):
+            raise self._refusal(first, place)
+        children = zip(*(level.children for level in levels if level is not None), strict=True)
+        return levels[0].make(
+            [
+                self.joined(each, f"{place}[{key!r}]")
+                for key, each in zip(levels[0].keys, children, strict=True)
+            ]
+        )
+
+    def are_losses(self, values: Sequence[Any]) -> bool:
+        """Whether each value is the loss of its micro-batch."""
+        return self._loss is not None and all(map(_is_loss, values, self._losses))
+
+    def loss_like(self, value: Any) -> Any:
+        """The loss of the whole batch, as a number if the value is one."""
+        assert self._loss is not None
+        return self._loss if isinstance(value, Tensor) else self._loss.item()
+
+    def mean(self, values: Sequence[Any], weights: Sequence[float] | None = None) -> Any:
+        """The mean of means.
+
+        Args:
+            values: numbers, or tensors of one element.
+            weights: what each is a mean over; None: as many as it has samples.
+        """
+        weights = self.sizes if weights is None else weights
+        total = sum(weights)
+        # a part of weight zero is left out: its mean is nan
+        parts = [
+            _wide(v) * (w / total) for v, w in zip(values, weights, strict=True) if w or not total
+        ]
+        return self.total(parts)
+
+    @staticmethod
+    def total(values: Sequence[Any]) -> Any:
+        """The sum, of the type of the first."""
+        return sum(values[1:], values[0])
+
+    def _joined_tensors(self, tensors: Sequence[Tensor], place: str) -> Tensor:
+        if all(tensor.dim() for tensor in tensors):
+            if self._have_rows([tensor.shape[0] for tensor in tensors]):
+                return torch.cat(list(tensors))
+        elif tensors[0].is_floating_point():
+            mean: Tensor = self.mean(tensors)
+            return mean
+        if all(torch.equal(tensors[0], other) for other in tensors[1:]):
+            return tensors[0]
+        raise self._refusal(tensors[0], place)
+
+    def _have_rows(self, lengths: Sequence[int]) -> bool:
+        return list(lengths) == list(self.sizes)
+
+    def _refusal(self, first: Any, place: str) -> AdaptiveUsageError:
+        shown = describe_tensor(first) if isinstance(first, Tensor) else f"a {type(first).__name__}"
+        return AdaptiveUsageError(
+            f"{place} is {shown} for the first of {len(self.sizes)} micro-batches, and there is no "
+            "one way to make that of the whole batch of them. Give tensors or lists with one row a "
+            "sample, means of floating point, or what is the same for every micro-batch."
+        )
+
+
+def _is_loss(value: Any, loss: Tensor | None) -> bool:
+    """Whether a value is the loss itself, detached or as a number."""
+    if loss is None:
+        return False
+    if isinstance(value, Tensor):
+        # by its memory: reading the number would make the host wait for the device
+        return value.numel() == 1 and value.data_ptr() == loss.data_ptr()
+    # who has a float has waited already
+    return isinstance(value, float) and value == loss.item()
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dtype not in (torch.float32, torch.float64):
+        return value.float()
+    return value
+
+
+def detached(value: Any) -> Any:
+    """A container without the graphs of its tensors."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, str | bytes | Number | None):
+        return value
+    level = level_of(value)
+    if level is None or not level.children:
+        return value
+    return level.make([detached(child) for child in level.children])
+
+
+def log_of(
+    joiner: Joiner, name: str, values: Sequence[Any], options: Sequence[Mapping[str, Any]]
+) -> tuple[Any, dict[str, Any]]:
+    """What one `self.log` of each micro-batch makes for the whole: the value, and its options."""
+    of_whole = dict(options[0])
+    weights = _batch_sizes(joiner, [each.get("batch_size") for each in options])
+    if weights is not None:
+        of_whole["batch_size"] = sum(weights)
+    reduction = of_whole.get("reduce_fx", "mean")
+    kind = reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "")
+    first: Any = values[0]
+    if len(values) == 1 or not isinstance(first, Tensor | Number):
+        return first, of_whole
+    if joiner.are_losses(values):
+        return joiner.loss_like(first), of_whole
+    if kind in ("min", "max"):
+        return _extreme(values, kind), of_whole
+    if kind == "sum":
+        return joiner.total(values), of_whole
+    if isinstance(first, int) and all(value == first for value in values):
+        return first, of_whole
+    return joiner.mean(values, weights), of_whole
+
+
+def _extreme(values: Sequence[Any], kind: str) -> Any:
+    if not isinstance(values[0], Tensor):
+        return min(values) if kind == "min" else max(values)
+    # compared on their device
+    stacked = torch.stack([value.reshape(()) for value in values])
+    return stacked.amin() if kind == "min" else stacked.amax()
+
+
+def _batch_sizes(joiner: Joiner, given: Sequence[Any]) -> list[int] | None:
+    """What each part is a mean over, where `batch_size=` says so; None where that is no part's."""
+    if not all(isinstance(each, int) for each in given) or len(given) == 1:
+        return None
+    sizes = joiner.sizes
+    # a setting of the program, such as the batch size of its loader, and not len(batch)
+    is_setting = len(set(given)) == 1 and (
+        len(set(sizes)) > 1 or given[0] == sum(sizes) or given[0] % sizes[0]
+    )
+    return None if is_setting else list(given)

@@ -1,0 +1,140 @@
+"""Metrics in a `training_step`: called once for the whole batch, with what its parts gave them.
+
+A metric counts its calls, keeps the value of the last one, and averages what it is given: updated
+for each micro-batch, an average of losses would depend on the split. Invariant: while the parts of
+a batch run, no metric of the module changes; then each is called as often as one part called it.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from tenure._containers import tensors_in
+from tenure._errors import AdaptiveUsageError
+
+from ._joined import Joiner, detached
+
+
+@dataclass(frozen=True, slots=True)
+class MetricCall:
+    """One call of a metric.
+
+    Attributes:
+        name: the metric's name in its module, and the method.
+        function: what calls it.
+        args: by position, without graphs.
+        kwargs: by name.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class MetricRecorder:
+    """Keeps the calls of a module's metrics.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        # by identity: the hash of a metric changes with its state
+        self._stand_ins: dict[int, Any] = {}
+
+    @contextmanager
+    def recording(self, calls: list[MetricCall]) -> Iterator[None]:
+        """A block in which metrics are not called, but their calls noted."""
+        metrics = dict(_metrics_of(self._module))
+        for metric in metrics.values():
+            if id(metric) not in self._stand_ins:
+                self._stand_ins[id(metric)] = _empty_copy(metric)
+        before = [(metric, dict(vars(metric))) for metric in metrics.values()]
+        try:
+            for name, metric in metrics.items():
+                vars(metric).update(self._recording_methods(name, metric, calls))
+            yield
+        finally:
+            for metric, space in before:
+                for method in _METHODS:
+                    vars(metric).pop(method, None)
+                vars(metric).update({m: space[m] for m in _METHODS if m in space})
+
+    def _recording_methods(
+        self, name: str, metric: Any, calls: list[MetricCall]
+    ) -> dict[str, Callable[..., Any]]:
+        stand_in = self._stand_ins[id(metric)]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            calls.append(MetricCall(name, metric, detached(args), detached(kwargs)))
+            # the value that this part alone has
+            stand_in.reset()
+            return stand_in.forward(*args, **kwargs)
+
+        def update(*args: Any, **kwargs: Any) -> None:
+            calls.append(
+                MetricCall(
+                    f"{name}.update",
+                    lambda *a, **k: metric.update(*a, **k),
+                    detached(args),
+                    detached(kwargs),
+                )
+            )
+
+        def refused(*args: Any, **kwargs: Any) -> None:
+            raise AdaptiveUsageError(
+                f"compute() or reset() of the metric {name!r} was called in a training_step that "
+                "runs in micro-batches, where the metric gets its numbers at the end, once for the "
+                f"whole batch. Log the metric itself, self.log({name!r}, self.{name}), or call "
+                "these in on_train_batch_end() or later."
+            )
+
+        return {"forward": forward, "update": update, "compute": refused, "reset": refused}
+
+
+_METHODS = ("forward", "update", "compute", "reset")
+
+
+def call_once(calls: Sequence[MetricCall], joiner: Joiner, name: str) -> None:
+    """Call a metric with what its calls for each part got."""
+    first = calls[0]
+    place = f"what {name}() gave the metric {first.name!r}"
+    args = joiner.joined([call.args for call in calls], place)
+    kwargs = joiner.joined([call.kwargs for call in calls], place)
+    first.function(*args, **kwargs)
+
+
+def _metrics_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The metrics of a module by name; of those inside another one, only the outer one."""
+    # without it there are none
+    library = sys.modules.get("torchmetrics")
+    kinds = () if library is None else (library.Metric, library.MetricCollection)
+    waiting = list(module.named_children())
+    seen: set[int] = set()
+    while waiting:
+        name, child = waiting.pop()
+        if id(child) in seen:
+            continue
+        seen.add(id(child))
+        if isinstance(child, kinds):
+            yield name, child
+        else:
+            waiting += [(f"{name}.{below}", each) for below, each in child.named_children()]
+
+
+def _empty_copy(metric: Any) -> Any:
+    """A metric that has seen nothing."""
+    # what it has seen may be all outputs of an epoch, and is not copied only to be dropped
+    kept = tensors_in(vars(each) for each in metric.modules())
+    made = copy.deepcopy(metric, {id(tensor): tensor for tensor in kept})
+    made.reset()
+    return made

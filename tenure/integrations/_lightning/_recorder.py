@@ -1,0 +1,201 @@
+"""What a `training_step` does beside its loss, kept for each micro-batch until the step has worked.
+
+Invariant: what a failed attempt, a trial or a verification logs, returns or gives to a metric is
+forgotten with it; of the attempt that worked, all is told once, as for the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tenure._errors import AdaptiveUsageError
+
+from ._joined import Joiner, detached, log_of
+from ._metrics import MetricCall, MetricRecorder, call_once
+
+_running: ContextVar[Recorder | None] = ContextVar("_running", default=None)
+
+
+@dataclass(slots=True)
+class Part:
+    """What one micro-batch did.
+
+    Attributes:
+        logs: names, values and options of `self.log`, in order.
+        calls: calls of metrics, in order; none where the batch is whole.
+        loss: what was returned as the loss, without its graph; None if that is no tensor.
+        is_skipped: whether None was returned, so that the batch is to be skipped.
+        extra: the rest of the dict that was returned.
+    """
+
+    logs: list[tuple[str, Any, dict[str, Any]]] = field(default_factory=list)
+    calls: list[MetricCall] = field(default_factory=list)
+    loss: Tensor | None = None
+    is_skipped: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Recorder:
+    """Runs the `training_step` of a module on its batch, or on parts of it.
+
+    Args:
+        module: the module.
+        batch: the whole batch.
+        others: what `training_step` gets beside the batch by position.
+        named: the same by name.
+        options: the arguments of `step`.
+
+    Attributes:
+        module: the module.
+        logs_loss: whether what is returned is the loss itself, so that what is logged may be it.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        batch: Any,
+        others: Sequence[Any],
+        named: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        self.module = module
+        # what is looked for in a function, such as tensors, must not be found here
+        self._whole = id(batch)
+        self._others, self._named = others, named
+        self._returns_loss = not callable(options.get("loss"))
+        self.logs_loss = self._returns_loss and not {"then", "once"} & options.keys()
+        self._metrics = MetricRecorder(module)
+        self._part: Part | None = None
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """A block in which the module's `log` comes here."""
+        token = _running.set(self)
+        try:
+            yield
+        finally:
+            _running.reset(token)
+
+    def run(self, function: Callable[..., Any], batch: Any) -> tuple[Any, Part]:
+        """Run it on the batch or a part of it; what it returns as its loss, and the rest."""
+        self._part = part = Part()
+        # of the batch itself they are called as always, and brought back if that fails
+        is_whole = id(batch) == self._whole
+        try:
+            with nullcontext() if is_whole else self._metrics.recording(part.calls):
+                returned = function(self.module, batch, *self._others, **self._named)
+        finally:
+            self._part = None
+        return self._loss_of(returned, part), part
+
+    def log(self, name: str, value: Any, options: dict[str, Any]) -> None:
+        """Keep what is logged."""
+        if self._part is None:
+            raise AdaptiveUsageError(
+                f"self.log({name!r}, ...) was called in loss=, then=, once= or weight= of "
+                "adaptive_options, which may run for a few samples or several times. Log the loss "
+                'in on_train_batch_end(), from outputs["loss"].'
+            )
+        self._part.logs.append((name, detached(value), options))
+
+    def _loss_of(self, returned: Any, part: Part) -> Any:
+        if not self._returns_loss:
+            return returned
+        if isinstance(returned, Mapping):
+            part.extra = {k: detached(v) for k, v in returned.items() if k != "loss"}
+            if returned.get("loss") is None:
+                raise AdaptiveUsageError(
+                    f"{type(self.module).__name__}.training_step() returned a dict without "
+                    '"loss". Return the loss under that key, a tensor, or None to skip the batch.'
+                )
+            returned = returned["loss"]
+        if returned is None:
+            part.is_skipped = True
+            # what moves nothing: only the end of the step can skip it
+            return torch.zeros((), device=self.module.device, requires_grad=True)
+        part.loss = returned.detach() if isinstance(returned, Tensor) else None
+        return returned
+
+
+def recorder_of(module: object) -> Recorder | None:
+    """The step of a module that runs now."""
+    recorder = _running.get()
+    return recorder if recorder is not None and recorder.module is module else None
+
+
+class Outcome:
+    """What the parts of a step that worked make together.
+
+    Args:
+        parts: in order.
+        sizes: the samples of each.
+        recorder: ran them.
+        loss: the loss of the whole batch.
+
+    Attributes:
+        is_skipped: whether None was returned.
+
+    Raises:
+        AdaptiveUsageError: None was returned for some of them only.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], sizes: Sequence[int], recorder: Recorder, loss: Tensor
+    ) -> None:
+        self._parts = parts
+        self._name = f"{type(recorder.module).__name__}.training_step"
+        losses = [part.loss for part in parts]
+        self._joiner = Joiner(sizes, losses, loss if recorder.logs_loss else None)
+        skipped = [part.is_skipped for part in parts]
+        self.is_skipped = all(skipped)
+        if any(skipped) and not all(skipped):
+            raise AdaptiveUsageError(
+                f"{self._name}() returned None for some micro-batches of a batch and a loss for "
+                "others, and there is no telling what it returns for the whole. Return a loss of "
+                "zero for samples that do not count, and say with weight= in adaptive_options what "
+                "the mean divides by."
+            )
+
+    def extra(self) -> dict[str, Any]:
+        """What was returned beside the loss."""
+        self._check_alike([list(part.extra) for part in self._parts], "returned the keys")
+        return {
+            key: self._joiner.joined(
+                [part.extra[key] for part in self._parts], f"{key!r}, returned by {self._name}(),"
+            )
+            for key in self._parts[0].extra
+        }
+
+    def call_metrics(self) -> None:
+        """Call the metrics, once each time that each part did."""
+        names = [[call.name for call in part.calls] for part in self._parts]
+        self._check_alike(names, "called the metrics")
+        for calls in zip(*(part.calls for part in self._parts), strict=True):
+            call_once(calls, self._joiner, self._name)
+
+    def logs(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+        """What is to be logged."""
+        names = [[name for name, _, _ in part.logs] for part in self._parts]
+        self._check_alike(names, "logged")
+        for each in zip(*(part.logs for part in self._parts), strict=True):
+            name, values, options = each[0][0], [log[1] for log in each], [log[2] for log in each]
+            yield name, *log_of(self._joiner, name, values, options)
+
+    def _check_alike(self, names: Sequence[Sequence[str]], did: str) -> None:
+        for other in names[1:]:
+            if list(other) != list(names[0]):
+                raise AdaptiveUsageError(
+                    f"{self._name}() {did} {_listed(names[0])} for one micro-batch and "
+                    f"{_listed(other)} for another. Do the same for each."
+                )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names)) or "nothing"

@@ -1,0 +1,125 @@
+"""One `training_step` that fits: the step of `adaptive`, between Lightning's own calls.
+
+Lightning drops the gradients of the step before only when `training_step` has returned, and then
+runs backward. Invariant: all that it does, and all that it calls, finds gradients, logs and outputs
+as if the whole batch had just run forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tenure.adaptive import step
+
+from ._deferred import DeferredGradients
+from ._recorder import Outcome, Recorder, recorder_of
+from ._refused import options_of
+
+
+def is_trained(module: Any) -> bool:
+    """Whether it is the training loop of a trainer that calls, and not a module around this one."""
+    trainer = module._trainer
+    if trainer is None or not trainer.training or not torch.is_grad_enabled():
+        return False
+    return trainer.lightning_module is module
+
+
+def fitting_step(
+    module: Any, written: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run the `training_step` of a module.
+
+    Args:
+        module: the module.
+        written: the method as it was written.
+        args: the batch, and what else Lightning gives.
+        kwargs: the same by name.
+
+    Returns:
+        What Lightning wants: the loss of the whole batch, with the rest in a dict if there is more;
+        None to skip the batch.
+    """
+    batch, *others = args
+    options = options_of(module)
+    recorder = Recorder(module, batch, others, kwargs, options)
+    _release_old_gradients(module)
+    scaler = getattr(module.trainer.precision_plugin, "scaler", None)
+    # asked before the step: a scaler makes its tensors at its first use, and they are no attempt's
+    scale = None if scaler is None else scaler.scale(torch.ones((), device=module.device))
+    deferred = DeferredGradients(_trained_by(module))
+    kind = type(module)
+    with deferred, recorder.active():
+        result = step(
+            _function_of(module, written),
+            batch,
+            scaler=scaler,
+            context=f"{kind.__module__}.{kind.__qualname__}.training_step",
+            has_aux=True,
+            **options,
+        )
+    # without what belongs to the batch alone
+    module.adaptive_result = replace(result, aux=())
+    outcome = Outcome(result.aux, result.sizes, recorder, result.loss)
+    outcome.call_metrics()
+    for name, value, how in outcome.logs():
+        module.log(name, value, **how)
+    if outcome.is_skipped:
+        return None
+    loss = deferred.loss(result.loss, scale)
+    return {"loss": loss, **extra} if (extra := outcome.extra()) else loss
+
+
+def _function_of(self: Any, written: Callable[..., Any]) -> Callable[[Any], Any]:
+    """The function of one step.
+
+    It captures what stays the same from step to step, by which `step` knows the place again; and by
+    the names that the user's code has.
+    """
+    compiled = self._compiler_ctx
+    function = written if compiled is None else compiled["dynamo_ctx"](written)
+
+    def training_step(batch: Any) -> Any:
+        recorder = recorder_of(self)
+        assert recorder is not None
+        return recorder.run(function, batch)
+
+    training_step.__name__ = f"{type(self).__name__}.training_step"
+    return training_step
+
+
+def _trained_by(module: Any) -> list[Tensor]:
+    """The leaves that get gradients for an optimizer: those of the module, and what else it has."""
+    of_optimizers = (
+        leaf
+        for optimizer in module.trainer.optimizers
+        for group in optimizer.param_groups
+        for leaf in group["params"]
+    )
+    return list({id(leaf): leaf for leaf in chain(module.parameters(), of_optimizers)}.values())
+
+
+def _release_old_gradients(module: Any) -> None:
+    """Drop gradients that Lightning will drop, before new ones stand beside them.
+
+    Unless somebody wants to see them, or drops them in a way of its own.
+    """
+    trainer = module.trainer
+    if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches:
+        return
+    methods = [module.on_before_zero_grad, module.optimizer_zero_grad]
+    methods += [callback.on_before_zero_grad for callback in trainer.callbacks]
+    if all(_is_of_lightning(method) for method in methods):
+        for optimizer in trainer.optimizers:
+            optimizer.zero_grad()
+
+
+def _is_of_lightning(method: Any) -> bool:
+    """Whether a hook is the one that does nothing of its own."""
+    module = getattr(method, "__module__", "").partition(".")[0]
+    return module in ("lightning", "pytorch_lightning")

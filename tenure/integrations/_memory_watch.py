@@ -1,0 +1,197 @@
+"""What memory does from one training step to the next: figures for a log, and what errors leave.
+
+Invariant: nothing is changed, and no tensor is kept alive; looking at all tensors takes no more
+than a share of the time that passes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from tenure._devices import accelerator_of, counters_of
+from tenure._errors import OutOfRetriesError
+from tenure._text import counted, format_bytes
+from tenure.adaptive import is_oom, statistics
+from tenure.profiler import Snapshot, TensorRow, snapshot
+
+if TYPE_CHECKING:
+    from tenure.adaptive import StepResult
+
+_logger = logging.getLogger("tenure.memory")
+# What loops fetch ahead lives for two steps and is no leak.
+_STEPS_BETWEEN_LOOKS = 3
+# What belongs to a model or an optimizer is meant to stay.
+_NOT_MEANT_TO_STAY = ("saved for backward", "other tensors")
+_MAX_NAMED = 5
+
+
+class MemoryWatch:
+    """Looks at a training loop that calls it; for the callbacks of any library.
+
+    A look at all tensors costs some tenths of a second, so that there is one only so often as it
+    takes no more than a share of the time. What is new at one look and still there at the next has
+    outlived its step.
+
+    Args:
+        share: the share of the time that looks may take; infinite for one each third step.
+        clock: tells the time in seconds.
+
+    Example:
+        >>> import torch
+        >>> from tenure.integrations._memory_watch import MemoryWatch
+        >>> watch, history = MemoryWatch(share=float("inf")), []
+        >>> watch.begin()
+        >>> for _ in range(9):
+        ...     history.append(torch.ones(256))
+        ...     watch.step_ended()
+        >>> watch.figures()["memory/outlived_tensors"]
+        3
+    """
+
+    def __init__(self, share: float = 0.03, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._share = share
+        self._clock = clock
+        self.begin()
+
+    def begin(self, device: str | torch.device | None = None) -> None:
+        """Training begins, maybe once more.
+
+        Args:
+            device: whose memory the figures count; None for the host.
+        """
+        self._device = device
+        self._first: Snapshot | None = None
+        self._last: Snapshot | None = None
+        self._counted: Snapshot | None = None
+        # what was new at the last look, and which of it was there still at the next
+        self._young: list[TensorRow] = []
+        self._outlived: list[TensorRow] | None = None
+        self._told: set[str] = set()
+        self._micro_batch: int | None = None
+        self._allocated: int | None = None
+        self._n_ooms = statistics().ooms
+        self._steps_to_wait = 0
+        self._due = self._clock()
+
+    def step_ended(self, result: StepResult | None = None) -> None:
+        """A step of the optimizer is done; cheap enough for each.
+
+        Args:
+            result: of its `step`, where it was one.
+        """
+        if result is not None:
+            self._micro_batch = result.micro_batch
+        self._steps_to_wait -= 1
+        if self._steps_to_wait <= 0 and self._clock() >= self._due:
+            self._look()
+
+    def figures(self) -> dict[str, float]:
+        """What there is to log, of the time since this was asked before.
+
+        ``memory/allocated_bytes`` and ``memory/growth_bytes``: of the device's allocator, or on the
+        host those of all tensors, where there was a look meanwhile. ``memory/outlived_tensors`` and
+        ``memory/outlived_bytes``: what was made by steps before the last look but one, and is still
+        there. ``adaptive/micro_batch``, and ``adaptive/retries``: attempts that ran out of memory.
+        """
+        figures: dict[str, float] = {}
+        allocated = self._allocated_bytes()
+        if allocated is not None:
+            figures["memory/allocated_bytes"] = allocated
+            if self._allocated is not None:
+                figures["memory/growth_bytes"] = allocated - self._allocated
+            self._allocated = allocated
+        if self._outlived is not None:
+            figures["memory/outlived_tensors"] = len(self._outlived)
+            figures["memory/outlived_bytes"] = _bytes_of(self._outlived)
+        if self._micro_batch is not None:
+            figures["adaptive/micro_batch"] = self._micro_batch
+        # the program may have set its count to zero meanwhile
+        n_ooms, self._n_ooms = statistics().ooms - self._n_ooms, statistics().ooms
+        figures["adaptive/retries"] = max(n_ooms, 0)
+        return figures
+
+    def died(self, error: BaseException) -> str | None:
+        """Training ended with an error; if it is one of memory, tell what holds that.
+
+        To be called while the error is handled or held, so that what it keeps is still there. The
+        text is logged, and stands below the error's traceback as a note.
+
+        Returns:
+            The text; None for any other error.
+        """
+        if not (is_oom(error) or isinstance(error, OutOfRetriesError)):
+            return None
+        text = self.report()
+        _logger.error("%s", text)
+        error.add_note(text)
+        return text
+
+    def report(self) -> str:
+        """What holds memory now, and what has grown since the first look, in a few lines."""
+        now = snapshot()
+        rows = sorted(now.records, key=lambda row: -row.n_bytes)
+        parts = [
+            f"{format_bytes(n_bytes)} {name}"
+            for name, n_bytes in now.report.categories.items()
+            if n_bytes
+        ]
+        lines = [
+            f"tenure: {format_bytes(now.total_bytes)} in {counted(len(now), 'storage')}: "
+            f"{', '.join(parts)}."
+        ]
+        lines += [f"  {format_bytes(row.n_bytes)}: {row}" for row in rows[:_MAX_NAMED]]
+        findings = now.findings if self._first is None else now.diff(self._first).findings
+        lines += [f"  {finding}" for finding in findings[:_MAX_NAMED]]
+        return "\n".join(lines)
+
+    def _allocated_bytes(self) -> int | None:
+        found = accelerator_of(self._device)
+        if found is not None:
+            return counters_of(*found).allocated
+        # on the host a look alone tells
+        if self._last is self._counted or self._last is None:
+            return None
+        self._counted = self._last
+        return sum(each.total_bytes for each in self._last.report.devices if each.device == "cpu")
+
+    def _look(self) -> None:
+        began = self._clock()
+        now = snapshot()
+        if self._last is None:
+            self._first = now
+        else:
+            change = now.diff(self._last)
+            # of one snapshot, so that rows are the same objects
+            gone = set(map(id, change.freed))
+            if self._last is not self._first:
+                self._outlived = [row for row in self._young if id(row) not in gone]
+                self._tell(self._outlived)
+            self._young = [row for row in change.new if row.category in _NOT_MEANT_TO_STAY]
+        self._last = now
+        ended = self._clock()
+        self._due = ended + (ended - began) / self._share
+        self._steps_to_wait = _STEPS_BETWEEN_LOOKS
+
+    def _tell(self, outlived: Sequence[TensorRow]) -> None:
+        """Log who holds the largest, where that is news."""
+        if not outlived:
+            return
+        largest = max(outlived, key=lambda row: row.n_bytes)
+        place = largest.name.partition("[")[0]
+        if place not in self._told:
+            self._told.add(place)
+            _logger.warning(
+                "%s, %s, outlived the steps that made them; the largest: %s",
+                counted(len(outlived), "tensor"),
+                format_bytes(_bytes_of(outlived)),
+                largest,
+            )
+
+
+def _bytes_of(rows: Sequence[TensorRow]) -> int:
+    return sum(row.n_bytes for row in rows)

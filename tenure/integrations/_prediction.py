@@ -1,0 +1,299 @@
+"""A prediction step in pieces: outputs are put together, and the loss is that of the whole batch.
+
+Invariant: what comes back is what the whole batch gives, or an error; outputs of pieces wait on the
+host, so that they do not stand beside what the next piece needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tenure import adaptive
+from tenure._errors import SplitMismatchError
+from tenure._text import describe_tensor
+
+Weight = Callable[[Any], Any]
+"""Gets a part of a batch, and returns how much it counts in a mean."""
+Predict = Callable[..., tuple[Any, Any, Any]]
+"""Gets a part of a batch, and ``loss_only=``; returns the loss, the logits and the labels."""
+
+_PADDING = -100
+# Kernels for other sizes round in another way, in bfloat16 by as much; one of pairs is off by more.
+_TOLERANCE = 1e-2
+# What is off by so many times as much as another is wrong, if it is off by more than rounding.
+_CLEARLY = 10
+_ROUNDING = 1e-7
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Uncut(Exception):
+    """A batch that can't be cut into pieces; says why."""
+
+
+class Batch:
+    """What a collator made, by samples.
+
+    Args:
+        inputs: tensors by name, and plain values.
+        in_dims: where its samples are, as of `step`.
+
+    Attributes:
+        n_samples: how many it has.
+
+    Raises:
+        Uncut: that can't be told.
+    """
+
+    def __init__(self, inputs: Any, in_dims: Any) -> None:
+        if not isinstance(inputs, Mapping):
+            raise Uncut(f"The batch is a {type(inputs).__name__}, and no dict of tensors.")
+        self._inputs = inputs
+        self._dims = {key: _dim_of(key, value, in_dims) for key, value in inputs.items()}
+        lengths = {
+            key: len(inputs[key]) if dim == "items" else inputs[key].shape[dim]
+            for key, dim in self._dims.items()
+            if dim is not None
+        }
+        if len(set(lengths.values())) != 1:
+            raise Uncut(f"Its parts have other numbers of samples: {lengths}.")
+        (self.n_samples,) = set(lengths.values())
+
+    def part(self, start: int, end: int) -> Any:
+        """The samples from one to another."""
+        cut = {key: self._cut(key, start, end) for key in self._inputs}
+        return type(self._inputs)(cut)  # type: ignore[call-arg]  # as the Trainer itself makes it
+
+    def _cut(self, key: Any, start: int, end: int) -> Any:
+        value, dim = self._inputs[key], self._dims[key]
+        if dim is None:
+            return value
+        return value[start:end] if dim == "items" else value.narrow(dim, start, end - start)
+
+
+def _dim_of(key: Any, value: Any, in_dims: Any) -> Any:
+    dim = in_dims.get(key, 0) if isinstance(in_dims, Mapping) else in_dims
+    if isinstance(value, Tensor):
+        return dim if value.dim() else None
+    if dim is None or dim == "items" or isinstance(value, _PLAIN):
+        return dim if dim == "items" else None
+    raise Uncut(f"{key!r} is a {type(value).__name__}, which may belong to samples or not.")
+
+
+class _Piece(NamedTuple):
+    start: int
+    end: int
+    loss: Any
+    logits: Any
+    labels: Any
+
+
+class PredictionInPieces:
+    """The prediction steps of one trainer.
+
+    Args:
+        name: what events call them.
+    """
+
+    def __init__(self, name: str) -> None:
+        def work(start: int, end: int, run: Callable[[int, int], _Piece]) -> _Piece:
+            return run(start, end)
+
+        work.__name__ = work.__qualname__ = name
+        # of an object, so that another trainer learns its own sizes
+        self._run = adaptive.range(collect="list", restore_rng=True, context=self)(work)
+        self.forget()
+
+    def __call__(
+        self, predict: Predict, batch: Batch, whole: Any, weights: Mapping[str, Weight | None]
+    ) -> tuple[Any, Any, Any]:
+        """Run one.
+
+        Args:
+            predict: does it for a part.
+            batch: the batch.
+            whole: the same, as the trainer got it.
+            weights: what its loss may be a mean over, by name, the likeliest first; of None a sum.
+
+        Returns:
+            What ``predict`` gives for the whole; of pieces on the host.
+
+        Raises:
+            OutOfRetriesError: not even one sample fits.
+            SplitMismatchError: the whole can't be told from the pieces.
+        """
+
+        def run(start: int, end: int) -> _Piece:
+            if end - start == batch.n_samples:
+                return _Piece(start, end, *predict(whole))
+            return _Piece(start, end, *on_host(predict(batch.part(start, end))))
+
+        pieces: list[_Piece] = self._run(0, batch.n_samples, run)
+        first = pieces[0]
+        if len(pieces) == 1:
+            return first.loss, first.logits, first.labels
+        loss = None
+        if first.loss is not None:
+            loss = self._loss(pieces, predict, batch, weights)
+        lengths = [piece.end - piece.start for piece in pieces]
+        logits = _joined([piece.logits for piece in pieces], lengths)
+        return loss, logits, _joined([piece.labels for piece in pieces], lengths)
+
+    def forget(self) -> None:
+        """Another evaluation begins, maybe of other data: what the loss is is found out again."""
+        self._possible: list[str] | None = None
+
+    def _loss(
+        self,
+        pieces: Sequence[_Piece],
+        predict: Predict,
+        batch: Batch,
+        weights: Mapping[str, Weight | None],
+    ) -> Tensor:
+        is_first, losses = self._possible is None, [piece.loss for piece in pieces]
+        # of what was ruled out before nothing is asked; names may be others where labels are
+        known = [name for name in self._possible or () if name in weights]
+        self._possible = known or list(weights)
+        parts = [batch.part(piece.start, piece.end) for piece in pieces]
+        totals = {name: _combined(losses, weights[name], parts) for name in self._possible}
+        for piece in sorted(pieces, key=lambda piece: piece.start - piece.end):
+            # ways that give the same need not be told apart; but one of them has to be right
+            if not is_first and len({f"{totals[name]:.9g}" for name in self._possible}) < 2:
+                break
+            self._rule_out(piece, predict, batch, weights)
+            is_first = False
+        like: Tensor = pieces[0].loss
+        return torch.tensor(totals[self._possible[0]], dtype=like.dtype, device=like.device)
+
+    def _rule_out(
+        self,
+        piece: _Piece,
+        predict: Predict,
+        batch: Batch,
+        weights: Mapping[str, Weight | None],
+    ) -> None:
+        """Compare the loss of a piece with that of its halves, by every weight."""
+        assert self._possible is not None
+        start, end, whole = piece.start, piece.end, float(piece.loss)
+        # of single samples nothing tells what their losses are a mean over
+        if end - start < 2 or not math.isfinite(whole):
+            return
+        middle = (start + end) // 2
+        halves = [batch.part(start, middle), batch.part(middle, end)]
+        losses = [predict(half, loss_only=True)[0] for half in halves]
+        found = {name: _combined(losses, weights[name], halves) for name in self._possible}
+        off = {name: abs(total - whole) for name, total in found.items() if math.isfinite(total)}
+        least = min(off.values(), default=math.inf)
+        if least > _TOLERANCE * abs(whole):
+            raise _mismatch(whole, found)
+        # rounding is no reason to prefer one of them
+        bound = max(_CLEARLY * least, _ROUNDING * abs(whole))
+        self._possible = [name for name in self._possible if off.get(name, math.inf) <= bound]
+
+
+def _combined(losses: Sequence[Any], weight: Weight | None, parts: Sequence[Any]) -> float:
+    """The loss of a batch, of those of its parts: a mean by a weight, or without one a sum."""
+    if weight is None:
+        return sum(map(float, losses))
+    weights = [float(weight(part)) for part in parts]
+    # the mean of nothing is nan, which a weight of zero does not undo
+    sums = [float(loss) * each for loss, each in zip(losses, weights, strict=True) if each]
+    return sum(sums) / sum(weights) if sums else math.nan
+
+
+def _mismatch(whole: float, found: Mapping[str, float]) -> SplitMismatchError:
+    advice = (
+        "Evaluate with a per_device_eval_batch_size that fits; or without labels, so that there "
+        "is no loss."
+    )
+    closest = min(found.values(), key=lambda each: abs(each - whole))
+    return SplitMismatchError(
+        f"The loss of some samples of an evaluation is {whole:.6g}, and that of their halves comes "
+        f"to {closest:.6g} at the nearest: it is no mean over samples or valid labels, and no "
+        f"sum, so that pieces of a batch don't tell the loss of the batch. {advice}",
+        whole,
+        closest,
+        advice,
+    )
+
+
+# --- outputs
+
+
+def on_host(outputs: Any) -> Any:
+    """The same containers, of tensors on the host."""
+    return _mapped(lambda tensor: tensor.cpu(), outputs)
+
+
+def on_device(outputs: Any, device: torch.device) -> Any:
+    """The same containers, of tensors on a device."""
+    return _mapped(lambda tensor: tensor.to(device), outputs)
+
+
+def _mapped(function: Callable[[Tensor], Tensor], outputs: Any) -> Any:
+    if isinstance(outputs, Tensor):
+        return function(outputs)
+    if isinstance(outputs, tuple | list):
+        return type(outputs)(_mapped(function, each) for each in outputs)
+    if isinstance(outputs, Mapping):
+        made = {key: _mapped(function, each) for key, each in outputs.items()}
+        return type(outputs)(made)  # type: ignore[call-arg]  # as the Trainer itself makes it
+    return outputs
+
+
+def _joined(column: Sequence[Any], lengths: Sequence[int]) -> Any:
+    """The outputs of a batch, of those of its pieces.
+
+    Raises:
+        SplitMismatchError: there is something in them that has not one row for each sample.
+    """
+    first = column[0]
+    if isinstance(first, Tensor):
+        return _joined_tensors(column, lengths)
+    if isinstance(first, tuple | list):
+        return type(first)(_joined(each, lengths) for each in zip(*column, strict=True))
+    if isinstance(first, Mapping):
+        made = {key: _joined([each[key] for each in column], lengths) for key in first}
+        return type(first)(made)  # type: ignore[call-arg]  # as the Trainer itself makes it
+    if all(type(each) is type(first) and each == first for each in column):
+        return first
+    raise _not_by_samples(f"a {type(first).__name__}")
+
+
+def _joined_tensors(column: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
+    first = column[0]
+    if any(each.dim() != first.dim() for each in column):
+        raise _not_by_samples(describe_tensor(first))
+    rows = [each.shape[0] if each.dim() else None for each in column]
+    if rows != list(lengths):
+        # such as a matrix of the model's own
+        if all(torch.equal(each, first) for each in column):
+            return first
+        raise _not_by_samples(describe_tensor(first))
+    if len({each.shape[1:] for each in column}) == 1:
+        return torch.cat(list(column))
+    if len({each.shape[2:] for each in column}) != 1:
+        raise _not_by_samples(describe_tensor(first))
+    # sequences of other lengths, as generated ones are: padded as between batches
+    joined = first.new_full(
+        (sum(lengths), max(e.shape[1] for e in column), *first.shape[2:]), _PADDING
+    )
+    for each, rows_of_it in zip(column, joined.split(list(lengths)), strict=True):
+        rows_of_it[:, : each.shape[1]] = each
+    return joined
+
+
+def _not_by_samples(what: str) -> SplitMismatchError:
+    advice = (
+        "Leave it out with ignore_keys= or preprocess_logits_for_metrics=, or evaluate with a "
+        "per_device_eval_batch_size that fits."
+    )
+    return SplitMismatchError(
+        f"A batch of an evaluation had to be cut into pieces, and {what} among its outputs has not "
+        f"one row for each sample, so that it can't be put together. {advice}",
+        advice=advice,
+    )

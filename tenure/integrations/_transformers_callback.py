@@ -1,0 +1,86 @@
+"""What memory does while a Trainer trains, in its log; and at its death, what held it.
+
+Invariant: a callback changes nothing of the training, and is told of no error: what ended a program
+is read when it exits.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+from ._memory_watch import MemoryWatch
+
+if TYPE_CHECKING:
+    from tenure.adaptive import StepResult
+
+# a figure that is always told
+_MARK = "adaptive/retries"
+
+
+class MemoryCallback(TrainerCallback):
+    """Tells in the log of a Trainer what memory does, and at its death what held it.
+
+    Works with any Trainer. In an adaptive one its figures reach every other callback; in others
+    those that stand behind it, and ``state.log_history``.
+
+    Args:
+        share: the share of the time that looks at all tensors may take.
+
+    Attributes:
+        step_result: what the last step did, where the trainer is an adaptive one.
+    """
+
+    def __init__(self, share: float = 0.03) -> None:
+        self.step_result: StepResult | None = None
+        self._watch = MemoryWatch(share)
+        self._is_told = True
+
+    def report(self) -> str:
+        """What holds memory now, in a few lines; in a notebook, call it after an error."""
+        return self._watch.report()
+
+    def add_to(self, logs: dict[str, float]) -> None:
+        """Add the figures to the log of training steps, once; other logs stay as they are."""
+        if "loss" in logs and _MARK not in logs:
+            logs.update(self._watch.figures())
+
+    def died(self, error: BaseException) -> None:
+        """Training ended with an error: of one of memory, tell what holds that."""
+        if not self._is_told:
+            self._is_told = True
+            self._watch.died(error)
+        atexit.unregister(self._exit)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin to watch."""
+        self._watch.begin(args.device)
+        self._is_told = False
+        # a callback is told of no error; what ended the program can be read when it exits
+        atexit.register(self._exit)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Look, if it is time."""
+        self._watch.step_ended(self.step_result)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Add figures where the trainer has not."""
+        if logs is None or _MARK in logs:
+            return
+        self.add_to(logs)
+        if _MARK in logs and state.log_history:
+            state.log_history[-1].update(
+                {key: value for key, value in logs.items() if key not in state.log_history[-1]}
+            )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Training has not died."""
+        atexit.unregister(self._exit)
+
+    def _exit(self) -> None:
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            self.died(error)

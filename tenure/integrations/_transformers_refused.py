@@ -1,0 +1,58 @@
+"""Which Trainers can't be made to fit: told by name, before they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from transformers import Trainer
+from transformers.utils.import_utils import is_sagemaker_mp_enabled
+
+from tenure._errors import AdaptiveUsageError
+
+
+def refuse_training(trainer: Trainer) -> None:
+    """Make sure that each step of a trainer may be split and begun again.
+
+    Raises:
+        AdaptiveUsageError: it may not.
+    """
+    reason = next(_reasons(trainer), None)
+    if reason is not None:
+        raise AdaptiveUsageError(f"{type(trainer).__name__} can't train: {reason} Nothing was run.")
+
+
+def _reasons(trainer: Trainer) -> Iterator[str]:
+    args, optimizer = trainer.args, str(getattr(trainer.args.optim, "value", trainer.args.optim))
+    if args.auto_find_batch_size:
+        yield (
+            "auto_find_batch_size=True begins the training anew with smaller batches, which is "
+            "another training; here each batch is split and keeps its size. Leave it out."
+        )
+    if "layerwise" in optimizer or "lomo" in optimizer:
+        yield (
+            f"optim={optimizer!r} moves parameters inside the backward pass, where an attempt that "
+            "runs out of memory can't be taken back. Use one that steps after it."
+        )
+    if args.n_gpu > 1:
+        yield (
+            f"torch.nn.DataParallel on {args.n_gpu} devices splits batches by itself. Launch one "
+            "process for each device with torchrun, or show it one with CUDA_VISIBLE_DEVICES."
+        )
+    if trainer.is_deepspeed_enabled:
+        yield (
+            "DeepSpeed's engine counts each backward pass as a micro-batch of its own, and reduces "
+            "gradients in it. Set its micro-batch size in its configuration, and use Trainer."
+        )
+    yield from _reasons_of_many_ranks(trainer)
+
+
+def _reasons_of_many_ranks(trainer: Trainer) -> Iterator[str]:
+    if is_sagemaker_mp_enabled():
+        yield "SageMaker's model parallelism runs forward and backward itself. Use Trainer."
+    if getattr(trainer, "is_distributed_loading_by_transformers", False) or getattr(
+        trainer.accelerator, "parallelism_config", None
+    ):
+        yield (
+            "tensor, context or sequence parallelism exchanges data in each forward pass, and "
+            "ranks that split differently would wait for each other. Use Trainer."
+        )

@@ -1,0 +1,359 @@
+"""Results that leave the device piece by piece: to the host, or into a metric.
+
+What is held of the device between two pieces is read by the simulated one, and by a budget.
+"""
+
+from collections import Counter
+
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+
+from tenure import NewDisposeScope, adaptive, is_disposed, owner_of
+from tenure.adaptive import AdaptiveUsageError, NoBatchsizeCache, execute, memory_budget
+from tenure.testing import for_each_allocation
+
+from ..attempt.failures import oom
+
+pytestmark = pytest.mark.usefixtures("forgetful")
+
+N_PIECES = 8
+
+
+class Total:
+    """A sum of its own, and what it was given for it."""
+
+    def __init__(self):
+        self.value, self.ends = 0, []
+
+    def update(self, x, end=None):
+        self.value = self.value + x.sum()
+        self.ends.append(end)
+
+
+# --- to the host
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_results_come_to_the_host_as_they_would_be_concatenated(sim, late):
+    sim(late_kernels=late)
+    x = torch.arange(60.0, device=sim.device).reshape(5, 12)
+
+    def parts(collect):
+        @adaptive.chunked(initial_step=5, dimension=1, collect=collect)
+        def f(chunk, start, end):
+            expanded = chunk[:, :1].expand(-1, end - start)
+            shown = {"t": chunk.t().exp().t(), "expanded": expanded, "bool": chunk > 30}
+            return shown, [(chunk * 2).half(), chunk.cpu() + 1]
+
+        return f(x)
+
+    expected, found = parts("cat"), parts("host")
+    pairs = zip((*expected[0].values(), *expected[1]), (*found[0].values(), *found[1]), strict=True)
+    for there, here in pairs:
+        assert here.device.type == "cpu"
+        assert here.dtype == there.dtype
+        assert not here.is_pinned()
+        assert torch.equal(there.cpu(), here)
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_a_failure_of_any_allocation_loses_no_result_on_its_way(sim, fallback):
+    rows = torch.arange(24.0).reshape(12, 2).to(sim.device)
+    weights = torch.ones(2, 3).to(sim.device)
+    expected = (rows.cpu() @ weights.cpu()).exp()
+    results = []
+
+    @adaptive.chunked(
+        initial_step=3, collect="host", cache_type=NoBatchsizeCache, cpu_fallback=fallback
+    )
+    def work(chunk, start, end):
+        # not dense: its copy to the host takes memory of the device
+        return (chunk @ weights).exp().t().repeat(2, 1)[::2].t()
+
+    def check(failure):
+        assert failure.error is None
+        assert torch.equal(results.pop(), expected)
+
+    assert for_each_allocation(lambda: results.append(work(rows)), check) >= 8
+
+
+def test_what_has_landed_outlives_a_failure_of_the_next_piece(sim):
+    failed = []
+
+    @adaptive.chunked(initial_step=2, collect="host")
+    def f(chunk, start, end):
+        result = chunk * 2
+        if start == 4 and not failed:
+            failed.append(result.cpu())
+            oom()
+        return result
+
+    with NewDisposeScope() as scope:
+        result = f(torch.arange(8.0, device=sim.device))
+        assert owner_of(result) is scope
+    assert failed
+    assert is_disposed(result)
+
+
+def test_what_has_landed_outlives_a_failure_after_it_has_landed(sim, monkeypatch):
+    """The next piece fails on its own way to the host, when the one before has come."""
+    copied = torch.Tensor.to
+    n_copies = []
+
+    def to(*args, **kwargs):
+        n_copies.append(1)
+        return oom() if len(n_copies) == 3 else copied(*args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", oom)
+    f = adaptive.chunked(initial_step=4, collect="host")(lambda chunk, start, end: chunk * 2)
+    x = torch.arange(16.0, device=sim.device)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "to", to)
+        assert f(x).tolist() == [2.0 * n for n in range(16)]
+    assert len(n_copies) > 5
+
+
+def test_the_device_holds_one_result_however_many_pieces_there_are(sim):
+    held_bytes = []
+
+    @adaptive.range(initial_step=256, collect="host")
+    def f(start, end):
+        held_bytes.append(sim.allocated_bytes)
+        return torch.ones(end - start, device=sim.device) * start
+
+    assert f(0, N_PIECES * 256).sum() == 256 * 256 * sum(range(N_PIECES))
+    assert held_bytes == [0] * N_PIECES
+
+
+def test_a_result_is_copied_while_the_next_piece_computes(sim):
+    def elapsed_s(collect):
+        sim(budget="64MiB")
+
+        @adaptive.range(initial_step=1 << 20, collect=collect)
+        def f(start, end):
+            x = torch.ones(end - start, device=sim.device)
+            for _ in range(8):
+                x = x * 2
+            return x if collect == "host" else x.cpu()
+
+        f(0, N_PIECES << 20)
+        return sim.elapsed_s
+
+    assert elapsed_s("host") < 0.7 * elapsed_s("cat")
+
+
+def test_a_result_of_another_stream_is_whole(sim):
+    sim(late_kernels=True)
+    side = sim.module.Stream()
+
+    @adaptive.range(initial_step=64, collect="host")
+    def f(start, end):
+        here = sim.module.current_stream()
+        side.wait_stream(here)
+        with sim.module.stream(side):
+            result = torch.full((end - start,), float(start), device=sim.device)
+        here.wait_stream(side)
+        return result
+
+    assert f(0, 256).tolist() == [float(n // 64 * 64) for n in range(256)]
+
+
+def test_where_nothing_can_be_pinned_results_come_all_the_same(sim):
+    sim(fail_pinning="all")
+    f = adaptive.chunked(initial_step=2, collect="host")(lambda chunk, start, end: chunk * 2)
+    assert f(torch.arange(5.0, device=sim.device)).tolist() == [0, 2, 4, 6, 8]
+
+
+def test_the_host_is_not_waited_for_while_a_graph_is_captured(sim):
+    f = adaptive.chunked(initial_step=2, collect="host")(lambda chunk, start, end: chunk * 2)
+    x = torch.ones(4, device=sim.device)
+    graph = sim.module.CUDAGraph()
+    with (
+        sim.module.graph(graph),
+        pytest.raises(AdaptiveUsageError, match=r"would break the graph .* Use collect=\"cat\""),
+    ):
+        f(x)
+
+
+def test_on_the_cpu_a_result_is_copied_once():
+    results = []
+
+    @adaptive.chunked(initial_step=2, collect="host")
+    def f(chunk, start, end):
+        results.append(chunk * 2)
+        return results[-1]
+
+    with memory_budget("1MiB") as budget:
+        found = f(torch.ones(4))
+        held_bytes = budget.live_bytes
+    assert found.tolist() == [2] * 4
+    assert held_bytes == sum(each.nbytes for each in results) + found.nbytes
+
+
+def test_a_result_with_a_graph_is_refused_at_the_first_piece(sizes):
+    @adaptive.chunked(initial_step=2, collect="host")
+    def f(chunk, start, end):
+        sizes.append(len(chunk))
+        return chunk * weight
+
+    weight = torch.ones(1, requires_grad=True)
+    with pytest.raises(
+        AdaptiveUsageError,
+        match=r'^collect="host" got float32\[2\] on cpu, 8 B, which requires grad: .*no_grad',
+    ):
+        f(torch.ones(4))
+    assert sizes == [2]
+    with torch.no_grad():
+        assert f(torch.ones(4)).tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("collect", ["cat", "host"])
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [(1.5, "of type float"), ({"x": (torch.ones(()),)}, "that have no dimension")],
+)
+def test_what_can_not_be_concatenated_is_refused_at_the_first_piece(
+    sizes, collect, result, message
+):
+    @adaptive.range(initial_step=1, collect=collect)
+    def f(start, end):
+        sizes.append(end - start)
+        return result
+
+    with pytest.raises(AdaptiveUsageError, match=message):
+        f(0, 4)
+    assert sizes == [1]
+
+
+# --- into what the user has
+
+
+def test_a_metric_is_updated_over_many_calls_as_by_the_whole_batches():
+    plain, ours = (torchmetrics.classification.BinaryAUROC() for _ in range(2))
+    net = nn.Linear(3, 1)
+
+    @adaptive.chunked(initial_step=8, collect=ours)
+    def scores(rows, start, end, labels):
+        if len(rows) > 3:
+            oom()
+        return net(rows).squeeze(1).sigmoid(), labels[start:end]
+
+    with torch.no_grad():
+        for n_rows in (8, 8, 5):
+            x, labels = torch.randn(n_rows, 3), torch.randint(2, (n_rows,))
+            plain.update(net(x).squeeze(1).sigmoid(), labels)
+            with NewDisposeScope():
+                assert scores(x, labels) is ours
+    torch.testing.assert_close(ours.compute(), plain.compute())
+
+
+def test_a_tuple_is_spread_by_place_a_dict_by_name_and_all_else_is_one_result():
+    shapes = [
+        lambda x, end: (x, end),
+        lambda x, end: {"end": end, "x": x},
+        lambda x, end: x,
+    ]
+    for shape, ends in zip(shapes, ([2, 3], [2, 3], [None, None]), strict=True):
+        total = Total()
+        f = adaptive.chunked(initial_step=2, collect=total)(
+            lambda c, start, end, shape=shape: shape(c, end)
+        )
+        assert f(torch.ones(3)) is total
+        assert (total.value, total.ends) == (3, ends)
+
+
+def test_a_failure_of_any_allocation_updates_nothing_twice_or_in_part(sim):
+    rows = torch.arange(24.0).reshape(12, 2).to(sim.device)
+    resting_bytes = sim.allocated_bytes
+    totals = []
+
+    def run():
+        totals.append(Total())
+        f = adaptive.chunked(initial_step=5, collect=totals[-1], cache_type=NoBatchsizeCache)
+        f(lambda chunk, start, end: ((chunk * 2).sum(1).cpu(), (start, end)))(rows)
+
+    def check(failure):
+        assert failure.error is None
+        total = totals.pop()
+        assert total.value == 2 * sum(range(24))
+        assert [start for start, _ in total.ends] == [0, *(end for _, end in total.ends[:-1])]
+        assert total.ends[-1][1] == 12
+        assert sim.allocated_bytes == resting_bytes
+
+    assert for_each_allocation(run, check) >= 4
+
+
+def test_what_a_reducer_has_made_outlives_a_failure_of_the_next_piece():
+    total, failed = Total(), []
+
+    @adaptive.chunked(initial_step=2, collect=total)
+    def f(chunk, start, end):
+        if start == 2 and not failed:
+            failed.append(chunk * 2)
+            oom()
+        return chunk * 2
+
+    with NewDisposeScope():
+        f(torch.ones(4))
+    assert failed
+    assert total.value == 8
+
+
+def test_the_memory_of_a_result_is_gone_when_the_next_piece_begins(sim):
+    held_bytes = []
+    total = Total()
+
+    @execute.range(0, N_PIECES * 64, 64, collect=total)
+    def found(start, end):
+        held_bytes.append(sim.allocated_bytes)
+        return torch.ones(end - start, device=sim.device)
+
+    assert found is total
+    assert total.value == N_PIECES * 64
+    # the sum, from the first piece on
+    assert held_bytes == [0, *[held_bytes[1]] * (N_PIECES - 1)]
+    assert held_bytes[1] <= 4
+
+
+@pytest.mark.parametrize("collect", ["list", "reducer"])
+def test_a_budget_for_two_results_does_for_many_that_are_reduced(collect, sizes):
+    @adaptive.range(initial_step=1024, collect=Total() if collect == "reducer" else collect)
+    def f(start, end):
+        sizes.append(end - start)
+        return torch.ones(end - start)
+
+    with memory_budget("9KiB"):
+        if collect == "list":
+            with pytest.raises(adaptive.OutOfRetriesError):
+                f(0, N_PIECES * 1024)
+        else:
+            assert f(0, N_PIECES * 1024).value == N_PIECES * 1024
+            assert sizes == [1024] * N_PIECES
+
+
+def test_an_error_of_the_reducer_goes_on_and_it_is_not_asked_again():
+    class Full(Total):
+        def update(self, x):
+            super().update(x)
+            oom()
+
+    full = Full()
+    with pytest.raises(torch.OutOfMemoryError):
+        adaptive.chunked(initial_step=2, collect=full)(lambda c, start, end: c)(torch.ones(4))
+    assert full.value == 2
+
+
+def test_what_has_an_update_of_its_own_is_a_reducer_and_a_class_is_a_function():
+    words = adaptive.range(initial_step=1, collect=Counter())(lambda start, end: ["a", "b"][start:])
+    assert words(0, 2) == Counter(a=1, b=2)
+    counted = adaptive.range(initial_step=1, collect=Counter)(lambda start, end: "ab"[start])
+    assert counted(0, 2) == Counter(a=1, b=1)
+
+
+def test_a_metric_that_is_a_class_is_refused_by_name():
+    with pytest.raises(
+        AdaptiveUsageError, match=r"^collect=MeanMetric is a class\. Give .* collect=MeanMetric\(\)"
+    ):
+        adaptive.chunked(collect=torchmetrics.MeanMetric)(lambda chunk, start, end: chunk)

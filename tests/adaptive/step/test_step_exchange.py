@@ -1,0 +1,331 @@
+"""Modules that exchange gradients: the last micro-batch does, and a failure leaves them whole.
+
+On a group of one rank, where everything is real but the others.
+"""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel as Replicated
+
+from tenure._torch.exchange import sharded_groups
+from tenure.adaptive import AdaptiveUsageError, check_split, step
+
+from .step_cases import LOSSES, contrastive, gradients, made, samples, small_net, worst_error
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group(tmp_path_factory):
+    store = tmp_path_factory.mktemp("store") / "file"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    for _ in range(2):  # once for each thread of the group: a busy one may block its end for ever
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+class Failing(nn.Module):
+    """Runs out of memory with more samples than allowed, forward or backward, in the middle."""
+
+    def __init__(self, *, where):
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.last = nn.Linear(8, 3)
+        self.where = where
+        self.most = 100
+
+    def forward(self, x):
+        hidden = self.first(x).tanh()
+        if self.where == "forward":
+            self.check(len(x))
+        elif hidden.requires_grad:
+            hidden.register_hook(lambda _: self.check(len(x)))
+        return self.last(hidden)
+
+    def check(self, n):
+        if n > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+
+
+def plain_gradients(net, loss_of):
+    loss_of(net).backward()
+    found = gradients(net)
+    net.zero_grad()
+    return found
+
+
+def exchanged(net, **options):
+    """The module, and the sizes of what it exchanges."""
+    module, buckets = Replicated(net, **options), []
+
+    def hook(_, bucket):
+        buckets.append(bucket.buffer().numel())
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    module.register_comm_hook(None, hook)
+    return module, buckets
+
+
+KINDS = {
+    "plain": {},
+    "views of buckets": {"gradient_as_bucket_view": True},
+    "unused parameters": {"find_unused_parameters": True},
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_each_kind_of_loss_exchanges_once(loss):
+    case = LOSSES[loss]
+    net, batch = made("MLP", 11, seed=3)
+    wanted = plain_gradients(net, lambda n: case.plain(n(batch["x"]), batch["y"]))
+    module, buckets = exchanged(net)
+    for _ in range(2):
+        net.zero_grad()
+        buckets.clear()
+        step(lambda b: case.fn(module(b["x"]), b["y"]), batch, maximum=4, **case.options)
+        assert worst_error(gradients(net), wanted) < 1e-10
+        assert sum(buckets) == sum(p.numel() for p in net.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [{}, {"loss": contrastive}], ids=["one pass", "two passes"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_failure_leaves_the_exchange_whole(kind, options, where):
+    torch.manual_seed(0)
+    net, x = Failing(where=where).double(), samples(9)
+
+    def fn(b):
+        out = module(b)
+        return out if options else out.square().mean()
+
+    def whole_loss(run):
+        return contrastive(run(x)) if options else run(x).square().mean()
+
+    wanted = plain_gradients(net, whole_loss)
+    module = Replicated(net, **KINDS[kind])
+    # fails in the very first backward pass, later with another size, and then fits
+    for most, n_attempts in ((4, 2), (2, 2), (2, 1), (100, 1)):
+        net.most = most
+        net.zero_grad()
+        result = step(fn, x, context=(kind, where, bool(options)), **options)
+        assert result.attempts == n_attempts
+        assert max(result.sizes) <= most
+        assert worst_error(gradients(net), wanted) < 1e-10
+    # and a plain step after it
+    net.zero_grad()
+    whole_loss(module).backward()
+    assert worst_error(gradients(net), wanted) < 1e-10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("maximum", [4, 9])
+def test_gradients_are_accumulated(kind, maximum):
+    net, x = small_net(), samples(9)
+    wanted = plain_gradients(net, lambda n: n(x).square().mean())
+    module = Replicated(net, **KINDS[kind])
+    # buckets are built anew in the second step: gradients stand in those from then on
+    for _ in range(3):
+        net.zero_grad()
+        module(x).square().mean().backward()
+    step(lambda b: module(b).square().mean(), x, maximum=maximum)
+    got = gradients(net)
+    assert worst_error(got, {name: 2 * grad for name, grad in wanted.items()}) < 1e-10
+
+
+def test_a_block_of_no_sync_around_the_step_holds():
+    net, x = small_net(), samples(9)
+    wanted = plain_gradients(net, lambda n: n(x).square().mean())
+    module, buckets = exchanged(net)
+    with module.no_sync():
+        step(lambda b: module(b).square().mean(), x, maximum=4)
+        assert not module.require_backward_grad_sync
+    assert buckets == []
+    assert module.require_backward_grad_sync
+    assert worst_error(gradients(net), wanted) < 1e-10
+
+
+def test_a_module_that_is_seen_only_when_it_runs_is_held_back_from_its_first_line_on():
+    net, x = small_net(), samples(9)
+    hidden = {"module": exchanged(net)}
+    wanted = plain_gradients(net, lambda n: n(x).square().mean())
+
+    def fn(b):
+        return globals()["_HIDDEN"]["module"][0](b).square().mean()
+
+    globals()["_HIDDEN"] = hidden
+    step(fn, x, maximum=4)
+    assert sum(hidden["module"][1]) == sum(p.numel() for p in net.parameters())
+    assert worst_error(gradients(net), wanted) < 1e-10
+
+
+def test_trials_and_verifications_exchange_nothing():
+    torch.manual_seed(0)
+    net, x = Failing(where="forward").double(), samples(32)
+    module, buckets = exchanged(net)
+    net.most = 7
+    result = step(lambda b: module(b).square().mean(), x)
+    assert len(result.sizes) > 1
+    assert sum(buckets) == sum(p.numel() for p in net.parameters())
+    buckets.clear()
+    assert check_split(lambda b: module(b).square().mean(), x, samples=4)
+    assert buckets == []
+
+
+def test_a_last_micro_batch_with_a_partner_exchanges():
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+    module, buckets = exchanged(net)
+    result = step(lambda b: module(b).square().mean(), samples(3), maximum=2, batchnorm="per_chunk")
+    assert result.sizes == (3,)
+    assert sum(buckets) == sum(p.numel() for p in net.parameters())
+
+
+def test_the_users_backward_exchanges_once():
+    net, x = small_net(), samples(9)
+    wanted = plain_gradients(net, lambda n: n(x).square().mean() / 4)
+    module, buckets = exchanged(net)
+    step(
+        lambda b: module(b).square().mean(),
+        x,
+        maximum=4,
+        backward=lambda loss: (loss / 4).backward(),
+    )
+    assert sum(buckets) == sum(p.numel() for p in net.parameters())
+    assert worst_error(gradients(net), wanted) < 1e-10
+
+
+def accumulate_on(rank, folder):
+    """On one rank of two: gradients that wait for an exchange are in the next one."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/two", rank=rank, world_size=2)
+    for options in ({}, {"gradient_as_bucket_view": True}):
+        net = small_net()
+        module = Replicated(net, **options)
+        torch.manual_seed(rank)
+        parts = [samples(5) for _ in range(6)]
+
+        def plain(b, module=module):
+            module(b).square().mean().backward()
+
+        def ours(b, module=module):
+            step(lambda b: module(b).square().mean(), b)
+
+        found = []
+        for run in (plain, ours):
+            net.zero_grad()
+            for part in parts:
+                # exchanged once in the middle, and what was is exchanged again
+                with module.no_sync() if part is not parts[2] else nullcontext():
+                    run(part)
+            run(parts[-1])
+            found.append(gradients(net))
+        assert worst_error(found[1], found[0]) < 1e-10
+        everywhere = [torch.empty_like(net[0].weight) for _ in range(2)]
+        dist.all_gather(everywhere, net[0].weight.grad)
+        assert torch.equal(*everywhere)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_two_ranks_exchange_what_was_accumulated_without_exchange(tmp_path):
+    torch.multiprocessing.spawn(accumulate_on, args=(str(tmp_path),), nprocs=2)
+
+
+# --- modules that are sharded
+
+
+def sharded(net, **options):
+    mesh = DeviceMesh("cpu", [0])
+    for child in net.children():
+        fully_shard(child, mesh=mesh, **options)
+    return fully_shard(net, mesh=mesh, **options)
+
+
+def whole_gradients(net):
+    return {n: p.grad.full_tensor().clone() for n, p in net.named_parameters()}
+
+
+SHARDED = {
+    "plain": {},
+    "reduced in another type": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)},
+    "kept whole": {"reshard_after_forward": False},
+}
+
+
+@pytest.mark.parametrize("kind", SHARDED)
+@pytest.mark.parametrize("options", [{}, {"loss": contrastive}], ids=["one pass", "two passes"])
+def test_a_sharded_module_gives_the_gradients_of_the_whole_batch(kind, options):
+    net, x = small_net(), samples(9)
+
+    def whole_loss(run):
+        return contrastive(run(x)) if options else run(x).square().mean()
+
+    def fn(b):
+        flags.append([group.exchanges[0] for m in net.modules() for group in sharded_groups(m)])
+        out = net(b)
+        return out if options else out.square().mean()
+
+    wanted = plain_gradients(net, whole_loss)
+    sharded(net, **SHARDED[kind])
+    rtol = 1e-6 if "type" in kind else 1e-10
+    for maximum in (4, 2, 9):
+        net.zero_grad()
+        for times in (1, 2):
+            flags = []
+            result = step(fn, x, maximum=maximum, **options)
+            assert max(result.sizes) == maximum
+            assert [all(each) for each in flags] == [False] * (len(flags) - 1) + [True]
+            twice = {name: times * grad for name, grad in wanted.items()}
+            assert worst_error(whole_gradients(net), twice) < rtol
+    net.zero_grad()
+    whole_loss(net).backward()
+    assert worst_error(whole_gradients(net), wanted) < rtol
+
+
+def test_check_split_leaves_a_sharded_module_without_gradients():
+    net, x = (
+        sharded(small_net(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)),
+        samples(),
+    )
+    assert check_split(lambda b: net(b).square().mean(), x)
+    assert not any(group.has_unexchanged for m in net.modules() for group in sharded_groups(m))
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_a_sharded_module_that_ran_out_of_memory_is_not_tried_again():
+    net, x = sharded(Failing(where="backward").double()), samples()
+    net.most = 4
+    with pytest.raises(AdaptiveUsageError, match=r"ran out of memory in a module of fully_shard"):
+        step(lambda b: net(b).square().mean(), x)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+def test_a_module_of_the_first_fsdp_is_refused_where_the_batch_is_split():
+    net, x = FullyShardedDataParallel(small_net(), device_id=torch.device("cpu")), samples()
+    with pytest.raises(AdaptiveUsageError, match="a module of FullyShardedDataParallel"):
+        step(lambda b: net(b).square().mean(), x, maximum=4)
+
+
+def test_a_static_graph_is_refused_where_the_batch_is_split():
+    net, x = small_net(), samples()
+    module = Replicated(net, static_graph=True)
+    step(lambda b: module(b).square().mean(), x)
+    with pytest.raises(AdaptiveUsageError, match="static_graph=True, which counts the passes"):
+        step(lambda b: module(b).square().mean(), x, maximum=4)
+
+
+def test_gradients_of_a_sharded_module_that_wait_for_an_exchange_are_refused():
+    net, x = small_net(), samples(9)
+    sharded(net)
+    net.set_requires_gradient_sync(False)
+    net(x).square().mean().backward()
+    net.set_requires_gradient_sync(True)
+    with pytest.raises(
+        AdaptiveUsageError, match="gradients that a backward pass without exchange has left"
+    ):
+        step(lambda b: net(b).square().mean(), x)

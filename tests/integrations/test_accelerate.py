@@ -1,0 +1,429 @@
+"""A loop of accelerate, by the real package, with `step` in the place of forward and backward."""
+
+import os
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from tenure.adaptive import (
+    AdaptiveUsageError,
+    add_listener,
+    memory_budget,
+    remove_listener,
+    reset,
+)
+from tenure.integrations.accelerate import step
+
+accelerate = pytest.importorskip("accelerate")
+state = pytest.importorskip("accelerate.state")
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    """Accelerators of one process share their state."""
+    yield
+    state.AcceleratorState._reset_state(reset_partial_state=True)
+    state.GradientState._reset_state()
+
+
+@pytest.fixture
+def events():
+    """What retries tell."""
+    # a size that an earlier test has found would fit at once
+    reset()
+    found = []
+    add_listener(found.append)
+    yield found
+    remove_listener(found.append)
+
+
+def network(width=32, depth=4, dtype=torch.float32):
+    torch.manual_seed(0)
+    hidden = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
+    return nn.Sequential(nn.Linear(16, width), nn.Tanh(), *hidden, nn.Linear(width, 10)).to(dtype)
+
+
+def data(n, dtype=torch.float32):
+    torch.manual_seed(1)
+    return TensorDataset(torch.randn(n, 16, dtype=dtype), torch.randint(10, (n,)))
+
+
+class Loop:
+    """A training loop; with options of `step`, that runs forward and backward."""
+
+    def __init__(self, dataset, *, batch_size, options=None, make=network, **accelerator):
+        self.accelerator = accelerate.Accelerator(cpu=True, **accelerator)
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 40)
+        loader = DataLoader(dataset, batch_size=batch_size)
+        self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
+            model, optimizer, loader, scheduler
+        )
+        self.options = options
+        self.losses = []
+        self.n_updates = 0
+
+    def loss_of(self, batch):
+        return F.cross_entropy(self.model(batch[0]), batch[1])
+
+    def run_batch(self, batch):
+        if self.options is None:
+            loss = self.loss_of(batch)
+            self.accelerator.backward(loss)
+        else:
+            loss = step(self.accelerator, self.loss_of, batch, **self.options).loss
+        self.losses.append(loss.item())
+
+    def run(self, n_updates):
+        while self.n_updates < n_updates:
+            for batch in self.loader:
+                with self.accelerator.accumulate(self.model):
+                    self.run_batch(batch)
+                    if self.accelerator.sync_gradients:
+                        self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+                        self.n_updates += 1
+                    self.optimizer.step()
+                    self.scheduler.step()
+                    self.optimizer.zero_grad()
+                if self.n_updates == n_updates:
+                    return self
+        return self
+
+    def parameters(self):
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+def farthest(ours, plain):
+    return max(
+        float((a - b).abs().max())
+        for a, b in zip(ours.parameters(), plain.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("n", [10 * 1024, 9 * 1024 + 100], ids=["even", "a ragged end"])
+def test_a_loop_in_a_third_of_its_memory_trains_the_same_model(n, events):
+    dataset = data(n)
+    settings = {
+        "batch_size": 1024,
+        "gradient_accumulation_steps": 2,
+        "make": lambda: network(16, 12),
+    }
+    with memory_budget("1GiB") as needed:
+        plain = Loop(dataset, **settings).run(20)
+    events.clear()
+    with memory_budget(needed.peak_bytes // 3):
+        ours = Loop(dataset, options={}, **settings).run(20)
+    assert farthest(ours, plain) <= 1e-6
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert ours.scheduler.get_last_lr() == plain.scheduler.get_last_lr()
+    # no step was lost, and it did run out of memory
+    assert len(ours.losses) == len(plain.losses)
+    n_failures = sum(event.kind in ("retry", "shrink") for event in events)
+    assert 1 <= n_failures <= 3
+
+
+# --- accumulation, step by step
+
+
+@pytest.mark.parametrize("sync_with_dataloader", [True, False])
+@pytest.mark.parametrize("maximum", [3, 8])
+def test_gradients_are_those_of_the_plain_loop_after_each_batch(sync_with_dataloader, maximum):
+    plugin = accelerate.utils.GradientAccumulationPlugin(
+        num_steps=3, sync_with_dataloader=sync_with_dataloader
+    )
+
+    def gradients_of(options):
+        loop = Loop(
+            data(8 * 7, torch.float64),
+            batch_size=8,
+            options=options,
+            make=lambda: network(8, 1, torch.float64),
+            gradient_accumulation_plugin=plugin,
+        )
+        found, synced = [], []
+        for _ in range(2):
+            for batch in loop.loader:
+                with loop.accelerator.accumulate(loop.model):
+                    loop.run_batch(batch)
+                    synced.append(loop.accelerator.sync_gradients)
+                    found.append([p.grad.clone() for p in loop.model.parameters()])
+                    loop.optimizer.step()
+                    loop.scheduler.step()
+                    loop.optimizer.zero_grad()
+        return found, synced, loop.losses
+
+    plain, ours = gradients_of(None), gradients_of({"maximum": maximum})
+    assert ours[1] == plain[1]
+    assert any(plain[1])
+    assert not all(plain[1])
+    assert ours[2] == pytest.approx(plain[2], rel=1e-10)
+    for got, wanted in zip(ours[0], plain[0], strict=True):
+        assert all(
+            torch.allclose(a, b, rtol=1e-10, atol=1e-14) for a, b in zip(got, wanted, strict=True)
+        )
+
+
+def test_the_reported_loss_is_not_divided():
+    loop = Loop(data(8), batch_size=8, options={"maximum": 3}, gradient_accumulation_steps=4)
+    (batch,) = loop.loader
+    with loop.accelerator.accumulate(loop.model):
+        loop.run_batch(batch)
+    assert loop.losses == [pytest.approx(loop.loss_of(batch).item(), rel=1e-6)]
+
+
+def test_nothing_of_the_accelerator_changes():
+    loop = Loop(data(8), batch_size=8, options={"maximum": 3}, gradient_accumulation_steps=4)
+    (batch,) = loop.loader
+    accelerator, shared = loop.accelerator, state.GradientState()
+    with accelerator.accumulate(loop.model):
+        before = dict(vars(accelerator)), dict(vars(shared)), list(accelerator._models)
+        loop.run_batch(batch)
+        after = dict(vars(accelerator)), dict(vars(shared)), list(accelerator._models)
+    assert after == before
+
+
+# --- precision
+
+
+def test_bfloat16_gives_what_the_micro_batches_give_by_hand():
+    def gradients_of(run):
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+        model = accelerator.prepare(network())
+        run(accelerator, model)
+        return [p.grad.clone() for p in model.parameters()]
+
+    x, y = data(12).tensors
+
+    def by_hand(accelerator, model):
+        for part in (slice(0, 5), slice(5, 10), slice(10, 12)):
+            loss = F.cross_entropy(model(x[part]), y[part], reduction="sum")
+            accelerator.backward(loss / 12)
+
+    def ours(accelerator, model):
+        def loss_of(batch):
+            out = model(batch[0])
+            # the model computes in bfloat16, and hands on float32
+            assert out.dtype is torch.float32
+            return F.cross_entropy(out, batch[1])
+
+        step(accelerator, loss_of, (x, y), maximum=5)
+
+    for got, wanted in zip(gradients_of(ours), gradients_of(by_hand), strict=True):
+        assert torch.allclose(got, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_a_loss_of_outputs_in_bfloat16():
+    x, _ = data(12).tensors
+
+    def spread(out):
+        return out.std(0).sum()
+
+    found = []
+    for run in ("plain", "split"):
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+        model = accelerator.prepare(network())
+        if run == "plain":
+            accelerator.backward(spread(model(x)))
+        else:
+            step(accelerator, model, x, loss=spread, maximum=5)
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    plain, split = found
+    assert (split - plain).norm() < 2e-2 * plain.norm()
+
+
+@pytest.mark.parametrize("options", [{}, {"maximum": 20}], ids=["whole", "split"])
+def test_a_scaler_scales_once_and_skips_what_overflows(options):
+    # accelerate has one where there is an accelerator, and none on the CPU
+    def run(options):
+        loop = Loop.__new__(Loop)
+        original = accelerate.Accelerator.prepare
+
+        def prepare(self, *args):
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=3)
+            return original(self, *args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(accelerate.Accelerator, "prepare", prepare)
+            loop.__init__(
+                data(64 * 6),
+                batch_size=64,
+                options=options,
+                gradient_accumulation_steps=2,
+                make=lambda: network(8, 1),
+            )
+        skipped = []
+        for i in range(3):
+            for batch in loop.loader:
+                if i == 1:
+                    batch[0][0] = float("inf")
+                with loop.accelerator.accumulate(loop.model):
+                    loop.run_batch(batch)
+                    if loop.accelerator.sync_gradients:
+                        loop.accelerator.clip_grad_norm_(loop.model.parameters(), 0.5)
+                    loop.optimizer.step()
+                    loop.scheduler.step()
+                    loop.optimizer.zero_grad()
+                    skipped.append(loop.accelerator.optimizer_step_was_skipped)
+        return loop, skipped
+
+    plain, ours = run(None), run({"verify": False, **options})
+    assert ours[1] == plain[1]
+    assert True in plain[1]
+    assert ours[0].accelerator.scaler.get_scale() == plain[0].accelerator.scaler.get_scale()
+    assert farthest(ours[0], plain[0]) <= 1e-6
+
+
+# --- models that accelerate has changed
+
+
+def test_a_compiled_model_gives_the_same_gradients():
+    x, y = data(12).tensors
+    accelerator = accelerate.Accelerator(cpu=True, dynamo_backend="eager")
+    net = network(8, 1)
+    model = accelerator.prepare(net)
+    result = step(accelerator, lambda b: F.cross_entropy(model(b[0]), b[1]), (x, y), maximum=5)
+    assert result.sizes == (5, 5, 2)
+    got = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    F.cross_entropy(net(x), y).backward()
+    wanted = [p.grad for p in net.parameters()]
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(got, wanted, strict=True))
+
+
+def test_a_dispatched_model_gives_the_same_gradients():
+    x, y = data(12).tensors
+    net = network(8, 1)
+    F.cross_entropy(net(x), y).backward()
+    wanted = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    accelerator = accelerate.Accelerator(cpu=True)
+    device_map = {name: "cpu" for name, _ in net.named_children()}
+    model = accelerator.prepare(
+        accelerate.dispatch_model(net, device_map, main_device="cpu", force_hooks=True)
+    )
+    assert hasattr(model[0], "_hf_hook")
+    step(accelerator, lambda b: F.cross_entropy(model(b[0]), b[1]), (x, y), maximum=5)
+    got = [p.grad for p in net.parameters()]
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(got, wanted, strict=True))
+
+
+# --- several processes
+
+
+@contextmanager
+def rank_of_two(rank, port):
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port), ACCELERATE_USE_CPU="true",
+    )  # fmt: skip
+    yield
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def train_on(rank, port):
+    """A loop with accumulation on one rank of two: as plain where batches fit, else refused."""
+    with rank_of_two(rank, port):
+        settings = {
+            "batch_size": 8,
+            "gradient_accumulation_steps": 2,
+            "make": lambda: network(8, 1, torch.float64),
+        }
+        plain = Loop(data(8 * 14, torch.float64), **settings).run(5)
+        ours = Loop(data(8 * 14, torch.float64), options={}, **settings).run(5)
+        assert ours.accelerator.distributed_type == "MULTI_CPU"
+        assert isinstance(ours.model, nn.parallel.DistributedDataParallel)
+        assert farthest(ours, plain) < 1e-12
+        ours.options = {"maximum": 3}
+        with pytest.raises(AdaptiveUsageError, match="on this rank"):
+            ours.run_batch(next(iter(ours.loader)))
+
+
+@pytest.mark.slow
+def test_two_processes_accumulate_as_without_step():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(train_on, args=(port,), nprocs=2)
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("DEEPSPEED", "DEEPSPEED, whose backward"),
+        ("MEGATRON_LM", "MEGATRON_LM, whose model runs"),
+        ("XLA", "XLA, which runs nothing"),
+    ],
+)
+def test_a_backend_that_keeps_gradients_to_itself_is_refused_by_name(name, what):
+    fake = SimpleNamespace(
+        distributed_type=accelerate.DistributedType(name), backward=torch.Tensor.backward
+    )
+    with pytest.raises(AdaptiveUsageError, match=rf"^step\(\) can't run with {what}"):
+        step(fake, lambda b: b.sum(), torch.ones(2, requires_grad=True))
+
+
+@pytest.mark.parametrize(
+    ("setting", "what"),
+    [
+        ({"has_lomo_optimizer": True}, "a LOMO optimizer"),
+        ({"mixed_precision": "fp8"}, "fp8, whose scales"),
+        (
+            {"parallelism_config": accelerate.ParallelismConfig(tp_size=2)},
+            "tensor parallelism, whose ranks",
+        ),
+        (
+            {"parallelism_config": accelerate.ParallelismConfig(cp_size=2)},
+            "context parallelism, whose ranks",
+        ),
+    ],
+)
+def test_what_can_not_be_taken_back_is_refused_by_name(setting, what):
+    accelerator = accelerate.Accelerator(cpu=True)
+    fake = SimpleNamespace(
+        distributed_type=accelerator.distributed_type, backward=accelerator.backward, **setting
+    )
+    with pytest.raises(AdaptiveUsageError, match=rf"^step\(\) can't run with {what}"):
+        step(fake, lambda b: b.sum(), torch.ones(2, requires_grad=True))
+
+
+def test_what_is_no_accelerator_is_refused_and_the_extra_named():
+    with pytest.raises(
+        AdaptiveUsageError, match=r"got a Linear as accelerator.*tenure\[accelerate\]"
+    ):
+        step(nn.Linear(1, 1), lambda b: b.sum(), torch.ones(2))
+
+
+@pytest.mark.parametrize("name", ["backward", "scaler"])
+def test_what_the_accelerator_has_is_no_option(name):
+    accelerator = accelerate.Accelerator(cpu=True)
+    with pytest.raises(AdaptiveUsageError, match=rf"got {name}=, which the accelerator has"):
+        step(accelerator, lambda b: b.sum(), torch.ones(2), **{name: None})
+
+
+def test_an_optimizer_that_was_prepared_is_refused_inside_the_function():
+    loop = Loop(data(8), batch_size=8)
+
+    def fn(batch):
+        loop.optimizer.step()
+        return loop.loss_of(batch)
+
+    with pytest.raises(AdaptiveUsageError, match=r"AdamW\.step\(\) was called inside step\(\)"):
+        step(loop.accelerator, fn, next(iter(loop.loader)))
+
+
+def test_the_module_imports_no_accelerate():
+    code = "import sys, tenure.integrations.accelerate; assert 'accelerate' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,151 @@
+import copy
+import logging
+
+import pytest
+import torch
+
+from tenure.adaptive import memory_budget, step
+from tenure.integrations import _memory_watch
+from tenure.integrations._memory_watch import MemoryWatch
+from tenure.profiler import snapshot
+
+ALWAYS = float("inf")
+
+
+class Clock:
+    """Goes on by one second whenever it is read."""
+
+    def __init__(self):
+        self.now = 0
+
+    def __call__(self):
+        self.now += 1
+        return self.now
+
+
+@pytest.fixture
+def watch():
+    watch = MemoryWatch(share=ALWAYS)
+    watch.begin()
+    return watch
+
+
+def test_what_one_step_makes_and_the_next_lets_go_outlives_nothing(watch):
+    for _ in range(9):
+        batch = torch.ones(100)  # noqa: F841  # alive at the end of its step
+        watch.step_ended()
+    figures = watch.figures()
+    assert (figures["memory/outlived_tensors"], figures["memory/outlived_bytes"]) == (0, 0)
+
+
+def test_what_outlives_its_step_is_counted_and_the_largest_is_named_once(watch, caplog):
+    history = []
+    with caplog.at_level(logging.WARNING, "tenure.memory"):
+        for n in range(15):
+            history.append(torch.ones(8 + n))
+            watch.step_ended()
+    # those of steps 8, 9 and 10
+    assert watch.figures()["memory/outlived_tensors"] == 3
+    assert watch.figures()["memory/outlived_bytes"] == 4 * (8 + 7 + 8 + 8 + 8 + 9)
+    (record,) = caplog.records
+    assert "3 tensors, 120 B, outlived the steps that made them; the largest: " in record.message
+    assert "history[3]: float32[11]" in record.message
+
+
+def test_parameters_and_the_state_of_an_optimizer_are_meant_to_stay(watch):
+    model = torch.nn.Linear(4, 4)
+    for n in range(12):
+        if n == 4:
+            optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(1, 4)).sum().backward()
+        if n >= 4:
+            optimizer.step()
+        watch.step_ended()
+        if n == 7:
+            assert len(optimizer.state) == 2
+            assert watch.figures()["memory/outlived_tensors"] == 0
+    assert watch.figures()["memory/outlived_tensors"] == 0
+
+
+def test_growth_is_that_of_the_time_since_the_figures_were_asked_for(watch):
+    kept = []
+    watch.step_ended()
+    before = watch.figures()
+    assert "memory/growth_bytes" not in before
+    kept.append(torch.ones(1000))
+    for _ in range(3):
+        watch.step_ended()
+    figures = watch.figures()
+    assert figures["memory/growth_bytes"] == 4000
+    assert figures["memory/allocated_bytes"] == before["memory/allocated_bytes"] + 4000
+    # nobody has looked since
+    assert "memory/allocated_bytes" not in watch.figures()
+
+
+def test_looks_take_a_share_of_the_time(monkeypatch):
+    moment = snapshot()
+    monkeypatch.setattr(_memory_watch, "snapshot", lambda: copy.copy(moment))
+    watch = MemoryWatch(share=0.1, clock=Clock())
+    watch.begin()
+    looks = []
+    for n in range(60):
+        before = watch._last
+        watch.step_ended()
+        if watch._last is not before:
+            looks.append(n)
+    # a look takes one second of the clock, and ten have to pass; the first two steps read none
+    assert looks == [0, 12, 24, 36, 48]
+
+
+def test_the_micro_batch_and_the_failures_of_steps_are_told(watch):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    batch = torch.randn(256, 64)
+    with memory_budget("160KiB"):
+        result = step(lambda x: model(x).square().mean(), batch, context="the micro-batch is told")
+    watch.step_ended(result)
+    assert result.micro_batch < 256
+    figures = watch.figures()
+    assert figures["adaptive/micro_batch"] == result.micro_batch
+    assert figures["adaptive/retries"] >= 1
+    assert watch.figures()["adaptive/retries"] == 0
+
+
+def test_an_error_of_memory_gets_a_note_of_what_holds_it_and_any_other_none(watch, caplog):
+    history = []
+    for _ in range(4):
+        # larger than what other tests have left in this process
+        history.append(torch.ones(2**22))
+        watch.step_ended()
+    error = torch.OutOfMemoryError("CUDA out of memory.")
+    text = watch.died(error)
+    assert error.__notes__ == [text]
+    first, *rows = text.splitlines()
+    assert first.startswith("tenure: ")
+    assert "other tensors" in first
+    assert any("history[" in row and "16.0 MiB: " in row for row in rows)
+    assert "grew by 3 tensors, 48.0 MiB" in text
+    assert [record.message for record in caplog.records] == [text]
+    other = ValueError("no")
+    assert watch.died(other) is None
+    assert not hasattr(other, "__notes__")
+
+
+def test_a_watch_keeps_no_tensor_alive(watch):
+    import weakref
+
+    tensor = torch.ones(5)
+    alive = weakref.ref(tensor)
+    for _ in range(6):
+        watch.step_ended()
+    del tensor
+    assert alive() is None
+
+
+@pytest.mark.simdevice
+def test_the_allocator_of_a_device_is_asked(sim):
+    watch = MemoryWatch()
+    watch.begin("sim")
+    kept = [torch.ones(1000, device="sim")]
+    assert watch.figures()["memory/allocated_bytes"] == torch.sim.memory_allocated()
+    kept.append(torch.ones(1000, device="sim"))
+    assert watch.figures()["memory/growth_bytes"] > 0

@@ -1,0 +1,758 @@
+import gc
+import logging
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tenure import adaptive
+from tenure.adaptive import AdaptiveUsageError, OutOfRetriesError, SplitMismatchError, memory_budget
+
+transformers = pytest.importorskip("transformers", reason="the extra transformers is not installed")
+from transformers import (  # noqa: E402
+    BatchEncoding,
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PrinterCallback,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from tenure.integrations.transformers import (  # noqa: E402
+    AdaptiveTrainer,
+    AdaptiveTrainerMixin,
+    MemoryCallback,
+)
+
+transformers.logging.set_verbosity_error()
+_WORDS, _LENGTH = 32, 12
+# each without dropout, whose masks are others in other pieces
+_SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+_BERT = BertConfig(
+    vocab_size=_WORDS, num_attention_heads=2, num_labels=3, **_SMALL,
+    hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen():
+    """Each training begins with a collection of garbage: let it not look at what is imported."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _alone():
+    adaptive.reset()
+    yield
+    adaptive.reset()
+
+
+@pytest.fixture
+def events():
+    found = []
+    adaptive.add_listener(found.append)
+    yield found
+    adaptive.remove_listener(found.append)
+
+
+def llama(**kwargs):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=_WORDS, num_attention_heads=2, bos_token_id=0, eos_token_id=1,
+        max_position_embeddings=64, **(_SMALL | kwargs),
+    )  # fmt: skip
+    return LlamaForCausalLM(config).double()
+
+
+def gpt2(dropout=0.0):
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=_WORDS, n_embd=16, n_layer=1, n_head=2, n_positions=_LENGTH,
+        bos_token_id=0, eos_token_id=1, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config).double()
+
+
+def bert(kind):
+    torch.manual_seed(0)
+    return kind(_BERT).double()
+
+
+def t5():
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=_WORDS, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, dropout_rate=0.0,
+        decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config).double()
+
+
+def texts(n=64, length=_LENGTH):
+    """Samples with other numbers of labels that count; some with hardly any."""
+    generator = torch.Generator().manual_seed(1)
+    samples = []
+    for _ in range(n):
+        words = torch.randint(2, _WORDS, (length,), generator=generator)
+        labels = words.clone()
+        labels[: int(torch.randint(0, length - 1, (1,), generator=generator))] = -100
+        mask = torch.ones(length, dtype=torch.long)
+        samples.append({"input_ids": words, "attention_mask": mask, "labels": labels})
+    return samples
+
+
+def classes(n=64):
+    return [{**each, "labels": each["input_ids"][0] % 3} for each in texts(n)]
+
+
+class Run:
+    """A trainer that has trained, and what it told."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+        self.parameters = [p.detach().clone() for p in trainer.model.parameters()]
+        history = trainer.state.log_history
+        self.losses = [each["loss"] for each in history if "loss" in each]
+        self.norms = [each.get("grad_norm", 0.0) for each in history if "loss" in each]
+
+    def assert_same(self, other, tolerance=1e-9):
+        assert len(self.losses) == len(other.losses)
+        # the Trainer adds losses up in float32
+        np.testing.assert_allclose(self.losses, other.losses, rtol=max(tolerance, 1e-6))
+        np.testing.assert_allclose(self.norms, other.norms, rtol=max(tolerance, 1e-6))
+        for mine, theirs in zip(self.parameters, other.parameters, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+def trainer_of(
+    kind, folder, model, data, *, steps=3, batch=16, options=None, callbacks=(), arguments=None,
+    args_kind=TrainingArguments, **kwargs,
+):  # fmt: skip
+    settings = {"report_to": [], "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True}
+    settings |= {"max_steps": steps, "per_device_train_batch_size": batch, "use_cpu": True}
+    args = args_kind(str(folder), **(settings | (arguments or {})))
+    trainer = kind(model, args, train_dataset=data, callbacks=list(callbacks), **kwargs)
+    trainer.remove_callback(PrinterCallback)
+    if options is not None:
+        trainer.step_options = options
+    return trainer
+
+
+def trained(*args, resume=None, **kwargs):
+    trainer = trainer_of(*args, **kwargs)
+    trainer.train(resume_from_checkpoint=resume)
+    return Run(trainer)
+
+
+# --- a third of the memory
+
+
+@pytest.mark.parametrize(
+    "model", [gpt2, pytest.param(llama, marks=pytest.mark.slow)], ids=["gpt2", "llama"]
+)
+def test_a_third_of_the_memory_trains_the_same_model(tmp_path, events, model):
+    with memory_budget("1GiB") as unlimited:
+        plain = trained(Trainer, tmp_path, model(), texts(), steps=20)
+    with memory_budget(unlimited.peak_bytes // 3) as limited:
+        fitted = trained(AdaptiveTrainer, tmp_path, model(), texts(), steps=20)
+    fitted.assert_same(plain, 1e-6)
+    assert len(fitted.losses) == fitted.trainer.state.global_step == 20
+    assert limited.peak_bytes <= unlimited.peak_bytes // 3
+    assert 1 <= len([event for event in events if event.info is not None]) <= 3
+    assert fitted.trainer.step_result.micro_batch < 16
+
+
+# --- every feature, in pieces
+
+
+def counted_loss(outputs, labels, num_items_in_batch=None):
+    logits = outputs["logits"][:, :-1].flatten(0, 1)
+    loss = F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+    return loss / num_items_in_batch
+
+
+def mean_loss(outputs, labels, num_items_in_batch=None):
+    return F.cross_entropy(outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class MeanOfSamples(Trainer):
+    """Each sample counts as much, whatever it has of labels."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        losses = F.cross_entropy(outputs.logits.transpose(1, 2), labels, reduction="none")
+        loss = (losses.sum(1) / (labels != -100).sum(1)).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class UnscaledMeanOfSamples(MeanOfSamples):
+    loss_is_scaled_for_ga = False
+
+
+class Scaled(Trainer):
+    """With a scaler of gradients, as fp16 has on a GPU."""
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**9)
+
+
+def without_loss_kwargs():
+    model = llama()
+    model.accepts_loss_kwargs = False
+    return model
+
+
+_FEATURES = {
+    "accumulation": (Trainer, llama, texts, {"gradient_accumulation_steps": 3}, {}),
+    "without a count": (
+        Trainer, without_loss_kwargs, texts, {"gradient_accumulation_steps": 2}, {},
+    ),
+    "masked": (Trainer, lambda: bert(BertForMaskedLM), texts, {}, {}),
+    "classes": (Trainer, lambda: bert(BertForSequenceClassification), classes, {}, {}),
+    "encoder and decoder": (Trainer, t5, texts, {}, {}),
+    "label smoothing": (Trainer, llama, texts, {"label_smoothing_factor": 0.1}, {}),
+    "label smoothing without a count": (
+        Trainer, without_loss_kwargs, texts, {"label_smoothing_factor": 0.1}, {},
+    ),
+    "compute_loss_func": (Trainer, llama, texts, {}, {"compute_loss_func": counted_loss}),
+    "compute_loss_func without the count": (
+        Trainer, llama, texts, {}, {"compute_loss_func": mean_loss},
+    ),
+    "compute_loss": (MeanOfSamples, llama, texts, {"gradient_accumulation_steps": 2}, {}),
+    "compute_loss, scaled": (
+        UnscaledMeanOfSamples, llama, texts, {"gradient_accumulation_steps": 2}, {},
+    ),
+    "scaler": (Scaled, llama, texts, {"max_grad_norm": 0.0}, {}),
+    "checkpointing": (Trainer, llama, texts, {"gradient_checkpointing": True}, {}),
+    "emptied caches": (Trainer, llama, texts, {"torch_empty_cache_steps": 1}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("feature", _FEATURES)
+def test_pieces_train_as_the_whole_does(tmp_path, feature):
+    kind, model, data, arguments, kwargs = _FEATURES[feature]
+    # AdamW makes a step of a rounding error
+    both = {"arguments": {"optim": "sgd", **arguments}, "steps": 2, **kwargs}
+    adaptive_kind = type("Adaptive", (AdaptiveTrainerMixin, kind), {})
+    plain = trained(kind, tmp_path, model(), data(), **both)
+    fitted = trained(adaptive_kind, tmp_path, model(), data(), options={"maximum": 5}, **both)
+    fitted.assert_same(plain)
+    assert fitted.trainer.step_result.sizes == (5, 5, 4, 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_bfloat16_trains_as_well_as_it_can(tmp_path):
+    settings = {"arguments": {"bf16": True, "optim": "sgd"}, "steps": 2}
+    plain = trained(Trainer, tmp_path, llama().float(), texts(), **settings)
+    fitted = trained(
+        AdaptiveTrainer, tmp_path, llama().float(), texts(), options={"maximum": 5}, **settings
+    )
+    fitted.assert_same(plain, 2e-2)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_trains_the_same(tmp_path):
+    settings = {"arguments": {"torch_compile": True, "optim": "sgd"}, "steps": 2}
+    plain = trained(Trainer, tmp_path, llama(), texts(), **settings)
+    torch.compiler.reset()
+    fitted = trained(
+        AdaptiveTrainer, tmp_path, llama(), texts(), options={"maximum": 6}, **settings
+    )
+    fitted.assert_same(plain)
+
+
+def test_a_batch_that_fits_is_the_plain_step_to_the_bit(tmp_path):
+    # random numbers, too
+    plain = trained(Trainer, tmp_path, gpt2(dropout=0.1), texts())
+    fitted = trained(AdaptiveTrainer, tmp_path, gpt2(dropout=0.1), texts())
+    assert fitted.losses == plain.losses
+    assert all(map(torch.equal, fitted.parameters, plain.parameters))
+
+
+def test_training_that_is_resumed_ends_where_one_that_was_not_does(tmp_path):
+    settings = {"steps": 6, "options": {"maximum": 5}}
+    whole = trained(AdaptiveTrainer, tmp_path / "whole", gpt2(), texts(), **settings)
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    trained(
+        AdaptiveTrainer, tmp_path / "parts", gpt2(), texts(), arguments=saving, **settings,
+    )  # fmt: skip
+    checkpoint = str(tmp_path / "parts" / "checkpoint-3")
+    resumed = trained(
+        AdaptiveTrainer, tmp_path / "parts", gpt2(), texts(), resume=checkpoint, **settings
+    )
+    assert resumed.trainer.state.global_step == 6
+    assert resumed.losses[3:] == pytest.approx(whole.losses[3:])
+    for mine, theirs in zip(resumed.parameters, whole.parameters, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+
+
+class Told(TrainerCallback):
+    """Which events came, in order, and what the state was."""
+
+    def __init__(self):
+        self.events = []
+
+    def __getattribute__(self, name):
+        if not name.startswith("on_"):
+            return super().__getattribute__(name)
+        events = super().__getattribute__("events")
+
+        def told(args, state, control, **kwargs):
+            told_of = (state.global_step, state.epoch, state.total_flos, control.should_log)
+            events.append((name, *told_of))
+
+        return told
+
+
+def test_callbacks_and_state_are_those_of_the_plain_trainer(tmp_path):
+    plain, fitted = Told(), Told()
+    settings = {"arguments": {"gradient_accumulation_steps": 2, "num_train_epochs": 2}, "steps": 4}
+    trained(Trainer, tmp_path, gpt2(), texts(), callbacks=[plain], **settings)
+    run = trained(
+        AdaptiveTrainer, tmp_path, gpt2(), texts(), callbacks=[fitted], options={"maximum": 7},
+        **settings,
+    )  # fmt: skip
+    assert run.trainer.step_result.micro_batch < 16
+    assert fitted.events == plain.events
+
+
+def test_a_batch_encoding_stays_one(tmp_path):
+    kinds = set()
+
+    class Seeing(Trainer):
+        def compute_loss(self, model, inputs, **kwargs):
+            kinds.add((type(inputs), len(inputs.input_ids)))
+            return super().compute_loss(model, inputs, **kwargs)
+
+    def collate(samples):
+        stacked = {key: torch.stack([each[key] for each in samples]) for key in samples[0]}
+        return BatchEncoding(stacked)
+
+    kind = type("Adaptive", (AdaptiveTrainerMixin, Seeing), {})
+    settings = {"steps": 1, "data_collator": collate}
+    plain = trained(Trainer, tmp_path, gpt2(), texts(), **settings)
+    fitted = trained(kind, tmp_path, gpt2(), texts(), options={"maximum": 6}, **settings)
+    fitted.assert_same(plain, 1e-6)
+    assert {(BatchEncoding, 6), (BatchEncoding, 4)} <= kinds
+    assert {cls for cls, _ in kinds} == {BatchEncoding}
+
+
+# --- what can't be split
+
+
+def test_a_loss_that_mixes_samples_is_refused_and_what_was_tried_is_told(tmp_path):
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=_WORDS, num_attention_heads=2, num_key_value_heads=2, num_local_experts=4,
+        output_router_logits=True, bos_token_id=0, eos_token_id=1, **_SMALL,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(SplitMismatchError) as caught:
+        trained(AdaptiveTrainer, tmp_path, model, texts(), options={"maximum": 8})
+    (note,) = caught.value.__notes__
+    assert note.startswith("AdaptiveTrainer tried the loss as a sum")
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_patches_that_are_no_samples_are_refused_by_name(tmp_path):
+    def collate(samples):
+        stacked = {key: torch.stack([each[key] for each in samples]) for key in samples[0]}
+        return stacked | {"pixel_values": torch.ones(40, 6), "image_grid_thw": torch.ones(5, 3)}
+
+    with pytest.raises(AdaptiveUsageError, match=r"'pixel_values'\] has 40 samples .* in_dims"):
+        trained(
+            AdaptiveTrainer, tmp_path, gpt2(), texts(), data_collator=collate,
+            arguments={"remove_unused_columns": False},
+        )  # fmt: skip
+
+
+def test_what_does_not_verify_has_to_say_how_its_loss_adds_up(tmp_path):
+    with pytest.raises(AdaptiveUsageError, match=r"verify=False .* Say it with loss= or weight="):
+        trained(AdaptiveTrainer, tmp_path, gpt2(), texts(), options={"verify": False})
+    options = {"verify": False, "loss": "sum", "maximum": 5}
+    plain = trained(Trainer, tmp_path, gpt2(), texts(), steps=1)
+    trained(AdaptiveTrainer, tmp_path, gpt2(), texts(), options=options, steps=1).assert_same(plain)
+
+
+def test_a_trainer_that_runs_backward_itself_is_refused(tmp_path):
+    class Own(AdaptiveTrainerMixin, Trainer):
+        pass
+
+    class Base(Trainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            loss = self.compute_loss(model, inputs)
+            loss.backward()
+            return loss.detach()
+
+    kind = type("Adaptive", (AdaptiveTrainerMixin, Base), {})
+    with pytest.raises(AdaptiveUsageError, match=r"called accelerator.backward\(\) 0 times"):
+        trained(kind, tmp_path, gpt2(), texts())
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("auto_find_batch_size", True, "begins the training anew with smaller batches"),
+        ("optim", "galore_adamw_layerwise", "moves parameters inside the backward pass"),
+        ("optim", "lomo", "moves parameters inside the backward pass"),
+        ("_n_gpu", 2, "DataParallel on 2 devices splits batches by itself"),
+    ],
+)
+def test_what_can_not_be_taken_back_is_refused_before_training(tmp_path, setting, value, message):
+    trainer = trainer_of(AdaptiveTrainer, tmp_path, gpt2(), texts())
+    setattr(trainer.args, setting, value)
+    with pytest.raises(AdaptiveUsageError, match=rf"AdaptiveTrainer can't train: .*{message}"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_engines_with_steps_of_their_own_are_refused_before_training(tmp_path):
+    trainer = trainer_of(AdaptiveTrainer, tmp_path, gpt2(), texts())
+    trainer.is_deepspeed_enabled = True
+    with pytest.raises(AdaptiveUsageError, match="DeepSpeed's engine counts each backward pass"):
+        trainer.train()
+    trainer.is_deepspeed_enabled = False
+    trainer.is_distributed_loading_by_transformers = True
+    with pytest.raises(AdaptiveUsageError, match="tensor, context or sequence parallelism"):
+        trainer.train()
+
+
+def test_memory_that_does_not_do_for_one_sample_is_an_error_and_parameters_are_as_before(tmp_path):
+    model = gpt2()
+    before = [p.detach().clone() for p in model.parameters()]
+    with (
+        memory_budget("60KiB"),
+        pytest.raises(OutOfRetriesError, match=r"AdaptiveTrainer\.training"),
+    ):
+        trained(AdaptiveTrainer, tmp_path, model, texts())
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+# --- evaluation
+
+
+def evaluated(kind, folder, model, data, *, most=None, arguments=None, **kwargs):
+    arguments = {"per_device_eval_batch_size": 16, **(arguments or {})}
+    trainer = trainer_of(kind, folder, model, data, arguments=arguments, **kwargs)
+    hook = model.register_forward_pre_hook(_full(most), with_kwargs=True)
+    output = trainer.predict(data)
+    hook.remove()
+    return output, trainer
+
+
+def _full(most):
+    """A device for so many samples."""
+
+    def refuse(module, args, kwargs):
+        if most is not None and len(kwargs["input_ids"]) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    return refuse
+
+
+_EVALUATIONS = {
+    "a causal model": (Trainer, llama, texts, {}),
+    "a masked model": (Trainer, lambda: bert(BertForMaskedLM), texts, {}),
+    "classes": (Trainer, lambda: bert(BertForSequenceClassification), classes, {}),
+    "compute_loss": (MeanOfSamples, llama, texts, {}),
+    "several outputs": (Trainer, t5, texts, {}),
+    "predictions alone": (
+        Trainer, llama, texts, {"preprocess_logits_for_metrics": lambda x, _: x.argmax(-1)},
+    ),
+    "loss alone": (Trainer, llama, texts, {"arguments": {"prediction_loss_only": True}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", _EVALUATIONS)
+def test_an_evaluation_in_pieces_gives_what_the_whole_does(tmp_path, case):
+    kind, model, data, kwargs = _EVALUATIONS[case]
+    adaptive_kind = type("Adaptive", (AdaptiveTrainerMixin, kind), {})
+    model, data = model(), data(40)
+    whole, _ = evaluated(kind, tmp_path, model, data, **kwargs)
+    fitted, trainer = evaluated(adaptive_kind, tmp_path, model, data, most=5, **kwargs)
+    assert fitted.metrics["test_loss"] == pytest.approx(whole.metrics["test_loss"], rel=1e-6)
+    for mine, theirs in zip(
+        _arrays((fitted.predictions, fitted.label_ids)),
+        _arrays((whole.predictions, whole.label_ids)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-12)
+    assert trainer.args.per_device_eval_batch_size == 16
+
+
+def _arrays(tree):
+    if isinstance(tree, np.ndarray):
+        return [tree]
+    return [array for each in tree or () for array in _arrays(each)]
+
+
+def test_an_evaluation_under_half_of_the_memory_needs_no_more(tmp_path):
+    model, data = llama(), texts(48)
+    settings = {
+        "preprocess_logits_for_metrics": lambda logits, _: logits.argmax(-1),
+        "arguments": {"eval_accumulation_steps": 1},
+    }
+    with memory_budget("1GiB") as unlimited:
+        whole, _ = evaluated(Trainer, tmp_path, model, data, **settings)
+    with memory_budget(unlimited.peak_bytes // 2) as limited:
+        fitted, _ = evaluated(AdaptiveTrainer, tmp_path, model, data, **settings)
+    assert limited.peak_bytes <= unlimited.peak_bytes // 2
+    assert fitted.metrics["test_loss"] == pytest.approx(whole.metrics["test_loss"], rel=1e-6)
+    assert np.array_equal(fitted.predictions, whole.predictions)
+
+
+def test_metrics_of_each_batch_see_what_they_would_of_the_whole(tmp_path):
+    def counting():
+        seen = []
+
+        def compute_metrics(prediction, compute_result):
+            seen.append(int((prediction.predictions == prediction.label_ids).sum()))
+            return {"hits": sum(seen), "batches": len(seen)} if compute_result else {}
+
+        return compute_metrics
+
+    settings = {"arguments": {"batch_eval_metrics": True}, "compute_metrics": None}
+    settings["preprocess_logits_for_metrics"] = lambda logits, _: logits.argmax(-1)
+    found = []
+    for kind, most in ((Trainer, None), (AdaptiveTrainer, 5)):
+        settings["compute_metrics"] = counting()
+        model = llama()
+        trainer = trainer_of(
+            kind, tmp_path, model, None, eval_dataset=texts(40),
+            **settings | {"arguments": {**settings["arguments"], "per_device_eval_batch_size": 16}},
+        )  # fmt: skip
+        model.register_forward_pre_hook(_full(most), with_kwargs=True)
+        metrics = trainer.evaluate()
+        found.append((metrics["eval_hits"], metrics["eval_batches"]))
+    assert found[0] == found[1]
+    assert found[0][1] == 3
+
+
+def test_an_evaluation_that_runs_out_changes_no_size_of_the_training(tmp_path, events):
+    model = gpt2()
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 16}
+    trainer = trainer_of(
+        AdaptiveTrainer, tmp_path, model, texts(), eval_dataset=texts(20), arguments=settings
+    )
+
+    def refuse(module, args, kwargs):
+        if not module.training and len(kwargs["input_ids"]) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    model.register_forward_pre_hook(refuse, with_kwargs=True)
+    trainer.train()
+    assert {event.name for event in events} == {"AdaptiveTrainer.prediction_step"}
+    assert trainer.step_result.sizes == (16,)
+    trained(Trainer, tmp_path, gpt2(), texts()).assert_same(Run(trainer))
+
+
+def test_a_loss_of_pairs_is_no_loss_of_pieces(tmp_path):
+    class Contrastive(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            outputs = model(**inputs)
+            rows = outputs.logits.flatten(1)
+            loss = F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+            return (loss, outputs) if return_outputs else loss
+
+    kind = type("Adaptive", (AdaptiveTrainerMixin, Contrastive), {})
+    with pytest.raises(SplitMismatchError, match="pieces of a batch don't tell the loss"):
+        evaluated(kind, tmp_path, llama(), texts(16), most=6)
+
+
+def test_outputs_without_a_row_for_each_sample_are_named(tmp_path):
+    def one_number(logits, labels):
+        return logits.mean()
+
+    settings = {"preprocess_logits_for_metrics": one_number}
+    with pytest.raises(SplitMismatchError, match=r"float64\[\] on cpu, 8 B among its outputs"):
+        evaluated(AdaptiveTrainer, tmp_path, llama(), texts(16), most=6, **settings)
+
+
+def test_a_batch_of_other_lengths_is_predicted_whole(tmp_path):
+    def collate(samples):
+        stacked = {key: torch.stack([each[key] for each in samples]) for key in samples[0]}
+        return stacked | {"position_ids": torch.arange(_LENGTH)[None]}
+
+    settings = {"data_collator": collate, "arguments": {"remove_unused_columns": False}}
+    evaluated(AdaptiveTrainer, tmp_path, llama(), texts(16), **settings)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        evaluated(AdaptiveTrainer, tmp_path, llama(), texts(16), most=6, **settings)
+    assert "other numbers of samples: {" in caught.value.__notes__[0]
+    options = {"in_dims": {"position_ids": None}}
+    evaluated(AdaptiveTrainer, tmp_path, llama(), texts(16), most=6, options=options, **settings)
+
+
+def test_generated_sequences_are_put_together(tmp_path):
+    settings = {
+        "args_kind": Seq2SeqTrainingArguments,
+        "arguments": {"predict_with_generate": True, "generation_max_length": 8},
+    }
+    kind = type("Adaptive", (AdaptiveTrainerMixin, Seq2SeqTrainer), {})
+    whole, _ = evaluated(Seq2SeqTrainer, tmp_path, t5(), texts(20), **settings)
+    model = t5()
+    trainer = trainer_of(kind, tmp_path, model, None, **settings | {
+        "arguments": settings["arguments"] | {"per_device_eval_batch_size": 16},
+    })  # fmt: skip
+    encoder = model.get_encoder()
+    encoder.register_forward_pre_hook(_full(6), with_kwargs=True)
+    fitted = trainer.predict(texts(20))
+    assert np.array_equal(fitted.predictions, whole.predictions)
+    assert fitted.metrics["test_loss"] == pytest.approx(whole.metrics["test_loss"], rel=1e-6)
+    trained(kind, tmp_path, t5(), texts(), options={"maximum": 6}, **settings, steps=1)
+
+
+# --- the callback
+
+
+class Hoarder(TrainerCallback):
+    """Keeps what it should not."""
+
+    def __init__(self):
+        self.history = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.history.append(torch.ones(100))
+
+
+class Reporter(TrainerCallback):
+    """Stands before the callback of memory, as those that `report_to` brings do."""
+
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append(dict(logs))
+
+
+@pytest.fixture
+def _heap():
+    """A heap in which nothing is hidden: it is searched in a tenth of the time."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("_heap")
+@pytest.mark.parametrize("kind", [AdaptiveTrainer, pytest.param(Trainer, marks=pytest.mark.slow)])
+def test_what_outlives_steps_comes_to_the_log(tmp_path, caplog, kind):
+    reporter, memory = Reporter(), MemoryCallback(share=float("inf"))
+    options = {"maximum": 6} if kind is AdaptiveTrainer else None
+    with caplog.at_level(logging.WARNING, "tenure.memory"):
+        run = trained(
+            kind, tmp_path, gpt2(), texts(), steps=7, options=options,
+            callbacks=[reporter, Hoarder(), memory],
+        )  # fmt: skip
+    last = [each for each in run.trainer.state.log_history if "loss" in each][-1]
+    # those of steps 2, 3 and 4, at the look of step 7
+    assert (last["memory/outlived_tensors"], last["memory/outlived_bytes"]) == (3, 1200)
+    assert "history[" in caplog.text
+    assert last["adaptive/retries"] == 0
+    if kind is AdaptiveTrainer:
+        assert last["adaptive/micro_batch"] == 6
+        assert reporter.logs[6] == {key: last[key] for key in reporter.logs[6]}
+        assert "memory/outlived_tensors" in reporter.logs[6]
+    else:
+        assert "adaptive/micro_batch" not in last
+    # of the whole training, and no step's
+    assert not any("memory" in key for key in run.trainer.state.log_history[-1])
+
+
+@pytest.mark.usefixtures("_heap")
+def test_training_that_dies_of_memory_is_told_what_held_it(tmp_path, caplog):
+    hoarder = Hoarder()
+
+    class Dying(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trained(
+            AdaptiveTrainer, tmp_path, gpt2(), texts(),
+            callbacks=[hoarder, MemoryCallback(), Dying()],
+        )  # fmt: skip
+    (note,) = caught.value.__notes__
+    assert "optimizer state" in note
+    assert note in caplog.text
+
+
+_DIES = """
+import sys, torch, transformers
+from tests.integrations.test_transformers import *
+class Dying(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.kept = torch.ones(2**20)
+        if state.global_step == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+trained(Trainer, sys.argv[1], gpt2(), texts(), callbacks=[MemoryCallback(), Dying()])
+"""
+
+
+@pytest.mark.slow
+def test_a_program_with_the_plain_trainer_tells_as_it_exits(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", _DIES, str(tmp_path)],
+        capture_output=True, text=True, check=False, cwd=os.getcwd(),
+    )  # fmt: skip
+    assert done.returncode == 1
+    after = done.stderr.partition("OutOfMemoryError: CUDA out of memory.")[2]
+    assert "4.0 MiB: " in after
+    assert "kept: float32[1048576] on cpu" in after
+
+
+@pytest.mark.usefixtures("_heap")
+def test_a_callback_that_looks_does_not_change_the_training(tmp_path):
+    plain = trained(Trainer, tmp_path, gpt2(dropout=0.1), texts())
+    watched = trained(
+        Trainer, tmp_path, gpt2(dropout=0.1), texts(), callbacks=[MemoryCallback(float("inf"))]
+    )
+    assert watched.losses == plain.losses
+    assert all(map(torch.equal, watched.parameters, plain.parameters))
+
+
+def test_nothing_of_the_library_is_changed(tmp_path):
+    before = dict(vars(Trainer))
+    run = trained(AdaptiveTrainer, tmp_path, gpt2(), texts(), steps=1, options={"maximum": 6})
+    assert dict(vars(Trainer)) == before
+    assert "backward" not in vars(run.trainer.accelerator)
+
+
+_WITHOUT = """
+import sys
+import tenure.integrations
+assert "transformers" not in sys.modules and "torch" not in sys.modules
+sys.modules["transformers"] = None
+try:
+    import tenure.integrations.transformers
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_a_missing_library_is_one_clear_error():
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT], capture_output=True, text=True, check=True
+    )
+    assert "pip install 'tenure[transformers]'" in done.stdout
