@@ -220,13 +220,61 @@ def _consume_if_done(tape: Tape) -> None:
         consume(tape)
 
 
-def consume(tape: Tape) -> None:
-    """What was recorded is used up; what somebody has of it is data from now on."""
-    labels = labels_of(tape)
-    tape.consume()
+def make_whole(lazies: list[Any]) -> None:
+    """Compute tensors with their graphs, of the whole batch."""
+    for lazy in lazies:
+        tape = lazy._tape.home()
+        if tape.is_split:
+            start_over(tape)
+        if tape.pending() and _run_whole(tape) is not None:
+            why = "torch.autograd.grad() wants the graph of the whole batch"
+            raise _refusal(tape, NotSplittableError(why))
+
+
+def consume(tape: Tape, root: int | None = None) -> None:
+    """What was recorded is used up, or what a root was made of; the rest is data from now on."""
+    labels, spent = labels_of(tape), graph_of(tape, root)
+    metas = {n: m for e in tape.entries for n, m in zip(e.made, e.shape.metas, strict=True)}
+    others = {n for n in tape.handles if n in metas and metas[n].requires_grad} - spent
+    if root is not None and others:
+        kept = _makers(tape, others)
+    else:
+        kept = []
+    tape.spent |= {n for n in tape.handles if n in metas and metas[n].requires_grad} - others
+    tape.spent |= {n for entry in kept for n in entry.made if n in spent}
+    tape.drop_all_but(kept)
     for number in list(tape.values):
-        value = tape.values.pop(number)
-        tape.leaves[number] = leaf_of(value, labels.get(number, SHARED))
+        if number not in {n for entry in kept for n in entry.made}:
+            value = tape.values.pop(number)
+            tape.leaves[number] = leaf_of(value, labels.get(number, SHARED))
+
+
+def graph_of(tape: Tape, root: int | None) -> set[int]:
+    """The values that the gradient of a root flows through; of no root all of them."""
+    if root is None:
+        return {n for entry in tape.entries for n in entry.made}
+    groups = groups_of(tape)
+    wanted, found = {root, groups.get(root, root)}, {root}
+    for entry in reversed(tape.entries):
+        grows = any(meta.requires_grad for meta in (*entry.shape.metas, *entry.shape.changed.values()))
+        made = {*entry.made, *written_groups(entry, groups)}
+        if grows and (made & wanted or {groups.get(n, n) for n in made} & wanted):
+            found.update(entry.made)
+            wanted.update(entry.reads)
+            wanted.update(groups.get(n, n) for n in entry.reads)
+    return found | (wanted & tape.spent)
+
+
+def _makers(tape: Tape, numbers: set[int]) -> list[Entry]:
+    """The calls that make some values; all where one writes in place."""
+    if any(entry.shape.changed for entry in tape.entries):
+        return list(tape.entries)
+    wanted, found = set(numbers), []
+    for entry in reversed(tape.entries):
+        if any(n in wanted for n in entry.made):
+            found.append(entry)
+            wanted.update(entry.reads)
+    return found[::-1]
 
 
 def run_now(
@@ -350,8 +398,7 @@ def backward(
     root = _one_root(roots, gradients)
     tape: Tape = root._tape.home()
     number: int = root._number
-    graphs = (e for e in tape.entries if any(meta.requires_grad for meta in e.shape.metas))
-    if number in tape.spent or any(n in tape.spent for entry in graphs for n in entry.reads):
+    if graph_of(tape, number) & tape.spent:
         raise RuntimeError(_TWICE)
     if inputs is not None:
         inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
@@ -361,12 +408,12 @@ def backward(
     if create_graph or not is_known:
         if _backward_whole(tape, number, keeps, create_graph, inputs):
             if not keeps:
-                consume(tape)
+                consume(tape, number)
             return
         _note_split(tape, number)
     _backward_in_parts(tape, number, inputs)
     if not keeps:
-        consume(tape)
+        consume(tape, number)
 
 
 _TWICE = (

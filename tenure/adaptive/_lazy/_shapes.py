@@ -152,6 +152,19 @@ HOOK = Shape(
 )  # fmt: skip
 
 
+NORMALIZATIONS = frozenset({F.batch_norm, torch.batch_norm, F.instance_norm})
+"""They write into buffers, which is seen when they run."""
+_TRAINING = 5
+
+
+def _trains_statistics(call: Call) -> bool:
+    if call.func not in NORMALIZATIONS:
+        return False
+    by_name = call.kwargs.get("training", call.kwargs.get("use_input_stats"))
+    # torch tells nobody that they are written
+    return bool(call.args[_TRAINING] if len(call.args) > _TRAINING else by_name)
+
+
 class Call:
     """A call that is to be known.
 
@@ -212,7 +225,7 @@ class Call:
         return Shape(
             template, metas, changed, aliases, cuts, frozen, kind, why,
             is_value=not outs and not written and _is_plain_value(template),
-            writes_plain=any(i >= n_lazy for i in written),
+            writes_plain=any(i >= n_lazy for i in written) or _trains_statistics(self),
         )  # fmt: skip
 
     def _metas_in_order(self) -> list[Meta]:

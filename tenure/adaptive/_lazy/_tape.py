@@ -241,18 +241,17 @@ class Tape:
         for number in [n for n in self.values if n not in needed and n not in self.handles]:
             del self.values[number]
 
-    def consume(self) -> None:
-        """What was recorded has been used up; what is known of it stays."""
-        for entry in self.entries:
-            for number, meta in zip(entry.made, entry.shape.metas, strict=True):
-                if number in self.handles and meta.requires_grad:
-                    self.spent.add(number)
-        self.entries.clear()
-        self.cuts.clear()
-        self.written.clear()
-        self.rng = None
+    def drop_all_but(self, kept: list[Entry]) -> None:
+        """Forget calls, and what only they needed."""
+        self.entries[:] = kept
         self.held = None
-        self.leaves = {n: leaf for n, leaf in self.leaves.items() if n in self.handles}
+        needed = {n for entry in kept for n in entry.reads} | self.handles.keys()
+        self.leaves = {n: leaf for n, leaf in self.leaves.items() if n in needed}
+        self.cuts = {key: n for key, n in self.cuts.items() if n in self.leaves}
+        self.written &= self.leaves.keys()
+        if not kept:
+            self.rng = None
+            self.is_split = False
         self.tidy()
 
 

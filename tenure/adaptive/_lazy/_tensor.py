@@ -23,7 +23,7 @@ from tenure._torch.wrappers import make_wrapper, recorded_by_autograd
 from . import _evaluate as evaluate
 from ._batch_int import BatchInt
 from ._labels import SHARED
-from ._shapes import HOOK, Call, Meta, Out, Shape, meta_of, numbers_in, rebuilt
+from ._shapes import HOOK, NORMALIZATIONS, Call, Meta, Out, Shape, meta_of, numbers_in, rebuilt
 from ._tape import Entry, Leaf, Modes, Ref, Tape, flat_tensors, leaf_of, new_number
 
 _MANY = 8192
@@ -272,7 +272,7 @@ def _shape_of(
         # its shape depends on data, it has no rule, or it is a mistake that torch will tell
         return None
     # a write into a tensor that was not recorded is seen by who reads it at once
-    if shape.writes_plain and func not in _WRITES_LATER:
+    if shape.writes_plain and func not in NORMALIZATIONS:
         return None
     if walk.is_known:
         if len(_known) > _MANY:
@@ -495,6 +495,21 @@ def _backward_of(tensors: Any, grad_tensors: Any = None, retain_graph: Any = Non
     evaluate.backward(roots, gradients, retain_graph, create_graph, inputs)
 
 
+def _gradients_of(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """As `torch.autograd.grad`, of the whole batch."""
+    outs, ins = ([v] if isinstance(v, Tensor) else list(v) for v in (outputs, inputs))
+    for each in (*outs, *ins):
+        if type(each) is LazyTensor:
+            refuse_own_function(each)
+    evaluate.make_whole([each for each in (*outs, *ins) if type(each) is LazyTensor])
+    real = [[_whole(each) for each in values] for values in (outs, ins)]
+    return torch.autograd.grad(*real, *args, **kwargs)
+
+
+def _whole(value: Any) -> Any:
+    return evaluate.value_of(value) if type(value) is LazyTensor else value
+
+
 def _requires_grad_(self: LazyTensor, requires_grad: bool = True) -> LazyTensor:
     tape = self._tape.home()
     leaf = tape.leaves.get(self._number)
@@ -519,6 +534,7 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     Tensor.__len__: lambda self: int(self._meta.shape[0]),
     Tensor.backward: _backward,
     torch.autograd.backward: _backward_of,
+    torch.autograd.grad: _gradients_of,
     Tensor.requires_grad_: _requires_grad_,
     Tensor.register_hook: _register_hook,
     Tensor.retain_grad: _retain_grad,
@@ -550,12 +566,18 @@ _PROPERTIES: dict[str, Callable[[Any], Any]] = {
     "is_quantized": lambda self: False,
     "grad": _grad,
     "_grad": _grad,
-    "grad_fn": lambda self: None if self._meta.is_leaf else Recorded(self),
+    "grad_fn": lambda self: _grad_fn(self),
     "_version": lambda self: 0,
     "_backward_hooks": lambda self: None,
     "names": lambda self: (None,) * len(self._meta.shape),
     "output_nr": lambda self: 0,
 }
+
+
+def _grad_fn(self: LazyTensor) -> Any:
+    # hooks of modules look for their own function here
+    refuse_own_function(self)
+    return None if self._meta.is_leaf else Recorded(self)
 
 
 class Recorded:
@@ -570,10 +592,6 @@ class Recorded:
 
     def __repr__(self) -> str:
         return f"<node of {self._what}>"
-
-
-_WRITES_LATER = frozenset({torch.nn.functional.batch_norm, torch.batch_norm,
-                           torch.nn.functional.instance_norm})  # fmt: skip
 
 
 def lazy_leaf(tensor: Tensor, tape: Tape, label: Any = SHARED) -> LazyTensor:
