@@ -6,9 +6,8 @@ written, as often as in the program that was recorded.
 
 from __future__ import annotations
 
+import hashlib
 import sys
-from collections import OrderedDict
-from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -22,18 +21,24 @@ from tenure.scopes import persist
 from .._attempt import release
 from .._decorators import PLAIN, Piece, run_pieces
 from .._oom import OomInfo, oom_of_work
-from .._sizes import remembered_of
+from .._sizes import RememberedCall, RemembersNothing, remembered_of
 from .._step import IsolatedGradients, leaves_of
 from .._undo import RngState
 from ._labels import MIXED, SHARED, Label
 from ._shapes import Shape, meta_of, numbers_in, template_of
-from ._split_plan import NotSplittableError, SplitPlan, groups_of, plain_tensors, plan_of, written_groups
+from ._split_plan import (
+    NotSplittableError,
+    SplitPlan,
+    groups_of,
+    plain_tensors,
+    plan_of,
+    written_groups,
+)
 from ._split_step import SplitStep
 from ._tape import Entry, Modes, Tape, check_unwritten, filled, leaf_of, new_number, replayed, run
 
 _MANY = 1024
-_split: OrderedDict[Hashable, bool] = OrderedDict()
-"""The programs that did not fit whole."""
+_places: dict[int, str] = {}
 
 
 def value_of(lazy: Any) -> Tensor:
@@ -54,10 +59,11 @@ def _compute_for(tape: Tape, number: int, meta: Any, is_data: bool) -> None:
         return
     if not pending or (is_data and _run_data(tape, number, pending)):
         return
-    if place_of(tape) not in _split or not _is_splittable(tape, number, meta):
-        if _run_whole(tape) is None:
+    if not _fails_whole(tape) or not _is_splittable(tape, number, meta):
+        info = _run_whole(tape)
+        if info is None:
             return
-        _note_split(tape, _root_of(number, meta))
+        _note_split(tape, _root_of(number, meta), info)
     _run_split(tape, number, meta)
 
 
@@ -76,16 +82,35 @@ def _run_data(tape: Tape, number: int, pending: list[Entry]) -> bool:
         tape.rng = _Start(tape)
     made = [n for entry in found for n in entry.made]
     with persist():
-        run(replayed(found[::-1], [*made, *tape.values]), tape.values, tape.kind, others=tape.leaves)
+        run(
+            replayed(found[::-1], [*made, *tape.values]), tape.values, tape.kind, others=tape.leaves
+        )
     for entry in found:
         entry.is_done = True
     tape.tidy()
     return True
 
 
-def place_of(tape: Tape) -> Hashable:
-    """The program, whatever the number of samples."""
-    return hash(tuple(entry.func for entry in tape.entries))
+def place_of(tape: Tape) -> str:
+    """The program, whatever the number of samples: the functions that it calls."""
+    functions = tuple([entry.func for entry in tape.entries])
+    key = hash(functions)
+    if key not in _places:
+        if len(_places) >= _MANY:
+            _places.clear()
+        names = " ".join(getattr(each, "__name__", "") for each in functions)
+        _places[key] = hashlib.blake2s(names.encode(), digest_size=8).hexdigest()
+    return _places[key]
+
+
+def _memory_of(tape: Tape) -> RememberedCall | RemembersNothing:
+    """What is remembered of running the program whole."""
+    return remembered_of(None, sys._getframe(), ("lazy whole", place_of(tape)), None, (), {})
+
+
+def _fails_whole(tape: Tape) -> bool:
+    record = _memory_of(tape).known()
+    return record is not None and record.bad is not None and tape.n_samples >= record.bad
 
 
 def _root_of(number: int, meta: Any) -> int | None:
@@ -118,7 +143,7 @@ def _plan(tape: Tape, root: int | None) -> SplitPlan:
     return plan
 
 
-def _note_split(tape: Tape, root: int | None) -> None:
+def _note_split(tape: Tape, root: int | None, info: OomInfo) -> None:
     """What did not fit whole is split from now on.
 
     Raises:
@@ -129,9 +154,7 @@ def _note_split(tape: Tape, root: int | None) -> None:
         _plan(tape, root)
     except NotSplittableError as error:
         raise _refusal(tape, error) from None
-    _split[place_of(tape)] = True
-    if len(_split) > _MANY:
-        _split.popitem(last=False)
+    _memory_of(tape).new().note_failed(tape.n_samples, 1, info.device, None)
 
 
 # --- whole
@@ -254,14 +277,16 @@ def graph_of(tape: Tape, root: int | None) -> set[int]:
     if root is None:
         return {n for entry in tape.entries for n in entry.made}
     groups = groups_of(tape)
-    wanted, found = {root, groups.get(root, root)}, {root}
+    # views share memory, and a detached one shares no graph: groups tell what was written alone
+    wanted, shared = {root}, {groups.get(root, root)}
+    found = {root}
     for entry in reversed(tape.entries):
-        grows = any(meta.requires_grad for meta in (*entry.shape.metas, *entry.shape.changed.values()))
-        made = {*entry.made, *written_groups(entry, groups)}
-        if grows and (made & wanted or {groups.get(n, n) for n in made} & wanted):
+        metas = (*entry.shape.metas, *entry.shape.changed.values())
+        gives = wanted.intersection(entry.made) or written_groups(entry, groups) & shared
+        if gives and any(meta.requires_grad for meta in metas):
             found.update(entry.made)
             wanted.update(entry.reads)
-            wanted.update(groups.get(n, n) for n in entry.reads)
+            shared.update(groups.get(n, n) for n in entry.reads)
     return found | (wanted & tape.spent)
 
 
@@ -362,9 +387,7 @@ def _values_in_parts(tape: Tape) -> dict[int, Tensor]:
     split = _split_step(tape, None)
     if tape.rng is None:
         tape.rng = _Start(tape)
-    remembered = remembered_of(
-        None, sys._getframe(), ("lazy values", place_of(tape)), None, (), {}
-    )
+    remembered = remembered_of(None, sys._getframe(), ("lazy values", place_of(tape)), None, (), {})
     piece = Piece(split.piece, 0, (), {})
     run_pieces(
         "lazy", piece, tape.n_samples, initial=max(1, -(-tape.n_samples // 2)),
@@ -404,13 +427,14 @@ def backward(
         inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         inputs = [_real_input(each) for each in inputs]
     keeps = create_graph if retain_graph is None else bool(retain_graph)
-    is_known = place_of(tape) in _split and _is_splittable(tape, number, root._meta)
+    is_known = _fails_whole(tape) and _is_splittable(tape, number, root._meta)
     if create_graph or not is_known:
-        if _backward_whole(tape, number, keeps, create_graph, inputs):
+        info = _backward_whole(tape, number, keeps, create_graph, inputs)
+        if info is None:
             if not keeps:
                 consume(tape, number)
             return
-        _note_split(tape, number)
+        _note_split(tape, number, info)
     _backward_in_parts(tape, number, inputs)
     if not keeps:
         consume(tape, number)
@@ -458,13 +482,14 @@ def _real_input(tensor: Any) -> Tensor:
 
 def _backward_whole(
     tape: Tape, number: int, keeps: bool, create_graph: bool, inputs: Any
-) -> bool:
-    """Run it as one; False where it ran out of memory, with all as before."""
+) -> OomInfo | None:
+    """Run it as one; what ran out of memory, with all as before."""
     outside = sys.exception()
     if tape.is_split:
         start_over(tape)
-    if tape.pending() and _run_whole(tape) is not None:
-        return False
+    info = _run_whole(tape) if tape.pending() else None
+    if info is not None:
+        return info
     isolated = IsolatedGradients(_leaves(tape))
     isolated.begin()
     failure: BaseException | None = None
@@ -480,17 +505,19 @@ def _backward_whole(
         failure = error
     if failure is None:
         isolated.finish()
-        return True
+        return None
     release(failure, outside)
     failure = None
     start_over(tape)
-    return False
+    return info
 
 
 def _leaves(tape: Tape) -> list[Tensor]:
     """The tensors that may get gradients."""
     plains = [t for e in tape.entries for t in plain_tensors((e.args, e.kwargs))]
-    found = [t for t in (*plains, *(leaf.value for leaf in tape.leaves.values())) if t.requires_grad]
+    found = [
+        t for t in (*plains, *(leaf.value for leaf in tape.leaves.values())) if t.requires_grad
+    ]
     return leaves_of(found)
 
 
@@ -525,7 +552,10 @@ def _in_parts(tape: Tape, number: int) -> dict[int, Tensor]:
     if tape.rng is None:
         tape.rng = _Start(tape)
     with torch.enable_grad():
-        split.run("lazy", ("lazy", place_of(tape)))
+        result = split.run("lazy", ("lazy", place_of(tape)))
+    # there is more memory than there was
+    if result.micro_batch == tape.n_samples:
+        _memory_of(tape).new().note_ok(tape.n_samples, None, None)
     return split.values
 
 
@@ -557,4 +587,3 @@ def gradient_of(lazy: Any) -> Any:
     leaf = tape.leaves.get(lazy._number)
     value = leaf.value if leaf is not None else tape.values.get(lazy._number)
     return None if value is None else value.grad
-

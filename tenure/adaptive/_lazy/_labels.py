@@ -109,9 +109,7 @@ class LabelMode(DispatchMode):
         self.mixing: str | None = None
         self.is_number = False
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, and label what it gives."""
         out = func(*args, **(kwargs or {}))
         call = _call_of(func, args, kwargs or {}, out, self._n)
@@ -168,7 +166,9 @@ class LabelMode(DispatchMode):
 
 def _why(func: Any, call: Call) -> str:
     is_known = call.name in _RULES or torch.Tag.pointwise in func.tags
-    return f"{call.name} {'mixes the samples' if is_known else 'is not known to keep samples apart'}"
+    return (
+        f"{call.name} {'mixes the samples' if is_known else 'is not known to keep samples apart'}"
+    )
 
 
 def _call_of(func: Any, args: Any, kwargs: Any, out: Any, n: int) -> Call:
@@ -226,7 +226,9 @@ def _source(call: Call) -> Tensor:
 
 def _dims(call: Call, source: Tensor) -> list[int] | None:
     """The dimensions that an operator works along; None: along all."""
-    found = [call.args[k] for k in ("dim", "dims", "dim0", "dim1", "dim2", "axis") if k in call.args]
+    found = [
+        call.args[k] for k in ("dim", "dims", "dim0", "dim1", "dim2", "axis") if k in call.args
+    ]
     if "dimension" in call.args:
         found.append(call.args["dimension"])
     if not found or found[0] is None or found[0] == []:
@@ -251,8 +253,7 @@ def _along(call: Call) -> Label | None:
     if label.dim in dims:
         if call.name in ("sum", "mean") and not out.dim():
             return _reduced(call, source)
-        is_all = call.name == "slice" and out.shape == source.shape
-        return label if is_all else None
+        return None
     if out.dim() >= source.dim():
         return label
     return label._replace(dim=label.dim - sum(d < label.dim for d in set(dims)))
@@ -340,8 +341,31 @@ def _joined(call: Call) -> Label | None:
     tensors = call.args["tensors"]
     labels = {label_of(t) for t in tensors}
     (label, *others) = labels
-    same = not others and len({t.dim() for t in tensors}) == 1 and label.is_batch
-    return label if same and call.args["dim"] % tensors[0].dim() != label.dim else None
+    if others or len({t.dim() for t in tensors}) != 1 or not label.is_batch:
+        return None
+    # one after the other, each with all samples
+    along = call.args["dim"] % tensors[0].dim() == label.dim
+    return label._replace(outer=label.outer * len(tensors)) if along else label
+
+
+def _sliced(call: Call) -> Label | list[Label] | None:
+    """A part of a dimension; of that of the samples whole runs through all of them."""
+    source = _source(call)
+    label = label_of(source)
+    if call.args.get("dim", 0) % source.dim() != label.dim:
+        return _along(call)
+    once = label.inner * call.n
+    start = call.args.get("start") or 0
+    if start < 0 or call.args.get("step", 1) != 1:
+        return None
+    found = []
+    for each in tensors_in([call.out]):
+        size = each.shape[label.dim]
+        if start % once or size % once or not size:
+            return None
+        found.append(label._replace(outer=size // once))
+        start += size
+    return found
 
 
 def _stacked(call: Call) -> Label | None:
@@ -454,7 +478,9 @@ def _layer_norm(call: Call) -> Label | None:
     source = call.args["input"]
     label = label_of(source)
     alone = len(call.labelled()) == 1 and label.is_batch
-    return label if alone and label.dim < source.dim() - len(call.args["normalized_shape"]) else None
+    return (
+        label if alone and label.dim < source.dim() - len(call.args["normalized_shape"]) else None
+    )
 
 
 def _batch_norm(call: Call) -> Label | list[Label] | None:
@@ -501,9 +527,9 @@ _ALONG = """
     sum mean amax amin max min argmax argmin all any prod var std var_mean std_mean logsumexp
     linalg_vector_norm norm _softmax _log_softmax softmax log_softmax _safe_softmax cumsum cumprod
     logcumsumexp cummax cummin sort argsort topk kthvalue median nanmedian mode flip roll select
-    slice split split_with_sizes unbind unfold glu index_select gather scatter scatter_add
+    unbind unfold glu index_select gather scatter scatter_add
     scatter_reduce scatter_ scatter_add_ nansum aminmax count_nonzero _fft_r2c _fft_c2c _fft_c2r
-    index_fill index_fill_ index_add index_copy unsafe_split unsafe_chunk
+    index_fill index_fill_ index_add index_copy
 """.split()
 _POOLS = {1: "max_pool1d avg_pool1d adaptive_avg_pool1d adaptive_max_pool1d upsample_nearest1d _upsample_nearest_exact1d "
           "upsample_linear1d reflection_pad1d replication_pad1d",
@@ -550,7 +576,9 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys("view _unsafe_view reshape _reshape_alias".split(), _viewed),
     **dict.fromkeys("mm addmm bmm baddbmm mv addmv".split(), _multiplied),
     **dict.fromkeys("convolution mkldnn_convolution convolution_overrideable".split(), _convolved),
-    **dict.fromkeys("native_group_norm grid_sampler_2d grid_sampler_3d multinomial".split(), _first),
+    **dict.fromkeys(
+        "native_group_norm grid_sampler_2d grid_sampler_3d multinomial".split(), _first
+    ),
     **dict.fromkeys(
         "native_batch_norm cudnn_batch_norm _native_batch_norm_legit "
         "_native_batch_norm_legit_no_training _batch_norm_with_update "
@@ -584,6 +612,7 @@ _RULES: dict[str, Rule] = {
     "squeeze": _squeezed,
     "diagonal": _diagonal,
     "cat": _joined,
+    **dict.fromkeys("slice split split_with_sizes unsafe_split".split(), _sliced),
     "stack": _stacked,
     "view_as_real": _leading(0),
     "view_as_complex": _leading(1),

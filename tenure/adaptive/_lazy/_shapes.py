@@ -71,7 +71,6 @@ class Meta:
             label,
         )  # fmt: skip
 
-
     def requiring(self, requires_grad: bool) -> Meta:
         """The same where it does or does not require grad."""
         return _interned(
@@ -205,16 +204,12 @@ class Call:
         outs: list[Any] = []
         template = template_of(out, places, outs)
         n_lazy = len(self._metas)
-        written = {
-            i for i, t in enumerate(given) if version_of(t) != self._versions[i]
-        }
+        written = {i for i, t in enumerate(given) if version_of(t) != self._versions[i]}
         labels, why, cuts, frozen = self._elsewhere_labels(len(outs), len(given))
         for label, tensor in zip(labels, outs, strict=False):
             if label.is_batch and not _fits(label, tensor, self._n):
                 labels = [MIXED] * len(outs) + labels[len(outs) :]
-        metas = tuple(
-            meta_of(tensor, label) for tensor, label in zip(outs, labels, strict=False)
-        )
+        metas = tuple(meta_of(tensor, label) for tensor, label in zip(outs, labels, strict=False))
         changed = {
             i: meta_of(given[i], labels[len(outs) + i])
             for i in range(n_lazy)
@@ -245,9 +240,7 @@ class Call:
                 block.enter_context(torch.no_grad())
             with torch.inference_mode(False):
                 made = {i: _fake(meta, n) for i, meta in self._metas.items()}
-                plain = [
-                    _fake_plain(t, n, (cuts or {}).get(i)) for i, t in enumerate(self._plains)
-                ]
+                plain = [_fake_plain(t, n, (cuts or {}).get(i)) for i, t in enumerate(self._plains)]
             by_id = {id(t): fake for t, fake in zip(self._plains, plain, strict=True)}
             args, kwargs = (
                 _with_fakes(filled(each, made.__getitem__, None if frozen else n), by_id)
@@ -538,7 +531,11 @@ def _kind(labels: list[Label], n_outs: int) -> str:
     if kinds <= {"shared", "batch"}:
         return "chunk"
     is_term = n_outs == 1 and labels[0].kind in ("sum", "mean", "counted")
-    return "term" if is_term and {label.kind for label in labels[1:]} <= {"shared", "batch"} else "tail"
+    return (
+        "term"
+        if is_term and {label.kind for label in labels[1:]} <= {"shared", "batch"}
+        else "tail"
+    )
 
 
 def _brief(error: Exception) -> str:

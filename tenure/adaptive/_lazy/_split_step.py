@@ -152,7 +152,9 @@ class SplitStep:
         if number not in counts or self._counts is not None:
             return value
         # the mean of nothing is nan, and its part of the sum is zero
-        return torch.where(counts[number] > 0, value * counts[number], 0 * counts[number]), counts[number]
+        return torch.where(counts[number] > 0, value * counts[number], 0 * counts[number]), counts[
+            number
+        ]
 
     def _slopes(
         self, values: dict[int, Tensor], env: dict[int, Any]
@@ -175,9 +177,7 @@ class SplitStep:
         from ._split_plan import plain_tensors
 
         plains = [t for e in self._plan.tail for t in plain_tensors((e.args, e.kwargs))]
-        leaves = [
-            self._data[n].value for e in self._plan.tail for n in e.reads if n in self._data
-        ]
+        leaves = [self._data[n].value for e in self._plan.tail for n in e.reads if n in self._data]
         return any(tensor.requires_grad for tensor in (*plains, *leaves))
 
     def _tail(self, given: dict[int, Any]) -> Tensor:

@@ -198,7 +198,7 @@ class Tape:
         self.spent |= other.spent
         # what runs first was noted first
         self.rng = self.rng or other.rng
-        self.held = None
+        self.held = self.held or other.held
         other.into = self
         for name in ("leaves", "values", "handles", "cuts", "entries"):
             getattr(other, name).clear()

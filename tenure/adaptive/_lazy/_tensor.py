@@ -63,9 +63,7 @@ class LazyTensor(Tensor):
         return record(func, args, dict(kwargs) if kwargs else {})
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse what came past the recording."""
         raise AdaptiveUsageError(
             f"{func} got a tensor of lazy() where its calls can't be recorded, as in compiled code "
@@ -132,17 +130,30 @@ def new_leaf(tape: Tape, leaf: Leaf, meta: Meta) -> LazyTensor:
 # --- recording
 
 
-_WITH_RATES = frozenset("""
+_WITH_RATES = frozenset(
+    """
     add sub rsub mul div true_divide pow add_ sub_ mul_ div_ __add__ __radd__ __sub__ __rsub__
     __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __iadd__ __isub__ __imul__ __itruediv__
     dropout masked_fill masked_fill_ clamp clip fill_ where lerp gt lt ge le eq ne
-""".split())
+""".split()
+)
 
 
 class _Walk:
     """Takes arguments apart: what is stored of them, and what makes two calls alike."""
 
-    __slots__ = ("cuts", "freezes", "has_graph", "has_rates", "has_sizes", "is_known", "key", "lazies", "plains", "tape")
+    __slots__ = (
+        "cuts",
+        "freezes",
+        "has_graph",
+        "has_rates",
+        "has_sizes",
+        "is_known",
+        "key",
+        "lazies",
+        "plains",
+        "tape",
+    )
 
     def __init__(self, func: Any = None) -> None:
         self.has_rates = getattr(func, "__name__", "") in _WITH_RATES
@@ -306,7 +317,8 @@ def _entered(
     if shape.kind != "chunk":
         entry.site = capture_site(sys._getframe(3), "site")
     tape.entries.append(entry)
-    tape.held = None
+    if shape.changed:
+        tape.held = None
     for i, meta in shape.changed.items():
         given[i]._meta = meta
         if given[i]._number in tape.leaves:
@@ -327,15 +339,11 @@ def _handles(
             template, [_handles(t, shape, numbers, given, plains, tape) for t in template]
         )
     if isinstance(template, dict):
-        return {
-            k: _handles(t, shape, numbers, given, plains, tape) for k, t in template.items()
-        }
+        return {k: _handles(t, shape, numbers, given, plains, tape) for k, t in template.items()}
     return template
 
 
-def _run_now(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tape: Tape
-) -> Any:
+def _run_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tape: Tape) -> Any:
     """Run a call whose shape nobody knows on what it is given, and record that it ran."""
     walk = _Walk()
     stored, named = walk.take(args), walk.take(kwargs)

@@ -22,9 +22,7 @@ def count_of(entry: Entry, get: Get, n_samples: int) -> Any:
         n_samples: how many samples there are.
     """
     given = _bound(entry)
-    target, weight = (
-        filled(given.get(name), get, n_samples) for name in ("target", "weight")
-    )
+    target, weight = (filled(given.get(name), get, n_samples) for name in ("target", "weight"))
     # classes with probabilities: a mean over samples
     if target.is_floating_point():
         return n_samples

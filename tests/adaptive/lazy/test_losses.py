@@ -53,8 +53,8 @@ LOSSES = {
     "added in place": lambda out, x, y: F.cross_entropy(out, y).add_(out.pow(2).mean()),
     "sum of a list": lambda out, x, y: sum([F.cross_entropy(out, y), out.mean(), 3.0]),
     "by hand": lambda out, x, y: (
-        F.cross_entropy(out, y, reduction="none") * (y > 0)
-    ).sum() / (y > 0).sum(),
+        (F.cross_entropy(out, y, reduction="none") * (y > 0)).sum() / (y > 0).sum()
+    ),
     "by the number of samples": lambda out, x, y: (
         F.cross_entropy(out, y, reduction="none") / x.size(0)
     ).sum(),
