@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 
 class BatchInt(int):
@@ -20,7 +20,7 @@ class BatchInt(int):
 
     at: Callable[[int], int]
 
-    def __new__(cls, value: int, at: Callable[[int], int]) -> BatchInt:
+    def __new__(cls, value: int, at: Callable[[int], int]) -> Self:
         made = super().__new__(cls, value)
         made.at = at
         return made

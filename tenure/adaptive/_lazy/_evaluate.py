@@ -213,7 +213,7 @@ def _run_whole(tape: Tape) -> OomInfo | None:
         if info is None or not info.retry_safe:
             start_over(tape)
             raise
-        failure: Exception | None = error
+        failure = error
     else:
         for entry in pending:
             entry.is_done = True
@@ -221,7 +221,7 @@ def _run_whole(tape: Tape) -> OomInfo | None:
         _consume_if_done(tape)
         return None
     release(failure, outside)
-    failure = None
+    del failure
     start_over(tape)
     return info
 
@@ -259,10 +259,7 @@ def consume(tape: Tape, root: int | None = None) -> None:
     labels, spent = labels_of(tape), graph_of(tape, root)
     metas = {n: m for e in tape.entries for n, m in zip(e.made, e.shape.metas, strict=True)}
     others = {n for n in tape.handles if n in metas and metas[n].requires_grad} - spent
-    if root is not None and others:
-        kept = _makers(tape, others)
-    else:
-        kept = []
+    kept = _makers(tape, others) if root is not None and others else []
     tape.spent |= {n for n in tape.handles if n in metas and metas[n].requires_grad} - others
     tape.spent |= {n for entry in kept for n in entry.made if n in spent}
     tape.drop_all_but(kept)

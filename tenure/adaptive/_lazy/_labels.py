@@ -142,11 +142,10 @@ class LabelMode(DispatchMode):
         return MIXED if found is None else found
 
     def _give(self, tensor: Tensor, label: Label, why: str) -> None:
-        if label.is_batch and (
-            label.dim >= tensor.dim() or tensor.shape[label.dim] != label.size(self._n)
-        ):
-            label = MIXED
-        elif label.kind == "shared" and any(s and s % self._n == 0 for s in tensor.shape):
+        if (
+            label.is_batch
+            and (label.dim >= tensor.dim() or tensor.shape[label.dim] != label.size(self._n))
+        ) or (label.kind == "shared" and any(s and s % self._n == 0 for s in tensor.shape)):
             label = MIXED
         if label.kind != "shared" and not label.is_batch and self.mixing is None:
             self.mixing = why
@@ -510,27 +509,121 @@ def _attention(call: Call) -> Label | list[Label] | None:
     ]
 
 
-_SAME = frozenset("_to_copy clone detach alias lift_fresh view".split())
-_LIKE = """
-    _to_copy copy_ fill_ zero_ detach alias lift_fresh native_dropout _fused_dropout bernoulli
-    bernoulli_ normal_ uniform_ exponential_ empty_like zeros_like ones_like full_like rand_like
-    randn_like randint_like contiguous dropout rrelu_with_noise clamp_ where masked_fill masked_fill_
-    poisson lerp _prelu_kernel nan_to_num binomial
-""".split()
+_SAME = frozenset(["_to_copy", "clone", "detach", "alias", "lift_fresh", "view"])
+_LIKE = [
+    "_to_copy",
+    "copy_",
+    "fill_",
+    "zero_",
+    "detach",
+    "alias",
+    "lift_fresh",
+    "native_dropout",
+    "_fused_dropout",
+    "bernoulli",
+    "bernoulli_",
+    "normal_",
+    "uniform_",
+    "exponential_",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+    "contiguous",
+    "dropout",
+    "rrelu_with_noise",
+    "clamp_",
+    "where",
+    "masked_fill",
+    "masked_fill_",
+    "poisson",
+    "lerp",
+    "_prelu_kernel",
+    "nan_to_num",
+    "binomial",
+]
 _POINTWISE = frozenset(_LIKE)
-_KEEPS_STATE = frozenset("native_batch_norm _native_batch_norm_legit cudnn_batch_norm".split())
+_KEEPS_STATE = frozenset(["native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm"])
 _FILLING = frozenset(
-    "new_zeros new_ones new_full new_empty zeros ones full empty expand repeat "
-    "new_empty_strided empty_strided scalar_tensor".split()
+    [
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "zeros",
+        "ones",
+        "full",
+        "empty",
+        "expand",
+        "repeat",
+        "new_empty_strided",
+        "empty_strided",
+        "scalar_tensor",
+    ]
 )
-_ALONG = """
-    sum mean amax amin max min argmax argmin all any prod var std var_mean std_mean logsumexp
-    linalg_vector_norm norm _softmax _log_softmax softmax log_softmax _safe_softmax cumsum cumprod
-    logcumsumexp cummax cummin sort argsort topk kthvalue median nanmedian mode flip roll select
-    unbind unfold glu index_select gather scatter scatter_add
-    scatter_reduce scatter_ scatter_add_ nansum aminmax count_nonzero _fft_r2c _fft_c2c _fft_c2r
-    index_fill index_fill_ index_add index_copy
-""".split()
+_ALONG = [
+    "sum",
+    "mean",
+    "amax",
+    "amin",
+    "max",
+    "min",
+    "argmax",
+    "argmin",
+    "all",
+    "any",
+    "prod",
+    "var",
+    "std",
+    "var_mean",
+    "std_mean",
+    "logsumexp",
+    "linalg_vector_norm",
+    "norm",
+    "_softmax",
+    "_log_softmax",
+    "softmax",
+    "log_softmax",
+    "_safe_softmax",
+    "cumsum",
+    "cumprod",
+    "logcumsumexp",
+    "cummax",
+    "cummin",
+    "sort",
+    "argsort",
+    "topk",
+    "kthvalue",
+    "median",
+    "nanmedian",
+    "mode",
+    "flip",
+    "roll",
+    "select",
+    "unbind",
+    "unfold",
+    "glu",
+    "index_select",
+    "gather",
+    "scatter",
+    "scatter_add",
+    "scatter_reduce",
+    "scatter_",
+    "scatter_add_",
+    "nansum",
+    "aminmax",
+    "count_nonzero",
+    "_fft_r2c",
+    "_fft_c2c",
+    "_fft_c2r",
+    "index_fill",
+    "index_fill_",
+    "index_add",
+    "index_copy",
+]
 _POOLS = {1: "max_pool1d avg_pool1d adaptive_avg_pool1d adaptive_max_pool1d upsample_nearest1d _upsample_nearest_exact1d "
           "upsample_linear1d reflection_pad1d replication_pad1d",
           2: "max_pool2d_with_indices max_pool2d avg_pool2d adaptive_avg_pool2d "
@@ -573,34 +666,57 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(_LIKE, _pointwise),
     **dict.fromkeys(_ALONG, _along),
     **{name: _leading(k) for k, names in _POOLS.items() for name in names.split()},
-    **dict.fromkeys("view _unsafe_view reshape _reshape_alias".split(), _viewed),
-    **dict.fromkeys("mm addmm bmm baddbmm mv addmv".split(), _multiplied),
-    **dict.fromkeys("convolution mkldnn_convolution convolution_overrideable".split(), _convolved),
+    **dict.fromkeys(["view", "_unsafe_view", "reshape", "_reshape_alias"], _viewed),
+    **dict.fromkeys(["mm", "addmm", "bmm", "baddbmm", "mv", "addmv"], _multiplied),
+    **dict.fromkeys(["convolution", "mkldnn_convolution", "convolution_overrideable"], _convolved),
     **dict.fromkeys(
-        "native_group_norm grid_sampler_2d grid_sampler_3d multinomial".split(), _first
+        ["native_group_norm", "grid_sampler_2d", "grid_sampler_3d", "multinomial"], _first
     ),
     **dict.fromkeys(
-        "native_batch_norm cudnn_batch_norm _native_batch_norm_legit "
-        "_native_batch_norm_legit_no_training _batch_norm_with_update "
-        "_batch_norm_no_update batch_norm_with_update".split(),
+        [
+            "native_batch_norm",
+            "cudnn_batch_norm",
+            "_native_batch_norm_legit",
+            "_native_batch_norm_legit_no_training",
+            "_batch_norm_with_update",
+            "_batch_norm_no_update",
+            "batch_norm_with_update",
+        ],
         _batch_norm,
     ),
     **dict.fromkeys(
-        "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
-        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
-        "_scaled_dot_product_attention_math _scaled_dot_product_fused_attention_overrideable "
-        "scaled_dot_product_attention".split(),
+        [
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_cudnn_attention",
+            "_scaled_dot_product_attention_math",
+            "_scaled_dot_product_fused_attention_overrideable",
+            "scaled_dot_product_attention",
+        ],
         _attention,
     ),
-    **dict.fromkeys("native_layer_norm _fused_rms_norm".split(), _layer_norm),
+    **dict.fromkeys(["native_layer_norm", "_fused_rms_norm"], _layer_norm),
     **dict.fromkeys(
-        "mse_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss "
-        "binary_cross_entropy_with_logits".split(),
+        [
+            "mse_loss",
+            "smooth_l1_loss",
+            "huber_loss",
+            "binary_cross_entropy",
+            "soft_margin_loss",
+            "binary_cross_entropy_with_logits",
+        ],
         _lossy,
     ),
     **dict.fromkeys(
-        "nll_loss_forward nll_loss2d_forward multi_margin_loss multilabel_margin_loss_forward "
-        "nll_loss nll_loss2d".split(),
+        [
+            "nll_loss_forward",
+            "nll_loss2d_forward",
+            "multi_margin_loss",
+            "multilabel_margin_loss_forward",
+            "nll_loss",
+            "nll_loss2d",
+        ],
         _likelihood,
     ),
     "expand": _expanded,
@@ -612,7 +728,7 @@ _RULES: dict[str, Rule] = {
     "squeeze": _squeezed,
     "diagonal": _diagonal,
     "cat": _joined,
-    **dict.fromkeys("slice split split_with_sizes unsafe_split".split(), _sliced),
+    **dict.fromkeys(["slice", "split", "split_with_sizes", "unsafe_split"], _sliced),
     "stack": _stacked,
     "view_as_real": _leading(0),
     "view_as_complex": _leading(1),

@@ -7,7 +7,7 @@ calls alike are looked up. Invariant: nothing here holds a tensor of the user's.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -356,7 +356,7 @@ _LOSSES = frozenset({
     F.hinge_embedding_loss, F.triplet_margin_loss, F.multilabel_soft_margin_loss,
     F.multilabel_margin_loss, F.multi_margin_loss,
 })  # fmt: skip
-_WEIGHTED = frozenset("mse_loss l1_loss smooth_l1_loss huber_loss".split())
+_WEIGHTED = frozenset(["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"])
 
 
 def _special(func: Any) -> Callable[..., Any] | None:
@@ -418,7 +418,7 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
 
 
 def _fake(meta: Meta, n: int | None) -> Any:
-    shape, stride = list(meta.shape), meta.stride
+    shape, stride = list(meta.shape), list(meta.stride)
     if n is not None and meta.label.is_batch:
         shape[meta.label.dim] = meta.label.size(n)
         stride = _strides(shape, stride)
@@ -440,7 +440,7 @@ def _empty(shape: Any, stride: Any, like: Any, n: int | None, label: Label) -> A
     return made
 
 
-def _strides(shape: list[int], like: tuple[int, ...]) -> list[int]:
+def _strides(shape: list[int], like: Sequence[int]) -> list[int]:
     """Dense strides in the order of others."""
     strides, step = [0] * len(shape), 1
     for d in sorted(range(len(shape)), key=lambda d: (like[d], -d)):

@@ -18,7 +18,7 @@ from tenure.scopes import persist
 from .._step import StepResult, step
 from ._gathered import Gathered, with_samples_apart, with_samples_back
 from ._labels import SHARED, Label
-from ._split_plan import SplitPlan
+from ._split_plan import SplitPlan, plain_tensors
 from ._tape import Entry, Leaf, Tape, check_unwritten, leaf_of, replayed, run
 from ._terms import count_of, reads_of_count
 
@@ -53,6 +53,7 @@ class SplitStep:
             if n in tape.handles and n not in tape.leaves
         }  # fmt: skip
         self._gathered: dict[int, Gathered] = {}
+        self._joined: dict[int, Tensor] = {}
         self._totals: dict[int, _Total] = {}
         self._counts = self._entries_of_counts()
 
@@ -131,7 +132,7 @@ class SplitStep:
         if self._is_plain_sum():
             return env[next(iter(plan.terms))]
         values = {}
-        for i, (number, entry) in enumerate(plan.terms.items()):
+        for number, entry in plan.terms.items():
             value, kind = env[number], entry.shape.metas[0].label.kind
             # as a mean over samples it adds up to the sum over all
             values[number] = value * (n / length) if kind == "sum" else value
@@ -174,8 +175,6 @@ class SplitStep:
 
     def _tail_trains(self) -> bool:
         """Whether the tail has parameters of its own."""
-        from ._split_plan import plain_tensors
-
         plains = [t for e in self._plan.tail for t in plain_tensors((e.args, e.kwargs))]
         leaves = [self._data[n].value for e in self._plan.tail for n in e.reads if n in self._data]
         return any(tensor.requires_grad for tensor in (*plains, *leaves))
@@ -238,7 +237,8 @@ class SplitStep:
             n: with_samples_back(value, self._labels[n]) if self._labels[n].is_batch else value
             for n, value in zip(numbers, outputs, strict=True)
         }
-        found = {n: env[n].detach() for n in self._kept}
+        self._joined = {n: env[n].detach() for n in numbers}
+        found = {n: value for n, value in self._joined.items() if n in self._tape.handles}
         live = [n for e in self._plan.tail for n in e.outs if n in self._tape.handles]
         assert self._root is not None
         run(
@@ -275,8 +275,10 @@ class SplitStep:
             if not leaf.label.is_batch:
                 continue
             whole, dim = self._cut(number)
+            assert dim is not None
             if whole.stride(dim) and storage_key(piece) == storage_key(whole):
-                return (piece.storage_offset() - whole.storage_offset()) // whole.stride(dim)
+                past = int(piece.storage_offset()) - int(whole.storage_offset())
+                return past // whole.stride(dim)
             if whole.stride(dim):
                 return None
         return None
@@ -302,7 +304,7 @@ class SplitStep:
             if self._plan.terms:
                 self.values = {n: g.value() for n, g in self._gathered.items()}
                 self.values |= {n: t.value() for n, t in self._totals.items()}
-            env: dict[int, Any] = dict(self.values)
+            env: dict[int, Any] = self._joined | self.values
             late = [*self._plan.tail, *self._plan.others] if self._plan.terms else self._plan.others
             self.values |= run_late(late, env, self._tape, self._data) | self._before
             if self._root is not None:

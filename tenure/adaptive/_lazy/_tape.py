@@ -336,9 +336,8 @@ def replayed(entries: Iterable[Entry], kept: Iterable[int]) -> Replayed:
     for i, entry in enumerate(entries):
         for number in entry.reads:
             last[number] = i
-        for number in entry.outs:
-            if number is not None:
-                last.setdefault(number, i)
+        for number in entry.made:
+            last.setdefault(number, i)
     for number in kept:
         last.pop(number, None)
     gone: list[list[int]] = [[] for _ in entries]
@@ -379,14 +378,17 @@ def run(
                     *filled(entry.args, get, n_samples), **filled(entry.kwargs, get, n_samples)
                 )
                 if entry.outs:
-                    for number, tensor in zip(entry.outs, flat_tensors(out), strict=True):
-                        if number is not None:
-                            env[number] = tensor
+                    _take(env, entry, out)
                 out = None
                 if done is not None:
                     done(entry)
                 for number in next(at_place):
                     env.pop(number, None)
+
+
+def _take(env: dict[int, Any], entry: Entry, out: Any) -> None:
+    made = zip(entry.outs, flat_tensors(out), strict=True)
+    env.update({number: tensor for number, tensor in made if number is not None})
 
 
 def _modes_of(entry: Entry) -> Modes:

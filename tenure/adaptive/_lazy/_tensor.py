@@ -17,8 +17,8 @@ from tenure._callers import capture_site
 from tenure._errors import AdaptiveUsageError
 from tenure._text import describe_elements
 from tenure._torch.compiler import is_dynamo_compiling, never_compiled
-from tenure._torch.writes import version_of
 from tenure._torch.wrappers import make_wrapper, recorded_by_autograd
+from tenure._torch.writes import version_of
 
 from . import _evaluate as evaluate
 from ._batch_int import BatchInt
@@ -63,7 +63,9 @@ class LazyTensor(Tensor):
         return record(func, args, dict(kwargs) if kwargs else {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares no class method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Refuse what came past the recording."""
         raise AdaptiveUsageError(
             f"{func} got a tensor of lazy() where its calls can't be recorded, as in compiled code "
@@ -131,11 +133,46 @@ def new_leaf(tape: Tape, leaf: Leaf, meta: Meta) -> LazyTensor:
 
 
 _WITH_RATES = frozenset(
-    """
-    add sub rsub mul div true_divide pow add_ sub_ mul_ div_ __add__ __radd__ __sub__ __rsub__
-    __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __iadd__ __isub__ __imul__ __itruediv__
-    dropout masked_fill masked_fill_ clamp clip fill_ where lerp gt lt ge le eq ne
-""".split()
+    [
+        "add",
+        "sub",
+        "rsub",
+        "mul",
+        "div",
+        "true_divide",
+        "pow",
+        "add_",
+        "sub_",
+        "mul_",
+        "div_",
+        "__add__",
+        "__radd__",
+        "__sub__",
+        "__rsub__",
+        "__mul__",
+        "__rmul__",
+        "__truediv__",
+        "__rtruediv__",
+        "__pow__",
+        "__iadd__",
+        "__isub__",
+        "__imul__",
+        "__itruediv__",
+        "dropout",
+        "masked_fill",
+        "masked_fill_",
+        "clamp",
+        "clip",
+        "fill_",
+        "where",
+        "lerp",
+        "gt",
+        "lt",
+        "ge",
+        "le",
+        "eq",
+        "ne",
+    ]
 )
 
 
@@ -243,9 +280,13 @@ def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         walk = _again(walk, shape, tape)
         stored, named = walk.take(args), walk.take(kwargs)
     made = _entered(func, stored, named, walk, modes, shape, tape)
-    if is_data:
-        for each in flat_tensors(made):
-            each._is_data = True
+    return _marked(made, is_data)
+
+
+def _marked(made: Any, is_data: bool) -> Any:
+    each: Any
+    for each in flat_tensors(made) if is_data else ():
+        each._is_data = True
     return made
 
 
@@ -363,9 +404,7 @@ def _run_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tape: Tap
         if given[i]._number in tape.leaves:
             tape.written.add(given[i]._number)
     made = _handles(template, entry.shape, entry.made, given, walk.plains, tape)
-    for each in flat_tensors(made) if is_data else ():
-        each._is_data = True
-    return made
+    return _marked(made, is_data)
 
 
 def _home_of(lazies: list[LazyTensor]) -> Tape:
@@ -510,7 +549,7 @@ def _gradients_of(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if type(each) is LazyTensor:
             refuse_own_function(each)
     evaluate.make_whole([each for each in (*outs, *ins) if type(each) is LazyTensor])
-    real = [[_whole(each) for each in values] for values in (outs, ins)]
+    real: Any = [[_whole(each) for each in values] for values in (outs, ins)]
     return torch.autograd.grad(*real, *args, **kwargs)
 
 
@@ -550,11 +589,7 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     Tensor.__contains__: _contains,
     torch.is_floating_point: lambda self: self._meta.dtype.is_floating_point,
 }
-for _name in (
-    "item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __array__ __dlpack__ "
-    "__dlpack_device__ data_ptr untyped_storage storage storage_offset is_shared is_pinned equal "
-    "allclose __hex__ __oct__"
-).split():  # fmt: skip
+for _name in ["item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__complex__", "__array__", "__dlpack__", "__dlpack_device__", "data_ptr", "untyped_storage", "storage", "storage_offset", "is_shared", "is_pinned", "equal", "allclose", "__hex__", "__oct__"]:  # fmt: skip
     if hasattr(Tensor, _name):
         _ANSWERS[getattr(Tensor, _name)] = _on_value(getattr(Tensor, _name))
 
