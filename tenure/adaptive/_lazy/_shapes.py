@@ -21,7 +21,8 @@ from tenure._torch.fakes import new_mode, unlogged
 from tenure._torch.writes import version_of
 
 from ._batch_int import BatchInt
-from ._labels import MIXED, SHARED, Label, LabelMode, label_of, set_label
+from ._label_mode import LabelMode
+from ._labels import MIXED, SHARED, Label, label_of, set_label
 from ._tape import filled, flat_tensors
 
 _MANY = 8192

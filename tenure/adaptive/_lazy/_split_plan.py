@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ._rules import names
 from ._tape import Entry, Tape
 
 
@@ -175,45 +176,14 @@ def _taken(entries: list[Entry], made: set[int], root: int) -> list[int]:
 
 
 _LINEAR = frozenset(
-    [
-        "add",
-        "sub",
-        "rsub",
-        "neg",
-        "mul",
-        "div",
-        "true_divide",
-        "__add__",
-        "__radd__",
-        "__sub__",
-        "__rsub__",
-        "__neg__",
-        "__mul__",
-        "__rmul__",
-        "__truediv__",
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-        "to",
-        "clone",
-        "reshape",
-        "view",
-        "squeeze",
-        "sum",
-        "mean",
-        "contiguous",
-        "__iadd__",
-        "__isub__",
-        "__imul__",
-        "__itruediv__",
-        "add_",
-        "sub_",
-        "mul_",
-        "div_",
-        "type_as",
-        "flatten",
-    ]
+    names(
+        """
+        add sub rsub neg mul div true_divide __add__ __radd__ __sub__ __rsub__ __neg__
+        __mul__ __rmul__ __truediv__ float double half bfloat16 to clone reshape view
+        squeeze sum mean contiguous __iadd__ __isub__ __imul__ __itruediv__ add_ sub_ mul_
+        div_ type_as flatten
+        """
+    )
 )
 _PRODUCTS = frozenset(["mul", "__mul__", "__rmul__", "mul_", "__imul__"])
 _QUOTIENTS = frozenset(["div", "true_divide", "__truediv__", "div_", "__itruediv__"])

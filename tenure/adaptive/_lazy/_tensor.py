@@ -23,6 +23,7 @@ from tenure._torch.writes import version_of
 from . import _evaluate as evaluate
 from ._batch_int import BatchInt
 from ._labels import SHARED
+from ._rules import names
 from ._shapes import HOOK, NORMALIZATIONS, Call, Meta, Out, Shape, meta_of, numbers_in, rebuilt
 from ._tape import Entry, Leaf, Modes, Ref, Tape, flat_tensors, leaf_of, new_number
 
@@ -133,46 +134,14 @@ def new_leaf(tape: Tape, leaf: Leaf, meta: Meta) -> LazyTensor:
 
 
 _WITH_RATES = frozenset(
-    [
-        "add",
-        "sub",
-        "rsub",
-        "mul",
-        "div",
-        "true_divide",
-        "pow",
-        "add_",
-        "sub_",
-        "mul_",
-        "div_",
-        "__add__",
-        "__radd__",
-        "__sub__",
-        "__rsub__",
-        "__mul__",
-        "__rmul__",
-        "__truediv__",
-        "__rtruediv__",
-        "__pow__",
-        "__iadd__",
-        "__isub__",
-        "__imul__",
-        "__itruediv__",
-        "dropout",
-        "masked_fill",
-        "masked_fill_",
-        "clamp",
-        "clip",
-        "fill_",
-        "where",
-        "lerp",
-        "gt",
-        "lt",
-        "ge",
-        "le",
-        "eq",
-        "ne",
-    ]
+    names(
+        """
+        add sub rsub mul div true_divide pow add_ sub_ mul_ div_ __add__ __radd__ __sub__
+        __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __iadd__ __isub__
+        __imul__ __itruediv__ dropout masked_fill masked_fill_ clamp clip fill_ where lerp
+        gt lt ge le eq ne
+        """
+    )
 )
 
 
@@ -589,7 +558,13 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     Tensor.__contains__: _contains,
     torch.is_floating_point: lambda self: self._meta.dtype.is_floating_point,
 }
-for _name in ["item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__complex__", "__array__", "__dlpack__", "__dlpack_device__", "data_ptr", "untyped_storage", "storage", "storage_offset", "is_shared", "is_pinned", "equal", "allclose", "__hex__", "__oct__"]:  # fmt: skip
+for _name in names(
+    """
+    item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __array__
+    __dlpack__ __dlpack_device__ data_ptr untyped_storage storage storage_offset is_shared
+    is_pinned equal allclose __hex__ __oct__
+    """
+):
     if hasattr(Tensor, _name):
         _ANSWERS[getattr(Tensor, _name)] = _on_value(getattr(Tensor, _name))
 
