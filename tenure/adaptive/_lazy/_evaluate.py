@@ -121,13 +121,18 @@ def _root_of(number: int, meta: Any) -> int | None:
 
 def _is_splittable(tape: Tape, number: int, meta: Any) -> bool:
     try:
-        _plan(tape, _root_of(number, meta))
+        plan_for(tape, _root_of(number, meta))
     except NotSplittableError:
         return False
     return True
 
 
-def _plan(tape: Tape, root: int | None) -> SplitPlan:
+def plan_for(tape: Tape, root: int | None) -> SplitPlan:
+    """How to split what was recorded.
+
+    Raises:
+        NotSplittableError: it has to run whole.
+    """
     distributed: Any = torch.distributed
     if (
         distributed.is_available()
@@ -151,7 +156,7 @@ def _note_split(tape: Tape, root: int | None, info: OomInfo) -> None:
         OutOfRetriesError: it can't be split for another reason.
     """
     try:
-        _plan(tape, root)
+        plan_for(tape, root)
     except NotSplittableError as error:
         raise _refusal(tape, error) from None
     _memory_of(tape).new().note_failed(tape.n_samples, 1, info.device, None)
@@ -395,7 +400,7 @@ def _values_in_parts(tape: Tape) -> dict[int, Tensor]:
 
 
 def _split_step(tape: Tape, root: int | None) -> SplitStep:
-    return SplitStep(tape, root, _plan(tape, root), labels_of(tape))
+    return SplitStep(tape, root, plan_for(tape, root), labels_of(tape))
 
 
 def _refusal(tape: Tape, error: NotSplittableError) -> Exception:
