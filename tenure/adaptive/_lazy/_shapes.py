@@ -370,18 +370,22 @@ def _all_shared(values: Any) -> bool:
 
 def _labelled_recurrent(kind: str) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
-        source, state = args[0], args[1]
-        # of packed sequences, whose samples lie in no dimension
-        batch_first = args[-1]
-        func = getattr(torch, kind)
-        out = func(*args)
-        label, first = label_of(source), not batch_first
+        source, state, batch_first = args[0], args[1], args[-1]
+        label = label_of(source)
         states = list(state) if isinstance(state, list | tuple) else [state]
-        fits = type(batch_first) is bool and source.dim() == 3 and label == Label("batch", +first)
-        fits = fits and all(label_of(s) == Label("batch", 1) for s in states)
-        fits = fits and _all_shared(args[2])
+        # before it runs: along time it would run once for each of many samples
+        if (
+            # packed sequences have their samples in no dimension
+            type(batch_first) is not bool
+            or source.dim() != 3
+            or label != Label("batch", 0 if batch_first else 1)
+            or any(label_of(each) != Label("batch", 1) for each in states)
+            or not _all_shared(args[2])
+        ):
+            raise ValueError(f"{kind} has the samples elsewhere")
+        out = getattr(torch, kind)(*args)
         for i, each in enumerate(flat_tensors(out)):
-            set_label(each, (label if i == 0 else Label("batch", 1)) if fits else MIXED)
+            set_label(each, Label("batch", 1) if i else label)
         return out
 
     return call
