@@ -45,6 +45,7 @@ from tenure.adaptive import (
     Advice,
     BatchCoupledError,
     GlobalBatchsizeCache,
+    LazyTensor,
     NoBatchsizeCache,
     OomInfo,
     OomKind,
@@ -675,6 +676,13 @@ def planning(model: torch.nn.Module, x: Tensor, optimizer: torch.optim.Optimizer
     assert_type(found.to_dict(), dict[str, object])
     tenure.adaptive.plan(loss_of, x, "24GiB")  # type: ignore[arg-type]
     tenure.adaptive.plan(loss_of, {"x": x}, 8, loss="avg")  # type: ignore[arg-type]
+
+
+def recording(model: torch.nn.Module, x: Tensor, y: Tensor) -> None:
+    first, second = tenure.adaptive.lazy(x, y, batch=0)
+    model(first).sub(second).square().mean().backward()
+    recorded: LazyTensor = tenure.adaptive.lazy(x)
+    assert_type(recorded.value(), Tensor)
 
 
 class Fitting(AdaptiveMixin, LightningModule):
