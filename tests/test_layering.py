@@ -54,6 +54,7 @@ _PACKAGES = {
         "_step",
         "_advice",
         "_plan",
+        "_lazy",
     ),
     ("adaptive", "_predict"): ("_scratch", "_lent"),
     ("adaptive", "_step"): (

@@ -60,6 +60,17 @@ def breaks_graphs(function: Function) -> Function:
     return never_compiled(function)
 
 
+def never_compiled_alone(function: Function) -> Function:
+    """Let the frames of ``function`` run as they are, where they are no part of a graph.
+
+    What they call is compiled as it would be without them, by its own code. A wrapper of many
+    functions would be compiled for each, up to the few times that dynamo allows for one.
+    """
+    if _can_mark:
+        _strategy_of(function.__code__, _strategy(_action.SKIP, _action.DEFAULT))
+    return function
+
+
 def _refuse_to_be_compiled() -> bool:
     if torch.compiler.is_dynamo_compiling():
         refuse(_EXECUTION, _PURPOSE)

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from . import bound, optional, refuse
+from .compiler import never_compiled_alone
 
 _NORM = "torch.nn.modules.batchnorm"
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def values_told(given: Passed, returned: Passed | None = None) -> Iterator[None]
 def _wrap_calls() -> None:
     call: Any = nn.Module.__call__
 
-    @functools.wraps(call)
+    @never_compiled_alone
     def told_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # dynamo folds the first condition, and sees a plain call
         if not _is_compiled():
@@ -160,7 +161,7 @@ def _wrap_calls() -> None:
                 return result
         return call(self, *args, **kwargs)
 
-    nn.Module.__call__ = told_call  # type: ignore[method-assign]  # as torch.fx does
+    nn.Module.__call__ = functools.wraps(call)(told_call)  # type: ignore[method-assign]  # as torch.fx does
 
 
 def unsaved_names(module: nn.Module) -> set[str]:

@@ -45,6 +45,7 @@ from tenure.adaptive import (
     Advice,
     BatchCoupledError,
     GlobalBatchsizeCache,
+    LazyTensor,
     NoBatchsizeCache,
     OomInfo,
     OomKind,
@@ -69,6 +70,7 @@ from tenure.adaptive import (
     simple,
     step,
 )
+from tenure.integrations.accelerate import step as accelerated_step
 from tenure.integrations.lightning import AdaptiveMixin, MemoryCallback
 from tenure.integrations.transformers import AdaptiveTrainer, AdaptiveTrainerMixin
 from tenure.integrations.transformers import MemoryCallback as TrainerMemoryCallback
@@ -568,6 +570,7 @@ def stepping(x: Tensor, model: nn.Module) -> None:
     step(loss_of, {"x": x}, verify=False, predict=True)
     step(counted, Batch(x, x), scaler=torch.amp.GradScaler("cpu"), minimum=2, maximum=8)
     step(loss_of, {"x": x}, backward=Tensor.backward)
+    assert_type(accelerated_step(object(), loss_of, {"x": x}, maximum=4), StepResult)
     step(loss_of, {"x": x}, backward=lambda loss: (loss / 4).backward())
     step(named, x, then=lambda terms: terms["mean"].log(), once=lambda: x.sum())
     step(model, x, loss=torch.sum, batchnorm="per_chunk", in_dims=1, out_dims=(0, None))
@@ -673,6 +676,13 @@ def planning(model: torch.nn.Module, x: Tensor, optimizer: torch.optim.Optimizer
     assert_type(found.to_dict(), dict[str, object])
     tenure.adaptive.plan(loss_of, x, "24GiB")  # type: ignore[arg-type]
     tenure.adaptive.plan(loss_of, {"x": x}, 8, loss="avg")  # type: ignore[arg-type]
+
+
+def recording(model: torch.nn.Module, x: Tensor, y: Tensor) -> None:
+    first, second = tenure.adaptive.lazy(x, y, batch=0)
+    model(first).sub(second).square().mean().backward()
+    recorded: LazyTensor = tenure.adaptive.lazy(x)
+    assert_type(recorded.value(), Tensor)
 
 
 class Fitting(AdaptiveMixin, LightningModule):

@@ -346,3 +346,19 @@ def test_the_default_compiler_gives_the_gradients_of_the_whole(mode):
     for size in SIZES:
         step(loss_by(compiled), b, maximum=size)
         assert far(gradients(net), wanted) <= 1e-10
+
+
+@pytest.mark.parametrize("form", ["in place", "wrapped"])
+def test_a_step_has_torch_compile_what_it_would_compile_without_one(form, counter):
+    layers = [nn.Sequential(nn.Linear(4, n), nn.Linear(n, 3)).double() for n in range(2, 14)]
+    if form == "in place":
+        for layer in layers:
+            layer.compile(backend=counter)
+        models = layers
+    else:
+        models = [torch.compile(Net(n).double(), backend=counter, fullgraph=True) for n in (4, 6)]
+    b = batch_of()
+    for model in models:
+        step(loss_by(model), b, maximum=20)
+    # torch passes over its own classes where they are compiled in place
+    assert counter.frame_count == (0 if form == "in place" else 2)
