@@ -58,6 +58,12 @@ _TRIED = (
 )
 
 
+_OF_RANKS = (
+    "Ranks exchange counts of labels in each prediction step, so that one with pieces would wait "
+    "for the others. Evaluate with a per_device_eval_batch_size that fits on each."
+)
+
+
 class AdaptiveTrainerMixin(_Base):
     """Makes the steps of a Trainer fit: ``class MyTrainer(AdaptiveTrainerMixin, Seq2SeqTrainer)``.
 
@@ -150,6 +156,8 @@ class AdaptiveTrainerMixin(_Base):
                 logits = self._preprocess(logits, labels)
             return loss, logits, labels
 
+        if self.args.world_size > 1:
+            return _whole(predict, inputs, _OF_RANKS)
         if self._prediction is None:
             self._prediction = PredictionInPieces(f"{type(self).__name__}.prediction_step")
         try:

@@ -10,7 +10,13 @@ import torch
 from torch.nn import functional as F
 
 from tenure import adaptive
-from tenure.adaptive import AdaptiveUsageError, OutOfRetriesError, SplitMismatchError, memory_budget
+from tenure.adaptive import (
+    AdaptiveUsageError,
+    AdaptiveUsageWarning,
+    OutOfRetriesError,
+    SplitMismatchError,
+    memory_budget,
+)
 
 transformers = pytest.importorskip("transformers", reason="the extra transformers is not installed")
 from transformers import (  # noqa: E402
@@ -455,6 +461,14 @@ def test_engines_with_steps_of_their_own_are_refused_before_training(tmp_path):
         trainer.train()
 
 
+def test_several_processes_are_told_before_what_holds_for_them(tmp_path, monkeypatch):
+    trainer = trainer_of(AdaptiveTrainer, tmp_path, gpt2(), texts())
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    monkeypatch.setattr(Trainer, "train", lambda self: None)
+    with pytest.warns(AdaptiveUsageWarning, match=r"trains in 2 processes.* has to fit on its"):
+        trainer.train()
+
+
 def test_memory_that_does_not_do_for_one_sample_is_an_error_and_parameters_are_as_before(tmp_path):
     model = gpt2()
     before = [p.detach().clone() for p in model.parameters()]
@@ -618,6 +632,17 @@ def test_a_batch_of_other_lengths_is_predicted_whole(tmp_path):
     assert "other numbers of samples: {" in caught.value.__notes__[0]
     options = {"in_dims": {"position_ids": None}}
     evaluated(AdaptiveTrainer, tmp_path, llama(), texts(16), most=6, options=options, **settings)
+
+
+def test_ranks_that_exchange_counts_predict_whole_batches(tmp_path, monkeypatch):
+    model = llama()
+    trainer = trainer_of(AdaptiveTrainer, tmp_path, model, None)
+    model.register_forward_pre_hook(_full(6), with_kwargs=True)
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    batch = trainer.data_collator(texts(8))
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.prediction_step(model, batch, prediction_loss_only=False)
+    assert "one with pieces would wait for the others" in caught.value.__notes__[0]
 
 
 def test_generated_sequences_are_put_together(tmp_path):

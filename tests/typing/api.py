@@ -69,6 +69,7 @@ from tenure.adaptive import (
     simple,
     step,
 )
+from tenure.integrations.accelerate import step as accelerated_step
 from tenure.integrations.lightning import AdaptiveMixin, MemoryCallback
 from tenure.integrations.transformers import AdaptiveTrainer, AdaptiveTrainerMixin
 from tenure.integrations.transformers import MemoryCallback as TrainerMemoryCallback
@@ -568,6 +569,7 @@ def stepping(x: Tensor, model: nn.Module) -> None:
     step(loss_of, {"x": x}, verify=False, predict=True)
     step(counted, Batch(x, x), scaler=torch.amp.GradScaler("cpu"), minimum=2, maximum=8)
     step(loss_of, {"x": x}, backward=Tensor.backward)
+    assert_type(accelerated_step(object(), loss_of, {"x": x}, maximum=4), StepResult)
     step(loss_of, {"x": x}, backward=lambda loss: (loss / 4).backward())
     step(named, x, then=lambda terms: terms["mean"].log(), once=lambda: x.sum())
     step(model, x, loss=torch.sum, batchnorm="per_chunk", in_dims=1, out_dims=(0, None))

@@ -103,12 +103,13 @@ class Joiner:
         if isinstance(values[0], Number) and all(value == values[0] for value in values):
             return values[0]
         weights = self._weights_of(name) if weights is None else weights
+        # a mean over nothing is what the parts say of it, nan
+        weights = weights if any(weights) else self.sizes
         total = sum(weights)
         # a part of weight zero is left out: its mean is nan
-        parts = [
-            _wide(v) * (w / total) for v, w in zip(values, weights, strict=True) if w or not total
-        ]
-        return self.total(parts)
+        return self.total(
+            [_wide(v) * (w / total) for v, w in zip(values, weights, strict=True) if w]
+        )
 
     def _weights_of(self, name: str) -> Sequence[float]:
         if self._weights is None:
@@ -188,7 +189,7 @@ def log_of(
     if weights == list(joiner.sizes):
         weights = None
     reduction = of_whole.get("reduce_fx", "mean")
-    kind = reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "")
+    kind = str(getattr(reduction, "__name__", reduction)).lower()
     first: Any = values[0]
     if len(values) == 1 or not isinstance(first, Tensor | Number):
         return first, of_whole

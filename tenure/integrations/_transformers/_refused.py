@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from transformers import Trainer
 from transformers.utils.import_utils import is_sagemaker_mp_enabled
 
-from tenure._errors import AdaptiveUsageError
+from tenure._callers import warn_user
+from tenure._errors import AdaptiveUsageError, AdaptiveUsageWarning
 
 
 def refuse_class(cls: type, mixin: type) -> None:
@@ -43,6 +44,13 @@ def refuse_training(trainer: Trainer) -> None:
     reason = next(_reasons(trainer), None)
     if reason is not None:
         raise AdaptiveUsageError(f"{type(trainer).__name__} can't train: {reason} Nothing was run.")
+    if trainer.args.world_size > 1 and trainer.args.process_index == 0:
+        warn_user(
+            f"{type(trainer).__name__} trains in {trainer.args.world_size} processes, and ranks "
+            "that split differently would wait for each other: each batch has to fit on its rank. "
+            "One that does not ends the training with an error.",
+            AdaptiveUsageWarning,
+        )
 
 
 def _reasons(trainer: Trainer) -> Iterator[str]:

@@ -60,9 +60,9 @@ def _counting(shift: int) -> Callable[[Any], Tensor]:
 def weights_of(trainer: Trainer, inputs: Any) -> dict[str, Weight | None]:
     """What the loss of an evaluation may be a mean over."""
     weights: dict[str, Weight | None] = {}
-    # what each version divides by; of several ranks it would be the count of all
+    # what each version divides by
     count, device = getattr(trainer, "_get_num_items_in_batch", None), trainer.args.device
-    if count and trainer.args.world_size == 1 and count([inputs], device) is not None:
+    if count and count([inputs], device) is not None:
         weights["items"] = lambda part: count([part], device)
     ways = ways_of(trainer, inputs, has_n_items=False)
     return weights | {
