@@ -14,10 +14,16 @@ import logging
 import sys
 import tempfile
 from pydoc_data.topics import topics
+from typing import Any, cast
 
 import torch
-import transformers
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from tenure.adaptive import memory_budget
 from tenure.integrations.transformers import AdaptiveTrainer, MemoryCallback
@@ -39,23 +45,25 @@ class Text(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def make_trainer(kind: type[Trainer], options: argparse.Namespace, folder: str) -> Trainer:
-    """A trainer of a new model, always the same."""
+def train(kind: type[Trainer], options: argparse.Namespace, limit: int | str) -> tuple[Any, int]:
+    """Train a new model, always the same, in so much memory; the model, and the bytes it took."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, max_position_embeddings=options.length,
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    arguments = TrainingArguments(
-        folder, max_steps=options.steps, per_device_train_batch_size=options.batch,
-        learning_rate=5e-4, logging_steps=max(options.steps // 4, 1), save_strategy="no",
-        report_to=[], disable_tqdm=True, use_cpu=True,
-    )  # fmt: skip
-    callbacks = [MemoryCallback()]
-    return kind(
-        LlamaForCausalLM(config), arguments, train_dataset=Text(options.length), callbacks=callbacks
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder, max_steps=options.steps, per_device_train_batch_size=options.batch,
+            learning_rate=5e-4, logging_steps=max(options.steps // 4, 1), save_strategy="no",
+            report_to=[], disable_tqdm=True, use_cpu=True,
+        )  # fmt: skip
+        data, watch = Text(options.length), cast("TrainerCallback", MemoryCallback())
+        trainer = kind(LlamaForCausalLM(config), arguments, train_dataset=data, callbacks=[watch])
+        with memory_budget(limit) as budget:
+            trainer.train()
+    return trainer.model, budget.peak_bytes
 
 
 def main() -> None:
@@ -65,27 +73,21 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=64)
     options = parser.parse_args()
-    transformers.logging.set_verbosity_error()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
     logging.basicConfig(stream=sys.stdout, format="  %(message)s")
 
-    with tempfile.TemporaryDirectory() as folder:
-        print("A large machine:")
-        plain = make_trainer(Trainer, options, folder)
-        with memory_budget("8GiB") as large:
-            plain.train()
-        limit = large.peak_bytes // 3
-        print(f"It took {large.peak_bytes >> 20} MiB. With {limit >> 20} MiB, the Trainer:")
-        try:
-            with memory_budget(limit):
-                make_trainer(Trainer, options, folder).train()
-        except torch.OutOfMemoryError as error:
-            print(f"  {str(error).split('.')[0]}.")
-        print("And AdaptiveTrainer:")
-        fitted = make_trainer(AdaptiveTrainer, options, folder)
-        with memory_budget(limit):
-            fitted.train()
+    print("A large machine:")
+    plain, peak = train(Trainer, options, "8GiB")
+    limit = peak // 3
+    print(f"It took {peak >> 20} MiB. The Trainer with {limit >> 20} MiB:")
+    try:
+        train(Trainer, options, limit)
+    except torch.OutOfMemoryError as error:
+        print(f"  {str(error).split('.')[0]}.")
+    print("And AdaptiveTrainer:")
+    fitted, _ = train(AdaptiveTrainer, options, limit)
 
-    pairs = zip(plain.model.parameters(), fitted.model.parameters(), strict=True)
+    pairs = zip(plain.parameters(), fitted.parameters(), strict=True)
     largest = max((one - other).abs().max().item() for one, other in pairs)
     print(f"Parameters differ by {largest:.1e} at the most.")
 

@@ -29,3 +29,12 @@ def test_each_package_of_a_room_has_its_line(room):
 def test_each_module_of_the_ground_has_its_line():
     ground = {path.name for path in _ROOT.glob("_*.py")} - {"__init__.py", "__main__.py"}
     assert {f"tenure/{name}" for name in ground} <= _named()
+
+
+def test_no_test_runs_only_where_the_simulated_device_does_not():
+    """LIBRARY_TESTS of the Makefile have no line with it: what asks for it would not run."""
+    makefile = (_ROOT.parent / "Makefile").read_text("utf-8").replace("\\\n", " ")
+    (files,) = re.findall(r"^LIBRARY_TESTS := (.*)$", makefile, re.MULTILINE)
+    texts = {name: (_ROOT.parent / name).read_text("utf-8") for name in files.split()}
+    assert len(texts) >= 4
+    assert [name for name, text in texts.items() if re.search(r"\bsim\b", text)] == []

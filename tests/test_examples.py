@@ -6,7 +6,7 @@ import pytest
 
 _EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 # as long as it takes to see that they run
-_ARGUMENTS = {"lightning_digits": ["1"]}
+_ARGUMENTS = {"lightning_digits": ["1"], "trainer": ["--steps", "4", "--length", "32"]}
 
 
 def test_there_are_examples():

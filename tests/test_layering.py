@@ -54,6 +54,7 @@ _PACKAGES = {
         "_step",
         "_advice",
         "_plan",
+        "_lazy",
     ),
     ("adaptive", "_predict"): ("_scratch", "_lent"),
     ("adaptive", "_step"): (
@@ -64,7 +65,7 @@ _PACKAGES = {
         "_check",
         "_verify",
     ),
-    ("integrations",): ("_lightning",),
+    ("integrations",): ("_lightning", "_transformers"),
     ("profiler",): ("_trace", "_lines", "_owners", "_reports", "_courtesy"),
     ("paging",): (
         "_model",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -43,6 +44,17 @@ def unrecognised() -> Iterator[None]:
         yield
     finally:
         package.FakeTensor = before
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """A block in which torch does not log that an operation can't be run on such tensors."""
+    logger = logging.getLogger(_HOME)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 class _Nothing:

@@ -22,6 +22,8 @@ from ._decorators import batch as batch
 from ._decorators import chunked as chunked
 from ._decorators import range as range
 from ._find_batch_size import find_batch_size as find_batch_size
+from ._lazy import LazyTensor as LazyTensor
+from ._lazy import lazy as lazy
 from ._memory import memory_budget as memory_budget
 from ._memory import set_cpu_memory_limit as set_cpu_memory_limit
 from ._oom import OomInfo as OomInfo
@@ -64,6 +66,7 @@ __all__ = [
     "BatchsizeCache",
     "ChunkedFunction",
     "GlobalBatchsizeCache",
+    "LazyTensor",
     "NoBatchsizeCache",
     "OomInfo",
     "OomKind",
@@ -84,6 +87,7 @@ __all__ = [
     "explicit",
     "find_batch_size",
     "is_oom",
+    "lazy",
     "load",
     "memory_budget",
     "oom_info",

@@ -28,6 +28,8 @@ _STEPS_BETWEEN_LOOKS = 3
 # What belongs to a model or an optimizer is meant to stay.
 _NOT_MEANT_TO_STAY = ("saved for backward", "other tensors")
 _MAX_NAMED = 5
+# What a look takes until one was timed.
+_EXPECTED_S = 0.3
 
 
 class MemoryWatch:
@@ -76,7 +78,7 @@ class MemoryWatch:
         self._allocated: int | None = None
         self._n_ooms = statistics().ooms
         self._steps_to_wait = 0
-        self._due = self._clock()
+        self._due = self._clock() + _EXPECTED_S / self._share
 
     def step_ended(self, result: StepResult | None = None) -> None:
         """A step of the optimizer is done; cheap enough for each.

@@ -7,24 +7,35 @@ nothing of the library itself is changed, only methods of the trainer's own obje
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from tenure._errors import AdaptiveUsageError, SplitMismatchError
-from tenure.adaptive import StepResult, is_oom, step
+from tenure.adaptive import StepResult, is_oom
 
-from ._prediction import Batch, Predict, PredictionInPieces, Uncut, Weight, on_device
+from .accelerate import step
 
 try:
     from transformers import Trainer
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from ._transformers_callback import MemoryCallback
-    from ._transformers_refused import refuse_training
+    from ._transformers import (
+        Batch,
+        LossOfBatch,
+        MemoryCallback,
+        Predict,
+        PredictionInPieces,
+        Uncut,
+        losses_taken,
+        on_device,
+        only,
+        refuse_class,
+        refuse_training,
+        ways_of,
+        weights_of,
+    )
 except ImportError as error:
     raise ImportError(
         "tenure.integrations.transformers needs transformers and accelerate, and one of them can't "
@@ -38,13 +49,18 @@ else:
     _Base = object
 
 __all__ = ["AdaptiveTrainer", "AdaptiveTrainerMixin", "MemoryCallback"]
-_IGNORED = -100
 # What says how a loss adds up; where the user says it, nothing is found out.
 _REDUCTION = frozenset({"loss", "weight", "then"})
 _TRIED = (
     "AdaptiveTrainer tried the loss as a sum that num_items_in_batch divides, as a mean over valid "
-    "labels, and as a mean over samples. Say what training_step() computes with step_options: "
+    "labels, and as a mean over samples. Say what training_step() computes with adaptive_options: "
     'loss="sum", or weight= for what its mean divides by.'
+)
+
+
+_OF_RANKS = (
+    "Ranks exchange counts of labels in each prediction step, so that one with pieces would wait "
+    "for the others. Evaluate with a per_device_eval_batch_size that fits on each."
 )
 
 
@@ -52,20 +68,24 @@ class AdaptiveTrainerMixin(_Base):
     """Makes the steps of a Trainer fit: ``class MyTrainer(AdaptiveTrainerMixin, Seq2SeqTrainer)``.
 
     Attributes:
-        step_options: options of `tenure.adaptive.step`, such as ``{"minimum": 2}``; set it on the
-            class or on the trainer.
-        step_result: what the last training step did.
+        adaptive_options: options of `tenure.adaptive.step`, such as ``{"minimum": 2}``; set it on
+            the class or on the trainer.
+        adaptive_result: what the last training step did.
     """
 
     preprocess_logits_for_metrics: Any
-    step_options: Mapping[str, Any] = {}
-    step_result: StepResult | None = None
+    adaptive_options: Mapping[str, Any] = {}
+    adaptive_result: StepResult | None = None
     # the way that fitted the loss of this trainer last
     _way: str | None = None
-    _loss: _LossOfBatch | None = None
+    _loss: LossOfBatch | None = None
     _prediction: PredictionInPieces | None = None
     # what an evaluation that runs does to logits
     _preprocess: Any = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        refuse_class(cls, AdaptiveTrainerMixin)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's, after what can't be made to fit is refused.
@@ -88,21 +108,21 @@ class AdaptiveTrainerMixin(_Base):
         training_step = super().training_step
 
         def loss_of(batch: dict[str, Any]) -> Tensor:
-            with _losses_of(self.accelerator) as losses:
+            with losses_taken(self.accelerator) as losses:
                 # a copy, for a trainer may take labels out of it
                 training_step(model, copy.copy(batch), *args, **kwargs)
-            return _only(losses, self)
+            return only(losses, self)
 
         # before the step looks for modules that mix samples, which they do in this mode
         _switch_to_training(model, self.optimizer)
         n_items = kwargs.get("num_items_in_batch", args[0] if args else None)
         if self._loss is None:
-            self._loss = _LossOfBatch(f"{type(self).__name__}.training_step")
+            self._loss = LossOfBatch(f"{type(self).__name__}.training_step")
         with self._loss.being(loss_of):
             result = self._step(self._loss, model, inputs, has_n_items=n_items is not None)
-        self.step_result = result
+        self.adaptive_result = result
         for callback in self._memory_callbacks():
-            callback.step_result = result
+            callback.adaptive_result = result
         return result.loss
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -136,13 +156,15 @@ class AdaptiveTrainerMixin(_Base):
                 logits = self._preprocess(logits, labels)
             return loss, logits, labels
 
+        if self.args.world_size > 1:
+            return _whole(predict, inputs, _OF_RANKS)
         if self._prediction is None:
             self._prediction = PredictionInPieces(f"{type(self).__name__}.prediction_step")
         try:
-            batch = Batch(inputs, self.step_options.get("in_dims", 0))
+            batch = Batch(inputs, self.adaptive_options.get("in_dims", 0))
         except Uncut as error:
             return _whole(predict, inputs, str(error))
-        outputs = self._prediction(predict, batch, inputs, _weights(self, inputs))
+        outputs = self._prediction(predict, batch, inputs, weights_of(self, inputs))
         # outputs of batches pile up in one place; with one that is emptied each time, on the host
         if self.args.eval_accumulation_steps == 1:
             return outputs
@@ -162,24 +184,23 @@ class AdaptiveTrainerMixin(_Base):
         *,
         has_n_items: bool,
     ) -> StepResult:
-        options = {"context": self, "model": model, "scaler": self.accelerator.scaler}
-        options |= self.step_options
+        options = {"context": self, "model": model, **self.adaptive_options}
         if _REDUCTION & options.keys():
-            return step(loss_of, inputs, **options)
+            return step(self.accelerator, loss_of, inputs, **options)
         if not options.get("verify", True):
             # many models take num_items_in_batch and divide by their own count all the same
             raise AdaptiveUsageError(
-                f"{type(self).__name__}.step_options has verify=False and does not say how the "
+                f"{type(self).__name__}.adaptive_options has verify=False and does not say how the "
                 "loss adds up, which is found out by verifying. Say it with loss= or weight=, or "
                 "leave verify=False out."
             )
-        ways = _ways(self, inputs, has_n_items=has_n_items)
+        ways = ways_of(self, inputs, has_n_items=has_n_items)
         # the last one first: that of another batch is told from it only where it differs
         names = sorted(ways, key=lambda name: name != self._way)
         first: SplitMismatchError | None = None
         for name in names:
             try:
-                result = step(loss_of, inputs, **options, **ways[name])
+                result = step(self.accelerator, loss_of, inputs, **options, **ways[name])
             except SplitMismatchError as error:
                 first = first or error
             else:
@@ -198,121 +219,11 @@ class AdaptiveTrainer(AdaptiveTrainerMixin, Trainer):
     """The Trainer of transformers, with training steps and evaluation that fit."""
 
 
-class _LossOfBatch:
-    """The function of all steps of one trainer, so that each is known to be the same work.
-
-    Args:
-        name: what errors and events call it.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.__name__ = name
-
-    @contextmanager
-    def being(self, loss_of: Callable[[Any], Tensor]) -> Iterator[None]:
-        """A block in which it is a function, which it does not hold afterwards."""
-        self._loss_of = loss_of
-        try:
-            yield
-        finally:
-            del self._loss_of
-
-    def __call__(self, batch: Any) -> Tensor:
-        # Not by its name: whoever searches a step for modules follows names, and a trainer leads to
-        # data sets and the state of optimizers. The modules are given, or seen when they run.
-        loss: Tensor = vars(self)["_loss_of"](batch)
-        return loss
-
-
-@contextmanager
-def _losses_of(accelerator: Any) -> Iterator[list[Tensor]]:
-    """A block in which an accelerator takes losses down, and runs none of them backward."""
-    before, losses = vars(accelerator).get("backward"), []
-    accelerator.backward = lambda loss, **_: losses.append(loss)
-    try:
-        yield losses
-    finally:
-        del accelerator.backward
-        if before is not None:
-            accelerator.backward = before
-
-
-def _only(losses: list[Tensor], trainer: Trainer) -> Tensor:
-    if len(losses) != 1:
-        raise AdaptiveUsageError(
-            f"{type(trainer).__name__}.training_step() called accelerator.backward() "
-            f"{len(losses)} times, so there is no one loss to split. Let it call that once for "
-            "each batch, or train with a Trainer that is not adaptive."
-        )
-    return losses[0]
-
-
 def _switch_to_training(model: nn.Module, optimizer: Any) -> None:
     model.train()
     # of optimizers without schedules, which keep other weights for evaluation
     if callable(train := getattr(optimizer, "train", None)):
         train()
-
-
-# --- how the loss of a batch adds up from those of its parts
-
-
-def _ways(trainer: Trainer, inputs: Any, *, has_n_items: bool) -> dict[str, dict[str, Any]]:
-    """What a loss may be, the likeliest first; `step` tells which of them it is not."""
-    total = {"sum": {"loss": "sum"}}
-    means: dict[str, dict[str, Any]] = {}
-    if _has_labels_to_count(inputs):
-        likely, other = (1, 0) if _shifts_labels(trainer) else (0, 1)
-        for shift in (likely, other):
-            means[f"valid labels from {shift}"] = {"weight": _counting(shift)}
-    means["samples"] = {}
-    # what divides by the count of all batches is a sum of each; a loss may not use that count
-    return total | means if has_n_items else means | total
-
-
-def _has_labels_to_count(inputs: Any) -> bool:
-    labels = inputs.get("labels") if hasattr(inputs, "get") else None
-    if not isinstance(labels, Tensor) or not labels.dim():
-        return False
-    return not (labels.is_floating_point() or labels.is_complex())
-
-
-def _shifts_labels(trainer: Trainer) -> bool:
-    # told by the trainer since 5.8; before, and for its label smoother, by the name of the model
-    told = getattr(trainer, "_loss_shifts_labels", False)
-    return told or type(trainer.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-
-
-def _counting(shift: int) -> Callable[[Any], Tensor]:
-    def n_valid(batch: Any) -> Tensor:
-        labels: Tensor | None = batch.get("shift_labels")
-        if labels is None:
-            labels = batch["labels"]
-            assert labels is not None
-            labels = labels[..., shift:] if labels.dim() > 1 else labels
-        return labels.ne(_IGNORED).sum()
-
-    return n_valid
-
-
-# --- evaluation
-
-
-def _weights(trainer: Trainer, inputs: Any) -> dict[str, Weight | None]:
-    """What the loss of an evaluation may be a mean over."""
-    weights: dict[str, Weight | None] = {}
-    # what each version divides by; of several ranks it would be the count of all
-    count, device = getattr(trainer, "_get_num_items_in_batch", None), trainer.args.device
-    if count and trainer.args.world_size == 1 and count([inputs], device) is not None:
-        weights["items"] = lambda part: count([part], device)
-    ways = _ways(trainer, inputs, has_n_items=False)
-    return weights | {
-        name: None if "loss" in way else way.get("weight", _n_samples) for name, way in ways.items()
-    }
-
-
-def _n_samples(batch: Any) -> int:
-    return next(len(each) for each in batch.values() if isinstance(each, Tensor) and each.dim())
 
 
 def _whole(predict: Predict, inputs: Any, reason: str) -> tuple[Any, Any, Any]:

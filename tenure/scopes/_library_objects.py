@@ -128,6 +128,9 @@ class _Instances:
     Args:
         cls: the class; copies and unpickled instances pass its own ``__setstate__``.
         state_of: the containers of state, from the attributes of one instance.
+
+    Attributes:
+        knows_the_old: whether those are known that were made before it.
     """
 
     def __init__(self, cls: type, state_of: Callable[[_Attributes], Any]) -> None:
@@ -137,17 +140,18 @@ class _Instances:
         self._attributes = vars(first)["__dict__"].__get__
         self._references: dict[int, ref[Any]] = {}
         self._next_prune = _SMALL
-        self._knows_the_old = False
+        self.knows_the_old = False
         _tell_after(cls, "__init__")
         _tell_after(cls, "__setstate__")
 
+    def learn(self, heap: list[Any]) -> None:
+        """Remember those that were there before."""
+        self.knows_the_old = True
+        for owner in instances(heap, lambda kind: is_kind(kind, self._cls)):
+            self.add(owner)
+
     def states(self) -> list[Any]:
         """The containers of state of all of them."""
-        # one look at the heap, and only where something survived
-        if not self._knows_the_old:
-            self._knows_the_old = True
-            for owner in instances(tracked_objects(), lambda kind: is_kind(kind, self._cls)):
-                self.add(owner)
         # past a __getattribute__ of the user's
         return list(map(self._state_of, map(self._attributes, self._alive())))
 
@@ -174,7 +178,15 @@ def watch_library_objects() -> None:
 def held_as_state(wanted: set[int]) -> set[int]:
     """Those of the identities ``wanted`` that a module or an optimizer holds as its state."""
     found = set[int]()
-    containers = [state for kind in _kinds() for state in kind.states()]
+    kinds = _kinds()
+    new = [kind for kind in kinds if not kind.knows_the_old]
+    # one look at the heap, and only where something survived
+    if new:
+        heap = tracked_objects()
+        for kind in new:
+            kind.learn(heap)
+        del heap
+    containers = [state for kind in kinds for state in kind.states()]
     # what is made on the way stays in here, so that no identity is given out twice
     seen: dict[int, Any] = {}
     while containers:

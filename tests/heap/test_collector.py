@@ -3,10 +3,9 @@
 Each test runs in a process of its own: freezing cannot be undone for this one alone.
 """
 
-import subprocess
-import sys
-
 import pytest
+
+from ..programs import run_program
 
 PRELUDE = """
 import gc, torch, weakref
@@ -52,7 +51,7 @@ def test_what_is_frozen_is_found_and_stays_frozen(case):
         f"{PRELUDE}\n{setup}\nbefore = gc.get_freeze_count()\n"
         f"print({question})\nassert gc.get_freeze_count() > before // 2 > 0"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_program(code)
     assert (done.stdout, done.stderr) == (f"{answer}\n", "")
 
 
@@ -69,7 +68,7 @@ gc.unfreeze()
 gc.collect()
 print(has_frozen())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_program(code)
     assert (done.stdout, done.stderr) == ("False\nTrue\nFalse\n", "")
 
 
@@ -83,7 +82,7 @@ def train():
     return holders(kept)
 print(train())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_program(code)
     assert (done.stdout, done.stderr) == (
         "float32[3] on cpu, 12 B: 2 references, 2 explained, 0 unexplained:\n"
         "  train.<locals>.kept\n  train.<locals>.alias[0]\n",
@@ -99,7 +98,7 @@ def train():
     return chains(weakref.ref(kept[0]))
 print(train())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_program(code)
     assert (done.stdout, done.stderr) == ("['train.<locals>.kept[0]']\n", "")
 
 
@@ -127,6 +126,6 @@ for _ in range(2):
     print([holder.chain for holder in find_holders([asyncio.Future])[0] if holder.named][:1])
     print(chains(weakref.ref(CACHE[0])))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_program(code)
     expected = "['Future']\n['__main__.CACHE[0]']\n" * 2
     assert (done.stdout, done.stderr) == (expected, "")

@@ -109,13 +109,19 @@ def farthest(ours, plain):
     )
 
 
-@pytest.mark.parametrize("n", [10 * 1024, 9 * 1024 + 100], ids=["even", "a ragged end"])
+@pytest.mark.parametrize(
+    "n",
+    [
+        pytest.param(10 * 1024, id="even"),
+        pytest.param(9 * 1024 + 100, id="a ragged end", marks=pytest.mark.slow),
+    ],
+)
 def test_a_loop_in_a_third_of_its_memory_trains_the_same_model(n, events):
-    dataset = data(n)
+    dataset = data(n, torch.float64)
     settings = {
         "batch_size": 1024,
         "gradient_accumulation_steps": 2,
-        "make": lambda: network(16, 12),
+        "make": lambda: network(32, 8, torch.float64),
     }
     with memory_budget("1GiB") as needed:
         plain = Loop(dataset, **settings).run(20)
@@ -123,7 +129,7 @@ def test_a_loop_in_a_third_of_its_memory_trains_the_same_model(n, events):
     with memory_budget(needed.peak_bytes // 3):
         ours = Loop(dataset, options={}, **settings).run(20)
     assert farthest(ours, plain) <= 1e-6
-    assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-9)
     assert ours.scheduler.get_last_lr() == plain.scheduler.get_last_lr()
     # no step was lost, and it did run out of memory
     assert len(ours.losses) == len(plain.losses)

@@ -1,11 +1,14 @@
 """A LightningModule whose steps are split, against the same one that is not."""
 
 import logging
+import math
+import os
 import pickle
 import subprocess
 import sys
 import weakref
 from types import MappingProxyType
+from unittest import mock
 
 import pytest
 import torch
@@ -40,7 +43,7 @@ pytestmark = [
         "Found .* module.s. in eval mode",
         "Swapping scheduler",
         "Detected call of `lr_scheduler.step",
-        "You called `self.log.'samples'",
+        "You called `self.log.'valid'",
         "You are using the `dataloader_iter` step flavor",
         # dynamo looks there where a graph breaks
         "The .grad attribute of a Tensor that is not a leaf",
@@ -153,10 +156,12 @@ def compared(kind, loader=None, *, rtol=1e-10, more=dict, **options):
     plain, split = seen
     assert [name for name, _ in plain.told] == [name for name, _ in split.told]
     numbers = [[number for _, number in each.told] for each in seen]
-    torch.testing.assert_close(*numbers, rtol=rtol, atol=rtol / 100)
+    torch.testing.assert_close(*numbers, rtol=rtol, atol=rtol / 100, equal_nan=True)
     # logs are float32 to Lightning
-    torch.testing.assert_close(plain.logged, split.logged, rtol=max(rtol, 1e-6), atol=1e-7)
-    torch.testing.assert_close(plain.outputs, split.outputs, rtol=rtol, atol=rtol / 100)
+    logged = {"rtol": max(rtol, 1e-6), "atol": 1e-7, "equal_nan": True}
+    torch.testing.assert_close(plain.logged, split.logged, **logged)
+    outputs = {"rtol": rtol, "atol": rtol / 100, "equal_nan": True}
+    torch.testing.assert_close(plain.outputs, split.outputs, **outputs)
     return modules[1], split
 
 
@@ -231,6 +236,24 @@ class Lbfgs(Net):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
 
 
+class Sparse(Net):
+    """Gradients that are sparse, tied parameters, and one that is in no optimizer."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(4, 4, sparse=True).double()
+        self.tied = self.net[2]
+        self.alone = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def loss_of(self, batch):
+        out = self.tied(self.net[:2](batch[0])) * self.rows(batch[1]) + self.alone
+        return F.cross_entropy(out, batch[1])
+
+    def configure_optimizers(self):
+        named = self.named_parameters()
+        return torch.optim.SGD([p for name, p in named if name != "alone"], lr=0.1)
+
+
 class Stateful(Net):
     """Adam and dropout of rate zero, which draws random numbers all the same."""
 
@@ -251,9 +274,19 @@ class Stateful(Net):
         (Net, {"precision": "64-true", "detect_anomaly": True}),
         (Scheduled, {"max_epochs": 2}),
         (Lbfgs, {}),
+        (Sparse, {"accumulate_grad_batches": 2}),
         (Stateful, {}),
     ],
-    ids=["accumulate", "clip norm", "clip value", "anomaly", "scheduler", "LBFGS", "Adam"],
+    ids=[
+        "accumulate",
+        "clip norm",
+        "clip value",
+        "anomaly",
+        "scheduler",
+        "LBFGS",
+        "sparse",
+        "Adam",
+    ],
 )
 def test_the_trainer_does_the_same(kind, options):
     compared(kind, **options)
@@ -271,11 +304,12 @@ class Float32(Logs):
         self.float()
 
     def on_before_batch_transfer(self, batch, dataloader_idx):
-        return batch[0].float(), batch[1]
+        return batch[0].to(self.net[0].weight.dtype), batch[1]
 
 
-def test_bfloat16_trains_alike():
-    compared(Float32, precision="bf16-mixed", rtol=2e-2)
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_bfloat16_trains_alike(precision):
+    compared(Float32, precision=precision, rtol=5e-2)
 
 
 def test_a_scaler_scales_once():
@@ -390,9 +424,16 @@ def test_none_for_some_micro_batches_is_refused():
 
 class Ignoring(Net):
     def training_step(self, batch, batch_idx):
-        loss = F.cross_entropy(self.net(batch[0]), batch[1], ignore_index=0)
+        out, valid = self.net(batch[0]), batch[1] != 0
+        loss = F.cross_entropy(out, batch[1], ignore_index=0)
+        right = out.argmax(1) == batch[1]
         self.log("loss", loss.detach())
         self.log("number", loss.item())
+        self.log("accuracy", right[valid].double().mean(), batch_size=len(valid))
+        self.log("double", 2 * loss.item(), on_epoch=True)
+        self.log("rows", right.double().mean(), batch_size=2 * len(valid), on_epoch=True)
+        self.log("samples", len(valid))
+        self.log("valid", valid.sum())
         return loss
 
 
@@ -400,11 +441,37 @@ def test_a_loss_that_is_no_mean_over_samples_is_refused_until_it_is_declared():
     with pytest.raises(SplitMismatchError, match="weight=") as refused:
         trained(seeded(adaptive_of(Ignoring)))
     assert "'AdaptiveIgnoring.training_step'" in str(refused.value)
+    assert "stand in its adaptive_options" in refused.value.__notes__[0]
 
     class Declared(Ignoring):
         adaptive_options = MappingProxyType({"weight": lambda batch: (batch[1] != 0).sum()})
 
     compared(Declared)
+
+
+def test_a_sum_is_declared_and_logged_as_one():
+    class Summing(Net):
+        adaptive_options = MappingProxyType({"loss": "sum"})
+
+        def training_step(self, batch, batch_idx):
+            loss = 0.1 * F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum")
+            self.log("loss", loss, on_epoch=True)
+            return {"loss": loss, "same": loss.item()}
+
+    compared(Summing)
+
+
+def test_a_batch_without_a_valid_label_is_as_without_the_mixin():
+    class Declared(Ignoring):
+        adaptive_options = MappingProxyType({"weight": lambda batch: (batch[1] != 0).sum()})
+
+        def on_after_backward(self):
+            for parameter in self.parameters():
+                parameter.grad.nan_to_num_()
+
+    x, y = rows(8)
+    _, seen = compared(Declared, loader_of(x, torch.zeros_like(y)))
+    assert math.isnan(seen.logged[0]["accuracy"])
 
 
 def test_modules_that_mix_samples_are_refused_or_declared():
@@ -560,6 +627,22 @@ def test_a_step_above_a_step_runs_once():
     assert modules[1].seen == [3, 3, 2] * 3
 
 
+def test_a_step_of_a_class_below_one_that_fits_runs_once():
+    class Below(adaptive_of(Net)):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * 2
+
+    class Plain(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * 2
+
+    modules = seeded(Plain), seeded(Below)
+    for module in modules:
+        trained(module)
+    close(*modules)
+    assert modules[1].adaptive_result.sizes == (3, 3, 2)
+
+
 def test_a_module_without_a_trainer_is_called_as_it_is():
     module = seeded(adaptive_of(Net))
     loss = module.training_step(rows(), 0)
@@ -660,8 +743,11 @@ def test_the_call_to_write_trains_the_same():
 
 def test_several_ranks_are_refused_before_anything_is_trained():
     module = seeded(adaptive_of(Net))
-    with pytest.raises(AdaptiveUsageError, match="the Trainer uses DDPStrategy"):
+    # Lightning leaves the group, and names of the rank, behind
+    refused = pytest.raises(AdaptiveUsageError, match="the Trainer uses DDPStrategy")
+    with mock.patch.dict(os.environ), refused:
         trained(module, strategy="ddp", devices=1)
+    torch.distributed.destroy_process_group()
 
 
 def test_a_mixin_that_comes_last_is_refused():
@@ -723,13 +809,13 @@ class TooLarge(AdaptiveMixin, Net):
 def test_the_callback_logs_memory_sizes_and_retries():
     seen, module = Seen(), seeded(TooLarge)
     del module.adaptive_options["maximum"]
-    callbacks = [MemoryCallback(), seen]
+    callbacks = [MemoryCallback(share=float("inf")), seen]
     loader = loader_of(*rows(48))
     trained(module, loader, callbacks=callbacks, accumulate_grad_batches=2)
     logged = [each for each in seen.logged if each]
     # the second batch is the first step
     assert seen.logged[0] == {}
-    assert "memory/growth_bytes" in logged[-1]
+    assert logged[0]["memory/allocated_bytes"] > 0
     assert logged[0]["adaptive/retries"] >= 1
     assert logged[-1]["adaptive/retries"] == 0
     assert module.adaptive_result.sizes[0] == logged[-1]["adaptive/micro_batch"] <= 3

@@ -10,7 +10,13 @@ import torch
 from torch.nn import functional as F
 
 from tenure import adaptive
-from tenure.adaptive import AdaptiveUsageError, OutOfRetriesError, SplitMismatchError, memory_budget
+from tenure.adaptive import (
+    AdaptiveUsageError,
+    AdaptiveUsageWarning,
+    OutOfRetriesError,
+    SplitMismatchError,
+    memory_budget,
+)
 
 transformers = pytest.importorskip("transformers", reason="the extra transformers is not installed")
 from transformers import (  # noqa: E402
@@ -152,7 +158,7 @@ def trainer_of(
     trainer = kind(model, args, train_dataset=data, callbacks=list(callbacks), **kwargs)
     trainer.remove_callback(PrinterCallback)
     if options is not None:
-        trainer.step_options = options
+        trainer.adaptive_options = options
     return trainer
 
 
@@ -177,7 +183,7 @@ def test_a_third_of_the_memory_trains_the_same_model(tmp_path, events, model):
     assert len(fitted.losses) == fitted.trainer.state.global_step == 20
     assert limited.peak_bytes <= unlimited.peak_bytes // 3
     assert 1 <= len([event for event in events if event.info is not None]) <= 3
-    assert fitted.trainer.step_result.micro_batch < 16
+    assert fitted.trainer.adaptive_result.micro_batch < 16
 
 
 # --- every feature, in pieces
@@ -258,7 +264,7 @@ def test_pieces_train_as_the_whole_does(tmp_path, feature):
     plain = trained(kind, tmp_path, model(), data(), **both)
     fitted = trained(adaptive_kind, tmp_path, model(), data(), options={"maximum": 5}, **both)
     fitted.assert_same(plain)
-    assert fitted.trainer.step_result.sizes == (5, 5, 4, 2)
+    assert fitted.trainer.adaptive_result.sizes == (5, 5, 4, 2)
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
@@ -273,7 +279,12 @@ def test_bfloat16_trains_as_well_as_it_can(tmp_path):
 
 @pytest.mark.slow
 def test_a_compiled_model_trains_the_same(tmp_path):
-    settings = {"arguments": {"torch_compile": True, "optim": "sgd"}, "steps": 2}
+    settings = {"steps": 2}
+    settings["arguments"] = {
+        "torch_compile": True,
+        "torch_compile_backend": "aot_eager",
+        "optim": "sgd",
+    }
     plain = trained(Trainer, tmp_path, llama(), texts(), **settings)
     torch.compiler.reset()
     fitted = trained(
@@ -333,7 +344,7 @@ def test_callbacks_and_state_are_those_of_the_plain_trainer(tmp_path):
         AdaptiveTrainer, tmp_path, gpt2(), texts(), callbacks=[fitted], options={"maximum": 7},
         **settings,
     )  # fmt: skip
-    assert run.trainer.step_result.micro_batch < 16
+    assert run.trainer.adaptive_result.micro_batch < 16
     assert fitted.events == plain.events
 
 
@@ -397,9 +408,6 @@ def test_what_does_not_verify_has_to_say_how_its_loss_adds_up(tmp_path):
 
 
 def test_a_trainer_that_runs_backward_itself_is_refused(tmp_path):
-    class Own(AdaptiveTrainerMixin, Trainer):
-        pass
-
     class Base(Trainer):
         def training_step(self, model, inputs, num_items_in_batch=None):
             loss = self.compute_loss(model, inputs)
@@ -409,6 +417,20 @@ def test_a_trainer_that_runs_backward_itself_is_refused(tmp_path):
     kind = type("Adaptive", (AdaptiveTrainerMixin, Base), {})
     with pytest.raises(AdaptiveUsageError, match=r"called accelerator.backward\(\) 0 times"):
         trained(kind, tmp_path, gpt2(), texts())
+
+
+def test_a_mixin_that_would_never_be_reached_is_refused_by_its_class():
+    with pytest.raises(AdaptiveUsageError, match=r"class Behind\(AdaptiveTrainerMixin, \.\.\.\)"):
+        type("Behind", (Seq2SeqTrainer, AdaptiveTrainerMixin), {})
+    with pytest.raises(AdaptiveUsageError, match=r"Own\.training_step\(\) hides that of"):
+
+        class Own(AdaptiveTrainer):
+            def training_step(self, model, inputs, num_items_in_batch=None):
+                return self.compute_loss(model, inputs)
+
+    class Calling(AdaptiveTrainer):
+        def training_step(self, *args, **kwargs):
+            return super().training_step(*args, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -436,6 +458,14 @@ def test_engines_with_steps_of_their_own_are_refused_before_training(tmp_path):
     trainer.is_deepspeed_enabled = False
     trainer.is_distributed_loading_by_transformers = True
     with pytest.raises(AdaptiveUsageError, match="tensor, context or sequence parallelism"):
+        trainer.train()
+
+
+def test_several_processes_are_told_before_what_holds_for_them(tmp_path, monkeypatch):
+    trainer = trainer_of(AdaptiveTrainer, tmp_path, gpt2(), texts())
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    monkeypatch.setattr(Trainer, "train", lambda self: None)
+    with pytest.warns(AdaptiveUsageWarning, match=r"trains in 2 processes.* has to fit on its"):
         trainer.train()
 
 
@@ -564,7 +594,7 @@ def test_an_evaluation_that_runs_out_changes_no_size_of_the_training(tmp_path, e
     model.register_forward_pre_hook(refuse, with_kwargs=True)
     trainer.train()
     assert {event.name for event in events} == {"AdaptiveTrainer.prediction_step"}
-    assert trainer.step_result.sizes == (16,)
+    assert trainer.adaptive_result.sizes == (16,)
     trained(Trainer, tmp_path, gpt2(), texts()).assert_same(Run(trainer))
 
 
@@ -602,6 +632,17 @@ def test_a_batch_of_other_lengths_is_predicted_whole(tmp_path):
     assert "other numbers of samples: {" in caught.value.__notes__[0]
     options = {"in_dims": {"position_ids": None}}
     evaluated(AdaptiveTrainer, tmp_path, llama(), texts(16), most=6, options=options, **settings)
+
+
+def test_ranks_that_exchange_counts_predict_whole_batches(tmp_path, monkeypatch):
+    model = llama()
+    trainer = trainer_of(AdaptiveTrainer, tmp_path, model, None)
+    model.register_forward_pre_hook(_full(6), with_kwargs=True)
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    batch = trainer.data_collator(texts(8))
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.prediction_step(model, batch, prediction_loss_only=False)
+    assert "one with pieces would wait for the others" in caught.value.__notes__[0]
 
 
 def test_generated_sequences_are_put_together(tmp_path):

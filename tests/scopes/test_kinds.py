@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tenure import DisposedTensorError, NewDisposeScope, attach_to_scope, dispose, is_disposed
 from tenure._heap import find_holders
-from tenure.scopes import _disposed
 
 # Sparse, quantized and nested tensors announce that they are beta; that is torch's to say.
 pytestmark = pytest.mark.filterwarnings(
@@ -124,12 +123,6 @@ def test_a_scope_takes_every_kind_and_counts_its_bytes(kind):
         made = kind.make()
         assert made in scope
         assert scope.live_bytes == kind.n_bytes
-
-
-@pytest.fixture
-def nobody_searches(monkeypatch):
-    """A search of the heap is most of what an error takes; one of all kinds is below."""
-    monkeypatch.setattr(_disposed, "find_holders", lambda tensors: [[] for _ in tensors])
 
 
 @for_every_kind

@@ -1,8 +1,6 @@
 """Reports outlive their process: what JSON has of one reads back as the same report."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -31,6 +29,8 @@ from tenure.profiler import (
     TensorRow,
     snapshot,
 )
+
+from ..programs import run_program
 
 CPU = torch.device("cpu")
 ROW = TensorRow("f.<locals>.x", "other tensors", (2, "s0"), "float32", "cpu", 8, None, "a.py:3")
@@ -167,12 +167,7 @@ print(json.dumps([[report.to_dict(), str(report)] for report in reports]))
 
 
 def test_a_report_of_another_process_reads_as_it_was_printed_there():
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", OTHER_PROCESS],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_program(OTHER_PROCESS)
     kinds = (MemReport, LeakReport, RecordsDisplay, Snapshot)
     for kind, (facts, text) in zip(kinds, json.loads(done.stdout), strict=True):
         assert str(kind.from_dict(facts)) == text

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, assert_type
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from transformers import Seq2SeqTrainer
 
 import tenure
 from tenure import (
@@ -44,6 +45,7 @@ from tenure.adaptive import (
     Advice,
     BatchCoupledError,
     GlobalBatchsizeCache,
+    LazyTensor,
     NoBatchsizeCache,
     OomInfo,
     OomKind,
@@ -68,7 +70,10 @@ from tenure.adaptive import (
     simple,
     step,
 )
+from tenure.integrations.accelerate import step as accelerated_step
 from tenure.integrations.lightning import AdaptiveMixin, MemoryCallback
+from tenure.integrations.transformers import AdaptiveTrainer, AdaptiveTrainerMixin
+from tenure.integrations.transformers import MemoryCallback as TrainerMemoryCallback
 from tenure.paging import (
     PagedModel,
     PagingError,
@@ -565,6 +570,7 @@ def stepping(x: Tensor, model: nn.Module) -> None:
     step(loss_of, {"x": x}, verify=False, predict=True)
     step(counted, Batch(x, x), scaler=torch.amp.GradScaler("cpu"), minimum=2, maximum=8)
     step(loss_of, {"x": x}, backward=Tensor.backward)
+    assert_type(accelerated_step(object(), loss_of, {"x": x}, maximum=4), StepResult)
     step(loss_of, {"x": x}, backward=lambda loss: (loss / 4).backward())
     step(named, x, then=lambda terms: terms["mean"].log(), once=lambda: x.sum())
     step(model, x, loss=torch.sum, batchnorm="per_chunk", in_dims=1, out_dims=(0, None))
@@ -672,12 +678,32 @@ def planning(model: torch.nn.Module, x: Tensor, optimizer: torch.optim.Optimizer
     tenure.adaptive.plan(loss_of, {"x": x}, 8, loss="avg")  # type: ignore[arg-type]
 
 
+def recording(model: torch.nn.Module, x: Tensor, y: Tensor) -> None:
+    first, second = tenure.adaptive.lazy(x, y, batch=0)
+    model(first).sub(second).square().mean().backward()
+    recorded: LazyTensor = tenure.adaptive.lazy(x)
+    assert_type(recorded.value(), Tensor)
+
+
 class Fitting(AdaptiveMixin, LightningModule):
     adaptive_options = {"weight": lambda batch: len(batch), "minimum": 2}  # noqa: RUF012
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.log("mean", batch.mean(), prog_bar=True)
         return batch.mean()
+
+
+class Seq2Seq(AdaptiveTrainerMixin, Seq2SeqTrainer):
+    adaptive_options = {"minimum": 2}  # noqa: RUF012
+
+
+def training(trainer: AdaptiveTrainer) -> None:
+    assert_type(trainer.adaptive_result, StepResult | None)
+    trainer.adaptive_options = {"maximum": 8}
+    callback = TrainerMemoryCallback(share=0.1)
+    assert_type(callback.report(), str)
+    trainer.add_callback(callback)
+    Seq2Seq(trainer.model, callbacks=[callback]).train(resume_from_checkpoint=True)
 
 
 def integrating(module: Fitting) -> None:

@@ -33,6 +33,18 @@ class Measured(NamedTuple):
     n_bytes: int
 
 
+class Failed(NamedTuple):
+    """A size that failed.
+
+    Attributes:
+        size: the size.
+        free_bytes: what was free then; None where that is not known.
+    """
+
+    size: int
+    free_bytes: int | None
+
+
 @dataclass(slots=True)
 class SizeRecord:
     """The memory of one site; threads may share it.
@@ -54,6 +66,7 @@ class SizeRecord:
         n_clean: calls without a failure since the last one, or since the last growth ended.
         interval: clean calls before a larger size is tried.
         climbing: whether the next call tries a larger size.
+        failed: what is known to fail, the smallest first.
     """
 
     ok: int = 0
@@ -68,6 +81,7 @@ class SizeRecord:
     n_clean: int = 0
     interval: int = _FIRST_INTERVAL
     climbing: bool = False
+    failed: tuple[Failed, ...] = ()
 
     def snapshot(self) -> SizeRecord:
         """All that it says at one moment, whatever other threads note meanwhile."""
@@ -101,7 +115,12 @@ class SizeRecord:
                 self._note_less(size, needed_bytes)
             if self.bad is not None and size >= self.bad:
                 # memory has come free: go on at once, and faster
+                self.failed = tuple(each for each in self.failed if each.size > size)
                 self.bad, self.climbing, self.n_failed = None, True, 0
+                # so much as was measured, where it was: memory comes and goes with what a loader
+                # fetches ahead, and what failed far above would fail each time
+                if self.failed and self.points:
+                    self.bad, self.free_bytes = self.failed[0]
             return grew
 
     def _note_room(self, size: int, free_bytes: int | None) -> None:
@@ -136,6 +155,7 @@ class SizeRecord:
             elif self.points:
                 self.is_steep = True
             self.bad, self.device, self.free_bytes = size, device, free_bytes
+            self.failed = (Failed(size, free_bytes), *(f for f in self.failed if f.size > size))
             self.is_guess = False
             if self.climbing:
                 # each failure above what works doubles the wait for the next: failures grow with

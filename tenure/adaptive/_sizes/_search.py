@@ -237,6 +237,9 @@ class AdaptiveSearch:
             return None
         size, meter = self.size, self._meter
         needed_bytes = meter.needed_bytes() if meter is not None else None
+        if self._trials is not None and size == self._initial < record.ok:
+            # a small batch that is whole: in parts it would have gradients of others beside it
+            needed_bytes = None
         if self._grown is not None and needed_bytes:
             # or all of it would pass for what a smaller size does not need: see
             # test_what_is_remembered_is_not_predicted_again

@@ -5,6 +5,8 @@ from ._at_size import step_at_size as step_at_size
 from ._check import SplitDifference as SplitDifference
 from ._check import SplitReport as SplitReport
 from ._check import check_split as check_split
+from ._gradients import IsolatedGradients as IsolatedGradients
+from ._gradients import leaves_of as leaves_of
 from ._loss import Reduction as Reduction
 from ._modules import no_optimizer_steps as no_optimizer_steps
 from ._samples import SampleDims as SampleDims

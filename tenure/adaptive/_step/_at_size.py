@@ -32,7 +32,9 @@ def step_at_size(spec: StepSpec, size: int) -> StepOutcome:
     spec.check()
     parts = StepParts(spec)
     state = parts.rollback()
-    with DisposeScope("step") as scope, no_optimizer_steps(spec.entry):
+    # other processes know nothing of what is only predicted
+    quiet = parts.without_exchange()
+    with quiet, DisposeScope("step") as scope, no_optimizer_steps(spec.entry):
         state.begin()
         try:
             outcome = StepRun(parts).run(size)

@@ -25,14 +25,20 @@ class Joiner:
         sizes: the samples of each.
         losses: the loss that each returned.
         loss: the loss of the whole batch; None where it is no mean or sum of those.
+        weights: what the loss of each is a mean over, or dicts of that by name; None: its samples.
     """
 
     def __init__(
-        self, sizes: Sequence[int], losses: Sequence[Tensor | None], loss: Tensor | None
+        self,
+        sizes: Sequence[int],
+        losses: Sequence[Tensor | None],
+        loss: Tensor | None,
+        weights: Sequence[Any] | None,
     ) -> None:
         self.sizes = sizes
         self._losses = losses
         self._loss = loss
+        self._weights = weights
 
     def joined(self, values: Sequence[Any], place: str) -> Any:
         """One value for the whole batch, of one for each micro-batch.
@@ -53,11 +59,11 @@ class Joiner:
             return self._joined_tensors(values, place)
         if isinstance(first, float):
             return self.mean(values)
+        # as in `metric.update(loss, weight=len(x))`
+        if self.count_samples(values):
+            return sum(values)
         if isinstance(first, Number | str | bytes | None) and all(v == first for v in values):
             return first
-        # how many samples there are, as in `metric.update(loss, weight=len(x))`
-        if isinstance(first, int) and self._have_rows(values):
-            return sum(values)
         if isinstance(first, list) and self._have_rows([len(value) for value in values]):
             return [item for value in values for item in value]
         levels = [level_of(value) for value in values]
@@ -80,20 +86,39 @@ class Joiner:
         assert self._loss is not None
         return self._loss if isinstance(value, Tensor) else self._loss.item()
 
-    def mean(self, values: Sequence[Any], weights: Sequence[float] | None = None) -> Any:
+    def count_samples(self, values: Sequence[Any]) -> bool:
+        """Whether each value is how many samples its micro-batch has."""
+        return type(values[0]) is int and self._have_rows(values)
+
+    def mean(
+        self, values: Sequence[Any], weights: Sequence[float] | None = None, name: str = "loss"
+    ) -> Any:
         """The mean of means.
 
         Args:
             values: numbers, or tensors of one element.
-            weights: what each is a mean over; None: as many as it has samples.
+            weights: what each is a mean over; None: what the loss is.
+            name: by which `weight=` may say so.
         """
-        weights = self.sizes if weights is None else weights
+        if isinstance(values[0], Number) and all(value == values[0] for value in values):
+            return values[0]
+        weights = self._weights_of(name) if weights is None else weights
+        # a mean over nothing is what the parts say of it, nan
+        weights = weights if any(weights) else self.sizes
         total = sum(weights)
         # a part of weight zero is left out: its mean is nan
-        parts = [
-            _wide(v) * (w / total) for v, w in zip(values, weights, strict=True) if w or not total
-        ]
-        return self.total(parts)
+        return self.total(
+            [_wide(v) * (w / total) for v, w in zip(values, weights, strict=True) if w]
+        )
+
+    def _weights_of(self, name: str) -> Sequence[float]:
+        if self._weights is None:
+            return self.sizes
+        if not isinstance(self._weights[0], Mapping):
+            return list(map(float, self._weights))
+        if name not in self._weights[0]:
+            return self.sizes
+        return [float(each[name]) for each in self._weights]
 
     @staticmethod
     def total(values: Sequence[Any]) -> Any:
@@ -160,8 +185,11 @@ def log_of(
     weights = _batch_sizes(joiner, [each.get("batch_size") for each in options])
     if weights is not None:
         of_whole["batch_size"] = sum(weights)
+    # the number of samples says how the batch counts in an epoch, and not what the value divides by
+    if weights == list(joiner.sizes):
+        weights = None
     reduction = of_whole.get("reduce_fx", "mean")
-    kind = reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "")
+    kind = str(getattr(reduction, "__name__", reduction)).lower()
     first: Any = values[0]
     if len(values) == 1 or not isinstance(first, Tensor | Number):
         return first, of_whole
@@ -171,9 +199,20 @@ def log_of(
         return _extreme(values, kind), of_whole
     if kind == "sum":
         return joiner.total(values), of_whole
-    if isinstance(first, int) and all(value == first for value in values):
-        return first, of_whole
-    return joiner.mean(values, weights), of_whole
+    if joiner.count_samples(values) or _are_counts(values):
+        return joiner.total(values), of_whole
+    return joiner.mean(values, weights, name), of_whole
+
+
+def _are_counts(values: Sequence[Any]) -> bool:
+    """Whether they are whole numbers that are others for each part, such as right answers."""
+    if not all(isinstance(v, int) or _is_integer(v) for v in values):
+        return False
+    return any(bool(value != values[0]) for value in values[1:])
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_floating_point()
 
 
 def _extreme(values: Sequence[Any], kind: str) -> Any:

@@ -31,6 +31,7 @@ class Part:
         logs: names, values and options of `self.log`, in order.
         calls: calls of metrics, in order; none where the batch is whole.
         loss: what was returned as the loss, without its graph; None if that is no tensor.
+        weight: what that is a mean over, where `weight=` says so.
         is_skipped: whether None was returned, so that the batch is to be skipped.
         extra: the rest of the dict that was returned.
     """
@@ -38,6 +39,7 @@ class Part:
     logs: list[tuple[str, Any, dict[str, Any]]] = field(default_factory=list)
     calls: list[MetricCall] = field(default_factory=list)
     loss: Tensor | None = None
+    weight: Any = None
     is_skipped: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -69,6 +71,7 @@ class Recorder:
         # what is looked for in a function, such as tensors, must not be found here
         self._whole = id(batch)
         self._others, self._named = others, named
+        self._weight = options.get("weight")
         self._returns_loss = not callable(options.get("loss"))
         self.logs_loss = self._returns_loss and not {"then", "once"} & options.keys()
         self._metrics = MetricRecorder(module)
@@ -93,6 +96,9 @@ class Recorder:
                 returned = function(self.module, batch, *self._others, **self._named)
         finally:
             self._part = None
+        if self._weight is not None and not is_whole:
+            with torch.no_grad():
+                part.weight = self._weight(batch)
         return self._loss_of(returned, part), part
 
     def log(self, name: str, value: Any, options: dict[str, Any]) -> None:
@@ -140,6 +146,7 @@ class Outcome:
         loss: the loss of the whole batch.
 
     Attributes:
+        loss: the loss of the whole batch, of the type that the function returns.
         is_skipped: whether None was returned.
 
     Raises:
@@ -152,7 +159,10 @@ class Outcome:
         self._parts = parts
         self._name = f"{type(recorder.module).__name__}.training_step"
         losses = [part.loss for part in parts]
-        self._joiner = Joiner(sizes, losses, loss if recorder.logs_loss else None)
+        # sums of micro-batches in half precision are wider than that
+        self.loss = loss if losses[0] is None else loss.to(losses[0].dtype)
+        weights = None if parts[0].weight is None else [part.weight for part in parts]
+        self._joiner = Joiner(sizes, losses, self.loss if recorder.logs_loss else None, weights)
         skipped = [part.is_skipped for part in parts]
         self.is_skipped = all(skipped)
         if any(skipped) and not all(skipped):

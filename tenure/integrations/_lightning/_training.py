@@ -7,7 +7,8 @@ as if the whole batch had just run forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tenure._errors import AdaptiveUsageError, BatchCoupledError, SplitMismatchError
 from tenure.adaptive import step
 
 from ._deferred import DeferredGradients
@@ -54,7 +56,7 @@ def fitting_step(
     scale = None if scaler is None else scaler.scale(torch.ones((), device=module.device))
     deferred = DeferredGradients(_trained_by(module))
     kind = type(module)
-    with deferred, recorder.active():
+    with _telling_where_to_declare(kind), deferred, recorder.active():
         result = step(
             _function_of(module, written),
             batch,
@@ -71,8 +73,21 @@ def fitting_step(
         module.log(name, value, **how)
     if outcome.is_skipped:
         return None
-    loss = deferred.loss(result.loss, scale)
+    loss = deferred.loss(outcome.loss, scale)
     return {"loss": loss, **extra} if (extra := outcome.extra()) else loss
+
+
+@contextmanager
+def _telling_where_to_declare(kind: type) -> Iterator[None]:
+    """A block whose errors speak of arguments of `step`, which the user does not call."""
+    try:
+        yield
+    except (AdaptiveUsageError, BatchCoupledError, SplitMismatchError) as error:
+        error.add_note(
+            f"{kind.__name__} is an AdaptiveMixin: arguments of step() stand in its "
+            'adaptive_options, a dict such as {"weight": lambda batch: ...}.'
+        )
+        raise
 
 
 def _function_of(self: Any, written: Callable[..., Any]) -> Callable[[Any], Any]:

@@ -7,7 +7,6 @@ from collections import Counter
 
 import pytest
 import torch
-import torchmetrics
 from torch import nn
 
 from tenure import NewDisposeScope, adaptive, is_disposed, owner_of
@@ -231,7 +230,9 @@ def test_what_can_not_be_concatenated_is_refused_at_the_first_piece(
 
 
 def test_a_metric_is_updated_over_many_calls_as_by_the_whole_batches():
-    plain, ours = (torchmetrics.classification.BinaryAUROC() for _ in range(2))
+    from torchmetrics.classification import BinaryAUROC
+
+    plain, ours = BinaryAUROC(), BinaryAUROC()
     net = nn.Linear(3, 1)
 
     @adaptive.chunked(initial_step=8, collect=ours)
@@ -353,7 +354,9 @@ def test_what_has_an_update_of_its_own_is_a_reducer_and_a_class_is_a_function():
 
 
 def test_a_metric_that_is_a_class_is_refused_by_name():
+    from torchmetrics import MeanMetric
+
     with pytest.raises(
         AdaptiveUsageError, match=r"^collect=MeanMetric is a class\. Give .* collect=MeanMetric\(\)"
     ):
-        adaptive.chunked(collect=torchmetrics.MeanMetric)(lambda chunk, start, end: chunk)
+        adaptive.chunked(collect=MeanMetric)(lambda chunk, start, end: chunk)

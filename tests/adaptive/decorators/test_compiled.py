@@ -1,8 +1,5 @@
 """Compiled code gets chunks of all sizes, and is compiled once for them."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -10,6 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from tenure.adaptive import NoBatchsizeCache, chunked, step
 
+from ...programs import run_program
 from ..step.step_cases import gradients, small_net, worst_error
 
 SIZES = (64, 32, 20, 7, 5, 13, 3, 2)
@@ -100,5 +98,5 @@ net = torch.nn.Linear(4, 1)
 step(lambda b: net(b).mean(), torch.randn(8, 4), maximum=4)
 print("torch._dynamo" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = run_program(program)
     assert (done.stdout, done.stderr) == ("False\n", "")

@@ -264,7 +264,7 @@ def test_results_are_given_to_a_function():
     assert total(torch.ones(7)) == 7.0
 
 
-def test_results_live_on_and_temporaries_do_not():
+def test_results_live_on_and_temporaries_do_not(nobody_searches):
     kept = []
 
     @adaptive.chunked(initial_step=4, collect="list")
@@ -659,7 +659,9 @@ def test_an_option_that_is_like_none_gets_them_all_listed():
         adaptive.execute.batch(initial_batchsize=8, zzz=1)
 
 
-def test_a_tensor_of_a_failed_attempt_says_where_the_call_was_and_nothing_of_tenures_files():
+def test_a_tensor_of_a_failed_attempt_says_where_the_call_was_and_nothing_of_tenures_files(
+    nobody_searches,
+):
     kept = []
 
     @adaptive.batch(initial_batchsize=2)

@@ -124,6 +124,15 @@ def test_settings_of_torch_are_as_before():
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C raises, also where the tests were started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("where", ["_lend", "_take_back"])
 def test_an_interrupt_waits_until_all_tensors_have_their_data(monkeypatch, where):
     from tenure.adaptive._predict._lent import _fakes
@@ -142,6 +151,7 @@ def test_an_interrupt_waits_until_all_tensors_have_their_data(monkeypatch, where
     assert signal.getsignal(signal.SIGINT) is handler
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_the_work():
     model = nn.Linear(4, 4)
 

@@ -171,7 +171,9 @@ def test_on_a_device_what_a_forward_returns_of_its_weights_stays_right(sim, shar
         assert_safe_after(model, x, expected, lambda: model.rest(x))
 
 
-def test_the_scope_of_the_caller_owns_what_a_forward_returns_of_its_weights(tmp_path):
+def test_the_scope_of_the_caller_owns_what_a_forward_returns_of_its_weights(
+    tmp_path, nobody_searches
+):
     model, x = Returning().eval(), torch.randn(3, WIDTH)
     with page(model, "cpu", 1, budget="60KiB", host=tmp_path):
         with NewDisposeScope():

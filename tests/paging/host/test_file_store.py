@@ -1,8 +1,6 @@
 import errno
 import gc
 import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -12,6 +10,7 @@ from torch import nn
 from tenure.paging import PagingError, PagingWarning, page
 from tenure.paging._host import _file_store as module
 
+from ...programs import run_program
 from ..models import mlp
 from ..test_zoo import assert_equal
 
@@ -36,14 +35,7 @@ def state_of(model):
 
 
 def in_another_process(code, **environment):
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={**os.environ, **environment},
-    )
+    return run_program(textwrap.dedent(code), **environment)
 
 
 def test_the_folder_is_made_and_nothing_is_ever_seen_in_it(tmp_path):

@@ -1,13 +1,13 @@
 """The decorators: in programs of their own, because they profile until the program ends."""
 
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
 
 from tenure.profiler import ProfilerUsageError, profile, profile_every
+
+from ...programs import run_program
 
 HEAD = """
 import asyncio, torch
@@ -21,7 +21,7 @@ def program(text, tmp_path):
     """What a program prints; it must not fail, nor write anything to stderr."""
     path = tmp_path / "script.py"
     path.write_text(HEAD + textwrap.dedent(text))
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False)
+    done = run_program(path)
     assert done.stderr == ""
     assert done.returncode == 0
     return done.stdout
@@ -67,7 +67,7 @@ def test_profile_prints_after_an_interrupt(tmp_path):
         HEAD
         + "@profile\ndef work(n):\n    x = torch.ones(n)\n    raise KeyboardInterrupt\nwork(10)"
     )
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False)
+    done = run_program(path)
     assert "     1   40 B    0 B  40 B  40 B      x = torch.ones(n)" in done.stdout
     assert done.stderr.splitlines()[-1] == "KeyboardInterrupt"
 
@@ -264,7 +264,7 @@ def test_a_table_that_cannot_be_printed_does_not_stop_those_after_it(tmp_path):
     """
     path = tmp_path / "script.py"
     path.write_text(HEAD + textwrap.dedent(text))
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False)
+    done = run_program(path)
     assert done.stdout.splitlines()[0] == "## other, script.py:11, cpu"
     assert "tenure.profiler.ProfilerUsageError: no such field" in done.stderr
 

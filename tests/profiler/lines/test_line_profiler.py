@@ -13,6 +13,8 @@ from rich.console import Console
 
 from tenure.profiler import LineProfiler, LineRecord, ProfilerUsageError, RecordsDisplay
 
+from ...programs import run_program
+
 
 def work(n):
     x = torch.ones(n)
@@ -53,7 +55,7 @@ def test_importing_the_room_and_making_a_profiler_start_nothing():
 
 
 def test_profiling_prints_nothing_and_an_exit_inside_a_function_keeps_its_status():
-    done = run(
+    done = run_program(
         "import sys, torch\n"
         "from tenure.profiler import LineProfiler\n"
         "old = [torch.ones(10) for _ in range(3000)]\n"
@@ -535,7 +537,7 @@ def test_records_can_be_read_while_it_collects():
 
 def test_a_profiler_leaves_no_garbage():
     # In a process of its own: what other tests compiled becomes garbage when it likes.
-    done = run(
+    done = run_program(
         "import gc, torch\n"
         "from tenure.profiler import LineProfiler\n"
         "def work():\n"

@@ -2,8 +2,7 @@
 
 import io
 import json
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,14 +15,14 @@ from tenure import NewDisposeScope
 from tenure.profiler import ProfilerUsageError, SavedRecord, SavedReport, saved_for_backward
 from tests.packed_graph import packed_graph
 
+from ...programs import run_program
 from . import saved_cases
 
 
 @pytest.fixture(scope="module")
 def measured():
     """Found and true bytes of every case, from a process that runs torch's profiler."""
-    command = [sys.executable, "-W", "ignore", saved_cases.__file__]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_program(Path(saved_cases.__file__))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

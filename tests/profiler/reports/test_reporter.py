@@ -5,8 +5,6 @@ import gc
 import io
 import json
 import pickle
-import subprocess
-import sys
 import warnings
 import weakref
 from contextlib import redirect_stdout
@@ -20,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tenure import NewDisposeScope
 from tenure.profiler import DeviceReport, MemReport, MemReporter, ProfilerUsageError, TensorRow
 from tenure.testing._device._machine import machine
+
+from ...programs import run_program
 
 pytestmark = pytest.mark.slow  # each looks through the whole heap, some many times
 
@@ -587,7 +587,7 @@ with contextlib.redirect_stdout(io.StringIO()):
     report = MemReporter(model).report()
 print(sorted(row.name for row in report.rows if row.n_bytes))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_program(code)
     assert (done.stdout, done.stderr) == ("['__main__.HISTORY[0]', 'bias', 'weight']\n", "")
 
 

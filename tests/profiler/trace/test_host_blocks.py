@@ -1,11 +1,10 @@
 """Host memory from before the profiler was enabled: its end is seen, whatever else is alive."""
 
-import subprocess
-import sys
-
 import torch
 
 from tenure.profiler import LineProfiler
+
+from ...programs import run_program
 
 KEPT = []
 
@@ -46,5 +45,5 @@ with LineProfiler(let_go, device="cpu") as profiler:
     let_go()
 print([r.freed_bytes for r in profiler.records])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_program(code)
     assert (done.stdout, done.stderr) == ("[400]\n", "")

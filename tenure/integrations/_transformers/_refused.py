@@ -1,4 +1,4 @@
-"""Which Trainers can't be made to fit: told by name, before they run."""
+"""Which Trainers can't be made to fit: told by name, when they are defined or before they run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,32 @@ from collections.abc import Iterator
 from transformers import Trainer
 from transformers.utils.import_utils import is_sagemaker_mp_enabled
 
-from tenure._errors import AdaptiveUsageError
+from tenure._callers import warn_user
+from tenure._errors import AdaptiveUsageError, AdaptiveUsageWarning
+
+
+def refuse_class(cls: type, mixin: type) -> None:
+    """Make sure that the methods of the mixin are reached.
+
+    Raises:
+        AdaptiveUsageError: a class stands before the mixin, and hides them.
+    """
+    before = cls.__mro__[: cls.__mro__.index(mixin)]
+    if Trainer in before:
+        raise AdaptiveUsageError(
+            f"{cls.__name__} has {mixin.__name__} behind a Trainer, whose methods hide those of "
+            f"the mixin: nothing would be adaptive. Write it first: class {cls.__name__}"
+            f"({mixin.__name__}, ...)."
+        )
+    for name in ("training_step", "prediction_step"):
+        code = getattr(vars(cls).get(name), "__code__", None)
+        # whoever calls it reaches the mixin
+        if code is not None and "super" not in code.co_names:
+            raise AdaptiveUsageError(
+                f"{cls.__name__}.{name}() hides that of {mixin.__name__} and does not call it: "
+                f"nothing would be adaptive. Call super().{name}(), or define it in a Trainer of "
+                f"its own, and write class {cls.__name__}({mixin.__name__}, ThatTrainer)."
+            )
 
 
 def refuse_training(trainer: Trainer) -> None:
@@ -19,6 +44,13 @@ def refuse_training(trainer: Trainer) -> None:
     reason = next(_reasons(trainer), None)
     if reason is not None:
         raise AdaptiveUsageError(f"{type(trainer).__name__} can't train: {reason} Nothing was run.")
+    if trainer.args.world_size > 1 and trainer.args.process_index == 0:
+        warn_user(
+            f"{type(trainer).__name__} trains in {trainer.args.world_size} processes, and ranks "
+            "that split differently would wait for each other: each batch has to fit on its rank. "
+            "One that does not ends the training with an error.",
+            AdaptiveUsageWarning,
+        )
 
 
 def _reasons(trainer: Trainer) -> Iterator[str]:

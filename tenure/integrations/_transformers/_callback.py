@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from ._memory_watch import MemoryWatch
+from .._memory_watch import MemoryWatch
 
 if TYPE_CHECKING:
     from tenure.adaptive import StepResult
@@ -31,11 +31,11 @@ class MemoryCallback(TrainerCallback):
         share: the share of the time that looks at all tensors may take.
 
     Attributes:
-        step_result: what the last step did, where the trainer is an adaptive one.
+        adaptive_result: what the last step did, where the trainer is an adaptive one.
     """
 
     def __init__(self, share: float = 0.03) -> None:
-        self.step_result: StepResult | None = None
+        self.adaptive_result: StepResult | None = None
         self._watch = MemoryWatch(share)
         self._is_told = True
 
@@ -64,7 +64,7 @@ class MemoryCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Look, if it is time."""
-        self._watch.step_ended(self.step_result)
+        self._watch.step_ended(self.adaptive_result)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Add figures where the trainer has not."""

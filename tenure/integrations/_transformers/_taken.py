@@ -1,0 +1,60 @@
+"""The loss that a trainer would run backward, taken before it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from tenure._errors import AdaptiveUsageError
+
+
+class LossOfBatch:
+    """The function of all steps of one trainer, so that each is known to be the same work.
+
+    Args:
+        name: what errors and events call it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    @contextmanager
+    def being(self, loss_of: Callable[[Any], Tensor]) -> Iterator[None]:
+        """A block in which it is a function, which it does not hold afterwards."""
+        self._loss_of = loss_of
+        try:
+            yield
+        finally:
+            del self._loss_of
+
+    def __call__(self, batch: Any) -> Tensor:
+        # Not by its name: whoever searches a step for modules follows names, and a trainer leads to
+        # data sets and the state of optimizers. The modules are given, or seen when they run.
+        loss: Tensor = vars(self)["_loss_of"](batch)
+        return loss
+
+
+@contextmanager
+def losses_taken(accelerator: Any) -> Iterator[list[Tensor]]:
+    """A block in which an accelerator takes losses down, and runs none of them backward."""
+    before, losses = vars(accelerator).get("backward"), []
+    accelerator.backward = lambda loss, **_: losses.append(loss)
+    try:
+        yield losses
+    finally:
+        del accelerator.backward
+        if before is not None:
+            accelerator.backward = before
+
+
+def only(losses: list[Tensor], trainer: object) -> Tensor:
+    if len(losses) != 1:
+        raise AdaptiveUsageError(
+            f"{type(trainer).__name__}.training_step() called accelerator.backward() "
+            f"{len(losses)} times, so there is no one loss to split. Let it call that once for "
+            "each batch, or train with a Trainer that is not adaptive."
+        )
+    return losses[0]

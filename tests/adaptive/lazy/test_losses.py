@@ -1,0 +1,196 @@
+"""Gradients and values of losses, whole and in micro-batches, are those of plain PyTorch."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tenure.adaptive import BatchCoupledError, OutOfRetriesError, lazy
+
+from .programs import RoomFor, assert_same_gradients, batch, mlp
+
+pytestmark = pytest.mark.usefixtures("forgetful")
+WEIGHTS = torch.tensor([0.2, 1.0, 2.5], dtype=torch.float64)
+
+
+def _ignored(y):
+    # all valid labels on one side, so that parts have none
+    return torch.where(torch.arange(len(y)) < 5, torch.tensor(-100), y)
+
+
+def _cross_entropy(**options):
+    return lambda out, x, y: F.cross_entropy(out, y, **options)
+
+
+LOSSES = {
+    "cross_entropy": _cross_entropy(),
+    "sum": _cross_entropy(reduction="sum"),
+    "none, then mean": lambda out, x, y: F.cross_entropy(out, y, reduction="none").mean(),
+    "class weights": _cross_entropy(weight=WEIGHTS),
+    "label smoothing": _cross_entropy(weight=WEIGHTS, label_smoothing=0.1),
+    "ignored": lambda out, x, y: F.cross_entropy(out, _ignored(y)),
+    "ignored and weights": lambda out, x, y: F.cross_entropy(out, _ignored(y), weight=WEIGHTS),
+    "nll": lambda out, x, y: F.nll_loss(F.log_softmax(out, 1), y, weight=WEIGHTS),
+    "probabilities": lambda out, x, y: F.cross_entropy(out, F.one_hot(y, 3).double() * 0.9),
+    "mse": lambda out, x, y: F.mse_loss(out, F.one_hot(y, 3).double()),
+    "mse, weighted": lambda out, x, y: F.mse_loss(
+        out, F.one_hot(y, 3).double(), weight=torch.rand(8, 1, dtype=torch.float64).expand(8, 3)
+    ),
+    "l1": lambda out, x, y: F.l1_loss(out[:, 0], x[:, 0]),
+    "smooth_l1 sum": lambda out, x, y: F.smooth_l1_loss(out[:, 0], x[:, 0], reduction="sum"),
+    "huber": lambda out, x, y: F.huber_loss(out[:, 0], x[:, 0]),
+    "bce": lambda out, x, y: F.binary_cross_entropy(out.sigmoid(), F.one_hot(y, 3).double()),
+    "bce logits": lambda out, x, y: F.binary_cross_entropy_with_logits(
+        out, F.one_hot(y, 3).double(), pos_weight=WEIGHTS
+    ),
+    "kl": lambda out, x, y: F.kl_div(
+        F.log_softmax(out, 1), F.softmax(x[:, :3], 1), reduction="batchmean"
+    ),
+    "mean": lambda out, x, y: out.square().mean(),
+    "scaled": lambda out, x, y: F.cross_entropy(out, y) / 4,
+    "two terms": lambda out, x, y: F.cross_entropy(out, _ignored(y)) + 0.1 * out.pow(2).mean(),
+    "mean and sum": lambda out, x, y: F.cross_entropy(out, y) + out.abs().sum() / 7,
+    "added in place": lambda out, x, y: F.cross_entropy(out, y).add_(out.pow(2).mean()),
+    "sum of a list": lambda out, x, y: sum([F.cross_entropy(out, y), out.mean(), 3.0]),
+    "by hand": lambda out, x, y: (
+        (F.cross_entropy(out, y, reduction="none") * (y > 0)).sum() / (y > 0).sum()
+    ),
+    "by the number of samples": lambda out, x, y: (
+        F.cross_entropy(out, y, reduction="none") / x.size(0)
+    ).sum(),
+    "root": lambda out, x, y: out.pow(2).mean().sqrt(),
+    "product of terms": lambda out, x, y: F.cross_entropy(out, y) * out.pow(2).sum(),
+    "square of a sum": lambda out, x, y: out.sum() ** 2,
+    "contrastive": lambda out, x, y: F.cross_entropy(out @ out.T, torch.arange(len(y))),
+    "deviation": lambda out, x, y: out.std(0).sum(),
+    "log-sum-exp": lambda out, x, y: torch.logsumexp(out.flatten(), 0),
+    "softmax over samples": lambda out, x, y: F.cross_entropy(out.softmax(0), y),
+    "of some samples": lambda out, x, y: F.cross_entropy(out[y > 0], y[y > 0]),
+    "of a slice": lambda out, x, y: out[:3].pow(2).sum(),
+    "in rows": lambda out, x, y: F.cross_entropy(out.view(x.size(0), -1), y.view(-1)),
+    "of one sample at a time": lambda out, x, y: torch.stack(
+        [F.cross_entropy(a, b) for a, b in zip(out, y, strict=True)]
+    ).mean(),
+    "detached": lambda out, x, y: (out * out.detach().exp()).mean(),
+    "squeezed": lambda out, x, y: out[:, :1].squeeze().square().mean(),
+}
+
+
+@pytest.mark.parametrize("room", [None, 3])
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_gradients_and_loss_are_those_of_plain_tensors(loss, room):
+    model, (x, y) = mlp(), batch()
+
+    def program(wrap):
+        torch.manual_seed(5)
+        a, b = wrap(x, y)
+        value = loss(model(a), a, b)
+        value.backward()
+        return value.item()
+
+    expected, found = assert_same_gradients(model, program, room)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+INPUTS = {
+    "normalized by the batch": lambda x: (x - x.mean(0)) / x.std(0),
+    "mixed up": lambda x: 0.3 * x + 0.7 * x[torch.randperm(len(x))],
+    "twice": lambda x: torch.cat([x, -x]),
+    "written into": lambda x: x.mul_(2).sub_(1),
+    "noise": lambda x: x + 0 * torch.randn_like(x),
+}
+
+
+@pytest.mark.parametrize("room", [None, 3])
+@pytest.mark.parametrize("prepare", INPUTS.values(), ids=INPUTS)
+def test_what_is_made_of_the_batch_alone_may_mix_its_samples(prepare, room):
+    model, (x, _) = mlp(), batch()
+
+    def program(wrap):
+        torch.manual_seed(5)
+        model(prepare(wrap(x.clone()))).square().mean().backward()
+
+    # a doubled batch is a product of twice the rows
+    assert_same_gradients(model, program, room and 7)
+
+
+@pytest.mark.parametrize("room", [None, 3])
+@pytest.mark.parametrize("flat", [False, True])
+def test_labels_and_masks_that_are_plain_are_cut_with_the_batch(flat, room):
+    model = mlp(n_out=6)
+    x, _ = batch()
+    y, mask = torch.randint(0, 3, (8, 2)), torch.rand(8, 6) > 0.5
+
+    def program(wrap):
+        out = model(wrap(x)).masked_fill(mask, -1.0).view(8, 2, 3)
+        loss = (
+            F.cross_entropy(out.reshape(-1, 3), y.view(-1))
+            if flat
+            else F.cross_entropy(out.transpose(1, 2), y)
+        )
+        loss.backward()
+
+    assert_same_gradients(model, program, room)
+
+
+def test_a_penalty_with_a_graph_of_its_own_counts_once():
+    model, (x, y) = mlp(), batch()
+
+    def program(wrap):
+        penalty = 0.1 * model[0].weight.square().sum()
+        (F.cross_entropy(model(wrap(x)), wrap(y)) + penalty).backward()
+
+    assert_same_gradients(model, program, room=3)
+
+
+def test_batch_norm_in_training_is_refused_where_it_does_not_fit_and_nothing_changed():
+    model = nn.Sequential(nn.BatchNorm1d(4), mlp()).double()
+    x, y = batch()
+    before = model[0].running_mean.clone()
+    with RoomFor(3), pytest.raises(BatchCoupledError, match=r"batch_norm\(\) at .*test_losses"):
+        F.cross_entropy(model(lazy(x)), y).backward()
+    assert torch.equal(model[0].running_mean, before)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_batch_norm_writes_its_statistics_once_whatever_is_read():
+    model, (x, y) = nn.Sequential(nn.BatchNorm1d(4), mlp()).double(), batch()
+    expected = nn.BatchNorm1d(4).double()
+    expected(x)
+    out = model(lazy(x))
+    loss = F.cross_entropy(out, y)
+    assert loss.item() == loss.item()
+    assert str(out)
+    loss.backward()
+    assert out.argmax(1).tolist()
+    torch.testing.assert_close(model[0].running_mean, expected.running_mean)
+    assert model[0].num_batches_tracked == 1
+
+
+def test_what_does_not_fit_sample_by_sample_says_so():
+    model, (x, _) = mlp(), batch()
+    with RoomFor(0), pytest.raises(OutOfRetriesError, match="micro-batch 8"):
+        model(lazy(x)).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_hook_of_a_recorded_tensor_keeps_the_batch_whole():
+    model, (x, _) = mlp(), batch()
+    seen = []
+
+    def program(wrap):
+        out = model(wrap(x))
+        out.register_hook(lambda gradient: seen.append(gradient.shape) or gradient * 2)
+        out.sum().backward()
+
+    assert_same_gradients(model, program)
+    assert seen == [(8, 3), (8, 3)]
+    with RoomFor(3), pytest.raises(BatchCoupledError, match="sees the gradient of the whole"):
+        program(lazy)
+
+
+def test_a_hook_that_was_removed_in_time_never_runs():
+    model, (x, _) = mlp(), batch()
+    out = model(lazy(x))
+    out.register_hook(lambda _: pytest.fail("ran")).remove()
+    out.sum().backward()
