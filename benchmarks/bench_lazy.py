@@ -12,6 +12,7 @@ from benchmarks._pairs import Loop, time_pair
 from benchmarks._record import Row, publish
 from tenure import adaptive
 from tenure.adaptive._lazy import _evaluate
+from tenure.adaptive._lazy._split_step import SplitStep
 
 _BAR = 1.15
 _ROUNDS = 7
@@ -63,13 +64,13 @@ def _loops(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Loop, Loop, Loop]:
 
 def _split_always(n: int) -> None:
     """As where the whole has failed, and a quarter of it is what fits."""
-    plain_step = _evaluate.SplitStep.run
+    plain_step = SplitStep.run
 
-    def run(self: _evaluate.SplitStep, place: str) -> object:
+    def run(self: SplitStep, place: str) -> object:
         return plain_step(self, place, maximum=n // _PARTS)
 
-    _evaluate.SplitStep.run = run  # type: ignore[assignment, method-assign]
-    _evaluate._fails_whole = lambda _: True
+    SplitStep.run = run  # type: ignore[assignment, method-assign]
+    _evaluate._fails_whole = lambda tape: True
 
 
 def _row(what: str, base: Loop, ours: Loop, note: str) -> Row:
@@ -88,14 +89,14 @@ def main() -> None:
     for name, parts in made.items():
         plain, recorded, _ = _loops(*parts)
         rows.append(_row(f"{name}, whole", plain, recorded, "base: the plain step"))
-    whole = _evaluate.SplitStep.run, _evaluate._fails_whole
+    whole = SplitStep.run, _evaluate._fails_whole
     for name, parts in made.items():
         _split_always(len(parts[1]))
         _, recorded, by_hand = _loops(*parts)
         # the first splits of a place are verified
         recorded(4)
         rows.append(_row(f"{name}, 4 micro-batches", by_hand, recorded, "base: by hand"))
-        _evaluate.SplitStep.run, _evaluate._fails_whole = whole  # type: ignore[method-assign]
+        SplitStep.run, _evaluate._fails_whole = whole  # type: ignore[method-assign]
     publish("lazy", rows)
 
 
