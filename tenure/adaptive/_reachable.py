@@ -275,11 +275,16 @@ def _below(name: str, value: Any, attributes: frozenset[str]) -> Iterator[tuple[
         yield name, value()
     elif isinstance(value, Mapping):
         items = list(value.items())[:_MAX_ITEMS]
-        yield from ((f"{name}[{key!r}]", each) for key, each in items)
+        yield from ((f"{name}[{_shown(key)}]", each) for key, each in items)
     elif isinstance(value, list | tuple | set | frozenset):
         yield from ((f"{name}[{i}]", each) for i, each in enumerate(list(value)[:_MAX_ITEMS]))
     else:
         yield from _of_object(name, value, attributes)
+
+
+def _shown(key: Any) -> str:
+    # the state of an optimizer has parameters for keys, and to print those reads all their numbers
+    return repr(key) if isinstance(key, str | int | float | None) else f"<{type(key).__name__}>"
 
 
 def _of_object(name: str, value: Any, attributes: frozenset[str]) -> Iterator[tuple[str, Any]]:
