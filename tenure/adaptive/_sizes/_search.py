@@ -176,11 +176,12 @@ class AdaptiveSearch:
             return not known.points
         return known.bad is None and known.ok < self.size
 
-    def foresee(self, devices: Mapping[str, Foresight]) -> None:
+    def foresee(self, devices: Mapping[str, Foresight], *, share: float = 1.0) -> None:
         """Begin with the size that is predicted to fit on all devices, where one is predicted.
 
         Args:
             devices: their names, and the bytes that a size is predicted to need there.
+            share: how much of what is free a prediction may fill.
         """
         high, limits = self.size, self._limits
         short: tuple[str, MemoryMeter, int, float | None] | None = None
@@ -188,7 +189,8 @@ class AdaptiveSearch:
             meter = meter_for(device)
             assert meter is not None
             free_bytes = meter.available_bytes()
-            found = foreseen(predict, limits.floor, self.size, free_bytes, limits.align)
+            allowed_bytes = int(free_bytes * share)
+            found = foreseen(predict, limits.floor, self.size, allowed_bytes, limits.align)
             if found is None:
                 self.size = high
                 return
