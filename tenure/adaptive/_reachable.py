@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor, nn
 
 from tenure._errors import AdaptiveUsageError
+from tenure._torch.compiler import never_compiled
 from tenure._torch.modules import modules_told
 
 from ._callables import short_name_of, unused
@@ -88,6 +89,8 @@ class StepModels:
         new, self._new = self._new, {}
         return new
 
+    # it runs between the frames of compiled code: see test_a_compiled_module_trains_the_same
+    @never_compiled
     def _see(self, module: nn.Module) -> None:
         # the only line that most calls of modules cost
         if id(module) in self._ran:
