@@ -68,6 +68,11 @@ def is_saved_tensor(found: object) -> bool:
     return issubclass(type(found), _SavedTensor)
 
 
+def wraps_saved_tensors(cls: type) -> bool:
+    """Whether `is_saved_tensor` is true of the objects of a class."""
+    return issubclass(cls, _SavedTensor)
+
+
 def works() -> bool:
     """Whether a hook has that frame below it and is told so; what was saved is known, and ends."""
     seen: list[bool] = []

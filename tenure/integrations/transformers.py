@@ -160,11 +160,12 @@ class AdaptiveTrainerMixin(_Base):
             return _whole(predict, inputs, _OF_RANKS)
         if self._prediction is None:
             self._prediction = PredictionInPieces(f"{type(self).__name__}.prediction_step")
+        in_dims = self.adaptive_options.get("in_dims", 0)
         try:
-            batch = Batch(inputs, self.adaptive_options.get("in_dims", 0))
+            batch = Batch(inputs, in_dims)
         except Uncut as error:
             return _whole(predict, inputs, str(error))
-        outputs = self._prediction(predict, batch, inputs, weights_of(self, inputs))
+        outputs = self._prediction(predict, batch, inputs, weights_of(self, inputs, in_dims))
         # outputs of batches pile up in one place; with one that is emptied each time, on the host
         if self.args.eval_accumulation_steps == 1:
             return outputs

@@ -623,15 +623,18 @@ def test_outputs_without_a_row_for_each_sample_are_named(tmp_path):
 def test_a_batch_of_other_lengths_is_predicted_whole(tmp_path):
     def collate(samples):
         stacked = {key: torch.stack([each[key] for each in samples]) for key in samples[0]}
-        return stacked | {"position_ids": torch.arange(_LENGTH)[None]}
+        return {"position_ids": torch.arange(_LENGTH)[None], **stacked}
 
     settings = {"data_collator": collate, "arguments": {"remove_unused_columns": False}}
     evaluated(AdaptiveTrainer, tmp_path, llama(), texts(16), **settings)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         evaluated(AdaptiveTrainer, tmp_path, llama(), texts(16), most=6, **settings)
     assert "other numbers of samples: {" in caught.value.__notes__[0]
-    options = {"in_dims": {"position_ids": None}}
-    evaluated(AdaptiveTrainer, tmp_path, llama(), texts(16), most=6, options=options, **settings)
+    options, kind = {"in_dims": {"position_ids": None}}, MeanOfSamples
+    whole, _ = evaluated(kind, tmp_path, llama(), texts(16), **settings)
+    kind = type("Adaptive", (AdaptiveTrainerMixin, kind), {})
+    fitted, _ = evaluated(kind, tmp_path, llama(), texts(16), most=6, options=options, **settings)
+    assert fitted.metrics["test_loss"] == pytest.approx(whole.metrics["test_loss"], rel=1e-6)
 
 
 def test_ranks_that_exchange_counts_predict_whole_batches(tmp_path, monkeypatch):

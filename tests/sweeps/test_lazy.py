@@ -26,7 +26,9 @@ SAMPLES = 8
 _RANDOM = {
     "bernoulli", "multinomial", "normal", "uniform", "cauchy", "exponential", "geometric",
     "log_normal", "rand_like", "randn_like", "randint_like", "svd_lowrank", "pca_lowrank",
-    "nn.functional.rrelu", "nn.functional.fractional_max_pool2d",
+    "nn.functional.rrelu", "nn.functional.dropout", "nn.functional.dropout2d",
+    "nn.functional.dropout3d", "nn.functional.alpha_dropout",
+    "nn.functional.feature_alpha_dropout", "nn.functional.fractional_max_pool2d",
     "nn.functional.fractional_max_pool3d", "nn.functional.scaled_dot_product_attention",
     "nn.functional.multi_head_attention_forward",
 }  # fmt: skip

@@ -554,7 +554,7 @@ def _in_parts(tape: Tape, number: int) -> dict[int, Tensor]:
     if tape.rng is None:
         tape.rng = _Start(tape)
     with torch.enable_grad():
-        result = split.run("lazy", ("lazy", place_of(tape)))
+        result = split.run(place_of(tape))
     # there is more memory than there was
     if result.micro_batch == tape.n_samples:
         _memory_of(tape).new().note_ok(tape.n_samples, None, None)

@@ -33,7 +33,7 @@ class LabelMode(DispatchMode):
     """
 
     def __init__(self, n: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
         self._n = n
         self.mixing: str | None = None
         self.is_number = False

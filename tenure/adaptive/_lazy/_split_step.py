@@ -6,7 +6,7 @@ once, on what the micro-batches gave.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -59,34 +59,43 @@ class SplitStep:
 
     # --- what step() gets
 
-    def run(self, name: str, context: object, **options: Any) -> StepResult:
+    def run(self, place: str, **options: Any) -> StepResult:
         """Run it; gradients are where those of a backward pass are."""
         cut = [self._cut(number) for number in self._numbers]
         batch, in_dims = [value for value, _ in cut], [dim for _, dim in cut]
         plan = self._plan
         how: dict[str, Any] = {}
         if not plan.terms:
-            fn: Callable[[Any], Any] = self._outputs
             labels = [self._labels[n] for n in (*plan.frontier, *self._kept)]
-            how = {"loss": self._loss_of_outputs, "out_dims": [_out_dim(each) for each in labels]}
+            how = {
+                "loss": self._function("_loss_of_outputs", place),
+                "out_dims": [_out_dim(each) for each in labels],
+            }
         else:
-            fn = self._terms
+            kinds = {entry.shape.metas[0].label.kind for entry in plan.terms.values()}
             if self._is_plain_sum():
                 how["loss"] = "sum"
-            elif self._counts is not None and any(
-                entry.shape.metas[0].label.kind == "counted" for entry in plan.terms.values()
-            ):
-                how["weight"] = self._weights
+            elif self._counts is not None and "counted" in kinds:
+                how["weight"] = self._function("_weights", place)
             if not plan.is_affine:
-                how["then"] = self._then
-
-        def recorded(batch: list[Tensor]) -> Any:
-            return fn(batch)
-
-        recorded.__name__ = recorded.__qualname__ = name
-        result = step(recorded, batch, in_dims=in_dims, context=context, **how, **options)
+                how["then"] = self._function("_then", place)
+        recorded = self._function("_terms" if plan.terms else "_outputs", place)
+        recorded.__name__ = recorded.__qualname__ = "lazy"
+        result = step(recorded, batch, in_dims=in_dims, context=("lazy", place), **how, **options)
         self._finish(result)
         return result
+
+    def _function(self, name: str, place: str) -> Any:
+        """A method as a function that stands for the program, not for this run of it."""
+        # a step tells places apart by what functions hold: an object that is new each time would
+        # be another place each time, and be verified
+        hidden = [self]
+
+        def call(*args: Any) -> Any:
+            assert place
+            return getattr(hidden[0], name)(*args)
+
+        return call
 
     def _cut(self, number: int) -> tuple[Tensor, int | None]:
         leaf = self._data[number]

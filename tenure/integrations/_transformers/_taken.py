@@ -51,6 +51,11 @@ def losses_taken(accelerator: Any) -> Iterator[list[Tensor]]:
 
 
 def only(losses: list[Tensor], trainer: object) -> Tensor:
+    """The one loss that was taken.
+
+    Raises:
+        AdaptiveUsageError: there were several, or none.
+    """
     if len(losses) != 1:
         raise AdaptiveUsageError(
             f"{type(trainer).__name__}.training_step() called accelerator.backward() "

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ._prediction import Weight
+from ._prediction import Batch, Weight
 
 _IGNORED = -100
 
@@ -40,7 +40,7 @@ def _has_labels_to_count(inputs: Any) -> bool:
 
 
 def _shifts_labels(trainer: Trainer) -> bool:
-    # told by the trainer since 5.8; before, and for its label smoother, by the name of the model
+    # told by newer trainers; before, and for label smoothing, by the name of the model
     told = getattr(trainer, "_loss_shifts_labels", False)
     return told or type(trainer.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
@@ -57,18 +57,18 @@ def _counting(shift: int) -> Callable[[Any], Tensor]:
     return n_valid
 
 
-def weights_of(trainer: Trainer, inputs: Any) -> dict[str, Weight | None]:
-    """What the loss of an evaluation may be a mean over."""
+def weights_of(trainer: Trainer, inputs: Any, in_dims: Any) -> dict[str, Weight | None]:
+    """What the loss of an evaluation may be a mean over; None for a sum."""
     weights: dict[str, Weight | None] = {}
     # what each version divides by
     count, device = getattr(trainer, "_get_num_items_in_batch", None), trainer.args.device
     if count and count([inputs], device) is not None:
         weights["items"] = lambda part: count([part], device)
     ways = ways_of(trainer, inputs, has_n_items=False)
+
+    def n_samples(part: Any) -> int:
+        return Batch(part, in_dims).n_samples
+
     return weights | {
-        name: None if "loss" in way else way.get("weight", _n_samples) for name, way in ways.items()
+        name: None if "loss" in way else way.get("weight", n_samples) for name, way in ways.items()
     }
-
-
-def _n_samples(batch: Any) -> int:
-    return next(len(each) for each in batch.values() if isinstance(each, Tensor) and each.dim())

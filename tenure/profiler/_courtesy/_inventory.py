@@ -19,6 +19,7 @@ from torch import Tensor, UntypedStorage
 from tenure._heap import (
     cpp_uses,
     gradient_of,
+    instances,
     is_kind,
     is_node_class,
     judged,
@@ -28,7 +29,7 @@ from tenure._heap import (
     walk_nodes,
 )
 from tenure._storages import storages_of
-from tenure._torch.autograd import is_saved_tensor
+from tenure._torch.autograd import wraps_saved_tensors
 from tenure._torch.quiet import quietly
 from tenure._torch.storages import key_of, owners_of_storage
 
@@ -36,7 +37,7 @@ from tenure._torch.storages import key_of, owners_of_storage
 _NO_MEMORY = frozenset({"cpu", "meta"})
 _NODE = "node"
 # objects whose references are looked at together
-_CHUNK = 4096
+_CHUNK = 1 << 16
 # what cpp_uses() says of a tensor that only its handle owns
 _ALONE = 1
 
@@ -102,7 +103,8 @@ class _Found:
                 self._add_graph(found)
         for start in range(0, len(heap), _CHUNK):
             # the inputs of a checkpoint are saved outside of any node
-            for held in filter(is_saved_tensor, gc.get_referents(*heap[start : start + _CHUNK])):
+            held_together = gc.get_referents(*heap[start : start + _CHUNK])
+            for held in instances(held_together, wraps_saved_tensors):
                 if is_kind(type(held.data), Tensor):
                     self._add_use(held.data)
 

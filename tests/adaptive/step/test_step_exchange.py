@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.nn.parallel import DistributedDataParallel as Replicated
 
 from tenure._torch.exchange import sharded_groups
-from tenure.adaptive import AdaptiveUsageError, check_split, step
+from tenure.adaptive import AdaptiveUsageError, check_split, memory_budget, plan, step
 
 from .step_cases import LOSSES, contrastive, gradients, made, samples, small_net, worst_error
 
@@ -176,6 +176,25 @@ def test_trials_and_verifications_exchange_nothing():
     buckets.clear()
     assert check_split(lambda b: module(b).square().mean(), x, samples=4)
     assert buckets == []
+
+
+def test_predictions_exchange_nothing():
+    net, x = small_net(), samples(64)
+    wanted = plain_gradients(net, lambda n: n(x).square().mean())
+    module, buckets = exchanged(net)
+
+    def fn(b):
+        assert dist.is_initialized()
+        return module(b).square().mean()
+
+    assert plan(fn, x, "1MiB").micro_batch == 64
+    assert plan(fn, x, "9KiB").micro_batch < 64
+    assert buckets == []
+    with memory_budget("9KiB"):
+        result = step(fn, x, predict=True)
+    assert (len(result.sizes) > 1, result.attempts) == (True, 1)
+    assert sum(buckets) == sum(p.numel() for p in net.parameters())
+    assert worst_error(gradients(net), wanted) < 1e-10
 
 
 def test_a_last_micro_batch_with_a_partner_exchanges():

@@ -37,9 +37,9 @@ class Subject:
         spec: what it does.
 
     Attributes:
-        spec: what is verified: no scaler and no backward= of the user's, which would see what is
-            taken back, and a loss of outputs is one that adds them up, because
-            the user's may want as many samples as there are, and sees all of them anyway.
+        spec: what is verified: no scaler and no ``backward=``, which would see what is taken back,
+            and a loss of outputs is one that adds them up, because the user's may want as many
+            samples as there are, and sees all of them anyway.
         tree: the batch.
         n_samples: how many it has.
         is_random: whether it draws random numbers.
