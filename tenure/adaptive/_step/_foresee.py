@@ -30,8 +30,9 @@ def foresee(search: AdaptiveSearch, spec: StepSpec, parts: StepParts) -> None:
 
     What is verified is no part of it: where there is no room for that, it gives way.
     """
-    # a scaler would keep a scale without data, and takes no memory to speak of
-    step = SizedStep(replace(spec, scaler=None))
+    # a scaler would keep a scale without data, and a function of the user's is given losses of real
+    # steps alone; neither takes memory to speak of
+    step = SizedStep(replace(spec, scaler=None, backward=None))
     # of a device that can't be measured nothing says what is free
     meters = {device: meter_for(str(device)) for device in parts.devices}
     measured = [device for device, meter in meters.items() if meter is not None and meter.measures]
