@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor, nn
 
 from tenure._errors import AdaptiveUsageError
+from tenure._torch.compiler import never_compiled
 from tenure._torch.modules import modules_told
 
 from ._callables import short_name_of, unused
@@ -88,6 +89,8 @@ class StepModels:
         new, self._new = self._new, {}
         return new
 
+    # it runs between the frames of compiled code: see test_a_compiled_module_trains_the_same
+    @never_compiled
     def _see(self, module: nn.Module) -> None:
         # the only line that most calls of modules cost
         if id(module) in self._ran:
@@ -275,11 +278,16 @@ def _below(name: str, value: Any, attributes: frozenset[str]) -> Iterator[tuple[
         yield name, value()
     elif isinstance(value, Mapping):
         items = list(value.items())[:_MAX_ITEMS]
-        yield from ((f"{name}[{key!r}]", each) for key, each in items)
+        yield from ((f"{name}[{_shown(key)}]", each) for key, each in items)
     elif isinstance(value, list | tuple | set | frozenset):
         yield from ((f"{name}[{i}]", each) for i, each in enumerate(list(value)[:_MAX_ITEMS]))
     else:
         yield from _of_object(name, value, attributes)
+
+
+def _shown(key: Any) -> str:
+    # the state of an optimizer has parameters for keys, and to print those reads all their numbers
+    return repr(key) if isinstance(key, str | int | float | None) else f"<{type(key).__name__}>"
 
 
 def _of_object(name: str, value: Any, attributes: frozenset[str]) -> Iterator[tuple[str, Any]]:

@@ -149,3 +149,12 @@ def test_cycles_and_unset_variables_do_no_harm():
 
     def later(*_):
         return None
+
+
+def test_the_numbers_of_a_key_are_not_printed():
+    class Key(nn.Parameter):
+        def __repr__(self):
+            raise AssertionError("printed")
+
+    rates = {Key(torch.ones(1)): torch.ones(1, requires_grad=True)}
+    assert Reachable(lambda b: b * rates).tensors == {"rates[<Key>]": next(iter(rates.values()))}
