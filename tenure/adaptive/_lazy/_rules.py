@@ -170,9 +170,9 @@ def _diagonal(call: Call) -> Label | None:
 
 
 def _joined(call: Call) -> Label | None:
-    tensors = call.args["tensors"]
-    labels = {label_of(t) for t in tensors}
-    (label, *others) = labels
+    # torch leaves empty ones out, as caches of keys and values begin with
+    tensors = [t for t in call.args["tensors"] if t.shape != (0,)]
+    (label, *others) = {label_of(t) for t in tensors}
     if others or len({t.dim() for t in tensors}) != 1 or not label.is_batch:
         return None
     # one after the other, each with all samples

@@ -101,20 +101,24 @@ def described(entry: Entry) -> str:
 
 def groups_of(tape: Tape) -> dict[int, int]:
     """For each value the first one that it shares memory with."""
-    groups = {number: number for number in tape.leaves}
+    groups: dict[int, int] = {number: number for number in tape.leaves}
     for entry in tape.entries:
-        given = list(dict.fromkeys(entry.reads))
+        given: list[int] = list(dict.fromkeys(entry.reads))
         for number, alias in zip(entry.made, entry.shape.aliases, strict=True):
-            groups[number] = groups.get(given[alias], given[alias]) if alias is not None else number
+            groups[number] = number if alias is None else _first_of(groups, given[alias])
     return groups
+
+
+def _first_of(groups: dict[int, int], number: int) -> int:
+    return groups[number] if number in groups else number  # noqa: SIM401  # pyright
 
 
 def written_groups(entry: Entry, groups: dict[int, int]) -> set[int]:
     """What a call writes into, as the first values that share that memory."""
     if not entry.shape.changed:
         return set()
-    given = list(dict.fromkeys(entry.reads))
-    return {groups.get(given[i], given[i]) for i in entry.shape.changed if i < len(given)}
+    given: list[int] = list(dict.fromkeys(entry.reads))
+    return {_first_of(groups, given[i]) for i in entry.shape.changed if i < len(given)}
 
 
 def _before(entries: list[Entry]) -> dict[Entry, None]:
