@@ -14,6 +14,7 @@ from torch import Tensor, UntypedStorage, nn
 from tenure._callers import Site, is_internal
 from tenure._containers import passed_tensors
 from tenure._torch import cpu_allocator, engine
+from tenure._torch.fakes import is_fake
 from tenure._torch.modes import DispatchMode
 from tenure._torch.modules import module_called_by
 from tenure._torch.storages import key_of
@@ -86,6 +87,7 @@ class Observer(DispatchMode):
         known: values that are computed along.
         workspaces: what kernels of an accelerator may take on top.
         reasons: why the record may be wrong; each once.
+        unforeseen: leaves that nobody found before the work used them, with their gradients then.
     """
 
     supports_higher_order_operators = True
@@ -99,6 +101,7 @@ class Observer(DispatchMode):
         self.reasons: dict[str, None] = {}
         self.known = KnownValues()
         self.workspaces = Workspaces(target.device)
+        self.unforeseen: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._target = target
         self._entries: dict[int, _Entry] = {}
         self._owners: dict[Block, int] = {}
@@ -152,6 +155,7 @@ class Observer(DispatchMode):
             if parts is not NotImplemented:
                 return parts
         self._note_pass()
+        self._note_unforeseen(args, kwargs)
         kwargs = self._target.made_on(kwargs)
         shown: Any = STAND_INS.get(func) or func
         try:
@@ -172,6 +176,13 @@ class Observer(DispatchMode):
                 for entry in list(self._entries.values()):
                     entry.block.outlived_forward = True
             self.phase = phase
+
+    def _note_unforeseen(self, *arguments: Any) -> None:
+        """Notice a leaf with data: autograd is about to give it a gradient that has none."""
+        for tensor in passed_tensors(arguments):
+            if tensor.requires_grad and tensor.is_leaf and not is_fake(tensor):
+                self.reasons.setdefault("it uses parameters that no name in its code leads to")
+                self.unforeseen.setdefault(id(tensor), (tensor, tensor.grad))
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         n_before = len(self.record.events)

@@ -111,6 +111,7 @@ class Work:
             stack.enter_context(cpu_allocator.sizes_kept(True))
             undo.begin()
             stack.callback(undo.undo)
+            stack.callback(_put_gradients, observer)
             stack.enter_context(settings_kept())
             for fake, real in stack.enter_context(lent_to_fakes(tensors, mode, self.target)):
                 observer.known.learn(fake, real)
@@ -250,6 +251,12 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _put_gradients(observer: Observer) -> None:
+    """Give leaves that were no part of what was lent the gradients that they had."""
+    for leaf, gradient in observer.unforeseen.values():
+        leaf.grad = gradient
 
 
 @contextmanager

@@ -214,3 +214,20 @@ def test_a_scaler_steps_its_optimizer():
     report = predict_peak(train, batch)
     true_bytes = report.baseline_bytes + true_peak_bytes(lambda: train(batch))
     assert report.peak_bytes >= true_bytes
+
+
+def test_parameters_that_no_name_leads_to_keep_their_gradients():
+    class Hiding:
+        def __init__(self):
+            self.net, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+
+        def __call__(self, x):
+            return vars(self)["head"](vars(self)["net"](x)).sum()
+
+    fn = Hiding()
+    fn.head.weight.grad = before = torch.ones(1, 4)
+    report = predict_peak(fn, torch.ones(2, 4))
+    assert report.approximate
+    assert fn.net.weight.grad is None
+    assert fn.head.weight.grad is before
+    assert before.equal(torch.ones(1, 4))
