@@ -430,7 +430,10 @@ def backward(
         inputs = [_real_input(each) for each in inputs]
     keeps = create_graph if retain_graph is None else bool(retain_graph)
     is_known = _fails_whole(tape) and _is_splittable(tape, number, root._meta)
-    if create_graph or not is_known:
+    # gradients that wait are those of a graph that was run backward, and may be used up: see
+    # test_gradients_that_wait_are_used_when_there_is_more_memory_by_then
+    waits = tape.held is not None and tape.held[0] == number
+    if create_graph or not (is_known or waits):
         info = _backward_whole(tape, number, keeps, create_graph, inputs)
         if info is None:
             if not keeps:

@@ -280,3 +280,23 @@ def test_outputs_are_there_after_a_loss_of_all_of_them():
 
     expected, found = assert_same_gradients(model, program, room=3)
     assert found == pytest.approx(expected)
+
+
+def test_gradients_that_wait_are_used_when_there_is_more_memory_by_then():
+    model, positions, (x, _) = mlp(), nn.Parameter(torch.randn(4, dtype=torch.float64)), batch(400)
+
+    def loss_of(x):
+        # computed beside the batch: a graph that runs backward once
+        return model(x + positions.exp()).square().mean()
+
+    with memory_budget("8GiB") as budget:
+        loss_of(x).backward()
+    wanted = [gradients(model), positions.grad]
+    for limit in (budget.peak_bytes // 3, budget.peak_bytes * 4):
+        model.zero_grad()
+        positions.grad = None
+        with memory_budget(limit):
+            loss = loss_of(lazy(x))
+            assert loss.item() > 0
+            loss.backward()
+        torch.testing.assert_close([gradients(model), positions.grad], wanted)

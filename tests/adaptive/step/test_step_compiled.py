@@ -331,6 +331,8 @@ def test_a_compiled_step_that_runs_out_compiles_one_graph_as_well(sim, counter):
     assert counter.frame_count == 1
 
 
+# the compiler's own use of what torch has deprecated
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_the_default_compiler_gives_the_gradients_of_the_whole(mode):

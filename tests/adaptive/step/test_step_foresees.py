@@ -254,19 +254,16 @@ def test_a_step_that_can_not_be_predicted_begins_with_the_whole_batch(caplog):
 
 def test_what_is_refused_is_refused_as_without_a_prediction():
     net, x = stateful()
-    logging.disable()
     with memory_budget("40KiB"), pytest.raises(BatchCoupledError, match="BatchNorm1d"):
         step(lambda b: net(b).square().mean(), x, predict=True)
     training = Training("mlp")
     with memory_budget(training.whole_bytes // 3), pytest.raises(SplitMismatchError):
         step(lambda b: training.loss(b).sqrt(), training.batch, predict=True)
-    logging.disable(logging.NOTSET)
 
 
 def test_a_prediction_that_is_too_low_is_caught_by_the_retry(monkeypatch):
     monkeypatch.setattr(Forecast, "__call__", lambda self, size: size)
     training = Training("mlp")
-    logging.disable()
     with memory_budget(training.whole_bytes // 3):
         result = step(training.loss, training.batch, predict=True)
         assert result.attempts > 1
