@@ -306,16 +306,16 @@ def test_the_memory_of_a_result_is_gone_when_the_next_piece_begins(sim):
     held_bytes = []
     total = Total()
 
-    @execute.range(0, N_PIECES * 64, 64, collect=total)
+    @execute.range(0, N_PIECES * 1024, 1024, collect=total)
     def found(start, end):
         held_bytes.append(sim.allocated_bytes)
         return torch.ones(end - start, device=sim.device)
 
     assert found is total
-    assert total.value == N_PIECES * 64
-    # the sum, from the first piece on
+    assert total.value == N_PIECES * 1024
+    # the sum, from the first piece on: a number, or the least that CUDA's allocator gives
     assert held_bytes == [0, *[held_bytes[1]] * (N_PIECES - 1)]
-    assert held_bytes[1] <= 4
+    assert held_bytes[1] <= 512
 
 
 @pytest.mark.parametrize("collect", ["list", "reducer"])
