@@ -18,12 +18,13 @@ demo: $(VENV)/.test
 # look through the whole heap run apart from those that fill it with what they import.
 # The simulated accelerator renames torch's PrivateUse1 backend for a whole process, so it gets its own.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
-HEAP_TESTS := tests/profiler tests/heap tenure docs examples README.md
+HEAP_FILES := tests/integrations/test_memory_watch.py tests/paging/test_named_memory.py
+HEAP_TESTS := tests/profiler tests/heap $(HEAP_FILES) tenure docs examples README.md
 # What imports the libraries that people train with, which takes each worker ten seconds, and fills
 # its heap for all tests that come after. None of them uses the simulated accelerator.
 LIBRARY_TESTS := tests/integrations/test_accelerate.py tests/integrations/test_lightning.py \
 	tests/integrations/test_transformers.py tests/scopes/test_metrics.py
-APART := tests/profiler tests/heap tests/sweeps $(LIBRARY_TESTS)
+APART := tests/profiler tests/heap tests/sweeps $(HEAP_FILES) $(LIBRARY_TESTS)
 OTHER_TESTS := tests $(APART:%=--ignore=%)
 
 # All that is soon done; test-all is what has to hold before a change lands.
