@@ -182,6 +182,9 @@ def test_modules_give_the_same_recorded_and_in_parts(training):
             tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
             if not tensors or not tensors[0].dim() or tensors[0].shape[0] < 2:
                 continue
+            # one sample without a batch: torch's own fake tensors say (1,) of a result that is ()
+            if name == "MultiLabelMarginLoss" and tensors[0].dim() == 1:
+                continue
             # with dropout only whole runs draw the same numbers
             state = torch.get_rng_state()
             buffers = {k: v.clone() for k, v in module.state_dict().items()}
