@@ -47,8 +47,8 @@ def nobody_searches(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True, scope="module")
 def _frozen(request: pytest.FixtureRequest) -> None:
     """Hide from the collector what was there before a file; from no test of the heap."""
-    first, *_, last = request.path.relative_to(_HERE).parts
-    if first in _WITHOUT_HEAP and last not in _WITH_HEAP:
+    folder = request.path.relative_to(_HERE).parts[0]
+    if folder in _WITHOUT_HEAP and request.path.name not in _WITH_HEAP:
         gc.collect()  # only what is new since the file before
         gc.freeze()
     else:

@@ -101,7 +101,8 @@ def check_installed() -> None:
     if all(find_spec(home.partition(".")[0]) is None for home in _HOMES):
         raise ImportError(
             "tenure.integrations.lightning needs lightning or pytorch_lightning, and neither is "
-            "installed. Install the first with: pip install 'tenure[lightning]'."
+            "installed. Install the first with: pip install 'tenure[lightning]'.",
+            name="lightning",
         )
 
 
