@@ -14,39 +14,30 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/.test
 	$(BIN)/python -m tenure demo
 
-# A worker for each core, and so one thread for each torch: the tests are many and small. Those that
-# look through the whole heap run apart from those that fill it with what they import.
-# The simulated accelerator renames torch's PrivateUse1 backend for a whole process, so it gets its own.
+# A worker for each core, and so one thread for each torch: the tests are many and small.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
-HEAP_FILES := tests/integrations/test_memory_watch.py tests/paging/test_named_memory.py
-HEAP_TESTS := tests/profiler tests/heap $(HEAP_FILES) tenure docs examples README.md
-# What imports the libraries that people train with, which takes each worker ten seconds, and fills
-# its heap for all tests that come after. None of them uses the simulated accelerator.
+PAGES := tenure docs examples README.md
+QUICK := not slow and not exhaustive
+# each takes every operator of torch, for minutes
+SWEEPS := --ignore=tests/sweeps
+# They import the libraries that people train with, which takes ten seconds in each worker; none of
+# them uses the simulated accelerator, which renames a backend of torch and so has its own processes.
 LIBRARY_TESTS := tests/integrations/test_accelerate.py tests/integrations/test_lightning.py \
 	tests/integrations/test_transformers.py tests/scopes/test_metrics.py
-APART := tests/profiler tests/heap tests/sweeps $(HEAP_FILES) $(LIBRARY_TESTS)
-OTHER_TESTS := tests $(APART:%=--ignore=%)
+ON_SIM := tests $(LIBRARY_TESTS:%=--ignore=%)
 
 # All that is soon done; test-all is what has to hold before a change lands.
 test: $(VENV)/.test
-	$(PYTEST) -m "not simdevice and not slow and not exhaustive" $(HEAP_TESTS)
-	$(PYTEST) -m "not simdevice and not slow and not exhaustive" $(OTHER_TESTS)
-	$(PYTEST) -m "not simdevice and not slow and not exhaustive" $(LIBRARY_TESTS)
-	$(PYTEST) -m "simdevice and not slow and not exhaustive" $(HEAP_TESTS)
-	$(PYTEST) -m "simdevice and not slow and not exhaustive" $(OTHER_TESTS)
+	$(PYTEST) -m "not simdevice and $(QUICK)" tests $(SWEEPS) $(PAGES)
+	$(PYTEST) -m "simdevice and $(QUICK)" $(ON_SIM) $(SWEEPS)
 
-# Also the slow and exhaustive ones, every operator of torch, and the simulated accelerator once more
-# with the rules of CUDA's allocator.
+# Also the slow and exhaustive ones, every operator of torch, searches among all that is imported, and
+# the simulated accelerator once more with the rules of CUDA's allocator.
 test-all: $(VENV)/.test
-	$(PYTEST) -m "not simdevice" $(HEAP_TESTS)
-	$(PYTEST) -m "not simdevice" $(OTHER_TESTS)
-	$(PYTEST) -m "not simdevice" $(LIBRARY_TESTS)
-	$(PYTEST) -m simdevice $(HEAP_TESTS)
-	$(PYTEST) -m simdevice $(OTHER_TESTS)
-	$(PYTEST) -m "simdevice and not slow" --sim-allocator=cuda tests/profiler
-	$(PYTEST) -m "simdevice and not slow" --sim-allocator=cuda tests/adaptive tests/paging
-	$(PYTEST) -m "not simdevice" tests/sweeps
-	$(PYTEST) -m simdevice tests/sweeps
+	$(PYTEST) -m "not simdevice" tests $(PAGES)
+	$(PYTEST) -m simdevice $(ON_SIM)
+	$(PYTEST) -m "not simdevice and $(QUICK)" --whole-heap tests/heap tests/profiler/owners
+	$(PYTEST) -m "simdevice and not slow" --sim-allocator=cuda tests/profiler tests/adaptive tests/paging
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .

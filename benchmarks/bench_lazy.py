@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from types import FrameType
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +13,14 @@ from torch.nn import functional as F
 from benchmarks._pairs import Loop, time_pair
 from benchmarks._record import Row, publish
 from tenure import adaptive
-from tenure.adaptive._lazy import _evaluate
-from tenure.adaptive._lazy._split_step import SplitStep
+from tenure.adaptive._lazy._evaluate import _backward
+from tenure.adaptive._lazy._split import _split_step
+from tenure.adaptive._step import StepOptions, StepResult, StepSpec
 
 _BAR = 1.15
 _ROUNDS = 7
 _PARTS = 4
+_PLAIN_STEP = _split_step.run_step  # type: ignore[attr-defined]
 
 
 def _transformer() -> tuple[nn.Module, Tensor, Tensor]:
@@ -64,13 +68,13 @@ def _loops(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Loop, Loop, Loop]:
 
 def _split_always(n: int) -> None:
     """As where the whole has failed, and a quarter of it is what fits."""
-    plain_step = SplitStep.run
 
-    def run(self: SplitStep, place: str) -> object:
-        return plain_step(self, place, maximum=n // _PARTS)
+    def quartered(spec: StepSpec, options: StepOptions, frame: FrameType) -> StepResult:
+        result: StepResult = _PLAIN_STEP(spec, replace(options, maximum=n // _PARTS), frame)
+        return result
 
-    SplitStep.run = run  # type: ignore[assignment, method-assign]
-    _evaluate._fails_whole = lambda tape: True
+    _split_step.run_step = quartered  # type: ignore[attr-defined]
+    _backward.fails_whole = lambda tape: True  # type: ignore[attr-defined]
 
 
 def _row(what: str, base: Loop, ours: Loop, note: str) -> Row:
@@ -89,14 +93,15 @@ def main() -> None:
     for name, parts in made.items():
         plain, recorded, _ = _loops(*parts)
         rows.append(_row(f"{name}, whole", plain, recorded, "base: the plain step"))
-    whole = SplitStep.run, _evaluate._fails_whole
+    fails_whole = _backward.fails_whole  # type: ignore[attr-defined]
     for name, parts in made.items():
         _split_always(len(parts[1]))
         _, recorded, by_hand = _loops(*parts)
         # the first splits of a place are verified
         recorded(4)
         rows.append(_row(f"{name}, 4 micro-batches", by_hand, recorded, "base: by hand"))
-        SplitStep.run, _evaluate._fails_whole = whole  # type: ignore[method-assign]
+        _split_step.run_step = _PLAIN_STEP  # type: ignore[attr-defined]
+        _backward.fails_whole = fails_whole  # type: ignore[attr-defined]
     publish("lazy", rows)
 
 

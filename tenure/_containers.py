@@ -89,6 +89,16 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
     return list(found.values())
 
 
+def mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """The same containers, of what a function makes of each tensor."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    level = level_of(tree)
+    if level is None or not level.children:
+        return tree
+    return level.make([mapped(function, child) for child in level.children])
+
+
 def is_record(node: object) -> bool:
     """Whether it is a dataclass that is nothing else: no class, tensor, module or tuple."""
     return dataclasses.is_dataclass(node) and not isinstance(

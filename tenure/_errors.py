@@ -151,6 +151,24 @@ class SplitMismatchError(TenureError):
         self.advice = advice
 
 
+class RemoteRankError(TenureError):
+    """Another rank has failed in work that all do together, or did not come to it.
+
+    Nothing was delivered on any rank: gradients, buffers and random state are as before, unless
+    the message says otherwise.
+
+    Attributes:
+        rank: the first of the ranks that failed, as counted in their group; None where it is not
+            known which, as of one that died.
+        cause: the kind and the text of its error; empty where that is not known.
+    """
+
+    def __init__(self, message: str, rank: int | None = None, cause: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.cause = cause
+
+
 class PredictionError(TenureError):
     """Nothing can be said of the memory that work would take; nothing was run or changed."""
 
@@ -209,6 +227,7 @@ _ROOMS: dict[str, str] = {
     "BatchCoupledError": "tenure.adaptive",
     "OutOfRetriesError": "tenure.adaptive",
     "PredictionError": "tenure.adaptive",
+    "RemoteRankError": "tenure.adaptive",
     "SplitMismatchError": "tenure.adaptive",
     "AwayTensorError": "tenure.profiler",
     "CourtesyError": "tenure.profiler",

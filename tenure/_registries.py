@@ -1,4 +1,4 @@
-"""Who can give device memory back, and who names tensors that no module has: pagers, caches.
+"""Who can give device memory back, who names tensors that no module has, who holds gradients aside.
 
 Invariant: being registered keeps nothing alive, and asking never raises for one of those asked.
 """
@@ -9,6 +9,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterable
+from contextvars import ContextVar
 from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, UntypedStorage, nn
@@ -99,6 +100,8 @@ shrinkables: _Registry[Shrinkable] = _Registry()
 """Who is asked for memory when it is short."""
 namers: _Registry[TensorNamer] = _Registry()
 """Whose tensors are named in reports."""
+gradients_aside: ContextVar[bool] = ContextVar("tenure_gradients_aside", default=False)
+"""Whether gradients of before stand elsewhere than in ``.grad``, beside those that are made now."""
 
 
 def ask_to_shrink(device: str | None, n_bytes: int | None) -> int:

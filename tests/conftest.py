@@ -1,16 +1,14 @@
-"""For every test: the simulated accelerator, the lines of the checks on a GPU, the collector.
-
-Half a million objects are imported, and each collection of garbage would look at all of them.
-"""
+"""For every test: the simulated accelerator, the lines of the checks on a GPU, a small heap."""
 
 import gc
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from .cuda._lines import pytest_terminal_summary
-from .testing._pytest_plugin import pytest_addoption, pytest_collection_modifyitems, sim
+from .small_heap import hide, show
+from .testing import _pytest_plugin
+from .testing._pytest_plugin import pytest_collection_modifyitems, sim
 
 __all__ = [
     "pytest_addoption",
@@ -19,11 +17,15 @@ __all__ = [
     "sim",
 ]
 
-_HERE = Path(__file__).parent
-# They collect garbage again and again, and don't look for what holds a tensor.
-_WITHOUT_HEAP = ("adaptive", "paging", "testing")
-# but this file of theirs does, and a report has to search for what is frozen in another, slow way
-_WITH_HEAP = ("test_named_memory.py",)
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the command choose the simulated allocator, and how much is in the heap."""
+    _pytest_plugin.pytest_addoption(parser)
+    parser.addoption(
+        "--whole-heap",
+        action="store_true",
+        help="let tests find in the heap what was there before them, as in a program",
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -45,11 +47,16 @@ def nobody_searches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _frozen(request: pytest.FixtureRequest) -> None:
-    """Hide from the collector what was there before a file; from no test of the heap."""
-    folder = request.path.relative_to(_HERE).parts[0]
-    if folder in _WITHOUT_HEAP and request.path.name not in _WITH_HEAP:
+def _small_heap(request: pytest.FixtureRequest) -> None:
+    if not request.config.getoption("--whole-heap"):
         gc.collect()  # only what is new since the file before
-        gc.freeze()
-    else:
-        gc.unfreeze()
+        hide()
+
+
+@pytest.fixture
+def whole_heap(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Nothing is hidden: where a module or a library that was there before has to be found."""
+    show()
+    yield
+    if not request.config.getoption("--whole-heap"):
+        hide()

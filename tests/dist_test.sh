@@ -63,11 +63,10 @@ CHECK
 export OMP_NUM_THREADS=1 # a worker for each core
 "$python" -m pytest -n auto --dist loadfile -o pythonpath=. \
     -m "not simdevice and not slow and not exhaustive" \
-    tests/test_*.py tests/cli tests/scopes/test_scope.py tests/adaptive/test_toma.py \
+    tests/test_*.py tests/cli/test_cli.py tests/cli/test_demo.py tests/scopes/test_scope.py tests/adaptive/test_toma.py \
     tests/profiler/lines/test_line_profiler.py tests/profiler/lines/test_mlrun.py \
     tests/paging/checkpoint/test_files.py
 "$python" -m pytest -n auto --dist loadfile -o pythonpath=. \
     -m "simdevice and not slow and not exhaustive" \
-    tests/adaptive/step/test_step_memory.py tests/paging/test_zoo.py \
     tests/testing/test_simulated_accelerator.py tests/testing/test_fault_sweep.py \
     tests/testing/test_guide.py

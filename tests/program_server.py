@@ -5,6 +5,7 @@ process, and ends with what is registered for its end.
 """
 
 import atexit
+import importlib
 import json
 import os
 import sys
@@ -15,6 +16,9 @@ import torch  # noqa: F401  # what takes long is imported before the fork
 import tenure.adaptive
 import tenure.paging
 import tenure.profiler  # noqa: F401
+
+for name in sys.argv[1:]:
+    importlib.import_module(name)
 
 
 def _next_program():

@@ -23,14 +23,20 @@ class Done(NamedTuple):
     returncode: int
 
 
-def run_program(program: str | Path, **environment: str) -> Done:
-    """Run code, or the file of a path, with some variables of the environment."""
+def run_program(program: str | Path, *, imported: tuple[str, ...] = (), **environment: str) -> Done:
+    """Run code, or the file of a path, with some variables of the environment.
+
+    Args:
+        program: what is run.
+        imported: modules that it is forked with, besides those of all.
+        **environment: the variables.
+    """
     path, code = ("", program) if isinstance(program, str) else (str(program), program.read_text())
     with TemporaryDirectory() as folder:
         outputs = {name: Path(folder, name) for name in ("stdout", "stderr")}
         request = {"code": code, "path": path, "environment": environment}
         request |= {name: str(at) for name, at in outputs.items()}
-        server = _server()
+        server = _server(*imported)
         server.stdin.write(f"{json.dumps(request)}\n")
         server.stdin.flush()
         returncode = int(server.stdout.readline())
@@ -38,13 +44,13 @@ def run_program(program: str | Path, **environment: str) -> Done:
 
 
 @cache
-def _server() -> subprocess.Popen[str]:
+def _server(*imported: str) -> subprocess.Popen[str]:
     """Ends with this process, whose end of the pipe it reads.
 
     Without the folder of its file in the path, where `torch` names tests.
     """
     return subprocess.Popen(
-        [sys.executable, "-P", str(_SERVER)],
+        [sys.executable, "-P", str(_SERVER), *imported],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -27,6 +27,7 @@ def test_every_error_can_be_pickled(error):
         (_errors.OutOfRetriesError, {"sizes": (4, 2), "info": "what torch said"}),
         (_errors.BatchCoupledError, {"names": ("norm",)}),
         (_errors.SplitMismatchError, {"whole": 1.0, "split": 2.0, "advice": "declare it"}),
+        (_errors.RemoteRankError, {"rank": 3, "cause": "ValueError: no"}),
         (_errors.MissingTorchNameError, {"name": "torch._x"}),
         (_errors.ScopeLeakError, {"report": "the tensors"}),
     ],

@@ -45,6 +45,7 @@ _GROUND = (
 _PACKAGES = {
     ("adaptive",): (
         "_oom",
+        "_ranks",
         "_memory",
         "_undo",
         "_attempt",
@@ -56,12 +57,14 @@ _PACKAGES = {
         "_plan",
         "_lazy",
     ),
+    ("adaptive", "_lazy"): ("_labels", "_tape", "_shapes", "_split", "_evaluate"),
     ("adaptive", "_predict"): ("_scratch", "_lent"),
     ("adaptive", "_step"): (
         "_gradients",
         "_samples",
         "_modules",
         "_split",
+        "_across",
         "_check",
         "_verify",
     ),

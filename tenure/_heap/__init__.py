@@ -3,6 +3,7 @@
 Every room's answer to "who holds this tensor" comes from here.
 """
 
+from ._collector import collector_paused as collector_paused
 from ._collector import instances as instances
 from ._collector import judged as judged
 from ._collector import live_tensors as live_tensors

@@ -8,6 +8,7 @@ frozen tensor that only a NumPy array holds.
 import gc
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, ModuleType
 from typing import Any, TypeVar
 
@@ -31,6 +32,18 @@ _FEWEST_FROZEN = 2000
 # life; as they die again they enter the list a second time, and from then on it has no end.
 # Source: https://github.com/python/cpython/blob/3.12/Modules/_asynciomodule.c, module_traverse
 _ENDLESS = "_asyncio" if sys.version_info[:2] == (3, 12) else ""
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Keep garbage and finalizers where they are, so that the same heap gives the same answer."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def has_frozen() -> bool:

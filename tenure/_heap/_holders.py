@@ -5,14 +5,12 @@ Nothing that was looked at is kept once the answer is given.
 
 from __future__ import annotations
 
-import gc
 import heapq
 import itertools
 import sys
 import types
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +19,7 @@ import torch
 from tenure._text import counted
 from tenure._torch.quiet import without_functions
 
+from ._collector import collector_paused
 from ._reading import is_kind, type_name
 from ._roots import RunningFrames
 from ._search import Balance, Edge, Search
@@ -109,7 +108,7 @@ def find_holders(
     Returns:
         For each object its holders: those whose chain is a name first, the shortest first.
     """
-    with without_functions(), _collector_paused():
+    with without_functions(), collector_paused():
         search = Search(objects, (objects, *ignore), RunningFrames(sys._getframe(1)), live)
         chains = Chains(search)
         return [_holders_of(n, search, chains) for n in search.targets]
@@ -118,23 +117,11 @@ def find_holders(
 def weigh_holders(found: object) -> tuple[list[Holder], Balance]:
     """As `find_holders` for one object of any kind, with the balance of the references to it."""
     ours = [found]
-    with without_functions(), _collector_paused():
+    with without_functions(), collector_paused():
         # from this very frame on: its argument is a reference as well
         search = Search(ours, (ours,), RunningFrames(sys._getframe()))
         (n,) = search.targets
         return _holders_of(n, search, Chains(search)), search.balance(n)
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Keep garbage and finalizers where they are, so that the same heap gives the same answer."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _holders_of(n: int, search: Search, chains: Chains) -> list[Holder]:

@@ -1,4 +1,4 @@
-"""What torch keeps to itself of modules that exchange gradients with other processes."""
+"""What torch keeps to itself of replicas, and of the groups of processes that they talk in."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from torch import nn
 
 from . import refuse
 
-_PURPOSE = "step() with modules that exchange gradients"
+_PURPOSE = "step() with a DistributedDataParallel"
 _RESET = "_C._distributed_c10d.Reducer._reset_state"
-_SHARDED = "distributed.fsdp.FSDPModule._get_fsdp_state"
 
 
 def reset_reducer(module: nn.parallel.DistributedDataParallel) -> None:
@@ -25,55 +24,49 @@ def reset_reducer(module: nn.parallel.DistributedDataParallel) -> None:
     reset()
 
 
-class ShardedGroup:
-    """Parameters of a module of ``fully_shard`` that are exchanged together."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    @property
-    def exchanges(self) -> tuple[bool, bool]:
-        """Whether the next backward pass reduces gradients, and whether over all replicas."""
-        return self._group.reduce_grads, self._group.all_reduce_grads
-
-    @exchanges.setter
-    def exchanges(self, both: tuple[bool, bool]) -> None:
-        self._group.reduce_grads, self._group.all_reduce_grads = both
-
-    @property
-    def has_unexchanged(self) -> bool:
-        """Whether gradients of a backward pass without exchange wait for one with it."""
-        for each in self._group.fsdp_params:
-            # made by the first forward pass
-            whole = getattr(each, "_unsharded_param", None)
-            waiting = each.unsharded_accumulated_grad is not None
-            if waiting or (whole is not None and whole.grad is not None):
-                return True
+def has_backend_for(group: Any, device: torch.device) -> bool:
+    """Whether a process group has collectives for tensors of a device."""
+    try:
+        return group._get_backend(device) is not None
+    # it raises where there is none
+    except RuntimeError:
         return False
 
-    def drop_unexchanged(self) -> None:
-        """Forget such gradients."""
-        for each in self._group.fsdp_params:
-            each.unsharded_accumulated_grad = None
-            if getattr(each, "_unsharded_param", None) is not None:
-                each._unsharded_param.grad = None
+
+def rebuild_buckets(module: nn.parallel.DistributedDataParallel) -> None:
+    """Let a module put its buckets into the order of its last exchange, if it waits to do so.
+
+    All ranks talk to each other then, and would do so in the next forward pass.
+    """
+    if module.reducer._rebuild_buckets():
+        module._has_rebuilt_buckets = True
 
 
-def sharded_groups(module: nn.Module) -> list[ShardedGroup]:
-    """Those of one module; none if it is not sharded by ``fully_shard``."""
-    # of the class: a module looks for what it has not in all its parts
-    if not hasattr(type(module), "set_requires_gradient_sync"):
-        return []
-    state = getattr(module, "_get_fsdp_state", lambda: None)()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        refuse(f"torch.{_SHARDED}()._fsdp_param_groups", _PURPOSE)
-    return [ShardedGroup(group) for group in groups]
+def specialities_of(module: nn.parallel.DistributedDataParallel) -> list[str]:
+    """What a module was told to do besides averaging gradients after a backward pass."""
+    found = {
+        "a comm hook": bool(module._comm_hooks)
+        or bool(module._get_ddp_logging_data().get("comm_hook"))
+        or hasattr(module, "buffer_hook"),
+        "static_graph=True": module.static_graph,
+        "mixed_precision=": module.mixed_precision is not None,
+        "delay_all_reduce_named_params=": bool(module._delay_all_reduce_params),
+        "a block of torch's Join": module._join_config.enable,
+    }
+    return [name for name, is_there in found.items() if is_there]
+
+
+def exchanged_buffers(module: nn.parallel.DistributedDataParallel) -> list[torch.Tensor]:
+    """The buffers that a module brings to all ranks."""
+    # buffers may have been replaced
+    module._assign_modules_buffers()
+    return list(module.modules_buffers)
 
 
 def works() -> bool:
-    """Whether reducers can be reset; groups are tried where there are processes."""
+    """Whether reducers can be reset."""
     distributed: Any = torch.distributed
     if not distributed.is_available():
         return True
-    return hasattr(distributed.Reducer, "_reset_state")
+    names = ("_reset_state", "_rebuild_buckets")
+    return all(hasattr(distributed.Reducer, name) for name in names)

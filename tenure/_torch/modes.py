@@ -22,6 +22,18 @@ else:
         "memory_budget() and the verification of a step",
     )
 
+
+class EagerMode(DispatchMode):
+    """A dispatch mode that only code which runs eagerly meets.
+
+    Of others torch guards each operation against dynamo, which the first one imports: seconds.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 _SCOPES = "scopes"
 _COUNTING = "memory_budget()"
 push = bound("torch._C._push_on_torch_function_stack", _SCOPES)

@@ -20,6 +20,14 @@ def recorded_by_autograd(tensor: Tensor) -> Any:
         return TENSOR_BASE.grad_fn.__get__(tensor)
 
 
+def require_grad(tensor: Tensor, requires_grad: bool) -> None:
+    """Let autograd itself know whether a wrapper requires grad."""
+    with without_subclass_functions():
+        # one of inference mode can't, nor what came out of a function of autograd
+        if TENSOR_BASE.is_leaf.__get__(tensor) and not TENSOR_BASE.is_inference(tensor):
+            TENSOR_BASE.requires_grad_(tensor, requires_grad)
+
+
 def works() -> bool:
     """Whether a wrapper has the shape that was asked for, and a function of autograd is told."""
 
@@ -37,7 +45,7 @@ def works() -> bool:
             raise AssertionError(func)
 
     def new() -> Any:
-        return make_wrapper(Wrapper, (2, 3), dtype=torch.float32, device="cpu", requires_grad=True)
+        return make_wrapper(Wrapper, (2, 3), dtype=torch.float32, device="cpu", requires_grad=False)
 
     class Own(torch.autograd.Function):
         @staticmethod
@@ -46,5 +54,7 @@ def works() -> bool:
 
     with without_subclass_functions():
         fits = TENSOR_BASE.shape.__get__(new()) == (2, 3)
-    made: Any = Own.apply(new())  # type: ignore[no-untyped-call]  # torch left it unannotated
+    source = new()
+    require_grad(source, True)
+    made: Any = Own.apply(source)  # type: ignore[no-untyped-call]  # torch left it unannotated
     return fits and recorded_by_autograd(new()) is None and recorded_by_autograd(made) is not None

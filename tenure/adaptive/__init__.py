@@ -5,6 +5,7 @@ from tenure._errors import AdaptiveUsageWarning as AdaptiveUsageWarning
 from tenure._errors import BatchCoupledError as BatchCoupledError
 from tenure._errors import OutOfRetriesError as OutOfRetriesError
 from tenure._errors import PredictionError as PredictionError
+from tenure._errors import RemoteRankError as RemoteRankError
 from tenure._errors import SplitMismatchError as SplitMismatchError
 
 from . import execute as execute
@@ -76,6 +77,7 @@ __all__ = [
     "Plan",
     "PredictionError",
     "RangeFunction",
+    "RemoteRankError",
     "SplitDifference",
     "SplitMismatchError",
     "SplitReport",

@@ -19,6 +19,7 @@ from ._attempt import Attempts, OnRetry, empty_cache
 from ._callables import check_function, name_of
 from ._memory import MemoryMeter, memory_budget, meter_for
 from ._predict import Forecast
+from ._ranks import call_of_ranks
 from ._sizes import Predict, SizeFinder, checked_size
 from ._step import FunctionState, no_optimizer_steps, refuse_capture
 
@@ -41,6 +42,7 @@ def find_batch_size(
     device: str | torch.device | None = None,
     on_retry: OnRetry | None = None,
     predict: Callable[[int], int] | bool = False,
+    group: Any = None,
 ) -> int:
     """Run ``fn`` with some sizes; the largest from ``low`` to ``high`` that fits, or nearly so.
 
@@ -69,12 +71,15 @@ def find_batch_size(
             without data for that, a few times, which shows in what it prints. Or a function that
             gives the bytes a size needs beside what is there before. Trusted as far as what was
             measured confirms it.
+        group: the process group whose ranks all make this call: they get the smallest of their
+            sizes.
 
     Returns:
         A size that ran.
 
     Raises:
         OutOfRetriesError: ``low`` does not fit.
+        RemoteRankError: of a ``group``: the search has failed on another rank.
         AdaptiveUsageError: an argument can't be used, a graph is being captured, or an optimizer
             stepped.
 
@@ -96,6 +101,7 @@ def find_batch_size(
     state = FunctionState(fn)
     name = name_of(fn)
     with ExitStack() as stack:
+        ranks = stack.enter_context(call_of_ranks(_ENTRY, name, group))
         where = _device_of(device, state.devices)
         meter = _meter_of(where, budget, stack)
         told = _predicting(predict, name, fn, low)
@@ -129,9 +135,9 @@ def find_batch_size(
         finally:
             # an error holds this frame, and must not hold copies
             state.finish()
-    if not finder.found:
-        raise _too_large(name, finder, low, margin)
-    return finder.found
+        if not finder.found:
+            raise _too_large(name, finder, low, margin)
+        return finder.found if ranks is None else ranks.smallest(finder.found)[0]
 
 
 def _predicting(

@@ -1,7 +1,7 @@
 """What memory does from one training step to the next: figures for a log, and what errors leave.
 
 Invariant: nothing is changed, and no tensor is kept alive; looking at all tensors takes no more
-than a share of the time that passes.
+than a share of the time that passes, the first looks aside.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _STEPS_BETWEEN_LOOKS = 3
 # What belongs to a model or an optimizer is meant to stay.
 _NOT_MEANT_TO_STAY = ("saved for backward", "other tensors")
 _MAX_NAMED = 5
-# What a look takes until one was timed.
-_EXPECTED_S = 0.3
+# So many tell of a leak: without them, a short training would not say whether there is one.
+_LOOKS_AT_ONCE = 3
 
 
 class MemoryWatch:
     """Looks at a training loop that calls it; for the callbacks of any library.
 
     A look at all tensors costs some tenths of a second, so that there is one only so often as it
-    takes no more than a share of the time. What is new at one look and still there at the next has
-    outlived its step.
+    takes no more than a share of the time; but the first ones, at steps 1, 4 and 7, come whatever
+    they take. What is new at one look and still there at the next has outlived its step.
 
     Args:
         share: the share of the time that looks may take; infinite for one each third step.
@@ -78,7 +78,8 @@ class MemoryWatch:
         self._allocated: int | None = None
         self._n_ooms = statistics().ooms
         self._steps_to_wait = 0
-        self._due = self._clock() + _EXPECTED_S / self._share
+        self._n_looks = 0
+        self._due = 0.0
 
     def step_ended(self, result: StepResult | None = None) -> None:
         """A step of the optimizer is done; cheap enough for each.
@@ -89,7 +90,9 @@ class MemoryWatch:
         if result is not None:
             self._micro_batch = result.micro_batch
         self._steps_to_wait -= 1
-        if self._steps_to_wait <= 0 and self._clock() >= self._due:
+        if self._steps_to_wait > 0:
+            return
+        if self._n_looks < _LOOKS_AT_ONCE or self._clock() >= self._due:
             self._look()
 
     def figures(self) -> dict[str, float]:
@@ -97,8 +100,9 @@ class MemoryWatch:
 
         ``memory/allocated_bytes`` and ``memory/growth_bytes``: of the device's allocator, or on the
         host those of all tensors, where there was a look meanwhile. ``memory/outlived_tensors`` and
-        ``memory/outlived_bytes``: what was made by steps before the last look but one, and is still
-        there. ``adaptive/micro_batch``, and ``adaptive/retries``: attempts that ran out of memory.
+        ``memory/outlived_bytes``: what was new at the last look but one and still there at the
+        last; nothing of a model or an optimizer. ``adaptive/micro_batch``: the last one, of a step.
+        ``adaptive/retries``: attempts that ran out of memory.
         """
         figures: dict[str, float] = {}
         allocated = self._allocated_bytes()
@@ -156,13 +160,14 @@ class MemoryWatch:
         if found is not None:
             return counters_of(*found).allocated
         # on the host a look alone tells
-        if self._last is self._counted or self._last is None:
+        if self._last is None or self._last is self._counted:
             return None
         self._counted = self._last
         return sum(each.total_bytes for each in self._last.report.devices if each.device == "cpu")
 
     def _look(self) -> None:
         began = self._clock()
+        self._n_looks += 1
         now = snapshot()
         if self._last is None:
             self._first = now

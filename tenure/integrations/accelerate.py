@@ -39,7 +39,8 @@ def step(accelerator: Any, fn: Callable[[Batch], Any], batch: Batch, **options: 
         accelerator: the ``accelerate.Accelerator`` that has prepared the model.
         fn: as for `tenure.adaptive.step`.
         batch: likewise.
-        **options: its other arguments, but ``backward`` and ``scaler``.
+        **options: its other arguments, but ``backward`` and ``scaler``; ``per_rank`` is true here
+            unless it is given, so that gradients of several ranks are averaged as before.
 
     Returns:
         The loss, which is not divided, and how the batch was split.
@@ -60,7 +61,9 @@ def step(accelerator: Any, fn: Callable[[Batch], Any], batch: Batch, **options: 
         >>> optimizer.zero_grad()
     """
     _check(accelerator, options)
-    return adaptive_step(fn, batch, backward=accelerator.backward, **options)
+    # as in the loop without it, where each rank has a loss of its own and gradients are averaged
+    named = {"per_rank": True, **options}
+    return adaptive_step(fn, batch, backward=accelerator.backward, **named)
 
 
 def _check(accelerator: Any, options: dict[str, Any]) -> None:

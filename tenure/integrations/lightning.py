@@ -44,8 +44,9 @@ class AdaptiveMixin:
 
     Raises:
         AdaptiveUsageError: when the fit begins: the optimization is manual, the trainer has several
-            devices, or an option is none of a ``training_step``. When a class is made: the mixin
-            comes after the LightningModule. In a step: as `tenure.adaptive.step`.
+            devices, an option is one that Lightning decides, or ``training_step`` takes the
+            iterator of its loader or was set after its class was made. When a class is made: the
+            mixin comes after the LightningModule. In a step: as `tenure.adaptive.step`.
 
     Example:
         >>> from lightning.pytorch import LightningModule

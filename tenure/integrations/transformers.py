@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from tenure._errors import AdaptiveUsageError, SplitMismatchError
+from tenure._errors import AdaptiveUsageError, RemoteRankError, SplitMismatchError
 from tenure.adaptive import StepResult, is_oom
 
 from .accelerate import step
@@ -23,14 +24,18 @@ try:
 
     from ._transformers import (
         Batch,
+        HeldLogs,
         LossOfBatch,
         MemoryCallback,
         Predict,
         PredictionInPieces,
-        Uncut,
+        UncuttableError,
+        joined_logs,
         losses_taken,
+        mismatch_of,
+        new_rules,
         on_device,
-        only,
+        only_loss,
         refuse_class,
         refuse_training,
         ways_of,
@@ -49,15 +54,8 @@ else:
     _Base = object
 
 __all__ = ["AdaptiveTrainer", "AdaptiveTrainerMixin", "MemoryCallback"]
-# What says how a loss adds up; where the user says it, nothing is found out.
+# the options that say how a loss adds up; with one of them nothing is found out
 _REDUCTION = frozenset({"loss", "weight", "then"})
-_TRIED = (
-    "AdaptiveTrainer tried the loss as a sum that num_items_in_batch divides, as a mean over valid "
-    "labels, and as a mean over samples. Say what training_step() computes with adaptive_options: "
-    'loss="sum", or weight= for what its mean divides by.'
-)
-
-
 _OF_RANKS = (
     "Ranks exchange counts of labels in each prediction step, so that one with pieces would wait "
     "for the others. Evaluate with a per_device_eval_batch_size that fits on each."
@@ -79,9 +77,12 @@ class AdaptiveTrainerMixin(_Base):
     # the way that fitted the loss of this trainer last
     _way: str | None = None
     _loss: LossOfBatch | None = None
+    # what the micro-batch that runs logs, and what its loss is a mean over
+    _held: HeldLogs | None = None
+    _weight: Callable[[Any], Any] | None = None
     _prediction: PredictionInPieces | None = None
-    # what an evaluation that runs does to logits
-    _preprocess: Any = None
+    # what the evaluation that runs does to logits
+    _preprocess: Callable[[Any, Any], Any] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -107,22 +108,35 @@ class AdaptiveTrainerMixin(_Base):
         """As the Trainer's, in micro-batches if need be."""
         training_step = super().training_step
 
-        def loss_of(batch: dict[str, Any]) -> Tensor:
-            with losses_taken(self.accelerator) as losses:
-                # a copy, for a trainer may take labels out of it
-                training_step(model, copy.copy(batch), *args, **kwargs)
-            return only(losses, self)
+        def loss_of(batch: dict[str, Any]) -> tuple[Tensor, HeldLogs]:
+            self._held = held = HeldLogs(self._rules)
+            try:
+                with losses_taken(self.accelerator) as losses:
+                    # a copy, for a trainer may take labels out of it
+                    training_step(model, copy.copy(batch), *args, **kwargs)
+            finally:
+                self._held = None
+            loss = only_loss(losses, self)
+            held.loss = loss.detach()
+            if held.calls and self._weight is not None:
+                with torch.no_grad():
+                    held.weight = self._weight(batch)
+            return loss, held
 
         # before the step looks for modules that mix samples, which they do in this mode
         _switch_to_training(model, self.optimizer)
         n_items = kwargs.get("num_items_in_batch", args[0] if args else None)
         if self._loss is None:
             self._loss = LossOfBatch(f"{type(self).__name__}.training_step")
+            self._rules = new_rules()
         with self._loss.being(loss_of):
             result = self._step(self._loss, model, inputs, has_n_items=n_items is not None)
-        self.adaptive_result = result
+        # without what belongs to the batch alone
+        self.adaptive_result = replace(result, aux=())
         for callback in self._memory_callbacks():
-            callback.adaptive_result = result
+            callback.adaptive_result = self.adaptive_result
+        for logs, others, named in joined_logs(result.aux, result.sizes, result.loss):
+            self.log(logs, *others, **named)
         return result.loss
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -163,29 +177,36 @@ class AdaptiveTrainerMixin(_Base):
         in_dims = self.adaptive_options.get("in_dims", 0)
         try:
             batch = Batch(inputs, in_dims)
-        except Uncut as error:
+        except UncuttableError as error:
             return _whole(predict, inputs, str(error))
-        outputs = self._prediction(predict, batch, inputs, weights_of(self, inputs, in_dims))
+        outputs = self._prediction(predict, batch, lambda: weights_of(self, inputs, in_dims))
         # outputs of batches pile up in one place; with one that is emptied each time, on the host
         if self.args.eval_accumulation_steps == 1:
             return outputs
         return _back(outputs, self.args.device)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As the Trainer's, with what its `MemoryCallback` tells; so all other callbacks see it."""
+        """As the Trainer's, with what its `MemoryCallback` tells; so all other callbacks see it.
+
+        Inside of `compute_loss` it is told when the step has worked, once for the batch.
+        """
+        if self._held is not None:
+            self._held.calls.append((dict(logs), args, kwargs))
+            return
         for callback in self._memory_callbacks():
             callback.add_to(logs)
         super().log(logs, *args, **kwargs)
 
     def _step(
         self,
-        loss_of: Callable[[Any], Tensor],
+        loss_of: Callable[[Any], Any],
         model: nn.Module,
         inputs: Any,
         *,
         has_n_items: bool,
     ) -> StepResult:
-        options = {"context": self, "model": model, **self.adaptive_options}
+        options = {"context": self, "model": model, "has_aux": True, **self.adaptive_options}
+        self._weight = options.get("weight")
         if _REDUCTION & options.keys():
             return step(self.accelerator, loss_of, inputs, **options)
         if not options.get("verify", True):
@@ -198,18 +219,24 @@ class AdaptiveTrainerMixin(_Base):
         ways = ways_of(self, inputs, has_n_items=has_n_items)
         # the last one first: that of another batch is told from it only where it differs
         names = sorted(ways, key=lambda name: name != self._way)
-        first: SplitMismatchError | None = None
+        mismatches: dict[str, SplitMismatchError] = {}
         for name in names:
+            self._weight = ways[name].get("weight")
             try:
                 result = step(self.accelerator, loss_of, inputs, **options, **ways[name])
             except SplitMismatchError as error:
-                first = first or error
+                mismatches[name] = error
+                # learned with weights that were wrong
+                self._rules = new_rules()
+            except RemoteRankError as error:
+                # the rank that has split has found out; all try the next way together
+                kind = error.cause.partition(":")[0]
+                if not kind.endswith(SplitMismatchError.__name__) or name == names[-1]:
+                    raise
             else:
                 self._way = name
                 return result
-        assert first is not None
-        first.add_note(_TRIED)
-        raise first
+        raise mismatch_of(type(self).__name__, mismatches)
 
     def _memory_callbacks(self) -> list[MemoryCallback]:
         callbacks = self.callback_handler.callbacks

@@ -47,12 +47,14 @@ class Cause:
         opened: where that scope was opened.
         call: the function that disposed them, or None if it was the end of the scope.
         at: where it was called.
+        advice: what to do instead, where the usual advice would be wrong.
     """
 
     scope: str | None
     opened: Site | None = None
     call: str | None = None
     at: Site | None = None
+    advice: str | None = None
 
     def __str__(self) -> str:
         owner = f"{self.scope} (opened at {self.opened})" if self.scope else ""
@@ -113,7 +115,7 @@ class DisposedTensor(Tensor):
         error: type[AttributeError] = (
             AttributeError if name.startswith("_") else DisposedAttributeError
         )
-        raise error(f".{name} of {_text_of(self)}. {_ADVICE}")
+        raise error(f".{name} of {_text_of(self)}. {_own_advice_on(self) or _ADVICE}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped
         return f"<DisposedTensor {_text_of(self)}>"
@@ -151,11 +153,19 @@ def refuse(tensor: Tensor, operation: str) -> NoReturn:
 
 
 def _advice_on(tensor: Tensor) -> str:
+    own_advice = _own_advice_on(tensor)
     # it can't trace a search of the heap
     if is_dynamo_compiling():
-        return _ADVICE
+        return own_advice or _ADVICE
     holder = _holder_of(tensor)
+    if own_advice:
+        return f"{holder} still holds it. {own_advice}" if holder else own_advice
     return f"{holder} {_ADVICE_ON_HOLDER}" if holder else _ADVICE
+
+
+def _own_advice_on(tensor: Tensor) -> str | None:
+    record = record_of(tensor)
+    return record and record.cause.advice
 
 
 def _holder_of(tensor: Tensor) -> str:

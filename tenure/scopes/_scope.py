@@ -203,15 +203,18 @@ class DisposeScope(Block):
     # --- letting go
 
     @never_compiled
-    def dispose_everything(self) -> None:
+    def dispose_everything(self, *, advice: str | None = None) -> None:
         """Dispose all tensors that it owns now; the scope stays open.
+
+        Args:
+            advice: what the error of who uses one of them says to do, in place of the usual.
 
         Raises:
             ScopeUsageError: this scope is closed, or belongs to another thread.
         """
         if not is_dynamo_compiling():
             check_open(self, "dispose_everything")
-            self._dispose_but([], "dispose_everything")
+            self._dispose_but([], "dispose_everything", advice)
 
     @never_compiled
     def dispose_everything_but(self, *keep: Tree) -> Tree:
@@ -235,7 +238,7 @@ class DisposeScope(Block):
             self._dispose_but(kept, "dispose_everything_but")
         return given_back(keep)
 
-    def _dispose_but(self, kept: list[Tensor], call: str) -> None:
+    def _dispose_but(self, kept: list[Tensor], call: str, advice: str | None = None) -> None:
         spared = set(map(id, kept))
         condemned = [
             (tensor, reference)
@@ -243,7 +246,7 @@ class DisposeScope(Block):
             if id(tensor) not in spared and (reference := take(self._ledger, tensor)) is not None
         ]
         condemned = disposable(condemned, self._thread)
-        cause = Cause(self.label, self.site, call, user_site())
+        cause = Cause(self.label, self.site, call, user_site(), advice)
         dispose_all(condemned, cause, self._thread, self._opener)
 
 

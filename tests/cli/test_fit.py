@@ -1,7 +1,7 @@
 """`tenure fit` says whether work fits, by its text, its JSON, its page and its exit code."""
 
 import json
-import subprocess
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -11,6 +11,7 @@ import torch
 
 from tenure._cli import main
 from tenure.adaptive import Advice, PeakReport
+from tests.programs import run_program
 from tests.show.pages import assert_stands_alone, read_html
 
 PROGRAM = """
@@ -470,14 +471,16 @@ def test_of_two_micro_batches_only_the_one_that_was_looked_for_is_told(capsys):
 
 
 def test_a_pipe_that_knows_no_blocks_changes_no_exit_code():
-    done = subprocess.run(
-        [sys.executable, "-m", "tenure", "fit", "program:setup", "--device-memory", "1GiB"],
-        capture_output=True,
-        env={"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(Path(__file__).parents[2])},
-        check=False,
+    done = run_program(
+        "import os, runpy, sys\n"
+        f"os.chdir({os.getcwd()!r})\n"
+        "sys.path.insert(0, '')\n"
+        "sys.stdout.reconfigure(encoding='ascii')\n"
+        "sys.argv = ['tenure', 'fit', 'program:setup', '--device-memory', '1GiB']\n"
+        "runpy.run_module('tenure', run_name='__main__')\n"
     )
     assert done.returncode == 0, done.stderr
-    assert b"It fits in 1.0 GiB" in done.stdout
+    assert "It fits in 1.0 GiB" in done.stdout
 
 
 def test_help_says_what_the_exit_codes_mean(capsys):

@@ -572,6 +572,7 @@ def test_cause_of_an_exception():
     assert found[1].endswith((f"{name}.__context__", f"{name}.__cause__"))
 
 
+@pytest.mark.usefixtures("whole_heap")
 def test_last_value_of_an_interactive_session(monkeypatch):
     refs = []
     try:
@@ -711,6 +712,7 @@ def test_view_of_everything_in_a_local_pins_nothing_more():
     assert held(ref) == [("view", f"view {HERE}.CACHE[0]")]
 
 
+@pytest.mark.usefixtures("whole_heap")
 def test_numpy_array_shares_the_memory():
     t = torch.ones(3)
     CACHE.append(t.numpy()[1:])
@@ -721,6 +723,7 @@ def test_numpy_array_shares_the_memory():
     assert running(weakref.ref(t)) == [True, False]
 
 
+@pytest.mark.usefixtures("whole_heap")
 @pytest.mark.parametrize(
     "make",
     [
@@ -741,6 +744,7 @@ def test_every_way_to_an_array_is_found(make):
 ARRAYS = {}
 
 
+@pytest.mark.usefixtures("whole_heap")
 @pytest.mark.parametrize("wrap", [lambda a: a, lambda a: (a, 1), lambda a: {"k": (a,)}])
 def test_array_in_a_dictionary_that_the_collector_has_let_go(wrap):
     t = torch.ones(3)
@@ -793,7 +797,11 @@ class Rows(np.ndarray):
         (lambda a: np.ma.masked_array(a, [True, False]), ".base[0]"),
     ],
 )
-def test_array_of_objects_in_what_the_collector_shows_and_in_what_it_does_not(wrap, spelled):
+def test_array_of_objects_in_what_the_collector_shows_and_in_what_it_does_not(
+    request, wrap, spelled
+):
+    if spelled == "[0][0]":
+        request.getfixturevalue("whole_heap")
     array = np.empty(2, object)
     array[0] = torch.ones(3)
     ref = weakref.ref(array[0])
@@ -832,6 +840,7 @@ def test_series_of_objects_and_a_slice_of_it():
     assert held(ref) == [("global", f"{HERE}.CACHE[0].values.base[0]")]
 
 
+@pytest.mark.usefixtures("whole_heap")
 def test_array_over_a_loss_does_not_hold_its_graph():
     x = torch.ones(3, requires_grad=True) * 2
     ref, loss = weakref.ref(x), x.sin().sum()
@@ -1141,6 +1150,7 @@ def _no_collector():
     gc.enable()
 
 
+@pytest.mark.usefixtures("whole_heap")
 @pytest.mark.usefixtures("_no_collector")
 def test_search_leaves_no_garbage():
     t = torch.ones(3)

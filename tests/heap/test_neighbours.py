@@ -147,6 +147,7 @@ def test_no_code_of_what_is_near_runs():
     assert holder.chain.endswith("<locals>.loud[0]")
 
 
+@pytest.mark.usefixtures("whole_heap")
 def test_frozen_objects_are_found_near(monkeypatch):
     monkeypatch.setattr(_index, "_MAX_PASSES", 0)
     box = Box([torch.ones(1)])

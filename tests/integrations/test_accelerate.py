@@ -2,8 +2,6 @@
 
 import os
 import socket
-import subprocess
-import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -13,14 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from tenure.adaptive import (
-    AdaptiveUsageError,
-    add_listener,
-    memory_budget,
-    remove_listener,
-    reset,
-)
+from tenure.adaptive import AdaptiveUsageError, memory_budget
 from tenure.integrations.accelerate import step
+from tests.programs import run_program
 
 accelerate = pytest.importorskip("accelerate")
 state = pytest.importorskip("accelerate.state")
@@ -32,17 +25,6 @@ def fresh_state():
     yield
     state.AcceleratorState._reset_state(reset_partial_state=True)
     state.GradientState._reset_state()
-
-
-@pytest.fixture
-def events():
-    """What retries tell."""
-    # a size that an earlier test has found would fit at once
-    reset()
-    found = []
-    add_listener(found.append)
-    yield found
-    remove_listener(found.append)
 
 
 def network(width=32, depth=4, dtype=torch.float32):
@@ -69,7 +51,7 @@ class Loop:
             model, optimizer, loader, scheduler
         )
         self.options = options
-        self.losses = []
+        self.losses, self.sizes, self.gradients = [], [], []
         self.n_updates = 0
 
     def loss_of(self, batch):
@@ -80,22 +62,27 @@ class Loop:
             loss = self.loss_of(batch)
             self.accelerator.backward(loss)
         else:
-            loss = step(self.accelerator, self.loss_of, batch, **self.options).loss
+            result = step(self.accelerator, self.loss_of, batch, **self.options)
+            self.sizes, loss = result.sizes, result.loss
         self.losses.append(loss.item())
+
+    def train_on(self, batch):
+        with self.accelerator.accumulate(self.model):
+            self.run_batch(batch)
+            self.gradients = [p.grad.clone() for p in self.model.parameters()]
+            if self.accelerator.sync_gradients:
+                self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+                self.n_updates += 1
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
 
     def run(self, n_updates):
         while self.n_updates < n_updates:
             for batch in self.loader:
-                with self.accelerator.accumulate(self.model):
-                    self.run_batch(batch)
-                    if self.accelerator.sync_gradients:
-                        self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
-                        self.n_updates += 1
-                    self.optimizer.step()
-                    self.scheduler.step()
-                    self.optimizer.zero_grad()
+                self.train_on(batch)
                 if self.n_updates == n_updates:
-                    return self
+                    break
         return self
 
     def parameters(self):
@@ -137,6 +124,20 @@ def test_a_loop_in_a_third_of_its_memory_trains_the_same_model(n, events):
     assert 1 <= n_failures <= 3
 
 
+def wide():
+    """Gradients that take a fourth of the memory."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)]
+    return nn.Sequential(*layers)
+
+
+def test_gradients_that_accumulate_are_no_reason_to_fail_again(events):
+    loop = Loop(data(1500), batch_size=500, options={}, make=wide, gradient_accumulation_steps=2)
+    with memory_budget("2000KiB"):
+        loop.run(20)
+    assert 1 <= sum(event.info is not None for event in events) <= 3
+
+
 # --- accumulation, step by step
 
 
@@ -158,16 +159,13 @@ def test_gradients_are_those_of_the_plain_loop_after_each_batch(sync_with_datalo
         found, synced = [], []
         for _ in range(2):
             for batch in loop.loader:
-                with loop.accelerator.accumulate(loop.model):
-                    loop.run_batch(batch)
-                    synced.append(loop.accelerator.sync_gradients)
-                    found.append([p.grad.clone() for p in loop.model.parameters()])
-                    loop.optimizer.step()
-                    loop.scheduler.step()
-                    loop.optimizer.zero_grad()
-        return found, synced, loop.losses
+                loop.train_on(batch)
+                synced.append(loop.accelerator.sync_gradients)
+                found.append(loop.gradients)
+        return found, synced, loop.losses, loop.sizes
 
     plain, ours = gradients_of(None), gradients_of({"maximum": maximum})
+    assert max(ours[3]) == maximum
     assert ours[1] == plain[1]
     assert any(plain[1])
     assert not all(plain[1])
@@ -183,6 +181,7 @@ def test_the_reported_loss_is_not_divided():
     (batch,) = loop.loader
     with loop.accelerator.accumulate(loop.model):
         loop.run_batch(batch)
+    assert loop.sizes == (3, 3, 2)
     assert loop.losses == [pytest.approx(loop.loss_of(batch).item(), rel=1e-6)]
 
 
@@ -250,7 +249,6 @@ def test_a_loss_of_outputs_in_bfloat16():
 def test_a_scaler_scales_once_and_skips_what_overflows(options):
     # accelerate has one where there is an accelerator, and none on the CPU
     def run(options):
-        loop = Loop.__new__(Loop)
         original = accelerate.Accelerator.prepare
 
         def prepare(self, *args):
@@ -259,7 +257,7 @@ def test_a_scaler_scales_once_and_skips_what_overflows(options):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(accelerate.Accelerator, "prepare", prepare)
-            loop.__init__(
+            loop = Loop(
                 data(64 * 6),
                 batch_size=64,
                 options=options,
@@ -271,17 +269,12 @@ def test_a_scaler_scales_once_and_skips_what_overflows(options):
             for batch in loop.loader:
                 if i == 1:
                     batch[0][0] = float("inf")
-                with loop.accelerator.accumulate(loop.model):
-                    loop.run_batch(batch)
-                    if loop.accelerator.sync_gradients:
-                        loop.accelerator.clip_grad_norm_(loop.model.parameters(), 0.5)
-                    loop.optimizer.step()
-                    loop.scheduler.step()
-                    loop.optimizer.zero_grad()
-                    skipped.append(loop.accelerator.optimizer_step_was_skipped)
+                loop.train_on(batch)
+                skipped.append(loop.accelerator.optimizer_step_was_skipped)
         return loop, skipped
 
     plain, ours = run(None), run({"verify": False, **options})
+    assert max(ours[0].sizes) == options.get("maximum", 64)
     assert ours[1] == plain[1]
     assert True in plain[1]
     assert ours[0].accelerator.scaler.get_scale() == plain[0].accelerator.scaler.get_scale()
@@ -337,7 +330,7 @@ def rank_of_two(rank, port):
 
 
 def train_on(rank, port):
-    """A loop with accumulation on one rank of two: as plain where batches fit, else refused."""
+    """A loop with accumulation on one rank of two: as plain, also where one rank splits."""
     with rank_of_two(rank, port):
         settings = {
             "batch_size": 8,
@@ -349,9 +342,9 @@ def train_on(rank, port):
         assert ours.accelerator.distributed_type == "MULTI_CPU"
         assert isinstance(ours.model, nn.parallel.DistributedDataParallel)
         assert farthest(ours, plain) < 1e-12
-        ours.options = {"maximum": 3}
-        with pytest.raises(AdaptiveUsageError, match="on this rank"):
-            ours.run_batch(next(iter(ours.loader)))
+        options = {"maximum": 3} if rank else {}
+        split = Loop(data(8 * 14, torch.float64), options=options, **settings).run(5)
+        assert farthest(split, plain) < 1e-12
 
 
 @pytest.mark.slow
@@ -432,4 +425,4 @@ def test_an_optimizer_that_was_prepared_is_refused_inside_the_function():
 
 def test_the_module_imports_no_accelerate():
     code = "import sys, tenure.integrations.accelerate; assert 'accelerate' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert run_program(code).returncode == 0

@@ -93,8 +93,18 @@ def test_looks_take_a_share_of_the_time(monkeypatch):
         watch.step_ended()
         if watch._last is not before:
             looks.append(n)
-    # a look takes one second of the clock, and ten have to pass; the first two steps read none
-    assert looks == [2, 14, 26, 38, 50]
+    # the first three tell of a leak, whatever they take; then a look takes one second of the clock,
+    # and ten have to pass, of which the first two steps read none
+    assert looks == [0, 3, 6, 18, 30, 42, 54]
+
+
+def test_a_short_training_tells_whether_there_is_a_leak():
+    watch, history = MemoryWatch(share=1e-9), []
+    watch.begin()
+    for _ in range(7):
+        history.append(torch.ones(256))
+        watch.step_ended()
+    assert watch.figures()["memory/outlived_tensors"] == 3
 
 
 def test_the_micro_batch_and_the_failures_of_steps_are_told(watch):

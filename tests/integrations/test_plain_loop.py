@@ -6,18 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from tenure.adaptive import add_listener, memory_budget, remove_listener, reset, step
-
-
-@pytest.fixture
-def events():
-    """What retries tell."""
-    # a size that an earlier test has found would fit at once
-    reset()
-    found = []
-    add_listener(found.append)
-    yield found
-    remove_listener(found.append)
+from tenure.adaptive import memory_budget, step
 
 
 class Classifier(nn.Module):

@@ -653,3 +653,14 @@ def test_an_abandoned_scope_is_dropped_silently_at_interpreter_exit(tmp_path):
     assert done.returncode == 0
     assert done.stderr == ""
     assert "open, 1 tensor" in done.stdout
+
+
+def test_the_error_of_a_disposed_tensor_gives_the_advice_of_who_disposed_it():
+    kept = []
+    with NewDisposeScope() as scope:
+        kept.append(torch.ones(2))
+        scope.dispose_everything(advice="Ask the cook.")
+    with pytest.raises(DisposedTensorError, match=r"kept\[0\] still holds it\. Ask the cook\.$"):
+        kept[0].sum()
+    with pytest.raises(AttributeError, match=r"Ask the cook\.$"):
+        kept[0].unknown  # noqa: B018

@@ -345,7 +345,9 @@ def test_a_snapshot_of_this_process_is_compared_with_one_that_was_read():
 
 
 def test_memory_without_a_storage_is_compared_by_name_beside_storages():
+    there = torch.ones(256)  # or there may be no tensor at all
     (kept,) = (entry for entry in snapshot()._entries[:1])
+    del there
     hidden = [replace(kept, identity=None)] * 2
     before, now = (Snapshot((kept, *more), MEM) for more in ([], hidden))
     assert now.diff(before).new == (kept.owner, kept.owner)

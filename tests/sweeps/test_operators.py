@@ -250,13 +250,13 @@ def nothing_uninitialized() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def census() -> Iterator[Callable[[], dict[int, Tensor]]]:
+def census() -> Callable[[], dict[int, Tensor]]:
     """Count all tensors that exist, by identity; what existed before the module is counted once."""
+    gc.unfreeze()
     gc.collect()
     elders = tensors_among(gc.get_objects())
     gc.freeze()
-    yield lambda: {id(tensor): tensor for tensor in elders + tensors_among(gc.get_objects())}
-    gc.unfreeze()
+    return lambda: {id(tensor): tensor for tensor in elders + tensors_among(gc.get_objects())}
 
 
 def tensors_among(objects: list[Any]) -> list[Tensor]:

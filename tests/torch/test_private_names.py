@@ -98,30 +98,40 @@ _STOPPED = {
 }
 
 
-@pytest.fixture(scope="module")
-def raised():
-    """By missing name, what was raised by use; of no missing name that of ``""``."""
-    wanted = json.dumps({name: sorted({*uses, *_PLAIN}) for name, uses in _STOPPED.items()})
+def answer_to(wanted):
     done = subprocess.run(
-        [sys.executable, _WORKER], input=wanted, capture_output=True, text=True, check=True
+        [sys.executable, _WORKER],
+        input=json.dumps(wanted),
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return json.loads(done.stdout)
 
 
-def test_each_use_works_in_the_torch_that_is_here(raised):
-    assert set(raised[""].values()) == {None}
+@pytest.fixture(scope="module")
+def raised():
+    """By missing name, what was raised by use; of no missing name that of ``""``."""
+    return answer_to({name: sorted({*uses, *_PLAIN}) for name, uses in _STOPPED.items()})
 
 
+def test_each_use_works_in_the_torch_that_is_here():
+    assert set(answer_to(None)[""].values()) == {None}
+
+
+@pytest.mark.slow
 def test_every_name_that_is_bound_is_tried(raised):
     assert set(raised) - {"", "all"} == set(_STOPPED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(_STOPPED))
 def test_a_missing_name_stops_what_needs_it_and_nothing_else(raised, name):
     expected = {use: name if use in _STOPPED[name] else None for use in raised[name]}
     assert raised[name] == expected
 
 
+@pytest.mark.slow
 def test_without_any_private_name_every_room_imports_and_says_what_is_missing(raised):
     names = raised["all"]
     assert all(

@@ -190,7 +190,8 @@ for bind in ("bound", "getter"):
     setattr(tenure._torch, bind, record(getattr(tenure._torch, bind)))
 load_rooms()
 result = {"": tried(USES)}
-# every name that is bound is tried, also one that nobody has listed
-result |= {path: without(path, wanted.get(path, USES)) for path in sorted(bindings)}
-result["all"] = without_all()
+if wanted is not None:
+    # every name that is bound is tried, also one that nobody has listed
+    result |= {path: without(path, wanted.get(path, USES)) for path in sorted(bindings)}
+    result["all"] = without_all()
 json.dump(result, sys.stdout)

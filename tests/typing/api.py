@@ -52,6 +52,7 @@ from tenure.adaptive import (
     OomRegistration,
     PeakReport,
     Plan,
+    RemoteRankError,
     SplitDifference,
     SplitMismatchError,
     SplitReport,
@@ -561,8 +562,12 @@ def stepping(x: Tensor, model: nn.Module) -> None:
         assert_type(result.sizes, tuple[int, ...])
         assert_type(result.attempts, int)
         assert_type(step(aside, {"x": x}, has_aux=True).aux, tuple[Any, ...])
+        assert_type(step(loss_of, None, group=None, per_rank=True).n_samples, int)
     except BatchCoupledError as error:
         assert_type(error.names, tuple[str, ...])
+    except RemoteRankError as remote:
+        assert_type(remote.rank, int | None)
+        assert_type(remote.cause, str)
     except SplitMismatchError as mismatch:
         assert_type(mismatch.whole, float)
         assert_type(mismatch.split, float)

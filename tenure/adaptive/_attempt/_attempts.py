@@ -21,13 +21,19 @@ from tenure._text import counted, format_bytes
 from tenure._torch.compiler import never_compiled
 from tenure.scopes import DisposeScope
 
-from .._oom import OomInfo, oom_of_work
+from .._oom import OomInfo, free_bytes_in, oom_of_work
 from .._undo import Rollback
 from ._events import AdaptiveEvent, EventKind, OnRetry, memory_of, statistics, tell
 from ._release import forget_traceback, release
 from ._relief import Relief, Scene, free_bytes_of, scene_of
 
 T = TypeVar("T")
+TAKEN_BACK = (
+    "The attempt that made it was taken back. What the function appends to a list outside is of "
+    "every attempt: return it instead, beside the loss with has_aux=True of step(), or as a result "
+    "with collect= of chunked() and range()."
+)
+"""What to do about a tensor that an attempt has put where it outlives it."""
 
 
 class SizeSearch(Protocol):
@@ -48,6 +54,10 @@ class SizeSearch(Protocol):
 
     def shrink(self, info: OomInfo) -> bool:
         """Work of this size ran out of memory: make it smaller; False where no size is left."""
+        ...
+
+    def gave_up(self) -> None:
+        """Nothing that is allowed fits."""
         ...
 
 
@@ -140,6 +150,7 @@ class Attempts:
                         # test_the_last_error_still_shows_its_lines_and_holds_no_tensor.
                         last = [outcome]
                         del outcome
+                        search.gave_up()
                         self._give_up(last, sizes, search.limited_by)
                     self._tell("fallback", search.size, search.size, outcome.info)
                     work = _ignoring_the_size(fallback)
@@ -234,7 +245,7 @@ class Attempts:
         """Dispose what the scope owns; errors about it then say that it is of ``name``."""
         scope = self._scope
         own_name, scope.name = scope.name, name
-        scope.dispose_everything()
+        scope.dispose_everything(advice=TAKEN_BACK)
         scope.name = own_name
 
     def _prepare_next(
@@ -293,7 +304,11 @@ def _bytes_of(info: OomInfo) -> list[str]:
     free = [] if free_bytes is None else [f"free {format_bytes(free_bytes)}"]
     if needed_bytes is not None and free_bytes is not None and free_bytes >= needed_bytes:
         # what the attempt held is let go by now, and would fit as it is
-        needed, free = [f"{needed[0]} beside what it held"], [f"{free[0]} without that"]
+        left_bytes = free_bytes_in(info.text)
+        if left_bytes is None or left_bytes >= free_bytes:
+            return [f"{needed[0]} beside what it held, of {format_bytes(free_bytes)} for both"]
+        held = format_bytes(free_bytes - left_bytes)
+        return [f"held {held} of the {format_bytes(free_bytes)} it had, and {needed[0]} more"]
     return [", ".join(needed + free)] if needed or free else []
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
+from tenure._callers import user_site
 from tenure._errors import AdaptiveUsageError
 from tenure._text import format_bytes
 
@@ -20,6 +21,7 @@ EventKind = Literal["retry", "shrink", "grow", "fallback", "give_up"]
 OnRetry = Callable[["AdaptiveEvent"], object]
 _AnyListener = TypeVar("_AnyListener", bound=OnRetry)
 
+_NAMELESS = ("<lambda>", "lazy")
 _logger = logging.getLogger("tenure.adaptive")
 
 
@@ -49,9 +51,17 @@ class AdaptiveEvent:
     freed_bytes: int = 0
 
     def __str__(self) -> str:
+        return self.told_of(repr(self.name))
+
+    def told_of(self, work: str) -> str:
+        """The decision in words.
+
+        Args:
+            work: what ran, as the sentence names it.
+        """
         if self.kind == "grow":
-            return f"{self.name!r} goes on with {self.unit} {self.next_size}, after {self.size}."
-        ran_out = f"{self.name!r} ran out of {memory_of(self.info)} at {self.unit} {self.size}"
+            return f"{work} goes on with {self.unit} {self.next_size}, after {self.size}."
+        ran_out = f"{work} ran out of {memory_of(self.info)} at {self.unit} {self.size}"
         return f"{ran_out}{_needed(self.info)}; {self._outcome()}."
 
     def _outcome(self) -> str:
@@ -60,6 +70,11 @@ class AdaptiveEvent:
         if self.kind == "shrink":
             return f"goes on with {self.next_size}"
         return "goes on on the CPU" if self.kind == "fallback" else "gives up"
+
+
+def _named(name: str) -> str:
+    """What ran, with the line of the user's program that called where the name tells nothing."""
+    return f"{name!r} at {user_site()}" if name in _NAMELESS else repr(name)
 
 
 def memory_of(info: OomInfo | None) -> str:
@@ -167,11 +182,11 @@ def tell(event: AdaptiveEvent, on_retry: OnRetry | None = None) -> None:
     """Count an event, log a new size in one line, and call those who listen."""
     counts, name = statistics(), _COUNTED_AS[event.kind]
     setattr(counts, name, getattr(counts, name) + 1)
-    if event.kind in ("shrink", "fallback"):
-        _logger.warning("%s", event)
     # that one becomes an error, which says it
-    elif event.kind != "give_up":
-        _logger.info("%s", event)
+    if event.kind != "give_up":
+        level = logging.WARNING if event.kind in ("shrink", "fallback") else logging.INFO
+        if _logger.isEnabledFor(level):
+            _logger.log(level, "tenure: %s", event.told_of(_named(event.name)))
     # What a listener raises is not caught: so a program can end a retry.
     for listener in (*_listeners, *([on_retry] if on_retry else [])):
         listener(event)

@@ -76,6 +76,7 @@ class BatchFunction(AdaptiveFunction, Generic[P, T_co]):
 
         Raises:
             OutOfRetriesError: it ran out of memory at every size that is allowed.
+            RemoteRankError: of a ``group``: it has failed on another rank.
             AdaptiveUsageError: there is no batch size to begin with, or it is not allowed.
         """
         # a method, called by what stands above it in the class, or through the class
@@ -162,7 +163,8 @@ def batch(func: Any = None, /, *, initial_batchsize: int | None = None, **option
             that gives the next, moved into what is allowed; ``restore_rng``: whether a failed
             attempt leaves random generators as they were; ``on_retry``: called with each
             AdaptiveEvent; ``cpu_fallback``: whether what fits at no size runs with its tensors on
-            the CPU.
+            the CPU; ``group``: the process group whose ranks all make each call, and run with the
+            same size.
 
     Raises:
         AdaptiveUsageError: an argument can't be used, or the function can be suspended.

@@ -125,8 +125,7 @@ class _OnHost(_Concatenated):
         self._coming: Landing | None = None
 
     def land(self, result: Any) -> Any:
-        if not self._results:
-            _check(result)
+        super().land(result)
         # The one before, now that this one was launched; so only one is pinned.
         self._arrive()
         return Landing(result)

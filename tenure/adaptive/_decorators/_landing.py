@@ -6,14 +6,13 @@ than one result is in pinned memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tenure._capture import is_capturing
-from tenure._containers import level_of
+from tenure._containers import mapped
 from tenure._errors import AdaptiveUsageError
 from tenure._text import describe_tensor
 from tenure.scopes import persist
@@ -44,7 +43,7 @@ class Landing:
             devices.add(tensor.device)
             return copy
 
-        self._begun = _mapped(begin, result)
+        self._begun = mapped(begin, result)
         self._events = [_mark(device) for device in devices if _has_streams(device)]
 
     def landed(self) -> Any:
@@ -55,16 +54,7 @@ class Landing:
         # Called by the next attempt, whose failure must not dispose of this: see
         # test_what_has_landed_outlives_a_failure_of_the_next_piece.
         with persist():
-            return _mapped(lambda each: each.clone() if id(each) in copies else each, self._begun)
-
-
-def _mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return function(tree)
-    level = level_of(tree) if isinstance(tree, dict | tuple | list) else None
-    if level is None:
-        return tree
-    return level.make([_mapped(function, child) for child in level.children])
+            return mapped(lambda each: each.clone() if id(each) in copies else each, self._begun)
 
 
 def _check(tensor: Tensor) -> None:

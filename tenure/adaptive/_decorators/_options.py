@@ -32,6 +32,7 @@ class Options:
     on_retry: OnRetry | None = None
     cpu_fallback: bool = False
     predict: bool = False
+    group: Any = None
 
 
 class AdaptiveOptions(TypedDict, total=False):
@@ -49,6 +50,8 @@ class AdaptiveOptions(TypedDict, total=False):
         cpu_fallback: whether what fits at no size runs with its tensors on the CPU.
         predict: whether the first failure is answered by the size that `predict_peak` says fits;
             the function runs on tensors without data for that.
+        group: the process group whose ranks all make each call: it ends on all of them, or with an
+            error on all. None: calls are this process's own.
     """
 
     cache_type: type[BatchsizeCache] | None
@@ -61,6 +64,7 @@ class AdaptiveOptions(TypedDict, total=False):
     on_retry: OnRetry | None
     cpu_fallback: bool
     predict: bool
+    group: Any
 
 
 _WORDS_FOR_SIZES = ("size", "step", "batch", "chunk")
@@ -82,6 +86,7 @@ def checked_options(
     on_retry: OnRetry | None = None,
     cpu_fallback: bool = False,
     predict: bool = False,
+    group: Any = None,
     **unknown: object,
 ) -> Options:
     """Options as a user gave them, to a function that has ``initial_name`` besides.
@@ -99,7 +104,7 @@ def checked_options(
     check_callable("on_retry", on_retry)
     limits = checked_limits(minimum, maximum, align)
     return Options(
-        cache_type, context, limits, reduce, restore_rng, on_retry, cpu_fallback, predict
+        cache_type, context, limits, reduce, restore_rng, on_retry, cpu_fallback, predict, group
     )
 
 

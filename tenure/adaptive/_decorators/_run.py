@@ -16,12 +16,15 @@ from rich.errors import LiveError
 from rich.progress import Progress
 from torch import Tensor
 
+from tenure._callers import warn_user
+from tenure._errors import AdaptiveUsageWarning
 from tenure._torch.compiler import mark_dynamic
 from tenure._torch.quiet import without_functions
 from tenure.scopes import DisposeScope
 
 from .._attempt import Attempts, on_cpu
 from .._predict import Forecast
+from .._ranks import RankCall, call_of_ranks, has_other_ranks
 from .._sizes import AdaptiveSearch, Remembered
 from .._undo import RngState, generators_in
 from ._collect import Collector
@@ -55,7 +58,7 @@ def run_batch(
     def fallback() -> Any:
         return on_cpu(function, search.size, *args, **kwargs)
 
-    with DisposeScope(name) as scope:
+    with call_of_ranks("batch", name, options.group) as ranks, DisposeScope(name) as scope:
         attempts = Attempts(
             name,
             scope,
@@ -63,9 +66,53 @@ def run_batch(
             state=_random_state(args, kwargs) if options.restore_rng else None,
             on_retry=options.on_retry,
         )
-        result = attempts.run(search, work, fallback if options.cpu_fallback else None)
+
+        def run() -> Any:
+            return attempts.run(search, work, fallback if options.cpu_fallback else None)
+
+        if ranks is None:
+            result = run()
+        else:
+            at_start = _random_state(args, kwargs) if options.restore_rng else None
+            result = _run_alike(ranks, search, run, at_start)
     search.finished()
+    if attempts.n_begun > 1 and ranks is None and has_other_ranks():
+        _warn_of_other_sizes(name)
     return result
+
+
+def _run_alike(
+    ranks: RankCall, search: AdaptiveSearch, run: Callable[[], Any], state: RngState | None
+) -> Any:
+    """Run at one size for all ranks, the largest that fits on each of them."""
+    # what one has learned is for all, or the others would run twice in each call
+    size, is_one = ranks.smallest(search.size)
+    while True:
+        search.at_most(size)
+        ranks.go_on()
+        if state is not None:
+            state.begin()
+        result = run()
+        size, is_one = ranks.smallest(search.size)
+        # those that have the smallest wait for the others
+        while not is_one and size == search.size:
+            ranks.go_on()
+            size, is_one = ranks.smallest(size)
+        if is_one:
+            return result
+        # it may hold the memory that the next one needs
+        del result
+        if state is not None:
+            state.undo()
+
+
+def _warn_of_other_sizes(name: str) -> None:
+    warn_user(
+        f"{name}() ran out of memory and was run with a smaller batch size on this rank, while "
+        "others may have run with a larger one. Pass group=torch.distributed.group.WORLD where all "
+        "ranks make the call, and they run with the same.",
+        AdaptiveUsageWarning,
+    )
 
 
 class Piece:
@@ -164,12 +211,19 @@ def run_pieces(
         initial = max(end - piece.start, options.limits.floor)
     search = AdaptiveSearch(initial, options.limits, remembered, options.reduce, in_pieces=True)
     collector = None if collect is None else collect()
-    if progress:
-        with _Bar(name, end - piece.start) as bar:
-            _run_pieces(name, piece, end, search, options, collector, bar)
-    else:
-        _run_pieces(name, piece, end, search, options, collector)
-    return None if collector is None else collector.collected(piece.dimension)
+    with call_of_ranks(
+        "chunked" if isinstance(piece, Chunk) else "range", name, options.group
+    ) as ranks:
+        if progress:
+            with _Bar(name, end - piece.start) as bar:
+                _run_pieces(name, piece, end, search, options, collector, bar)
+        else:
+            _run_pieces(name, piece, end, search, options, collector)
+        result = None if collector is None else collector.collected(piece.dimension)
+        # pieces may be of other sizes on each rank
+        if ranks is not None:
+            ranks.smallest()
+    return result
 
 
 def _run_pieces(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
@@ -11,6 +12,7 @@ from tenure._text import describe_tensor
 from tenure._torch.compiler import never_compiled
 
 from ._labels import SHARED, Label
+from ._shapes import rebuilt
 from ._tape import Tape
 from ._tensor import LazyTensor, lazy_leaf
 
@@ -53,15 +55,14 @@ def _recorded(value: Any, batch: int | None, tapes: dict[int, Tape]) -> Any:
     if isinstance(value, Tensor):
         return _leaf(value, batch, tapes)
     if isinstance(value, list | tuple):
-        children = [_recorded(each, batch, tapes) for each in value]
-        return type(value)(*children) if hasattr(value, "_fields") else type(value)(children)
+        return rebuilt(value, [_recorded(each, batch, tapes) for each in value])
     if isinstance(value, dict):
         return type(value)({key: _recorded(each, batch, tapes) for key, each in value.items()})
     return value
 
 
 def _leaf(tensor: Tensor, batch: int | None, tapes: dict[int, Tape]) -> LazyTensor:
-    if tensor.layout is not __import__("torch").strided or tensor.is_nested:
+    if tensor.layout is not torch.strided or tensor.is_nested:
         raise AdaptiveUsageError(
             f"lazy() got a tensor that is not dense, {describe_tensor(tensor)}. Pass a dense one, "
             "or use step()."

@@ -19,6 +19,7 @@ from tenure._account import close_limit, open_limit
 from tenure._text import format_bytes
 from tenure._torch.modes import DispatchMode, open_modes, schema_of
 from tenure._torch.quiet import without_dispatch, without_functions
+from tenure._torch.resizing import tell, tell_no_more
 from tenure._torch.storages import is_in_a_tensor, key_of, uses_by_torch
 
 from ._live_storages import LiveStorages, storages_in
@@ -87,8 +88,10 @@ class CountingMode(DispatchMode):
         self._stacked.append(self)
         try:
             open_limit(self)
+            tell(self._note_resized)
             self.__enter__()  # type: ignore[no-untyped-call]
         except BaseException:
+            tell_no_more(self._note_resized)
             # one that torch never had would keep the closed ones below it on torch's stack
             if self not in open_modes():
                 self._stacked.remove(self)
@@ -99,6 +102,7 @@ class CountingMode(DispatchMode):
         self._account.measure_again()
         self._process = _CLOSED
         close_limit(self)
+        tell_no_more(self._note_resized)
         self._account.stop()
         in_order = open_modes()[-1:] == [self]
         _pop_closed(self._stacked)
@@ -132,6 +136,19 @@ class CountingMode(DispatchMode):
         if made_bytes > 0 and self._exceeds():
             made.clear()
             self._refuse(what, made_bytes)
+        self.recent_peak_bytes = max(self.recent_peak_bytes, self._account.live_bytes)
+
+    def _note_resized(self, storage: UntypedStorage, n_bytes: int) -> None:
+        """Count what a storage grows or shrinks by without an operation, and refuse too much."""
+        if os.getpid() != self._process:
+            return
+        grown_bytes = self._account.note_resized(storage, n_bytes)
+        if grown_bytes > 0 and self._account.live_bytes > self._limit_bytes:
+            # it has its old size again then, which is right where it is refused
+            self._account.measure_again()
+            if self._account.live_bytes + grown_bytes > self._limit_bytes:
+                self._refuse("resize_() of a storage", grown_bytes)
+            self._account.note_resized(storage, n_bytes)
         self.recent_peak_bytes = max(self.recent_peak_bytes, self._account.live_bytes)
 
     def note_moved(self, before: UntypedStorage, after: UntypedStorage) -> None:

@@ -68,6 +68,16 @@ class LiveStorages:
                 is_counted = entry is not None and entry.counted_bytes > 0
                 self._measure(self._enter(after, 0 if is_counted else after.nbytes()), after)
 
+    def note_resized(self, storage: UntypedStorage, n_bytes: int) -> int:
+        """Count a storage that is about to have a size, and return what it will have grown."""
+        if storage.device != self._device:
+            return 0
+        with self._lock:
+            entry = self._entries.get(key_of(storage))
+            if entry is None:
+                entry = self._enter(storage, storage.nbytes())
+            return self._count(entry, n_bytes)
+
     def measure_again(self) -> None:
         """Take up what became of the storages without an operation, as by ``storage.resize_``."""
         with self._lock:
@@ -88,7 +98,10 @@ class LiveStorages:
         return entry
 
     def _measure(self, entry: _Entry, storage: UntypedStorage) -> int:
-        counted_bytes = max(0, storage.nbytes() - entry.base_bytes)
+        return self._count(entry, storage.nbytes())
+
+    def _count(self, entry: _Entry, n_bytes: int) -> int:
+        counted_bytes = max(0, n_bytes - entry.base_bytes)
         grown_bytes = counted_bytes - entry.counted_bytes
         self.live_bytes += grown_bytes
         entry.counted_bytes = counted_bytes

@@ -147,6 +147,7 @@ _REQUESTS = tuple(
         rf"Allocation failed for size::{_NUMBER}()",
     )
 )
+_FREE = re.compile(rf"\bof which (?:[0-9.]+ [KMGTPE]?i?B \()?{_SIZE}\)? is free\b")
 _UNALLOCATED = re.compile(rf"\b{_SIZE} is reserved by PyTorch but unallocated\b")
 # The allocators' GB of 2**30 bytes: older MPS and mmap texts say 19.45 GB for 19.45 GiB.
 # https://github.com/pytorch/pytorch/issues/141909
@@ -186,6 +187,12 @@ def requested_bytes_in(text: str) -> int | None:
     matches = (pattern.search(text) for pattern in _REQUESTS)
     match = next(filter(None, matches), None)
     return (_bytes_of(match) or None) if match is not None else None
+
+
+def free_bytes_in(text: str) -> int | None:
+    """What was free when the allocation failed, as CUDA's texts and those of budgets tell."""
+    match = _FREE.search(text)
+    return _bytes_of(match) if match is not None else None
 
 
 def unallocated_bytes_in(text: str) -> int | None:

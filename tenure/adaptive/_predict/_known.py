@@ -16,10 +16,13 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from tenure._containers import passed_tensors
-from tenure._storages import sparse_parts
+from tenure._storages import inner_tensors, sparse_parts
 from tenure._torch.fakes import is_fake, no_fakes
 from tenure._torch.modes import schema_of
+from tenure._torch.sharding import is_dtensor
 from tenure._torch.storages import key_of
+
+from ._exchanges import is_exchange
 
 _HOST = torch.device("cpu")
 _LARGEST_BYTES = 2**20
@@ -73,7 +76,12 @@ class KnownValues:
             return int(value.count_nonzero())
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operation gives, all of whose tensors are known; None where one is not."""
+        """What an operation gives, all of whose tensors are known; None where one is not.
+
+        None of an exchange, too: the other ranks would have to take part.
+        """
+        if is_exchange(func):
+            return None
         real_args, real_kwargs = self._real_of(args), self._real_of(kwargs)
         if real_args is None or real_kwargs is None:
             return None
@@ -156,6 +164,8 @@ class KnownValues:
 
 def storages_of(tensor: Tensor) -> list[UntypedStorage]:
     """The storages of a tensor of any layout, with data or without."""
+    if is_dtensor(tensor):
+        return [storage for part in inner_tensors(tensor) for storage in storages_of(part)]
     if tensor.layout is torch.strided:
         return [tensor.untyped_storage()]
     return [part.untyped_storage() for _, part in sparse_parts(tensor)]
@@ -178,6 +188,9 @@ def _is_eligible(tensor: Tensor) -> bool:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    # their schemas don't tell
+    if is_exchange(func):
+        return [*passed_tensors(args[:1])]
     schema = schema_of(func)
     if schema is None or not schema.is_mutable:
         return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Iterable
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -17,10 +18,12 @@ from tenure._torch import cpu_allocator, engine
 from tenure._torch.fakes import is_fake
 from tenure._torch.modes import DispatchMode
 from tenure._torch.modules import module_called_by
+from tenure._torch.sharding import dtensor_class
 from tenure._torch.storages import key_of
 
 from ._assumptions import CAN_NOT, STAND_INS, worked_out
 from ._blocks import Block, Category, Event, Phase, Record
+from ._exchanges import exchanged
 from ._known import KnownValues, storages_of
 from ._scratch import scratch_bytes
 from ._target import Target
@@ -108,7 +111,10 @@ class Observer(DispatchMode):
         self._real = Block(0, "forward", "temporaries")
         self._real_live = cpu_allocator.live_counter()
         self._real_before = 0
+        # what kernels have taken that let go of it later: a group has two threads for them
+        self._kept = deque(Block(0, "forward", "temporaries") for _ in range(2))
         self._is_over = False
+        self._shared = dtensor_class()
 
     def enter_existing(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Note what was there before; what is known already keeps its category."""
@@ -128,6 +134,13 @@ class Observer(DispatchMode):
             if entry is not None and entry.block.category is None:
                 entry.block.category = category
 
+    def note_resized(self, storage: UntypedStorage, n_bytes: int) -> None:
+        """Notice that a storage gets another size by no operation."""
+        entry = self._entries.get(key_of(storage))
+        if entry is not None and n_bytes != entry.block.n_bytes:
+            entry.block.n_bytes = n_bytes
+            self._change(entry.block, n_bytes)
+
     @property
     def has_backward(self) -> bool:
         """Whether a backward pass ran."""
@@ -145,6 +158,9 @@ class Observer(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # the class does it with the parts that are here, which come by one by one
+        if self._shared in types:
+            return NotImplemented
         # a question about a tensor; the process ends where one raises
         if func.namespace == "prim":
             return func(*args, **kwargs)
@@ -157,7 +173,7 @@ class Observer(DispatchMode):
         self._note_pass()
         self._note_unforeseen(args, kwargs)
         kwargs = self._target.made_on(kwargs)
-        shown: Any = STAND_INS.get(func) or func
+        shown: Any = STAND_INS.get(func) or exchanged(func) or func
         try:
             result = shown(*args, **kwargs)
         except CAN_NOT as error:
@@ -199,6 +215,9 @@ class Observer(DispatchMode):
             if scratch.n_bytes:
                 block = Block(scratch.n_bytes, self.phase, "temporaries")
                 self._change(block, scratch.n_bytes)
+                if scratch.is_kept:
+                    self._kept.append(block)
+                    block = self._kept.popleft()
                 self._change(block, 0)
             if scratch.reason is not None:
                 self.reasons.setdefault(scratch.reason)

@@ -5,7 +5,6 @@ Invariant: after `Work.observe` everything that the work reaches is as before, h
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -20,21 +19,27 @@ from torch.optim.optimizer import (
 
 from tenure._containers import tensors_in
 from tenure._errors import PredictionError
+from tenure._heap import collector_paused
 from tenure._torch import cpu_allocator, engine
 from tenure._torch.compiler import is_compiled
 from tenure._torch.fakes import unrecognised
 from tenure._torch.optimizers import stepping_fakes
+from tenure._torch.resizing import resizes_told
+from tenure._torch.sharding import Shards, shapes_found_unseen
 from tenure.scopes import persist
 
+from .._interrupts import Interrupts
 from .._reachable import Reachable
 from .._undo import AllOf, ModuleState, RngState, modules_below
 from ._lent import (
     Containers,
-    Interrupts,
     OptimizerState,
+    check_between_passes,
+    gradients_kept,
     holders_in,
     lent_to_fakes,
     mode_for,
+    parts_of,
     settings_kept,
 )
 from ._observer import Observer
@@ -79,8 +84,9 @@ class Work:
         self.parameters = _unique([*self.parameters, *self.state.parameters])
         self.inputs = _unique(tensors_in([args, kwargs]))
         held = tensors_in([vars(module) for module in self.modules])
-        self.others = _unique([*held, *reached.constants.values()])
-        self.holders = holders_in([*self.modules, *reached.visited()])
+        self.shards = Shards(self.modules)
+        self.others = _unique([*held, *reached.constants.values(), *self.shards.hidden()])
+        self.holders = holders_in([*self.modules, *reached.visited(), *self.shards.objects])
         self.is_compiled = any(map(is_compiled, (fn, *reached.visited(), *self.modules)))
         self.target = target_of(device, (*self.parameters, *self.inputs))
 
@@ -100,21 +106,29 @@ class Work:
 
         Args:
             is_counted: whether to tell what a memory budget counts, rather than what there is.
+
+        Raises:
+            PredictionError: a module of ``fully_shard`` is between a forward and a backward pass.
         """
+        check_between_passes(self.shards)
         engine.prepare()
         observer = Observer(self.target, is_counted=is_counted)
-        tensors = self.tensors()
+        tensors = parts_of(self.tensors())
         mode = mode_for(tensors)
         undo = AllOf((RngState(), ModuleState(self.modules), Containers(self.holders)))
         with Interrupts() as interrupts, persist(), ExitStack() as stack:
-            stack.enter_context(_no_collection())
+            # Old garbage that ends in the middle would hide as many bytes that are really taken
+            # meanwhile; and work whose tensors only a collection frees may not get one in time.
+            stack.enter_context(collector_paused())
             stack.enter_context(cpu_allocator.sizes_kept(True))
             undo.begin()
             stack.callback(undo.undo)
             stack.callback(_put_gradients, observer)
             stack.enter_context(settings_kept())
+            stack.enter_context(gradients_kept(self.tensors()))
             for fake, real in stack.enter_context(lent_to_fakes(tensors, mode, self.target)):
                 observer.known.learn(fake, real)
+            self.shards.begin_anew()
             stack.enter_context(self.state.kept())
             observer.enter_existing(self.parameters, "parameters")
             observer.enter_existing(self.buffers, "buffers")
@@ -128,6 +142,8 @@ class Work:
             stack.enter_context(self._no_fast_path(observer))
             stack.enter_context(self.target.shown())
             stack.enter_context(mode)
+            stack.enter_context(shapes_found_unseen())
+            stack.enter_context(resizes_told(observer.note_resized))
             stack.enter_context(observer)
             observer.begin()
             with interrupts.let_through():
@@ -235,22 +251,6 @@ def _steps_told(observer: Observer) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """A block without garbage collection.
-
-    Old garbage that ends in the middle would hide as many bytes that are really taken meanwhile;
-    and work whose tensors only a collection frees may not get one before its worst moment.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _put_gradients(observer: Observer) -> None:

@@ -15,6 +15,7 @@ from tenure._text import describe_elements, dtype_name, shape_of
 from tenure._torch.quiet import without_functions
 
 _SEPARATOR = " | "
+_ADDING = ", adding gradients"
 
 
 def signature_of(
@@ -22,6 +23,8 @@ def signature_of(
     kwargs: Mapping[str, object],
     chunked: Tensor | None = None,
     dimension: int = 0,
+    *,
+    adds_gradients: bool = False,
 ) -> str:
     """Spell the circumstances of a call.
 
@@ -31,6 +34,7 @@ def signature_of(
         kwargs: what is passed on by name.
         chunked: the tensor of any shape that is split.
         dimension: the dimension of ``chunked`` that is split.
+        adds_gradients: whether gradients of before stand beside those that the call makes.
 
     Example:
         >>> signature_of((torch.ones(8, 3), "other"), {})
@@ -39,12 +43,22 @@ def signature_of(
     parts = [_spelled(chunked, dimension)] if chunked is not None else []
     parts += [spelled for value in args if (spelled := _spelled(value))]
     parts += [f"{key}={spelled}" for key, value in kwargs.items() if (spelled := _spelled(value))]
-    return _SEPARATOR.join([_modes(), *parts])
+    return _SEPARATOR.join([_modes() + _ADDING * adds_gradients, *parts])
 
 
 def modes_in(signature: str) -> str:
     """The part of a signature that does not depend on the arguments."""
     return signature.partition(_SEPARATOR)[0]
+
+
+def with_other_gradients(modes: str) -> str:
+    """The same modes, but for whether gradients of before are there."""
+    return modes.removesuffix(_ADDING) if adds_gradients(modes) else modes + _ADDING
+
+
+def adds_gradients(modes: str) -> bool:
+    """Whether gradients of before are there."""
+    return modes.endswith(_ADDING)
 
 
 def _modes() -> str:

@@ -112,3 +112,6 @@ class SizeFinder:
             self.is_known, size = True, bracket.ok
         self.size = size
         return size > 0
+
+    def gave_up(self) -> None:
+        """No size fits; what was found out is told."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from tenure._errors import AdaptiveUsageError
 
-from ._call_signature import modes_in
+from ._call_signature import adds_gradients, modes_in, with_other_gradients
 from ._record import SizeRecord
 
 _FORMAT = "tenure.adaptive sizes"
@@ -59,19 +59,26 @@ class SizeSite:
         with _lock:
             record = self.records.pop(signature, None)
             if record is None:
-                modes = modes_in(signature)
-                # Another shape under the same modes: its sizes are a better guess than the initial
-                # one, the latest the best. Not under other modes: without gradients far larger ones
-                # fit, see test_evaluation_does_not_make_training_smaller.
-                similar = (name for name in reversed(self.records) if modes_in(name) == modes)
-                name = next(similar, None)
-                if name is None:
+                record = self._similar(modes_in(signature))
+                if record is None:
                     return None
-                record = self.records[name].copy()
             # as the latest: the oldest are forgotten first
             self.records[signature] = record
             _shorten(self.records, _MOST_SIGNATURES)
             return record
+
+    def _similar(self, modes: str) -> SizeRecord | None:
+        """A copy of the latest record of another shape, whose sizes are a better guess than none.
+
+        Not of other modes: without gradients far larger ones fit, see
+        test_evaluation_does_not_make_training_smaller.
+        """
+        for wanted in (modes, with_other_gradients(modes)):
+            for name in reversed(self.records):
+                if modes_in(name) == wanted:
+                    is_fewer = adds_gradients(modes) and wanted != modes
+                    return self.records[name].copy(has_less_room=is_fewer)
+        return None
 
     def new(self, signature: str) -> SizeRecord:
         """The record of a signature, empty where there is none."""

@@ -14,6 +14,8 @@ from typing import NamedTuple
 _FIRST_INTERVAL = 16
 CLOSED_INTERVAL = 512
 """Clean calls before what failed is tried again where nothing lies between it and what works."""
+_WITH_LESS_ROOM = 4
+"""Work that finds less memory free begins with one part in so many of what fitted."""
 _FINE = 20
 """A step up is one part in so many: what fails ends the search, within 5 % of the largest."""
 
@@ -88,14 +90,21 @@ class SizeRecord:
         with _lock:
             return replace(self)
 
-    def copy(self) -> SizeRecord:
+    def copy(self, *, has_less_room: bool = False) -> SizeRecord:
         """What this one knows of sizes, as the beginning of another for work of another shape.
 
         What a size needs is another then. Clean calls count on, so that sizes grow also where no
         two calls have the same shape.
+
+        Args:
+            has_less_room: whether that work finds less memory free: it begins with a small size
+                that surely fits, is measured, and tells how large the next may be.
         """
         with _lock:
-            return replace(self, points=(), is_steep=False, is_guess=True, least_free_bytes=None)
+            ok = max(1, self.ok // _WITH_LESS_ROOM) if self.ok and has_less_room else self.ok
+            return replace(
+                self, ok=ok, points=(), is_steep=False, is_guess=True, least_free_bytes=None
+            )
 
     def step(self, align: int) -> int:
         """How much larger the next size is."""
@@ -130,7 +139,8 @@ class SizeRecord:
 
     def _points_with(self, size: int, needed_bytes: int | None) -> tuple[Measured, ...]:
         if needed_bytes:
-            smaller = [each for each in self.points if each.size < size]
+            # one that needed more had something beside it, such as what is verified at first
+            smaller = [p for p in self.points if p.size < size and p.n_bytes <= needed_bytes]
             return (*smaller[-1:], Measured(size, needed_bytes))
         if not (self.points and self.ok):
             return ()
@@ -163,6 +173,17 @@ class SizeRecord:
                 self.interval *= 2
             is_closed = was_probe and size - self.ok <= self.step(align)
             self._rest(CLOSED_INTERVAL if is_closed else 0)
+
+    def forget(self) -> None:
+        """Not even the smallest size fits: that says how little memory there was, and of no size.
+
+        A later call has other memory, or fails again; from the smallest size up it would be slow
+        for long.
+        """
+        with _lock:
+            self.ok, self.bad, self.points, self.failed = 0, None, (), ()
+            self.is_guess = self.is_steep = self.climbing = False
+            self.n_failed, self.free_bytes, self.least_free_bytes = 0, None, None
 
     def note_predicted(self, too_large: int | None, device: str, free_bytes: int) -> None:
         """A prediction was asked where nothing was known: this size is not worth a try.

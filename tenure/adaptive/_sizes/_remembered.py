@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
-from types import CodeType, FrameType, MethodType
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
@@ -25,8 +25,8 @@ from ._record import SizeRecord
 _ROOM = "tenure.adaptive"
 _Split = tuple[Tensor, int]
 """A tensor of any shape, and the dimension of it that is split."""
-_Work = tuple[object, tuple[Any, ...], Mapping[str, Any], _Split | None]
-"""The function, its arguments, and what is split."""
+_Work = tuple[object, tuple[Any, ...], Mapping[str, Any], _Split | None, Callable[[], bool]]
+"""The function, its arguments, what is split, and whether it adds to gradients of before."""
 _PLAIN = (str, int, float, bool, bytes, type(None))
 _ANSWERS = ("nothing", "function", "call")
 
@@ -189,13 +189,14 @@ class RememberedCall:
         return about, names
 
     def _signature(self) -> str:
-        function, args, kwargs, split = self._work
+        function, args, kwargs, split, adds_gradients = self._work
         # a module that runs is in training or evaluation like one that is passed, see
         # test_training_and_evaluation_of_the_module_of_a_method_are_apart
         of = function.__self__ if isinstance(function, MethodType) else function
         args = (of, *args) if isinstance(of, nn.Module) else args
         chunked, dimension = split or (None, 0)
-        return signature_of(args, kwargs, chunked, dimension)
+        adds = adds_gradients()
+        return signature_of(args, kwargs, chunked, dimension, adds_gradients=adds)
 
 
 def calling_frame() -> FrameType:
@@ -219,6 +220,7 @@ def remembered_of(
     *,
     function: object = None,
     split: _Split | None = None,
+    adds_gradients: Callable[[], bool] = bool,
 ) -> RememberedCall | RemembersNothing:
     """What is remembered for one call, whose arguments are checked here.
 
@@ -231,6 +233,8 @@ def remembered_of(
         kwargs: what is passed on by name.
         function: what runs; the module of a method counts as one of its arguments.
         split: the tensor of any shape that is split, and its dimension; None: none is.
+        adds_gradients: whether gradients of before stand beside those that the call makes, which
+            leaves less memory; asked where something is known, or is learned. By default none do.
 
     Raises:
         AdaptiveUsageError: the context or the cache type can't be used.
@@ -240,7 +244,8 @@ def remembered_of(
     checked = checked_cache_type(cache_type)
     if checked.remembered_for == "nothing":
         return REMEMBERS_NOTHING
-    return RememberedCall(checked, owner, frame, context, (function, args, kwargs, split))
+    work = function, args, kwargs, split, adds_gradients
+    return RememberedCall(checked, owner, frame, context, work)
 
 
 def stands_for(function: Any) -> object:
@@ -248,14 +253,22 @@ def stands_for(function: Any) -> object:
 
     Callables without code stand for themselves; what can't be referred to weakly, for its class.
     """
-    while isinstance(function, functools.partial):
-        function = function.func
-    if isinstance(function, MethodType):
-        function = function.__func__
+    while (inner := _inside(function)) is not None:
+        function = inner
     code = getattr(function, "__code__", None)
     if isinstance(code, CodeType):
         return code
     return function if type(function).__weakrefoffset__ else type(function)
+
+
+def _inside(function: Any) -> Any:
+    """What a function does nothing but call; None where it is the function itself."""
+    if isinstance(function, functools.partial):
+        return function.func
+    if isinstance(function, MethodType):
+        return function.__func__
+    # the code of a decorator, such as torch.no_grad(), is one for all that it decorates
+    return vars(function).get("__wrapped__") if isinstance(function, FunctionType) else None
 
 
 def check_context(context: object) -> None:

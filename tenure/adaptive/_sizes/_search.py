@@ -176,6 +176,24 @@ class AdaptiveSearch:
             return not known.points
         return known.bad is None and known.ok < self.size
 
+    def stay(self) -> None:
+        """Try nothing larger than what has worked where something has failed.
+
+        For work that can't be tried again.
+        """
+        record = self._record
+        known = None if record is None else record.snapshot()
+        if known is None or self.is_unknown:
+            self.size = self._base = self._ceiling
+        elif known.bad is not None:
+            most = min(self.size, known.ok or known.bad // 2)
+            self.size = self._base = max(self._limits.floor, most)
+
+    def remember(self) -> None:
+        """Let what works be known to later calls, though nothing has failed."""
+        if self._record is None:
+            self._record = self._remembered.new()
+
     def foresee(self, devices: Mapping[str, Foresight], *, share: float = 1.0) -> None:
         """Begin with the size that is predicted to fit on all devices, where one is predicted.
 
@@ -352,6 +370,11 @@ class AdaptiveSearch:
             self._measure(meter)
             self.room = meter if self._in_pieces and meter.measures else None
         return True
+
+    def gave_up(self) -> None:
+        """Nothing that is allowed fits."""
+        assert self._record is not None
+        self._record.forget()
 
     def _predicted(self, failure: Failure) -> int | None:
         """The size that is predicted to fit; None where nobody is asked, or not believed."""

@@ -16,5 +16,7 @@ from ._split import FunctionState as FunctionState
 from ._split import StepOutcome as StepOutcome
 from ._split import StepSpec as StepSpec
 from ._split import refuse_capture as refuse_capture
+from ._step import StepOptions as StepOptions
 from ._step import StepResult as StepResult
+from ._step import run_step as run_step
 from ._step import step as step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +34,9 @@ def step_at_size(spec: StepSpec, size: int) -> StepOutcome:
     parts = StepParts(spec)
     state = parts.rollback()
     # other processes know nothing of what is only predicted
-    quiet = parts.without_exchange()
+    quiet: AbstractContextManager[Any] = (
+        nullcontext() if spec.is_planned else parts.without_exchange()
+    )
     with quiet, DisposeScope("step") as scope, no_optimizer_steps(spec.entry):
         state.begin()
         try:
@@ -56,19 +59,20 @@ class SizedStep:
 
     Attributes:
         n_samples: the samples of its batch.
-        reached: the functions and modules that it runs: as a default of a function, what these use
-            is found, and named as their code names it.
+        reached: the functions and modules that it runs. A function that has them as a default is
+            searched as they are, and what they use is named as their code names it.
     """
 
     def __init__(self, spec: StepSpec) -> None:
         self._spec = spec
         loss = spec.loss if callable(spec.loss) else None
         self.reached = (spec.fn, spec.model, loss, spec.then, spec.once)
-        leaves = self._tree(spec.batch).leaves
-        self.n_samples = self._tree(spec.batch).n_samples()
-        # outputs pile up with each micro-batch, and so do gradients of the batch
+        tree = self._tree(spec.batch)
+        self.n_samples = tree.n_samples()
+        # outputs pile up with each micro-batch, and so do gradients of parts of the batch
         self._piles_up = callable(spec.loss) or any(
-            isinstance(leaf.value, Tensor) and leaf.value.requires_grad for leaf in leaves
+            leaf.is_split and isinstance(leaf.value, Tensor) and leaf.value.requires_grad
+            for leaf in tree.leaves
         )
 
     def length(self, size: int) -> int:

@@ -61,6 +61,10 @@ class Terms(NamedTuple):
         """Which of them have counts."""
         return {name: term.count is not None for name, term in self.by_name.items()}
 
+    def counts(self) -> dict[str, Count]:
+        """The counts of those that have one."""
+        return {n: term.count for n, term in self.by_name.items() if term.count is not None}
+
     def detached(self) -> Terms:
         """The same, without their graphs."""
         return Terms(
@@ -307,6 +311,16 @@ class Shares:
                 f"{', '.join(map(repr, self._by_name))}. Give a weight for each term by its name."
             )
         return shares
+
+
+def numbers_by_term(weight: object) -> dict[str | None, float]:
+    """What ``weight`` returned for some samples, by name; one number for all terms has none.
+
+    Raises:
+        AdaptiveUsageError: it is not a number, or less than zero, or not finite.
+    """
+    named = _named(weight, weight)
+    return {name: _numbers([each])[0] for name, each in named.items()}
 
 
 def _plain_number(value: object) -> int | float | None:

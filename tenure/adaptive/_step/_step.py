@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, TypeVar
+from types import FrameType, MappingProxyType
+from typing import Any, Never, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from tenure._errors import AdaptiveUsageError
@@ -14,15 +15,18 @@ from tenure._torch.compiler import never_compiled
 from tenure.scopes import DisposeScope
 
 from .._attempt import Attempts, OnRetry
+from .._ranks import is_rank
 from .._sizes import (
     AdaptiveSearch,
     BatchsizeCache,
+    NoBatchsizeCache,
     SizeLimits,
     calling_frame,
     checked_size,
     remembered_of,
     stands_for,
 )
+from ._across import PlannedRanks, StepRanks, taking_part
 from ._foresee import foresee
 from ._gradients import Backward, Scaler
 from ._loss import Reduction
@@ -51,13 +55,16 @@ class StepResult:
     """What a step did. The gradients are in the ``.grad`` of the parameters.
 
     Attributes:
-        loss: the loss of the whole batch, of no dimension, without graph; not scaled by a scaler.
+        loss: the loss of the whole batch, of no dimension, to read: its gradients are there
+            already, so it has no graph, and no ``backward()``; not scaled by a scaler.
         terms: its terms by the names that the function gave them; ``"loss"`` where it gave none.
         micro_batch: the most samples in a micro-batch; all of them if the batch was not split.
         sizes: samples in each micro-batch, in order.
         attempts: how often the step was begun; 1 if nothing ran out of memory.
         aux: with ``has_aux``, what the function returned beside its loss for each micro-batch, in
             order; nothing of attempts that failed.
+        n_samples: the samples of the batch; on several ranks those of all, so that 0 says that
+            every rank has come to its end.
     """
 
     loss: Tensor
@@ -66,11 +73,12 @@ class StepResult:
     sizes: tuple[int, ...]
     attempts: int
     aux: tuple[Any, ...] = ()
+    n_samples: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What copies and pickles are made of: a view of a dict can be neither."""
-        values = self.loss, dict(self.terms), self.micro_batch, self.sizes, self.attempts, self.aux
-        return _with_terms_to_read, values
+        values = self.loss, dict(self.terms), self.micro_batch, self.sizes, self.attempts
+        return _with_terms_to_read, (*values, self.aux, self.n_samples)
 
 
 def _with_terms_to_read(loss: Tensor, terms: dict[str, Tensor], *others: Any) -> StepResult:
@@ -80,8 +88,8 @@ def _with_terms_to_read(loss: Tensor, terms: dict[str, Tensor], *others: Any) ->
 @never_compiled
 def step(
     fn: Callable[[Batch], Any],
-    batch: Batch,
-    *,
+    batch: Batch | None,
+    *others: Never,
     loss: Reduction | Callable[[Any], Tensor] = "mean",
     weight: Callable[[Batch], object] | None = None,
     then: Callable[..., Tensor] | None = None,
@@ -100,6 +108,8 @@ def step(
     verify: bool = True,
     predict: bool = False,
     has_aux: bool = False,
+    group: Any = None,
+    per_rank: bool = False,
 ) -> StepResult:
     """Run forward and backward, in micro-batches if need be; the gradients are those of the batch.
 
@@ -109,13 +119,18 @@ def step(
     known to fit, some are tried out first and taken back as well, to see how large they may be. The
     optimizer is not called: do that afterwards.
 
+    Ranks of a ``DistributedDataParallel``, or of ``group``, make a step together: each in
+    micro-batches of its own, all with the gradients of the batches of all, or all with an error.
+
     Args:
         fn: gets the batch or a part of it, of the same structure, and returns its loss: a mean or
             a sum (see ``loss``), a pair ``(sum, count)``, or a dict of these, whose values are the
             terms of the loss. With a callable ``loss`` it returns outputs, one for each sample.
             It may run several times, so it must not call ``backward`` or an optimizer, nor write
             into the batch.
-        batch: a tensor, or a container of tensors with one sample a row, and of plain values.
+        batch: a tensor, or a container of tensors with one sample a row, and of plain values. On
+            several ranks None for one that has no samples.
+        others: none: several values go into the batch, as in ``step(fn, (x, y))``.
         loss: ``"mean"`` or ``"sum"``: what ``fn`` returns for its samples. Or a function that gets
             the outputs of the whole batch and returns its loss; a split step then runs ``fn`` a
             second time for each micro-batch.
@@ -150,6 +165,11 @@ def step(
             in what it prints. Where it can't be predicted, the step begins with the whole batch.
         has_aux: whether ``fn`` returns a pair of that and of anything else, such as predictions,
             which the result has for each micro-batch. Without graphs, or they stay.
+        group: the process group whose ranks make the step together, such as
+            ``torch.distributed.group.WORLD``; None: that of the ``DistributedDataParallel`` that
+            ``fn`` runs. Every rank of it calls ``step``.
+        per_rank: of several ranks: whether the loss is each rank's own, and gradients are averaged
+            over ranks, as by DistributedDataParallel; else the loss is one over all samples.
 
     Returns:
         The loss, and how the batch was split.
@@ -158,6 +178,7 @@ def step(
         OutOfRetriesError: not even micro-batches of ``minimum`` samples fit.
         BatchCoupledError: the batch has to be split, and a module mixes its samples.
         SplitMismatchError: the micro-batches don't give what the whole batch gives.
+        RemoteRankError: another rank has failed, or did not come.
         AdaptiveUsageError: an argument, or what ``fn`` returns, is none of the above. After each of
             these errors gradients, buffers and random state are as before.
 
@@ -177,6 +198,12 @@ def step(
         >>> torch.allclose(split, model.weight.grad)
         True
     """
+    if others:
+        raise AdaptiveUsageError(
+            f"step() got {1 + len(others)} values beside the function, which gets one, the batch. "
+            "Pass step(fn, (x, y)), and let fn take it apart: lambda batch: loss(model(batch[0]), "
+            "batch[1])."
+        )
     # first of all: here dynamo leaves a compiled caller
     frame = calling_frame()
     spec = StepSpec(
@@ -184,48 +211,155 @@ def step(
         model=model, batchnorm=batchnorm, scaler=scaler, backward=backward,
         in_dims=in_dims, out_dims=out_dims, has_aux=has_aux,
     )  # fmt: skip
-    spec.check()
-    parts = StepParts(spec)
-    run = StepRun(parts, Verification(parts) if verify else None)
-    limits = SizeLimits(max(checked_size("minimum", minimum), parts.smallest))
-    # of an empty batch, too: see test_an_empty_batch_does_what_the_plain_call_does
-    largest = max(parts.n_samples, 1)
-    if maximum is not None:
-        largest = min(largest, _checked_maximum(maximum, limits.minimum))
-    remembered = remembered_of(stands_for(fn), frame, context, cache_type, parts.values, {})
-    search = AdaptiveSearch(largest, limits, remembered, has_trials=True)
-    if predict and search.is_unknown:
-        foresee(search, spec, parts)
+    options = StepOptions(
+        minimum, maximum, cache_type, context, on_retry, verify, predict, group, per_rank
+    )
+    return run_step(spec, options, frame)
 
-    def attempt(size: int) -> StepOutcome:
-        # a failed attempt is taken back, and what an optimizer has moved can't be
-        with no_optimizer_steps("step"):
-            # where sizes have failed and none is known to fit
-            while search.is_trial:
-                run.try_out(search.size)
-                attempts.take_back()
-                parts.gradients.begin()
-                search.tried()
-            return run.run(search.size)
 
-    with DisposeScope("step") as scope:
-        attempts = Attempts(
-            parts.name,
-            scope,
-            unit="micro-batch",
-            state=parts.rollback(),
-            on_retry=on_retry,
-            advice=_OUTPUTS_HAVE_TO_FIT if callable(loss) else None,
-        )
-        try:
-            outcome = attempts.run(search, attempt)
-        finally:
-            # an error holds this frame, and must not hold copies
-            parts.state.finish()
-    search.finished()
-    micro_batch = max(outcome.sizes)
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """The arguments of `step` that say how to run it, and not what."""
+
+    minimum: int = 1
+    maximum: int | None = None
+    cache_type: type[BatchsizeCache] | None = None
+    context: Hashable | None = None
+    on_retry: OnRetry | None = None
+    verify: bool = True
+    predict: bool = False
+    group: Any = None
+    per_rank: bool = False
+
+
+def run_step(spec: StepSpec, options: StepOptions, frame: FrameType) -> StepResult:
+    """Run a step; ``frame`` is where it was called, which sizes are remembered for."""
+    with taking_part(spec, options.group, per_rank=options.per_rank) as ranks:
+        # the end of a loop for several ranks, run on one
+        if spec.batch is None and ranks is None and is_rank():
+            nothing = torch.tensor(0.0 if spec.loss == "sum" else float("nan"))
+            return _with_terms_to_read(nothing, {}, 0, (), 0)
+        run = _Run(spec if ranks is None else ranks.own_spec(), options, ranks)
+        return run.run(run.search(frame))
+
+
+class _Run:
+    """One call of `step`.
+
+    Args:
+        spec: what to do.
+        options: how.
+        ranks: those that make the step together, or None.
+    """
+
+    def __init__(
+        self, spec: StepSpec, options: StepOptions, ranks: StepRanks | PlannedRanks | None
+    ) -> None:
+        spec.check()
+        self._spec = spec
+        self._options = options
+        self._ranks = ranks
+        self._parts = StepParts(spec)
+        # a verification runs parts of its own, which other ranks would have to run as well
+        is_verified = options.verify and not isinstance(ranks, PlannedRanks)
+        self._steps = StepRun(self._parts, Verification(self._parts) if is_verified else None)
+        self._told = "its size was not predicted"
+        if ranks is not None:
+            ranks.begin(self._parts)
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether other ranks have samples, and this one has none to run."""
+        return self._ranks is not None and not self._parts.n_samples
+
+    def search(self, frame: FrameType) -> AdaptiveSearch:
+        """Which sizes to try."""
+        spec, options, parts = self._spec, self._options, self._parts
+        limits = SizeLimits(max(checked_size("minimum", options.minimum), parts.smallest))
+        # of an empty batch, too: see test_an_empty_batch_does_what_the_plain_call_does
+        largest = max(parts.n_samples, 1)
+        if options.maximum is not None:
+            largest = min(largest, _checked_maximum(options.maximum, limits.minimum))
+        cache_type = options.cache_type
+        if self._is_idle:
+            # its size means nothing and teaches nothing, and there is one less to try again with
+            cache_type, largest = NoBatchsizeCache, limits.minimum + 1
+        remembered = remembered_of(
+            stands_for(spec.fn), frame, options.context, cache_type, parts.values, {},
+            adds_gradients=parts.gradients.are_there_before,
+        )  # fmt: skip
+        search = AdaptiveSearch(largest, limits, remembered, has_trials=not self._is_idle)
+        if isinstance(self._ranks, PlannedRanks):
+            search.stay()
+            if search.is_unknown:
+                foreseen = foresee(search, spec, parts)
+                self._told = foreseen.told(search.size) or "its size could not be predicted"
+                if foreseen.has_failed:
+                    # or each call would ask again
+                    search.remember()
+        elif options.predict and search.is_unknown and not self._is_idle:
+            foresee(search, spec, parts)
+        return search
+
+    def run(self, search: AdaptiveSearch) -> StepResult:
+        """Run it."""
+        parts, ranks = self._parts, self._ranks
+        if isinstance(ranks, PlannedRanks):
+            return self._run_planned(search, ranks)
+
+        def attempt(size: int) -> StepOutcome:
+            if ranks is not None:
+                ranks.check_not_gone()
+            # a failed attempt is taken back, and what an optimizer has moved can't be
+            with no_optimizer_steps(self._spec.entry):
+                # where sizes have failed and none is known to fit
+                while search.is_trial:
+                    self._steps.try_out(search.size)
+                    attempts.take_back()
+                    parts.gradients.begin()
+                    search.tried()
+                return self._outcome(search.size)
+
+        with DisposeScope(self._spec.entry) as scope:
+            attempts = Attempts(
+                parts.name,
+                scope,
+                unit="micro-batch",
+                state=parts.rollback(),
+                on_retry=self._options.on_retry,
+                advice=_OUTPUTS_HAVE_TO_FIT if callable(self._spec.loss) else None,
+            )
+            try:
+                outcome = attempts.run(search, attempt)
+            finally:
+                # an error holds this frame, and must not hold copies
+                parts.state.finish()
+        search.finished()
+        n_samples = parts.n_samples if ranks is None else ranks.n_samples
+        return _result(outcome, attempts.n_begun, n_samples)
+
+    def _run_planned(self, search: AdaptiveSearch, ranks: PlannedRanks) -> StepResult:
+        """Run it once, with what all ranks agree on."""
+        ranks.plan(search)
+        with DisposeScope(self._spec.entry) as scope, no_optimizer_steps(self._spec.entry):
+            outcome = ranks.run(search, self._steps.run, self._told)
+            if made := scope.owned():
+                scope.move_to_outer(made)
+        return _result(outcome, 1, ranks.n_samples)
+
+    def _outcome(self, size: int) -> StepOutcome:
+        if not isinstance(self._ranks, StepRanks):
+            return self._steps.run(size)
+        if not self._is_idle:
+            return self._ranks.agree(self._steps.run(size))
+        self._parts.begin(is_split=False)
+        return self._ranks.agree(None)
+
+
+def _result(outcome: StepOutcome, n_begun: int, n_samples: int) -> StepResult:
+    sizes = outcome.sizes
     return _with_terms_to_read(
-        outcome.loss, outcome.terms, micro_batch, outcome.sizes, attempts.n_begun, outcome.aux
+        outcome.loss, outcome.terms, max(sizes, default=0), sizes, n_begun, outcome.aux, n_samples
     )
 
 

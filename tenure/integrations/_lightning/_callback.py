@@ -33,8 +33,10 @@ class MemoryCallback(_Callback):  # type: ignore[misc]  # of Any, on purpose
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """A callback of the libraries that are there."""
+        if not _imported():
+            _import_one()
         kind: Any = cls
-        made: Self = object.__new__(_with_bases(kind))
+        made: Self = object.__new__(_with_bases(kind, _imported()))
         return made
 
     def __init__(self, share: float = 0.03) -> None:
@@ -75,12 +77,14 @@ class MemoryCallback(_Callback):  # type: ignore[misc]  # of Any, on purpose
         self._watch.died(exception)
 
 
+def _imported() -> tuple[str, ...]:
+    return tuple([home for home in _HOMES if home in sys.modules])
+
+
 @functools.cache
-def _with_bases(cls: Any) -> Any:
-    """A class with the Callbacks of the libraries that are imported; of one, if none is."""
-    if not any(home in sys.modules for home in _HOMES):
-        _import_one()
-    bases = [sys.modules[home].Callback for home in _HOMES if home in sys.modules]
+def _with_bases(cls: Any, homes: tuple[str, ...]) -> Any:
+    """A class with the Callbacks of some libraries, which are imported."""
+    bases = [sys.modules[home].Callback for home in homes]
     missing = [base for base in bases if not issubclass(cls, base)]
     if not missing:
         return cls

@@ -9,6 +9,7 @@ those hooks, once, as if the loss had just been computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextvars import Token
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
+from tenure._registries import gradients_aside
 from tenure._torch.autograd import hooks_of, post_hooks_of
 
 _Hooks = dict[int, Callable[..., Any]]
@@ -33,9 +35,12 @@ class DeferredGradients:
         self._before: list[Tensor | None] = []
         self._hooks: list[tuple[_Hooks, _Hooks]] = []
         self._new: list[tuple[Tensor, Tensor]] = []
+        self._token: Token[bool] | None = None
 
     def __enter__(self) -> None:
         self._before = [leaf.grad for leaf in self._leaves]
+        # where gradients accumulate, less memory is free than where there are none
+        self._token = gradients_aside.set(any(each is not None for each in self._before))
         for leaf in self._leaves:
             leaf.grad = None
             found: Any = hooks_of(leaf), post_hooks_of(leaf)
@@ -50,6 +55,8 @@ class DeferredGradients:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
+        if self._token is not None:
+            gradients_aside.reset(self._token)
         if error is None:
             self._new = [(leaf, leaf.grad) for leaf in self._leaves if leaf.grad is not None]
         for leaf, before in zip(self._leaves, self._before, strict=True):
@@ -100,8 +107,8 @@ class _Delivery(torch.autograd.Function):
         factor = seed if ctx.scale is None else seed / ctx.scale
         # reading it on a device would make the host wait for all that was started there
         if factor.device.type != "cpu" or factor != 1:
-            factors = {gradient.device: factor for gradient in gradients}
-            factors = {device: factor.to(device) for device in factors}
+            devices = {gradient.device for gradient in gradients}
+            factors = {device: factor.to(device) for device in devices}
             for gradient in gradients:
                 gradient.mul_(factors[gradient.device])
         return None, None, None, *gradients

@@ -8,6 +8,7 @@ a batch run, no metric of the module changes; then each is called as often as on
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,10 @@ from torch import nn
 from tenure._containers import tensors_in
 from tenure._errors import AdaptiveUsageError
 
-from ._joined import Joiner, detached
+from .._joined import Joiner, detached
+
+_METHODS = ("forward", "update", "compute", "reset")
+"""Those of a metric that do something else while parts run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,7 @@ class MetricRecorder:
     """Keeps the calls of a module's metrics.
 
     Args:
-        module: the module.
+        module: has the metrics as attributes, or in modules among those.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -84,6 +88,7 @@ class MetricRecorder:
             calls.append(
                 MetricCall(
                     f"{name}.update",
+                    # its own again by then; now this is what it finds under that name
                     lambda *a, **k: metric.update(*a, **k),
                     detached(args),
                     detached(kwargs),
@@ -101,16 +106,13 @@ class MetricRecorder:
         return {"forward": forward, "update": update, "compute": refused, "reset": refused}
 
 
-_METHODS = ("forward", "update", "compute", "reset")
-
-
-def call_once(calls: Sequence[MetricCall], joiner: Joiner, name: str) -> None:
-    """Call a metric with what its calls for each part got."""
+def joined_call(calls: Sequence[MetricCall], joiner: Joiner, name: str) -> Callable[[], Any]:
+    """What calls a metric with what its calls for each part got."""
     first = calls[0]
     place = f"what {name}() gave the metric {first.name!r}"
     args = joiner.joined([call.args for call in calls], place)
     kwargs = joiner.joined([call.kwargs for call in calls], place)
-    first.function(*args, **kwargs)
+    return functools.partial(first.function, *args, **kwargs)
 
 
 def _metrics_of(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -11,16 +11,23 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
 
-from ._joined import Joiner, detached, log_of
-from ._metrics import MetricCall, MetricRecorder, call_once
+from .._joined import Joiner, LogRules, detached, log_of
+from ._metrics import MetricCall, MetricRecorder, joined_call
 
 _running: ContextVar[Recorder | None] = ContextVar("_running", default=None)
+_rules: WeakKeyDictionary[Any, LogRules] = WeakKeyDictionary()
+"""By the module that logs."""
+_ADVICE = (
+    "Say what is right with reduce_fx= ('mean', 'sum', 'max' or 'min'), or log a metric of "
+    "torchmetrics, which is told the whole batch."
+)
 
 
 @dataclass(slots=True)
@@ -48,14 +55,14 @@ class Recorder:
     """Runs the `training_step` of a module on its batch, or on parts of it.
 
     Args:
-        module: the module.
+        module: has the `training_step`.
         batch: the whole batch.
         others: what `training_step` gets beside the batch by position.
         named: the same by name.
         options: the arguments of `step`.
 
     Attributes:
-        module: the module.
+        module: has the `training_step`.
         logs_loss: whether what is returned is the loss itself, so that what is logged may be it.
     """
 
@@ -136,6 +143,14 @@ def recorder_of(module: object) -> Recorder | None:
     return recorder if recorder is not None and recorder.module is module else None
 
 
+def note_compared(whole: Any, split: Any) -> None:
+    """A few samples ran in one piece and in parts: see how what they log adds up."""
+    recorder = _running.get()
+    parts = split.aux
+    if recorder is not None and not any(part.is_skipped for part in (*whole.aux, *parts)):
+        Outcome(parts, split.sizes, recorder, split.loss).learn_from(whole.aux[0])
+
+
 class Outcome:
     """What the parts of a step that worked make together.
 
@@ -157,6 +172,7 @@ class Outcome:
         self, parts: Sequence[Part], sizes: Sequence[int], recorder: Recorder, loss: Tensor
     ) -> None:
         self._parts = parts
+        self._rules = _rules.setdefault(recorder.module, LogRules(_ADVICE))
         self._name = f"{type(recorder.module).__name__}.training_step"
         losses = [part.loss for part in parts]
         # sums of micro-batches in half precision are wider than that
@@ -183,12 +199,14 @@ class Outcome:
             for key in self._parts[0].extra
         }
 
-    def call_metrics(self) -> None:
-        """Call the metrics, once each time that each part did."""
+    def metric_calls(self) -> list[Callable[[], Any]]:
+        """What calls the metrics, once each time that each part did."""
         names = [[call.name for call in part.calls] for part in self._parts]
         self._check_alike(names, "called the metrics")
-        for calls in zip(*(part.calls for part in self._parts), strict=True):
-            call_once(calls, self._joiner, self._name)
+        return [
+            joined_call(calls, self._joiner, self._name)
+            for calls in zip(*(part.calls for part in self._parts), strict=True)
+        ]
 
     def logs(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         """What is to be logged."""
@@ -196,14 +214,23 @@ class Outcome:
         self._check_alike(names, "logged")
         for each in zip(*(part.logs for part in self._parts), strict=True):
             name, values, options = each[0][0], [log[1] for log in each], [log[2] for log in each]
-            yield name, *log_of(self._joiner, name, values, options)
+            yield name, *log_of(self._joiner, name, values, options, self._rules)
+
+    def learn_from(self, whole: Part) -> None:
+        """Find out how logs add up, where the same samples ran in one piece, too."""
+        logs = [whole.logs, *(part.logs for part in self._parts)]
+        if len({tuple(name for name, _, _ in each) for each in logs}) != 1:
+            return
+        for (name, value, _), *parts in zip(*logs, strict=True):
+            self._rules.learn(self._joiner, name, [log[1] for log in parts], value)
 
     def _check_alike(self, names: Sequence[Sequence[str]], did: str) -> None:
         for other in names[1:]:
             if list(other) != list(names[0]):
                 raise AdaptiveUsageError(
                     f"{self._name}() {did} {_listed(names[0])} for one micro-batch and "
-                    f"{_listed(other)} for another. Do the same for each."
+                    f"{_listed(other)} for another, and there is no telling what it does for the "
+                    "whole batch. Do the same for each, or do it in on_train_batch_end()."
                 )
 
 

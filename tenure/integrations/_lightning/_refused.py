@@ -38,6 +38,7 @@ def check_fit(module: Any) -> None:
             "and in training_step, in place of self.manual_backward(loss), call tenure.adaptive."
             "step(loss_of, batch, backward=self.manual_backward), once for each loss."
         )
+    # torch.compile() has put its own in the place of the one with the mark
     if not module._compiler_ctx and not hasattr(module.training_step, MARK):
         raise AdaptiveUsageError(
             f"{name}.training_step was set after its class was made, and AdaptiveMixin does not "

@@ -7,6 +7,7 @@ as if the whole batch had just run forward.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +21,7 @@ from tenure._errors import AdaptiveUsageError, BatchCoupledError, SplitMismatchE
 from tenure.adaptive import step
 
 from ._deferred import DeferredGradients
-from ._recorder import Outcome, Recorder, recorder_of
+from ._recorder import Outcome, Recorder, note_compared, recorder_of
 from ._refused import options_of
 
 
@@ -68,13 +69,16 @@ def fitting_step(
     # without what belongs to the batch alone
     module.adaptive_result = replace(result, aux=())
     outcome = Outcome(result.aux, result.sizes, recorder, result.loss)
-    outcome.call_metrics()
-    for name, value, how in outcome.logs():
+    # all that may be refused comes before anything is told
+    calls, logs, extra = outcome.metric_calls(), list(outcome.logs()), outcome.extra()
+    for call in calls:
+        call()
+    for name, value, how in logs:
         module.log(name, value, **how)
     if outcome.is_skipped:
         return None
     loss = deferred.loss(outcome.loss, scale)
-    return {"loss": loss, **extra} if (extra := outcome.extra()) else loss
+    return {"loss": loss, **extra} if extra else loss
 
 
 @contextmanager
@@ -104,7 +108,10 @@ def _function_of(self: Any, written: Callable[..., Any]) -> Callable[[Any], Any]
         assert recorder is not None
         return recorder.run(function, batch)
 
+    # it runs the code of the class and stands for that: its own is one for all classes
+    functools.update_wrapper(training_step, written, assigned=(), updated=())
     training_step.__name__ = f"{type(self).__name__}.training_step"
+    training_step.on_compared = note_compared  # type: ignore[attr-defined]
     return training_step
 
 

@@ -10,14 +10,14 @@ import atexit
 import sys
 from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .._memory_watch import MemoryWatch
 
 if TYPE_CHECKING:
     from tenure.adaptive import StepResult
 
-# a figure that is always told
+# told in every log of a step: a log that has it has all figures
 _MARK = "adaptive/retries"
 
 
@@ -55,28 +55,42 @@ class MemoryCallback(TrainerCallback):
             self._watch.died(error)
         atexit.unregister(self._exit)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Begin to watch."""
         self._watch.begin(args.device)
         self._is_told = False
         # a callback is told of no error; what ended the program can be read when it exits
         atexit.register(self._exit)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Look, if it is time."""
         self._watch.step_ended(self.adaptive_result)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Add figures where the trainer has not."""
         if logs is None or _MARK in logs:
             return
         self.add_to(logs)
+        # the trainer has copied the log into its history before
         if _MARK in logs and state.log_history:
             state.log_history[-1].update(
                 {key: value for key, value in logs.items() if key not in state.log_history[-1]}
             )
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Training has not died."""
         atexit.unregister(self._exit)
 

@@ -14,25 +14,29 @@ import torch
 from torch import Tensor
 
 from tenure import adaptive
+from tenure._containers import mapped
 from tenure._errors import SplitMismatchError
 from tenure._text import describe_tensor
 
 Weight = Callable[[Any], Any]
 """Gets a part of a batch, and returns how much it counts in a mean."""
+Weights = Mapping[str, Weight | None]
+"""What a loss may be a mean over, by name, the likeliest first; None for a sum."""
 Predict = Callable[..., tuple[Any, Any, Any]]
 """Gets a part of a batch, and ``loss_only=``; returns the loss, the logits and the labels."""
 
 _PADDING = -100
-# Kernels for other sizes round in another way, in bfloat16 by as much; one of pairs is off by more.
+# By so much bfloat16 may be off, for kernels of other sizes round in another way. A loss that is no
+# mean of its parts, such as one of pairs of samples, is off by more.
 _TOLERANCE = 1e-2
-# What is off by so many times as much as another is wrong, if it is off by more than rounding.
+# A weight is wrong if its mean is off by so many times as much as another's, and not by rounding.
 _CLEARLY = 10
 _ROUNDING = 1e-7
 _PLAIN = (bool, int, float, str, type(None))
 
 
-class Uncut(Exception):
-    """A batch that can't be cut into pieces; says why."""
+class UncuttableError(Exception):
+    """A batch can't be cut into pieces; says why."""
 
 
 class Batch:
@@ -43,16 +47,19 @@ class Batch:
         in_dims: where its samples are, as of `step`.
 
     Attributes:
-        n_samples: how many it has.
+        inputs: as they were given.
+        n_samples: how many samples they have.
 
     Raises:
-        Uncut: that can't be told.
+        UncuttableError: there is no telling what belongs to which sample.
     """
 
     def __init__(self, inputs: Any, in_dims: Any) -> None:
         if not isinstance(inputs, Mapping):
-            raise Uncut(f"The batch is a {type(inputs).__name__}, and no dict of tensors.")
-        self._inputs = inputs
+            raise UncuttableError(
+                f"The batch is a {type(inputs).__name__}, and no dict of tensors."
+            )
+        self.inputs = inputs
         self._dims = {key: _dim_of(key, value, in_dims) for key, value in inputs.items()}
         lengths = {
             key: len(inputs[key]) if dim == "items" else inputs[key].shape[dim]
@@ -60,16 +67,16 @@ class Batch:
             if dim is not None
         }
         if len(set(lengths.values())) != 1:
-            raise Uncut(f"Its parts have other numbers of samples: {lengths}.")
+            raise UncuttableError(f"Its parts have other numbers of samples: {lengths}.")
         (self.n_samples,) = set(lengths.values())
 
     def part(self, start: int, end: int) -> Any:
         """The samples from one to another."""
-        cut = {key: self._cut(key, start, end) for key in self._inputs}
-        return type(self._inputs)(cut)  # type: ignore[call-arg]  # as the Trainer itself makes it
+        cut = {key: self._cut(key, start, end) for key in self.inputs}
+        return type(self.inputs)(cut)  # type: ignore[call-arg]  # as the Trainer itself makes it
 
     def _cut(self, key: Any, start: int, end: int) -> Any:
-        value, dim = self._inputs[key], self._dims[key]
+        value, dim = self.inputs[key], self._dims[key]
         if dim is None:
             return value
         return value[start:end] if dim == "items" else value.narrow(dim, start, end - start)
@@ -81,7 +88,9 @@ def _dim_of(key: Any, value: Any, in_dims: Any) -> Any:
         return dim if value.dim() else None
     if dim is None or dim == "items" or isinstance(value, _PLAIN):
         return dim if dim == "items" else None
-    raise Uncut(f"{key!r} is a {type(value).__name__}, which may belong to samples or not.")
+    raise UncuttableError(
+        f"{key!r} is a {type(value).__name__}, which may belong to samples or not."
+    )
 
 
 class _Piece(NamedTuple):
@@ -109,15 +118,14 @@ class PredictionInPieces:
         self.forget()
 
     def __call__(
-        self, predict: Predict, batch: Batch, whole: Any, weights: Mapping[str, Weight | None]
+        self, predict: Predict, batch: Batch, weights: Callable[[], Weights]
     ) -> tuple[Any, Any, Any]:
         """Run one.
 
         Args:
             predict: does it for a part.
             batch: the batch.
-            whole: the same, as the trainer got it.
-            weights: what its loss may be a mean over, by name, the likeliest first; of None a sum.
+            weights: tells what its loss may be a mean over; asked where there are pieces.
 
         Returns:
             What ``predict`` gives for the whole; of pieces on the host.
@@ -129,7 +137,8 @@ class PredictionInPieces:
 
         def run(start: int, end: int) -> _Piece:
             if end - start == batch.n_samples:
-                return _Piece(start, end, *predict(whole))
+                # as the trainer got it
+                return _Piece(start, end, *predict(batch.inputs))
             return _Piece(start, end, *on_host(predict(batch.part(start, end))))
 
         pieces: list[_Piece] = self._run(0, batch.n_samples, run)
@@ -138,7 +147,7 @@ class PredictionInPieces:
             return first.loss, first.logits, first.labels
         loss = None
         if first.loss is not None:
-            loss = self._loss(pieces, predict, batch, weights)
+            loss = self._loss(pieces, predict, batch, weights())
         lengths = [piece.end - piece.start for piece in pieces]
         logits = _joined([piece.logits for piece in pieces], lengths)
         return loss, logits, _joined([piece.labels for piece in pieces], lengths)
@@ -152,7 +161,7 @@ class PredictionInPieces:
         pieces: Sequence[_Piece],
         predict: Predict,
         batch: Batch,
-        weights: Mapping[str, Weight | None],
+        weights: Weights,
     ) -> Tensor:
         is_first, losses = self._possible is None, [piece.loss for piece in pieces]
         # of what was ruled out before nothing is asked; names may be others where labels are
@@ -169,13 +178,7 @@ class PredictionInPieces:
         like: Tensor = pieces[0].loss
         return torch.tensor(totals[self._possible[0]], dtype=like.dtype, device=like.device)
 
-    def _rule_out(
-        self,
-        piece: _Piece,
-        predict: Predict,
-        batch: Batch,
-        weights: Mapping[str, Weight | None],
-    ) -> None:
+    def _rule_out(self, piece: _Piece, predict: Predict, batch: Batch, weights: Weights) -> None:
         """Compare the loss of a piece with that of its halves, by every weight."""
         assert self._possible is not None
         start, end, whole = piece.start, piece.end, float(piece.loss)
@@ -189,7 +192,7 @@ class PredictionInPieces:
         off = {name: abs(total - whole) for name, total in found.items() if math.isfinite(total)}
         least = min(off.values(), default=math.inf)
         if least > _TOLERANCE * abs(whole):
-            raise _mismatch(whole, found)
+            raise _mismatch(whole, [total for total in found.values() if math.isfinite(total)])
         # rounding is no reason to prefer one of them
         bound = max(_CLEARLY * least, _ROUNDING * abs(whole))
         self._possible = [name for name in self._possible if off.get(name, math.inf) <= bound]
@@ -205,12 +208,12 @@ def _combined(losses: Sequence[Any], weight: Weight | None, parts: Sequence[Any]
     return sum(sums) / sum(weights) if sums else math.nan
 
 
-def _mismatch(whole: float, found: Mapping[str, float]) -> SplitMismatchError:
+def _mismatch(whole: float, found: Sequence[float]) -> SplitMismatchError:
     advice = (
         "Evaluate with a per_device_eval_batch_size that fits; or without labels, so that there "
         "is no loss."
     )
-    closest = min(found.values(), key=lambda each: abs(each - whole))
+    closest = min(found, key=lambda each: abs(each - whole), default=math.nan)
     return SplitMismatchError(
         f"The loss of some samples of an evaluation is {whole:.6g}, and that of their halves comes "
         f"to {closest:.6g} at the nearest: it is no mean over samples or valid labels, and no "
@@ -226,23 +229,12 @@ def _mismatch(whole: float, found: Mapping[str, float]) -> SplitMismatchError:
 
 def on_host(outputs: Any) -> Any:
     """The same containers, of tensors on the host."""
-    return _mapped(lambda tensor: tensor.cpu(), outputs)
+    return mapped(Tensor.cpu, outputs)
 
 
 def on_device(outputs: Any, device: torch.device) -> Any:
     """The same containers, of tensors on a device."""
-    return _mapped(lambda tensor: tensor.to(device), outputs)
-
-
-def _mapped(function: Callable[[Tensor], Tensor], outputs: Any) -> Any:
-    if isinstance(outputs, Tensor):
-        return function(outputs)
-    if isinstance(outputs, tuple | list):
-        return type(outputs)(_mapped(function, each) for each in outputs)
-    if isinstance(outputs, Mapping):
-        made = {key: _mapped(function, each) for key, each in outputs.items()}
-        return type(outputs)(made)  # type: ignore[call-arg]  # as the Trainer itself makes it
-    return outputs
+    return mapped(lambda tensor: tensor.to(device), outputs)
 
 
 def _joined(column: Sequence[Any], lengths: Sequence[int]) -> Any:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 from transformers import Trainer
 from transformers.utils.import_utils import is_sagemaker_mp_enabled
 
-from tenure._callers import warn_user
-from tenure._errors import AdaptiveUsageError, AdaptiveUsageWarning
+from tenure._errors import AdaptiveUsageError
 
 
 def refuse_class(cls: type, mixin: type) -> None:
@@ -24,14 +24,15 @@ def refuse_class(cls: type, mixin: type) -> None:
             f"the mixin: nothing would be adaptive. Write it first: class {cls.__name__}"
             f"({mixin.__name__}, ...)."
         )
-    for name in ("training_step", "prediction_step"):
-        code = getattr(vars(cls).get(name), "__code__", None)
-        # whoever calls it reaches the mixin
+    for kind, name in product(before, ("training_step", "prediction_step")):
+        code = getattr(vars(kind).get(name), "__code__", None)
+        # one that calls super() reaches the mixin
         if code is not None and "super" not in code.co_names:
             raise AdaptiveUsageError(
-                f"{cls.__name__}.{name}() hides that of {mixin.__name__} and does not call it: "
-                f"nothing would be adaptive. Call super().{name}(), or define it in a Trainer of "
-                f"its own, and write class {cls.__name__}({mixin.__name__}, ThatTrainer)."
+                f"{kind.__name__}.{name}() hides that of {mixin.__name__} and does not call "
+                f"super(): nothing would be adaptive. Call super().{name}(), or define it in a "
+                f"Trainer of its own, and write class {cls.__name__}({mixin.__name__}, "
+                "ThatTrainer)."
             )
 
 
@@ -44,13 +45,6 @@ def refuse_training(trainer: Trainer) -> None:
     reason = next(_reasons(trainer), None)
     if reason is not None:
         raise AdaptiveUsageError(f"{type(trainer).__name__} can't train: {reason} Nothing was run.")
-    if trainer.args.world_size > 1 and trainer.args.process_index == 0:
-        warn_user(
-            f"{type(trainer).__name__} trains in {trainer.args.world_size} processes, and ranks "
-            "that split differently would wait for each other: each batch has to fit on its rank. "
-            "One that does not ends the training with an error.",
-            AdaptiveUsageWarning,
-        )
 
 
 def _reasons(trainer: Trainer) -> Iterator[str]:
@@ -74,6 +68,13 @@ def _reasons(trainer: Trainer) -> Iterator[str]:
         yield (
             "DeepSpeed's engine counts each backward pass as a micro-batch of its own, and reduces "
             "gradients in it. Set its micro-batch size in its configuration, and use Trainer."
+        )
+    if trainer.is_fsdp_enabled and args.world_size > 1:
+        yield (
+            "FSDP runs collectives in every pass, so that a split can't be compared with the whole "
+            "on one rank, and how this loss adds up is not known without that. Use Trainer with "
+            "batches that fit; or call tenure.adaptive.step() in a loop of your own, and say what "
+            "the loss is."
         )
     yield from _reasons_of_many_ranks(trainer)
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
 
+from ._held_logs import HeldLogs, note_compared
+
 
 class LossOfBatch:
     """The function of all steps of one trainer, so that each is known to be the same work.
@@ -22,7 +24,7 @@ class LossOfBatch:
         self.__name__ = name
 
     @contextmanager
-    def being(self, loss_of: Callable[[Any], Tensor]) -> Iterator[None]:
+    def being(self, loss_of: Callable[[Any], tuple[Tensor, HeldLogs]]) -> Iterator[None]:
         """A block in which it is a function, which it does not hold afterwards."""
         self._loss_of = loss_of
         try:
@@ -30,16 +32,19 @@ class LossOfBatch:
         finally:
             del self._loss_of
 
-    def __call__(self, batch: Any) -> Tensor:
+    # told by who verifies a split
+    on_compared = staticmethod(note_compared)
+
+    def __call__(self, batch: Any) -> tuple[Tensor, HeldLogs]:
         # Not by its name: whoever searches a step for modules follows names, and a trainer leads to
         # data sets and the state of optimizers. The modules are given, or seen when they run.
-        loss: Tensor = vars(self)["_loss_of"](batch)
-        return loss
+        returned: tuple[Tensor, HeldLogs] = vars(self)["_loss_of"](batch)
+        return returned
 
 
 @contextmanager
 def losses_taken(accelerator: Any) -> Iterator[list[Tensor]]:
-    """A block in which an accelerator takes losses down, and runs none of them backward."""
+    """A block in which the losses that an accelerator gets are kept, and none is run backward."""
     before, losses = vars(accelerator).get("backward"), []
     accelerator.backward = lambda loss, **_: losses.append(loss)
     try:
@@ -50,7 +55,7 @@ def losses_taken(accelerator: Any) -> Iterator[list[Tensor]]:
             accelerator.backward = before
 
 
-def only(losses: list[Tensor], trainer: object) -> Tensor:
+def only_loss(losses: list[Tensor], trainer: object) -> Tensor:
     """The one loss that was taken.
 
     Raises:

@@ -1,35 +1,68 @@
 """How the loss of a batch may add up from those of its parts.
 
 Most models divide a sum by ``num_items_in_batch``; many take it and divide by a count of their own.
-Which it is tells no name, so that these are guesses, the likeliest first, and whoever uses one
-has to compare.
+No name tells which it is: these are guesses, the likeliest first, and whoever uses one compares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ._prediction import Batch, Weight
+from tenure._errors import SplitMismatchError
+
+from ._prediction import Batch, Weight, Weights
 
 _IGNORED = -100
+_OF_LABELS = ("a mean over valid labels", "a mean over valid labels, shifted by one")
+
+# what is for those who write the function of a step themselves
+_OF_FUNCTIONS = re.compile(r"Return the outputs, one|\w+ takes num_items_in_batch: return the pair")
 
 
 def ways_of(trainer: Trainer, inputs: Any, *, has_n_items: bool) -> dict[str, dict[str, Any]]:
-    """What a loss may be, the likeliest first; `step` tells which of them it is not."""
-    total = {"sum": {"loss": "sum"}}
+    """Options of `step` for what a loss may be, the likeliest first; it tells which it is not."""
+    total = {"a sum that num_items_in_batch divides": {"loss": "sum"}}
     means: dict[str, dict[str, Any]] = {}
     if _has_labels_to_count(inputs):
         likely, other = (1, 0) if _shifts_labels(trainer) else (0, 1)
         for shift in (likely, other):
-            means[f"valid labels from {shift}"] = {"weight": _counting(shift)}
-    means["samples"] = {}
+            means[_OF_LABELS[shift]] = {"weight": _counting(shift)}
+    means["a mean over samples"] = {}
     # what divides by the count of all batches is a sum of each; a loss may not use that count
     return total | means if has_n_items else means | total
+
+
+def mismatch_of(name: str, mismatches: Mapping[str, SplitMismatchError]) -> SplitMismatchError:
+    """What to tell of a loss that is none of the ways that were tried.
+
+    Args:
+        name: of the trainer's class.
+        mismatches: what each way differs by, by the name of the way.
+    """
+
+    def error_of(way: str) -> float:
+        found = mismatches[way]
+        error = abs(found.split - found.whole) / (abs(found.whole) or 1.0)
+        return error if math.isfinite(error) else math.inf
+
+    closest = min(mismatches, key=error_of)
+    found = mismatches[closest]
+    told = _OF_FUNCTIONS.split(found.advice)[0].strip()
+    advice = (
+        f"{name} tried the loss as {'; as '.join(mismatches)}. The closest is told, {closest}. Say "
+        "what else the mean of your loss divides by, of the batch alone. Where classes have "
+        'weights: adaptive_options = {"weight": lambda b: class_weights[b["labels"]].sum()}, in '
+        f'the class of the trainer; of a sum: adaptive_options = {{"loss": "sum"}}. {told}'
+    ).rstrip()
+    message = str(found).removesuffix(found.advice) + advice
+    return SplitMismatchError(message, found.whole, found.split, advice)
 
 
 def _has_labels_to_count(inputs: Any) -> bool:
@@ -57,10 +90,10 @@ def _counting(shift: int) -> Callable[[Any], Tensor]:
     return n_valid
 
 
-def weights_of(trainer: Trainer, inputs: Any, in_dims: Any) -> dict[str, Weight | None]:
-    """What the loss of an evaluation may be a mean over; None for a sum."""
+def weights_of(trainer: Trainer, inputs: Any, in_dims: Any) -> Weights:
+    """What the loss of an evaluation may be a mean over."""
     weights: dict[str, Weight | None] = {}
-    # what each version divides by
+    # num_items_in_batch as the Trainer counts it, which differs from version to version
     count, device = getattr(trainer, "_get_num_items_in_batch", None), trainer.args.device
     if count and count([inputs], device) is not None:
         weights["items"] = lambda part: count([part], device)

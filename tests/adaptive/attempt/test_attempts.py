@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import re
 import sys
 import weakref
 
@@ -30,6 +31,9 @@ class Halving:
     def succeeded(self):
         self.n_succeeded += 1
 
+    def gave_up(self):
+        pass
+
     def shrink(self, info):
         if self.size // 2 < self.floor:
             return False
@@ -39,8 +43,9 @@ class Halving:
 
 def run(work, size=4, floor=1, **options):
     fallback = options.pop("fallback", None)
+    name = options.pop("name", "work")
     with NewDisposeScope("test") as scope:
-        return Attempts("work", scope, **options).run(Halving(size, floor), work, fallback)
+        return Attempts(name, scope, **options).run(Halving(size, floor), work, fallback)
 
 
 class Recorder:
@@ -410,8 +415,10 @@ def test_each_new_size_is_logged_in_one_line_and_told_to_listeners(caplog):
     finally:
         remove_listener(heard.append)
     assert [record.getMessage() for record in caplog.records] == [
-        "'work' ran out of cuda memory at batch size 4 (needed 2.0 GiB more); goes on with 2.",
-        "'work' ran out of cuda memory at batch size 2 (needed 2.0 GiB more); goes on with 1.",
+        "tenure: 'work' ran out of cuda memory at batch size 4 (needed 2.0 GiB more); "
+        "goes on with 2.",
+        "tenure: 'work' ran out of cuda memory at batch size 2 (needed 2.0 GiB more); "
+        "goes on with 1.",
     ]
     assert [(event.kind, event.size, event.next_size) for event in heard] == [
         ("shrink", 4, 2),
@@ -525,3 +532,10 @@ def test_giving_up_says_nothing_of_pieces_where_the_memory_was_in_use(sim):
     with pytest.raises(OutOfRetriesError, match=r"free 0 B\)\. Not even 1 fits"):
         run(lambda size: on_sim(size * 20 << 20), size=2)
     del kept
+
+
+@pytest.mark.parametrize("name", ["<lambda>", "lazy"])
+def test_what_has_no_name_of_its_own_is_logged_with_the_line_that_called(caplog, name):
+    run(refuse_above(2), name=name)
+    (record,) = caplog.records
+    assert re.match(rf"tenure: '{name}' at \S*test_attempts\.py:\d+ ran out", record.getMessage())

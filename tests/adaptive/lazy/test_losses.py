@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tenure.adaptive import BatchCoupledError, OutOfRetriesError, lazy
+from tenure.adaptive import BatchCoupledError, OutOfRetriesError, lazy, memory_budget
+from tenure.adaptive._step._verify import _loss_check
 
 from .programs import RoomFor, assert_same_gradients, batch, mlp
 
@@ -151,6 +152,76 @@ def test_batch_norm_in_training_is_refused_where_it_does_not_fit_and_nothing_cha
         F.cross_entropy(model(lazy(x)), y).backward()
     assert torch.equal(model[0].running_mean, before)
     assert all(p.grad is None for p in model.parameters())
+
+
+def _infonce(out, y):
+    a, b = out[:, :-1], out[:, 1:]
+    return F.cross_entropy(a @ b.mT, torch.arange(out.shape[0]))
+
+
+def _normalized(out, y):
+    return F.cross_entropy(F.batch_norm(out, None, None, training=True), y)
+
+
+@pytest.mark.parametrize(("loss", "call"), [(_infonce, "matmul"), (_normalized, "batch_norm")])
+def test_a_call_in_the_middle_that_mixes_samples_is_named_where_the_rest_does_not_fit(loss, call):
+    """What comes before it runs in micro-batches; what comes after it does not."""
+    net, x = nn.Linear(4, 1024), torch.randn(512, 4)
+    y, labels = torch.zeros(512, dtype=torch.long), [p.detach().clone() for p in net.parameters()]
+    with (
+        memory_budget("3MiB"),
+        pytest.raises(
+            BatchCoupledError, match=rf"{call}\(\) at .*test_losses.py:\d+ wants all s"
+        ) as e,
+    ):
+        loss(net(lazy(x)), y).backward()
+    assert "step() " not in str(e.value)
+    assert "loss= gets" not in str(e.value)
+    assert e.value.names[0].startswith(f"{call}() at")
+    assert all(p.grad is None for p in net.parameters())
+    assert all(map(torch.equal, labels, net.parameters()))
+
+
+def test_a_result_that_does_not_fit_says_so():
+    net, x = nn.Linear(4, 1024), torch.randn(1024, 4)
+    with (
+        memory_budget("2MiB"),
+        pytest.raises(
+            OutOfRetriesError, match=r"results do not fit: float32\[1024, 1024\].*4\.0 MiB"
+        ),
+        torch.no_grad(),
+    ):
+        net(lazy(x)).softmax(1).numpy()
+
+
+@pytest.mark.parametrize("room", ["3600KiB", "2200KiB", "1200KiB"])
+def test_nothing_is_warned_of_that_nobody_can_act_on(room, recwarn):
+    """A few samples are compared without graphs, and in what memory there is."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 256), nn.Linear(256, 3))
+    x, y = torch.randn(600, 16), torch.randint(3, (600,))
+    for _ in range(3):
+        net.zero_grad()
+        with memory_budget(room):
+            F.cross_entropy(net(lazy(x)).softmax(1), y).sqrt().backward()
+    assert not recwarn.list
+
+
+def test_a_verification_of_a_split_has_memory_for_no_graph(monkeypatch):
+    """What was recorded with gradients on runs without, where whoever runs it wants none."""
+    model, (x, y), made = mlp(), batch(), []
+    plain = _loss_check.whole_values
+
+    def noted(parts):
+        values = plain(parts)
+        made.append(any(value.requires_grad for value in values.values()))
+        return values
+
+    monkeypatch.setattr(_loss_check, "whole_values", noted)
+    with RoomFor(5):
+        F.cross_entropy(model(lazy(x)), y).backward()
+    assert made
+    assert not any(made)
 
 
 def test_batch_norm_writes_its_statistics_once_whatever_is_read():

@@ -300,3 +300,43 @@ def test_gradients_that_wait_are_used_when_there_is_more_memory_by_then():
             assert loss.item() > 0
             loss.backward()
         torch.testing.assert_close([gradients(model), positions.grad], wanted)
+
+
+@pytest.mark.parametrize("room", [None, 3])
+@pytest.mark.parametrize("loss", [torch.sum, lambda out: (out @ out.T).logsumexp(1).mean()])
+def test_numbers_of_a_generator_of_the_users_are_drawn_once(room, loss):
+    model, (x, _) = mlp(), batch()
+
+    def program(wrap):
+        generator = torch.Generator().manual_seed(5)
+        out = model(wrap(x))
+        # draws one after the other, so that parts draw what the whole does
+        noise = torch.empty_like(out).uniform_(generator=generator)
+        loss(out * noise).backward()
+        return generator.get_state()
+
+    expected, found = assert_same_gradients(model, program, room)
+    assert torch.equal(found, expected)
+
+
+def test_numbers_of_a_generator_are_drawn_once_without_gradients():
+    model, (x, _) = mlp(), batch()
+    found = []
+    for wrap in (lambda value: value, lazy):
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad(), RoomFor(3 if wrap is lazy else 8):
+            out = model(wrap(x))
+            numbers = (out * torch.empty_like(out).uniform_(generator=generator)).tolist()
+            found.append((torch.tensor(numbers), generator.get_state()))
+    torch.testing.assert_close(*found)
+
+
+def test_what_makes_the_number_of_samples_a_number_is_not_split():
+    model, (x, _) = mlp(), batch()
+
+    def program(wrap):
+        powers = torch.linalg.vander(model(wrap(x))[:, 0])
+        assert powers.shape == (8, 8)
+        return powers.square().mean().backward()
+
+    assert_same_gradients(model, program, room=3)

@@ -1,23 +1,18 @@
 """Limits on the memory of the process, each in a process of its own."""
 
-import subprocess
 import sys
 import textwrap
 
 import pytest
 
 from tenure.adaptive import AdaptiveUsageError, set_cpu_memory_limit
+from tests.programs import run_program
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the system has no RLIMIT_AS")
 
 
 def output_of(program):
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    done = run_program(textwrap.dedent(program))
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -1,6 +1,5 @@
 """Real out-of-memory errors: of the allocators here, under a limit, and of the simulated device."""
 
-import subprocess
 import sys
 
 import numpy
@@ -9,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tenure.adaptive import is_oom, oom_info
+from tests.programs import run_program
 
 
 def _failure(call):
@@ -94,9 +94,8 @@ for call in (
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit needs RLIMIT_AS and /proc")
 def test_under_a_limit_of_the_address_space():
-    done = subprocess.run(
-        [sys.executable, "-c", _UNDER_A_LIMIT], capture_output=True, text=True, check=True
-    )
+    done = run_program(_UNDER_A_LIMIT)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "host cpu 67108864 ('RuntimeError',)",
         "host cpu 536870912 ('RuntimeError',)",

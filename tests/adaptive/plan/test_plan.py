@@ -45,7 +45,7 @@ def true_bytes(fn, batch, size, **options):
     return true_peak_bytes(lambda: step(fn, batch, maximum=size, verify=False, **options))
 
 
-@pytest.mark.parametrize("share", [1.1, 0.8, 0.7])
+@pytest.mark.parametrize("share", [1.1, 0.8, pytest.param(0.7, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["mean", "counted", "outputs"])
 def test_the_largest_micro_batch_that_fits_is_found(kind, share):
     model, batch = mlp(), batch_of(131)

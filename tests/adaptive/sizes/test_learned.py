@@ -103,6 +103,58 @@ def test_another_shape_under_the_same_modes_begins_with_the_size_of_the_last():
     assert limited.tried() == [16, 8, 4, 16]
 
 
+def test_gradients_of_before_are_a_circumstance_that_begins_with_a_quarter():
+    there = [False]
+
+    def known(shape, adds):
+        there[0] = adds
+        args = (torch.ones(8, shape),)
+        frame = sys._getframe()
+        return remembered_of(
+            "function", frame, "a place", None, args, {}, adds_gradients=lambda: there[0]
+        )
+
+    known(3, adds=False).new().note_ok(100)
+    beside = known(3, adds=True).known()
+    assert (beside.ok, beside.is_guess) == (25, True)
+    beside.note_ok(40)
+    assert known(3, adds=True).known().ok == 40
+    assert known(3, adds=False).known().ok == 100
+    # another shape begins with what was learned beside gradients, where something was
+    assert known(5, adds=True).known().ok == 40
+    known(3, adds=True).known()
+    assert known(5, adds=False).known().ok == 100
+
+
+def test_what_was_learned_beside_gradients_is_where_to_begin_without_them():
+    def known(adds):
+        frame = sys._getframe()
+        return remembered_of(
+            "function", frame, "a place", None, (), {}, adds_gradients=lambda: adds
+        )
+
+    known(True).new().note_ok(1)
+    assert known(False).known().ok == 1
+    adaptive.reset()
+    known(False).new().note_ok(2)
+    assert known(True).known().ok == 1
+
+
+def test_what_was_learned_beside_gradients_is_written_and_read(tmp_path):
+    def known(adds):
+        frame = sys._getframe()
+        return remembered_of(
+            "function", frame, "a place", None, (), {}, adds_gradients=lambda: adds
+        )
+
+    known(False).new().note_ok(100)
+    known(True).known().note_ok(30)
+    adaptive.save(tmp_path / "sizes.json")
+    adaptive.reset()
+    adaptive.load(tmp_path / "sizes.json")
+    assert (known(False).known().ok, known(True).known().ok) == (100, 30)
+
+
 def test_clean_calls_count_for_their_site_where_each_has_another_shape():
     limited = Limited(20)
     f = decorated(limited)
@@ -139,6 +191,7 @@ def test_functions_that_share_their_code_share_their_size_and_other_callables_do
 
     assert stands_for(made(1)) is stands_for(made(2))
     assert stands_for(made) is not stands_for(made(1))
+    assert stands_for(torch.no_grad()(made)) is stands_for(made)
     assert stands_for(Limited) is Limited
     limited = Limited()
     assert stands_for(limited) is limited

@@ -22,3 +22,12 @@ def test_where_sizes_are_measured_what_failed_far_above_is_remembered():
 
 def test_where_nothing_is_measured_all_is_tried_anew():
     assert breathing(needed_bytes=None).bad is None
+
+
+def test_a_smaller_size_that_needed_more_tells_nothing_of_a_slope():
+    record = SizeRecord()
+    record.note_ok(7, 4437)
+    record.note_ok(8, 1974)
+    assert record.points == ((8, 1974),)
+    record.note_ok(22, 4800)
+    assert record.points == ((8, 1974), (22, 4800))

@@ -116,7 +116,13 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+# of the others, what is compiled is a part of one of these, or one of these in other words
+_QUICK = ("the model", "the function", "blocks in place", "the loss")
+
+
+@pytest.mark.parametrize(
+    "form", [f if f in _QUICK else pytest.param(f, marks=pytest.mark.slow) for f in FORMS]
+)
 def test_all_sizes_run_one_graph_and_give_the_gradients_of_the_whole(form, counter):
     net, plain, b = net_of(), net_of(), batch_of()
     loss_by(plain)(b).backward()

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as Replicated
 
-from tenure._torch.exchange import sharded_groups
+from tenure._torch.sharding import sharded_groups
 from tenure.adaptive import AdaptiveUsageError, check_split, memory_budget, plan, step
 
 from .step_cases import LOSSES, contrastive, gradients, made, samples, small_net, worst_error
@@ -251,6 +251,7 @@ def accumulate_on(rank, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_ranks_exchange_what_was_accumulated_without_exchange(tmp_path):
     torch.multiprocessing.spawn(accumulate_on, args=(str(tmp_path),), nprocs=2)
 

@@ -102,7 +102,10 @@ class Training:
         return True
 
 
-@pytest.mark.parametrize("kind", MODELS)
+# the transformer is the one of the accelerator below
+@pytest.mark.parametrize(
+    "kind", ["mlp", "cnn", pytest.param("transformer", marks=pytest.mark.slow)]
+)
 def test_the_first_step_under_a_budget_runs_out_of_nothing_and_has_95_percent(kind):
     training = Training(kind)
     statistics().reset()

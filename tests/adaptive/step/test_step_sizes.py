@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tenure.adaptive import NoBatchsizeCache, memory_budget, step
+from tenure.adaptive import NoBatchsizeCache, OutOfRetriesError, memory_budget, step
 
 pytestmark = pytest.mark.usefixtures("forgetful")
 
@@ -62,6 +62,38 @@ def test_state_of_an_optimizer_that_takes_the_memory_is_no_reason_to_fail_again(
     assert len(set(sizes[3:])) == 1
 
 
+def classes():
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)]
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize(
+    ("n_samples", "limit", "set_to_none"),
+    [(500, 1400, True), (400, 1400, True), (400, 1200, False)],
+)
+def test_gradients_that_are_added_to_are_no_reason_to_fail_again(n_samples, limit, set_to_none):
+    net, batch = classes(), (torch.rand(n_samples, 64), torch.randint(10, (n_samples,)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    events, sizes = [], {True: [], False: []}
+    with memory_budget(limit << 10):
+        # an epoch of an odd number of batches, of which every second one is followed by an update
+        for i in (i for _ in range(10) for i in range(3)):
+            adds = net[0].weight.grad is not None
+            result = step(
+                lambda b: nn.functional.cross_entropy(net(b[0]), b[1]),
+                batch,
+                on_retry=events.append,
+            )
+            sizes[adds].append(result.micro_batch)
+            if i % 2:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=set_to_none)
+    assert sum(event.kind == "shrink" for event in events) <= 3
+    # each comes to a size of its own, and stays there
+    assert all(len(set(each[-5:])) == 1 for each in sizes.values() if len(each) > 5)
+
+
 def test_what_is_tried_out_leaves_no_trace():
     net = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Dropout(), nn.Linear(64, 32))
     x, seen = torch.randn(256, 32), []
@@ -97,3 +129,23 @@ def test_outputs_that_pile_up_beside_a_micro_batch_make_it_smaller_still():
         result = step(net, x, loss=lambda o: o.logsumexp(0).sum())
     assert len(result.sizes) > 1
     assert result.attempts <= 4
+
+
+def test_where_nothing_fitted_the_next_call_begins_as_if_nothing_were_known():
+    """Not with single samples: how little memory there was says nothing of what there is now."""
+    net, x = network(), torch.randn(400, 32)
+    peak_bytes = peak_of(net, x)
+
+    def run(budget_bytes):
+        net.zero_grad()
+        with memory_budget(budget_bytes):
+            return step(lambda b: net(b).square().mean(), x)
+
+    for _ in range(2):
+        with pytest.raises(OutOfRetriesError):
+            run(12 << 10)
+    assert run(2 * peak_bytes).sizes == (400,)
+    assert run(int(0.6 * peak_bytes)).micro_batch >= 100
+    with pytest.raises(OutOfRetriesError):
+        run(12 << 10)
+    assert run(int(0.6 * peak_bytes)).micro_batch >= 100

@@ -1,6 +1,7 @@
 """The examples of pytorch_memlab's README and its tests of Courtesy, restated: each one runs."""
 
 import gc
+import re
 
 import pytest
 import torch
@@ -18,8 +19,6 @@ from tenure.profiler import (
     set_target_gpu,
 )
 from tenure.profiler._lines._decorators import _profiler
-
-pytestmark = pytest.mark.slow  # each looks through the whole heap, some many times
 
 WEIGHT_BYTES = 128 * 128 * 4 + 128 * 4  # of the layers below, in whole 512 B
 PAGE = 1 << 20
@@ -187,7 +186,9 @@ def test_a_report_can_be_made_before_meanwhile_and_after(sim, capsys):
     courtesy.yield_memory()
     meanwhile = reported(capsys, reporter)
     courtesy.restore()
-    assert reported(capsys, reporter) == before
+    # where the free parts of segments lie is the allocator's affair
+    segments = re.compile(r"largest block [^;]*")
+    assert segments.sub("", reported(capsys, reporter)) == segments.sub("", before)
     assert ("Storage on sim:0" in before, "Storage on sim:0" in meanwhile) == (True, False)
     del out
 

@@ -1,7 +1,6 @@
 """The magics, run by a real InteractiveShell."""
 
 import re
-import subprocess
 import sys
 
 import pytest
@@ -11,6 +10,7 @@ from IPython.utils.capture import capture_output
 from traitlets.config import Config
 
 from tenure.profiler import LineProfiler, ProfilerUsageError
+from tests.programs import run_program
 
 WORK = "import torch\ndef work(n):\n    x = torch.ones(n)\n    return (x * 2).sum()\n"
 
@@ -51,13 +51,13 @@ def test_loading_the_extension_adds_both_magics_and_prints_nothing():
         "shell.run_cell('%load_ext tenure')\n"
         "assert shell.find_line_magic('mlrun') and shell.find_cell_magic('mlrun')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_program(code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_the_room_imports_no_ipython():
     code = "import sys, tenure.profiler; assert 'IPython' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert run_program(code).returncode == 0
 
 
 def test_the_extension_of_the_room_is_the_same():
@@ -67,7 +67,7 @@ def test_the_extension_of_the_room_is_the_same():
         "shell.run_cell('%load_ext tenure.profiler')\n"
         "assert shell.find_line_magic('mlrun')\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert run_program(code).returncode == 0
 
 
 def test_a_statement_is_profiled_and_shown_as_a_whole(shell):

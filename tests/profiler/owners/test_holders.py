@@ -106,7 +106,9 @@ KEEPERS = [value for name, value in list(globals().items()) if name.startswith("
 
 
 @pytest.mark.parametrize("keep", KEEPERS, ids=lambda keep: keep.__name__)
-def test_every_kind_of_holder_is_named(keep):
+def test_every_kind_of_holder_is_named(request, keep):
+    if keep is keep_in_an_array:
+        request.getfixturevalue("whole_heap")  # to an array of NumPy the way leads through the heap
     t = torch.ones(3)
     name = keep(t)
     gc.collect()

@@ -161,10 +161,14 @@ def in_an_array_of_objects(t):
 
 
 PLANTS = [value for name, value in list(globals().items()) if name.startswith("in_")]
+# The chain leads through what was there before this file.
+THROUGH_OLD = (in_a_finalizer, in_an_array_of_objects)
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
-def test_a_planted_leak_is_named(plant):
+def test_a_planted_leak_is_named(request, plant):
+    if plant in THROUGH_OLD:
+        request.getfixturevalue("whole_heap")
     t = torch.ones(3)
     name = plant(t)
     ref = weakref.ref(t)

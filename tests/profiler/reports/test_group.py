@@ -2,22 +2,22 @@
 
 import io
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 from rich.console import Console
 
 from tenure.profiler import DeviceReport, GroupReport, MemReport
+from tests.programs import run_program
 
-RANK = """
-import contextlib, datetime, io, json, sys
+RANKS = """
+import contextlib, datetime, io, json, os
 import torch
 import torch.distributed as dist
 from tenure.profiler import MemReporter
 
-rank, store = int(sys.argv[1]), sys.argv[2]
+other = os.fork()
+rank, store = int(other == 0), os.environ["STORE"]
 dist.init_process_group(
     "gloo", init_method=f"file://{store}", rank=rank, world_size=2,
     timeout=datetime.timedelta(seconds=60),
@@ -39,24 +39,17 @@ print(json.dumps({
 for _ in range(2):  # once for each thread of the group: a busy one may block its end for ever
     dist.barrier()
 dist.destroy_process_group()
+if other:
+    assert os.waitpid(other, 0)[1] == 0
 """
 
 
 def test_every_rank_gets_the_reports_of_all(tmp_path):
-    store = tmp_path / "store"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", RANK, str(rank), str(store)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    answers = [rank.communicate(timeout=120) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], answers
-    for rank, (out, _) in enumerate(answers):
-        assert json.loads(out) == {
+    done = run_program(RANKS, STORE=str(tmp_path / "store"))
+    assert done.returncode == 0, done.stderr
+    answers = {answer["rank"]: answer for answer in map(json.loads, done.stdout.splitlines())}
+    for rank in range(2):
+        assert answers[rank] == {
             "rank": rank,
             "parameters": [256, 512],
             "sum": 768,

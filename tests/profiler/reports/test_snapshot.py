@@ -15,8 +15,6 @@ from torch import nn
 from tenure import NewDisposeScope
 from tenure.profiler import Finding, ProfilerUsageError, SnapshotDiff, TensorRow, snapshot
 
-pytestmark = pytest.mark.slow  # each looks through the whole heap, some many times
-
 HISTORY = []
 HERE = __name__
 

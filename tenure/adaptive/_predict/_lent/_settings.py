@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,19 +11,25 @@ import torch
 
 @contextmanager
 def settings_kept() -> Iterator[None]:
-    """A block after which gradients, autocast, default type and device are as they were."""
+    """A block after which these are as they were.
+
+    Default device and type, whether gradients are recorded, anomaly detection, deterministic
+    algorithms, and autocast of the CPU, of CUDA and of the accelerator of this machine.
+    """
     before = _settings()
     try:
         yield
     finally:
+        after = _settings()
         # only what differs: setting the default device makes a mode of it
         for name, (value, put_back) in before.items():
-            if _settings()[name][0] != value:
+            if after[name][0] != value:
                 put_back(value)
 
 
-def _settings() -> dict[str, tuple[Any, Any]]:
-    found: dict[str, tuple[Any, Any]] = {
+def _settings() -> dict[str, tuple[Any, Callable[[Any], object]]]:
+    """The settings by name, each with what sets it."""
+    found: dict[str, tuple[Any, Callable[[Any], object]]] = {
         "device": (torch.get_default_device(), _set_device),
         "dtype": (torch.get_default_dtype(), torch.set_default_dtype),
         "gradients": (torch.is_grad_enabled(), torch.set_grad_enabled),
@@ -39,7 +45,9 @@ def _settings() -> dict[str, tuple[Any, Any]]:
             lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
         ),
     }
-    for kind in ("cpu", "cuda"):
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = {"cpu", "cuda", *([] if accelerator is None else [accelerator.type])}
+    for kind in sorted(kinds):
         found[f"autocast {kind}"] = (
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
             _set_autocast,

@@ -12,6 +12,8 @@ from torch import UntypedStorage
 from tenure._containers import passed_tensors
 from tenure._torch.storages import key_of
 
+from ._collectives import NAMESPACES as COLLECTIVES
+from ._collectives import collective_bytes, is_exchange
 from ._formulas import FORMULAS
 from ._kinds import FREE, FREE_CONTIGUOUS, FREE_OF_ONE_DTYPE, MEASURED, TAKES_NUMBERS
 from ._matmuls import RULES as MATMULS
@@ -25,10 +27,12 @@ class Scratch:
     Attributes:
         n_bytes: the peak of what is live inside of it, beyond its inputs and its outputs.
         reason: None where that is exact or a little too high; else why it is only an estimate.
+        is_kept: whether it is let go of later, by a thread: when the second one after it has some.
     """
 
     n_bytes: int
     reason: str | None = None
+    is_kept: bool = False
 
 
 _aten = torch.ops.aten
@@ -36,6 +40,7 @@ _NOTHING = Scratch(0)
 _Rule = Callable[[Any, Any, Any, Any], Scratch]
 _rules: dict[Any, _Rule] = {}
 _BY_VALUE = "what it takes for itself depends on the values that it gets"
+_BY_THREADS = "threads that exchange with other ranks let go of memory at moments of their own"
 _SEES_VALUES = frozenset({_aten.isin.Tensor_Tensor})
 
 _HALVES = frozenset({torch.bfloat16, torch.float16})
@@ -70,6 +75,8 @@ def _rule_for(func: Any) -> _Rule:
     # marks of profilers, questions about tensors
     if namespace in {"profiler", "prim"}:
         return _nothing
+    if namespace in COLLECTIVES:
+        return _of_collective
     if namespace != "aten":
         return lambda *_: Scratch(0, f"nobody has measured what {func} takes for itself")
     if func in MATMULS:
@@ -102,6 +109,13 @@ def _rule_for(func: Any) -> _Rule:
 
 def _nothing(*_: Any) -> Scratch:
     return _NOTHING
+
+
+def _of_collective(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
+    n_bytes = collective_bytes(func, args, kwargs, result)
+    if not is_exchange(func):
+        return Scratch(n_bytes)
+    return Scratch(n_bytes, _BY_THREADS, is_kept=True)
 
 
 def _with_numbers(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:

@@ -4,6 +4,7 @@ from ._check_split import check_split as check_split
 from ._compare import DECLARED as DECLARED
 from ._compare import EXCHANGED_RTOL as EXCHANGED_RTOL
 from ._compare import GRADIENTS as GRADIENTS
+from ._compare import IT_IS_A_SUM as IT_IS_A_SUM
 from ._compare import LOSSES as LOSSES
 from ._compare import SplitDifference as SplitDifference
 from ._compare import SplitReport as SplitReport

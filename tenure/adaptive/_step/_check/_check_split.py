@@ -18,7 +18,7 @@ from .._loss import Reduction
 from .._modules import coupled_modules
 from .._samples import SampleDims, SampleTree, cut_off
 from .._split import StepParts, StepSpec
-from ._compare import SplitDifference, SplitReport
+from ._compare import IT_IS_A_SUM, SplitDifference, SplitReport
 from ._observed import default_rtol, differences, first_module, observed_run, without_dropout
 
 Batch = TypeVar("Batch")
@@ -96,7 +96,13 @@ def check_split(
         if by_chance := differences(whole, again, rtol):
             return SplitReport(sizes, rtol, (_random(parts, by_chance),))
         found = first_module(whole, split, rtol), differences(whole, split, rtol)
-        return SplitReport(sizes, rtol, (*found[0], *found[1]))
+        different, advice = (*found[0], *found[1]), None
+        # no weight goes with a sum
+        if different and loss == "mean" and weight is None:
+            summed = StepParts(dataclasses.replace(spec, batch=part, loss="sum"))
+            if not differences(whole, observed_run(summed, size), rtol):
+                advice = IT_IS_A_SUM
+        return SplitReport(sizes, rtol, different, advice)
 
 
 def _check_number(parts: StepParts) -> None:

@@ -6,8 +6,10 @@ the results, and by what rounding makes of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar, Literal
 
 import torch
@@ -33,12 +35,18 @@ class Tolerance:
     coarser: float
     minds_autocast: bool = False
 
-    def of(self, results: Iterable[Tensor]) -> float:
-        """What passes for these results; for none of them the most."""
+    def of(self, results: Iterable[Tensor], types: Iterable[torch.dtype] = ()) -> float:
+        """What passes for these results; for none of them the most.
+
+        Args:
+            results: numbers that are compared.
+            types: what else rounded on the way.
+        """
         if self.minds_autocast and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
             return self.coarser
         known = {torch.float64: self.float64, torch.float32: self.float32}
-        passing = (known.get(each.dtype, self.coarser) for each in results)
+        on_the_way = chain((each.dtype for each in results), types)
+        passing = (known.get(dtype, self.coarser) for dtype in on_the_way)
         return max(passing, default=self.coarser)
 
 
@@ -53,6 +61,8 @@ LOSSES = Tolerance(1e-9, 2e-5, 1e-2, minds_autocast=True)
 DECLARED = Tolerance(1e-8, 2e-5, 1e-2)
 # Sums of four runs that cancel; relative to the largest, in each of the four.
 EXCHANGED_RTOL = 4 * 1e-4
+# Elements that are compared at once.
+_MOST_AT_ONCE = 1 << 14
 # A gradient so much smaller than the largest one is zero but for rounding.
 GRADIENT_FLOOR = 1e-3
 
@@ -63,6 +73,9 @@ _LEAST_GROWTH = 2
 # One number, such as a loss in float32, stays what it was in many a rough run, and in others is off
 # by as much with one rounding as with many: see test_a_loss_that_is_rounded_on_the_way_is_right.
 _DRAWS = 6
+
+
+IT_IS_A_SUM = 'It is a sum over samples, and a mean was declared: pass loss="sum".'
 
 
 def is_noise(error: float, noise: Callable[[int, int], float]) -> bool:
@@ -99,22 +112,28 @@ def relative_error(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
     """
     if a.numel() == 0:
         return 0.0
-    a, b = _comparable(a), _comparable(b)
-    if torch.equal(a.isnan(), b.isnan()):
-        a, b = a.nan_to_num(), b.nan_to_num()
-    difference = float((a - b).abs().max())
-    return difference / (max(float(b.abs().max()), floor) or 1.0)
+    difference = largest = 0.0
+    for x, y in zip(_slices(a), _slices(b), strict=True):
+        if not torch.equal(x.isnan(), y.isnan()):
+            return math.nan
+        x, y = x.nan_to_num(), y.nan_to_num()
+        difference = max(difference, float((x - y).abs().max()))
+        largest = max(largest, float(y.abs().max()))
+    return difference / (max(largest, floor) or 1.0)
 
 
 def largest_value(x: Tensor) -> float:
     """The largest absolute value; 0 for none."""
-    return float(_comparable(x).nan_to_num().abs().max()) if x.numel() else 0.0
+    return max((float(each.nan_to_num().abs().max()) for each in _slices(x)), default=0.0)
 
 
-def _comparable(x: Tensor) -> Tensor:
+def _slices(x: Tensor) -> Iterator[Tensor]:
+    """All elements as float64, some at a time: all at once could be more than the work itself."""
+    x = x.detach()
     x = x.to_dense() if x.layout is not torch.strided else x
     x = torch.view_as_real(x) if x.is_complex() else x
-    return x.detach().cpu().double()
+    for each in x.cpu().reshape(-1).split(_MOST_AT_ONCE) if x.numel() else ():
+        yield each.double()
 
 
 DifferenceKind = Literal["module", "buffer", "loss", "term", "gradient", "random"]
@@ -159,11 +178,13 @@ class SplitReport(Report):
         sizes: the samples in each micro-batch of the split run, in order.
         rtol: the largest relative error that passes.
         differences: what is off by more, the causes first.
+        advice: what to declare, where that was tried out and makes it right; else None.
     """
 
     sizes: tuple[int, ...]
     rtol: float
     differences: tuple[SplitDifference, ...]
+    advice: str | None = None
 
     _figures: ClassVar = ("ok",)
 
@@ -181,6 +202,8 @@ class SplitReport(Report):
             return f"{how}: the same loss, gradients and buffers as in one piece."
         lines = [f"{how}: not the same as in one piece.", "what      rel. error  which"]
         lines += map(str, self.differences)
+        if self.advice is not None:
+            return "\n".join([*lines, f"That means: {self.advice}"])
         kinds = dict.fromkeys(difference.kind for difference in self.differences)
         cause = next((kind for kind in kinds if kind in _ADVICE), None)
         return "\n".join([*lines, f"That means: {_ADVICE[cause]}."] if cause else lines)

@@ -20,6 +20,7 @@ from ..._callables import short_name_of
 
 Backward = Callable[[Tensor], object]
 Pair = tuple[Tensor, Tensor | None]
+"""A tensor to run backward from, and the gradient it gets; None for 1."""
 
 # In float16 a scale of 1/3 is off by so much; what is off by more depends on the loss.
 _FACTOR_RTOL = 1e-2
@@ -42,7 +43,7 @@ class DelegatedBackward:
         self._factors = []
 
     def run(self, pairs: Sequence[Pair]) -> None:
-        """Run backward from tensors, each with the gradient it gets; None for 1.
+        """Run backward from some tensors at once.
 
         Raises:
             AdaptiveUsageError: the function ran nothing.

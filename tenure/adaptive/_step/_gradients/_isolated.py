@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tenure._registries import gradients_aside
 from tenure._torch.autograd import hooks_of
 from tenure._torch.quiet import without_functions
 from tenure._torch.writes import counter_of
@@ -27,7 +28,6 @@ _Hooks = dict[int, Callable[[Tensor], Any]]
 class _Held(NamedTuple):
     leaf: Tensor
     prior: Tensor | None
-    begins_with_old: bool
 
 
 class _Delivery(NamedTuple):
@@ -59,18 +59,13 @@ class IsolatedGradients:
 
     Args:
         leaves: those that are known before the attempt; `watch` adds others.
-        begins_with_old: whether new gradients of a leaf are added to a copy of its old one.
     """
 
-    __slots__ = ("_begins_with_old", "_delivery", "_held", "_hooks", "_leaves")
+    __slots__ = ("_delivery", "_held", "_hooks", "_leaves", "_with_old")
 
-    def __init__(
-        self,
-        leaves: Iterable[Tensor],
-        begins_with_old: Callable[[Tensor], bool] = lambda _: False,
-    ) -> None:
+    def __init__(self, leaves: Iterable[Tensor]) -> None:
         self._leaves = list(leaves)
-        self._begins_with_old = begins_with_old
+        self._with_old: set[int] = set()
         # by identity: two leaves may hold the same numbers; each is kept, so that its id stays its
         # own
         self._held: dict[int, _Held] = {}
@@ -84,9 +79,14 @@ class IsolatedGradients:
         """Whether new gradients have begun to be delivered, after which there is no way back."""
         return self._delivery is not None
 
+    def are_there_before(self) -> bool:
+        """Whether a leaf that is known before the attempt has a gradient now."""
+        with without_functions():
+            return gradients_aside.get() or any(leaf.grad is not None for leaf in self._leaves)
+
     def begin(self) -> None:
         """Set aside what is there."""
-        self._held, self._delivery = {}, None
+        self._held, self._delivery, self._with_old = {}, None, set()
         try:
             self.watch(self._leaves)
         except BaseException:
@@ -106,11 +106,10 @@ class IsolatedGradients:
             for leaf in leaves:
                 if id(leaf) not in held:
                     prior = leaf.grad
-                    begins_with_old = prior is not None and self._begins_with_old(leaf)
-                    held[id(leaf)] = _Held(leaf, prior, begins_with_old)
+                    held[id(leaf)] = _Held(leaf, prior)
                     new.append(leaf)
                     if prior is not None:
-                        leaf.grad = prior.clone() if begins_with_old else None
+                        leaf.grad = None
         return new
 
     def leaves(self) -> list[Tensor]:
@@ -122,6 +121,19 @@ class IsolatedGradients:
         with without_functions():
             pairs = [(held.leaf, held.leaf.grad) for held in self._held.values()]
         return [(leaf, grad) for leaf, grad in pairs if grad is not None]
+
+    def old(self, leaf: Tensor) -> Tensor | None:
+        """The gradient that a leaf had before."""
+        return self._held[id(leaf)].prior
+
+    def contains_old(self, leaf: Tensor) -> None:
+        """Note that the old gradient of a leaf has been added to its new one."""
+        self._with_old.add(id(leaf))
+
+    def run_hooks(self) -> None:
+        """Let the hooks that wait see the gradients now; `finish` would do it."""
+        with persist(), torch.no_grad():
+            self._hooks.run()
 
     def hold_hooks(self, leaves: Iterable[Tensor]) -> None:
         """Let the hooks of leaves wait: they get the sum of several backward passes, once."""
@@ -162,7 +174,7 @@ class IsolatedGradients:
         """Drop the new gradients, and put the old ones back."""
         self._hooks.put_back()
         with without_functions():
-            for leaf, prior, _ in self._held.values():
+            for leaf, prior in self._held.values():
                 # an attempt that failed early left most of them as they were
                 if leaf.grad is not prior:
                     leaf.grad = prior
@@ -176,12 +188,12 @@ class IsolatedGradients:
         """
         plan = _Delivery([], [], [])
         new = {id(leaf): gradient for leaf, gradient in self.new()}
-        for leaf, prior, begins_with_old in self._held.values():
+        for leaf, prior in self._held.values():
             # the new one stands in `.grad` already
             if prior is None:
                 continue
             gradient = new.get(id(leaf))
-            if gradient is not None and begins_with_old:
+            if gradient is not None and id(leaf) in self._with_old:
                 plan.replaced.append((prior, gradient))
                 plan.assigned.append((leaf, prior))
                 continue

@@ -13,6 +13,6 @@ from ._refused import coupled_modules as coupled_modules
 from ._refused import no_optimizer_steps as no_optimizer_steps
 from ._refused import normalization_error as normalization_error
 from ._refused import refuse_coupled as refuse_coupled
-from ._refused import refuse_distributed as refuse_distributed
+from ._refused import refuse_sharded as refuse_sharded
 from ._refused import wants_more_samples as wants_more_samples
 from ._refused import written_modules as written_modules

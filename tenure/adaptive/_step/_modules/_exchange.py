@@ -1,36 +1,24 @@
 """Modules that exchange gradients with other processes as they run backward.
 
-Invariant: of the micro-batches of a split step the last one exchanges, forward and backward, and
-what was set is set again afterwards, as in a loop with ``no_sync()``. What an attempt that failed
-has begun to exchange is forgotten, or else the next one would wait for its end; where torch can't
-forget, nothing is tried again.
+Invariant: a replica that other ranks have, too, exchanges nothing while an attempt runs, for it may
+fail on one of them: see `_across`. Of all others the last of the micro-batches of a split step
+exchanges, forward and backward, and what was set is set again afterwards, as in a loop with
+``no_sync()``. What an attempt that failed has begun to exchange is forgotten, or else the next one
+would wait for its end; where torch can't forget, nothing is tried again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tenure._errors import AdaptiveUsageError
-from tenure._torch.exchange import ShardedGroup, reset_reducer, sharded_groups
+from tenure._torch.exchange import reset_reducer
+from tenure._torch.sharding import ShardedGroup, sharded_groups
 
-_OLD = "FullyShardedDataParallel"
-"""The first version of FSDP."""
-Replicated = nn.parallel.DistributedDataParallel
-
-
-def exchanges(module: nn.Module) -> bool:
-    """Whether it does, when it runs."""
-    # FSDP by name: its second version makes a class for each module that it shards
-    return isinstance(module, Replicated) or _is_named(module, "FSDP") or _is_named(module, _OLD)
-
-
-def _is_named(module: nn.Module, part: str) -> bool:
-    return any(part in kind.__name__ for kind in type(module).__mro__)
+from ..._ranks import Replicated, has_other_replicas, is_first_fsdp, is_rank
 
 
 class GradientExchange:
@@ -38,42 +26,41 @@ class GradientExchange:
 
     Args:
         modules: those of the step that are known before it runs.
+        is_local: whether what runs is this rank's own, such as a verification; else other ranks
+            wait for what a replica exchanges, so that all have to be known before.
+
+    Attributes:
+        shared: the replicas that other ranks have, too.
     """
 
     __slots__ = (
-        "_groups", "_held", "_is_broken", "_is_held", "_known", "_old", "_replicated",
-        "_shared",
+        "_groups", "_held", "_is_broken", "_is_held", "_is_local", "_is_ready", "_known", "_old",
+        "_replicated", "shared",
     )  # fmt: skip
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], *, is_local: bool = False) -> None:
         self._known: set[int] = set()
-        self._shared: dict[int, Replicated] = {}
+        self.shared: list[Replicated] = []
         self._replicated: list[Replicated] = []
         self._groups: list[ShardedGroup] = []
         self._old: list[nn.Module] = []
         self._is_broken = False
         self._held = ExitStack()
         self._is_held = False
+        self._is_local = is_local
+        self._is_ready = False
         self.learn(modules)
+        self._is_ready = True
 
     @property
     def is_sharded(self) -> bool:
         """Whether a module of ``fully_shard`` is known."""
         return bool(self._groups)
 
-    def takes_old(self, parameter: Tensor) -> bool:
-        """Whether what was accumulated in a gradient is exchanged by the next backward pass, too.
-
-        Of one rank alone, what was exchanged is what it was.
-        """
-        module = self._shared.get(id(parameter))
-        return module is not None and module.require_backward_grad_sync
-
     def learn(self, modules: Iterable[nn.Module]) -> None:
         """Count modules in, before they run for the first time."""
         # without processes there is nobody to exchange with, and most programs have none
-        distributed: Any = torch.distributed
-        if not (distributed.is_available() and distributed.is_initialized()):
+        if not is_rank():
             return
         for module in modules:
             if id(module) not in self._known:
@@ -84,14 +71,28 @@ class GradientExchange:
         groups = sharded_groups(module)
         self._refuse_unexchanged(groups)
         self._groups += groups
-        if isinstance(module, Replicated):
+        if has_other_replicas(module):
+            if self._is_ready and not self._is_local:
+                raise AdaptiveUsageError(
+                    f"step() runs a DistributedDataParallel of {type(module.module).__name__} that "
+                    "it has not found through its function, and would have to tell other ranks "
+                    "before anything runs. Nothing was changed. Pass it as model=."
+                )
+            self.shared.append(module)
+        elif isinstance(module, Replicated):
             self._replicated.append(module)
-            if torch.distributed.get_world_size(module.process_group) > 1:
-                self._shared |= dict.fromkeys(map(id, module.parameters()), module)
-        elif _is_named(module, _OLD):
+        elif is_first_fsdp(module):
             self._old.append(module)
         if self._is_held:
             self._hold([module], groups)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """A block in which replicas exchange neither gradients nor buffers with other ranks."""
+        with ExitStack() as apart:
+            for module in self.shared:
+                apart.enter_context(_apart(module))
+            yield
 
     def hold_back(self) -> None:
         """Let modules exchange nothing until `resume`.
@@ -122,7 +123,7 @@ class GradientExchange:
                 "fully_shard."
             )
         self._refuse_unexchanged(self._groups)
-        for module in self._replicated:
+        for module in (*self._replicated, *self.shared):
             if module.gradient_as_bucket_view:
                 _take_out_of_buckets(module)
 
@@ -132,6 +133,7 @@ class GradientExchange:
     def undo(self) -> None:
         """Forget what the attempt has begun to exchange."""
         self.resume()
+        # not those of other ranks, which have begun nothing: their buckets have to stay alike
         for module in self._replicated:
             reset_reducer(module)
         for group in self._groups:
@@ -169,6 +171,22 @@ def _refuse_static(module: Replicated) -> None:
             "static_graph=True, which counts the passes of its first iteration and expects as many "
             "for ever. Nothing was changed. Leave static_graph out, or pass a batch that fits."
         )
+
+
+@contextmanager
+def _apart(module: Replicated) -> Iterator[None]:
+    brings_buffers, exchanges = module.require_forward_param_sync, module.require_backward_grad_sync
+    # forward passes ask for buffers, and each one without exchange says that none are to be asked
+    module.require_forward_param_sync = False
+    try:
+        with module.no_sync():
+            yield
+    finally:
+        module.require_forward_param_sync = brings_buffers
+        # it has noted which parameters were used, and would wait for their gradients in the next
+        # plain pass; in a block of the user's with no_sync() that is right
+        if module.find_unused_parameters and exchanges:
+            reset_reducer(module)
 
 
 def _take_out_of_buckets(module: Replicated) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -24,9 +23,9 @@ from tenure._errors import AdaptiveUsageError, BatchCoupledError
 from tenure._text import listed
 from tenure._torch.modules import BatchNorm, InstanceNorm
 
+from ..._ranks import has_other_ranks, is_sharded
 from ..._reachable import named_modules
 from ..._undo import BufferState
-from ._exchange import exchanges
 
 # torch has no class for this error, only its text.
 _ONE_VALUE = "Expected more than 1 value per channel when training"
@@ -111,29 +110,25 @@ def _why_coupled(module: nn.Module) -> str | None:
     return None
 
 
-def refuse_distributed(roots: Mapping[str, nn.Module], n_samples: int, size: int) -> None:
+def refuse_sharded(roots: Mapping[str, nn.Module], n_samples: int, size: int) -> None:
     """Make sure that a split of this process alone leaves no other waiting.
 
     Raises:
         AdaptiveUsageError: a module talks to other processes when it runs.
     """
-    distributed: Any = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return
-    # alone, it waits for nobody
-    if distributed.get_world_size() < 2:
+    if not has_other_ranks():
         return
     talking = [
         f"{name} ({type(module).__name__})"
         for name, module in named_modules(roots)
-        if exchanges(module)
+        if is_sharded(module)
     ]
     if talking:
         raise AdaptiveUsageError(
             f"The batch of {n_samples} has to be split into micro-batches of {size} on this rank, "
-            f"and {listed(talking, most=6)} exchanges gradients with the other ranks at each "
-            "backward pass: ranks that split differently wait for each other, or get wrong "
-            "gradients. Nothing was changed. Pass a batch that fits on every rank."
+            f"and {listed(talking, most=6)} asks other ranks for parameters in each forward and "
+            "backward pass: ranks that split differently wait for each other. Nothing was changed. "
+            "Pass a batch that fits on every rank."
         )
 
 

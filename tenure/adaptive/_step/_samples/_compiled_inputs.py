@@ -7,7 +7,7 @@ such as a loss, what modules return to them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,7 +20,7 @@ from tenure.scopes import owner_of
 
 
 def expecting_other_sizes_of(
-    compiled: Iterable[object], length: Callable[[], int]
+    compiled: Collection[object], length: Callable[[], int]
 ) -> AbstractContextManager[None]:
     """A block in which what compiled code gets on this thread may have other sizes the next time.
 

@@ -24,7 +24,8 @@ class StepSpec:
     """The arguments of `step` or `check_split` that say what to run.
 
     Attributes:
-        entry: what errors call the call, ``"step"`` or ``"check_split"``.
+        entry: what errors call the call, ``"step"``, ``"check_split"`` or ``"lazy"``.
+        is_planned: whether modules exchange gradients with each micro-batch: see `PlannedRanks`.
     """
 
     entry: str
@@ -41,6 +42,7 @@ class StepSpec:
     in_dims: SampleDims = 0
     out_dims: SampleDims = 0
     has_aux: bool = False
+    is_planned: bool = False
 
     def check(self) -> None:
         """Make sure that the arguments can be what they are for, and go together.

@@ -31,12 +31,13 @@ from .._modules import (
     modules_given,
     normalization_error,
     refuse_coupled,
-    refuse_distributed,
+    refuse_sharded,
     wants_more_samples,
     written_modules,
 )
 from .._samples import CutInputs, SampleTree, expecting_other_sizes_of, used_up_graph_error
 from ._arguments import StepSpec
+from ._notes import tell_of_arguments, tell_of_part
 
 
 class Chunk(NamedTuple):
@@ -62,6 +63,7 @@ class StepParts:
         models: the modules.
         roots: those that the function runs, by name.
         smallest: the fewest samples that they can run on.
+        trained: the parameters that are known, and other leaves that the function captures.
         devices: where the work is done.
         state: random state, and the state of modules; undoing it restarts a run.
         gradients: where new gradients go.
@@ -69,7 +71,15 @@ class StepParts:
         backward: makes them.
         compiled: the compiled modules and functions that it runs.
         leaf_names: names of tensors that are no parameters of a module, by id.
+        outside: tensors of any shape that the function takes from elsewhere, by name.
         aux: what the function returned beside its loss in this attempt, by the first sample.
+        counts: what the sums of terms were divided by in this attempt, by name.
+        added: what was added once in this attempt.
+        factors: what the gradient of each term is multiplied by, by name; None where they have no
+            factors of their own.
+        share_of_once: what the gradient of ``once`` is multiplied by.
+        n_parts: how many micro-batches a split has, of sizes that differ by 1 at most; None: as
+            many as the size gives.
     """
 
     def __init__(self, spec: StepSpec) -> None:
@@ -95,15 +105,22 @@ class StepParts:
         # statistics of one sample are none, and torch refuses them
         per_chunk = spec.batchnorm == "per_chunk" and coupled_modules(self.roots)
         self.smallest = 2 if per_chunk else 1
-        leaves = [*parameters_of(self.models.all), *found.captured(), *self.inputs.leaves]
+        self.trained = [*parameters_of(self.models.all), *found.captured()]
+        leaves = [*self.trained, *self.inputs.leaves]
         self.devices = devices_of([*leaves, *self.values])
         self.state = StepState(self.models, self.devices, found.generators, self.values)
         self.exchange = GradientExchange(self.models.all)
-        self.gradients = IsolatedGradients(leaves, self.exchange.takes_old)
+        self.gradients = IsolatedGradients(leaves)
         self.backward = SplitBackward(self.gradients, spec.scaler, spec.backward, found.computed)
         self.aux: dict[int, Any] = {}
+        self.counts: dict[str, Any] = {}
+        self.added: Tensor | None = None
+        self.factors: Mapping[str, float] | None = None
+        self.share_of_once = 1.0
+        self.n_parts: int | None = None
         reached = (spec.fn, *found.visited(), *self.models.all)
         self.compiled = [*filter(is_compiled, reached)] if has_compiled() else []
+        self.outside = found.constants | found.tensors
         self.leaf_names = {id(tensor): name for name, tensor in found.tensors.items()}
         # one that the function itself lets require grad has a gradient of no interest
         self.leaf_names |= {
@@ -116,6 +133,7 @@ class StepParts:
     def watching(self) -> Iterator[None]:
         """A block whose modules are known by running, and noted before they change."""
         with (
+            self.exchange.apart(),
             self.models.seeing(),
             self.models.telling(self.state.learn),
             self.models.telling(self.exchange.learn),
@@ -126,10 +144,10 @@ class StepParts:
     @contextmanager
     def without_exchange(self) -> Iterator[None]:
         """A block in which modules exchange no gradients, and after which none wait for that."""
-        held = GradientExchange(self.models.all)
+        held = GradientExchange(self.models.all, is_local=True)
         held.hold_back()
         try:
-            with self.models.telling(held.learn):
+            with held.apart(), self.models.telling(held.learn):
                 yield
         finally:
             held.undo()
@@ -140,13 +158,17 @@ class StepParts:
 
     def begin(self, *, is_split: bool, is_trial: bool = False) -> None:
         """Start an attempt from the beginning; nothing of an earlier one counts."""
-        self.aux = {}
+        self.aux, self.counts, self.added = {}, {}, None
         self.inputs.begin()
         self.backward.begin(is_split=is_split, is_trial=is_trial)
 
     def call(self, batch: Any, start: int = 0) -> Any:
         """Run the function on samples from ``start`` on, and keep what is none of its loss."""
-        returned = self.spec.fn(batch)
+        try:
+            returned = self.spec.fn(batch)
+        except TypeError as error:
+            tell_of_arguments(error, self.spec.entry)
+            raise
         if not self.spec.has_aux:
             return returned
         if not isinstance(returned, tuple) or len(returned) != 2:
@@ -161,7 +183,20 @@ class StepParts:
     def once(self) -> Tensor:
         """What is added once, whatever the split."""
         assert self.spec.once is not None
-        return scalar(self.spec.once(), "once() of step()")
+        extra = scalar(self.spec.once(), "once() of step()")
+        self.added = extra.detach()
+        return extra
+
+    def factor_of(self, name: str) -> float:
+        """What the gradient of a term is multiplied by."""
+        if self.factors is None:
+            return 1.0
+        if name not in self.factors:
+            raise AdaptiveUsageError(
+                f"The function of {self.spec.entry}() returned a term {name!r}, and weight() has "
+                f"{', '.join(map(repr, self.factors))}. Give a weight for each term by its name."
+            )
+        return self.factors[name]
 
     def check_splittable(self, size: int) -> None:
         """Make sure that no module that is known, and no hook, has to see the whole batch.
@@ -178,12 +213,14 @@ class StepParts:
         start, length = chunk
         try:
             returned = self.call(self.inputs.chunk(start, length), start)
-        except ValueError as error:
+        except Exception as error:
             # a module that was seen to run is named; else the function itself calls the
             # normalization
-            if wants_more_samples(error):
+            if isinstance(error, ValueError) and wants_more_samples(error):
                 self._refuse_new(length)
                 raise normalization_error(error, self.n_samples, length) from error
+            if length < self.n_samples:
+                tell_of_part(error, length, self.n_samples, self.outside)
             raise
         # after it ran, for modules are known only then; nothing was delivered yet
         self._refuse_new(length)
@@ -199,7 +236,8 @@ class StepParts:
             self._refuse_mixing(new, size)
 
     def _refuse_mixing(self, roots: Mapping[str, nn.Module], size: int) -> None:
-        refuse_distributed(roots, self.n_samples, size)
+        if not self.spec.is_planned:
+            refuse_sharded(roots, self.n_samples, size)
         if self.spec.batchnorm == "refuse":
             refuse_coupled(coupled_modules(roots), self.n_samples, size)
 

@@ -147,18 +147,22 @@ class _WeightedTerms:
         # nothing here outlives the step
         with without_functions():
             for name, term in terms.by_name.items():
-                share = self._share(name, i)
+                share, factor = self._share(name, i), self._parts.factor_of(name)
                 # the mean of no elements is nan, which a weight of zero does not undo
                 if share:
                     total = self._totals[name]
                     total.add(term, share)
-                    values.append(term.value)
-                    seeds.append(self._parts.backward.scaled(total.seed(term.value, share)))
+                    if factor:
+                        seed = total.seed(term.value, share * factor)
+                        values.append(term.value)
+                        seeds.append(self._parts.backward.scaled(seed))
         self._parts.send_back(values, seeds)
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss and its terms; the gradients get the rest of their weight."""
         values = {name: total.value() for name, total in self._totals.items()}
+        totals = self._totals.items()
+        self._parts.counts = {name: total.count for name, total in totals if total.is_late}
         return self._rescaled(values), values
 
     def _share(self, name: str, i: int) -> float:
@@ -199,6 +203,13 @@ class _WeightedTerms:
         # after the last chunk has exchanged gradients, where modules do: a sum over ranks times a
         # factor is right only if all have the same, so a count has to be that of all ranks
         if factor is not None:
+            if self._parts.spec.is_planned:
+                raise AdaptiveUsageError(
+                    "The loss of step() is multiplied by what is known only when all has run (a "
+                    "count, or then()), and sharded modules have exchanged gradients by then. "
+                    "Nothing was delivered. Return a mean, and give what it divides by, from "
+                    "labels alone, as weight=; or pass batches that fit."
+                )
             self._parts.scale(factor)
         # what then() itself is trained by comes after the factor
         if loss is not None:
@@ -212,11 +223,14 @@ class _Total:
 
     Args:
         guess: a weight near the right one, if that is known only at the end.
+
+    Attributes:
+        count: the sum of the counts so far.
     """
 
     def __init__(self, guess: Count | None) -> None:
         self._sum: Tensor | None = None
-        self._count: Any = 0
+        self.count: Any = 0
         self._guess = guess
 
     @property
@@ -228,7 +242,7 @@ class _Total:
         value = widened(term.value.detach()) * share
         self._sum = value if self._sum is None else self._sum + value
         if term.count is not None:
-            self._count = self._count + widened_count(term.count)
+            self.count = self.count + widened_count(term.count)
 
     def seed(self, value: Tensor, share: float) -> Tensor:
         """What the gradient of the term for a chunk is multiplied by now."""
@@ -244,14 +258,14 @@ class _Total:
         assert self._sum is not None
         device = self._sum.device
         # in float32, a count above 2 ** 24 and its reciprocal would be rounded
-        count = torch.as_tensor(self._count, device=device).to(widest_float(device))
+        count = torch.as_tensor(self.count, device=device).to(widest_float(device))
         return 1 / (count * self._guess)
 
     def value(self) -> Tensor:
         """The term of the whole batch."""
         # shares sum up to 1, so one of them is not zero
         assert self._sum is not None
-        return self._sum / self._count if self.is_late else self._sum
+        return self._sum / self.count if self.is_late else self._sum
 
 
 def _slope(loss: Tensor, total: Tensor) -> Tensor:
@@ -289,6 +303,7 @@ class _SurveyedTerms:
         # the first chunk has run already, and buffers and random numbers start over
         self._parts.inputs.run_again()
         self._parts.state.undo()
+        self._parts.counts = {n: float("nan") for n, has in self._with_counts.items() if has}
         _two_passes(self._parts, len(self._chunks.lengths), self._forward, self._differentiate)
         assert self._loss is not None
         return self._loss, self._values

@@ -7,6 +7,7 @@ and at most one chunk's graph is alive.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -70,7 +71,9 @@ class StepRun:
                 outcome = self._split(size) if is_split else self._whole()
             finally:
                 parts.exchange.resume()
-        parts.backward.check_ran()
+        # of terms with factors each may weigh nothing here
+        if parts.factors is None:
+            parts.backward.check_ran()
         if is_split and self._verifier is not None:
             self._verifier.before_delivery(outcome)
         parts.deliver_to_batch()
@@ -108,12 +111,22 @@ class StepRun:
         if inputs.has_graph:
             parts.gradients.hold_hooks(inputs.leaves)
         loss, terms = self._whole_loss()
+        trained = loss if parts.factors is None else self._with_factors(terms)
         if parts.spec.once is not None:
-            loss = loss + parts.once()
-        backward.run([backward.scaled(loss)], [None])
+            extra = parts.once()
+            loss = loss + extra
+            trained = loss if parts.factors is None else trained + extra * parts.share_of_once
+        backward.run([backward.scaled(trained)], [None])
         inputs.collect()
         detached = {name: value.detach() for name, value in terms.items()}
         return StepOutcome(loss.detach(), detached, (parts.n_samples,))
+
+    def _with_factors(self, terms: dict[str, Tensor]) -> Tensor:
+        """The sum of terms, each times its factor."""
+        factors = {name: self._parts.factor_of(name) for name in terms}
+        # a term of no weight is left out: it may be nan, which zero does not undo
+        weighed = [terms[name] * factor for name, factor in factors.items() if factor]
+        return sum(weighed[1:], weighed[0]) if weighed else torch.zeros(())
 
     def _whole_loss(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the function on the batch; the loss, and its terms."""
@@ -128,6 +141,7 @@ class StepRun:
         with without_functions():
             terms = terms_of(returned, spec.loss)
         check_weight_is_used(terms, spec.weight)
+        self._parts.counts = terms.counts()
         return whole_loss(terms, spec.then)
 
     def _split(self, size: int) -> StepOutcome:
@@ -136,14 +150,17 @@ class StepRun:
         # before the first chunk: its graph and gradients would stand beside those of the samples
         if self._verifier is not None:
             self._verifier.before_split(size)
-        parts.exchange.hold_back()
+        if not parts.spec.is_planned:
+            parts.exchange.hold_back()
         chunks = self._chunks(size)
         kind = OutputsPass if callable(parts.spec.loss) else TermsPass
         loss, terms = kind(parts, chunks).run()
         if parts.spec.once is not None:
             # last, so that its graph is never there beside that of a chunk
             extra = parts.once()
-            parts.backward.run([parts.backward.scaled(extra)], [None])
+            # not a factor of 1, which would be another node in the graph
+            trained = extra if parts.share_of_once == 1 else extra * parts.share_of_once
+            parts.backward.run([parts.backward.scaled(trained)], [None])
             loss = loss + extra.detach()
         return StepOutcome(loss, terms, tuple(length for _, length in chunks))
 
@@ -155,6 +172,9 @@ class StepRun:
         a module is known that can't run on one sample.
         """
         parts = self._parts
+        if parts.n_parts is not None:
+            ends = [i * parts.n_samples // parts.n_parts for i in range(parts.n_parts + 1)]
+            return [Chunk(start, end - start) for start, end in pairwise(ends)]
         starts = range(0, parts.n_samples, size)
         chunks = [Chunk(start, min(size, parts.n_samples - start)) for start in starts]
         # with size 1 all are alone, and there is no partner to give

@@ -8,9 +8,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 
+import torch
 from torch import Tensor, nn
 
-from .._check import DECLARED, default_rtol, first_module, observed_run
+from .._check import DECLARED, IT_IS_A_SUM, default_rtol, first_module, observed_run
 from .._loss import ONLY
 from .._modules import named_modules
 from .._samples import Leaf
@@ -100,14 +101,14 @@ def advice_for(subject: Subject, parts: StepParts) -> str:
             "What it returns for a sample depends on the other samples of its batch: let it return "
             "what each sample gives alone, and do the rest in loss=, which gets all outputs."
         )
-    declared = first_that_fits(lambda _: _declared(subject, spec), (1,))
+    declared = first_that_fits(lambda _: _declared(subject, parts), (1,))
     numbered = _of_transformers(parts, subject)
     if declared:
         return f"{declared} {numbered}".rstrip()
     return f"{_of_module(subject)} {numbered or _OUTPUTS}".lstrip()
 
 
-def _declared(subject: Subject, spec: StepSpec) -> str:
+def _declared(subject: Subject, parts: StepParts) -> str:
     """The declaration that makes the samples that were looked at right; "" for none."""
     n = min(_N_SAMPLES, subject.n_samples)
     indices = chosen_samples(subject.tree, subject.n_samples, n)
@@ -122,7 +123,9 @@ def _declared(subject: Subject, spec: StepSpec) -> str:
         if not splits or not math.isfinite(values[0, n]):
             return ""
     runs = Runs(values, splits, DECLARED.of(losses.values()))
-    candidates = chain(_undeclared(spec, runs), _weighted(subject, indices, runs), _curved(runs))
+    candidates = chain(
+        _undeclared(parts.spec, runs), _weighted(subject, parts, indices, runs), _curved(runs)
+    )
     return next(candidates, "")
 
 
@@ -133,7 +136,7 @@ def _n_samples(start: int, end: int) -> float:
 def _undeclared(spec: StepSpec, runs: Runs) -> Iterator[str]:
     """What is right without what was declared, or with a word more."""
     if spec.loss != "sum" and runs.are_sums():
-        yield 'It is a sum over samples, and a mean was declared: pass loss="sum".'
+        yield IT_IS_A_SUM
     is_declared = spec.weight is not None or spec.loss == "sum"
     if is_declared and runs.are_means(_n_samples):
         told = "weight=" if spec.weight is not None else 'loss="sum"'
@@ -146,8 +149,9 @@ def _undeclared(spec: StepSpec, runs: Runs) -> Iterator[str]:
         )
 
 
-def _weighted(subject: Subject, indices: list[int], runs: Runs) -> Iterator[str]:
-    for shown, counted in _weights(subject, indices):
+def _weighted(subject: Subject, parts: StepParts, indices: list[int], runs: Runs) -> Iterator[str]:
+    of_classes = _class_weights(subject, _vectors_of(parts), indices)
+    for shown, counted in chain(_weights(subject, indices), of_classes):
         if runs.are_means(counted):
             yield (
                 "It is a mean over something else than samples. Declare what it divides by: "
@@ -188,6 +192,41 @@ def _weights(
         for shown, counts in _counts(leaf, values):
             counted = counts.reshape(len(indices), -1).sum(1).double()
             yield shown, functools.partial(_sum_of_run, counted)
+
+
+def _vectors_of(parts: StepParts) -> dict[str, Tensor]:
+    """What may be weights of classes: what the function captures, and what its losses have."""
+    losses = named_modules(parts.roots)
+    found = parts.outside | {
+        f"{name}.weight": weight
+        for name, module in losses
+        if isinstance(weight := module._buffers.get("weight"), Tensor)
+    }
+    return {
+        name: each for name, each in found.items() if each.is_floating_point() and each.dim() == 1
+    }
+
+
+def _class_weights(
+    subject: Subject, vectors: Mapping[str, Tensor], indices: list[int]
+) -> Iterator[tuple[str, Callable[[int, int], float]]]:
+    """The weights of the classes of labels, as ``cross_entropy(weight=w)`` divides by them."""
+    for leaf in subject.tree.leaves:
+        value = leaf.value
+        is_labels = isinstance(value, Tensor) and leaf.dim == 0 and value.dtype is torch.int64
+        if not is_labels:
+            continue
+        labels = value.detach()[indices].cpu()
+        for name, vector in vectors.items():
+            weights = vector.detach().cpu().double()
+            valid = (labels >= 0) & (labels < len(weights))
+            picked = weights[labels.clamp(0, len(weights) - 1)] * valid
+            shown = f"{name}[{leaf.path}]"
+            if not bool(valid.all()):
+                ignored = int(labels[~valid].flatten()[0])
+                shown = f"{name}[{leaf.path}[{leaf.path} != {ignored}]]"
+            counted = picked.reshape(len(indices), -1).sum(1)
+            yield f"{shown}.sum()", functools.partial(_sum_of_run, counted)
 
 
 def _sum_of_run(counted: Tensor, start: int, end: int) -> float:

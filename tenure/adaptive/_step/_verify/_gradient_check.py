@@ -23,7 +23,7 @@ from .._check import (
 from .._modules import coupled_modules
 from .._split import StepParts
 from ._finding import Finding, worst
-from ._modes import RoughRounding
+from ._modes import RoughRounding, SeenTypes
 from ._subject import Subject, chosen_samples, comparable, first_that_fits
 
 _MOST_SAMPLES = 8
@@ -74,17 +74,22 @@ class GradientCheck:
 
     def _compare_parts(self, indices: list[int], sizes: list[int]) -> bool:
         self.finding = None
-        whole = self._run_of(indices, len(indices))
+        types = self._subject.types
+        with SeenTypes(types):
+            whole = self._run_of(indices, len(indices))
         for size in sizes:
             split = self._run_of(indices, size)
             # statistics of each micro-batch were asked for, so a difference is what the user wants
             if whole is None or split is None:
                 self.is_coupled = True
                 return True
+            # of a function that tells more than its loss, such as what a trainer logs
+            if on_compared := getattr(self._subject.spec.fn, "on_compared", None):
+                on_compared(whole.outcome, split.outcome)
             self.loss = float(whole.outcome.loss.detach().abs().nan_to_num())
             found = [
                 each
-                for each in differences(whole, split, GRADIENTS.of(whole.tensors()))
+                for each in differences(whole, split, GRADIENTS.of(whole.tensors(), types))
                 if not self._is_of_one_run(each.name, whole, split)
             ]
             if found:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tenure._torch.modes import DispatchMode, schema_of
+from tenure._torch.modes import DispatchMode, EagerMode, schema_of
 
 _Args = dict[str, Any]
 _Rule = Callable[[_Args, float], Any]
@@ -263,6 +263,29 @@ class RoughRounding(DispatchMode):
         exact = made.to(wide)
         rough = (exact * factor).to(made.dtype).to(wide)
         made.copy_(rough.where(_can_be_rounded(exact, made.dtype) & rough.isfinite(), exact))
+
+
+class SeenTypes(EagerMode):
+    """Notes the types of floating point that operations round to, which no result may show.
+
+    Args:
+        types: gets them.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, types: set[torch.dtype]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
+        self._types = types
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and look at what it made."""
+        result = func(*args, **(kwargs or {}))
+        made = {each.dtype for each in _tensors_in(result) if each.is_floating_point()}
+        # few are new, and asking takes longer
+        if made - self._types and _rounds(func, args):
+            self._types |= made
+        return result
 
 
 def _can_be_rounded(made: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,8 +3,9 @@
 A place is code, what the closure holds, what was declared, and the modes of modules. Within it new
 shapes of the batch, and labels or masks of a kind not seen before, are verified too.
 
-Invariant: nothing here holds a function, a model or a tensor; and over a long run at most 2 samples
-in 100 are run for verification, those of the first calls of a place aside.
+Invariant: nothing here holds a function, a model or a tensor; the first call of a place is always
+verified, however many there were; and over a long run at most 2 samples in 100 are run for
+verification, those of the first calls of a place aside.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ _FIRST = 3
 _SHARE = 0.02
 _MOST_PLACES = 1024
 _MOST_FREE = 64
-"""How often a piece of code is verified without a count of samples; each call may be a place."""
+"""How often a piece of code is verified without a count of samples, beside new places: each call
+may have labels of another kind."""
+_MANY_NEW = 512
+"""New places of a piece of code after which it is told, if most of its calls were at one."""
 _MAX_DEPTH = 4
 _MAX_ITEMS = 32
 # not all that are no floats: torch looks for the least of no uint16, and of no quantized number
@@ -65,6 +69,8 @@ class _Calls:
 class _Code:
     """What is counted for a piece of code."""
 
+    n_calls: int = 0
+    n_new: int = 0
     n_samples: int = 0
     n_extra: int = 0
     n_free: int = 0
@@ -86,6 +92,7 @@ class Visit:
     Attributes:
         is_due: whether it is to be verified.
         is_first: whether it is one of the first, that may cost what they do.
+        is_ever_new: whether the place is another one in most calls; said once of a piece of code.
     """
 
     def __init__(self, parts: StepParts) -> None:
@@ -94,12 +101,18 @@ class Visit:
         with _lock:
             self._code = _at(_codes, _identity(stands_for(parts.spec.fn)), _Code)
             self._code.n_samples += parts.n_samples
+            self._code.n_calls += 1
             self._place = _at(self._code.places, place, _Calls)
             self._content = _at(self._code.places, (place, contents), _Calls)
             self._shape = _at(self._code.places, (place, contents, shapes), _Calls)
         is_due = [each.begin() for each in (self._place, self._content, self._shape)]
-        is_new = self._place.n_calls <= _FIRST or self._content.n_calls == 1
-        self.is_first = is_new and self._code.n_free < _MOST_FREE
+        is_new = self._place.n_calls == 1
+        is_early = self._place.n_calls <= _FIRST or self._content.n_calls == 1
+        # another model or loss may be wrong where many were right before it
+        self.is_first = is_new or (is_early and self._code.n_free < _MOST_FREE)
+        self._code.n_new += is_new
+        seldom_known = self._code.n_calls < 2 * self._code.n_new
+        self.is_ever_new = is_new and seldom_known and self._code.n_new == _MANY_NEW
         self.is_due = any(is_due) and (self.is_first or self.allows(2 * parts.n_samples))
 
     def allows(self, n_samples: int) -> bool:

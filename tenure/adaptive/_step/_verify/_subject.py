@@ -44,6 +44,7 @@ class Subject:
         n_samples: how many it has.
         is_random: whether it draws random numbers.
         draws_elsewhere: whether it draws others than torch's.
+        types: the types of floating point to which its operations round.
     """
 
     def __init__(self, spec: StepSpec) -> None:
@@ -55,6 +56,7 @@ class Subject:
         # until it was looked at: taken for random, it is compared with more care
         self.is_random = True
         self.draws_elsewhere = True
+        self.types: set[torch.dtype] = set()
         self._shared: dict[int, Any] = {}
 
     def parts_of(self, indices: Sequence[int] | None) -> StepParts:

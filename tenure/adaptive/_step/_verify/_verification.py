@@ -18,6 +18,12 @@ from ._loss_check import ExchangeCheck, LossCheck
 from ._places import Visit
 from ._subject import Subject
 
+_EVER_NEW = (
+    "step() verifies nearly every split, for what its function holds is another each time: a new "
+    "model or function, or a text that changes. That is right, and takes time. Let the function "
+    "hold the same objects in each call; or ask check_split() once, and pass verify=False."
+)
+
 
 class _Looked(NamedTuple):
     """What the gradients showed.
@@ -71,6 +77,9 @@ class Verification:
         if self._parts.exchange.is_sharded:
             return
         visit = Visit(self._parts)
+        # programs of lazy() are ever new, and their user can do nothing about it
+        if visit.is_ever_new and self._parts.spec.entry != "lazy":
+            warn_user(_EVER_NEW, AdaptiveUsageWarning)
         if visit.is_due:
             subject = Subject(self._parts.spec)
             # a graph for each of its sizes and modes would cost minutes
@@ -103,7 +112,8 @@ class Verification:
                 could_compare = losses.compare() or could_compare
                 self._refuse(losses.finding, looked.subject, max(outcome.sizes))
             n_run += losses.n_run
-        if not could_compare:
+        # what lazy() splits by is no claim of the user's, who could do nothing about it
+        if not could_compare and self._parts.spec.entry == "step":
             self._warn()
         looked.visit.note_verified(n_run)
 

@@ -378,3 +378,14 @@ def test_an_error_of_the_function_holds_no_copies_of_buffers():
             check_split(lambda b: fn(net(b)), _x(8))
         assert budget.live_bytes < 1 << 20
     assert kept
+
+
+def test_a_sum_is_told_to_be_declared():
+    net, x = _net(), _x(8)
+    report = check_split(lambda b: net(b).square().sum(), x)
+    assert not report.ok
+    assert report.advice == 'It is a sum over samples, and a mean was declared: pass loss="sum".'
+    assert str(report).endswith(f"That means: {report.advice}")
+    assert check_split(lambda b: net(b).square().sum(), x, loss="sum").advice is None
+    # none that would not help
+    assert check_split(lambda b: net(b).square().sum().sqrt(), x).advice is None

@@ -207,7 +207,7 @@ def test_modules_that_talk_to_other_ranks_are_refused(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     step(lambda b: net(b).mean(), samples())
     with pytest.raises(
-        AdaptiveUsageError, match=r"on this rank, and net\.0 \(FSDPLinear\) exchanges"
+        AdaptiveUsageError, match=r"on this rank, and net\.0 \(FSDPLinear\) asks other"
     ):
         step(lambda b: net(b).mean(), samples(), maximum=4)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)

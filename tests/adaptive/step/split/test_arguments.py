@@ -279,11 +279,6 @@ def test_limits_may_be_numbers_of_numpy():
     assert (result.sizes, type(result.micro_batch)) == ((4, 3, 2), int)
 
 
-def test_a_group_is_not_taken_silently():
-    with pytest.raises(TypeError, match="group"):
-        step(torch.sum, samples(), group=None)
-
-
 def test_a_coroutine_function_is_refused():
     async def fn(b):
         return b.sum()

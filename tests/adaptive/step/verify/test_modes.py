@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from tenure.adaptive import SplitMismatchError, step
-from tenure.adaptive._step._verify._modes import ConstantNumbers, RoughRounding
+from tenure.adaptive._step._check._compare import GRADIENTS
+from tenure.adaptive._step._verify._modes import ConstantNumbers, RoughRounding, SeenTypes
 
 
 def test_dropout_and_noise_are_constant_and_permutations_reversals():
@@ -102,6 +103,24 @@ def test_worse_rounding_keeps_positions_and_what_is_finite(dtype):
         assert torch.equal(mask.cumsum(0), positions)
         assert ((2 - mask) * torch.finfo(dtype).min).isfinite().all()
         assert not torch.equal(x / 3, third)
+
+
+def test_types_that_no_result_shows_are_seen():
+    weight, seen = torch.randn(4, 4, dtype=torch.float64, requires_grad=True), set()
+    with SeenTypes(seen):
+        weight.sum(1, dtype=torch.float32).double().sum().backward()
+    assert seen == {torch.float32, torch.float64}
+    assert GRADIENTS.of([weight], seen) == GRADIENTS.float32
+    seen.clear()
+    with SeenTypes(seen), torch.autocast("cpu", torch.bfloat16):
+        (weight.detach().float() @ weight.detach().float()).float().tanh()
+    assert seen == {torch.bfloat16, torch.float32}
+    assert GRADIENTS.of([weight], seen) == GRADIENTS.coarser
+    seen.clear()
+    # nothing is rounded to what is only looked up or carried
+    with SeenTypes(seen):
+        torch.where(weight.detach() > 0, torch.zeros(4, 4).half().clone(), 1)
+    assert not seen
 
 
 def _in_float64(seed):

@@ -17,6 +17,7 @@ from tenure.adaptive import (
     step,
 )
 from tenure.adaptive._step._samples._sample_tree import Leaf
+from tenure.adaptive._step._verify import _places
 from tenure.adaptive._step._verify._places import _contents
 
 from ...attempt.failures import out_of_memory_above
@@ -79,6 +80,46 @@ def test_a_closure_that_is_new_in_each_call_is_one_place():
         extra.append(-16)
         train(i)
     assert sum(more > 0 for more in extra) <= 6
+
+
+def test_a_wrong_loss_is_refused_however_many_right_ones_one_line_has_run():
+    batch = {"x": torch.randn(12, 4), "y": torch.randint(3, (12,))}
+
+    def train(criterion):
+        net = small_net().float()
+        for _ in range(3):
+            step(lambda b: criterion(net(b["x"]), b["y"]), batch, maximum=4)
+
+    for _ in range(25):
+        train(F.cross_entropy)
+    with pytest.raises(SplitMismatchError):
+        train(lambda outputs, _: outputs.std(0).sum())
+
+
+def test_a_function_that_holds_something_else_each_time_is_verified_each_time_and_told_of(
+    monkeypatch,
+):
+    monkeypatch.setattr(_places, "_MANY_NEW", 66)
+    net, n_run = small_net(), []
+
+    def train(i):
+        text = f"step {i}"
+
+        def fn(b):
+            n_run[-1] += len(b)
+            return net(b).square().mean() * len(text)
+
+        step(fn, samples(16), maximum=8)
+
+    def train_all():
+        for i in range(70):
+            n_run.append(0)
+            train(i)
+
+    with pytest.warns(AdaptiveUsageWarning, match="nearly every split") as told:
+        train_all()
+    assert all(n > 16 for n in n_run)
+    assert len(told) == 1
 
 
 def test_one_line_with_another_criterion_in_its_closure_is_another_place():

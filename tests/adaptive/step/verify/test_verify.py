@@ -61,8 +61,14 @@ def running_out_above(fn, most):
     return fitting
 
 
-@pytest.mark.parametrize("forcing", ["maximum", "memory"])
-@pytest.mark.parametrize("name", WRONG)
+def each_by_one_and_some_by(other, one, names):
+    """All cases one way; the other way verifies the same: a few of them, and the rest slowly."""
+    few = [pytest.param(name, other) for name in list(names)[::10]]
+    rest = [pytest.param(name, other, marks=pytest.mark.slow) for name in names]
+    return [*[(name, one) for name in names], *few, *[r for i, r in enumerate(rest) if i % 10]]
+
+
+@pytest.mark.parametrize(("name", "forcing"), each_by_one_and_some_by("memory", "maximum", WRONG))
 def test_a_loss_that_a_split_changes_is_refused_and_leaves_no_trace(name, forcing):
     fn, batch, options, net = prepared(WRONG[name])
     for p in list(net.parameters())[1:]:
@@ -80,8 +86,7 @@ def test_a_loss_that_a_split_changes_is_refused_and_leaves_no_trace(name, forcin
     assert same(traces(net), before)
 
 
-@pytest.mark.parametrize("maximum", [8, 1])
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize(("name", "maximum"), each_by_one_and_some_by(1, 8, RIGHT))
 def test_a_loss_that_a_split_leaves_alone_has_what_it_has_without_verification(name, maximum):
     left = []
     for verify in (False, True):

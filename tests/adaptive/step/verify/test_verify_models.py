@@ -188,3 +188,29 @@ def test_a_classifier_is_left_alone_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         result = step(lambda batch: model(**batch).loss, batch, model=model, maximum=4)
     assert result.sizes == (4, 4, 4)
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_weights_of_classes_are_named_as_what_the_mean_divides_by(is_module):
+    torch.manual_seed(0)
+    net, w = torch.nn.Linear(3, 4).double(), torch.tensor([0.1, 1.0, 5.0, 2.0]).double()
+    x, y = torch.randn(32, 3, dtype=torch.float64), torch.arange(32) % 4
+    criterion = torch.nn.CrossEntropyLoss(weight=w)
+
+    def by_module(batch):
+        return criterion(net(batch[0]), batch[1])
+
+    def by_function(batch):
+        return torch.nn.functional.cross_entropy(net(batch[0]), batch[1], weight=w)
+
+    loss_of = by_module if is_module else by_function
+    with pytest.raises(SplitMismatchError) as caught:
+        step(loss_of, (x, y), maximum=4)
+    shown = caught.value.advice.partition("weight=")[2].partition(" (with")[0]
+    name = "criterion.weight" if is_module else "w"
+    assert shown == f"lambda batch: {name}[batch[1]].sum()"
+    step(loss_of, (x, y), maximum=4, weight=eval(shown, {"criterion": criterion, "w": w}))
+    split = net.weight.grad.clone()
+    net.zero_grad()
+    loss_of((x, y)).backward()
+    torch.testing.assert_close(split, net.weight.grad, rtol=1e-10, atol=1e-12)

@@ -1,0 +1,230 @@
+"""What torch keeps to itself of modules that are sharded, and of tensors that several ranks share.
+
+A module of ``fully_shard`` keeps the whole parameters beside the shards: tensors whose storages it
+fills before a forward or a backward pass, and empties after it. They are made by the first pass.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import bound, optional, refuse
+from .quiet import aside_with_subclasses
+
+_PURPOSE = "steps and predictions of sharded modules"
+_GROUPS = "distributed.fsdp.FSDPModule._get_fsdp_state()._fsdp_param_groups"
+_PROPAGATOR = "torch.distributed.tensor._sharding_prop.ShardingPropagator"
+_PROPAGATES = "_propagate_tensor_meta_non_cached"
+_FAKE_WORK = "torch._C._distributed_c10d.FakeWork"
+
+
+def dtensor_class() -> Any:
+    """The class DTensor, of which each rank has a part; None where nobody has made one."""
+    # importing it takes seconds
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether it is a tensor of which each rank has a part, a DTensor."""
+    cls = dtensor_class()
+    return cls is not None and isinstance(tensor, cls)
+
+
+@contextmanager
+def shapes_found_unseen() -> Iterator[None]:
+    """A block in which no mode sees how torch finds the shape of a result that ranks share.
+
+    It runs the operation on tensors without data as large as the whole.
+    """
+    cls: Any = optional(_PROPAGATOR)
+    before = getattr(cls, _PROPAGATES, None)
+    if before is None:
+        # where nobody has imported it nothing is shared
+        if dtensor_class() is not None:
+            refuse(f"{_PROPAGATOR}.{_PROPAGATES}", _PURPOSE)
+        yield
+        return
+
+    def unseen(*args: Any) -> Any:
+        with aside_with_subclasses():
+            return before(*args)
+
+    setattr(cls, _PROPAGATES, unseen)
+    try:
+        yield
+    finally:
+        setattr(cls, _PROPAGATES, before)
+
+
+def done_work() -> Any:
+    """What a collective returns that is done already, as C++ code takes it."""
+    return bound(_FAKE_WORK, _PURPOSE)().boxed()
+
+
+class Shards:
+    """What torch keeps of some modules of ``fully_shard``.
+
+    Args:
+        modules: of any kind.
+
+    Attributes:
+        objects: those in whose attributes it is.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        modules = list(modules)
+        states = [state for module in modules if (state := _state_of(module)) is not None]
+        self._meshes = [
+            _mesh_of(parameter).size()
+            for module in modules
+            for parameter in module._parameters.values()
+            if is_dtensor(parameter)
+        ]
+        self._states = list({id(state): state for state in states}.values())
+        self._groups = [group for state in self._states for group in state._fsdp_param_groups]
+        self._parameters = [each for group in self._groups for each in group.fsdp_params]
+        contexts = {
+            id(each): each for state in self._states for each in (state._state_ctx, state._comm_ctx)
+        }
+        self.objects: list[Any] = [
+            *self._states, *self._groups, *self._parameters, *contexts.values()
+        ]  # fmt: skip
+
+    @property
+    def n_ranks(self) -> int:
+        """How many ranks share parameters, at the most; 1 where none is shared."""
+        return max(self._meshes, default=1)
+
+    @property
+    def n_averaged(self) -> int:
+        """Over how many ranks ``fully_shard`` averages gradients, replicas of the shards too."""
+        for group in self._groups:
+            info = group.mesh_info
+            of_shards, of_replicas = (
+                getattr(info, name, None) or 1
+                for name in ("shard_mesh_size", "replicate_mesh_size")
+            )
+            return int(of_shards * of_replicas)
+        return 1
+
+    @property
+    def divisor(self) -> float:
+        """What it divides the sum of these gradients by."""
+        given = [group.gradient_divide_factor for group in self._groups]
+        return float(next((each for each in given if each is not None), self.n_averaged))
+
+    def reset(self) -> None:
+        """Let modules run forward whose last pass was broken off; no rank talks to another."""
+        for state in self._states:
+            reset = getattr(state, "_reset_iter_state", None)
+            if state._is_root and reset is not None:
+                reset()
+
+    @property
+    def is_exchanging(self) -> bool:
+        """Whether something of an earlier pass waits for an exchange."""
+        return any(map(_has_gradient, self._parameters)) or any(
+            group._all_gather_result is not None or group._partial_reduce_output is not None
+            for group in self._groups
+        )
+
+    def hidden(self) -> list[Tensor]:
+        """The tensors that no module shows now."""
+        found = [each._sharded_param_data for each in self._parameters]
+        found += [group._all_gather_output for group in self._groups]
+        for each in self._whole():
+            found += [each.sharded_param, *each.all_gather_outputs]
+            found += [each._unsharded_param, *each._unsharded_inner_tensors]
+        return found
+
+    def begin_anew(self) -> None:
+        """Have them make the whole parameters again, as in their first pass.
+
+        The attributes of `objects` are to be put back after that.
+        """
+        whole = set(map(id, self._whole()))
+        for each in self._parameters:
+            if id(each) not in whole:
+                each.all_gather_outputs = []
+                each.__dict__.pop("_unsharded_param", None)
+        for group in self._groups:
+            # or it would compare addresses, and pad again what is padded
+            group._reset_sharded_params = True
+
+    def _whole(self) -> list[Any]:
+        """The parameters that are whole now, as after a forward pass without a backward pass."""
+        groups = [group for group in self._groups if not group.is_sharded]
+        return [each for group in groups for each in group.fsdp_params]
+
+
+class ShardedGroup:
+    """Parameters of a module of ``fully_shard`` that are exchanged together."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    @property
+    def exchanges(self) -> tuple[bool, bool]:
+        """Whether the next backward pass reduces gradients, and whether over all replicas."""
+        return self._group.reduce_grads, self._group.all_reduce_grads
+
+    @exchanges.setter
+    def exchanges(self, both: tuple[bool, bool]) -> None:
+        self._group.reduce_grads, self._group.all_reduce_grads = both
+
+    @property
+    def has_unexchanged(self) -> bool:
+        """Whether gradients of a backward pass without exchange wait for one with it."""
+        return any(map(_has_gradient, self._group.fsdp_params))
+
+    def drop_unexchanged(self) -> None:
+        """Forget such gradients."""
+        for each in self._group.fsdp_params:
+            each.unsharded_accumulated_grad = None
+            if getattr(each, "_unsharded_param", None) is not None:
+                each._unsharded_param.grad = None
+
+
+def sharded_groups(module: nn.Module) -> list[ShardedGroup]:
+    """Those of one module; none if it is not sharded by ``fully_shard``."""
+    state = _state_of(module)
+    return [] if state is None else [ShardedGroup(group) for group in state._fsdp_param_groups]
+
+
+def _mesh_of(shared: Any) -> Any:
+    return shared.device_mesh
+
+
+def _has_gradient(parameter: Any) -> bool:
+    # made by the first forward pass
+    whole = getattr(parameter, "_unsharded_param", None)
+    waiting = parameter.unsharded_accumulated_grad is not None
+    return waiting or (whole is not None and whole.grad is not None)
+
+
+def _state_of(module: nn.Module) -> Any:
+    # of the class: a module looks for what it has not in all its parts
+    if not hasattr(type(module), "set_requires_gradient_sync"):
+        return None
+    state = getattr(module, "_get_fsdp_state", lambda: None)()
+    if getattr(state, "_fsdp_param_groups", None) is None:
+        refuse(f"torch.{_GROUPS}", _PURPOSE)
+    return state
+
+
+def works() -> bool:
+    """Whether the names are there; what they do is tried where there are several ranks."""
+    distributed: Any = torch.distributed
+    if not distributed.is_available():
+        return True
+    for package in ("fsdp", "tensor"):
+        import_module(f"torch.distributed.{package}")
+    states = hasattr(distributed.fsdp.FSDPModule, "_get_fsdp_state")
+    return states and hasattr(optional(_PROPAGATOR), _PROPAGATES) and hasattr(done_work(), "_type")

@@ -1,0 +1,56 @@
+"""Ctrl-C where it would leave something half done: it waits until that is done.
+
+Invariant: in such a block a ``KeyboardInterrupt`` is raised only where it is let through. So none
+comes between the moments at which a tensor is lent and noted as lent, or a model would stay without
+its weights; and none between the vote of a rank and its gradients, or other ranks would wait.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+
+class Interrupts:
+    """A block in which Ctrl-C is kept for its end, with one within that lets it through."""
+
+    def __init__(self) -> None:
+        self._before: Any = None
+        self._has_come = False
+
+    def __enter__(self) -> Self:
+        # other threads get none; what C code has set can't be put back
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.getsignal(signal.SIGINT)
+        self._keep()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._let()
+
+    @contextmanager
+    def let_through(self) -> Iterator[None]:
+        """A block that Ctrl-C ends, also one that has come before."""
+        try:
+            self._let()
+            yield
+        finally:
+            self._keep()
+
+    def _keep(self) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._note)
+
+    def _let(self) -> None:
+        # a handler that the work has set stays
+        if self._before is not None and signal.getsignal(signal.SIGINT) == self._note:
+            signal.signal(signal.SIGINT, self._before)
+        if self._has_come:
+            self._has_come = False
+            signal.raise_signal(signal.SIGINT)
+
+    def _note(self, *_: object) -> None:
+        self._has_come = True

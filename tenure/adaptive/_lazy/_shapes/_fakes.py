@@ -1,0 +1,70 @@
+"""Tensors without data that stand for what a call gets, at any number of samples.
+
+Invariant: nothing here holds a tensor of the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._labels import SHARED, Label, set_label
+from ._meta import Meta
+
+
+def fake_of(meta: Meta, n: int | None) -> Any:
+    """A tensor without data like a recorded one, at any number of samples; None: at its own."""
+    shape, stride = list(meta.shape), list(meta.stride)
+    if n is not None and meta.label.is_batch:
+        shape[meta.label.dim] = meta.label.size(n)
+        stride = _strides(shape, stride)
+    return _empty(shape, stride, meta, n, meta.label)
+
+
+def _empty(shape: Any, stride: Any, like: Any, n: int | None, label: Label) -> Any:
+    with torch.no_grad():
+        made = torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
+    if n is None and like.requires_grad:
+        made.requires_grad_()
+        if not like.is_leaf:
+            with torch.enable_grad():
+                made = made.clone()
+            if made.stride() != tuple(stride):
+                made = made.as_strided(shape, stride)
+    if n is not None:
+        set_label(made, label)
+    return made
+
+
+def _strides(shape: list[int], like: Sequence[int]) -> list[int]:
+    """Dense strides in the order of others."""
+    strides, step = [0] * len(shape), 1
+    for d in sorted(range(len(shape)), key=lambda d: (like[d], -d)):
+        if like[d]:
+            strides[d], step = step, step * max(shape[d], 1)
+    return strides
+
+
+def fake_of_plain(tensor: Tensor, n: int | None, cut: tuple[int, int] | None) -> Any:
+    """The same of a tensor that was not recorded, and may be cut with the batch."""
+    shape, stride, label = list(tensor.shape), tensor.stride(), SHARED
+    if n is not None and cut is not None:
+        dim, inner = cut
+        label = Label("batch", dim, 1, inner)
+        shape[dim] = label.size(n)
+        stride = tuple(_strides(shape, stride))
+    return _empty(shape, stride, tensor, n, label)
+
+
+def with_fakes(value: Any, by_id: dict[int, Any]) -> Any:
+    """Arguments with tensors without data in place of those that were not recorded."""
+    if isinstance(value, Tensor):
+        return by_id.get(id(value), value)
+    if type(value) in (tuple, list):
+        return type(value)([with_fakes(each, by_id) for each in value])
+    if type(value) is dict:
+        return {key: with_fakes(each, by_id) for key, each in value.items()}
+    return value

@@ -1,0 +1,181 @@
+"""Running what was recorded: the plain program, later.
+
+Invariant: a replay calls the same functions in the same order, in the modes they were called in, so
+that what they share, write and draw comes out as in the program that was recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from tenure._errors import AdaptiveUsageError
+
+from ._batch_int import BatchInt, at
+from ._entry import Entry, Leaf, Modes, Ref
+
+
+def filled(value: Any, get: Callable[[int], Any], n_samples: int | None) -> Any:
+    """Arguments with what was recorded in its place.
+
+    Args:
+        value: the arguments as they were stored.
+        get: gives a value by its number.
+        n_samples: how many samples there are; None: as many as when it was recorded.
+    """
+    kind = type(value)
+    if kind is Ref:
+        return get(value.number)
+    if kind is BatchInt:
+        return int(value) if n_samples is None else at(value, n_samples)
+    if kind is tuple:
+        return tuple([filled(each, get, n_samples) for each in value])
+    if kind is list:
+        return [filled(each, get, n_samples) for each in value]
+    if kind is dict:
+        return {key: filled(each, get, n_samples) for key, each in value.items()}
+    if kind is slice:
+        parts = (value.start, value.stop, value.step)
+        return slice(*[filled(each, get, n_samples) for each in parts])
+    return value
+
+
+def flat_tensors(value: Any) -> list[Tensor]:
+    """The tensors in what a function of torch returned, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [tensor for each in value for tensor in flat_tensors(each)]
+    if isinstance(value, dict):
+        return [tensor for each in value.values() for tensor in flat_tensors(each)]
+    return []
+
+
+class Replayed(NamedTuple):
+    """Calls to be run, and what may be let go after each.
+
+    Attributes:
+        entries: the calls, in order.
+        last: the numbers that are used by a call for the last time, by its place.
+    """
+
+    entries: list[Entry]
+    last: list[list[int]]
+
+
+def replayed(entries: Iterable[Entry], kept: Iterable[int]) -> Replayed:
+    """Find out when each value is used for the last time.
+
+    Args:
+        entries: the calls, in order.
+        kept: the numbers of values that stay.
+    """
+    entries = list(entries)
+    last: dict[int, int] = {}
+    for i, entry in enumerate(entries):
+        for number in entry.reads:
+            last[number] = i
+        for number in entry.made:
+            last.setdefault(number, i)
+    for number in kept:
+        last.pop(number, None)
+    gone: list[list[int]] = [[] for _ in entries]
+    for number, i in last.items():
+        gone[i].append(number)
+    return Replayed(entries, gone)
+
+
+def run(
+    what: Replayed,
+    env: dict[int, Any],
+    kind: str,
+    n_samples: int | None = None,
+    *,
+    others: Mapping[int, Leaf] | None = None,
+    done: Callable[[Entry], None] | None = None,
+    graphs: bool = True,
+) -> None:
+    """Run calls on real tensors.
+
+    Args:
+        what: the calls.
+        env: values by number; gets those that are computed.
+        kind: the kind of device.
+        n_samples: how many samples there are; None: as many as when it was recorded.
+        others: values that are in no ``env``.
+        done: called after each.
+        graphs: whether calls that were recorded with gradients make graphs.
+    """
+
+    def get(number: int) -> Any:
+        found = env.get(number)
+        return others[number].value if found is None and others else found
+
+    at_place = iter(what.last)
+    for modes, group in groupby(what.entries, key=_modes_of):
+        with modes._replace(grad=modes.grad and graphs).entered(kind):
+            for entry in group:
+                try:
+                    out = entry.func(
+                        *filled(entry.args, get, n_samples), **filled(entry.kwargs, get, n_samples)
+                    )
+                except RuntimeError as error:
+                    refuse_silence(entry.func, error)
+                    raise
+                if entry.outs:
+                    _take(env, entry, out)
+                out = None
+                if done is not None:
+                    done(entry)
+                for number in next(at_place):
+                    env.pop(number, None)
+
+
+def refuse_silence(func: Any, error: BaseException) -> None:
+    """Name a call that failed without a reason, as all do that fail in TorchScript by Python.
+
+    Raises:
+        AdaptiveUsageError: it has.
+    """
+    text = str(error).rstrip()
+    if "TorchScript interpreter" in text and text.endswith("RuntimeError:"):
+        raise AdaptiveUsageError(
+            f"{getattr(func, '__name__', func)}() of a model in TorchScript failed, and no reason "
+            "was passed on: that is how the limit of memory_budget() looks from there, too. Call "
+            "the model that is not scripted, or pass a smaller batch."
+        ) from error
+
+
+def _take(env: dict[int, Any], entry: Entry, out: Any) -> None:
+    made = zip(entry.outs, flat_tensors(out), strict=True)
+    env.update({number: tensor for number, tensor in made if number is not None})
+
+
+def _modes_of(entry: Entry) -> Modes:
+    return entry.modes
+
+
+def plain_tensors(value: Any) -> list[Tensor]:
+    """The tensors among stored arguments that were not recorded."""
+    if isinstance(value, Tensor):
+        return [value]
+    if type(value) in (tuple, list):
+        return [tensor for each in value for tensor in plain_tensors(each)]
+    if type(value) is dict:
+        return plain_tensors(list(value.values()))
+    return []
+
+
+def written_by(entries: Iterable[Entry]) -> list[Tensor]:
+    """The tensors that were not recorded and that calls write into, such as running statistics."""
+    found = [
+        tensor
+        for entry in entries
+        if entry.shape.writes_plain
+        for tensor in plain_tensors((entry.args, entry.kwargs))
+        if not tensor.requires_grad
+    ]
+    return list({id(tensor): tensor for tensor in found}.values())

@@ -1,0 +1,19 @@
+"""Ranks that agree: each votes once in a call, however that ends, and none waits for ever."""
+
+from ._call import RankCall as RankCall
+from ._call import call_of_ranks as call_of_ranks
+from ._errors import lost_rank_error as lost_rank_error
+from ._group import RankGroup as RankGroup
+from ._group import has_other_ranks as has_other_ranks
+from ._group import is_rank as is_rank
+from ._group import rank_group as rank_group
+from ._modules import Replicated as Replicated
+from ._modules import has_other_replicas as has_other_replicas
+from ._modules import is_first_fsdp as is_first_fsdp
+from ._modules import is_sharded as is_sharded
+from ._vote import MOST_TERMS as MOST_TERMS
+from ._vote import Ballot as Ballot
+from ._vote import Tally as Tally
+from ._vote import mark_of as mark_of
+from ._vote import refuse_many_terms as refuse_many_terms
+from ._vote import weights_of as weights_of

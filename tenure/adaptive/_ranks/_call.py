@@ -1,0 +1,160 @@
+"""A call that all ranks of a group make: whatever happens in it, this rank votes.
+
+Invariant: a call that ends has voted, or its vote has failed; from its vote on Ctrl-C waits for its
+end, so that no rank waits for one that was interrupted between the vote and what follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from tenure._errors import AdaptiveUsageError, RemoteRankError
+from tenure._torch.modules import modules_told
+
+from .._interrupts import Interrupts
+from ._errors import elsewhere_error, failed_rank_error, failure_of
+from ._group import RankGroup, has_other_ranks, rank_group
+from ._modules import has_other_replicas, is_sharded
+from ._vote import Ballot, Tally, mark_of, tally
+
+_NO_RESULT = "No rank gets a result."
+
+
+class RankCall:
+    """A block that votes.
+
+    Args:
+        group: the ranks.
+        name: what errors call the call.
+        after: what holds where it has failed.
+
+    Attributes:
+        group: the ranks.
+        name: what errors call the call; may be set to say more of it.
+        has_voted: whether the others know how the call went here.
+    """
+
+    def __init__(self, group: RankGroup, name: str, after: str = _NO_RESULT) -> None:
+        self.group = group
+        self._after = after
+        self.name = name
+        self.has_voted = False
+        self._interrupts = Interrupts()
+        self._waits = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if error is not None and not self.has_voted:
+                self._vote_failed(error)
+        finally:
+            self.let_interrupts()
+
+    def vote(self, ballot: Ballot) -> Tally:
+        """Say how the call went here, and hear of the others.
+
+        Raises:
+            RemoteRankError: the call has failed on another rank, or one has died.
+            AdaptiveUsageError: ranks are in different calls.
+        """
+        self._keep_interrupts()
+        self.has_voted = True
+        found = tally(self.group, ballot)
+        if found.n_failed:
+            raise failed_rank_error(self.name, self.group.gather(None), self._after)
+        if not found.is_one_call:
+            raise elsewhere_error(self.group.gather(self.name), self._after)
+        return found
+
+    def smallest(self, size: int = 1) -> tuple[int, bool]:
+        """Vote with a size.
+
+        Returns:
+            The smallest of all ranks, and whether all have the same.
+
+        Raises:
+            RemoteRankError: the call has failed on another rank, or one has died.
+            AdaptiveUsageError: ranks are in different calls.
+        """
+        found = self.vote(Ballot(mark_of(self.name), n_with_data=1, size=size))
+        if found.is_one_size:
+            return size, True
+        each = torch.tensor([size], dtype=torch.int64, device="cpu")
+        self.group.vote(each, smallest=True)
+        return int(each.item()), False
+
+    def go_on(self) -> None:
+        """Work on after a vote: another one will follow."""
+        self.has_voted = False
+        self.let_interrupts()
+
+    def let_interrupts(self) -> None:
+        """Let Ctrl-C through, also one that has come before."""
+        if self._waits:
+            self._waits = False
+            self._interrupts.__exit__(None, None, None)
+
+    def _keep_interrupts(self) -> None:
+        if not self._waits:
+            self._interrupts.__enter__()
+            self._waits = True
+
+    def _vote_failed(self, error: BaseException) -> None:
+        # before the vote: from then on the others wait for it
+        failure = failure_of(error)
+        self._keep_interrupts()
+        self.has_voted = True
+        try:
+            tally(self.group, Ballot(n_failed=1))
+            self.group.gather(failure)
+        # that of the work says what matters
+        except RemoteRankError as lost:
+            error.add_note(f"The other ranks could not be told of it: {lost}")
+
+
+_ALONE: AbstractContextManager[None] = nullcontext()
+
+
+def call_of_ranks(
+    entry: str, name: str, group: Any
+) -> AbstractContextManager[RankCall] | AbstractContextManager[None]:
+    """A block whose work is each rank's own, and that votes with `RankCall.smallest`.
+
+    Args:
+        entry: what the entry point is called.
+        name: the function that it runs.
+        group: the process group that was named, or None.
+
+    Returns:
+        The call; None where there are no other ranks to vote with.
+    """
+    ranks = rank_group(entry, group) if group is not None and has_other_ranks() else None
+    return _ALONE if ranks is None else _call_of(entry, name, ranks)
+
+
+@contextmanager
+def _call_of(entry: str, name: str, ranks: RankGroup) -> Iterator[RankCall]:
+    def refuse(module: nn.Module) -> None:
+        if has_other_replicas(module) or is_sharded(module):
+            raise AdaptiveUsageError(
+                f"{name!r}, run by {entry}() with group=, runs a {type(module).__name__}, which "
+                "waits for other ranks when it runs: one that runs out of memory would leave the "
+                "others waiting. Run what it wraps, such as the .module of a "
+                "DistributedDataParallel; for a training step use step()."
+            )
+
+    with RankCall(ranks, f"{entry}({name!r})") as call, modules_told(refuse):
+        yield call

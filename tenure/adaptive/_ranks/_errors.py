@@ -1,0 +1,78 @@
+"""What is said where ranks don't agree: who failed and of what, who is lost, who is elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tenure._errors import AdaptiveUsageError, RemoteRankError
+from tenure._text import listed
+
+_MOST_CHARACTERS = 400
+Failure = tuple[str, str]
+"""The kind of an error, and its text."""
+
+
+def failure_of(error: BaseException) -> Failure:
+    """What others are told of an error."""
+    try:
+        text = str(error)
+    # of a class of the user's, and the others wait to be told
+    except Exception:
+        text = "its text can't be had"
+    if len(text) > _MOST_CHARACTERS:
+        text = f"{text[:_MOST_CHARACTERS]} ..."
+    kind = type(error)
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f"{module}{kind.__qualname__}", text
+
+
+def failed_rank_error(name: str, failures: Sequence[Failure | None], after: str) -> RemoteRankError:
+    """The error on ranks that did well, where others did not.
+
+    Args:
+        name: what the call is.
+        failures: what each rank says of itself.
+        after: what holds now.
+    """
+    failed = {rank: each for rank, each in enumerate(failures) if each is not None}
+    told = [f"rank {rank} ({': '.join(filter(None, each))})" for rank, each in failed.items()]
+    rank, first = next(iter(failed.items()), (None, ("", "")))
+    return RemoteRankError(
+        f"{name} failed on {listed(told, most=4)} of {len(failures)} ranks, and not on this one. "
+        f"{after} Mend what failed there. To leave a batch out, catch that error there and "
+        "this one here, and go on with the next batch on all ranks.",
+        rank,
+        ": ".join(filter(None, first)),
+    )
+
+
+def lost_rank_error(error: Exception, n_ranks: int) -> RemoteRankError:
+    """The error where ranks can't talk any more."""
+    reason = str(error).strip().partition("\n")[0]
+    return RemoteRankError(
+        f"One of {n_ranks} ranks has died, or did not come to the call of tenure.adaptive that the "
+        f"others are in, within the timeout of the process group ({type(error).__name__}: "
+        f"{reason}). The call gives this rank nothing, and the group can't be used any more. Look "
+        "for the first error among all ranks, and let every rank make the same calls; a rank "
+        "without samples calls step(fn, None).",
+        None,
+        f"{type(error).__name__}: {reason}",
+    )
+
+
+def elsewhere_error(calls: Sequence[str], after: str) -> AdaptiveUsageError:
+    """The error where ranks have come to different calls.
+
+    Args:
+        calls: the call of each rank.
+        after: what holds now.
+    """
+    ranks: dict[str, list[str]] = {}
+    for rank, call in enumerate(calls):
+        ranks.setdefault(call, []).append(str(rank))
+    told = [f"{call} on rank {listed(who, most=8)}" for call, who in ranks.items()]
+    return AdaptiveUsageError(
+        f"Ranks that work together are in different calls: {listed(told, most=4)}. {after} "
+        "Let every rank make the same calls, in the same order and with the same arguments but "
+        "for the batch; a rank without samples calls step(fn, None)."
+    )

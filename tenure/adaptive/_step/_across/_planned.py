@@ -1,0 +1,275 @@
+"""A step of sharded modules, whose passes wait for all ranks: planned before, run once.
+
+Invariant: before anything runs all ranks have agreed on how many micro-batches there are, and each
+runs so many; nothing is run again. What a rank has to say comes on a group of its own, so that it
+never meets a collective of the modules in which another rank waits.
+
+Gradients are exchanged with each micro-batch: held back they would be whole on every rank, as large
+as all parameters, which is what sharding is there to avoid.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeGuard
+
+import torch
+
+from tenure._errors import AdaptiveUsageError, OutOfRetriesError, TenureError
+from tenure._text import format_bytes
+from tenure._torch.quiet import without_functions
+from tenure._torch.sharding import Shards
+
+from ..._attempt import memory_of, release
+from ..._oom import OomInfo, oom_of_work
+from ..._ranks import Ballot, RankCall, lost_rank_error, mark_of, weights_of
+from ..._sizes import AdaptiveSearch
+from .._loss import numbers_by_term
+from .._split import StepOutcome, StepParts, StepSpec
+
+_PATIENCE_S = 10.0
+"""So long a rank that has failed waits for the others, most of which are inside a collective."""
+_AFTER = (
+    "Gradients are as before, and the next step() plans for less: call it on all ranks, if all "
+    "have ended this one. A rank that still waits inside a module can't be reached: it gets an "
+    "error when this process ends, or at the timeout of its process group. To plan by hand"
+)
+
+
+class PlannedRanks:
+    """The ranks of one call whose modules are sharded.
+
+    Args:
+        call: the call of all ranks.
+        spec: the step of this one.
+        shards: what is sharded by ``fully_shard``.
+        per_rank: whether the loss is each rank's own.
+
+    Attributes:
+        n_samples: of all ranks, after `plan`.
+    """
+
+    def __init__(self, call: RankCall, spec: StepSpec, shards: Shards, *, per_rank: bool) -> None:
+        self._call = call
+        # a call before may have failed, and others may be slow
+        call.group.patience_s = None
+        self._spec = spec
+        self._shards = shards
+        self._per_rank = per_rank
+        self.n_samples = 0
+
+    def own_spec(self) -> StepSpec:
+        """The step of this rank.
+
+        Raises:
+            AdaptiveUsageError: it has no samples.
+        """
+        if self._spec.batch is None:
+            raise _no_samples(self._call.group.rank)
+        return replace(self._spec, is_planned=True)
+
+    def begin(self, parts: StepParts) -> None:
+        """Agree on what the samples of this rank weigh beside those of all.
+
+        Raises:
+            AdaptiveUsageError: a rank has no samples, or what is asked for can't be done.
+            RemoteRankError: another rank has failed already.
+        """
+        self._parts = parts
+        if not parts.n_samples:
+            raise _no_samples(self._call.group.rank)
+        spec, numbers = self._spec, self._numbers()
+        given = [name for name in ("weight", "then", "once") if getattr(spec, name) is not None]
+        loss = "outputs" if callable(spec.loss) else spec.loss
+        # ranks have parts of other shapes, and names of their own for what they run
+        self._mark = mark_of(spec.entry, loss, given, self._per_rank, len(parts.trained))
+        self._call.name += f" ({', '.join([f'loss={loss!r}', *(f'{name}=' for name in given)])})"
+        tally = self._call.vote(
+            Ballot(
+                self._mark,
+                n_with_data=1,
+                n_samples=parts.n_samples,
+                size=mark_of(*numbers),
+                weights=weights_of(numbers.values(), "weight() returned weights of"),
+            )
+        )
+        if not tally.is_one_size:
+            raise AdaptiveUsageError(
+                f"weight() returned {', '.join(map(repr, numbers))} on this rank, and other names "
+                "on another. Nothing was changed. Return the same names on all ranks."
+            )
+        self._call.go_on()
+        self.n_samples = tally.n_samples
+        # ranks that are parallel over tensors have the same samples
+        n_copies = self._call.group.size // self._shards.n_averaged
+        totals = dict(zip(numbers, tally.weights, strict=False))
+        self._shares = {
+            name: 1 / n_copies if spec.loss == "sum" else mine / (totals[name] or float("nan"))
+            for name, mine in numbers.items()
+        }
+        if self._per_rank:
+            return
+        scale = self._shards.divisor * n_copies
+        factors = {name: scale * share for name, share in self._shares.items()}
+        if any(abs(factor - 1) > _ROUNDING for factor in factors.values()):
+            parts.factors = _Everywhere(factors[_ALL]) if _ALL in factors else factors
+
+    def plan(self, search: AdaptiveSearch) -> None:
+        """Agree on the micro-batches: on all ranks as many as the one needs that needs the most.
+
+        Raises:
+            AdaptiveUsageError: a rank has too few samples for that.
+            RemoteRankError: another rank has failed.
+        """
+        parts, call = self._parts, self._call
+        n, size = parts.n_samples, search.size
+        call.vote(Ballot(self._mark))
+        call.go_on()
+        # what fits on all, then the most micro-batches, and the fewest samples; a batch that fits
+        # as a whole says nothing of larger ones
+        (least,) = call.group.smallest([size if size < n else sys.maxsize])
+        n_own = -(-n // least)
+        less, fewest = call.group.smallest([-n_own, n])
+        n_parts = -less
+        if n_parts > 1 and fewest // n_parts < parts.smallest:
+            raise AdaptiveUsageError(
+                f"The batch has to be split into {n_parts} micro-batches on every rank, because "
+                f"sharded modules run on all at once, and one rank has {fewest} samples. Nothing "
+                f"was run. Give every rank at least {n_parts * parts.smallest} samples."
+            )
+        parts.n_parts = n_parts
+        search.at_most(-(-n // n_parts))
+
+    def run(
+        self, search: AdaptiveSearch, work: Callable[[int], StepOutcome], told: str
+    ) -> StepOutcome:
+        """Run the step, once.
+
+        Args:
+            search: its size; it learns how that went.
+            work: runs the step.
+            told: what was predicted, in words.
+
+        Raises:
+            OutOfRetriesError: it ran out of memory on this rank.
+            RemoteRankError: it failed on another one.
+        """
+        state, size, outside = self._parts.rollback(), search.size, sys.exception()
+        state.begin()
+        try:
+            outcome = self._agree(work(size))
+            state.finish()
+        except BaseException as error:
+            self._call.group.patience_s = _PATIENCE_S
+            state.undo()
+            self._shards.reset()
+            info = oom_of_work(error, outside)
+            if info is None:
+                if _is_of_an_exchange(error):
+                    raise lost_rank_error(error, self._call.group.size) from error
+                raise
+            failure = error
+        else:
+            search.succeeded()
+            search.finished()
+            return outcome
+        # what its traceback holds would be missing in the next step
+        release(failure, outside)
+        search.shrink(info)
+        try:
+            raise self._out_of_memory(info, size, told) from failure
+        finally:
+            del failure
+
+    def _out_of_memory(self, info: OomInfo, size: int, told: str) -> OutOfRetriesError:
+        rank = self._call.group.rank
+        requested = info.requested_bytes
+        needed = "" if requested is None else f" (wanted {format_bytes(requested)} more)"
+        return OutOfRetriesError(
+            f"{self._parts.name!r} ran out of {memory_of(info)} on rank {rank}, in micro-batches "
+            f"of {size}{needed}; {told}. Its modules are sharded, so that nothing can be run again "
+            f"while other ranks wait inside of them. {_AFTER}, pass maximum= below {size}.",
+            (size,),
+            info,
+        )
+
+    def _agree(self, outcome: StepOutcome) -> StepOutcome:
+        """Hear of the others; the loss of all."""
+        parts = self._parts
+        if self._per_rank:
+            self._call.vote(Ballot(self._mark))
+            return outcome
+        if parts.counts:
+            raise AdaptiveUsageError(
+                "The function of step() returned a count with "
+                f"{', '.join(map(repr, parts.counts))}, which is known only when sharded modules "
+                "have exchanged gradients. Nothing was delivered. Return a mean, and give what it "
+                "divides by, from labels alone, as weight=; or pass per_rank=True."
+            )
+        (shared, *others) = self._shares.values()
+        shares = [self._shares.get(name, shared) for name in outcome.terms]
+        with without_functions():
+            extra = 0.0 if parts.added is None else float(parts.added)
+            terms = [
+                float(term) * share
+                for term, share in zip(outcome.terms.values(), shares, strict=True)
+            ]
+            whole = sum(terms) if others else (float(outcome.loss) - extra) * shared
+            # values in the room for weights: what a vote sums up is what is wanted of them
+            summed = weights_of(terms, "The function of step() returned")
+            tally = self._call.vote(Ballot(self._mark, weight=whole, weights=summed))
+            loss, *of_terms = (
+                outcome.loss.new_full((), value)
+                for value in (tally.weight, *tally.weights[: len(terms)])
+            )
+            return replace(
+                outcome, loss=loss + extra, terms=dict(zip(outcome.terms, of_terms, strict=True))
+            )
+
+    def _numbers(self) -> dict[str, float]:
+        """What the samples of this rank weigh, by term."""
+        weight, parts = self._spec.weight, self._parts
+        if weight is None or self._per_rank:
+            return {_ALL: float(parts.n_samples)}
+        with torch.no_grad():
+            numbers = numbers_by_term(weight(parts.inputs.whole()))
+        if None in numbers:
+            return {_ALL: numbers[None]}
+        return dict(sorted((str(name), number) for name, number in numbers.items()))
+
+
+def _is_of_an_exchange(error: BaseException) -> TypeGuard[Exception]:
+    """Whether a collective of the modules has raised it: the group's own errors have no class."""
+    if not isinstance(error, RuntimeError) or isinstance(error, TenureError):
+        return False
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).startswith("torch.distributed")
+
+
+_ROUNDING = 1e-12
+_ALL = ""
+"""The name of a weight that is that of all terms."""
+
+
+class _Everywhere(dict[str, float]):
+    """One factor, whatever the name of the term."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self._factor = factor
+
+    def __contains__(self, _: object) -> bool:
+        return True
+
+    def __missing__(self, _: str) -> float:
+        return self._factor
+
+
+def _no_samples(rank: int) -> AdaptiveUsageError:
+    return AdaptiveUsageError(
+        f"step() got no samples on rank {rank}, and its modules are sharded: they run on all ranks "
+        "at once, or on none. Nothing was run. Give every rank samples, or end the epoch on all."
+    )

@@ -1,0 +1,145 @@
+"""Who takes part in a step: the ranks of its replicas, or those of a group that is named.
+
+Invariant: a rank that belongs to a group votes, whatever becomes of its call; what can't be done
+by several ranks is refused before anything runs, on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from tenure._errors import AdaptiveUsageError
+from tenure._torch.exchange import rebuild_buckets, specialities_of
+from tenure._torch.sharding import Shards
+
+from ..._callables import short_name_of
+from ..._ranks import (
+    RankCall,
+    Replicated,
+    has_other_ranks,
+    has_other_replicas,
+    is_first_fsdp,
+    is_sharded,
+    rank_group,
+)
+from ..._reachable import Reachable, modules_given
+from ..._undo import modules_below
+from .._split import StepSpec
+from ._planned import PlannedRanks
+from ._step_ranks import StepRanks
+
+_AS_BEFORE = "Nothing was delivered on any rank: gradients, buffers and random state are as before."
+
+
+@contextmanager
+def taking_part(
+    spec: StepSpec, group: Any, *, per_rank: bool
+) -> Iterator[StepRanks | PlannedRanks | None]:
+    """A block in which ranks make a step together.
+
+    Args:
+        spec: the step.
+        group: the process group that was named, or None.
+        per_rank: whether the loss is each rank's own.
+
+    Returns:
+        What the step has to do with the others; None where there are none.
+    """
+    if not has_other_ranks():
+        yield None
+        return
+    modules = _modules_of(spec)
+    replicas = [module for module in modules if isinstance(module, Replicated)]
+    shared = [replica for replica in replicas if has_other_replicas(replica)]
+    sharding = Shards(modules)
+    if sharding.n_ranks > 1 and not shared and not any(map(is_first_fsdp, modules)):
+        with _planned(spec, group, sharding, per_rank=per_rank) as planned:
+            yield planned
+        return
+    named = group if group is not None or not shared else shared[0].process_group
+    ranks = None if named is None else rank_group(spec.entry, named)
+    if ranks is None:
+        yield None
+        return
+    name = f"{spec.entry}({short_name_of(spec.fn)!r})"
+    with RankCall(ranks, name, _AS_BEFORE) as call:
+        # all ranks talk here, which they would in a forward pass that not all may come to
+        if torch.is_grad_enabled():
+            for replica in shared:
+                rebuild_buckets(replica)
+        _refuse_modules(spec.entry, modules, shared, named)
+        if not per_rank:
+            _refuse_functions_of_a_batch(spec)
+        yield StepRanks(call, spec, shared, per_rank=per_rank, takes_all=group is not None)
+
+
+@contextmanager
+def _planned(
+    spec: StepSpec, group: Any, shards: Shards, *, per_rank: bool
+) -> Iterator[PlannedRanks]:
+    named = torch.distributed.group.WORLD if group is None else group
+    ranks = rank_group(spec.entry, named, is_apart=True)
+    # a mesh has more than one, and is a part of the group
+    assert ranks is not None
+    with RankCall(ranks, f"{spec.entry}({short_name_of(spec.fn)!r})", _AS_BEFORE) as call:
+        if not per_rank:
+            _refuse_functions_of_a_batch(spec)
+        yield PlannedRanks(call, spec, shards, per_rank=per_rank)
+
+
+def _modules_of(spec: StepSpec) -> list[nn.Module]:
+    """All that the step is known to run."""
+    functions = spec.fn, spec.loss, spec.then, spec.once
+    found = Reachable(*(function for function in functions if callable(function)))
+    given = {} if spec.model is None else modules_given(spec.entry, spec.model)
+    return modules_below([*given.values(), *found.modules.values()])
+
+
+def _refuse_modules(
+    entry: str, modules: Iterable[nn.Module], shared: list[Replicated], group: Any
+) -> None:
+    for replica in shared:
+        kind = type(replica.module).__name__
+        if replica.process_group is not group:
+            raise AdaptiveUsageError(
+                f"{entry}() got a DistributedDataParallel of {kind} whose process group is not "
+                "that of the step, by group= or by another module. Nothing was changed. Make all "
+                "with one process_group=, and call step() for each group."
+            )
+        if found := specialities_of(replica):
+            raise AdaptiveUsageError(
+                f"{entry}() got a DistributedDataParallel of {kind} with {' and '.join(found)}, "
+                "which acts while the module runs; several ranks make a step together only if "
+                "nothing is exchanged until all have succeeded. Nothing was changed. Leave it out, "
+                "or run that module without step()."
+            )
+    for module in modules:
+        if isinstance(module, nn.SyncBatchNorm) and module.training:
+            raise AdaptiveUsageError(
+                f"{entry}() got a SyncBatchNorm in training, whose forward pass waits for all "
+                "ranks; one that runs out of memory would leave the others waiting. Nothing was "
+                "changed. Freeze it with eval(), or use BatchNorm, LayerNorm or GroupNorm."
+            )
+        if is_sharded(module):
+            raise AdaptiveUsageError(
+                f"{entry}() got a {type(module).__name__} beside ranks that make a step together: "
+                "its passes wait for all ranks, and one that runs out of memory would leave the "
+                "others waiting. Nothing was changed. Leave group= out, or use "
+                "DistributedDataParallel."
+            )
+
+
+def _refuse_functions_of_a_batch(spec: StepSpec) -> None:
+    name = "then=" if spec.then is not None else "loss=" if callable(spec.loss) else None
+    if name is not None:
+        raise AdaptiveUsageError(
+            f"{spec.entry}() got {name} a function, which has the batch of one rank and not that "
+            "of all, so that its gradients are not those of the whole. Nothing was changed. Say "
+            "the loss as a mean or a sum; or pass per_rank=True, where each rank has a loss of its "
+            "own and gradients are averaged."
+        )

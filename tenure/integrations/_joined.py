@@ -1,0 +1,322 @@
+"""How what micro-batches gave makes what the whole batch would have given.
+
+Rows are concatenated, means are averaged with their weights, and what is the same in each stays.
+Invariant: what can't be joined is refused by its place; nothing is guessed from one part alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tenure._callers import warn_user
+from tenure._containers import level_of, mapped
+from tenure._errors import AdaptiveUsageError, AdaptiveUsageWarning
+from tenure._text import describe_tensor
+
+
+class Joiner:
+    """Joins values of micro-batches.
+
+    Args:
+        sizes: the samples of each.
+        losses: the loss that each returned.
+        loss: the loss of the whole batch; None where it is no mean or sum of those.
+        weights: what the loss of each is a mean over, or dicts of that by name; None: its samples.
+
+    Attributes:
+        sizes: the samples of each.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        losses: Sequence[Tensor | None],
+        loss: Tensor | None,
+        weights: Sequence[Any] | None,
+    ) -> None:
+        self.sizes = sizes
+        self._losses = losses
+        self._loss = loss
+        self._weights = weights
+
+    def joined(self, values: Sequence[Any], place: str) -> Any:
+        """One value for the whole batch, of one for each micro-batch.
+
+        Args:
+            values: tensors, numbers, or containers of one shape.
+            place: what errors call them.
+
+        Raises:
+            AdaptiveUsageError: they can't be joined.
+        """
+        first = values[0]
+        if len(values) == 1:
+            return first
+        if self.are_losses(values):
+            return self.loss_like(first)
+        if all(isinstance(value, Tensor) for value in values):
+            return self._joined_tensors(values, place)
+        if isinstance(first, float):
+            return self.mean(values)
+        # as in `metric.update(loss, weight=len(x))`
+        if self.count_samples(values):
+            return sum(values)
+        if isinstance(first, Number | str | bytes | None) and all(v == first for v in values):
+            return first
+        if isinstance(first, list) and self._have_rows([len(value) for value in values]):
+            return [item for value in values for item in value]
+        levels = [level_of(value) for value in values]
+        if levels[0] is None or any(lv is None or lv.keys != levels[0].keys for lv in levels):
+            raise self._refusal(first, place)
+        children = zip(*(level.children for level in levels if level is not None), strict=True)
+        return levels[0].make(
+            [
+                self.joined(each, f"{place}[{key!r}]")
+                for key, each in zip(levels[0].keys, children, strict=True)
+            ]
+        )
+
+    def are_losses(self, values: Sequence[Any]) -> bool:
+        """Whether each value is the loss of its micro-batch."""
+        return self._loss is not None and all(map(_is_loss, values, self._losses))
+
+    def loss_like(self, value: Any) -> Any:
+        """The loss of the whole batch, as a number if the value is one."""
+        assert self._loss is not None
+        return self._loss if isinstance(value, Tensor) else self._loss.item()
+
+    def count_samples(self, values: Sequence[Any]) -> bool:
+        """Whether each value is how many samples its micro-batch has."""
+        return type(values[0]) is int and self._have_rows(values)
+
+    def has_weight(self, name: str) -> bool:
+        """Whether `weight=` says what the value of that name is a mean over."""
+        first = self._weights[0] if self._weights else None
+        return isinstance(first, Mapping) and name in first
+
+    def mean(
+        self, values: Sequence[Any], weights: Sequence[float] | None = None, name: str = "loss"
+    ) -> Any:
+        """The mean of means.
+
+        Args:
+            values: numbers, or tensors of one element.
+            weights: what each is a mean over; None: what the loss is.
+            name: by which `weight=` may say so.
+        """
+        if isinstance(values[0], Number) and all(value == values[0] for value in values):
+            return values[0]
+        weights = self._weights_of(name) if weights is None else weights
+        # a mean over nothing is what the parts say of it, nan
+        weights = weights if any(weights) else self.sizes
+        total = sum(weights)
+        # a part of weight zero is left out: its mean is nan
+        return self.total(
+            [_wide(v) * (w / total) for v, w in zip(values, weights, strict=True) if w]
+        )
+
+    def _weights_of(self, name: str) -> Sequence[float]:
+        if self._weights is None:
+            return self.sizes
+        if not isinstance(self._weights[0], Mapping):
+            return list(map(float, self._weights))
+        if name not in self._weights[0]:
+            return self.sizes
+        return [float(each[name]) for each in self._weights]
+
+    @staticmethod
+    def total(values: Sequence[Any]) -> Any:
+        """The sum, of the type of the first."""
+        return sum(values[1:], values[0])
+
+    def _joined_tensors(self, tensors: Sequence[Tensor], place: str) -> Tensor:
+        if all(tensor.dim() for tensor in tensors):
+            if self._have_rows([tensor.shape[0] for tensor in tensors]):
+                return torch.cat(list(tensors))
+        elif tensors[0].is_floating_point():
+            mean: Tensor = self.mean(tensors)
+            return mean
+        if all(torch.equal(tensors[0], other) for other in tensors[1:]):
+            return tensors[0]
+        raise self._refusal(tensors[0], place)
+
+    def _have_rows(self, lengths: Sequence[int]) -> bool:
+        return list(lengths) == list(self.sizes)
+
+    def _refusal(self, first: Any, place: str) -> AdaptiveUsageError:
+        shown = describe_tensor(first) if isinstance(first, Tensor) else f"a {type(first).__name__}"
+        return AdaptiveUsageError(
+            f"{place} is {shown} for the first of {len(self.sizes)} micro-batches, and there is no "
+            "one way to make that of the whole batch of them. Give tensors or lists with one row a "
+            "sample, means of floating point, or what is the same for every micro-batch."
+        )
+
+
+def _is_loss(value: Any, loss: Tensor | None) -> bool:
+    """Whether a value is the loss itself, detached or as a number."""
+    if loss is None:
+        return False
+    if isinstance(value, Tensor):
+        # by its memory: reading the number would make the host wait for the device
+        return value.numel() == 1 and value.data_ptr() == loss.data_ptr()
+    # who has a float has waited already
+    return isinstance(value, float) and value == loss.item()
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dtype not in (torch.float32, torch.float64):
+        return value.float()
+    return value
+
+
+def detached(value: Any) -> Any:
+    """A container without the graphs of its tensors."""
+    return mapped(Tensor.detach, value)
+
+
+def log_of(
+    joiner: Joiner,
+    name: str,
+    values: Sequence[Any],
+    options: Sequence[Mapping[str, Any]],
+    rules: LogRules,
+) -> tuple[Any, dict[str, Any]]:
+    """What one `self.log` of each micro-batch makes for the whole: the value, and its options."""
+    of_whole = dict(options[0])
+    weights = _batch_sizes(joiner, [each.get("batch_size") for each in options])
+    if weights is not None:
+        of_whole["batch_size"] = sum(weights)
+    # the number of samples says how the batch counts in an epoch, and not what the value divides by
+    if weights == list(joiner.sizes):
+        weights = None
+    reduction = of_whole.get("reduce_fx")
+    kind = str(getattr(reduction, "__name__", reduction)).lower()
+    first: Any = values[0]
+    if len(values) == 1 or not isinstance(first, Tensor | Number):
+        return first, of_whole
+    if joiner.are_losses(values):
+        return joiner.loss_like(first), of_whole
+    if kind in ("min", "max"):
+        return _extreme(values, kind), of_whole
+    if kind == "sum" or joiner.count_samples(values):
+        return joiner.total(values), of_whole
+    # who says what it is has not to be asked
+    if reduction is not None or weights is not None or joiner.has_weight(name):
+        return joiner.mean(values, weights, name), of_whole
+    return rules.joined(joiner, name, values), of_whole
+
+
+class LogRules:
+    """How what a program logs adds up, where nobody has said so: found out with a few samples.
+
+    Args:
+        advice: what the user may do where it can't be.
+    """
+
+    def __init__(self, advice: str) -> None:
+        self._advice = advice
+        # the rules by which parts have made the whole each time
+        self._fitting: dict[str, set[str]] = {}
+        self._told: set[str] = set()
+
+    def learn(self, joiner: Joiner, name: str, values: Sequence[Any], whole: Any) -> None:
+        """Compare what a few samples log with what their parts do."""
+        if not all(isinstance(each, Tensor | Number) for each in (whole, *values)):
+            return
+        if joiner.are_losses(values) or joiner.count_samples(values):
+            return
+        numbers, wanted = [float(each) for each in values], float(whole)
+        # neither the mean over nothing nor zeros tell one rule from another
+        if not math.isfinite(wanted) or not any([wanted, *numbers]):
+            return
+        bound = _rtol_of(whole) * max(map(abs, [wanted, *numbers]))
+        found = _by_rule(joiner, name, numbers)
+        fits = {rule for rule, value in found.items() if abs(float(value) - wanted) <= bound}
+        self._fitting[name] = self._fitting.get(name, fits) & fits
+
+    def joined(self, joiner: Joiner, name: str, values: Sequence[Any]) -> Any:
+        """One value for the whole batch; warns where there is no telling which."""
+        found = _by_rule(joiner, name, values)
+        fitting = self._fitting.get(name)
+        likely = [rule for rule in found if rule in (fitting or found)]
+        differs = any(map(_differs, values[1:], [values[0]] * (len(values) - 1)))
+        # what all rules make alike can't be told wrong
+        is_unclear = len({float(found[rule]) for rule in likely}) > 1 if fitting else differs
+        if is_unclear and name not in self._told:
+            self._told.add(name)
+            rules = None if fitting is None else sorted(fitting)
+            _warn_of_log(name, likely[0], rules, self._advice)
+        return found[likely[0]]
+
+
+def _differs(value: Any, other: Any) -> bool:
+    # nan is the mean over nothing in each
+    return bool(value != other) and not (math.isnan(value) and math.isnan(other))
+
+
+def _by_rule(joiner: Joiner, name: str, values: Sequence[Any]) -> dict[str, Any]:
+    """What values may make together, the likeliest first."""
+    found = {
+        "mean": joiner.mean(values, None, name),
+        "sum": joiner.total(values),
+        "max": _extreme(values, "max"),
+        "min": _extreme(values, "min"),
+    }
+    # such as right answers; those that are the same in each are no counts
+    if _are_whole(values) and any(bool(value != values[0]) for value in values[1:]):
+        return {"sum": found["sum"], **found}
+    return found
+
+
+def _warn_of_log(name: str, taken: str, fitting: Sequence[str] | None, advice: str) -> None:
+    if fitting is None:
+        why = "nothing could be compared with the whole"
+    elif fitting:
+        why = f"a few samples fit {' and '.join(fitting)} alike"
+    else:
+        why = "of a few samples the whole is no mean, sum, maximum or minimum of its parts"
+    warn_user(
+        f"{name!r} was logged in a batch that runs in micro-batches, and {why}: the "
+        f"{taken} of theirs is told. {advice}",
+        AdaptiveUsageWarning,
+    )
+
+
+def _rtol_of(value: Any) -> float:
+    if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
+        return 2e-2
+    return 2e-2 if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))) else 1e-4
+
+
+def _are_whole(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, int) or _is_integer(value) for value in values)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_floating_point()
+
+
+def _extreme(values: Sequence[Any], kind: str) -> Any:
+    if not isinstance(values[0], Tensor):
+        return min(values) if kind == "min" else max(values)
+    # compared on their device
+    stacked = torch.stack([value.reshape(()) for value in values])
+    return stacked.amin() if kind == "min" else stacked.amax()
+
+
+def _batch_sizes(joiner: Joiner, given: Sequence[Any]) -> list[int] | None:
+    """The `batch_size=` of each part, where it says what the part is a mean over; else None."""
+    if not all(isinstance(each, int) for each in given) or len(given) == 1:
+        return None
+    sizes = joiner.sizes
+    # a setting of the program, such as the batch size of its loader, and not len(batch)
+    is_setting = len(set(given)) == 1 and (
+        len(set(sizes)) > 1 or given[0] == sum(sizes) or given[0] % sizes[0]
+    )
+    return None if is_setting else list(given)

@@ -1,0 +1,106 @@
+"""Recorded tensors on a device whose memory runs out."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tenure.adaptive import OutOfRetriesError, lazy
+
+pytestmark = pytest.mark.usefixtures("forgetful")
+SAMPLES = 4096
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    logging.getLogger("tenure.adaptive").setLevel(logging.ERROR)
+    yield
+    logging.getLogger("tenure.adaptive").setLevel(logging.NOTSET)
+
+
+class Model(nn.Module):
+    """A model with a scale that is computed beside the batch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(16, 128), nn.GELU(), nn.Linear(128, 4))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return self.layers(x) * self.scale.exp()
+
+
+def _on(device):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, 16, dtype=torch.float64, generator=generator)
+    y = torch.randint(0, 4, (SAMPLES,), generator=generator)
+    return Model().double().to(device), x.to(device), y.to(device)
+
+
+def _gradients(model):
+    return [p.grad.cpu() for p in model.parameters()]
+
+
+def _expected():
+    """Computed on the host, once there is a device: autograd counts them when it first runs."""
+    model, x, y = _on("cpu")
+    F.cross_entropy(model(x), y).backward()
+    return _gradients(model)
+
+
+@pytest.mark.parametrize("allocator", ["exact", "cuda"])
+def test_the_first_step_fits_without_a_failure(sim, allocator, steps):
+    sim(budget="8MiB" if allocator == "exact" else "16MiB", allocator=allocator)
+    model, x, y = _on(sim.device)
+    for _ in range(3):
+        model.zero_grad()
+        loss = F.cross_entropy(model(lazy(x)), y)
+        assert (loss.device, repr(loss)) == (
+            x.device,
+            f"lazy float64[] on {x.device}, not computed yet",
+        )
+        loss.backward()
+        torch.testing.assert_close(_gradients(model), _expected(), rtol=1e-11, atol=1e-14)
+    # what is verified beside it may find no room, and gives way
+    size, attempts = steps[0]
+    assert attempts == 1
+    assert SAMPLES // 5 < size < SAMPLES
+
+
+def test_it_retries_where_less_is_free_than_a_prediction_can_know(sim):
+    sim(budget="64MiB")
+    model, x, y = _on(sim.device)
+    F.cross_entropy(model(lazy(x)), y).backward()
+    model.zero_grad()
+    taken = torch.empty(56 << 20, dtype=torch.uint8, device=sim.device)
+    loss = F.cross_entropy(model(lazy(x)), y)
+    loss.backward()
+    assert sim.oom_count > 0
+    torch.testing.assert_close(_gradients(model), _expected(), rtol=1e-11, atol=1e-14)
+    assert taken.numel()
+
+
+def test_results_without_gradients_are_put_together(sim):
+    sim(budget="8MiB")
+    with torch.no_grad():
+        model, x, _ = _on("cpu")
+        wanted = model(x)
+        model, x, _ = _on(sim.device)
+        out = model(lazy(x)).cpu()
+        torch.testing.assert_close(out.value(), wanted)
+    assert sim.oom_count > 0
+
+
+def test_a_batch_that_does_not_fit_by_samples_leaves_all_as_it_was(sim):
+    sim(budget="8MiB", allocator="exact")
+    model, x, y = _on(sim.device)
+    resting_bytes = sim.allocated_bytes
+    taken = torch.empty((8 << 20) - resting_bytes - (1 << 10), dtype=torch.uint8, device=sim.device)
+    with pytest.raises(OutOfRetriesError, match="Not even 1 fits"):
+        F.cross_entropy(model(lazy(x)), y).backward()
+    del taken
+    assert all(p.grad is None for p in model.parameters())
+    assert sim.allocated_bytes == resting_bytes

@@ -1,0 +1,280 @@
+"""Tensors that come with a graph of their own, computed beside the batch or from it."""
+
+import pytest
+import torch
+from torch import nn
+
+from tenure._torch.fakes import is_fake
+from tenure.adaptive import AdaptiveUsageError, lazy
+
+from .programs import WIDE, RoomFor, assert_same_gradients, batch, gradients, mlp, plain
+
+pytestmark = pytest.mark.usefixtures("forgetful")
+BOTH = pytest.mark.parametrize("room", [None, 3])
+
+
+class Vision(nn.Module):
+    """A token that is put before each sample, positions, and a scale that all share."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = mlp(n_out=4)
+        self.token = nn.Parameter(torch.randn(1, 1, 4, dtype=torch.float64))
+        self.positions = nn.Embedding(3, 4).double()
+        self.scale = nn.Parameter(torch.randn(4, dtype=torch.float64))
+
+    def beside(self, n=8):
+        """What is computed from parameters alone."""
+        return (
+            self.token.tanh().expand(n, -1, -1),
+            self.positions(torch.arange(3)).sin(),
+            self.scale.exp(),
+        )
+
+    def forward(self, x, beside=None):
+        token, positions, scale = beside or self.beside(int(x.shape[0]))
+        tokens = torch.cat([token, x.unflatten(1, (2, 2)).repeat(1, 1, 2)], 1) + positions
+        return self.inner(tokens.flatten(0, 1)).unflatten(0, (-1, 3))[:, 0] * scale
+
+
+def _twice_by_one(model, x, y):
+    beside = model.beside()
+    first, second = model(x, beside).square().mean(), model(x * 2, beside).sum()
+    first.backward(retain_graph=True)
+    second.backward()
+
+
+def _by_view(model, x, y):
+    _, positions, scale = model.beside()
+    out = model.inner(x * positions[0]) + positions[:1] + positions.sum() * scale
+    out.square().mean().backward()
+
+
+def _retained(model, x, y):
+    loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _read_first(model, x, y):
+    loss = model(x).square().mean()
+    assert loss.item() > 0
+    loss.backward()
+
+
+def _and_what_is_plain(model, x, y):
+    loss = model(x).square().mean()
+    (loss + model.scale.square().sum().exp()).backward()
+
+
+def _to_one_input(model, x, y):
+    model(x).square().mean().backward(inputs=[model.token, model.inner[0].weight])
+
+
+def _in_two_losses(model, x, y):
+    beside = model.beside()
+    (model(x, beside).square().mean() + 3 * model(x * 2, beside).sum()).backward()
+
+
+def _contrast(model, x, y):
+    out = model(x)
+    (out @ out.T).logsumexp(1).mean().backward()
+
+
+def _written(model, x, y):
+    _, positions, scale = model.beside()
+    x = x * positions[0]
+    x.mul_(scale)
+    model.inner(x).square().mean().backward()
+
+
+def _of_data(model, x, y):
+    scale = model.scale.exp()
+    out = model.inner(x)
+    # its shape depends on data: it runs when it is written
+    (out * scale[(x[:, :1] > 9).sum() : 4]).square().mean().backward()
+
+
+PROGRAMS = {
+    "mean": lambda model, x, y: model(x).square().mean().backward(),
+    "labels": lambda model, x, y: nn.functional.cross_entropy(model(x), y).backward(),
+    "two losses, one by one": _twice_by_one,
+    "two losses": _in_two_losses,
+    "view": _by_view,
+    "retain_graph": _retained,
+    "read first": _read_first,
+    "plain term": _and_what_is_plain,
+    "inputs": _to_one_input,
+    "contrast": _contrast,
+    "written": _written,
+    "data": _of_data,
+}
+
+
+@BOTH
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_gradients_reach_what_they_came_of(program, room):
+    model, (x, y) = Vision(), batch()
+
+    def run(wrap):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        program(model, *wrap(x, y))
+
+    assert_same_gradients(model, run, room and 3 * room)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_the_graph_of_the_whole_is_there_for_who_asks_for_it():
+    model, (x, _) = Vision(), batch()
+
+    def grad(wrap):
+        loss = model(wrap(x)).square().mean()
+        assert loss.item() > 0
+        return torch.autograd.grad(loss, [model.token, model.inner[0].weight])
+
+    def twice(wrap):
+        model(wrap(x)).square().mean().backward(create_graph=True)
+        found = model.token.grad, model.positions.weight.grad
+        model.zero_grad()
+        sum(each.square().sum() for each in found).backward()
+
+    for program in (grad, twice):
+        expected, found = assert_same_gradients(model, program)
+        if expected is not None:
+            torch.testing.assert_close(found, expected)
+
+
+def test_values_carry_gradients_to_what_they_came_of():
+    model, (x, _) = Vision(), batch()
+
+    def program(wrap):
+        out = model(wrap(x))
+        value = out.value() if wrap is lazy else out
+        value.square().mean().backward()
+
+    assert_same_gradients(model, program)
+
+
+def test_a_tensor_computed_of_a_value_meets_what_the_value_came_of():
+    model, (x, _) = Vision(), batch()
+
+    def program(wrap):
+        out = model(wrap(x))
+        value = out.value() if wrap is lazy else out
+        (out.square().mean() + value.cos().sum() * model.scale.sum()).backward()
+
+    assert_same_gradients(model, program)
+
+
+class RoomBackward(RoomFor):
+    """A backward pass through more rows than so many runs out of memory."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        backward = func is torch.ops.aten.mm.default and args[0].shape[-1] == WIDE
+        if backward and not is_fake(args[0]) and args[0].shape[0] > self._most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_retry_runs_such_a_graph_once():
+    model, (x, _) = mlp(n_out=4), batch()
+    scale = nn.Parameter(torch.randn(4, dtype=torch.float64))
+    seen = []
+
+    def program(wrap):
+        scale.grad = None
+        out = model(wrap(x).requires_grad_())
+        # it has run, so that the graph of the scale runs backward before memory runs out
+        assert out.sum().item() != 0
+        factor = scale.exp()
+        factor.register_hook(lambda gradient: seen.append(gradient.clone()))
+        (out * factor).square().mean().backward()
+        return scale.grad.clone()
+
+    expected = program(lambda x: x.clone())
+    wanted = gradients(model)
+    model.zero_grad()
+    with RoomBackward(3):
+        found = program(lambda x: lazy(x.clone()))
+    torch.testing.assert_close([found, gradients(model)], [expected, wanted])
+    assert len(seen) == 2
+    torch.testing.assert_close(*seen)
+
+
+class _Fails(torch.autograd.Function):
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise _Fails.error
+
+
+@BOTH
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, ValueError, KeyboardInterrupt])
+def test_where_such_a_graph_fails_no_gradient_is_delivered(room, kind, monkeypatch):
+    model, (x, _) = Vision(), batch()
+    monkeypatch.setattr(_Fails, "error", kind("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = {name: p.grad for name, p in model.named_parameters()}
+    expected = AdaptiveUsageError if kind is torch.OutOfMemoryError else kind
+    with RoomFor(3 * (room or 8)), pytest.raises(expected, match="emory"):
+        (model(lazy(x)) * _Fails.apply(model.scale.exp())).square().mean().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is before[name]
+        assert torch.equal(parameter.grad, torch.ones_like(parameter))
+
+
+@BOTH
+def test_hooks_see_whole_gradients_once(room):
+    model, (x, _) = Vision(), batch()
+    seen = []
+
+    def program(wrap):
+        token, positions, scale = model.beside()
+        # the scale is reached by itself too
+        handles = [
+            each.register_hook(lambda gradient: seen.append(gradient.clone()) or gradient * 2)
+            for each in (token, positions, scale, model.scale, model.token)
+        ]
+        (model(wrap(x), (token, positions, scale)) * model.scale).square().mean().backward()
+        for handle in handles:
+            handle.remove()
+
+    assert_same_gradients(model, program, room and 3 * room)
+    assert len(seen) == 10
+    for found in seen[5:]:
+        assert any(found.shape == each.shape and torch.allclose(found, each) for each in seen[:5])
+
+
+@BOTH
+def test_a_batch_that_was_computed_keeps_its_gradient_if_it_is_asked_to(room):
+    model, (x, _), before = mlp(), batch(), nn.Linear(4, 4).double()
+
+    def program(wrap):
+        before.zero_grad()
+        inputs = before(x)
+        recorded = wrap(inputs)
+        recorded.retain_grad()
+        model(recorded).square().sum().backward()
+        return before.weight.grad.clone(), inputs.grad, recorded.grad
+
+    expected, found = assert_same_gradients(model, program, room)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_graph_of_before_that_is_used_up_says_so():
+    model, (x, _) = mlp(n_out=4), batch()
+    scale = nn.Parameter(torch.randn(4, dtype=torch.float64))
+    factor = scale.exp()
+    for wrap in (plain, lazy):
+        factor.sum().backward() if wrap is plain else None
+        with pytest.raises(RuntimeError, match="a second time"):
+            (model(wrap(x)) * factor).sum().backward()
+    assert gradients(model) == {} or all(g.isfinite().all() for g in gradients(model).values())

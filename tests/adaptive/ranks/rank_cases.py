@@ -1,0 +1,55 @@
+"""Models, samples and failures for work on several ranks."""
+
+import torch
+from torch import nn
+
+from ..step.step_cases import IGNORED, N_CLASSES, gradients
+
+# uneven, so that a mean of means is not the mean
+SIZES = (9, 4, 14, 6)
+RTOL = 1e-10
+
+
+def net_of(kind="plain"):
+    torch.manual_seed(0)
+    hidden = nn.BatchNorm1d(8, affine=False) if kind == "buffers" else nn.Tanh()
+    return nn.Sequential(nn.Linear(4, 8), hidden, nn.Linear(8, N_CLASSES)).double()
+
+
+def all_samples(sizes=SIZES):
+    """The samples of each rank, the same on all; labels are ignored unevenly."""
+    torch.manual_seed(1)
+    parts = []
+    for i, n in enumerate(sizes):
+        y = torch.randint(N_CLASSES, (n,))
+        y[: n * i // len(sizes)] = IGNORED
+        parts.append({"x": torch.randn(n, 4, dtype=torch.float64), "y": y})
+    return parts
+
+
+def joined(parts):
+    return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+
+def square(run, b):
+    return run(b["x"]).square().mean()
+
+
+def wanted_of(net, parts):
+    """The gradients of one process that has the samples of all."""
+    net.zero_grad()
+    square(net, joined(parts)).backward()
+    found = gradients(net)
+    net.zero_grad()
+    return found
+
+
+class Fails:
+    """Raises where a rank gets more samples than allowed."""
+
+    def __init__(self, most=None, error=torch.OutOfMemoryError):
+        self.most, self.error = most, error
+
+    def __call__(self, x):
+        if self.most is not None and len(x) > self.most:
+            raise self.error("CUDA out of memory. Tried to allocate 1.00 GiB")

@@ -1,0 +1,266 @@
+"""Ranks that are interrupted, die, don't come, or come to another call: none waits for ever."""
+
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as Replicated
+
+from tenure.adaptive import step
+from tenure.adaptive._ranks import RankGroup
+
+from ..step.step_cases import gradients, worst_error
+from .launch import run_ranks
+from .rank_cases import RTOL, SIZES, Fails, all_samples, joined, net_of, square
+
+
+def told_by(work):
+    """What a call raises, and whether that has a note of the others."""
+    try:
+        work()
+    except BaseException as error:
+        return [type(error).__name__, str(error), getattr(error, "__notes__", [])]
+    return [None, "", []]
+
+
+# --- Ctrl-C
+
+
+def interrupted_on(rank, when):
+    """Ctrl-C on one rank, and then a step of all."""
+    parts = all_samples(SIZES[:2])
+    net = net_of()
+    square(net, joined(parts)).backward()
+    wanted = gradients(net)
+    net.zero_grad()
+    module = Replicated(net)
+    vote, summed = RankGroup.vote, RankGroup.sum
+
+    def interrupt(do, *args):
+        if rank and when != "in the work":
+            signal.raise_signal(signal.SIGINT)
+        return do(*args)
+
+    if when == "in the vote":
+        RankGroup.vote = lambda *args: interrupt(vote, *args)
+    if when == "in the exchange":
+        RankGroup.sum = lambda *args: interrupt(summed, *args)
+
+    def fn(b):
+        if rank and when == "in the work":
+            signal.raise_signal(signal.SIGINT)
+        return square(module, b)
+
+    told = told_by(lambda: step(fn, parts[rank]))
+    RankGroup.vote, RankGroup.sum = vote, summed
+    got = gradients(net)
+    net.zero_grad()
+    step(lambda b: square(module, b), parts[rank])
+    after = worst_error(gradients(net), wanted)
+    return told[:2], worst_error(got, wanted) if got else None, after
+
+
+@pytest.mark.parametrize("when", ["in the work", "in the vote", "in the exchange"])
+def test_an_interrupt_comes_before_the_vote_or_after_the_gradients(when):
+    (other, other_error, other_after), (told, error, after) = run_ranks(interrupted_on, when=when)
+    assert told[0] == "KeyboardInterrupt"
+    assert max(after, other_after) < RTOL
+    if when == "in the work":
+        assert (error, other_error) == (None, None)
+        assert other[0] == "RemoteRankError"
+        assert "failed on rank 1 (KeyboardInterrupt) of 2 ranks" in other[1]
+    else:
+        assert other[0] is None
+        assert max(error, other_error) < RTOL
+
+
+def exit_on(rank):
+    module = Replicated(net_of())
+
+    def fn(b):
+        if rank:
+            raise SystemExit(3)
+        return square(module, b)
+
+    return told_by(lambda: step(fn, all_samples()[0]))[:2]
+
+
+def test_a_program_that_ends_on_one_rank_tells_the_others():
+    (name, text), (own, _) = run_ranks(exit_on)
+    assert (name, own) == ("RemoteRankError", "SystemExit")
+    assert "rank 1 (SystemExit: 3)" in text
+
+
+# --- ranks that die, or don't come
+
+
+def dying_on(rank, when):
+    parts = all_samples(SIZES[:3])
+    net = net_of()
+    module = Replicated(net)
+    if rank == 2 and when == "in the exchange":
+        RankGroup.sum = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+    def fn(b):
+        if rank == 2 and when == "in the work":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return square(module, b)
+
+    told = told_by(lambda: step(fn, parts[rank]))
+    is_clean = not gradients(net)
+    # the barrier of the end would wait for the dead
+    return told, is_clean
+
+
+@pytest.mark.parametrize("when", ["in the work", "in the exchange"])
+def test_a_rank_that_dies_is_an_error_on_the_others(when):
+    *others, dead = run_ranks(dying_on, 3, when=when, has_end=False)
+    assert dead is None
+    for (name, text, _), is_clean in others:
+        assert name == "RemoteRankError"
+        assert "One of 3 ranks has died, or did not come" in text
+        assert is_clean
+
+
+def absent_on(rank):
+    """A rank that makes no call lets the group's timeout end those of the others."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    net = net_of()
+    module = Replicated(net, process_group=group)
+    told = None
+    if rank == 0:
+        told = told_by(lambda: step(lambda b: square(module, b), all_samples()[0]))
+    dist.barrier()
+    return told
+
+
+def test_a_rank_that_does_not_come_is_an_error_after_the_timeout_of_the_group():
+    (name, text, _), _ = run_ranks(absent_on)
+    assert name == "RemoteRankError"
+    assert "did not come" in text
+
+
+# --- other calls
+
+
+def elsewhere_on(rank, kind):
+    parts = all_samples(SIZES[:2])
+    net = net_of()
+    other = net_of()
+    module, second = Replicated(net), Replicated(torch.nn.Sequential(other, torch.nn.Identity()))
+
+    def one(b):
+        return square(module, b)
+
+    def another(b):
+        return square(second, b)
+
+    calls = {
+        "functions": lambda: step(another if rank else one, parts[rank]),
+        "losses": lambda: step(one, parts[rank], loss="sum" if rank else "mean"),
+        "kinds": lambda: step(one, parts[rank], per_rank=bool(rank)),
+    }
+    told = told_by(calls[kind])
+    step(one, parts[rank])
+    return told, not gradients(other)
+
+
+@pytest.mark.parametrize("kind", ["functions", "losses", "kinds"])
+def test_ranks_in_different_calls_find_it_out(kind):
+    for told, is_clean in run_ranks(elsewhere_on, kind=kind):
+        assert told[0] == "AdaptiveUsageError"
+        assert "Ranks that work together are in different calls: step('one') (" in told[1]
+        assert "on rank 0" in told[1]
+        assert "on rank 1" in told[1]
+        assert is_clean
+
+
+def early_on(rank):
+    """Weights of terms that have other names on one rank, or that fail there."""
+    parts = all_samples(SIZES[:3])
+    net = net_of()
+    module = Replicated(net)
+
+    def fn(b):
+        return {"a": square(module, b), "b": square(module, b)}
+
+    def weight_of(name):
+        def weight(b):
+            if name == "error" and rank == 1:
+                raise ValueError("no labels")
+            names = ("a", name if rank == 1 else "b")
+            return 3 if name == "one" and rank == 1 else dict.fromkeys(names, 2)
+
+        return weight
+
+    batches = [None if rank == 2 else parts[rank], parts[rank]]
+    return [
+        told_by(lambda name=name, batch=batch: step(fn, batch, weight=weight_of(name)))[0]
+        for name in ("c", "one", "error")
+        for batch in batches
+    ]
+
+
+def test_weights_of_terms_that_differ_are_an_error_on_all_also_on_one_without_samples():
+    *others, third = run_ranks(early_on, 3)
+    assert others[0][:4] == others[1][:4] == third[:4] == ["AdaptiveUsageError"] * 4
+    assert others[1][4:] == ["ValueError"] * 2
+    assert others[0][4:] == third[4:] == ["RemoteRankError"] * 2
+
+
+# --- in threads
+
+
+def threads_on(rank):
+    """A vote on a thread that gets no signals."""
+    parts = all_samples(SIZES[:2])
+    net = net_of()
+    module = Replicated(net)
+    done = []
+    thread = threading.Thread(
+        target=lambda: done.append(step(lambda b: square(module, b), parts[rank]).n_samples)
+    )
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.01)
+    return done
+
+
+def test_a_step_may_run_on_another_thread():
+    assert run_ranks(threads_on) == [[sum(SIZES[:2])]] * 2
+
+
+def all_fail_on(rank):
+    module = Replicated(net_of())
+    fails = Fails(0, ValueError if rank else TypeError)
+    return told_by(lambda: step(lambda b: (fails(b["x"]), square(module, b))[1], all_samples()[0]))[
+        0
+    ]
+
+
+def test_each_rank_raises_its_own_error_where_it_has_one():
+    assert run_ranks(all_fail_on) == ["TypeError", "ValueError"]
+
+
+def destroyed_on(rank):
+    """A group that a step has used is gone when it was destroyed."""
+    group = dist.new_group([0, 1])
+    net = net_of()
+    step(lambda b: square(net, b), all_samples()[rank], group=group)
+    known = weakref.ref(group)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return known() is None
+
+
+def test_a_group_that_was_destroyed_is_not_kept():
+    assert run_ranks(destroyed_on) == [True, True]

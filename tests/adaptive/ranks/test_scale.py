@@ -1,0 +1,51 @@
+"""What ranks say in a step of thousands, in a group of torch's own that sends nothing."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tenure.adaptive import memory_budget, reset, step
+from tenure.adaptive._ranks import rank_group
+
+from ..step.step_cases import small_net
+
+
+@pytest.fixture(params=[8, 4096])
+def world(request):
+    n = request.param
+    plain = dist.all_reduce
+
+    def as_if_all_said_the_same(tensor, op=dist.ReduceOp.SUM, **how):
+        plain(tensor, op=op, **how)
+        if op == dist.ReduceOp.SUM:
+            tensor.mul_(n)
+
+    dist.init_process_group("fake", rank=0, world_size=n, store=FakeStore())
+    with patch.object(dist, "all_reduce", as_if_all_said_the_same):
+        yield n
+    dist.destroy_process_group()
+
+
+def test_a_step_of_several_attempts_votes_once_whatever_the_number_of_ranks(world):
+    reset()
+    net = small_net()
+    x = torch.randn(512, 4, dtype=torch.float64)
+    net(x).square().mean().backward()
+    want = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    model = DistributedDataParallel(net)
+    group = rank_group("step", dist.group.WORLD)
+    before = group.traffic.n_collectives
+    with memory_budget("64KiB"):
+        result = step(lambda b: model(b).square().mean(), x)
+    assert result.attempts > 1
+    assert len(result.sizes) > 1
+    assert result.n_samples == 512 * world
+    # the vote, all gradients together, the loss
+    assert group.traffic.n_collectives - before == 3
+    for p, gradient in zip(net.parameters(), want, strict=True):
+        torch.testing.assert_close(p.grad, gradient)

@@ -1,0 +1,40 @@
+"""Storages that are resized by no operation."""
+
+import pytest
+from torch import UntypedStorage
+
+from tenure._torch.resizing import resizes_told
+
+
+@pytest.fixture
+def own():
+    method = UntypedStorage.resize_
+    yield method
+    UntypedStorage.resize_ = method
+
+
+def test_a_resize_is_told_and_the_method_stands_there_again(own):
+    told = []
+    with resizes_told(lambda _, n_bytes: told.append(n_bytes)):
+        UntypedStorage(8).resize_(2)
+    UntypedStorage(8).resize_(4)
+    assert told == [2]
+    assert UntypedStorage.resize_ is own
+
+
+@pytest.mark.usefixtures("own")
+def test_a_method_that_another_puts_over_ours_stays_and_nothing_runs_in_circles():
+    calls = []
+    with resizes_told(lambda *_: None):
+        below = UntypedStorage.resize_
+
+        def over(storage, n_bytes):
+            calls.append(n_bytes)
+            return below(storage, n_bytes)
+
+        UntypedStorage.resize_ = over
+    told = []
+    with resizes_told(lambda _, n_bytes: told.append(n_bytes)):
+        UntypedStorage(8).resize_(2)
+    UntypedStorage(8).resize_(4)
+    assert (calls, told) == ([2, 4], [2])
