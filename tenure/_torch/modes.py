@@ -45,6 +45,11 @@ _dispatch_at = bound("torch._C._get_dispatch_stack_at", _COUNTING)
 _OPERATOR = type(torch.ops.aten.add.Tensor)
 
 
+def has_function_modes() -> bool:
+    """Whether a function mode stands on the stack of this thread."""
+    return bool(_length())
+
+
 def is_active(mode: object) -> bool:
     """Whether a function mode stands on the stack; it does not inside a backward hook, for one."""
     depth = _length()

@@ -1,0 +1,160 @@
+"""What is known of one device: the storages that are alive on it, and the lives of those that were.
+
+Invariant: an entry is a weak reference, and goes with its storage.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import UntypedStorage
+
+from tenure._text import format_bytes
+
+from ._categories import told_by_life
+from ._device_levels import DeviceLevels, block_bytes
+from ._lives import FOREVER, Life, Lives
+from ._series import Series
+
+
+class Entry(weakref.ref[UntypedStorage]):
+    """A storage of which notes are taken.
+
+    Attributes:
+        key: its address in C++, unique while it lives.
+        account: that of its device.
+        n_bytes: the bytes that it takes.
+        asked_bytes: those that it has; less where the allocator rounds.
+        place: where it was made.
+        scope: the scope that it was made in.
+        category: what a census says that it counts as.
+        begin: the first moment that it counts in.
+        in_backward: whether a backward pass made it.
+        went_in_backward: whether it has gone while one ran.
+        is_input: whether the program brought its data in.
+        is_foreign: whether its memory is none of the allocator's.
+        is_resized: whether it goes on with another size.
+    """
+
+    __slots__ = (
+        "account", "asked_bytes", "begin", "category", "in_backward", "is_foreign", "is_input", "is_resized",
+        "key", "n_bytes", "place", "scope", "went_in_backward",
+    )  # fmt: skip
+
+    key: int
+    account: Account
+    n_bytes: int
+    asked_bytes: int
+    place: int
+    scope: int
+    category: int
+    begin: int
+    in_backward: bool
+    went_in_backward: bool
+    is_input: bool
+    is_foreign: bool
+    is_resized: bool
+
+
+class Account:
+    """One device.
+
+    Args:
+        device: the device, with its index.
+
+    Attributes:
+        series: the moments that are kept.
+        lives: the storages that were alive at them.
+        known_bytes: of the storages that are known and alive.
+        foreign_bytes: of those beside them whose memory is none of the allocator's.
+        most_foreign_bytes: the most that has been.
+        levels: the counters of an accelerator; None for the host, whose level is told by events.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.series = Series()
+        self.lives = Lives(self.series)
+        self.known_bytes = self.foreign_bytes = self.most_foreign_bytes = 0
+        self.levels = None if device.type == "cpu" else _levels_of(device)
+
+    def begin(self) -> None:
+        """All that was alive is known."""
+        if self.levels is not None:
+            self.levels.begin(self.known_bytes)
+
+    def came(self, entry: Entry) -> None:
+        """Count a storage."""
+        if entry.is_foreign:
+            self.foreign_bytes += entry.n_bytes
+            self.most_foreign_bytes = max(self.most_foreign_bytes, self.foreign_bytes)
+            return
+        entry.n_bytes = block_bytes(entry.n_bytes, self.device)
+        self.known_bytes += entry.n_bytes
+
+    def went(self, entry: Entry) -> None:
+        """Count it no more."""
+        if entry.is_foreign:
+            self.foreign_bytes -= entry.n_bytes
+        else:
+            self.known_bytes -= entry.n_bytes
+
+    def look(self, number: int, at_ns: int, *, is_last: bool = False) -> None:
+        """Note the level of a moment, where counters tell it."""
+        if self.levels is not None:
+            self.levels.known_bytes = self.known_bytes
+            level = self.levels.read() if is_last else self.levels.look()
+        elif self.device.type == "cpu":
+            return
+        else:
+            level = self.known_bytes
+        self.series.add(number, at_ns, level)
+
+    def tell(self, entry: Entry, end: int) -> None:
+        """Put the life of a storage down; with no end it is alive when the recording ends."""
+        if entry.is_foreign or entry.begin >= end:
+            return
+        category = told_by_life(
+            entry.category,
+            came_in_backward=entry.in_backward,
+            went_in_backward=end != FOREVER and entry.went_in_backward,
+            is_input=entry.is_input,
+        )
+        self.lives.add(
+            Life(entry.begin, end, entry.n_bytes, entry.place, entry.scope, category)
+        )
+
+    def notes(self, excess_bytes: int) -> list[str]:
+        """What is not quite as it seems.
+
+        Args:
+            excess_bytes: what storages showed beyond what the allocator had in use, at the most.
+        """
+        found = []
+        if self.most_foreign_bytes:
+            found.append(
+                f"{format_bytes(self.most_foreign_bytes)} of tensors on {self.device} lay in memory "
+                "of numpy, of a file or of another process, which no allocator of torch counts"
+            )
+        if excess_bytes:
+            found.append(
+                f"storages on {self.device} showed up to {format_bytes(excess_bytes)} more than "
+                "its allocator had in use; that is taken off the largest parts"
+            )
+        if self.levels is None and self.device.type != "cpu":
+            found.append(f"{self.device} does not count: what tensors show stands for its level")
+        elif self.levels is not None and self.levels.earlier_peak_bytes > max(self.series.levels):
+            found.append(
+                f"{self.device} has counted a higher peak before: temporaries inside operations "
+                "were not seen there; reset_peak_memory_stats() before the block lets them be seen"
+            )
+        return found
+
+
+def _levels_of(device: torch.device) -> DeviceLevels | None:
+    # a backend whose allocator tells nothing: what is known stands for the level
+    try:
+        return DeviceLevels(device)
+    except (AttributeError, RuntimeError):
+        return None

@@ -1,0 +1,427 @@
+"""What happens to storages, moment by moment, as operations and finalizers tell of it.
+
+A moment is the time since the one before it: an operation has made storages, or one has died. Its
+level is the highest within it, temporaries of operations included: torch's own events of the host's
+allocator tell that, in which each moment leaves a mark. They are read after some dozens of moments,
+and never within a backward pass, whose session is a copy.
+
+Invariants: no storage is kept alive; what a storage was, where it was made and for how long it
+lived is told to the columns of its device once, when its death is read; while another profiler has
+this thread, the level at the end of each moment stands for the highest within it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from tenure._storages import is_hollow
+from tenure._torch import allocations
+from tenure._torch import cpu_allocator as allocator
+from tenure._torch.autograd import is_running_node
+from tenure._torch.modes import has_function_modes
+from tenure._torch.profilers import announce
+from tenure._torch.quiet import without_functions
+from tenure._torch.storages import key_of
+
+from .._trace import BlockSizes, the_trace
+from ._accounts import Account, Entry
+from ._bands import OUTSIDE, Bands
+from ._categories import UNKNOWN
+from ._lives import FOREVER
+from ._operations import ADOPTS, COPIES, RESIZES, storages_in
+from ._places import BEFORE, NOWHERE, Places
+
+_MOMENTS_PER_READING = 100
+_STRIDED = torch.strided
+Sample = Callable[[int, int], int]
+"""Called with the time and the level of the host; returns when it wants to be called again."""
+
+
+class Moment(NamedTuple):
+    """What was noted when something happened, to be read later."""
+
+    number: int
+    host_bytes: int
+    at_ns: int
+    made: list[Entry] | None
+    died: Entry | None
+    wrapped: list[int] | None = None
+
+
+class Recorder:
+    """Notes what the operations of one thread make, and when it dies.
+
+    Args:
+        places: where things are made.
+        bands: the scopes that they are made in.
+        sample: called now and then, between operations.
+
+    Attributes:
+        accounts: what is known of each device.
+        host: the account of the host.
+        is_open: whether it takes notes.
+        n_events: storages that were made, and that died.
+        ooms: when operations ran out of memory, and their texts.
+        began_ns: when it was started, by ``time.perf_counter_ns()``.
+        missed: why temporaries of some operations were not seen.
+    """
+
+    def __init__(self, places: Places, bands: Bands, sample: Sample) -> None:
+        self.host = Account(torch.device("cpu"))
+        self.accounts = {self.host.device: self.host}
+        self.is_open = False
+        self.n_events = 0
+        self.ooms: list[tuple[int, str]] = []
+        self.missed: set[str] = set()
+        self.began_ns = 0
+        self._places, self._bands, self._sample = places, bands, sample
+        self._next_sample_ns = 0
+        self._entries: dict[int, Entry] = {}
+        self._numbers = itertools.count()
+        self._moments: list[Moment] = []
+        # marks are numbered from the last reading on: small numbers are ready-made
+        self._first = 0
+        self._thread = get_ident()
+        self._live = allocator.live_counter()
+        self._mark: Callable[[int], None] | None = None
+        self._sizes = BlockSizes()
+        self._host_base = self._host_last = 0
+        self._tolerated = 0
+        self._stop_announcing: Callable[[], None] | None = None
+
+    # --- from the beginning to the end
+
+    def open(self) -> None:
+        """Begin; what is alive already is told by ``know`` next, and then it starts."""
+        self._sizes.keep_all()
+        self._stop_announcing = announce(self._make_way)
+        the_trace.sessions.guests.append(self._make_way)
+        self._begin_session()
+
+    def know(self, storage: UntypedStorage, category: int) -> None:
+        """Note a storage that was there before the start, and what it counts as."""
+        if key_of(storage) not in self._entries:
+            entry = self._enter(storage, BEFORE, OUTSIDE, ADOPTS)
+            if entry is not None:
+                entry.category, entry.in_backward, entry.begin = category, False, 0
+
+    def learn(self, storage: UntypedStorage, category: int) -> None:
+        """Note what a storage counts as, if it is known."""
+        entry = self._entries.get(key_of(storage))
+        if entry is not None and category != UNKNOWN:
+            entry.category = category
+
+    def start(self) -> None:
+        """All that was alive is known: what follows is the program's doing."""
+        self.began_ns = time.perf_counter_ns()
+        self.is_open = True
+        self._bands.open(self.began_ns)
+        self._host_base = self.host.known_bytes - self._live.value
+        self._host_last = self.host.known_bytes
+        for account in self.accounts.values():
+            account.begin()
+        self._look(None)
+
+    def close(self) -> None:
+        """Tell what is still to be told, and leave torch as it was."""
+        if self.is_open:
+            self._look(None)
+            self._read_last()
+            self.is_open = False
+            number, at_ns = next(self._numbers), self._elapsed_ns()
+            for entry in list(self._entries.values()):
+                entry.account.tell(entry, FOREVER)
+            for account in self.accounts.values():
+                account.look(number, at_ns, is_last=True)
+        elif self._mark is not None:
+            allocations.end()
+        self._mark = None
+        self._bands.close()
+        if self._stop_announcing is not None:
+            self._stop_announcing()
+            self._stop_announcing = None
+            the_trace.sessions.guests.remove(self._make_way)
+        # other listeners have theirs
+        if not the_trace.sessions.listeners:
+            self._sizes.keep_none()
+        self._entries.clear()
+
+    # --- told by the mode
+
+    def made(self, out: Any, args: tuple[Any, ...], kind: int, caller: Any) -> None:
+        """See `Told`."""
+        if not has_function_modes():
+            self._note(out, args, kind, caller)
+            return
+        with without_functions():
+            self._note(out, args, kind, caller)
+
+    def wraps(self, numbers: list[int]) -> None:
+        """See `Told`."""
+        self._look(None, None, numbers)
+
+    def failed(self, error: RuntimeError) -> None:
+        """See `Told`."""
+        if isinstance(error, torch.OutOfMemoryError):
+            self.refused(str(error))
+
+    def refused(self, text: str) -> None:
+        """Note that something did not fit."""
+        if self.is_open:
+            self._look(None)
+            self.ooms.append((self._elapsed_ns(), text.partition("\n")[0]))
+
+    # --- what was made
+
+    def _note(self, out: Any, args: tuple[Any, ...], kind: int, caller: Any) -> None:
+        # nearly all give back one plain tensor
+        if type(out) is Tensor and out.layout is _STRIDED:
+            storages = [out.untyped_storage()]
+        elif isinstance(out, Tensor | list | tuple | dict):
+            storages = storages_in(out)
+        else:
+            return
+        known, made, place = self._entries, [], -1
+        for storage in storages:
+            entry = known.get(key_of(storage))
+            if entry is not None:
+                if kind != RESIZES or entry.asked_bytes == storage.nbytes():
+                    continue
+                # one life ends, another begins
+                entry.is_resized = True
+                self._die(entry)
+            if place < 0:
+                place = self._places.of(caller)
+            entry = self._enter(storage, place, self._bands.current(), kind)
+            if entry is not None:
+                made.append(entry)
+                if kind == COPIES:
+                    entry.is_input |= self._is_input(args)
+        # The allocator has more than is known: compiled code, or another thread, has made it, and
+        # may have given it to this operation.
+        if self._host_base + self._live.value - self.host.known_bytes > self._tolerated:
+            made += self._adopted(args)
+        if made:
+            self._look(made)
+
+    def _adopted(self, args: tuple[Any, ...]) -> list[Entry]:
+        made = []
+        for storage in storages_in(args):
+            if key_of(storage) not in self._entries:
+                entry = self._enter(storage, NOWHERE, self._bands.current(), ADOPTS)
+                if entry is not None:
+                    entry.is_input = False
+                    made.append(entry)
+        self._tolerated = self._host_base + self._live.value - self.host.known_bytes
+        return made
+
+    def _is_input(self, args: tuple[Any, ...]) -> bool:
+        entries = (self._entries.get(key_of(storage)) for storage in storages_in(args))
+        return any(entry is not None and entry.is_input for entry in entries)
+
+    def _enter(
+        self, storage: UntypedStorage, place: int, scope: int, kind: int
+    ) -> Entry | None:
+        """Note a storage; None for one that takes nothing."""
+        n_bytes = storage.nbytes()
+        device = storage.device
+        if not n_bytes or device.type == "meta":
+            return None
+        account = self.accounts.get(device) or self._account(device)
+        entry = Entry(storage, self._died)
+        entry.key, entry.account, entry.place, entry.scope = key_of(storage), account, place, scope
+        entry.n_bytes = entry.asked_bytes = n_bytes
+        entry.category, entry.begin, entry.is_resized = UNKNOWN, -1, False
+        entry.in_backward = is_running_node()
+        entry.is_input = kind == ADOPTS or self._places.are_inputs[place]
+        # memory of numpy's, of a file, or that another process shares is not the allocator's
+        entry.is_foreign = kind == ADOPTS and (is_hollow(storage) or not storage.resizable())
+        self._entries[entry.key] = entry
+        account.came(entry)
+        return entry
+
+    def _account(self, device: torch.device) -> Account:
+        account = self.accounts[device] = Account(device)
+        if self.is_open:
+            account.begin()
+        return account
+
+    def _died(self, entry: Any) -> None:
+        """The finalizer of a storage: on any thread, and in the midst of anything."""
+        if self._entries.get(entry.key) is entry:
+            self._die(entry)
+
+    def _die(self, entry: Entry) -> None:
+        del self._entries[entry.key]
+        entry.account.went(entry)
+        entry.went_in_backward = is_running_node()
+        if self.is_open:
+            self._look(None, entry)
+
+    # --- moments
+
+    def _look(
+        self,
+        made: list[Entry] | None,
+        died: Entry | None = None,
+        wrapped: list[int] | None = None,
+    ) -> None:
+        """Put down a moment, and leave its mark among the allocator's events."""
+        # In this order, for an entry may die between any two steps: its moment is then whole.
+        number = next(self._numbers)
+        at_ns = self._elapsed_ns()
+        self._moments.append(Moment(number, self._live.value, at_ns, made, died, wrapped))
+        if self._mark is not None and get_ident() == self._thread:
+            self._mark(number - self._first)
+        if made is None:
+            return
+        for account in {id(entry.account): entry.account for entry in made}.values():
+            account.look(number, at_ns)
+        if len(self._moments) >= _MOMENTS_PER_READING and get_ident() == self._thread:
+            if not is_running_node():
+                self.read()
+        if at_ns >= self._next_sample_ns:
+            self._next_sample_ns = self._sample(at_ns, self._host_base + self._live.value)
+
+    def _elapsed_ns(self) -> int:
+        return time.perf_counter_ns() - self.began_ns
+
+    def read(self) -> None:
+        """Tell the columns what has happened up to now."""
+        if self._mark is not None:
+            changes = allocations.turn()
+            if changes is None:
+                self._mark = None
+                self.missed.add("its session was ended by another profiler")
+        else:
+            changes = None
+        self._tell(None if changes is None else changes.cpu)
+        self._sizes.keep_needed(True, self._mark is not None)
+        if self._mark is None:
+            self._begin_session()
+
+    def _read_last(self) -> None:
+        changes = None
+        if self._mark is not None:
+            self._mark = None
+            changes = allocations.end()
+        self._tell(None if changes is None else changes.cpu)
+
+    def _tell(self, events: list[int] | None) -> None:
+        moments, self._moments = self._moments, []
+        first, start, is_known = self._first, 0, allocator.is_known()
+        ours = _OurNumbers()
+        for number, host_bytes, at_ns, made, died, wrapped in moments:
+            part: list[int] = []
+            if events is not None:
+                end = _find(events, allocations.as_event(number - first), start)
+                # where a mark is missing, what came before it is told with the next
+                if end is not None:
+                    part, start = ours.taken_out(events[start:end]), end + 1
+            host_bytes -= ours.n_bytes
+            level = self._host_base + host_bytes if is_known else self._host_last + sum(part)
+            self._host_last = level
+            high, place = _highest(part, level)
+            self.host.series.add(number, at_ns, high)
+            if wrapped is not None:
+                ours.expect(wrapped)
+            elif made is not None:
+                self.n_events += len(made)
+                # what an operation allocates after its peak counts from the next moment on
+                later = _made_later(made, part, place)
+                for entry in made:
+                    entry.begin = number + (id(entry) in later)
+            elif died is not None:
+                self.n_events += 1
+                died.account.tell(died, number + (not died.is_resized))
+        if moments:
+            self._first = moments[-1].number + 1
+
+    # --- the session of the thread
+
+    def _begin_session(self) -> None:
+        if allocations.is_profiling():
+            self.missed.add("another profiler had its thread")
+            return
+        allocations.begin()
+        self._mark = allocations.marker()
+
+    def _make_way(self) -> None:
+        """Another profiler is about to begin on this thread."""
+        if self._mark is not None and get_ident() == self._thread:
+            self._look(None)
+            self._read_last()
+            self.missed.add("another profiler had its thread")
+
+
+class _OurNumbers:
+    """The tensors that torch makes of numbers a second time, only because a mode is there.
+
+    Attributes:
+        n_bytes: of those that are alive.
+    """
+
+    def __init__(self) -> None:
+        self.n_bytes = 0
+        self._coming: list[int] = []
+        self._going: list[int] = []
+
+    def expect(self, numbers: list[int]) -> None:
+        """They come next."""
+        self._coming = numbers
+
+    def taken_out(self, part: list[int]) -> list[int]:
+        """Events without those of these tensors."""
+        if not self._coming and not self._going:
+            return part
+        kept = []
+        for n_bytes in part:
+            if self._coming and n_bytes == self._coming[0]:
+                self._going.append(-self._coming.pop(0))
+                self.n_bytes += n_bytes
+            elif n_bytes in self._going:
+                self._going.remove(n_bytes)
+                self.n_bytes += n_bytes
+            else:
+                kept.append(n_bytes)
+        return kept
+
+
+def _find(events: list[int], mark: int, start: int) -> int | None:
+    try:
+        return events.index(mark, start)
+    except ValueError:
+        return None
+
+
+def _highest(part: list[int], level: int) -> tuple[int, int]:
+    """The highest level within a moment that ends at ``level``, and the event that led there."""
+    if not part:
+        return level, 0
+    # most operations allocate what they give back, and nothing else
+    if len(part) == 1:
+        return level, 0
+    levels = list(itertools.accumulate(part))
+    highest = max(levels)
+    return level - levels[-1] + highest, levels.index(highest)
+
+
+def _made_later(made: list[Entry], part: list[int], place: int) -> set[int]:
+    """Those, by identity, whose memory was allocated after an event; sizes tell which they are."""
+    if place >= len(part) - 1:
+        return set()
+    # From the end: a temporary of the same size is gone before the result is made, as often as not.
+    later = part[place + 1 :]
+    found = set()
+    for entry in reversed(made):
+        if entry.asked_bytes in later and not entry.is_foreign:
+            later.remove(entry.asked_bytes)
+            found.add(id(entry))
+    return found

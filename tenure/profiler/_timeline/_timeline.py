@@ -1,0 +1,202 @@
+"""Recording the memory of a block: what is public of it.
+
+Invariant: a recording keeps no tensor alive and changes none; when it ends, torch is as it was.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, NoReturn, Self
+
+import torch
+
+from tenure._errors import ProfilerUsageError
+from tenure._registries import refusal_watchers
+from tenure._text import format_bytes
+from tenure._torch.compiler import is_dynamo_compiling, never_compiled
+from tenure._torch.fakes import are_made
+from tenure._torch.modes import open_modes
+
+from .._owners import take_census
+from ._bands import Bands
+from ._categories import told_by_census
+from ._composition import compose
+from ._host import HostSamples
+from ._operations import OperationMode
+from ._places import Places
+from ._recorder import Recorder
+from ._timeline_report import OomMark, ScopeSpan, TimelineReport
+
+_Status = Literal["not yet open", "open", "closed"]
+_ONE_BLOCK = "A timeline is neither reusable nor reentrant: make a new one with Timeline()."
+_NS = 1e9
+_open: weakref.WeakSet[Timeline] = weakref.WeakSet()
+
+
+class Timeline:
+    """Records what is in use over time: how much, what it counts as, which line and scope made it.
+
+    The operations of the thread that opens it are seen, those of its backward passes included; of
+    other threads and of compiled code only how much they take. On the host the peak is exact,
+    temporaries inside operations included. A recording takes bounded memory however long it is.
+
+    Example:
+        >>> import torch
+        >>> from tenure.profiler import Timeline
+        >>> with Timeline() as timeline:
+        ...     x = torch.ones(256, 256)
+        ...     y = (x @ x).sum()
+        >>> host = timeline.report.devices[0]
+        >>> sum(host.by_category["other tensors"]) > 0
+        True
+    """
+
+    def __init__(self) -> None:
+        self._status: _Status = "not yet open"
+        self._report: TimelineReport | None = None
+
+    @property
+    def report(self) -> TimelineReport:
+        """What was recorded.
+
+        Raises:
+            ProfilerUsageError: the block has not ended.
+        """
+        if self._report is None:
+            raise ProfilerUsageError(
+                f"{self!r} has no report yet: what a storage was is known when its life, or the "
+                "recording, has ended. Ask after the block."
+            )
+        return self._report
+
+    def export(self, path: str | Path) -> Path:
+        """Write what was recorded to a file: see `TimelineReport.export`.
+
+        Raises:
+            ProfilerUsageError: the block has not ended, or there is no such format.
+        """
+        return self.report.export(path)
+
+    @never_compiled
+    def __enter__(self) -> Self:
+        """Begin to record this thread.
+
+        Raises:
+            ProfilerUsageError: the timeline was entered before, or tensors have no data for the
+                time being, as in a prediction.
+        """
+        if is_dynamo_compiling():
+            return self
+        if self._status != "not yet open":
+            raise ProfilerUsageError(f"{self!r} was entered a second time. {_ONE_BLOCK}")
+        if are_made():
+            raise ProfilerUsageError(
+                f"{self!r} was entered by work that runs on tensors without data, which take no "
+                "memory. Record the work itself."
+            )
+        self._notes: list[str] = []
+        if _open:
+            self._notes.append(
+                "another timeline was open: temporaries inside operations were told to that one"
+            )
+        self._places, self._host, self._bands = Places(), HostSamples(), Bands()
+        self._recorder = Recorder(self._places, self._bands, self._host.take)
+        self._mode = OperationMode(self._recorder)
+        try:
+            self._recorder.open()
+            for entry in take_census(named=False)[0]:
+                storage = entry.identity() if entry.identity is not None else None
+                if storage is not None:
+                    self._recorder.know(storage, told_by_census(entry.owner.category))
+            storage = None
+            refusal_watchers.append(self._recorder.refused)
+            self._recorder.start()
+            self._began_at_ns = time.time_ns()
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+        # no __exit__ follows
+        except BaseException:
+            self._close()
+            raise
+        self._status = "open"
+        _open.add(self)
+        return self
+
+    @never_compiled
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End the recording; an exception of the block goes on."""
+        if self._status != "open":
+            return
+        self._status = "closed"
+        _open.discard(self)
+        self._end()
+        self._report = self._composed()
+
+    def _end(self) -> None:
+        modes = open_modes()
+        if modes[-1:] == [self._mode]:
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        else:
+            self._notes.append(
+                "it ended before a mode that was opened inside it, and stays on torch's stack of "
+                "modes, where it does nothing"
+            )
+        duration_ns = time.perf_counter_ns() - self._recorder.began_ns
+        try:
+            for entry in take_census(named=False)[0]:
+                storage = entry.identity() if entry.identity is not None else None
+                if storage is not None:
+                    self._recorder.learn(storage, told_by_census(entry.owner.category))
+        except Exception as error:
+            self._notes.append(f"who has what at the end is not known: the census failed, {error}")
+        self._duration_s = duration_ns / _NS
+        self._close()
+
+    def _close(self) -> None:
+        if self._recorder.refused in refusal_watchers:
+            refusal_watchers.remove(self._recorder.refused)
+        self._recorder.close()
+
+    def _composed(self) -> TimelineReport:
+        recorder, bands = self._recorder, self._bands
+        devices = []
+        for account in recorder.accounts.values():
+            timeline, excess = compose(account, self._places, bands)
+            devices.append(timeline)
+            self._notes += account.notes(excess)
+        self._notes += [
+            f"temporaries inside operations were not all seen: {why}" for why in recorder.missed
+        ]
+        if bands.n_dropped:
+            self._notes.append(f"{bands.n_dropped} short scopes are left out")
+        spans = sorted(bands.spans, key=lambda span: (span.begin_ns, span.depth))
+        return TimelineReport(
+            tuple(devices),
+            tuple(
+                ScopeSpan(bands.names[s.name], s.depth, s.begin_ns / _NS, s.end_ns / _NS)
+                for s in spans
+            ),
+            tuple(OomMark(at_ns / _NS, text) for at_ns, text in recorder.ooms),
+            self._host.timeline(),
+            recorder.n_events,
+            self._duration_s,
+            self._began_at_ns,
+            tuple([*self._notes, *self._host.notes]),
+        )
+
+    def __repr__(self) -> str:
+        if self._report is not None:
+            return f"<Timeline, {self._report.summary()}>"
+        return f"<Timeline, {self._status}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise ProfilerUsageError(
+            f"{self!r} can't be copied or pickled: it belongs to one block. Keep its report."
+        )
