@@ -34,11 +34,10 @@ class Entry(weakref.ref[UntypedStorage]):
         went_in_backward: whether it has gone while one ran.
         is_input: whether the program brought its data in.
         is_foreign: whether its memory is none of the allocator's.
-        is_resized: whether it goes on with another size.
     """
 
     __slots__ = (
-        "account", "asked_bytes", "begin", "category", "in_backward", "is_foreign", "is_input", "is_resized",
+        "account", "asked_bytes", "begin", "category", "in_backward", "is_foreign", "is_input",
         "key", "n_bytes", "place", "scope", "went_in_backward",
     )  # fmt: skip
 
@@ -54,7 +53,6 @@ class Entry(weakref.ref[UntypedStorage]):
     went_in_backward: bool
     is_input: bool
     is_foreign: bool
-    is_resized: bool
 
 
 class Account:

@@ -16,8 +16,8 @@ NOWHERE = 1
 """The place of what was made where no line of Python runs, as on a thread of autograd's engine."""
 _WORDS = {BEFORE: ("before the recording",), NOWHERE: ("a thread of torch",)}
 # A few calls tell a helper's callers apart; each frame takes a tenth of a microsecond.
-_DEPTH = 5
-_REACH = 64
+_DEPTH = 4
+_REACH = 48
 _LOADER = "torch.utils.data"
 _INTERNAL, _USER, _OF_LOADER = range(3)
 
@@ -50,8 +50,9 @@ class Places:
         while frame is not None and n_seen < _REACH:
             n_seen += 1
             code = frame.f_code
-            kind = kinds.get(id(code))
-            if kind is None:
+            try:
+                kind = kinds[id(code)]
+            except KeyError:
                 kind = self._judge(frame)
             if kind == _USER:
                 key.append(id(code))

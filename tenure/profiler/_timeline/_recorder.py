@@ -1,7 +1,7 @@
 """What happens to storages, moment by moment, as operations and finalizers tell of it.
 
-A moment is the time since the one before it: an operation has made storages, or one has died. Its
-level is the highest within it, temporaries of operations included: torch's own events of the host's
+A moment is the time since the one before it; it ends when an operation has made storages. Its level
+is the highest within it, temporaries of operations included: torch's own events of the host's
 allocator tell that, in which each moment leaves a mark. They are read after some dozens of moments,
 and never within a backward pass, whose session is a copy.
 
@@ -16,11 +16,12 @@ import itertools
 import time
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
 
+from tenure._heap import collector_paused
 from tenure._storages import is_hollow
 from tenure._torch import allocations
 from tenure._torch import cpu_allocator as allocator
@@ -34,6 +35,7 @@ from .._trace import BlockSizes, the_trace
 from ._accounts import Account, Entry
 from ._bands import OUTSIDE, Bands
 from ._categories import UNKNOWN
+from ._events import WrappedNumbers, gone_before, highest, made_later
 from ._lives import FOREVER
 from ._operations import ADOPTS, COPIES, RESIZES, storages_in
 from ._places import BEFORE, NOWHERE, Places
@@ -44,15 +46,10 @@ Sample = Callable[[int, int], int]
 """Called with the time and the level of the host; returns when it wants to be called again."""
 
 
-class Moment(NamedTuple):
-    """What was noted when something happened, to be read later."""
-
-    number: int
-    host_bytes: int
-    at_ns: int
-    made: list[Entry] | None
-    died: Entry | None
-    wrapped: list[int] | None = None
+# A plain tuple, and no class of one, which takes six times as long to make: the number of the
+# moment, the host's level, the time, what was made, what died before that, and the numbers that
+# torch wrapped a second time.
+_Moment = tuple[int, int, int, list[Entry], list[Entry], list[int]]
 
 
 class Recorder:
@@ -85,7 +82,10 @@ class Recorder:
         self._next_sample_ns = 0
         self._entries: dict[int, Entry] = {}
         self._numbers = itertools.count()
-        self._moments: list[Moment] = []
+        self._moments: list[_Moment] = []
+        self._dead: list[Entry] = []
+        self._resized: list[Entry] = []
+        self._wrapped: list[int] = []
         # marks are numbered from the last reading on: small numbers are ready-made
         self._first = 0
         self._thread = get_ident()
@@ -127,12 +127,12 @@ class Recorder:
         self._host_last = self.host.known_bytes
         for account in self.accounts.values():
             account.begin()
-        self._look(None)
+        self._look([])
 
     def close(self) -> None:
         """Tell what is still to be told, and leave torch as it was."""
         if self.is_open:
-            self._look(None)
+            self._look([])
             self._read_last()
             self.is_open = False
             number, at_ns = next(self._numbers), self._elapsed_ns()
@@ -157,15 +157,15 @@ class Recorder:
 
     def made(self, out: Any, args: tuple[Any, ...], kind: int, caller: Any) -> None:
         """See `Told`."""
-        if not has_function_modes():
-            self._note(out, args, kind, caller)
-            return
-        with without_functions():
+        if has_function_modes():
+            with without_functions():
+                self._note(out, args, kind, caller)
+        else:
             self._note(out, args, kind, caller)
 
     def wraps(self, numbers: list[int]) -> None:
         """See `Told`."""
-        self._look(None, None, numbers)
+        self._wrapped += numbers
 
     def failed(self, error: RuntimeError) -> None:
         """See `Told`."""
@@ -175,15 +175,15 @@ class Recorder:
     def refused(self, text: str) -> None:
         """Note that something did not fit."""
         if self.is_open:
-            self._look(None)
+            self._look([])
             self.ooms.append((self._elapsed_ns(), text.partition("\n")[0]))
 
     # --- what was made
 
     def _note(self, out: Any, args: tuple[Any, ...], kind: int, caller: Any) -> None:
-        # nearly all give back one plain tensor
-        if type(out) is Tensor and out.layout is _STRIDED:
-            storages = [out.untyped_storage()]
+        # nearly all give back one plain tensor of the host, which nobody knows yet
+        if type(out) is Tensor and out.is_cpu and out.layout is _STRIDED:
+            storages = (out.untyped_storage(),)
         elif isinstance(out, Tensor | list | tuple | dict):
             storages = storages_in(out)
         else:
@@ -195,15 +195,15 @@ class Recorder:
                 if kind != RESIZES or entry.asked_bytes == storage.nbytes():
                     continue
                 # one life ends, another begins
-                entry.is_resized = True
-                self._die(entry)
+                self._forget(entry)
+                self._resized.append(entry)
             if place < 0:
                 place = self._places.of(caller)
             entry = self._enter(storage, place, self._bands.current(), kind)
             if entry is not None:
                 made.append(entry)
-                if kind == COPIES:
-                    entry.is_input |= self._is_input(args)
+                if kind == COPIES and self._is_input(args):
+                    entry.is_input = True
         # The allocator has more than is known: compiled code, or another thread, has made it, and
         # may have given it to this operation.
         if self._host_base + self._live.value - self.host.known_bytes > self._tolerated:
@@ -226,9 +226,7 @@ class Recorder:
         entries = (self._entries.get(key_of(storage)) for storage in storages_in(args))
         return any(entry is not None and entry.is_input for entry in entries)
 
-    def _enter(
-        self, storage: UntypedStorage, place: int, scope: int, kind: int
-    ) -> Entry | None:
+    def _enter(self, storage: UntypedStorage, place: int, scope: int, kind: int) -> Entry | None:
         """Note a storage; None for one that takes nothing."""
         n_bytes = storage.nbytes()
         device = storage.device
@@ -238,7 +236,7 @@ class Recorder:
         entry = Entry(storage, self._died)
         entry.key, entry.account, entry.place, entry.scope = key_of(storage), account, place, scope
         entry.n_bytes = entry.asked_bytes = n_bytes
-        entry.category, entry.begin, entry.is_resized = UNKNOWN, -1, False
+        entry.category, entry.begin = UNKNOWN, -1
         entry.in_backward = is_running_node()
         entry.is_input = kind == ADOPTS or self._places.are_inputs[place]
         # memory of numpy's, of a file, or that another process shares is not the allocator's
@@ -255,38 +253,40 @@ class Recorder:
 
     def _died(self, entry: Any) -> None:
         """The finalizer of a storage: on any thread, and in the midst of anything."""
+        # What is done here is done at each death: the rest when the next moment is read.
         if self._entries.get(entry.key) is entry:
-            self._die(entry)
+            self._forget(entry)
+            self._dead.append(entry)
 
-    def _die(self, entry: Entry) -> None:
+    def _forget(self, entry: Entry) -> None:
         del self._entries[entry.key]
         entry.account.went(entry)
         entry.went_in_backward = is_running_node()
-        if self.is_open:
-            self._look(None, entry)
 
     # --- moments
 
-    def _look(
-        self,
-        made: list[Entry] | None,
-        died: Entry | None = None,
-        wrapped: list[int] | None = None,
-    ) -> None:
+    def _look(self, made: list[Entry]) -> None:
         """Put down a moment, and leave its mark among the allocator's events."""
-        # In this order, for an entry may die between any two steps: its moment is then whole.
         number = next(self._numbers)
-        at_ns = self._elapsed_ns()
-        self._moments.append(Moment(number, self._live.value, at_ns, made, died, wrapped))
-        if self._mark is not None and get_ident() == self._thread:
+        at_ns = time.perf_counter_ns() - self.began_ns
+        # Taken before the moment is put down: what dies from here on belongs to the next one.
+        dead, self._dead = self._dead, []
+        if self._resized:
+            resized, self._resized = self._resized, []
+            for entry in resized:
+                entry.account.tell(entry, number)
+        wrapped = self._wrapped
+        if wrapped:
+            self._wrapped = []
+        self._moments.append((number, self._live.value, at_ns, made, dead, wrapped))
+        is_ours = get_ident() == self._thread
+        if self._mark is not None and is_ours:
             self._mark(number - self._first)
-        if made is None:
-            return
-        for account in {id(entry.account): entry.account for entry in made}.values():
-            account.look(number, at_ns)
-        if len(self._moments) >= _MOMENTS_PER_READING and get_ident() == self._thread:
-            if not is_running_node():
-                self.read()
+        if len(self.accounts) > 1:
+            for account in {id(entry.account): entry.account for entry in made}.values():
+                account.look(number, at_ns)
+        if len(self._moments) >= _MOMENTS_PER_READING and is_ours and not is_running_node():
+            self.read()
         if at_ns >= self._next_sample_ns:
             self._next_sample_ns = self._sample(at_ns, self._host_base + self._live.value)
 
@@ -295,13 +295,14 @@ class Recorder:
 
     def read(self) -> None:
         """Tell the columns what has happened up to now."""
+        changes = None
         if self._mark is not None:
-            changes = allocations.turn()
+            # it makes thousands of objects, which are gone at once
+            with collector_paused():
+                changes = allocations.turn()
             if changes is None:
                 self._mark = None
                 self.missed.add("its session was ended by another profiler")
-        else:
-            changes = None
         self._tell(None if changes is None else changes.cpu)
         self._sizes.keep_needed(True, self._mark is not None)
         if self._mark is None:
@@ -317,32 +318,40 @@ class Recorder:
     def _tell(self, events: list[int] | None) -> None:
         moments, self._moments = self._moments, []
         first, start, is_known = self._first, 0, allocator.is_known()
-        ours = _OurNumbers()
-        for number, host_bytes, at_ns, made, died, wrapped in moments:
+        wrapped = WrappedNumbers()
+        series, base_bytes = self.host.series, self._host_base
+        for number, host_bytes, at_ns, made, dead, numbers in moments:
             part: list[int] = []
             if events is not None:
                 end = _find(events, allocations.as_event(number - first), start)
                 # where a mark is missing, what came before it is told with the next
                 if end is not None:
-                    part, start = ours.taken_out(events[start:end]), end + 1
-            host_bytes -= ours.n_bytes
-            level = self._host_base + host_bytes if is_known else self._host_last + sum(part)
+                    part, start = events[start:end], end + 1
+                    if numbers or wrapped.are_open:
+                        part = wrapped.taken_out(part, numbers)
+            level = base_bytes + host_bytes if is_known else self._host_last + sum(part)
             self._host_last = level
-            high, place = _highest(part, level)
-            self.host.series.add(number, at_ns, high)
-            if wrapped is not None:
-                ours.expect(wrapped)
-            elif made is not None:
-                self.n_events += len(made)
-                # what an operation allocates after its peak counts from the next moment on
-                later = _made_later(made, part, place)
-                for entry in made:
-                    entry.begin = number + (id(entry) in later)
-            elif died is not None:
-                self.n_events += 1
-                died.account.tell(died, number + (not died.is_resized))
+            self.n_events += len(made) + len(dead)
+            if len(part) < 2:
+                high, place = level, 0
+            else:
+                high, place = highest(part, level)
+            series.add(number, at_ns, high)
+            for entry in made:
+                entry.begin = number
+            gone = dead
+            # At the end all is there that was made, and nothing that died; at a peak before that
+            # not yet.
+            if place < len(part) - 1:
+                for entry in made_later(made, part, place):
+                    entry.begin = number + 1
+                gone, still_there = gone_before(dead, part, place)
+                for entry in still_there:
+                    entry.account.tell(entry, number + 1)
+            for entry in gone:
+                entry.account.tell(entry, number)
         if moments:
-            self._first = moments[-1].number + 1
+            self._first = moments[-1][0] + 1
 
     # --- the session of the thread
 
@@ -356,42 +365,9 @@ class Recorder:
     def _make_way(self) -> None:
         """Another profiler is about to begin on this thread."""
         if self._mark is not None and get_ident() == self._thread:
-            self._look(None)
+            self._look([])
             self._read_last()
             self.missed.add("another profiler had its thread")
-
-
-class _OurNumbers:
-    """The tensors that torch makes of numbers a second time, only because a mode is there.
-
-    Attributes:
-        n_bytes: of those that are alive.
-    """
-
-    def __init__(self) -> None:
-        self.n_bytes = 0
-        self._coming: list[int] = []
-        self._going: list[int] = []
-
-    def expect(self, numbers: list[int]) -> None:
-        """They come next."""
-        self._coming = numbers
-
-    def taken_out(self, part: list[int]) -> list[int]:
-        """Events without those of these tensors."""
-        if not self._coming and not self._going:
-            return part
-        kept = []
-        for n_bytes in part:
-            if self._coming and n_bytes == self._coming[0]:
-                self._going.append(-self._coming.pop(0))
-                self.n_bytes += n_bytes
-            elif n_bytes in self._going:
-                self._going.remove(n_bytes)
-                self.n_bytes += n_bytes
-            else:
-                kept.append(n_bytes)
-        return kept
 
 
 def _find(events: list[int], mark: int, start: int) -> int | None:
@@ -399,29 +375,3 @@ def _find(events: list[int], mark: int, start: int) -> int | None:
         return events.index(mark, start)
     except ValueError:
         return None
-
-
-def _highest(part: list[int], level: int) -> tuple[int, int]:
-    """The highest level within a moment that ends at ``level``, and the event that led there."""
-    if not part:
-        return level, 0
-    # most operations allocate what they give back, and nothing else
-    if len(part) == 1:
-        return level, 0
-    levels = list(itertools.accumulate(part))
-    highest = max(levels)
-    return level - levels[-1] + highest, levels.index(highest)
-
-
-def _made_later(made: list[Entry], part: list[int], place: int) -> set[int]:
-    """Those, by identity, whose memory was allocated after an event; sizes tell which they are."""
-    if place >= len(part) - 1:
-        return set()
-    # From the end: a temporary of the same size is gone before the result is made, as often as not.
-    later = part[place + 1 :]
-    found = set()
-    for entry in reversed(made):
-        if entry.asked_bytes in later and not entry.is_foreign:
-            later.remove(entry.asked_bytes)
-            found.add(id(entry))
-    return found
