@@ -77,7 +77,7 @@ class ScopeWatcher(Protocol):
         ...
 
     def ended(self, scope: object) -> None:
-        """It has given way; told more than once, maybe."""
+        """It has given way; told once more when it has disposed what it owned."""
         ...
 
 

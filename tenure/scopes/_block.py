@@ -241,6 +241,9 @@ class Block(Owner):
             self._settle(take_all(self._ledger), exc)
         if thread.waiting:
             dispose_waiting(thread)
+        # once more: what it disposed was let go within it
+        if scope_watchers:
+            _tell_end(self)
 
     def _settle(self, survivors: Survivors, exc: BaseException | None) -> None:
         """Do with what is still alive what the policy says."""

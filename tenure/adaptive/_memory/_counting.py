@@ -205,8 +205,8 @@ class CountingMode(DispatchMode):
             "use by what was made in its block. Make less at a time, let go of tensors, or raise "
             "the limit."
         )
-        for tell in tuple(refusal_watchers):
-            tell(text)
+        for watcher in tuple(refusal_watchers):
+            watcher(text)
         raise torch.OutOfMemoryError(text)
 
 

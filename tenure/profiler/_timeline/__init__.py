@@ -1,4 +1,4 @@
-"""Live memory over time: recorded, thinned with its maxima kept, and written in other tools' files."""
+"""Live memory over time: recorded, thinned with its maxima kept, written for other tools."""
 
 from ._timeline import Timeline as Timeline
 from ._timeline_report import DeviceTimeline as DeviceTimeline

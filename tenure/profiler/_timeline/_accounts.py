@@ -119,9 +119,7 @@ class Account:
             went_in_backward=end != FOREVER and entry.went_in_backward,
             is_input=entry.is_input,
         )
-        self.lives.add(
-            Life(entry.begin, end, entry.n_bytes, entry.place, entry.scope, category)
-        )
+        self.lives.add(Life(entry.begin, end, entry.n_bytes, entry.place, entry.scope, category))
 
     def notes(self, excess_bytes: int) -> list[str]:
         """What is not quite as it seems.
@@ -132,8 +130,8 @@ class Account:
         found = []
         if self.most_foreign_bytes:
             found.append(
-                f"{format_bytes(self.most_foreign_bytes)} of tensors on {self.device} lay in memory "
-                "of numpy, of a file or of another process, which no allocator of torch counts"
+                f"{format_bytes(self.most_foreign_bytes)} of tensors on {self.device} lay in "
+                "memory of numpy, of a file or of another process, which no allocator counts"
             )
         if excess_bytes:
             found.append(

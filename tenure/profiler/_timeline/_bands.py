@@ -7,6 +7,7 @@ generator's scope has one for each time that it ran.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -31,18 +32,24 @@ class Span(NamedTuple):
 class Bands:
     """The scopes of the thread that opens it.
 
+    Args:
+        step: called where a band begins and ends.
+
     Attributes:
         names: by number.
         spans: those that have ended.
         n_dropped: how many short ones were left out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, step: Callable[[], None]) -> None:
         self.names = [_OUTSIDE_NAME]
         self.spans: list[Span] = []
         self.n_dropped = 0
         self._began_ns = 0
         self._numbers: dict[Any, int] = {}
+        self._step = step
+        # the scope that was left last, which may tell of its end once more
+        self._left = 0
         self._open: dict[int, tuple[int, int, int]] = {}
         self._thread = get_ident()
 
@@ -79,11 +86,13 @@ class Bands:
     def began(self, scope: Any) -> None:
         """See `tenure._registries.ScopeWatcher`."""
         if get_ident() == self._thread:
+            self._step()
             self._enter(scope, time.perf_counter_ns() - self._began_ns)
 
     def ended(self, scope: Any) -> None:
         """See `tenure._registries.ScopeWatcher`."""
         if get_ident() == self._thread:
+            self._step()
             self._leave(id(scope), time.perf_counter_ns() - self._began_ns)
 
     def _enter(self, scope: Any, at_ns: int) -> None:
@@ -92,14 +101,19 @@ class Bands:
         if number is None:
             number = self._numbers[key] = len(self.names)
             self.names.append(scope.name or f"the scope at {scope.site}")
+        self._left = 0
         self._open[id(scope)] = number, len(self._open), at_ns
 
     def _leave(self, identity: int, at_ns: int) -> None:
         found = self._open.pop(identity, None)
         if found is None:
+            if identity == self._left and self.spans:
+                self.spans[-1] = self.spans[-1]._replace(end_ns=at_ns)
             return
+        self._left = identity
         self.spans.append(Span(*found, at_ns))
         if len(self.spans) > _MOST_SPANS:
             self.spans.sort(key=lambda span: span.begin_ns - span.end_ns)
+            self._left = 0
             self.n_dropped += len(self.spans) - _MOST_SPANS // 2
             del self.spans[_MOST_SPANS // 2 :]

@@ -31,7 +31,9 @@ def told_by_census(category: str) -> int:
     return NAMES.index(category)
 
 
-def told_by_life(told: int, *, came_in_backward: bool, went_in_backward: bool, is_input: bool) -> int:
+def told_by_life(
+    told: int, *, came_in_backward: bool, went_in_backward: bool, is_input: bool
+) -> int:
     """What a storage counted as that is gone, or is alive at the end of the recording.
 
     Args:

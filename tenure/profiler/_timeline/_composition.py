@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ _NS = 1e9
 
 
 class Composed(NamedTuple):
-    """A device's timeline, and how many bytes its storages showed beyond the allocator's, at most."""
+    """A device's timeline, and by how much at most its storages showed more than was in use."""
 
     timeline: DeviceTimeline
     excess_bytes: int
@@ -44,7 +44,9 @@ def compose(account: Account, places: Places, bands: Bands) -> Composed:
     whole = [0] * len(levels)
     for life, (begin, end) in zip(lives, spans, strict=True):
         _add(whole, begin, end, life.n_bytes)
-    excess = max(0, *(known - level for known, level in zip(accumulate(whole), levels, strict=True)))
+    excess = max(
+        0, *(known - level for known, level in zip(accumulate(whole), levels, strict=True))
+    )
 
     def divided(key: Callable[[Life], str], most: int | None) -> dict[str, tuple[int, ...]]:
         return _divided(lives, spans, key, levels, peak, most)
@@ -80,10 +82,9 @@ class _Lines:
         return found
 
 
-def _span(life: Life, moments: Iterable[int]) -> tuple[int, int]:
+def _span(life: Life, moments: Sequence[int]) -> tuple[int, int]:
     """The first kept moment that it counts in, and the first after it."""
-    kept = moments
-    return bisect_left(kept, life.begin), bisect_left(kept, life.end)  # type: ignore[arg-type]
+    return bisect_left(moments, life.begin), bisect_left(moments, life.end)
 
 
 def _add(changes: list[int], begin: int, end: int, n_bytes: int) -> None:

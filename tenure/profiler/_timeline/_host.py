@@ -52,11 +52,13 @@ class HostSamples:
         """What they tell."""
         kept = list(zip(self._series.moments, self._series.levels, strict=True))
         rows = [(resident, *self._parts[number]) for number, resident in kept]
-        columns = tuple(zip(*rows, strict=True)) if rows else ((), (), (), ())
         return HostTimeline(
             tuple(at_ns / _NS for at_ns in self._series.times_ns),
-            *columns,
-            tuple(max(0, row[0] - sum(row[1:])) for row in rows),
+            tuple(resident for resident, _, _, _ in rows),
+            tuple(tensors for _, tensors, _, _ in rows),
+            tuple(arenas for _, _, arenas, _ in rows),
+            tuple(slack for _, _, _, slack in rows),
+            tuple(max(0, resident - sum(parts)) for resident, *parts in rows),
         )
 
     @property

@@ -1,13 +1,13 @@
 """What happens to storages, moment by moment, as operations and finalizers tell of it.
 
-A moment is the time since the one before it; it ends when an operation has made storages. Its level
-is the highest within it, temporaries of operations included: torch's own events of the host's
-allocator tell that, in which each moment leaves a mark. They are read after some dozens of moments,
-and never within a backward pass, whose session is a copy.
+A step ends when an operation has made storages. It has two moments: when its level was highest,
+temporaries of operations included, and its end. Torch's own events of the host's allocator tell
+that, in which each step leaves a mark. They are read after some dozens of steps, and never within a
+backward pass, whose session is a copy.
 
 Invariants: no storage is kept alive; what a storage was, where it was made and for how long it
 lived is told to the columns of its device once, when its death is read; while another profiler has
-this thread, the level at the end of each moment stands for the highest within it.
+this thread, the level at the end of each step stands for the highest within it.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from ._lives import FOREVER
 from ._operations import ADOPTS, COPIES, RESIZES, storages_in
 from ._places import BEFORE, NOWHERE, Places
 
-_MOMENTS_PER_READING = 100
+_STEPS_PER_READING = 100
 _STRIDED = torch.strided
 Sample = Callable[[int, int], int]
 """Called with the time and the level of the host; returns when it wants to be called again."""
 
 
 # A plain tuple, and no class of one, which takes six times as long to make: the number of the
-# moment, the host's level, the time, what was made, what died before that, and the numbers that
+# step, the host's level, the time, what was made, what died before that, and the numbers that
 # torch wrapped a second time.
-_Moment = tuple[int, int, int, list[Entry], list[Entry], list[int]]
+_Step = tuple[int, int, int, list[Entry], list[Entry], list[int]]
 
 
 class Recorder:
@@ -57,11 +57,11 @@ class Recorder:
 
     Args:
         places: where things are made.
-        bands: the scopes that they are made in.
         sample: called now and then, between operations.
 
     Attributes:
         accounts: what is known of each device.
+        bands: the scopes that things are made in.
         host: the account of the host.
         is_open: whether it takes notes.
         n_events: storages that were made, and that died.
@@ -70,7 +70,7 @@ class Recorder:
         missed: why temporaries of some operations were not seen.
     """
 
-    def __init__(self, places: Places, bands: Bands, sample: Sample) -> None:
+    def __init__(self, places: Places, sample: Sample) -> None:
         self.host = Account(torch.device("cpu"))
         self.accounts = {self.host.device: self.host}
         self.is_open = False
@@ -78,11 +78,12 @@ class Recorder:
         self.ooms: list[tuple[int, str]] = []
         self.missed: set[str] = set()
         self.began_ns = 0
-        self._places, self._bands, self._sample = places, bands, sample
+        self._places, self._sample = places, sample
+        self.bands = Bands(self.step)
         self._next_sample_ns = 0
         self._entries: dict[int, Entry] = {}
         self._numbers = itertools.count()
-        self._moments: list[_Moment] = []
+        self._steps: list[_Step] = []
         self._dead: list[Entry] = []
         self._resized: list[Entry] = []
         self._wrapped: list[int] = []
@@ -92,7 +93,7 @@ class Recorder:
         self._live = allocator.live_counter()
         self._mark: Callable[[int], None] | None = None
         self._sizes = BlockSizes()
-        self._host_base = self._host_last = 0
+        self._host_base = self._host_last = self._last_ns = 0
         self._tolerated = 0
         self._stop_announcing: Callable[[], None] | None = None
 
@@ -122,7 +123,7 @@ class Recorder:
         """All that was alive is known: what follows is the program's doing."""
         self.began_ns = time.perf_counter_ns()
         self.is_open = True
-        self._bands.open(self.began_ns)
+        self.bands.open(self.began_ns)
         self._host_base = self.host.known_bytes - self._live.value
         self._host_last = self.host.known_bytes
         for account in self.accounts.values():
@@ -139,11 +140,11 @@ class Recorder:
             for entry in list(self._entries.values()):
                 entry.account.tell(entry, FOREVER)
             for account in self.accounts.values():
-                account.look(number, at_ns, is_last=True)
+                account.look(end_of(number), at_ns, is_last=True)
         elif self._mark is not None:
             allocations.end()
         self._mark = None
-        self._bands.close()
+        self.bands.close()
         if self._stop_announcing is not None:
             self._stop_announcing()
             self._stop_announcing = None
@@ -152,6 +153,13 @@ class Recorder:
         if not the_trace.sessions.listeners:
             self._sizes.keep_none()
         self._entries.clear()
+
+    def abandon(self) -> None:
+        """Take no more notes, at the end of the interpreter and in a forked child."""
+        self.is_open = False
+        if self._mark is not None:
+            self._mark = None
+            allocations.end()
 
     # --- told by the mode
 
@@ -183,23 +191,23 @@ class Recorder:
     def _note(self, out: Any, args: tuple[Any, ...], kind: int, caller: Any) -> None:
         # nearly all give back one plain tensor of the host, which nobody knows yet
         if type(out) is Tensor and out.is_cpu and out.layout is _STRIDED:
-            storages = (out.untyped_storage(),)
+            storages = [out.untyped_storage()]
         elif isinstance(out, Tensor | list | tuple | dict):
             storages = storages_in(out)
         else:
             return
         known, made, place = self._entries, [], -1
         for storage in storages:
-            entry = known.get(key_of(storage))
-            if entry is not None:
-                if kind != RESIZES or entry.asked_bytes == storage.nbytes():
+            before = known.get(key_of(storage))
+            if before is not None:
+                if kind != RESIZES or before.asked_bytes == storage.nbytes():
                     continue
                 # one life ends, another begins
-                self._forget(entry)
-                self._resized.append(entry)
+                self._forget(before)
+                self._resized.append(before)
             if place < 0:
                 place = self._places.of(caller)
-            entry = self._enter(storage, place, self._bands.current(), kind)
+            entry = self._enter(storage, place, self.bands.current(), kind)
             if entry is not None:
                 made.append(entry)
                 if kind == COPIES and self._is_input(args):
@@ -215,7 +223,7 @@ class Recorder:
         made = []
         for storage in storages_in(args):
             if key_of(storage) not in self._entries:
-                entry = self._enter(storage, NOWHERE, self._bands.current(), ADOPTS)
+                entry = self._enter(storage, NOWHERE, self.bands.current(), ADOPTS)
                 if entry is not None:
                     entry.is_input = False
                     made.append(entry)
@@ -253,39 +261,44 @@ class Recorder:
 
     def _died(self, entry: Any) -> None:
         """The finalizer of a storage: on any thread, and in the midst of anything."""
-        # What is done here is done at each death: the rest when the next moment is read.
+        # What is done here is done at each death: the rest when the next step is read.
         if self._entries.get(entry.key) is entry:
             self._forget(entry)
             self._dead.append(entry)
 
-    def _forget(self, entry: Entry) -> None:
+    def _forget(self, entry: Any) -> None:
         del self._entries[entry.key]
         entry.account.went(entry)
         entry.went_in_backward = is_running_node()
 
-    # --- moments
+    # --- steps
+
+    def step(self) -> None:
+        """End a step in which nothing was made."""
+        if self.is_open:
+            self._look([])
 
     def _look(self, made: list[Entry]) -> None:
-        """Put down a moment, and leave its mark among the allocator's events."""
+        """Put down a step, and leave its mark among the allocator's events."""
         number = next(self._numbers)
         at_ns = time.perf_counter_ns() - self.began_ns
-        # Taken before the moment is put down: what dies from here on belongs to the next one.
+        # Taken before the step is put down: what dies from here on belongs to the next one.
         dead, self._dead = self._dead, []
         if self._resized:
             resized, self._resized = self._resized, []
             for entry in resized:
-                entry.account.tell(entry, number)
+                entry.account.tell(entry, peak_of(number))
         wrapped = self._wrapped
         if wrapped:
             self._wrapped = []
-        self._moments.append((number, self._live.value, at_ns, made, dead, wrapped))
+        self._steps.append((number, self._live.value, at_ns, made, dead, wrapped))
         is_ours = get_ident() == self._thread
         if self._mark is not None and is_ours:
             self._mark(number - self._first)
         if len(self.accounts) > 1:
             for account in {id(entry.account): entry.account for entry in made}.values():
-                account.look(number, at_ns)
-        if len(self._moments) >= _MOMENTS_PER_READING and is_ours and not is_running_node():
+                account.look(end_of(number), at_ns)
+        if len(self._steps) >= _STEPS_PER_READING and is_ours and not is_running_node():
             self.read()
         if at_ns >= self._next_sample_ns:
             self._next_sample_ns = self._sample(at_ns, self._host_base + self._live.value)
@@ -316,11 +329,11 @@ class Recorder:
         self._tell(None if changes is None else changes.cpu)
 
     def _tell(self, events: list[int] | None) -> None:
-        moments, self._moments = self._moments, []
+        steps, self._steps = self._steps, []
         first, start, is_known = self._first, 0, allocator.is_known()
         wrapped = WrappedNumbers()
         series, base_bytes = self.host.series, self._host_base
-        for number, host_bytes, at_ns, made, dead, numbers in moments:
+        for number, host_bytes, at_ns, made, dead, numbers in steps:
             part: list[int] = []
             if events is not None:
                 end = _find(events, allocations.as_event(number - first), start)
@@ -336,22 +349,25 @@ class Recorder:
                 high, place = level, 0
             else:
                 high, place = highest(part, level)
-            series.add(number, at_ns, high)
+            if high != level:
+                series.add(peak_of(number), (self._last_ns + at_ns) // 2, high)
+            series.add(end_of(number), at_ns, level)
+            self._last_ns = at_ns
             for entry in made:
-                entry.begin = number
+                entry.begin = peak_of(number)
             gone = dead
             # At the end all is there that was made, and nothing that died; at a peak before that
             # not yet.
             if place < len(part) - 1:
                 for entry in made_later(made, part, place):
-                    entry.begin = number + 1
+                    entry.begin = end_of(number)
                 gone, still_there = gone_before(dead, part, place)
                 for entry in still_there:
-                    entry.account.tell(entry, number + 1)
+                    entry.account.tell(entry, end_of(number))
             for entry in gone:
-                entry.account.tell(entry, number)
-        if moments:
-            self._first = moments[-1][0] + 1
+                entry.account.tell(entry, peak_of(number))
+        if steps:
+            self._first = steps[-1][0] + 1
 
     # --- the session of the thread
 
@@ -368,6 +384,16 @@ class Recorder:
             self._look([])
             self._read_last()
             self.missed.add("another profiler had its thread")
+
+
+def peak_of(step: int) -> int:
+    """The number of the moment at which a step's level was highest."""
+    return 2 * step
+
+
+def end_of(step: int) -> int:
+    """The number of the moment that ends it."""
+    return 2 * step + 1
 
 
 def _find(events: list[int], mark: int, start: int) -> int | None:

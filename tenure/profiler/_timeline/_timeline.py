@@ -5,23 +5,22 @@ Invariant: a recording keeps no tensor alive and changes none; when it ends, tor
 
 from __future__ import annotations
 
+import atexit
+import functools
+import os
 import time
-import weakref
 from pathlib import Path
+from threading import current_thread, get_ident
 from types import TracebackType
 from typing import Literal, NoReturn, Self
 
-import torch
-
 from tenure._errors import ProfilerUsageError
 from tenure._registries import refusal_watchers
-from tenure._text import format_bytes
 from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 from tenure._torch.fakes import are_made
-from tenure._torch.modes import open_modes
+from tenure._torch.modes import remove_dispatch
 
 from .._owners import take_census
-from ._bands import Bands
 from ._categories import told_by_census
 from ._composition import compose
 from ._host import HostSamples
@@ -33,7 +32,8 @@ from ._timeline_report import OomMark, ScopeSpan, TimelineReport
 _Status = Literal["not yet open", "open", "closed"]
 _ONE_BLOCK = "A timeline is neither reusable nor reentrant: make a new one with Timeline()."
 _NS = 1e9
-_open: weakref.WeakSet[Timeline] = weakref.WeakSet()
+_open: set[Timeline] = set()
+"""Those whose blocks run; strongly, for their modes stand on torch's stack until they are closed."""
 
 
 class Timeline:
@@ -102,8 +102,8 @@ class Timeline:
             self._notes.append(
                 "another timeline was open: temporaries inside operations were told to that one"
             )
-        self._places, self._host, self._bands = Places(), HostSamples(), Bands()
-        self._recorder = Recorder(self._places, self._bands, self._host.take)
+        self._places, self._host = Places(), HostSamples()
+        self._recorder = Recorder(self._places, self._host.take)
         self._mode = OperationMode(self._recorder)
         try:
             self._recorder.open()
@@ -120,7 +120,8 @@ class Timeline:
         except BaseException:
             self._close()
             raise
-        self._status = "open"
+        self._status, self._thread_id = "open", get_ident()
+        _watch_processes()
         _open.add(self)
         return self
 
@@ -131,23 +132,25 @@ class Timeline:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End the recording; an exception of the block goes on."""
+        """End the recording; an exception of the block goes on.
+
+        Raises:
+            ProfilerUsageError: on another thread, and nothing changes.
+        """
         if self._status != "open":
             return
+        if get_ident() != self._thread_id:
+            raise ProfilerUsageError(
+                f"{self!r} was closed from thread {current_thread().name!r}, and stays open. A "
+                "timeline belongs to the thread that opened it: close it there."
+            )
         self._status = "closed"
         _open.discard(self)
         self._end()
         self._report = self._composed()
 
     def _end(self) -> None:
-        modes = open_modes()
-        if modes[-1:] == [self._mode]:
-            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        else:
-            self._notes.append(
-                "it ended before a mode that was opened inside it, and stays on torch's stack of "
-                "modes, where it does nothing"
-            )
+        remove_dispatch(self._mode)
         duration_ns = time.perf_counter_ns() - self._recorder.began_ns
         try:
             for entry in take_census(named=False)[0]:
@@ -165,7 +168,7 @@ class Timeline:
         self._recorder.close()
 
     def _composed(self) -> TimelineReport:
-        recorder, bands = self._recorder, self._bands
+        recorder, bands = self._recorder, self._recorder.bands
         devices = []
         for account in recorder.accounts.values():
             timeline, excess = compose(account, self._places, bands)
@@ -200,3 +203,17 @@ class Timeline:
         raise ProfilerUsageError(
             f"{self!r} can't be copied or pickled: it belongs to one block. Keep its report."
         )
+
+
+@functools.cache
+def _watch_processes() -> None:
+    """Once: leave no session of torch to the end of the interpreter, or to a forked child."""
+    atexit.register(_abandon_all)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_abandon_all)
+
+
+def _abandon_all() -> None:
+    for timeline in _open:
+        timeline._recorder.abandon()
+    _open.clear()

@@ -175,7 +175,9 @@ class TimelineReport(Report):
             f"{format_bytes(device.peak_bytes)} on {device.device} at {device.peak_at_s:.2f} s"
             for device in self.devices
         )
-        return f"{self.duration_s:.2f} s, {counted(self.n_events, 'event')}: peak {', '.join(peaks)}"
+        return (
+            f"{self.duration_s:.2f} s, {counted(self.n_events, 'event')}: peak {', '.join(peaks)}"
+        )
 
     def _parts(self) -> Sequence[Part]:
         parts: list[Part] = []

@@ -93,18 +93,18 @@ def _tokens(*shape):
 
 
 CASES = {
-    "perceptron with a custom function": (Cubed, lambda: torch.randn(16, 48), 3, "AdamW"),
-    "convolutions": (Conv, lambda: torch.randn(8, 3, 16, 16), 3, "SGD"),
-    "LSTM": (Recurrent, lambda: torch.randn(8, 12, 24), 3, "Adam"),
-    "GPT": (Gpt, lambda: _tokens(4, 16), 64, "AdamW"),
-    "checkpoints": (Checkpointed, lambda: torch.randn(16, 48), 3, "RMSprop"),
-    "bag of embeddings": (Sparse, lambda: _tokens(16, 5), 3, "Adagrad"),
+    "perceptron with a custom function": (Cubed, lambda: torch.randn(16, 48), "AdamW"),
+    "convolutions": (Conv, lambda: torch.randn(8, 3, 16, 16), "SGD"),
+    "LSTM": (Recurrent, lambda: torch.randn(8, 12, 24), "Adam"),
+    "GPT": (Gpt, lambda: _tokens(4, 16), "AdamW"),
+    "checkpoints": (Checkpointed, lambda: torch.randn(16, 48), "RMSprop"),
+    "bag of embeddings": (Sparse, lambda: _tokens(16, 5), "Adagrad"),
 }
 
 
 def training(name, steps=2, device="cpu"):
     """A function that trains a new model of this name."""
-    make, batch, n_classes, optimizer = CASES[name]
+    make, batch, optimizer = CASES[name]
     torch.manual_seed(0)
     model = make().to(device)
     updates = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-3)
@@ -123,7 +123,7 @@ def training(name, steps=2, device="cpu"):
 
 
 def host_peak(run):
-    """What the allocator of the host says that a function took at the most, above what there was."""
+    """What the host's allocator says that a function took at the most, above what there was."""
     allocations.begin()
     kept = run()
     changes = allocations.end()
