@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 from tenure._registries import scope_watchers
 from tenure.scopes import current_scope
 
+from . import _timeline_report
+
 OUTSIDE = 0
-_OUTSIDE_NAME = "outside of scopes"
+"""The number of what is made in no scope."""
 # of more the longest are kept
 _MOST_SPANS = 4096
 
@@ -42,7 +44,7 @@ class Bands:
     """
 
     def __init__(self, step: Callable[[], None]) -> None:
-        self.names = [_OUTSIDE_NAME]
+        self.names = [_timeline_report.OUTSIDE]
         self.spans: list[Span] = []
         self.n_dropped = 0
         self._began_ns = 0

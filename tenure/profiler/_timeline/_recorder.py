@@ -259,10 +259,11 @@ class Recorder:
             account.begin()
         return account
 
-    def _died(self, entry: Any) -> None:
+    def _died(self, reference: Any) -> None:
         """The finalizer of a storage: on any thread, and in the midst of anything."""
         # What is done here is done at each death: the rest when the next step is read.
-        if self._entries.get(entry.key) is entry:
+        entry: Any = self._entries.get(reference.key)
+        if entry is reference:
             self._forget(entry)
             self._dead.append(entry)
 

@@ -33,7 +33,7 @@ _Status = Literal["not yet open", "open", "closed"]
 _ONE_BLOCK = "A timeline is neither reusable nor reentrant: make a new one with Timeline()."
 _NS = 1e9
 _open: set[Timeline] = set()
-"""Those whose blocks run; strongly, for their modes stand on torch's stack until they are closed."""
+"""Those whose blocks run; strongly, for their modes stand on torch's stack meanwhile."""
 
 
 class Timeline:
@@ -191,7 +191,7 @@ class Timeline:
             recorder.n_events,
             self._duration_s,
             self._began_at_ns,
-            tuple([*self._notes, *self._host.notes]),
+            (*self._notes, *self._host.notes),
         )
 
     def __repr__(self) -> str:

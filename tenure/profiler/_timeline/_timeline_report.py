@@ -6,6 +6,7 @@ lines. However long the recording was, the report has some thousand times, and t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import ClassVar
 from tenure._show import Amounts, Column, Paragraph, Part, Report, Table
 from tenure._text import counted, format_bytes
 
+OUTSIDE = "outside of scopes"
+"""The scope of what was made in none."""
 _MAX_ROWS = 20
 _COLUMNS = (
     Column("bytes", ">", True),
@@ -198,17 +201,18 @@ class TimelineReport(Report):
 
 
 def _table_of(device: DeviceTimeline) -> Table:
-    rows = [
-        (
-            format_bytes(row.n_bytes),
-            str(row.n_storages or ""),
-            row.category,
-            row.scope,
-            row.stack[-1] if row.stack else "",
-        )
-        for row in device.at_peak[:_MAX_ROWS]
-    ]
-    if rest := device.at_peak[_MAX_ROWS:]:
-        n_bytes = format_bytes(sum(row.n_bytes for row in rest))
-        rows.append((n_bytes, "", f"and {len(rest)} more", "", ""))
+    """What was in use at the peak by category, scope and line, whatever calls led there."""
+    found: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for row in device.at_peak:
+        scope = "" if row.scope == OUTSIDE else row.scope
+        # of a library what follows the folder that all are in
+        line = row.stack[-1].rpartition("site-packages/")[2] if row.stack else ""
+        bytes_and_count = found[row.category, scope, line]
+        bytes_and_count[0] += row.n_bytes
+        bytes_and_count[1] += row.n_storages
+    ranked = sorted(found.items(), key=lambda item: -item[1][0])
+    rows = [(format_bytes(n_bytes), str(n or ""), *key) for key, (n_bytes, n) in ranked[:_MAX_ROWS]]
+    if rest := ranked[_MAX_ROWS:]:
+        n_bytes = sum(each for _, (each, _) in rest)
+        rows.append((format_bytes(n_bytes), "", f"and {len(rest)} more", "", ""))
     return Table(f"In use at the peak of {device.device}", _COLUMNS, rows)
