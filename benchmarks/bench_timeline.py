@@ -78,7 +78,7 @@ def operation_rows() -> list[Row]:
         ("under a bare dispatch mode", DispatchLedger),
     ]
     for what, context in ways:
-        pair = pair_of(context, additions, rounds=9, runs=20_000)
+        pair = pair_of(context, additions, rounds=7, runs=10_000)
         added_us = (pair.ours_s - pair.base_s) * 1e6
         rows.append(_row(f"a + b {what} / plain", pair, f"+{added_us:.2f} us; "))
     return rows
@@ -88,8 +88,8 @@ def step_rows() -> list[Row]:
     """Training steps, recorded and plain."""
     rows = []
     cases: list[tuple[str, nn.Module, int, int, float | None]] = [
-        ("a GPT of 4 blocks of 512", LargeGpt(), 7, 1, 1.05),
-        ("a GPT of 4 blocks of 64, where bookkeeping weighs", Gpt(), 15, 4, None),
+        ("a GPT of 4 blocks of 512", LargeGpt(), 5, 1, 1.05),
+        ("a GPT of 4 blocks of 64, where bookkeeping weighs", Gpt(), 9, 3, None),
     ]
     ways: list[tuple[str, Callable[[], Any]]] = [
         ("recorded", Timeline),

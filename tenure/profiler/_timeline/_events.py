@@ -82,3 +82,21 @@ class WrappedNumbers:
                 before = n_bytes
         self.are_open = bool(self._going)
         return kept
+
+
+def peak_of(step: int) -> int:
+    """The number of the moment at which a step's level was highest."""
+    return 2 * step
+
+
+def end_of(step: int) -> int:
+    """The number of the moment that ends it."""
+    return 2 * step + 1
+
+
+def place_of(events: list[int], mark: int, start: int) -> int | None:
+    """Where a mark stands among events, from ``start`` on; None where it is missing."""
+    try:
+        return events.index(mark, start)
+    except ValueError:
+        return None

@@ -35,7 +35,15 @@ from .._trace import BlockSizes, the_trace
 from ._accounts import Account, Entry
 from ._bands import OUTSIDE, Bands
 from ._categories import UNKNOWN
-from ._events import WrappedNumbers, gone_before, highest, made_later
+from ._events import (
+    WrappedNumbers,
+    end_of,
+    gone_before,
+    highest,
+    made_later,
+    peak_of,
+    place_of,
+)
 from ._lives import FOREVER
 from ._operations import ADOPTS, COPIES, RESIZES, storages_in
 from ._places import BEFORE, NOWHERE, Places
@@ -111,7 +119,8 @@ class Recorder:
         if key_of(storage) not in self._entries:
             entry = self._enter(storage, BEFORE, OUTSIDE, ADOPTS)
             if entry is not None:
-                entry.category, entry.in_backward, entry.begin = category, False, 0
+                entry.category, entry.begin = category, 0
+                entry.in_backward = entry.is_input = False
 
     def learn(self, storage: UntypedStorage, category: int) -> None:
         """Note what a storage counts as, if it is known."""
@@ -337,7 +346,7 @@ class Recorder:
         for number, host_bytes, at_ns, made, dead, numbers in steps:
             part: list[int] = []
             if events is not None:
-                end = _find(events, allocations.as_event(number - first), start)
+                end = place_of(events, allocations.as_event(number - first), start)
                 # where a mark is missing, what came before it is told with the next
                 if end is not None:
                     part, start = events[start:end], end + 1
@@ -385,20 +394,3 @@ class Recorder:
             self._look([])
             self._read_last()
             self.missed.add("another profiler had its thread")
-
-
-def peak_of(step: int) -> int:
-    """The number of the moment at which a step's level was highest."""
-    return 2 * step
-
-
-def end_of(step: int) -> int:
-    """The number of the moment that ends it."""
-    return 2 * step + 1
-
-
-def _find(events: list[int], mark: int, start: int) -> int | None:
-    try:
-        return events.index(mark, start)
-    except ValueError:
-        return None
