@@ -50,6 +50,9 @@ from ._places import BEFORE, NOWHERE, Places
 
 _STEPS_PER_READING = 100
 _STRIDED = torch.strided
+_HOST_OOM = "DefaultCPUAllocator: "
+"""Of the error of torch's allocator of the host, which has no class of its own:
+https://github.com/pytorch/pytorch/blob/v2.13.0/c10/core/impl/alloc_cpu.cpp"""
 Sample = Callable[[int, int], int]
 """Called with the time and the level of the host; returns when it wants to be called again."""
 
@@ -66,6 +69,7 @@ class Recorder:
     Args:
         places: where things are made.
         sample: called now and then, between operations.
+        learn: called where something did not fit: who has what is gone when the error is handled.
 
     Attributes:
         accounts: what is known of each device.
@@ -78,7 +82,7 @@ class Recorder:
         missed: why temporaries of some operations were not seen.
     """
 
-    def __init__(self, places: Places, sample: Sample) -> None:
+    def __init__(self, places: Places, sample: Sample, learn: Callable[[], None]) -> None:
         self.host = Account(torch.device("cpu"))
         self.accounts = {self.host.device: self.host}
         self.is_open = False
@@ -86,7 +90,7 @@ class Recorder:
         self.ooms: list[tuple[int, str]] = []
         self.missed: set[str] = set()
         self.began_ns = 0
-        self._places, self._sample = places, sample
+        self._places, self._sample, self._learn = places, sample, learn
         self.bands = Bands(self.step)
         self._next_sample_ns = 0
         self._entries: dict[int, Entry] = {}
@@ -186,7 +190,7 @@ class Recorder:
 
     def failed(self, error: RuntimeError) -> None:
         """See `Told`."""
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, torch.OutOfMemoryError) or _HOST_OOM in str(error):
             self.refused(str(error))
 
     def refused(self, text: str) -> None:
@@ -194,6 +198,7 @@ class Recorder:
         if self.is_open:
             self._look([])
             self.ooms.append((self._elapsed_ns(), text.partition("\n")[0]))
+            self._learn()
 
     # --- what was made
 

@@ -9,10 +9,13 @@ import atexit
 import functools
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from threading import current_thread, get_ident
 from types import TracebackType
 from typing import Literal, NoReturn, Self
+
+from torch import UntypedStorage
 
 from tenure._errors import ProfilerUsageError
 from tenure._registries import refusal_watchers
@@ -32,6 +35,8 @@ from ._timeline_report import OomMark, ScopeSpan, TimelineReport
 _Status = Literal["not yet open", "open", "closed"]
 _ONE_BLOCK = "A timeline is neither reusable nor reentrant: make a new one with Timeline()."
 _NS = 1e9
+# who has what is asked, where something did not fit, for at most so much of the time
+_SHARE = 20
 _open: set[Timeline] = set()
 """Those whose blocks run; strongly, for their modes stand on torch's stack meanwhile."""
 
@@ -98,20 +103,18 @@ class Timeline:
                 "memory. Record the work itself."
             )
         self._notes: list[str] = []
+        self._next_look_ns = 0
         if _open:
             self._notes.append(
                 "another timeline was open: temporaries inside operations were told to that one"
             )
         self._places, self._host = Places(), HostSamples()
-        self._recorder = Recorder(self._places, self._host.take)
+        self._recorder = Recorder(self._places, self._host.take, self._learn_now)
         self._mode = OperationMode(self._recorder)
         try:
             self._recorder.open()
-            for entry in take_census(named=False)[0]:
-                storage = entry.identity() if entry.identity is not None else None
-                if storage is not None:
-                    self._recorder.know(storage, told_by_census(entry.owner.category))
-            storage = None
+            for storage, category in _census():
+                self._recorder.know(storage, category)
             refusal_watchers.append(self._recorder.refused)
             self._recorder.start()
             self._began_at_ns = time.time_ns()
@@ -148,19 +151,31 @@ class Timeline:
         _open.discard(self)
         self._end()
         self._report = self._composed()
+        # the report is a summary: what it was made of may be large
+        del self._recorder, self._places, self._host, self._mode
 
     def _end(self) -> None:
         remove_dispatch(self._mode)
         duration_ns = time.perf_counter_ns() - self._recorder.began_ns
-        try:
-            for entry in take_census(named=False)[0]:
-                storage = entry.identity() if entry.identity is not None else None
-                if storage is not None:
-                    self._recorder.learn(storage, told_by_census(entry.owner.category))
-        except Exception as error:
-            self._notes.append(f"who has what at the end is not known: the census failed, {error}")
+        self._next_look_ns = 0
+        self._learn_now()
         self._duration_s = duration_ns / _NS
         self._close()
+
+    def _learn_now(self) -> None:
+        """Note what the storages that are alive count as."""
+        began_ns = time.perf_counter_ns()
+        # as in a program that runs out of memory again and again
+        if began_ns < self._next_look_ns:
+            return
+        try:
+            for storage, category in _census():
+                self._recorder.learn(storage, category)
+        # memory may be short just now; the program has an error of its own to handle
+        except Exception as error:
+            self._notes.append(f"who had what could not be asked at some time: {error!r}")
+        ended_ns = time.perf_counter_ns()
+        self._next_look_ns = ended_ns + _SHARE * (ended_ns - began_ns)
 
     def _close(self) -> None:
         if self._recorder.refused in refusal_watchers:
@@ -203,6 +218,14 @@ class Timeline:
         raise ProfilerUsageError(
             f"{self!r} can't be copied or pickled: it belongs to one block. Keep its report."
         )
+
+
+def _census() -> Iterator[tuple[UntypedStorage, int]]:
+    """The storages that are alive, and what each counts as."""
+    for entry in take_census(named=False)[0]:
+        storage = entry.identity() if entry.identity is not None else None
+        if storage is not None:
+            yield storage, told_by_census(entry.owner.category)
 
 
 @functools.cache

@@ -181,6 +181,26 @@ def test_an_error_of_memory_is_marked_where_it_was():
     assert kept.numel()
 
 
+def test_what_was_saved_where_memory_ran_out_is_known_though_the_error_is_handled():
+    w = torch.ones(64 * KIB, requires_grad=True)
+    with Timeline() as timeline, memory_budget("1MiB"):
+
+        def forward():
+            return [w.exp() for _ in range(10)]
+
+        with pytest.raises(torch.OutOfMemoryError):
+            forward()
+    host = timeline.report.devices[0]
+    assert max(host.by_category["saved for backward"]) >= 3 * 256 * KIB
+
+
+def test_an_error_of_the_allocator_of_the_host_is_marked():
+    with Timeline() as timeline, pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert len(timeline.report.ooms) == 1
+
+
+@pytest.mark.sim_allocator("exact")
 def test_an_error_of_an_accelerator_is_marked(sim):
     sim(budget="1MiB")
     with Timeline() as timeline:
