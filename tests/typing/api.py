@@ -337,7 +337,7 @@ def reporting(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     assert_type(MemReporter().report_group(), GroupReport)
 
 
-def recording() -> None:
+def recording_memory() -> None:
     with Timeline() as timeline:
         assert_type(timeline, Timeline)
     report = timeline.report
