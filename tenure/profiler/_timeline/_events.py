@@ -6,10 +6,57 @@ temporary has the same size as a storage, the storage may count a moment more or
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 
+from tenure._heap import collector_paused
+from tenure._torch import allocations
+
 from ._accounts import Entry
+
+
+class EventSession:
+    """The session of the allocator's events on one thread, while no other profiler has it.
+
+    Attributes:
+        mark: what leaves a mark among the events; None while there is no session.
+        missed: why events were not seen at some time.
+    """
+
+    def __init__(self) -> None:
+        self.mark: Callable[[int], None] | None = None
+        self.missed: set[str] = set()
+
+    def begin(self) -> None:
+        """Open it, where there is none."""
+        if self.mark is not None:
+            return
+        if allocations.is_profiling():
+            self.missed.add("another profiler had its thread")
+            return
+        allocations.begin()
+        self.mark = allocations.marker()
+
+    def read(self) -> list[int] | None:
+        """The events of the host since it was last read; None where there was no session."""
+        if self.mark is None:
+            return None
+        # thousands of objects are made for that, which are gone at once
+        with collector_paused():
+            changes = allocations.turn()
+        if changes is None:
+            self.mark = None
+            self.missed.add("its session was ended by another profiler")
+            return None
+        return changes.cpu
+
+    def end(self) -> list[int] | None:
+        """The same, and the end of the session."""
+        if self.mark is None:
+            return None
+        self.mark = None
+        changes = allocations.end()
+        return None if changes is None else changes.cpu
 
 
 def highest(part: list[int], level: int) -> tuple[int, int]:

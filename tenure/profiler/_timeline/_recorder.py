@@ -13,6 +13,7 @@ this thread, the level at the end of each step stands for the highest within it.
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Callable
 from threading import get_ident
@@ -21,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from tenure._heap import collector_paused
 from tenure._storages import is_hollow
 from tenure._torch import allocations
 from tenure._torch import cpu_allocator as allocator
@@ -29,6 +29,7 @@ from tenure._torch.autograd import is_running_node
 from tenure._torch.modes import has_function_modes
 from tenure._torch.profilers import announce
 from tenure._torch.quiet import without_functions
+from tenure._torch.resizing import tell, tell_no_more
 from tenure._torch.storages import key_of
 
 from .._trace import BlockSizes, the_trace
@@ -36,6 +37,7 @@ from ._accounts import Account, Entry
 from ._bands import OUTSIDE, Bands
 from ._categories import UNKNOWN
 from ._events import (
+    EventSession,
     WrappedNumbers,
     end_of,
     gone_before,
@@ -79,7 +81,6 @@ class Recorder:
         n_events: storages that were made, and that died.
         ooms: when operations ran out of memory, and their texts.
         began_ns: when it was started, by ``time.perf_counter_ns()``.
-        missed: why temporaries of some operations were not seen.
     """
 
     def __init__(self, places: Places, sample: Sample, learn: Callable[[], None]) -> None:
@@ -88,7 +89,6 @@ class Recorder:
         self.is_open = False
         self.n_events = 0
         self.ooms: list[tuple[int, str]] = []
-        self.missed: set[str] = set()
         self.began_ns = 0
         self._places, self._sample, self._learn = places, sample, learn
         self.bands = Bands(self.step)
@@ -98,16 +98,22 @@ class Recorder:
         self._steps: list[_Step] = []
         self._dead: list[Entry] = []
         self._resized: list[Entry] = []
+        self._remade: list[Entry] = []
         self._wrapped: list[int] = []
         # marks are numbered from the last reading on: small numbers are ready-made
         self._first = 0
         self._thread = get_ident()
         self._live = allocator.live_counter()
-        self._mark: Callable[[int], None] | None = None
+        self._session = EventSession()
         self._sizes = BlockSizes()
         self._host_base = self._host_last = self._last_ns = 0
         self._tolerated = 0
         self._stop_announcing: Callable[[], None] | None = None
+
+    @property
+    def missed(self) -> set[str]:
+        """Why temporaries of some operations were not seen."""
+        return self._session.missed
 
     # --- from the beginning to the end
 
@@ -116,7 +122,8 @@ class Recorder:
         self._sizes.keep_all()
         self._stop_announcing = announce(self._make_way)
         the_trace.sessions.guests.append(self._make_way)
-        self._begin_session()
+        self._session.begin()
+        tell(self.resized)
 
     def know(self, storage: UntypedStorage, category: int) -> None:
         """Note a storage that was there before the start, and what it counts as."""
@@ -147,16 +154,15 @@ class Recorder:
         """Tell what is still to be told, and leave torch as it was."""
         if self.is_open:
             self._look([])
-            self._read_last()
+            self._tell(self._session.end())
             self.is_open = False
             number, at_ns = next(self._numbers), self._elapsed_ns()
             for entry in list(self._entries.values()):
                 entry.account.tell(entry, FOREVER)
             for account in self.accounts.values():
                 account.look(end_of(number), at_ns, is_last=True)
-        elif self._mark is not None:
-            allocations.end()
-        self._mark = None
+        self._session.end()
+        tell_no_more(self.resized)
         self.bands.close()
         if self._stop_announcing is not None:
             self._stop_announcing()
@@ -170,9 +176,7 @@ class Recorder:
     def abandon(self) -> None:
         """Take no more notes, at the end of the interpreter and in a forked child."""
         self.is_open = False
-        if self._mark is not None:
-            self._mark = None
-            allocations.end()
+        self._session.end()
 
     # --- told by the mode
 
@@ -216,14 +220,14 @@ class Recorder:
             if before is not None:
                 if kind != RESIZES or before.asked_bytes == storage.nbytes():
                     continue
-                # one life ends, another begins
-                self._forget(before)
-                self._resized.append(before)
+                self._end_life(before)
             if place < 0:
                 place = self._places.of(caller)
             entry = self._enter(storage, place, self.bands.current(), kind)
             if entry is not None:
                 made.append(entry)
+                if before is not None:
+                    entry.category = before.category
                 if kind == COPIES and self._is_input(args):
                     entry.is_input = True
         # The allocator has more than is known: compiled code, or another thread, has made it, and
@@ -232,6 +236,24 @@ class Recorder:
             made += self._adopted(args)
         if made:
             self._look(made)
+
+    def resized(self, storage: UntypedStorage, n_bytes: int) -> None:
+        """A storage is about to have another size, by no operation: `storage.resize_()`."""
+        before = self._entries.get(key_of(storage))
+        if not self.is_open or (before is not None and before.asked_bytes == n_bytes):
+            return
+        if before is not None:
+            self._end_life(before)
+        place = self._places.of(sys._getframe(1))
+        entry = self._enter(storage, place, self.bands.current(), RESIZES, n_bytes)
+        if entry is not None:
+            entry.category = UNKNOWN if before is None else before.category
+            self._remade.append(entry)
+
+    def _end_life(self, entry: Entry) -> None:
+        """End the life that a storage had with a size; it goes on with another."""
+        self._forget(entry)
+        self._resized.append(entry)
 
     def _adopted(self, args: tuple[Any, ...]) -> list[Entry]:
         made = []
@@ -248,9 +270,12 @@ class Recorder:
         entries = (self._entries.get(key_of(storage)) for storage in storages_in(args))
         return any(entry is not None and entry.is_input for entry in entries)
 
-    def _enter(self, storage: UntypedStorage, place: int, scope: int, kind: int) -> Entry | None:
+    def _enter(
+        self, storage: UntypedStorage, place: int, scope: int, kind: int, n_bytes: int = -1
+    ) -> Entry | None:
         """Note a storage; None for one that takes nothing."""
-        n_bytes = storage.nbytes()
+        if n_bytes < 0:
+            n_bytes = storage.nbytes()
         device = storage.device
         if not n_bytes or device.type == "meta":
             return None
@@ -303,13 +328,16 @@ class Recorder:
             resized, self._resized = self._resized, []
             for entry in resized:
                 entry.account.tell(entry, peak_of(number))
+        if self._remade:
+            made, self._remade = made + self._remade, []
         wrapped = self._wrapped
         if wrapped:
             self._wrapped = []
         self._steps.append((number, self._live.value, at_ns, made, dead, wrapped))
         is_ours = get_ident() == self._thread
-        if self._mark is not None and is_ours:
-            self._mark(number - self._first)
+        mark = self._session.mark
+        if mark is not None and is_ours:
+            mark(number - self._first)
         if len(self.accounts) > 1:
             for account in {id(entry.account): entry.account for entry in made}.values():
                 account.look(end_of(number), at_ns)
@@ -323,25 +351,9 @@ class Recorder:
 
     def read(self) -> None:
         """Tell the columns what has happened up to now."""
-        changes = None
-        if self._mark is not None:
-            # it makes thousands of objects, which are gone at once
-            with collector_paused():
-                changes = allocations.turn()
-            if changes is None:
-                self._mark = None
-                self.missed.add("its session was ended by another profiler")
-        self._tell(None if changes is None else changes.cpu)
-        self._sizes.keep_needed(True, self._mark is not None)
-        if self._mark is None:
-            self._begin_session()
-
-    def _read_last(self) -> None:
-        changes = None
-        if self._mark is not None:
-            self._mark = None
-            changes = allocations.end()
-        self._tell(None if changes is None else changes.cpu)
+        self._tell(self._session.read())
+        self._sizes.keep_needed(True, self._session.mark is not None)
+        self._session.begin()
 
     def _tell(self, events: list[int] | None) -> None:
         steps, self._steps = self._steps, []
@@ -384,18 +396,9 @@ class Recorder:
         if steps:
             self._first = steps[-1][0] + 1
 
-    # --- the session of the thread
-
-    def _begin_session(self) -> None:
-        if allocations.is_profiling():
-            self.missed.add("another profiler had its thread")
-            return
-        allocations.begin()
-        self._mark = allocations.marker()
-
     def _make_way(self) -> None:
         """Another profiler is about to begin on this thread."""
-        if self._mark is not None and get_ident() == self._thread:
+        if self._session.mark is not None and get_ident() == self._thread:
             self._look([])
-            self._read_last()
-            self.missed.add("another profiler had its thread")
+            self._tell(self._session.end())
+            self._session.missed.add("another profiler had its thread")

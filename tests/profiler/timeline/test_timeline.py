@@ -96,6 +96,22 @@ def test_a_storage_that_is_resized_ends_one_life_and_begins_another():
     del x, y
 
 
+def test_a_storage_that_no_operation_resizes_is_followed_and_stays_what_it_is():
+    """As sharded models do it: the storage of a parameter is empty while nobody uses it."""
+    model = nn.Linear(64, 64, bias=False)
+    storage = model.weight.untyped_storage()
+    with Timeline() as timeline:
+        storage.resize_(0)
+        torch.ones(1)
+        storage.resize_(16 * KIB)
+        torch.ones(1)
+    parameters = timeline.report.devices[0].by_category["parameters"]
+    assert parameters[0] == parameters[-1] == 16 * KIB
+    assert 0 in parameters
+    assert timeline.report.notes == ()
+    check_sums(timeline.report)
+
+
 def test_memory_of_numpy_is_told_apart():
     numpy = pytest.importorskip("numpy")
     with Timeline() as timeline:
