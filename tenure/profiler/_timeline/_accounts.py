@@ -122,6 +122,9 @@ class Account:
         """Put the life of a storage down; with no end it is alive when the recording ends."""
         if entry.is_foreign or entry.begin >= end:
             return
+        # All moments before the end are told: most lives are over before one of them is kept.
+        if end != FOREVER and (not self.series.moments or self.series.moments[-1] < entry.begin):
+            return
         category = told_by_life(
             entry.category,
             came_in_backward=entry.in_backward,

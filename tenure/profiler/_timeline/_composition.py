@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -174,6 +175,12 @@ def _rows_at(
     if level > known:
         rows.append(PeakRow(UNEXPLAINED, "", (), level - known, 0))
     rows.sort(key=lambda row: -row.n_bytes)
+    # as `_cut` does it
+    excess = known - level
+    for i, row in enumerate(rows):
+        taken = min(row.n_bytes, max(0, excess))
+        rows[i] = replace(row, n_bytes=row.n_bytes - taken)
+        excess -= taken
     rest = rows[_MOST_ROWS:]
     if rest:
         n_bytes, n = sum(row.n_bytes for row in rest), sum(row.n_storages for row in rest)

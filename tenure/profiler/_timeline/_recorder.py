@@ -97,7 +97,6 @@ class Recorder:
         self._numbers = itertools.count()
         self._steps: list[_Step] = []
         self._dead: list[Entry] = []
-        self._resized: list[Entry] = []
         self._remade: list[Entry] = []
         self._wrapped: list[int] = []
         # marks are numbered from the last reading on: small numbers are ready-made
@@ -157,10 +156,10 @@ class Recorder:
             self._tell(self._session.end())
             self.is_open = False
             number, at_ns = next(self._numbers), self._elapsed_ns()
-            for entry in list(self._entries.values()):
-                entry.account.tell(entry, FOREVER)
             for account in self.accounts.values():
                 account.look(end_of(number), at_ns, is_last=True)
+            for entry in list(self._entries.values()):
+                entry.account.tell(entry, FOREVER)
         self._session.end()
         tell_no_more(self.resized)
         self.bands.close()
@@ -253,7 +252,7 @@ class Recorder:
     def _end_life(self, entry: Entry) -> None:
         """End the life that a storage had with a size; it goes on with another."""
         self._forget(entry)
-        self._resized.append(entry)
+        self._dead.append(entry)
 
     def _adopted(self, args: tuple[Any, ...]) -> list[Entry]:
         made = []
@@ -324,10 +323,6 @@ class Recorder:
         at_ns = time.perf_counter_ns() - self.began_ns
         # Taken before the step is put down: what dies from here on belongs to the next one.
         dead, self._dead = self._dead, []
-        if self._resized:
-            resized, self._resized = self._resized, []
-            for entry in resized:
-                entry.account.tell(entry, peak_of(number))
         if self._remade:
             made, self._remade = made + self._remade, []
         wrapped = self._wrapped

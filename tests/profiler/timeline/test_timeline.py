@@ -92,6 +92,7 @@ def test_a_storage_that_is_resized_ends_one_life_and_begins_another():
         x.resize_(500 * KIB)
         y = torch.ones(1)
     assert at_peak(timeline.report, "other tensors") >= 500 * KIB
+    assert timeline.report.notes == ()
     check_sums(timeline.report)
     del x, y
 
