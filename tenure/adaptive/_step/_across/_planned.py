@@ -106,8 +106,10 @@ class PlannedRanks:
         # ranks that are parallel over tensors have the same samples
         n_copies = self._call.group.size // self._shards.n_averaged
         totals = dict(zip(numbers, tally.weights, strict=False))
+        # the mean over what all weighs nothing has no value; as on one rank samples stand in
+        by_samples = parts.n_samples / tally.n_samples
         self._shares = {
-            name: 1 / n_copies if spec.loss == "sum" else mine / (totals[name] or float("nan"))
+            name: 1 / n_copies if spec.loss == "sum" else _share(mine, totals[name], by_samples)
             for name, mine in numbers.items()
         }
         if self._per_rank:
@@ -214,10 +216,10 @@ class PlannedRanks:
         with without_functions():
             extra = 0.0 if parts.added is None else float(parts.added)
             terms = [
-                float(term) * share
+                _weighed(float(term), share)
                 for term, share in zip(outcome.terms.values(), shares, strict=True)
             ]
-            whole = sum(terms) if others else (float(outcome.loss) - extra) * shared
+            whole = sum(terms) if others else _weighed(float(outcome.loss) - extra, shared)
             # values in the room for weights: what a vote sums up is what is wanted of them
             summed = weights_of(terms, "The function of step() returned")
             tally = self._call.vote(Ballot(self._mark, weight=whole, weights=summed))
@@ -247,6 +249,15 @@ def _is_of_an_exchange(error: BaseException) -> TypeGuard[Exception]:
         return False
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__")).startswith("torch.distributed")
+
+
+def _share(mine: float, of_all: float, by_samples: float) -> float:
+    return mine / of_all if of_all else by_samples
+
+
+def _weighed(value: float, share: float) -> float:
+    # the mean of nothing is nan, which zero times it would stay
+    return value * share if share else 0.0
 
 
 _ROUNDING = 1e-12

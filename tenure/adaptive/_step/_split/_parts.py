@@ -241,12 +241,41 @@ class StepParts:
         if self.spec.batchnorm == "refuse":
             refuse_coupled(coupled_modules(roots), self.n_samples, size)
 
-    def send_back(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        """Run one chunk backward from some of its tensors, each with the gradient it gets."""
+    def send_back(
+        self,
+        tensors: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        weightless: Sequence[Tensor] = (),
+    ) -> None:
+        """Run one chunk backward from some of its tensors.
+
+        Args:
+            tensors: the tensors.
+            gradients: the gradient that each gets.
+            weightless: those that have no weight; they run where other ranks wait for that.
+
+        """
         # an output that the loss does not use gets none
         pairs = [(t, g) for t, g in zip(tensors, gradients, strict=True) if g is not None]
-        self.backward.run([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+        roots, seeds = [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
+        waiting = weightless if self.spec.is_planned else ()
+        self.check_ran(self.backward.run(roots, seeds, weightless=waiting))
         self.inputs.collect()
+
+    def check_ran(self, has_run: bool) -> None:
+        """Make sure that a backward pass has run where other ranks wait in theirs.
+
+        Raises:
+            AdaptiveUsageError: it has not.
+        """
+        if self.spec.is_planned and not has_run:
+            raise AdaptiveUsageError(
+                f"The function of {self.spec.entry}() returned a loss that does not require grad, "
+                "and its modules are sharded, so that other ranks may wait for this one in their "
+                "backward pass: they get an error when this process ends. Call it with gradients "
+                "enabled, and let the function return what its modules computed, whatever the "
+                "samples are; where nothing counts, let weight= return 0."
+            )
 
     def scale(self, factor: Tensor) -> None:
         """Multiply all gradients of the attempt so far."""

@@ -111,22 +111,30 @@ class StepRun:
         if inputs.has_graph:
             parts.gradients.hold_hooks(inputs.leaves)
         loss, terms = self._whole_loss()
-        trained = loss if parts.factors is None else self._with_factors(terms)
-        if parts.spec.once is not None:
-            extra = parts.once()
+        extra = None if parts.spec.once is None else parts.once()
+        if extra is not None:
             loss = loss + extra
-            trained = loss if parts.factors is None else trained + extra * parts.share_of_once
-        backward.run([backward.scaled(trained)], [None])
-        inputs.collect()
+        if parts.factors is None:
+            parts.check_ran(backward.run([backward.scaled(loss)], [None]))
+            inputs.collect()
+        else:
+            self._send_back_weighed(terms, extra)
         detached = {name: value.detach() for name, value in terms.items()}
         return StepOutcome(loss.detach(), detached, (parts.n_samples,))
 
-    def _with_factors(self, terms: dict[str, Tensor]) -> Tensor:
-        """The sum of terms, each times its factor."""
-        factors = {name: self._parts.factor_of(name) for name in terms}
-        # a term of no weight is left out: it may be nan, which zero does not undo
-        weighed = [terms[name] * factor for name, factor in factors.items() if factor]
-        return sum(weighed[1:], weighed[0]) if weighed else torch.zeros(())
+    def _send_back_weighed(self, terms: dict[str, Tensor], extra: Tensor | None) -> None:
+        """Run terms backward, each times its factor, and what is added once."""
+        parts = self._parts
+        weighed = [(value, parts.factor_of(name)) for name, value in terms.items()]
+        # a term of no weight may be nan, which zero does not undo
+        weightless = [value for value, factor in weighed if not factor]
+        counted = [(value, factor) for value, factor in weighed if factor]
+        if extra is not None:
+            counted.append((extra, parts.share_of_once))
+        with without_functions():
+            seeds = [torch.full_like(value, factor) for value, factor in counted]
+        scaled = [parts.backward.scaled(seed) for seed in seeds]
+        parts.send_back([value for value, _ in counted], scaled, weightless)
 
     def _whole_loss(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the function on the batch; the loss, and its terms."""
