@@ -111,16 +111,33 @@ class StepRun:
         if inputs.has_graph:
             parts.gradients.hold_hooks(inputs.leaves)
         loss, terms = self._whole_loss()
-        extra = None if parts.spec.once is None else parts.once()
+        # of sharded modules it gets another weight than the loss
+        is_apart = parts.spec.is_planned
+        extra = None if parts.spec.once is None or is_apart else parts.once()
         if extra is not None:
             loss = loss + extra
         if parts.factors is None:
-            parts.check_ran(backward.run([backward.scaled(loss)], [None]))
-            inputs.collect()
+            parts.run_back([backward.scaled(loss)], [None])
         else:
             self._send_back_weighed(terms, extra)
+        loss = self._add_once(loss.detach()) if is_apart else loss.detach()
         detached = {name: value.detach() for name, value in terms.items()}
-        return StepOutcome(loss.detach(), detached, (parts.n_samples,))
+        return StepOutcome(loss, detached, (parts.n_samples,))
+
+    def _add_once(self, loss: Tensor) -> Tensor:
+        """Run what is added once.
+
+        Last, so that its graph is never there beside that of a chunk.
+        """
+        parts = self._parts
+        if parts.spec.once is None:
+            return loss
+        with parts.around_once():
+            extra = parts.once()
+            # not a factor of 1, which would be another node in the graph
+            trained = extra if parts.share_of_once == 1 else extra * parts.share_of_once
+            parts.backward.run([parts.backward.scaled(trained)], [None])
+        return loss + extra.detach()
 
     def _send_back_weighed(self, terms: dict[str, Tensor], extra: Tensor | None) -> None:
         """Run terms backward, each times its factor, and what is added once."""
@@ -163,14 +180,7 @@ class StepRun:
         chunks = self._chunks(size)
         kind = OutputsPass if callable(parts.spec.loss) else TermsPass
         loss, terms = kind(parts, chunks).run()
-        if parts.spec.once is not None:
-            # last, so that its graph is never there beside that of a chunk
-            extra = parts.once()
-            # not a factor of 1, which would be another node in the graph
-            trained = extra if parts.share_of_once == 1 else extra * parts.share_of_once
-            parts.backward.run([parts.backward.scaled(trained)], [None])
-            loss = loss + extra.detach()
-        return StepOutcome(loss, terms, tuple(length for _, length in chunks))
+        return StepOutcome(self._add_once(loss), terms, tuple(length for _, length in chunks))
 
     def _chunks(self, size: int) -> list[Chunk]:
         """How the batch is split; one sample alone at the end gets a partner.
