@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -54,7 +54,7 @@ def taking_part(
     if not has_other_ranks():
         yield None
         return
-    modules, wrong = _modules_of(spec)
+    modules, wrong, unordered = _found_by(spec)
     replicas = [module for module in modules if isinstance(module, Replicated)]
     shared = [replica for replica in replicas if has_other_replicas(replica)]
     sharding = Shards(modules)
@@ -73,6 +73,12 @@ def taking_part(
     with RankCall(ranks, name, _AS_BEFORE) as call:
         if wrong is not None:
             raise wrong
+        if unordered and (group is not None or len(shared) > 1):
+            raise AdaptiveUsageError(
+                f"{spec.entry}() found modules or tensors in a set, {unordered[0]}, whose order is "
+                "another in each process, so that ranks would add up gradients of different "
+                "parameters. Nothing was changed. Keep them in a list or a dict."
+            )
         # all ranks talk here, which they would in a forward pass that not all may come to
         if torch.is_grad_enabled():
             for replica in shared:
@@ -104,8 +110,21 @@ def _planned(
         yield PlannedRanks(call, spec, shards, per_rank=per_rank)
 
 
-def _modules_of(spec: StepSpec) -> tuple[list[nn.Module], AdaptiveUsageError | None]:
-    """All that the step is known to run, and the error of what is no module."""
+class _Found(NamedTuple):
+    """What a step is known to run.
+
+    Attributes:
+        modules: all modules.
+        wrong: the error where ``model=`` is none.
+        unordered: sets in which they are, by name.
+    """
+
+    modules: list[nn.Module]
+    wrong: AdaptiveUsageError | None
+    unordered: list[str]
+
+
+def _found_by(spec: StepSpec) -> _Found:
     functions = spec.fn, spec.loss, spec.then, spec.once
     found = Reachable(*(function for function in functions if callable(function)))
     given, wrong = {}, None
@@ -114,7 +133,9 @@ def _modules_of(spec: StepSpec) -> tuple[list[nn.Module], AdaptiveUsageError | N
     # other ranks are to be told first, and it is the function that leads to them
     except AdaptiveUsageError as error:
         wrong = error
-    return modules_below([*given.values(), *found.modules.values()]), wrong
+    named = ["model="] if len(given) > 1 and isinstance(spec.model, set | frozenset) else []
+    modules = modules_below([*given.values(), *found.modules.values()])
+    return _Found(modules, wrong, found.unordered + named)
 
 
 def _refuse_modules(
