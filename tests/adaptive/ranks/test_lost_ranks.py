@@ -125,7 +125,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others(when):
     assert dead is None
     for (name, text, _), is_clean in others:
         assert name == "RemoteRankError"
-        assert "One of 3 ranks has died, or did not come" in text
+        assert "Of 3 ranks rank 2 (process " in text
         assert is_clean
 
 

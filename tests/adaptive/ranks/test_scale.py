@@ -9,9 +9,25 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tenure.adaptive import memory_budget, reset, step
-from tenure.adaptive._ranks import rank_group
+from tenure.adaptive._ranks import _group, rank_group
+from tenure.adaptive._ranks._group import Traffic
 
 from ..step.step_cases import small_net
+
+
+class AsIfAllVotedTheSame:
+    """Votes of a group whose ranks are not there."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def allreduce(self, tensors, options):
+        for tensor in tensors:
+            tensor.mul_(self.n if options.reduceOp == dist.ReduceOp.SUM else 1)
+        return self
+
+    def wait(self):
+        pass
 
 
 @pytest.fixture(params=[8, 4096])
@@ -25,7 +41,10 @@ def world(request):
             tensor.mul_(n)
 
     dist.init_process_group("fake", rank=0, world_size=n, store=FakeStore())
-    with patch.object(dist, "all_reduce", as_if_all_said_the_same):
+    with (
+        patch.object(dist, "all_reduce", as_if_all_said_the_same),
+        patch.object(_group, "_traffic_of", lambda _: Traffic(AsIfAllVotedTheSame(n))),
+    ):
         yield n
     dist.destroy_process_group()
 

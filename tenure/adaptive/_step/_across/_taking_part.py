@@ -26,6 +26,7 @@ from ..._ranks import (
     is_first_fsdp,
     is_sharded,
     rank_group,
+    without_collectives,
 )
 from ..._reachable import Reachable, modules_given
 from ..._undo import modules_below
@@ -34,6 +35,10 @@ from ._planned import PlannedRanks
 from ._step_ranks import StepRanks
 
 _AS_BEFORE = "Nothing was delivered on any rank: gradients, buffers and random state are as before."
+_AFTERWARDS = (
+    "Call it before step(), with the batch, or after, with what the function returned beside its "
+    "loss: has_aux=True"
+)
 
 
 @contextmanager
@@ -75,7 +80,8 @@ def taking_part(
         _refuse_modules(spec.entry, modules, shared, named)
         if not per_rank:
             _refuse_functions_of_a_batch(spec)
-        yield StepRanks(call, spec, shared, per_rank=per_rank, takes_all=group is not None)
+        with without_collectives(spec.entry, short_name_of(spec.fn), _AFTERWARDS):
+            yield StepRanks(call, spec, shared, per_rank=per_rank, takes_all=group is not None)
 
 
 @contextmanager
@@ -83,7 +89,7 @@ def _planned(
     spec: StepSpec, group: Any, shards: Shards, *, per_rank: bool
 ) -> Iterator[PlannedRanks]:
     named = torch.distributed.group.WORLD if group is None else group
-    ranks = rank_group(spec.entry, named, is_apart=True)
+    ranks = rank_group(spec.entry, named)
     # a mesh has more than one, and is a part of the group
     assert ranks is not None
     with RankCall(ranks, f"{spec.entry}({short_name_of(spec.fn)!r})", _AS_BEFORE) as call:
