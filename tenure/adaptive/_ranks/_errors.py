@@ -62,16 +62,19 @@ def lost_rank_error(
     if ended:
         has = "has" if len(ended) == 1 else "have"
         names = listed([*ended.values()], most=4)
-        what = f"Of {n_ranks} ranks {names} {has} ended while others wait for it ({told})."
+        what = (
+            f"Of {n_ranks} ranks {names} {has} ended while others wait for it ({told}). The call "
+            "gives this rank nothing, and the group can't be used any more."
+        )
     else:
         what = (
             f"One of {n_ranks} ranks has died, or did not come to the call of tenure.adaptive that "
-            f"the others are in, within the timeout of the process group ({told})."
+            f"the others are in, within the timeout of the process group ({told}). The call gives "
+            "this rank nothing; the next one connects all again, if all are still there."
         )
     return RemoteRankError(
-        f"{what} The call gives this rank nothing, and the group can't be used any more. Look for "
-        "the first error among all ranks, and let every rank make the same calls; a rank without "
-        "samples calls step(fn, None).",
+        f"{what} Look for the first error among all ranks, and let every rank make the same calls; "
+        "a rank without samples calls step(fn, None).",
         next(iter(ended)) if len(ended) == 1 else None,
         told,
     )

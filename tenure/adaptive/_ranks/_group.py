@@ -22,6 +22,7 @@ from tenure._errors import AdaptiveUsageError, RemoteRankError
 from tenure._torch.exchange import timeout_of, told_of_collectives
 from tenure._torch.quiet import aside
 
+from ._doubling import combine
 from ._errors import lost_rank_error
 from ._members import Member, ended_ranks, member_of, own_member
 
@@ -45,13 +46,17 @@ class Traffic:
         votes: a group of the same ranks for what they say; None once one of them was lost.
         members: the process of each rank.
         store: where ranks say that they have lost one.
+        n_made: how many groups were made for votes.
+        has_ended: whether a rank has ended, and will never come again.
         n_collectives: how many collectives were begun.
         n_bytes: the bytes of their tensors on this rank.
     """
 
-    votes: Any
+    votes: Any = None
     members: tuple[Member, ...] = ()
     store: Any = None
+    n_made: int = 0
+    has_ended: bool = False
     n_collectives: int = 0
     n_bytes: int = 0
 
@@ -112,13 +117,9 @@ class RankGroup:
         return [json.loads(bytes(each.tolist())) for each in texts]
 
     def _vote(self, tensor: Tensor, smallest: bool) -> None:
-        distributed: Any = torch.distributed
-        options = distributed.AllreduceOptions()
-        options.reduceOp = distributed.ReduceOp.MIN if smallest else distributed.ReduceOp.SUM
-        if self.patience_s is not None:
-            # the last that is said: who has not come by then can't be reached
-            options.timeout = timedelta(seconds=self.patience_s)
-        self._votes().allreduce([tensor], options).wait()
+        # with patience it is the last that is said: who has not come by then can't be reached
+        patience = None if self.patience_s is None else timedelta(seconds=self.patience_s)
+        combine(self._votes(), tensor, torch.minimum if smallest else torch.add, patience)
 
     def _gathered(self, tensor: Tensor) -> list[Tensor]:
         found = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -151,6 +152,7 @@ class RankGroup:
         ended = ended_ranks(traffic.members)
         if len(ended) > 1:
             ended = self._lost_first(ended)
+        traffic.has_ended = traffic.has_ended or bool(ended)
         return lost_rank_error(error, self.size, ended)
 
     def _lost_first(self, ended: dict[int, str]) -> dict[int, str]:
@@ -189,21 +191,23 @@ def rank_group(entry: str, group: Any) -> RankGroup | None:
         )
     if distributed.get_world_size(group) < 2:
         return None
-    if group not in _known:
+    traffic = _known.setdefault(group, Traffic())
+    # a rank that was late comes here, too, once it has seen that others did not wait
+    if traffic.votes is None and not traffic.has_ended:
         if not distributed.is_gloo_available():
             raise AdaptiveUsageError(
                 f"{entry}() has to ask other ranks, which it does through gloo, and torch "
                 f"{torch.__version__} was built without. Install one that has it."
             )
         try:
-            _known[group] = _traffic_of(group)
+            _connect(group, traffic)
         except Exception as error:
             n_ranks = distributed.get_world_size(group)
             raise lost_rank_error(error, n_ranks) from error
-    return RankGroup(group, _known[group])
+    return RankGroup(group, traffic)
 
 
-def _traffic_of(group: Any) -> Traffic:
+def _connect(group: Any, traffic: Traffic) -> None:
     """Connect to the other ranks, which do so, too.
 
     By hand and not by ``new_group``, to which all processes of the program would have to come,
@@ -211,9 +215,10 @@ def _traffic_of(group: Any) -> Traffic:
     """
     distributed: Any = torch.distributed
     rank, n_ranks = distributed.get_rank(group), distributed.get_world_size(group)
-    # each group has a part of the store to itself
-    store = distributed.PrefixStore("tenure", group.get_group_store())
+    # each group has a part of the store to itself, and what is made anew one of its own
+    store = distributed.PrefixStore(f"tenure {traffic.n_made}", group.get_group_store())
     store.set(f"member {rank}", own_member())
-    votes = distributed.ProcessGroupGloo(store, rank, n_ranks, timeout_of(group))
+    traffic.votes = distributed.ProcessGroupGloo(store, rank, n_ranks, timeout_of(group))
     told = store.multi_get([f"member {each}" for each in range(n_ranks)])
-    return Traffic(votes, tuple(map(member_of, told)), store)
+    traffic.members, traffic.store = tuple(map(member_of, told)), store
+    traffic.n_made += 1

@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 import psutil
 
-# a connection is closed some milliseconds before its process is gone
-_GRACE_S = 1.0
+# a process closes its connections before it is gone: a killed one by milliseconds, one that ends
+# by itself by what Python and torch take to end
+_GRACE_S = 5.0
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _PIDS = Path("/proc/self/ns/pid")
 
