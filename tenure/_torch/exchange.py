@@ -39,7 +39,8 @@ def timeout_of(group: Any) -> timedelta:
         getattr(group._get_backend(each), "options", None) for each in group._device_types
     ]
     named = [each._timeout for each in options if hasattr(each, "_timeout")]
-    default: timedelta = torch.distributed.constants.default_pg_timeout
+    distributed: Any = torch.distributed
+    default: timedelta = distributed.constants.default_pg_timeout
     return max(named, default=default)
 
 
