@@ -7,6 +7,7 @@ that all have that of the whole batch of all ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
@@ -155,7 +156,7 @@ class StepRanks:
         self._refuse_unknown()
         exchange = Exchange(group, parts.gradients, self._exchanged, self._brought())
         weight = self._own_weight(outcome)
-        values = Values(parts, outcome, is_nothing=not weight)
+        values = Values(parts, outcome)
         has_data = int(outcome is not None)
         tally = self._vote(
             Ballot(
@@ -168,7 +169,7 @@ class StepRanks:
             )
         )
         self.n_samples = tally.n_samples
-        share = self._share(weight, has_data, tally)
+        share = self._share(weight, tally)
         if tally.n_with_data:
             exchange.run(share, self._own_factors(share), tally, has_data=bool(has_data))
         else:
@@ -280,11 +281,19 @@ class StepRanks:
                 "means, and give what each divides by, from labels alone, as weight=."
             )
         if parts.counts:
-            (count,) = parts.counts.values()
-            return float(count)
+            (number,) = parts.counts.values()
+            count = float(number)
+            # one process divides by it, and gets 0 or nan; shares of it say nothing to the others
+            if not math.isfinite(count):
+                raise AdaptiveUsageError(
+                    f"The function of step() returned a count of {count} on this rank, by which "
+                    "its share of the loss of all ranks can't be told. Nothing was delivered. "
+                    "Return how many elements the sum has."
+                )
+            return count
         return float(parts.n_samples) if self._weight is None else self._weight
 
-    def _share(self, weight: float, has_data: int, tally: Tally) -> float:
+    def _share(self, weight: float, tally: Tally) -> float:
         """What the gradients of this rank are multiplied by before they are summed up."""
         if self._per_rank:
             return 1 / self._call.group.size
@@ -292,9 +301,8 @@ class StepRanks:
             return 1.0
         if tally.weight:
             return weight / tally.weight
-        # the mean over nothing has no value; what a weight says of it is what it says on one rank
-        by_samples = self._parts.n_samples / tally.n_samples if tally.n_samples else 0.0
-        return by_samples if self._weight is not None or not has_data else float("nan")
+        # the mean over nothing has no value: what stands there on one rank, stands there on all
+        return self._parts.n_samples / tally.n_samples
 
     def _own_factors(self, share: float) -> Mapping[int, float]:
         """What gradients are multiplied by that are not exchanged; that of 0 is for all others."""

@@ -26,6 +26,7 @@ from ..._ranks import (
     is_first_fsdp,
     is_sharded,
     rank_group,
+    without_collectives,
 )
 from ..._reachable import Reachable, modules_given
 from ..._undo import modules_below
@@ -35,6 +36,10 @@ from ._sharded import refuse_group
 from ._step_ranks import StepRanks
 
 _AS_BEFORE = "Nothing was delivered on any rank: gradients, buffers and random state are as before."
+_AFTERWARDS = (
+    "Call it before step(), with the batch, or after, with what the function returned beside its "
+    "loss: has_aux=True"
+)
 
 
 @contextmanager
@@ -86,18 +91,17 @@ def taking_part(
         _refuse_modules(spec.entry, modules, shared, named)
         if not per_rank:
             _refuse_functions_of_a_batch(spec)
-        yield StepRanks(call, spec, shared, per_rank=per_rank, takes_all=group is not None)
+        with without_collectives(spec.entry, short_name_of(spec.fn), _AFTERWARDS):
+            yield StepRanks(call, spec, shared, per_rank=per_rank, takes_all=group is not None)
 
 
 @contextmanager
 def _planned(
     spec: StepSpec, group: Any, shards: Shards, wrong: Exception | None, *, per_rank: bool
 ) -> Iterator[PlannedRanks]:
-    world: Any = torch.distributed.group.WORLD
-    named = world if group is None else group
+    named: Any = torch.distributed.group.WORLD if group is None else group
     refuse_group(spec.entry, named, shards)
-    # modules may talk in that of all ranks; one of some is known to be none of theirs
-    ranks = rank_group(spec.entry, named, is_apart=named is world)
+    ranks = rank_group(spec.entry, named)
     # a mesh has more than one, and they are the group
     assert ranks is not None
     # or gradients would be those of parameters that are whole, which nobody trains
