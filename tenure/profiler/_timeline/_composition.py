@@ -177,9 +177,9 @@ def _rows_at(
     rows.sort(key=lambda row: -row.n_bytes)
     # as `_cut` does it
     excess = known - level
-    for i, row in enumerate(rows):
-        taken = min(row.n_bytes, max(0, excess))
-        rows[i] = replace(row, n_bytes=row.n_bytes - taken)
+    for i, each in enumerate(rows):
+        taken = min(each.n_bytes, max(0, excess))
+        rows[i] = replace(each, n_bytes=each.n_bytes - taken)
         excess -= taken
     rest = rows[_MOST_ROWS:]
     if rest:
