@@ -127,6 +127,14 @@ class Site:
         line = None if self._instruction < 0 else position_of(self._code, self._instruction)[0]
         return line or self._code.co_firstlineno
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Site):
+            return NotImplemented
+        return self._code is other._code and self._instruction == other._instruction
+
+    def __hash__(self) -> int:
+        return hash((id(self._code), self._instruction))
+
     def __str__(self) -> str:
         return f"{_shorten(self._code.co_filename)}:{self.line}"
 

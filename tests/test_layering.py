@@ -69,7 +69,8 @@ _PACKAGES = {
         "_verify",
     ),
     ("integrations",): ("_lightning", "_transformers"),
-    ("profiler",): ("_trace", "_lines", "_owners", "_reports", "_courtesy"),
+    ("profiler",): ("_trace", "_lines", "_owners", "_reports", "_courtesy", "_timeline"),
+    ("profiler", "_timeline"): ("_export",),
     ("paging",): (
         "_model",
         "_host",

@@ -42,7 +42,14 @@ _length = bound("torch._C._len_torch_function_stack", _SCOPES)
 _at = bound("torch._C._get_function_stack_at", _SCOPES)
 _n_dispatch = bound("torch._C._len_torch_dispatch_stack", _COUNTING)
 _dispatch_at = bound("torch._C._get_dispatch_stack_at", _COUNTING)
+_pop_dispatch = bound("torch.utils._python_dispatch._pop_mode", "tenure.profiler.Timeline")
+_push_dispatch = bound("torch.utils._python_dispatch._push_mode", "tenure.profiler.Timeline")
 _OPERATOR = type(torch.ops.aten.add.Tensor)
+
+
+def has_function_modes() -> bool:
+    """Whether a function mode stands on the stack of this thread."""
+    return bool(_length())
 
 
 def is_active(mode: object) -> bool:
@@ -80,6 +87,32 @@ def all_modes() -> list[DispatchMode]:
     return [_dispatch_at(i) for i in range(_n_dispatch())]
 
 
+def remove_dispatch(mode: DispatchMode) -> bool:
+    """Take a dispatch mode that was entered off this thread's stack; the others stay in order.
+
+    Returns:
+        False where it does not stand there.
+    """
+    modes = open_modes()
+    if mode not in modes:
+        return False
+    above = modes[modes.index(mode) + 1 :]
+    if not above:
+        mode.__exit__(None, None, None)
+        return True
+    for _ in [*above, mode]:
+        _pop_dispatch()
+    for each in above:
+        _push_dispatch(each)
+    # A mode notes what was so before it was entered, and brings that back. What was so before this
+    # one is now what was so before the next.
+    heir = vars(above[0])
+    for name, flags in vars(mode).items():
+        if name.startswith("old_") and name.endswith("_flags") and heir.get(name):
+            heir[name][-1] = flags[-1]
+    return True
+
+
 def schema_of(func: Any) -> Any:
     """What an operator takes and gives, as a dispatch mode gets it; None of a higher-order one."""
     schema = getattr(func, "_schema", None)
@@ -96,8 +129,10 @@ def works() -> bool:
     remove(lower)
     agreed = is_active(upper) and not is_active(lower)
     remove(upper)
-    mode: Any = DispatchMode()
-    with mode:
-        agreed = agreed and open_modes()[-1] is mode
+    mode, inner = DispatchMode(), DispatchMode()
+    mode.__enter__()
+    with inner:
+        agreed = agreed and open_modes()[-2:] == [mode, inner]
+        agreed = remove_dispatch(mode) and open_modes()[-1] is inner and agreed
     known = schema_of(torch.ops.aten.add.Tensor) is not None
     return agreed and known and not is_active(upper) and mode not in open_modes()

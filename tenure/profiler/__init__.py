@@ -32,3 +32,10 @@ from ._reports import MemReporter as MemReporter
 from ._reports import Snapshot as Snapshot
 from ._reports import SnapshotDiff as SnapshotDiff
 from ._reports import snapshot as snapshot
+from ._timeline import DeviceTimeline as DeviceTimeline
+from ._timeline import HostTimeline as HostTimeline
+from ._timeline import OomMark as OomMark
+from ._timeline import PeakRow as PeakRow
+from ._timeline import ScopeSpan as ScopeSpan
+from ._timeline import Timeline as Timeline
+from ._timeline import TimelineReport as TimelineReport

@@ -94,22 +94,29 @@ from tenure.profiler import (
     CourtesyReport,
     CourtesyWarning,
     DeviceReport,
+    DeviceTimeline,
     Finding,
     GroupReport,
     HolderList,
+    HostTimeline,
     LineProfiler,
     LineRecord,
     MemReport,
     MemReporter,
+    OomMark,
+    PeakRow,
     ProfilerUsageError,
     ProfilerUsageWarning,
     RecordsDisplay,
     SavedRecord,
     SavedReport,
+    ScopeSpan,
     Snapshot,
     SnapshotDiff,
     Stay,
     TensorRow,
+    Timeline,
+    TimelineReport,
     clear_global_line_profiler,
     holders,
     profile,
@@ -328,6 +335,20 @@ def reporting(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     assert_type(report.rows, tuple[TensorRow, ...])
     assert_type(report.to_dict(), dict[str, object])
     assert_type(MemReporter().report_group(), GroupReport)
+
+
+def recording_memory() -> None:
+    with Timeline() as timeline:
+        assert_type(timeline, Timeline)
+    report = timeline.report
+    assert_type(report, TimelineReport)
+    assert_type(report.devices, tuple[DeviceTimeline, ...])
+    assert_type(report.devices[0].by_category, dict[str, tuple[int, ...]])
+    assert_type(report.devices[0].at_peak, tuple[PeakRow, ...])
+    assert_type(report.scopes, tuple[ScopeSpan, ...])
+    assert_type(report.ooms, tuple[OomMark, ...])
+    assert_type(report.host, HostTimeline | None)
+    assert_type(timeline.export("run.json"), Path)
 
 
 def holding(loss: Tensor) -> None:

@@ -4,6 +4,8 @@ from ._census import take_census as take_census
 from ._holders import HolderList as HolderList
 from ._holders import holders as holders
 from ._rows import CATEGORIES as CATEGORIES
+from ._rows import GRADIENTS as GRADIENTS
+from ._rows import OTHERS as OTHERS
 from ._rows import SAVED as SAVED
 from ._rows import StorageEntry as StorageEntry
 from ._rows import TensorRow as TensorRow

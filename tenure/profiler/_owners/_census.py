@@ -51,13 +51,15 @@ _OWN_REFERENCES = 1 + OF_VARIABLE
 
 
 def take_census(
-    models: Iterable[nn.Module] = (), optimizers: Iterable[Optimizer] = ()
+    models: Iterable[nn.Module] = (), optimizers: Iterable[Optimizer] = (), *, named: bool = True
 ) -> tuple[list[StorageEntry], list[TensorRow]]:
     """List every storage, and the tensors that have none (meta, fake).
 
     Args:
         models: modules whose names come without the name of their class.
         optimizers: optimizers whose state is named.
+        named: whether variables are searched for the names of other tensors, which takes most of
+            the time; their categories are known without.
 
     Returns:
         The storages in the order of their owners' categories, and rows of tensors without memory.
@@ -68,7 +70,7 @@ def take_census(
         saved = saved_storages(heap.nodes)[0]
         names = Names(list(models), heap.modules, [*optimizers, *heap.optimizers], heap.kept)
         handles = _handles_of(heap)
-        calls = _Calls(names, _search(handles, names))
+        calls = _Calls(names, _search(handles, names) if named else {})
         storages = Storages(_homes(kept.named for kept in heap.kept))
         hollow = _enter_handles(storages, handles, calls)
         _enter_saved(storages, saved)
