@@ -44,7 +44,9 @@ def compose(account: Account, places: Places, bands: Bands) -> Composed:
     whole = [0] * len(levels)
     for life, (begin, end) in zip(lives, spans, strict=True):
         _add(whole, begin, end, life.n_bytes)
-    excess = max(0, *(known - level for known, level in zip(accumulate(whole), levels, strict=True)))
+    excess = max(
+        0, *(known - level for known, level in zip(accumulate(whole), levels, strict=True))
+    )
 
     def divided(key: Callable[[Life], str], most: int | None) -> dict[str, tuple[int, ...]]:
         return _divided(lives, spans, key, levels, peak, most)
@@ -56,6 +58,7 @@ def compose(account: Account, places: Places, bands: Bands) -> Composed:
         str(account.device),
         times_s,
         tuple(levels),
+        account.began_bytes,
         levels[peak],
         times_s[peak],
         {name: by_category[name] for name in order},

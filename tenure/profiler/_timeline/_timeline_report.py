@@ -51,6 +51,7 @@ class DeviceTimeline:
         device: the device.
         times_s: seconds since the recording began, increasing.
         live_bytes: the most that was in use in the interval around each time.
+        began_bytes: what was in use when the recording began, as far as tensors show it.
         peak_bytes: the most of all.
         peak_at_s: when that was.
         by_category: the bytes of each category at these times.
@@ -62,6 +63,7 @@ class DeviceTimeline:
     device: str
     times_s: tuple[float, ...]
     live_bytes: tuple[int, ...]
+    began_bytes: int
     peak_bytes: int
     peak_at_s: float
     by_category: dict[str, tuple[int, ...]]
@@ -175,7 +177,9 @@ class TimelineReport(Report):
             f"{format_bytes(device.peak_bytes)} on {device.device} at {device.peak_at_s:.2f} s"
             for device in self.devices
         )
-        return f"{self.duration_s:.2f} s, {counted(self.n_events, 'event')}: peak {', '.join(peaks)}"
+        return (
+            f"{self.duration_s:.2f} s, {counted(self.n_events, 'event')}: peak {', '.join(peaks)}"
+        )
 
     def _parts(self) -> Sequence[Part]:
         parts: list[Part] = []
