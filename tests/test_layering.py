@@ -16,6 +16,7 @@ _MAY_IMPORT = {
     "paging": {"scopes", "profiler"},
     "integrations": {"scopes", "profiler", "adaptive"},
     "testing": set(),
+    "_pytest": {"scopes", "profiler"},
     "_demo": {"scopes", "profiler", "adaptive", "paging"},
     "_cli": {"scopes", "profiler", "adaptive", "paging", "_demo"},
 }
@@ -135,7 +136,7 @@ def _place_in_the_ground(name):
 
 def test_the_ground_imports_no_module_of_the_ground_above_itself():
     at = {path.relative_to(_ROOT).parts[0].removesuffix(".py") for path in _ROOT.glob("_*")}
-    assert at - {"__init__", "__main__", "__pycache__", "_demo", "_cli"} == {
+    assert at - {"__init__", "__main__", "__pycache__", "_demo", "_cli", "_pytest"} == {
         each for each in _GROUND if "." not in each
     }
     places = ((_place_in_the_ground(n), _place_in_the_ground(i), n, i) for n, i in _all_imports())

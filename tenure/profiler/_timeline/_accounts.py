@@ -73,6 +73,7 @@ class Account:
     Attributes:
         series: the moments that are kept.
         lives: the storages that were alive at them.
+        began_bytes: what was in use when the recording began.
         known_bytes: of the storages that are known and alive.
         foreign_bytes: of those beside them whose memory is none of the allocator's.
         most_foreign_bytes: the most that has been.
@@ -83,11 +84,13 @@ class Account:
         self.device = device
         self.series = Series()
         self.lives = Lives(self.series)
+        self.began_bytes = 0
         self.known_bytes = self.foreign_bytes = self.most_foreign_bytes = 0
         self.levels = None if device.type == "cpu" else _levels_of(device)
 
     def begin(self) -> None:
         """All that was alive is known."""
+        self.began_bytes = self.known_bytes
         if self.levels is not None:
             self.levels.begin(self.known_bytes)
 

@@ -59,6 +59,7 @@ def compose(account: Account, places: Places, bands: Bands) -> Composed:
         str(account.device),
         times_s,
         tuple(levels),
+        account.began_bytes,
         levels[peak],
         times_s[peak],
         {name: by_category[name] for name in order},

@@ -54,6 +54,7 @@ class DeviceTimeline:
         device: the device.
         times_s: seconds since the recording began, increasing.
         live_bytes: the most that was in use in the interval around each time.
+        began_bytes: what was in use when the recording began, as far as tensors show it.
         peak_bytes: the most of all.
         peak_at_s: when that was.
         by_category: the bytes of each category at these times.
@@ -65,6 +66,7 @@ class DeviceTimeline:
     device: str
     times_s: tuple[float, ...]
     live_bytes: tuple[int, ...]
+    began_bytes: int
     peak_bytes: int
     peak_at_s: float
     by_category: dict[str, tuple[int, ...]]
