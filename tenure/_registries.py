@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, UntypedStorage, nn
 
@@ -100,6 +100,8 @@ shrinkables: _Registry[Shrinkable] = _Registry()
 """Who is asked for memory when it is short."""
 namers: _Registry[TensorNamer] = _Registry()
 """Whose tensors are named in reports."""
+told_of_leaks: list[Callable[[Any], None]] = []
+"""What is given the report of each scope that tensors outlived, as it is logged."""
 gradients_aside: ContextVar[bool] = ContextVar("tenure_gradients_aside", default=False)
 """Whether gradients of before stand elsewhere than in ``.grad``, beside those that are made now."""
 

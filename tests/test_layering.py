@@ -23,6 +23,8 @@ _MAY_IMPORT = {
 # module of `_torch` that words what it refuses, or looks at the heap, stands above what it uses.
 _GROUND = (
     "_errors",
+    "_byte_sizes",
+    "_report_files",
     "_torch",
     "_devices",
     "_elsewhere",
@@ -68,8 +70,9 @@ _PACKAGES = {
         "_check",
         "_verify",
     ),
+    ("_cli",): ("_program",),
     ("integrations",): ("_lightning", "_transformers"),
-    ("profiler",): ("_trace", "_lines", "_owners", "_reports", "_courtesy"),
+    ("profiler",): ("_trace", "_lines", "_owners", "_reports", "_courtesy", "_recording"),
     ("paging",): (
         "_model",
         "_host",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tenure._errors import CommandError, TenureError
 
+from ._printing import print_text, write_file
 from ._verb import Verb, byte_size, device_name
 
 if TYPE_CHECKING:
@@ -75,12 +76,12 @@ class Fit(Verb):
         with contextlib.redirect_stdout(sys.stderr), _their_errors(arguments.target):
             answer = _answer(arguments.target, budget_bytes, device)
         if arguments.html:
-            _write(arguments.html, answer.page(f"tenure fit {arguments.target}"))
+            write_file(arguments.html, answer.page(f"tenure fit {arguments.target}"))
         shown = json.dumps(answer.facts(), indent=2) if arguments.json else str(answer)
         if arguments.output:
-            _write(arguments.output, f"{shown}\n")
+            write_file(arguments.output, f"{shown}\n")
         elif arguments.json or not sys.stdout.isatty():
-            _print(shown)
+            print_text(shown)
         else:
             answer.print_in_colours()
         return _DOES_NOT if answer.fits is False else _FITS
@@ -268,20 +269,3 @@ def _is_ours(frames: TracebackType) -> bool:
     from tenure._callers import package_of
 
     return package_of(frames.tb_frame) in ("tenure", "importlib", "runpy")
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise CommandError(f"{path!r} can't be written: {error.strerror}.") from None
-    print(f"Wrote {path}", file=sys.stderr)
-
-
-def _print(text: str) -> None:
-    # a pipe that knows no blocks is no reason to end with an error, whose code means "does not fit"
-    stream: Any = sys.stdout
-    if hasattr(stream, "reconfigure"):
-        stream.reconfigure(errors="replace")
-    print(text)

@@ -1,0 +1,280 @@
+"""The recording of this process: begun before the program, written when the process ends.
+
+Invariant: whatever happens in here, the program goes on, and ends as it would; what went wrong is
+a note in the recording, or a line on the standard error.
+"""
+
+from __future__ import annotations
+
+import atexit
+import mmap
+import os
+import platform
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from types import CodeType
+from typing import Any
+
+import tenure
+from tenure._report_files import write_facts
+
+from ._errors_of_theirs import End, end_by_signal, end_of
+from ._imports import Imports
+from ._instruments import MAIN, Budget, Instrument, Leaks, Lines, Memory
+from ._main_module import Program
+from ._signals import Deaths
+
+# What the report of an out-of-memory error takes, where the process may have no more. Untouched:
+# it takes addresses, and no memory.
+_RESERVE_BYTES = 32 << 20
+# a recording of a program without torch, which is not imported for its sake
+_EMPTY: dict[str, Any] = {
+    "format": "tenure.Recording",
+    "version": 1,
+    "peaks": {},
+    "leaks": [],
+    "growth": [],
+    "lines": None,
+    "memory": None,
+    "tracks": [],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What ``tenure run`` was asked for.
+
+    Attributes:
+        path: where the recording goes.
+        replace: a file of this name may go.
+        is_quiet: nothing is said of the recording.
+        budget_bytes: what the program can hold, or None.
+        leaks: whether to look for what grows.
+        lines: functions whose lines are measured.
+        next_command: what is said to be typed next, where the file is put in.
+    """
+
+    path: Path
+    replace: bool = False
+    is_quiet: bool = False
+    budget_bytes: int | None = None
+    leaks: bool = False
+    lines: list[str] = field(default_factory=list)
+    next_command: str = "tenure report {}"
+
+
+class Recorder:
+    """Records one program in this process.
+
+    Args:
+        program: what is about to run.
+        settings: what is wanted of it.
+    """
+
+    def __init__(self, program: Program, settings: Settings) -> None:
+        self._program, self._settings = program, settings
+        self._pid, self._folder = os.getpid(), os.getcwd()
+        self._began_at = datetime.now(UTC).isoformat(timespec="seconds")
+        self._began = perf_counter()
+        self._duration_s: float | None = None
+        self._end: End | None = None
+        self._has_torch = False
+        self._is_written = False
+        self._notes: list[str] = []
+        self._lines = Lines(settings.lines, _main_names(program)) if settings.lines else None
+        self._instruments = _instruments(settings, self._lines)
+        self._deaths = Deaths(self._die)
+        self._imports = self._watched_imports()
+        self._reserve: mmap.mmap | None = None
+
+    def begin(self) -> None:
+        """From here on the program may run."""
+        with suppress(OSError, ValueError):
+            self._reserve = mmap.mmap(-1, _RESERVE_BYTES)
+        # first of all, so that it is called last: after all that the program registers
+        atexit.register(self._at_exit)
+        os.register_at_fork(
+            before=self._deaths.before_fork,
+            after_in_parent=self._deaths.after_fork,
+            after_in_child=self._abandon,
+        )
+        self._deaths.begin()
+        self._imports.begin()
+
+    def on_code(self, code: CodeType) -> None:
+        """Be told the code of the program's own module before it runs."""
+        if self._lines is not None:
+            self._lines.on_code(MAIN, code)
+
+    def ended(self, error: BaseException | None) -> None:
+        """Be told that the program's code has ended; threads and exit handlers may go on."""
+        if self._end is None and os.getpid() == self._pid:
+            self._end = end_of(error)
+            self._measured(error)
+
+    def _measured(self, error: BaseException | None) -> None:
+        """End all measuring, once."""
+        if self._duration_s is not None:
+            return
+        self._duration_s = perf_counter() - self._began
+        self._imports.end()
+        if self._reserve is not None:
+            self._reserve.close()
+        if self._has_torch:
+            for instrument in reversed(self._instruments):
+                self._safely(instrument, partial(instrument.end, error))
+
+    # --- torch is there
+
+    def _watched_imports(self) -> Imports:
+        on_code: dict[str, Callable[[str, CodeType], None]] = {}
+        on_done: dict[str, Callable[[], None]] = {"torch": self._torch_is_there}
+        if self._lines is not None:
+            lines = self._lines
+            for name in lines.modules:
+                on_code[name] = lines.on_code
+                on_done[name] = partial(lines.on_module, name)
+        return Imports(on_code, on_done)
+
+    def _torch_is_there(self) -> None:
+        if self._has_torch or self._duration_s is not None:
+            return
+        self._has_torch = True
+        for instrument in self._instruments:
+            self._safely(instrument, instrument.begin, is_told=True)
+
+    def _safely(self, instrument: Instrument, act: Any, *, is_told: bool = False) -> None:
+        try:
+            act()
+        # a measurement that fails must not become an error of the program
+        except Exception as error:
+            what = type(instrument).__name__.lower()
+            note = f"{what}: {type(error).__name__}: {' '.join(str(error).split())}"
+            self._notes.append(note)
+            if is_told:
+                _say(f"tenure run: {note}")
+
+    # --- the end
+
+    def _abandon(self) -> None:
+        """In a child: run plainly, write nothing."""
+        self._deaths.end()
+        self._deaths.after_fork()
+        if self._duration_s is not None:
+            return
+        self._duration_s = 0.0
+        self._imports.end()
+        if self._has_torch:
+            for instrument in reversed(self._instruments):
+                with suppress(Exception):
+                    instrument.abandon()
+
+    def _die(self, number: int) -> None:
+        """A signal is about to end the process, without its exit handlers."""
+        if self._end is None:
+            self._end = end_by_signal(number)
+        self._measured(None)
+        self._write()
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        self._measured(None)
+        self._write()
+        self._deaths.end()
+
+    def _write(self) -> None:
+        if self._is_written or os.getpid() != self._pid:
+            return
+        self._is_written = True
+        path = self._settings.path
+        try:
+            written = write_facts(path, self._facts(), replace=self._settings.replace)
+        except Exception as error:
+            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            _say(f"tenure run: error: {path} could not be written: {reason}")
+            return
+        if not self._settings.is_quiet:
+            shown = _shown(written, self._folder)
+            _say(f"Wrote {shown}. See it with: {self._settings.next_command.format(shown)}")
+
+    def _facts(self) -> dict[str, Any]:
+        end = self._end or End("ended outside of its code", 0)
+        facts: dict[str, Any] = {
+            "command": list(self._program.command),
+            "began_at": self._began_at,
+            "duration_s": self._duration_s or 0.0,
+            "ended": end.text,
+            "exit_code": end.exit_code,
+            "versions": {"python": platform.python_version(), "tenure": tenure.__version__},
+            "rank": rank_of_environment(),
+        }
+        if not self._has_torch:
+            self._notes.append("the program did not import torch")
+            return {**_EMPTY, **facts, "notes": self._notes}
+        recording: dict[str, Any] = self._recording(facts).to_dict()
+        return recording
+
+    def _recording(self, facts: dict[str, Any]) -> Any:
+        import torch
+
+        from tenure.profiler import Recording
+
+        facts["command"] = self._program.command
+        facts["versions"]["torch"] = str(torch.__version__)
+        found: dict[str, Any] = {"peaks": {}}
+        for instrument in self._instruments:
+
+            def take(each: Instrument = instrument) -> None:
+                told = each.found()
+                found["peaks"] |= told.pop("peaks", {})
+                found.update(told)
+
+            self._safely(instrument, take)
+        notes = [note for each in self._instruments for note in each.notes]
+        return Recording(**facts, **found, notes=tuple(dict.fromkeys([*self._notes, *notes])))
+
+
+def _instruments(settings: Settings, lines: Lines | None) -> list[Instrument]:
+    """Those asked for; what begins first ends last."""
+    found: list[Instrument] = []
+    leaks = Leaks() if settings.leaks else None
+    if settings.budget_bytes is not None:
+        found.append(Budget(settings.budget_bytes))
+    if leaks is not None:
+        found.append(leaks)
+    if lines is not None:
+        found.append(lines)
+    # its end comes first, and sees what the frames of an error hold
+    return [*found, Memory(leaks)]
+
+
+def _main_names(program: Program) -> tuple[str, ...]:
+    module = getattr(program, "module", None)
+    if module is not None:
+        return (module, f"{module}.{MAIN}")
+    return (program.argv[0], os.path.basename(program.argv[0]))
+
+
+def rank_of_environment() -> int | None:
+    """The rank of this process, as torchrun and others tell it."""
+    text = os.environ.get("RANK", "")
+    return int(text) if text.isdecimal() else None
+
+
+def _shown(path: Path, folder: str) -> str:
+    # for the shell, which has not gone with the program
+    inside = os.path.relpath(path, folder)
+    return str(path) if inside.startswith(os.pardir) else inside
+
+
+def _say(line: str) -> None:
+    # it may be closed, or a pipe that nobody reads
+    with suppress(Exception):
+        print(line, file=sys.stderr, flush=True)
