@@ -70,7 +70,7 @@ _PACKAGES = {
         "_check",
         "_verify",
     ),
-    ("_cli",): ("_program",),
+    ("_cli",): ("_program", "_work_to_fit"),
     ("integrations",): ("_lightning", "_transformers"),
     ("profiler",): ("_trace", "_lines", "_owners", "_reports", "_courtesy", "_recording"),
     ("paging",): (

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 
-from tenure._errors import CommandError
+from tenure._errors import CommandError, ProfilerUsageError
 
 from ._printing import add_json, print_text
 from ._recordings import loaded
@@ -40,6 +40,8 @@ class Export(Verb):
         recording = loaded(arguments.file)
         try:
             recording.export(out)
+        except ProfilerUsageError as error:
+            raise CommandError(str(error)) from None
         except OSError as error:
             raise CommandError(f"{out} can't be written: {error.strerror or error}.") from None
         print(f"Wrote {out}", file=sys.stderr)

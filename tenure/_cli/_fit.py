@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tenure._show import Paragraph
     from tenure.adaptive import Advice, PeakReport
 
-    from ._micro_batches import MicroBatch
+    from ._work_to_fit import MicroBatch
 
 _FITS, _DOES_NOT = 0, 1
 # what every terminal has; the tables of reports are no wider than it either
@@ -215,9 +215,7 @@ def _broken_code(code: str) -> str:
 def _answer(target: str, budget_bytes: int | None, device: str | None) -> _Answer:
     from tenure.adaptive import predict_peak
 
-    from ._micro_batches import largest_micro_batch
-    from ._targets import load_function
-    from ._work import made_by
+    from ._work_to_fit import largest_micro_batch, load_function, made_by
 
     fn, batch, optimizer = made_by(load_function(target), target)
     report = predict_peak(fn, batch, optimizer=optimizer, device=device)
@@ -251,7 +249,7 @@ def _their_errors(target: str) -> Iterator[None]:
     except TenureError:
         raise
     except (Exception, SystemExit) as error:
-        from ._work import in_a_line
+        from ._work_to_fit import in_a_line
 
         traceback.print_exception(error.with_traceback(_from_theirs(error.__traceback__)))
         raise CommandError(f"{target} raised {in_a_line(error)}.") from None

@@ -30,10 +30,11 @@ class Run(Verb):
     PROGRAM is a script with its arguments, or -m MODULE, or -c CODE, as after python. What it
     prints, raises and returns is its own; options of tenure stand before it.
 
-    Without --leaks and --lines, --leaks is meant. The recording is written when the process ends,
-    also after an error, Ctrl-C and SIGTERM; not after os._exit(). Children of the program run
-    plainly. Under torchrun each rank writes a file of its own: run torchrun with
-    --no-python tenure run ..., or with -m tenure run ....
+    Without any of --leaks, --lines, --timeline and --on-oom, all but --lines are meant.
+
+    The recording is written when the process ends, also after an error, Ctrl-C and SIGTERM; not
+    after os._exit(). Children of the program run plainly. Under torchrun each rank writes a file of
+    its own: torchrun --no-python tenure run train.py, or torchrun -m tenure run train.py.
     """
 
     name = "run"
@@ -65,6 +66,12 @@ class Run(Verb):
             "program; may be given again",
         )
         parser.add_argument(
+            "--timeline", action="store_true", help="record live bytes over time, and their peak"
+        )
+        parser.add_argument(
+            "--on-oom", action="store_true", help="explain the first out-of-memory error"
+        )
+        parser.add_argument(
             "-o", "--output", metavar="FILE", help="where to (default: NAME.tenure, after PROGRAM)"
         )
         parser.add_argument("-f", "--force", action="store_true", help="overwrite FILE")
@@ -85,13 +92,16 @@ class Run(Verb):
                 "name another file with -o."
             )
         _check_writable(path)
+        chosen = arguments.leaks or arguments.lines or arguments.timeline or arguments.on_oom
         settings = Settings(
             path=path,
             replace=arguments.force,
             is_quiet=arguments.quiet,
             budget_bytes=arguments.budget,
-            leaks=arguments.leaks or not arguments.lines,
+            leaks=arguments.leaks or not chosen,
             lines=list(arguments.lines),
+            timeline=arguments.timeline or not chosen,
+            on_oom=arguments.on_oom or not chosen,
         )
         return partial(run_recorded, program, settings)
 

@@ -222,6 +222,67 @@ class Leaks(Instrument):
         return {"growth": self._watch.growth(), "leaks": tuple(self._reports)}
 
 
+class OverTime(Instrument):
+    """``--timeline``: live bytes over time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._timeline: Any = None
+        self._is_open = False
+
+    def begin(self) -> None:
+        kind = _of_profiler("Timeline")
+        if kind is None:
+            self.notes.append("this tenure has no timeline")
+            return
+        self._timeline = kind()
+        self._timeline.__enter__()
+        self._is_open = True
+
+    def end(self, error: BaseException | None) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._timeline.__exit__(None, None, None)
+
+    def found(self) -> dict[str, Any]:
+        if self._timeline is None:
+            return {}
+        report = self._timeline.report
+        peaks = {device.device: device.peak_bytes for device in report.devices}
+        self.notes += [f"timeline: {note}" for note in report.notes]
+        return {"timeline": report, "peaks": peaks}
+
+
+class OnOom(Instrument):
+    """``--on-oom``: an out-of-memory error, explained as it is raised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._recorder: Any = None
+
+    def begin(self) -> None:
+        make = _of_profiler("record_oom")
+        if make is None:
+            self.notes.append("this tenure can't explain an out-of-memory error")
+            return
+        self._recorder = make()
+
+    def end(self, error: BaseException | None) -> None:
+        if self._recorder is not None:
+            kind, frames = (type(error), error.__traceback__) if error else (None, None)
+            self._recorder.__exit__(kind, error, frames)
+
+    def found(self) -> dict[str, Any]:
+        report = None if self._recorder is None else self._recorder.report
+        return {} if report is None else {"oom": report}
+
+
+def _of_profiler(name: str) -> Any:
+    import tenure.profiler
+
+    return getattr(tenure.profiler, name, None)
+
+
 class Memory(Instrument):
     """What was alive at the end, always told.
 

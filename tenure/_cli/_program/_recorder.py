@@ -26,7 +26,7 @@ from tenure._report_files import write_facts
 
 from ._errors_of_theirs import End, end_by_signal, end_of
 from ._imports import Imports
-from ._instruments import MAIN, Budget, Instrument, Leaks, Lines, Memory
+from ._instruments import MAIN, Budget, Instrument, Leaks, Lines, Memory, OnOom, OverTime
 from ._main_module import Program
 from ._signals import Deaths
 
@@ -42,6 +42,8 @@ _EMPTY: dict[str, Any] = {
     "growth": [],
     "lines": None,
     "memory": None,
+    "timeline": None,
+    "oom": None,
     "tracks": [],
 }
 
@@ -57,6 +59,8 @@ class Settings:
         budget_bytes: what the program can hold, or None.
         leaks: whether to look for what grows.
         lines: functions whose lines are measured.
+        timeline: whether to record live bytes over time.
+        on_oom: whether to explain an out-of-memory error.
         next_command: what is said to be typed next, where the file is put in.
     """
 
@@ -66,6 +70,8 @@ class Settings:
     budget_bytes: int | None = None
     leaks: bool = False
     lines: list[str] = field(default_factory=list)
+    timeline: bool = False
+    on_oom: bool = False
     next_command: str = "tenure report {}"
 
 
@@ -251,6 +257,10 @@ def _instruments(settings: Settings, lines: Lines | None) -> list[Instrument]:
         found.append(leaks)
     if lines is not None:
         found.append(lines)
+    if settings.timeline:
+        found.append(OverTime())
+    if settings.on_oom:
+        found.append(OnOom())
     # its end comes first, and sees what the frames of an error hold
     return [*found, Memory(leaks)]
 

@@ -77,7 +77,7 @@ class RecordingDiff(Report):
     @classmethod
     def of(cls, before: Recording, after: Recording) -> RecordingDiff:
         """Compare two runs."""
-        tracks = [{track.device: track for track in run.tracks} for run in (before, after)]
+        tracks = [{track.device: track for track in run.over_time} for run in (before, after)]
         devices = sorted(tracks[0].keys() | tracks[1].keys())
         return cls(
             (before.title(), after.title()),
@@ -135,7 +135,7 @@ def _by_tensor(run: Recording) -> dict[_Key, int]:
 
 def _by_line(run: Recording) -> dict[_Key, int]:
     found: defaultdict[_Key, int] = defaultdict(int)
-    for track in run.tracks:
+    for track in run.over_time:
         for block in track.at_peak:
             name = block.stack[-1] if block.stack else block.category
             found[name, "", ""] += block.n_bytes

@@ -40,7 +40,7 @@ def _csv(recording: Recording) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(_HEADINGS)
-    for track in recording.tracks:
+    for track in recording.over_time:
         for block in track.at_peak:
             stack = " < ".join(reversed(block.stack))
             name = block.scope or block.category

@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 from time import perf_counter
 from typing import Any, NamedTuple, Self
 
@@ -25,7 +24,11 @@ from .._reports import Snapshot, place_of, snapshot
 # Twice in a row may be a cache that fills up between them; see
 # test_a_cache_that_is_full_is_no_growth.
 _LOOKS = 3
+# How many looks a program pays for that is over soon, and which share of its time else.
+_FIRST_LOOKS = 6
 _MOST_SHARE = 0.1
+_KEPT = 5
+_MAIN, _OF_EACH = "__main__.", "[…]"
 _MOST_NAMES = 3
 _ADVICE_OF_VALUES = "Keep .detach() or .item() of what is kept, or bound it."
 _ADVICE_OF_ENDS = "If it is no result, bound it."
@@ -39,10 +42,11 @@ class Growth:
         name: the variable, attribute or container, as in `MemReport`; indices are left out.
         n_before: tensors there at the first of the looks.
         n_tensors: tensors there at the last look.
-        n_bytes: their bytes at the last look.
         bytes_before: their bytes at the first of the looks.
-        n_steps: steps of the optimizer from the first look to the last; 0 where only the end of
-            the program was looked at.
+        n_bytes: their bytes at the last look.
+        first_step: how many steps there were before the first of the looks.
+        last_step: how many there were before the last look; 0 where only the end of the program was
+            looked at.
         graph_bytes: by how much what autograd saved grew meanwhile, where tensors of this place
             have graphs.
     """
@@ -52,7 +56,8 @@ class Growth:
     n_tensors: int
     bytes_before: int
     n_bytes: int
-    n_steps: int
+    first_step: int
+    last_step: int
     graph_bytes: int = 0
 
     @property
@@ -61,19 +66,19 @@ class Growth:
         return self.n_bytes - self.bytes_before + self.graph_bytes
 
     def __str__(self) -> str:
-        if not self.n_steps:
+        if not self.last_step:
             text = f"{self.name} holds {counted(self.n_tensors, 'tensor')} at the end, "
             return f"{text}{format_bytes(self.n_bytes)}. {_ADVICE_OF_ENDS}"
-        grown = self.n_bytes - self.bytes_before
-        parts = []
-        if grown:
-            n_new = self.n_tensors - self.n_before
-            what = f"{counted(n_new, 'tensor')}, " if n_new > 0 else ""
-            parts.append(f"grew by {what}{format_bytes(grown)}")
+        parts, n_new = [], self.n_tensors - self.n_before
+        if n_new > 0:
+            grown = format_bytes(self.n_bytes - self.bytes_before)
+            parts.append(f"grew by {counted(n_new, 'tensor')}, {grown}")
+        elif self.n_bytes > self.bytes_before:
+            parts.append(f"grew by {format_bytes(self.n_bytes - self.bytes_before)}")
         if self.graph_bytes:
             parts.append(f"kept graphs of autograd alive, {format_bytes(self.graph_bytes)}")
-        steps = counted(self.n_steps, "step")
-        return f"{self.name} {' and '.join(parts)} in {steps}. {_ADVICE_OF_VALUES}"
+        when = f"from step {self.first_step} to step {self.last_step}"
+        return f"{self.name} {' and '.join(parts)} {when}. {_ADVICE_OF_VALUES}"
 
 
 class _Look(NamedTuple):
@@ -110,22 +115,17 @@ class GrowthWatch:
         ...         loss.backward()
         ...         optimizer.step()
         >>> print(watch.growth()[0])
-        losses grew by 2 tensors, 8 B in 2 steps. Keep .detach() or .item() of what is kept, ...
+        losses grew by 3 tensors, 12 B from step 1 to step 4. Keep .detach() or .item() of...
     """
 
     def __init__(self) -> None:
-        self._n_steps = 0
+        self._n_steps = self._n_looks = 0
         self._next = 1
         self._looks: list[_Look] = []
         self._first: weakref.ref[Optimizer] | None = None
         self._hook: Any = None
         self._began, self._looked = 0.0, 0.0
         self._lock = threading.Lock()
-
-    @property
-    def n_looks(self) -> int:
-        """How often it has looked while the program ran."""
-        return len(self._looks)
 
     def begin(self) -> None:
         """Look from now on."""
@@ -180,12 +180,13 @@ class GrowthWatch:
     def _look(self) -> None:
         began = perf_counter()
         # a long search beside short steps waits for more of them
-        if len(self._looks) >= _LOOKS and self._looked > _MOST_SHARE * (began - self._began):
+        if self._n_looks >= _FIRST_LOOKS and self._looked > _MOST_SHARE * (began - self._began):
             self._next = self._n_steps + max(1, self._n_steps // 8)
             return
         self._looks.append(_looked_at(self._n_steps, snapshot()._entries))
-        # the first of all and the last few decide
-        del self._looks[1 : -_LOOKS - 1]
+        self._n_looks += 1
+        # the last few decide
+        del self._looks[:-_KEPT]
         self._looked += perf_counter() - began
         self._next = _after(self._n_steps)
 
@@ -214,36 +215,47 @@ def _looked_at(step: int, entries: Iterable[StorageEntry]) -> _Look:
 
 
 def _grown(looks: list[_Look]) -> list[Growth]:
-    looks = looks[-_LOOKS:]
-    first, last = looks[0], looks[-1]
-    n_steps = last.step - first.step
-    saved = [look.saved_bytes for look in looks]
-    graph_bytes = saved[-1] - saved[0] if _rises(saved) else 0
-    names = [
-        name for name in last.places if _rises([look.places.get(name, (0, 0))[1] for look in looks])
-    ]
-    # one graph can be of several: it is told once, of the first that has one
-    of_graph = next((name for name in names if name in last.rooted), None)
+    last = looks[-1]
+    saved_from = _rising_from([look.saved_bytes for look in looks])
+    graph_bytes = 0 if saved_from is None else last.saved_bytes - looks[saved_from].saved_bytes
+    rising = {
+        name: looks[at]
+        for name in last.places
+        if (at := _rising_from([look.places.get(name, (0, 0))[1] for look in looks])) is not None
+    }
+    # One graph can be of several places: it is told once, of the first of them.
+    of_graph = next((name for name in rising if name in last.rooted), None)
     found = []
-    for name in names:
-        (n_before, bytes_before), (n, n_bytes) = first.places.get(name, (0, 0)), last.places[name]
-        held = graph_bytes if name == of_graph else 0
-        found.append(Growth(name, n_before, n, bytes_before, n_bytes, n_steps, held))
-    if graph_bytes and of_graph is None:
-        # a sum that is carried on has one tensor at all times, and ever more behind it
-        roots = listed(last.rooted, _MOST_NAMES) if last.rooted else "something"
-        found.append(Growth(roots, 0, 0, 0, 0, n_steps, graph_bytes))
+    for name, first in rising.items():
+        before, now = first.places.get(name, (0, 0)), last.places[name]
+        held_bytes = graph_bytes if name == of_graph else 0
+        steps = first.step, last.step
+        found.append(Growth(_shown(name), before[0], now[0], before[1], now[1], *steps, held_bytes))
+    if saved_from is not None and of_graph is None:
+        # A sum that is carried on has one tensor at all times, and ever more behind it.
+        roots = listed(list(map(_shown, last.rooted)), _MOST_NAMES) or "something without a name"
+        steps = looks[saved_from].step, last.step
+        found.append(Growth(roots, 0, 0, 0, 0, *steps, graph_bytes))
     return found
 
 
-def _rises(values: list[int]) -> bool:
-    return all(before < after for before, after in pairwise(values))
+def _rising_from(values: list[int]) -> int | None:
+    """The first of the last values that all rise; None where they are too few to tell."""
+    first = len(values) - 1
+    while first > 0 and values[first - 1] < values[first]:
+        first -= 1
+    return first if len(values) - first >= _LOOKS else None
+
+
+def _shown(place: str) -> str:
+    """What a program calls a place: the container, and not what is in it."""
+    return place.removeprefix(_MAIN).removesuffix(_OF_EACH)
 
 
 def _held(at_end: Snapshot) -> list[Growth]:
     look = _looked_at(0, at_end._entries)
     return [
-        Growth(name, 0, n, 0, n_bytes, 0)
+        Growth(_shown(name), 0, n, 0, n_bytes, 0, 0)
         for name, (n, n_bytes) in look.places.items()
-        if n > 1 and name.endswith("[…]")
+        if n > 1 and name.endswith(_OF_EACH)
     ]

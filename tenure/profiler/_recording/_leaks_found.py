@@ -41,7 +41,7 @@ class RecordedLeaks(Report):
         parts: list[Part] = []
         if self.growth:
             # held at the end is no growth: it is only where to look
-            title = "What grew" if self.growth[0].n_steps else "What holds several tensors"
+            title = "What grew" if self.growth[0].last_step else "What holds several tensors"
             lines = [wrapped(str(each), COLUMNS, "- ") for each in self.growth[:_MOST_ROWS]]
             if more := len(self.growth) - _MOST_ROWS:
                 lines += [f"and {more} more"] * (more > 0)

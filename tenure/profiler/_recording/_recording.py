@@ -6,6 +6,7 @@ A recording is its file: what it shows, it shows in another process, and in anot
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,12 +30,12 @@ from ._tracks import Track
 from ._tree import DeviceTree, RecordedTree, folded, tree_of
 
 _MOST_ROWS = 10
-# They know how they are written, and which version that is.
+# By the name of the field: they know how they are written, and which version that is.
 _REPORTS: dict[str, type[Report]] = {"lines": RecordsDisplay, "memory": MemReport}
+_OF_OTHER_PACKAGES = {"timeline": "TimelineReport", "oom": "OomReport"}
 _TENSORS = (Column("tensor"), Column("category"), Column("shape"), Column("bytes", ">"))
+_LINE_COLUMNS = ("hits", "net", "peak")
 _NAME_WIDTH, _SHAPE_WIDTH = 30, 20
-# what a field was before there was such a field
-_OF_EARLIER_VERSIONS: dict[str, object] = {}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -53,7 +54,9 @@ class Recording(Report):
         growth: what held more from step to step, the largest first.
         lines: the figures of the functions whose lines were asked for.
         memory: what was alive at the end, or when the error was raised.
-        tracks: live bytes over time, by device.
+        timeline: live bytes over time, by device, category, scope and line.
+        oom: the out-of-memory error, explained.
+        tracks: live bytes over time, by device, of what has no timeline: a snapshot of torch.
         rank: the rank of a process group; None without one.
         notes: what could not be seen, and why.
     """
@@ -69,6 +72,8 @@ class Recording(Report):
     growth: tuple[Growth, ...] = ()
     lines: RecordsDisplay | None = None
     memory: MemReport | None = None
+    timeline: Report | None = None
+    oom: Report | None = None
     tracks: tuple[Track, ...] = ()
     rank: int | None = None
     notes: tuple[str, ...] = ()
@@ -101,13 +106,19 @@ class Recording(Report):
         """
         write_facts(path, self.to_dict())
 
+    @property
+    def over_time(self) -> tuple[Track, ...]:
+        """Live bytes over time, by device: the timeline's, or those of a snapshot of torch."""
+        # its devices have what a track has, and more
+        return tuple(getattr(self.timeline, "devices", self.tracks))
+
     def tree(self) -> RecordedTree:
         """What was alive at the peak of each device, by scope and line.
 
         Without a timeline, what was alive at the end, by category and name.
         """
-        if self.tracks:
-            return RecordedTree(tuple(map(_at_peak, self.tracks)))
+        if self.over_time:
+            return RecordedTree(tuple(map(_at_peak, self.over_time)))
         devices = () if self.memory is None else self.memory.devices
         return RecordedTree(tuple(_at_end(device) for device in devices if device.total_bytes))
 
@@ -138,13 +149,15 @@ class Recording(Report):
 
     def _parts(self) -> list[Part]:
         parts: list[Part] = [Paragraph("", "\n".join(self._heading()))]
+        if self.oom is not None:
+            parts.append(Paragraph("Out of memory", str(self.oom)))
         if self.peaks:
             rows = [(name, format_bytes(n_bytes)) for name, n_bytes in _ranked(self.peaks)]
             parts.append(Table("At most", (Column("device"), Column("bytes", ">")), rows))
         if leaks := self.leaks_found():
             parts += leaks._parts()
         if self.lines is not None:
-            parts += self.lines._parts()
+            parts += [_cut(part) for part in _narrow(self.lines)._parts()]
         parts += self._memory_parts()
         if self.notes:
             parts.append(Paragraph("Notes", "\n".join(f"- {note}" for note in self.notes)))
@@ -176,21 +189,20 @@ class Recording(Report):
                 yield _tensors(f"Largest on {device.device}", rows)
 
     def _facts(self) -> dict[str, Any]:
-        without: Any = dict.fromkeys(_REPORTS)
+        without: Any = dict.fromkeys([*_REPORTS, *_OF_OTHER_PACKAGES])
         facts: dict[str, Any] = plain(replace(self, **without))
-        for name in _REPORTS:
+        for name in without:
             report = getattr(self, name)
             facts[name] = None if report is None else report.to_dict()
         return facts
 
     @classmethod
     def _of_facts(cls, facts: Mapping[str, object]) -> Self:
-        given: dict[str, Any] = {**_OF_EARLIER_VERSIONS, **facts}
-        reports: Any = {
-            name: None if given.get(name) is None else kind.from_dict(given[name])
-            for name, kind in _REPORTS.items()
-        }
-        bare: Self = restored(cls, {**given, **dict.fromkeys(_REPORTS)}, cls.__name__)
+        reports: Any = dict.fromkeys([*_REPORTS, *_OF_OTHER_PACKAGES])
+        for name in reports:
+            told: Any = facts.get(name)
+            reports[name] = None if told is None else _kind_of(name).from_dict(told)
+        bare: Self = restored(cls, {**facts, **dict.fromkeys(reports)}, cls.__name__)
         return replace(bare, **reports)
 
     @classmethod
@@ -207,6 +219,46 @@ class Recording(Report):
             tracks=tracks,
             notes=() if tracks else ("The snapshot has no memory in it.",),
         )
+
+
+def _kind_of(name: str) -> type[Report]:
+    """The class of the report in a field.
+
+    Raises:
+        ReportFormatError: this tenure has none.
+    """
+    if name in _REPORTS:
+        return _REPORTS[name]
+    # looked up when it is needed: these packages stand above this one, or aside
+    kind = getattr(sys.modules["tenure.profiler"], _OF_OTHER_PACKAGES[name], None)
+    if kind is None:
+        raise ReportFormatError(f"It has a {name}, which this tenure can't read. Update it.")
+    found: type[Report] = kind
+    return found
+
+
+def _narrow(lines: RecordsDisplay) -> RecordsDisplay:
+    """The columns that say most; the others stand in the recording all the same."""
+    columns = [column for column in lines.columns if column.name in _LINE_COLUMNS]
+    return RecordsDisplay(lines.sections, columns)
+
+
+def _cut(part: Table | Paragraph) -> Table | Paragraph:
+    """A table whose last column, the code, ends where the terminal does."""
+    if isinstance(part, Paragraph) or not part.rows:
+        return part
+    before = range(len(part.columns) - 1)
+    widths = (max(len(row[i]) for row in (_headings(part), *part.rows)) + 2 for i in before)
+    left = COLUMNS - sum(widths)
+    rows = [
+        (*row[:-1], row[-1] if len(row[-1]) <= left else f"{row[-1][: left - 1]}…")
+        for row in part.rows
+    ]
+    return replace(part, rows=rows)
+
+
+def _headings(table: Table) -> list[str]:
+    return [column.heading for column in table.columns]
 
 
 def _at_peak(track: Track) -> DeviceTree:
