@@ -100,7 +100,7 @@ shrinkables: _Registry[Shrinkable] = _Registry()
 """Who is asked for memory when it is short."""
 namers: _Registry[TensorNamer] = _Registry()
 """Whose tensors are named in reports."""
-told_of_leaks: list[Callable[[Any], None]] = []
+leak_watchers: list[Callable[[Any], None]] = []
 """What is given the report of each scope that tensors outlived, as it is logged."""
 gradients_aside: ContextVar[bool] = ContextVar("tenure_gradients_aside", default=False)
 """Whether gradients of before stand elsewhere than in ``.grad``, beside those that are made now."""

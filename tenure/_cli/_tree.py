@@ -30,8 +30,8 @@ class Tree(Verb):
         found = loaded(arguments.file).tree()
         if not found.devices:
             raise CommandError(
-                f"{arguments.file} tells of no memory: nothing was alive at the end, and no peak was "
-                "recorded. Record one with tenure run --timeline."
+                f"{arguments.file} tells of no memory: nothing was alive at the end, and no peak "
+                "was recorded. Record one with tenure run --timeline."
             )
         show(found, found.to_dict(), as_json=arguments.json)
         return 0

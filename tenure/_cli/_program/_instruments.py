@@ -201,20 +201,20 @@ class Leaks(Instrument):
         self._reports: list[LeakReport] = []
 
     def begin(self) -> None:
-        from tenure._registries import told_of_leaks
+        from tenure._registries import leak_watchers
         from tenure.profiler import GrowthWatch
 
-        told_of_leaks.append(self._reports.append)
+        leak_watchers.append(self._reports.append)
         self._watch = GrowthWatch()
         self._watch.begin()
 
     def end(self, error: BaseException | None) -> None:
-        from tenure._registries import told_of_leaks
+        from tenure._registries import leak_watchers
 
         if self._watch is not None:
             self._watch.end()
             with suppress(ValueError):
-                told_of_leaks.remove(self._reports.append)
+                leak_watchers.remove(self._reports.append)
 
     def found(self) -> dict[str, Any]:
         if self._watch is None:
