@@ -6,12 +6,14 @@ how torch is to be set up, and one without torch is never made to import it.
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from abc import ABC, abstractmethod
 from contextlib import suppress
+from dataclasses import replace
 from threading import get_ident
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -219,6 +221,7 @@ class Leaks(Instrument):
     def found(self) -> dict[str, Any]:
         if self._watch is None:
             return {}
+        self.notes += [f"leaks: {note}" for note in self._watch.notes]
         return {"growth": self._watch.growth(), "leaks": tuple(self._reports)}
 
 
@@ -229,12 +232,15 @@ class OverTime(Instrument):
         super().__init__()
         self._timeline: Any = None
         self._is_open = False
+        # the files of what runs the program, down to the command
+        self._ours: set[str] = set()
 
     def begin(self) -> None:
         kind = _of_profiler("Timeline")
         if kind is None:
             self.notes.append("this tenure has no timeline")
             return
+        self._ours = _files_below(sys._getframe())
         self._timeline = kind()
         self._timeline.__enter__()
         self._is_open = True
@@ -250,7 +256,16 @@ class OverTime(Instrument):
         report = self._timeline.report
         peaks = {device.device: device.peak_bytes for device in report.devices}
         self.notes += [f"timeline: {note}" for note in report.notes]
-        return {"timeline": report, "peaks": peaks}
+        devices = tuple(
+            replace(device, at_peak=tuple(map(self._without_us, device.at_peak)))
+            for device in report.devices
+        )
+        return {"timeline": replace(report, devices=devices), "peaks": peaks}
+
+    def _without_us(self, row: Any) -> Any:
+        files = (os.path.abspath(place.rpartition(":")[0]) for place in row.stack)
+        stack = zip(row.stack, files, strict=True)
+        return replace(row, stack=tuple(place for place, file in stack if file not in self._ours))
 
 
 class OnOom(Instrument):
@@ -275,6 +290,18 @@ class OnOom(Instrument):
     def found(self) -> dict[str, Any]:
         report = None if self._recorder is None else self._recorder.report
         return {} if report is None else {"oom": report}
+
+
+def _files_below(frame: FrameType | None) -> set[str]:
+    """The files of the frames from the one that runs the program outwards."""
+    found: set[str] = set()
+    is_below = False
+    while frame is not None:
+        is_below = is_below or frame.f_code.co_name == "run_recorded"
+        if is_below:
+            found.add(os.path.abspath(frame.f_code.co_filename))
+        frame = frame.f_back
+    return found
 
 
 def _of_profiler(name: str) -> Any:

@@ -6,9 +6,10 @@ and a cache that fills up has stopped by then. Between two looks only sums are k
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple, Self
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple, Self
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tenure._text import counted, format_bytes, listed
+from tenure._text import counted, format_bytes
 
 from .._owners import SAVED, StorageEntry
 from .._reports import Snapshot, place_of, snapshot
@@ -88,20 +89,24 @@ class _Look(NamedTuple):
         step: how many steps there were before.
         places: tensors and bytes by place.
         rooted: places some of whose tensors have a graph.
-        saved_bytes: what autograd saved, in all.
+        saved: bytes that autograd saved, by the place of the tensor whose graph it is; that of
+            graphs without one is empty.
     """
 
     step: int
     places: dict[str, tuple[int, int]]
     rooted: tuple[str, ...]
-    saved_bytes: int
+    saved: dict[str, int]
 
 
 class GrowthWatch:
     """Looks at the tensors of the process as a program trains.
 
     It looks after some of the steps of the first optimizer that makes one: 1, 2, 3, 4, 6, 8, 12, 16
-    and so on. No more than a tenth of the time goes into that.
+    and so on. But for the first few looks, no more than a tenth of the time goes into them.
+
+    Attributes:
+        notes: why it has stopped looking, if it has.
 
     Example:
         >>> import torch
@@ -122,6 +127,7 @@ class GrowthWatch:
         self._n_steps = self._n_looks = 0
         self._next = 1
         self._looks: list[_Look] = []
+        self.notes: list[str] = []
         self._first: weakref.ref[Optimizer] | None = None
         self._hook: Any = None
         self._began, self._looked = 0.0, 0.0
@@ -174,6 +180,10 @@ class GrowthWatch:
             return
         try:
             self._look()
+        # an error in here would be one of the program's step
+        except Exception as error:
+            self.notes.append(f"it looked for growth up to step {self._n_steps}: {error!r}")
+            self._next = sys.maxsize
         finally:
             self._lock.release()
 
@@ -200,42 +210,58 @@ def _after(step: int) -> int:
 def _looked_at(step: int, entries: Iterable[StorageEntry]) -> _Look:
     places: dict[str, tuple[int, int]] = {}
     rooted: dict[str, None] = {}
-    saved_bytes = 0
+    saved: dict[str, int] = {}
     for entry in entries:
+        n_bytes = entry.owner.n_bytes
         if entry.owner.category == SAVED:
-            saved_bytes += entry.owner.n_bytes
+            root = place_of(getattr(entry.owner, "graph", None) or "")
+            saved[root] = saved.get(root, 0) + n_bytes
         # without a kind it is a model's or an optimizer's, which grow by what they do
         if entry.kind not in ("", "unknown", "autograd"):
-            place = place_of(entry)
-            n, n_bytes = places.get(place, (0, 0))
-            places[place] = n + 1, n_bytes + entry.owner.n_bytes
+            place = place_of(entry.owner.name)
+            n, before_bytes = places.get(place, (0, 0))
+            places[place] = n + 1, before_bytes + n_bytes
             if entry.has_graph:
                 rooted[place] = None
-    return _Look(step, places, tuple(rooted), saved_bytes)
+    return _Look(step, places, tuple(rooted), saved)
 
 
 def _grown(looks: list[_Look]) -> list[Growth]:
     last = looks[-1]
-    saved_from = _rising_from([look.saved_bytes for look in looks])
-    graph_bytes = 0 if saved_from is None else last.saved_bytes - looks[saved_from].saved_bytes
-    rising = {
-        name: looks[at]
-        for name in last.places
-        if (at := _rising_from([look.places.get(name, (0, 0))[1] for look in looks])) is not None
-    }
-    # One graph can be of several places: it is told once, of the first of them.
-    of_graph = next((name for name in rising if name in last.rooted), None)
+    values = _rising(looks, lambda look: {name: n for name, (_, n) in look.places.items()})
+    graphs = _rising(looks, lambda look: look.saved)
+    if "" in graphs:
+        # Whose it is was not told: the first place that grows and has one, else all that have one.
+        roots = [name for name in values if name in last.rooted][:1] or last.rooted
+        graphs[", ".join(roots[:_MOST_NAMES]) or "something without a name"] = graphs.pop("")
     found = []
-    for name, first in rising.items():
-        before, now = first.places.get(name, (0, 0)), last.places[name]
-        held_bytes = graph_bytes if name == of_graph else 0
-        steps = first.step, last.step
-        found.append(Growth(_shown(name), before[0], now[0], before[1], now[1], *steps, held_bytes))
-    if saved_from is not None and of_graph is None:
-        # A sum that is carried on has one tensor at all times, and ever more behind it.
-        roots = listed(list(map(_shown, last.rooted)), _MOST_NAMES) or "something without a name"
-        steps = looks[saved_from].step, last.step
-        found.append(Growth(roots, 0, 0, 0, 0, *steps, graph_bytes))
+    for name in {**values, **graphs}:
+        first = values.get(name) or graphs[name]
+        (n_before, before_bytes), (n, n_bytes) = (
+            look.places.get(name, (0, 0)) for look in (first, last)
+        )
+        held_bytes = 0
+        if name in graphs:
+            held_bytes = sum(last.saved.values()) - sum(graphs[name].saved.values())
+            if name in last.saved:
+                held_bytes = last.saved[name] - graphs[name].saved.get(name, 0)
+        if name not in values:
+            before_bytes = n_bytes
+        figures = n_before, n, before_bytes, n_bytes, first.step, last.step, held_bytes
+        found.append(Growth(_shown(name), *figures))
+    return found
+
+
+def _rising(
+    looks: list[_Look], figures_of: Callable[[_Look], Mapping[str, int]]
+) -> dict[str, _Look]:
+    """The names whose figures rise up to the last look, each with the look from which on."""
+    figures = list(map(figures_of, looks))
+    found = {}
+    for name in figures[-1]:
+        at = _rising_from([each.get(name, 0) for each in figures])
+        if at is not None:
+            found[name] = looks[at]
     return found
 
 

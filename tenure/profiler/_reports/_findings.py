@@ -67,7 +67,7 @@ def _ranked(found: list[Finding]) -> tuple[Finding, ...]:
 def _growth(new: Sequence[StorageEntry]) -> list[Finding]:
     by_place: dict[str, list[StorageEntry]] = {}
     for entry in new:
-        place = place_of(entry)
+        place = _place(entry)
         # A place is a name with an index in it; without one, nothing says that more will come
         # there. Without a kind the name is a model's, an optimizer's or a node's, which grow by
         # what they do.
@@ -84,7 +84,7 @@ def _growth(new: Sequence[StorageEntry]) -> list[Finding]:
 
 def _graphs(new: Sequence[StorageEntry]) -> list[Finding]:
     saved = [entry.owner for entry in new if entry.owner.category == SAVED]
-    roots = dict.fromkeys(place_of(entry) for entry in new if entry.has_graph)
+    roots = dict.fromkeys(_place(entry) for entry in new if entry.has_graph)
     # A graph that came with nothing saved costs nothing to keep.
     if not saved or not roots:
         return []
@@ -94,9 +94,13 @@ def _graphs(new: Sequence[StorageEntry]) -> list[Finding]:
     return [Finding("graph", names, text + format_bytes(n_bytes), n_bytes)]
 
 
-def place_of(entry: StorageEntry) -> str:
-    """What holds a storage, the indices of its name left out: many of one container have one."""
-    return _INDEX.sub("[…]", entry.owner.name)
+def _place(entry: StorageEntry) -> str:
+    return place_of(entry.owner.name)
+
+
+def place_of(name: str) -> str:
+    """The place that a name tells of, its indices left out."""
+    return _INDEX.sub("[…]", name)
 
 
 def _cycles(entries: Sequence[StorageEntry]) -> list[Finding]:
