@@ -346,3 +346,22 @@ def test_a_program_sets_up_torch_by_the_environment_before_it_imports_it(tmp_pat
     ends = [_run([*c, "program.py"], tmp_path) for c in ([], ["-m", "tenure", "run", "-q"])]
     assert ends[0] == ends[1]
     assert Recording.load(tmp_path / "program.tenure").versions.keys() >= {"torch"}
+
+
+def test_an_error_under_a_budget_is_told_without_what_counts(tmp_path):
+    program = """
+        import torch
+        class Mine(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x @ torch.ones(2, 3)
+        try:
+            Mine.apply(torch.ones(4, 5))
+        except RuntimeError:
+            torch.nn.Linear(3, 3)(torch.ones(2, 2))
+        """
+    (tmp_path / "program.py").write_text(textwrap.dedent(program))
+    run = ["-m", "tenure", "run", "-q", "--budget", "1GiB", "--leaks"]
+    ends = [_run([*command, "program.py"], tmp_path) for command in ([], run)]
+    assert b"Mine.apply" in ends[0].stderr
+    assert ends[0] == ends[1]

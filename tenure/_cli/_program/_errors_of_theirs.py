@@ -10,6 +10,9 @@ from types import TracebackType
 from typing import NamedTuple
 
 _OURS = __name__.rpartition(".")[0]
+# they see each operation, and stand between the program's line and torch
+_MEASURING = ("tenure.profiler._", "tenure.adaptive._memory.")
+_BESIDE = frozenset({"torch._ops", "torch._compile", "torch._dynamo.eval_frame"})
 
 
 class End(NamedTuple):
@@ -60,8 +63,8 @@ def tell_without_us(error: BaseException, after: Callable[[], None]) -> None:
     def hook(kind: type[BaseException], value: BaseException, frames: TracebackType | None) -> None:
         sys.excepthook = theirs
         if value is error:
-            frames = _below(frames)
-            value.__traceback__ = sys.last_traceback = frames
+            frames = value.__traceback__ = sys.last_traceback = _theirs(_below(frames))
+            _clean_chain(value)
         try:
             theirs(kind, value, frames)
         finally:
@@ -81,3 +84,45 @@ def _below(frames: TracebackType | None) -> TracebackType | None:
         is_inside, found = is_inside or is_ours, found.tb_next
     # nothing of the program ran: it did not even compile
     return None if is_inside else frames
+
+
+def _clean_chain(error: BaseException) -> None:
+    """The same for the errors that led to this one."""
+    seen, to_do = {id(error)}, [error.__cause__, error.__context__]
+    while to_do:
+        each = to_do.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        each.__traceback__ = _theirs(each.__traceback__)
+        to_do += [each.__cause__, each.__context__]
+
+
+def _theirs(frames: TracebackType | None) -> TracebackType | None:
+    """Without the frames of what measures each operation, and of torch where that calls it.
+
+    What the program itself has opened of tenure stands elsewhere, and stays.
+    """
+    kept: list[TracebackType] = []
+    # frames of torch around a measuring one belong to it, and to an error of torch's else
+    run: list[TracebackType] = []
+    is_measured, found = False, frames
+    while found is not None:
+        module = found.tb_frame.f_globals.get("__name__", "")
+        is_ours = module.startswith(_MEASURING)
+        if is_ours or module in _BESIDE:
+            run.append(found)
+            is_measured = is_measured or is_ours
+        else:
+            kept += [] if is_measured else run
+            kept.append(found)
+            run, is_measured = [], False
+        found = found.tb_next
+    kept += [] if is_measured else run
+    # what has nothing else is an error of ours, and is shown as it is
+    if not kept:
+        return frames
+    chain: TracebackType | None = None
+    for each in reversed(kept):
+        chain = TracebackType(chain, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return chain

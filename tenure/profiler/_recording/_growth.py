@@ -119,8 +119,9 @@ class GrowthWatch:
         ...         losses.append(loss)
         ...         loss.backward()
         ...         optimizer.step()
-        >>> print(watch.growth()[0])
-        losses grew by 3 tensors, 12 B from step 1 to step 4. Keep .detach() or .item() of...
+        >>> (found,) = watch.growth()  # printed, it says that `losses` grew
+        >>> found.n_tensors - found.n_before, found.last_step
+        (3, 4)
     """
 
     def __init__(self) -> None:

@@ -170,7 +170,8 @@ class Recording(Report):
     def _heading(self) -> Iterator[str]:
         yield fitted(self.title(), COLUMNS)
         when = f", {self.began_at[:16].replace('T', ' ')} UTC" if self.began_at else ""
-        yield f"{self.ended} after {_duration(self.duration_s)}{when}"
+        yield fitted(self.ended, COLUMNS)
+        yield f"after {_duration(self.duration_s)}{when}"
         if self.versions:
             yield ", ".join(f"{name} {version}" for name, version in self.versions.items())
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _LEAST_SHARE = 0.01
 _MOST_INDENT = 30
 _SCOPE = "scope "
+# how a snapshot of torch and a timeline say it
+_NO_SCOPE = ("", "outside of scopes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ def folded(paths: Iterable[tuple[tuple[str, ...], int, int]]) -> tuple[Branch, .
 
 
 def _path(block: Block) -> tuple[str, ...]:
-    scope = (_SCOPE + block.scope,) if block.scope else ()
+    scope = (_SCOPE + block.scope,) if block.scope not in _NO_SCOPE else ()
     # without a stack the category is what there is
     return (*scope, *block.stack) if block.stack else (*scope, block.category or "unknown")
 
