@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from tenure._show import Column, Part, Report, Table, restored
+from tenure._errors import ReportFormatError
+from tenure._show import Column, Part, Report, Table
 from tenure._text import format_bytes
 
 from ._layout import fitted
@@ -60,7 +61,9 @@ class RecordedRanks(Report):
 
     @classmethod
     def _of_facts(cls, facts: Mapping[str, object]) -> Self:
-        found = restored(tuple[dict[str, Any], ...], facts.get("recordings"), cls.__name__)
+        found = facts.get("recordings")
+        if not isinstance(found, list):
+            raise ReportFormatError(f"{cls.__name__}.recordings is missing. Write it anew.")
         return cls(tuple(map(Recording.from_dict, found)))
 
 

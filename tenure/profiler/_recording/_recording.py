@@ -23,7 +23,7 @@ from .._owners import TensorRow
 from .._reports import DeviceReport, MemReport
 from ._exports import exported
 from ._growth import Growth
-from ._layout import COLUMNS, fitted
+from ._layout import COLUMNS, fitted, wrapped
 from ._leaks_found import RecordedLeaks
 from ._torch_snapshots import is_pickle, read_snapshot, tracks_of
 from ._tracks import Track
@@ -160,7 +160,9 @@ class Recording(Report):
             parts += [_cut(part) for part in _narrow(self.lines)._parts()]
         parts += self._memory_parts()
         if self.notes:
-            parts.append(Paragraph("Notes", "\n".join(f"- {note}" for note in self.notes)))
+            parts.append(
+                Paragraph("Notes", "\n".join(wrapped(note, COLUMNS, "- ") for note in self.notes))
+            )
         return parts
 
     def leaks_found(self) -> RecordedLeaks:
