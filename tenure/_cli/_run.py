@@ -86,12 +86,12 @@ class Run(Verb):
         """Check what can be checked, and leave the program to be run."""
         program = _program(arguments)
         path = _path(arguments.output, program)
+        _check_folder(path)
         if not arguments.force and os.path.lexists(path):
             raise CommandError(
                 f"{_shown(path)} is there already, and was left as it is. Overwrite it with -f, or "
                 "name another file with -o."
             )
-        _check_writable(path)
         chosen = arguments.leaks or arguments.lines or arguments.timeline or arguments.on_oom
         settings = Settings(
             path=path,
@@ -131,7 +131,7 @@ def _path(given: str | None, program: Program) -> Path:
     return Path.cwd() / path
 
 
-def _check_writable(path: Path) -> None:
+def _check_folder(path: Path) -> None:
     if path.is_dir():
         raise CommandError(f"{_shown(path)} is a folder. Name a file with -o.")
     if not path.parent.is_dir():

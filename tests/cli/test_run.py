@@ -82,7 +82,9 @@ def test_lines_of_functions_of_the_program_and_of_modules_are_measured():
         "Trainer.step": [(6, 1), (8, 1), (9, 1)],
         "Trainer.step.<locals>.inner": [(7, 1)],
     }
-    assert found.notes == ("--lines nothing: the program has no such function",)
+    assert [note.partition(":")[0] for note in found.notes] == ["--lines", "--lines nothing"]
+    assert "linear has no lines to profile" in found.notes[0]
+    assert found.notes[1] == "--lines nothing: the program has no such function"
     assert max(map(len, str(found).splitlines())) <= 80
 
 
@@ -129,6 +131,8 @@ def test_a_process_that_is_full_writes_its_file():
     found = Recording.load("train.tenure")
     assert found.exit_code == 1
     assert found.ended.startswith("RuntimeError: [enforce fail at alloc_cpu.cpp")
+    assert found.memory.total_bytes > 100 << 20
+    assert "MemoryError" not in done.stderr
 
 
 def test_scopes_that_report_are_in_the_recording():

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tenure.adaptive import memory_budget
-    from tenure.profiler import GrowthWatch, LineProfiler
+    from tenure.profiler import GrowthWatch, LineProfiler, MemReport
     from tenure.scopes import LeakReport
 
 MAIN = "__main__"
+_MOST_ROWS = 2000
 _SHORT_OF_MEMORY = "what was alive at the end could not be told: too little memory was left"
 
 
@@ -334,7 +335,7 @@ class Memory(Instrument):
         except MemoryError:
             self.notes.append(_SHORT_OF_MEMORY)
             return
-        self._found["memory"] = found.report
+        self._found["memory"] = self._cut(found.report)
         watch = None if self._leaks is None else self._leaks._watch
         if watch is not None:
             self._found["growth"] = watch.growth(at_end=found)
@@ -344,6 +345,19 @@ class Memory(Instrument):
 
     def abandon(self) -> None:
         pass
+
+    def _cut(self, report: MemReport) -> MemReport:
+        """Bounded: a process that is full of small tensors has to write this, too."""
+        devices = []
+        for device in report.devices:
+            rows = sorted(device.rows, key=lambda row: -row.n_bytes)[:_MOST_ROWS]
+            if len(rows) < len(device.rows):
+                n = len(device.rows)
+                told = f"of {n} tensors on {device.device} at the end, the {_MOST_ROWS} largest"
+                self.notes.append(f"{told} are listed")
+                device = replace(device, rows=tuple(rows))
+            devices.append(device)
+        return replace(report, devices=tuple(devices))
 
 
 def _accelerator_peaks() -> dict[str, Any]:

@@ -30,9 +30,9 @@ from ._instruments import MAIN, Budget, Instrument, Leaks, Lines, Memory, OnOom,
 from ._main_module import Program
 from ._signals import Deaths
 
-# What the report of an out-of-memory error takes, where the process may have no more. Untouched:
-# it takes addresses, and no memory.
-_RESERVE_BYTES = 32 << 20
+# What it takes to look, and then to write, where the process may have no more. Untouched: that
+# takes addresses, and no memory.
+_RESERVES_BYTES = (48 << 20, 24 << 20)
 # a recording of a program without torch, which is not imported for its sake
 _EMPTY: dict[str, Any] = {
     "format": "tenure.Recording",
@@ -97,12 +97,14 @@ class Recorder:
         self._instruments = _instruments(settings, self._lines)
         self._deaths = Deaths(self._die)
         self._imports = self._watched_imports()
-        self._reserve: mmap.mmap | None = None
+        self._reserves: list[mmap.mmap] = []
 
     def begin(self) -> None:
         """From here on the program may run."""
         with suppress(OSError, ValueError):
-            self._reserve = mmap.mmap(-1, _RESERVE_BYTES)
+            # of the process alone, as the memory is whose limit it has reached
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._reserves += [mmap.mmap(-1, n_bytes, flags=flags) for n_bytes in _RESERVES_BYTES]
         # first of all, so that it is called last: after all that the program registers
         atexit.register(self._at_exit)
         os.register_at_fork(
@@ -130,8 +132,7 @@ class Recorder:
             return
         self._duration_s = perf_counter() - self._began
         self._imports.end()
-        if self._reserve is not None:
-            self._reserve.close()
+        self._free_reserve()
         if self._has_torch:
             for instrument in reversed(self._instruments):
                 self._safely(instrument, partial(instrument.end, error))
@@ -199,9 +200,10 @@ class Recorder:
         if self._is_written or os.getpid() != self._pid:
             return
         self._is_written = True
+        self._free_reserve()
         path = self._settings.path
         try:
-            written = write_facts(path, self._facts(), replace=self._settings.replace)
+            written = self._written()
         except Exception as error:
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             _say(f"tenure run: error: {path} could not be written: {reason}")
@@ -209,6 +211,20 @@ class Recorder:
         if not self._settings.is_quiet:
             shown = _shown(written, self._folder)
             _say(f"Wrote {shown}. See it with: {self._settings.next_command.format(shown)}")
+
+    def _written(self) -> Path:
+        path, replace = self._settings.path, self._settings.replace
+        try:
+            return write_facts(path, self._facts(), replace=replace)
+        except MemoryError:
+            # what was alive is most of it
+            self._instruments = [each for each in self._instruments if type(each) is not Memory]
+            self._notes.append("what was alive at the end is left out: too little memory was left")
+            return write_facts(path, self._facts(), replace=replace)
+
+    def _free_reserve(self) -> None:
+        if self._reserves:
+            self._reserves.pop(0).close()
 
     def _facts(self) -> dict[str, Any]:
         end = self._end or End("ended outside of its code", 0)
