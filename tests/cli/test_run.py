@@ -54,7 +54,7 @@ def test_a_planted_leak_is_named_in_one_line():
     found = Recording.load("train.tenure").growth
     assert [each.name for each in found] == ["train.<locals>.losses"]
     line = str(found[0]).partition(". ")[0]
-    assert line == "train.<locals>.losses grew by 6 tensors, 24 B from step 2 to step 8"
+    assert line == "train.<locals>.losses grew by 7 tensors, 28 B from step 1 to step 8"
 
 
 def test_lines_of_functions_of_the_program_and_of_modules_are_measured():

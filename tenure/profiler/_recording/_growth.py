@@ -26,9 +26,9 @@ from .._reports import Snapshot, place_of, snapshot
 # test_a_cache_that_is_full_is_no_growth.
 _LOOKS = 3
 # How many looks a program pays for that is over soon, and which share of its time else.
-_FIRST_LOOKS = 6
+_FIRST_LOOKS = 8
 _MOST_SHARE = 0.1
-_KEPT = 5
+_KEPT = 8
 _MAIN, _OF_EACH = "__main__.", "[…]"
 _MOST_NAMES = 3
 _ADVICE_OF_VALUES = "Keep .detach() or .item() of what is kept, or bound it."
