@@ -5,7 +5,6 @@ because both generators are seeded alike before each run.
 """
 
 import contextlib
-import itertools
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,6 +13,8 @@ from typing import Any
 import torch
 from torch.testing import assert_close
 from torch.utils._pytree import tree_flatten, tree_map_only
+
+from .samples import samples_of
 
 _DTYPES = (torch.float32, torch.complex64, torch.int64, torch.bool)
 # Set on each generator by itself: torch.manual_seed also queues a call, with its traceback, for
@@ -73,9 +74,7 @@ def _samples(info: Any, n_samples: int) -> list[Any]:
     if dtype is None:
         return []
     differentiable = info.supports_autograd and dtype in info.supported_backward_dtypes("cpu")
-    torch.default_generator.manual_seed(_SEED)
-    samples = info.sample_inputs("cpu", dtype, requires_grad=differentiable)
-    return list(itertools.islice(samples, n_samples))
+    return list(samples_of(info, dtype, n_samples, grad=differentiable))
 
 
 def _check_sample(info: Any, sample: Any, device: torch.device) -> None:

@@ -11,6 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from tenure._torch import engine
 
+from .samples import samples_of
+
 pytestmark = pytest.mark.filterwarnings("ignore")
 _MOST_SAMPLES = 6
 
@@ -47,8 +49,7 @@ def test_no_formula_of_torch_is_taken_for_a_sum_of_the_engine():
     engine.prepare()
     n_run, sums = 0, _Sums()
     for op in (each for each in op_db if each.supports_autograd):
-        samples = op.sample_inputs("cpu", torch.float32, requires_grad=True)
-        for _, sample in zip(range(_MOST_SAMPLES), samples, strict=False):
+        for sample in samples_of(op, torch.float32, _MOST_SAMPLES, grad=True):
             try:
                 made = op(sample.input, *sample.args, **sample.kwargs)
             except RuntimeError:

@@ -4,7 +4,6 @@ What is held is the table of rules: a call that is taken to keep samples apart i
 of the batch, and those have to make the whole.
 """
 
-import itertools
 from dataclasses import dataclass, field
 
 import pytest
@@ -18,6 +17,8 @@ from tenure.adaptive import AdaptiveUsageError, LazyTensor, lazy
 from tenure.adaptive._lazy._evaluate._parts import plan_for
 from tenure.adaptive._lazy._evaluate._used import labels_of
 from tenure.adaptive._lazy._split import NotSplittableError, Program, SplitValues
+
+from .samples import samples_of
 
 # What the operators warn of is no matter of their being recorded.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
@@ -112,7 +113,7 @@ def _in_parts(tape, found):
 def _sweep_operator(info, found):
     dtype = torch.float64 if torch.float64 in info.dtypes else torch.int64
     grad = info.supports_autograd and dtype.is_floating_point
-    for sample in itertools.islice(info.sample_inputs("cpu", dtype, requires_grad=grad), SAMPLES):
+    for sample in samples_of(info, dtype, SAMPLES, grad=grad):
         given = (sample.input, tuple(sample.args), sample.kwargs)
         try:
             first, args, kwargs = _copied(given)

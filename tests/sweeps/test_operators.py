@@ -8,7 +8,6 @@ by rule, and a test holds that each name in a rule belongs there.
 import gc
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,6 +19,8 @@ from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils._pytree import tree_leaves
 
 from tenure import NewDisposeScope, is_disposed
+
+from .samples import samples_of
 
 # What the operators warn of (beta, deprecation, defaults) is the same with a scope and without.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -62,7 +63,7 @@ for_every_differentiable_op = pytest.mark.parametrize("op", DIFFERENTIABLE, ids=
 @pytest.mark.usefixtures("nothing_uninitialized")
 @for_every_op
 def test_values_are_the_same_inside_a_scope(op):
-    for sample in samples_of(op):
+    for sample in samples_of(op, dtype_of(op), SAMPLES, grad=is_differentiable(op)):
         expected = bits_of(run(op, copy_of(sample)))
         with NewDisposeScope():
             actual = bits_of(run(op, copy_of(sample)))
@@ -72,7 +73,7 @@ def test_values_are_the_same_inside_a_scope(op):
 @pytest.mark.usefixtures("nothing_uninitialized")
 @for_every_differentiable_op
 def test_gradients_are_the_same_with_every_handle_disposed_before_backward(op):
-    for sample in samples_of(op):
+    for sample in samples_of(op, dtype_of(op), SAMPLES, grad=is_differentiable(op)):
         for call in differentiable_ways_to_call(op, sample):
             expected = backward(forward(call, copy_of(sample), []))
 
@@ -89,7 +90,7 @@ def test_gradients_are_the_same_with_every_handle_disposed_before_backward(op):
 
 @for_every_op
 def test_a_scope_takes_exactly_what_the_call_made(op, census):
-    for sample in samples_of(op):
+    for sample in samples_of(op, dtype_of(op), SAMPLES, grad=is_differentiable(op)):
         for call in ways_to_call(op, sample):
             given = copy_of(sample)
             if refuses(call, copy_of(sample)):
@@ -110,7 +111,7 @@ def test_what_is_left_out_by_name_does_not_run_here(name):
     (op,) = (op for op in op_db if name_of(op) == name)
 
     def run_all():
-        for sample in samples_of(op):
+        for sample in samples_of(op, dtype_of(op), SAMPLES, grad=is_differentiable(op)):
             run(op, copy_of(sample))
 
     with pytest.raises((AssertionError, RuntimeError), match=r"CUDA and ROCm|out of bounds"):
@@ -126,13 +127,6 @@ def test_the_database_is_as_large_as_it_was():
 
 
 # --- calls
-
-
-def samples_of(op: OpInfo) -> list[SampleInput]:
-    torch.manual_seed(0)
-    # op.sample_inputs() looks for the test in inspect.stack(), which takes longer than the test
-    samples = op.sample_inputs_func(op, "cpu", dtype_of(op), requires_grad=is_differentiable(op))
-    return list(islice(samples, SAMPLES))
 
 
 def copy_of(sample: SampleInput) -> SampleInput:

@@ -5,8 +5,6 @@ they are, so what this holds is the lists of those that take nothing; that large
 smaller ones is held by the cases of ``tests/adaptive/predict``, here in more dtypes.
 """
 
-from itertools import islice
-
 import pytest
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
@@ -14,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..adaptive.predict.scratch_cases import convolutions, layers, losses
 from ..adaptive.predict.scratch_truth import Listening, listen
+from .samples import samples_of
 from .test_operators import LEFT_OUT, name_of
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.exhaustive]
@@ -47,7 +46,7 @@ def test_what_is_said_of_an_operator_is_never_too_low(op):
 
 def _calls(op, dtype):
     differentiable = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
-    for made in islice(op.sample_inputs("cpu", dtype, requires_grad=differentiable), SAMPLES):
+    for made in samples_of(op, dtype, SAMPLES, grad=differentiable):
         for sample in (made, made.noncontiguous()):
             mode = Listening()
             # what doesn't run here is for other tests to hold
