@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 
@@ -46,5 +45,7 @@ class Export(Verb):
             raise CommandError(f"{out} can't be written: {error.strerror or error}.") from None
         print(f"Wrote {out}", file=sys.stderr)
         if arguments.json:
+            import json
+
             print_text(json.dumps({"written": out, "n_bytes": os.path.getsize(out)}))
         return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,8 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def show(shown: Shown, facts: Any, *, as_json: bool) -> None:
     """Print a report, in colours on a terminal; or its facts."""
     if as_json:
+        import json
+
         print_text(json.dumps(facts, indent=2))
     elif sys.stdout.isatty():
         from rich.console import Console

@@ -7,19 +7,14 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tenure._errors import CommandError
 
-from ._program import (
-    Program,
-    Settings,
-    code_program,
-    module_program,
-    rank_of_environment,
-    run_recorded,
-    script_program,
-)
 from ._verb import Verb, byte_size
+
+if TYPE_CHECKING:
+    from ._program import Program
 
 _SUFFIX = ".tenure"
 
@@ -84,6 +79,9 @@ class Run(Verb):
 
     def run(self, arguments: argparse.Namespace) -> Callable[[], int]:
         """Check what can be checked, and leave the program to be run."""
+        # here and below: the help of all verbs is there sooner
+        from ._program import Settings, run_recorded
+
         program = _program(arguments)
         path = _path(arguments.output, program)
         _check_folder(path)
@@ -107,6 +105,8 @@ class Run(Verb):
 
 
 def _program(arguments: argparse.Namespace) -> Program:
+    from ._program import code_program, module_program, script_program
+
     for given, make, what in (
         (arguments.module, module_program, "-m needs the name of a module"),
         (arguments.code, code_program, "-c needs code"),
@@ -123,6 +123,8 @@ def _program(arguments: argparse.Namespace) -> Program:
 
 
 def _path(given: str | None, program: Program) -> Path:
+    from ._program import rank_of_environment
+
     path = Path(given if given is not None else f"{program.name}{_SUFFIX}")
     rank = rank_of_environment()
     if rank is not None:

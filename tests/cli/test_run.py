@@ -243,3 +243,43 @@ def _program(name):
     with open("program", "w", encoding="utf-8") as file:
         file.write("import sys; print(sys.argv)")
     return "program"
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_children_run_plainly_and_write_no_file(method):
+    program = """
+        import multiprocessing as mp, os, signal, sys
+        import torch
+        def work():
+            # more than the budget of the parent
+            print(torch.ones(1 << 22).sum().item(), flush=True)
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+            assert not torch.utils._python_dispatch._get_current_dispatch_mode()
+            sys.exit(3)
+        if __name__ == "__main__":
+            torch.ones(4)
+            child = mp.get_context(METHOD).Process(target=work)
+            child.start()
+            child.join()
+            print(child.exitcode)
+        """.replace("METHOD", repr(method))
+    done = _run(program, "-q", "--budget", "8MiB", "--leaks", "--lines", "work")
+    assert done.stdout.split() == ["4194304.0", "3"]
+    assert sorted(os.listdir()) == ["train.py", "train.tenure"]
+    assert Recording.load("train.tenure").peaks["cpu"] == 16
+
+
+def test_torch_that_a_thread_imports_is_said_to_be_measured_there():
+    program = """
+        import threading
+        def work():
+            import torch
+            torch.ones(3)
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        """
+    _run(program, "-q", "--budget", "8MiB")
+    found = Recording.load("train.tenure")
+    assert found.notes[0].startswith("torch was imported on another thread than the main one")
+    assert found.peaks["cpu"] == 12

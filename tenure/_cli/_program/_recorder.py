@@ -11,6 +11,7 @@ import mmap
 import os
 import platform
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -101,17 +102,19 @@ class Recorder:
 
     def begin(self) -> None:
         """From here on the program may run."""
-        with suppress(OSError, ValueError):
+        # where there are no such maps, nothing is set aside
+        with suppress(OSError, ValueError, AttributeError):
             # of the process alone, as the memory is whose limit it has reached
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             self._reserves += [mmap.mmap(-1, n_bytes, flags=flags) for n_bytes in _RESERVES_BYTES]
         # first of all, so that it is called last: after all that the program registers
         atexit.register(self._at_exit)
-        os.register_at_fork(
-            before=self._deaths.before_fork,
-            after_in_parent=self._deaths.after_fork,
-            after_in_child=self._abandon,
-        )
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(
+                before=self._deaths.before_fork,
+                after_in_parent=self._deaths.after_fork,
+                after_in_child=self._abandon,
+            )
         self._deaths.begin()
         self._imports.begin()
 
@@ -153,6 +156,11 @@ class Recorder:
         if self._has_torch or self._duration_s is not None:
             return
         self._has_torch = True
+        if threading.current_thread() is not threading.main_thread():
+            self._notes.append(
+                "torch was imported on another thread than the main one: --budget, --timeline and "
+                "--on-oom are about that thread"
+            )
         for instrument in self._instruments:
             self._safely(instrument, instrument.begin, is_told=True)
 
@@ -265,20 +273,18 @@ class Recorder:
 
 def _instruments(settings: Settings, lines: Lines | None) -> list[Instrument]:
     """Those asked for; what begins first ends last."""
-    found: list[Instrument] = []
     leaks = Leaks() if settings.leaks else None
-    if settings.budget_bytes is not None:
-        found.append(Budget(settings.budget_bytes))
-    if leaks is not None:
-        found.append(leaks)
-    if lines is not None:
-        found.append(lines)
-    if settings.timeline:
-        found.append(OverTime())
-    if settings.on_oom:
-        found.append(OnOom())
-    # its end comes first, and sees what the frames of an error hold
-    return [*found, Memory(leaks)]
+    found: list[Instrument | None] = [
+        leaks,
+        lines,
+        OverTime() if settings.timeline else None,
+        OnOom() if settings.on_oom else None,
+        # what frames of an error hold is looked at before the others end
+        Memory(leaks),
+        # what the others make for themselves is none of the program's
+        None if settings.budget_bytes is None else Budget(settings.budget_bytes),
+    ]
+    return [each for each in found if each is not None]
 
 
 def _main_names(program: Program) -> tuple[str, ...]:

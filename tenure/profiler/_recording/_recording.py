@@ -35,7 +35,8 @@ _REPORTS: dict[str, type[Report]] = {"lines": RecordsDisplay, "memory": MemRepor
 _OF_OTHER_PACKAGES = {"timeline": "TimelineReport", "oom": "OomReport"}
 _TENSORS = (Column("tensor"), Column("category"), Column("shape"), Column("bytes", ">"))
 _LINE_COLUMNS = ("hits", "net", "peak")
-_NAME_WIDTH, _SHAPE_WIDTH = 30, 20
+# with the lines that rich draws between them
+_NAME_WIDTH, _CATEGORY_WIDTH, _SHAPE_WIDTH = 24, 18, 15
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -127,12 +128,16 @@ class Recording(Report):
 
         Args:
             path: ``.json`` for all of it, ``.csv`` for what was alive, ``.html`` for a page that
-                stands alone.
+                stands alone; with a timeline, but for the page, what its ``export`` writes.
 
         Raises:
             ProfilerUsageError: the extension is another.
             OSError: it can't be written.
         """
+        of_the_timeline = getattr(self.timeline, "export", None)
+        if of_the_timeline is not None and Path(path).suffix != ".html":
+            of_the_timeline(path)
+            return
         text = exported(self, Path(path))
         Path(path).write_text(text, encoding="utf-8")
 
@@ -283,7 +288,7 @@ def _tensors(title: str, rows: list[TensorRow]) -> Table:
     shown = [
         (
             fitted(row.name, _NAME_WIDTH),
-            fitted(row.category, _NAME_WIDTH),
+            fitted(row.category, _CATEGORY_WIDTH),
             fitted(describe_elements(row.dtype, row.shape), _SHAPE_WIDTH),
             format_bytes(row.n_bytes),
         )
