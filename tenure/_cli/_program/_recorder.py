@@ -263,7 +263,9 @@ class Recorder:
 
             def take(each: Instrument = instrument) -> None:
                 told = each.found()
-                found["peaks"] |= told.pop("peaks", {})
+                for device, n_bytes in told.pop("peaks", {}).items():
+                    # of two that count the one that sees more
+                    found["peaks"][device] = max(n_bytes, found["peaks"].get(device, 0))
                 found.update(told)
 
             self._safely(instrument, take)
@@ -276,13 +278,14 @@ def _instruments(settings: Settings, lines: Lines | None) -> list[Instrument]:
     leaks = Leaks() if settings.leaks else None
     found: list[Instrument | None] = [
         leaks,
+        # it tries the allocator out, which is none of what the program takes
         lines,
+        # below those that see what it refuses
+        None if settings.budget_bytes is None else Budget(settings.budget_bytes),
         OverTime() if settings.timeline else None,
         OnOom() if settings.on_oom else None,
         # what frames of an error hold is looked at before the others end
         Memory(leaks),
-        # what the others make for themselves is none of the program's
-        None if settings.budget_bytes is None else Budget(settings.budget_bytes),
     ]
     return [each for each in found if each is not None]
 
