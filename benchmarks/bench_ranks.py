@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks._record import Row, publish
 from tenure.adaptive import memory_budget, reset, step
 from tenure.adaptive import statistics as attempts_so_far
-from tenure.adaptive._ranks import Ballot, RankGroup, rank_group
+from tenure.adaptive._ranks import Ballot, RankGroup, _group, rank_group
+from tenure.adaptive._ranks._group import Traffic
 from tenure.adaptive._ranks._vote import tally
 
 _WORLDS = (8, 64, 512, 4096)
@@ -45,7 +47,8 @@ def _model() -> nn.Module:
 # --- counted
 
 
-def _as_if_all_said_the_same(world: int) -> Any:
+@contextmanager
+def _as_if_all_said_the_same(world: int) -> Iterator[None]:
     plain: Callable[..., Any] = dist.all_reduce
 
     def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, **how: Any) -> None:
@@ -53,7 +56,19 @@ def _as_if_all_said_the_same(world: int) -> Any:
         if op == dist.ReduceOp.SUM:
             tensor.mul_(world)
 
-    return patch.object(dist, "all_reduce", all_reduce)
+    def combine(votes: Any, tensor: torch.Tensor, of_two: Any, patience: Any) -> None:
+        if of_two is torch.add:
+            tensor.mul_(world)
+
+    def as_if_all_were_there(_: Any, traffic: Traffic) -> None:
+        traffic.votes = object()
+
+    with (
+        patch.object(dist, "all_reduce", all_reduce),
+        patch.object(_group, "_connect", as_if_all_were_there),
+        patch.object(_group, "combine", combine),
+    ):
+        yield
 
 
 def _counted(world: int) -> dict[str, int]:
@@ -73,9 +88,6 @@ def _counted(world: int) -> dict[str, int]:
             module(x).square().mean().backward()
         module.zero_grad()
         model = DistributedDataParallel(module)
-        group = rank_group("step", dist.group.WORLD)
-        assert group is not None
-        before = group.traffic.n_collectives, group.traffic.n_bytes
         begun = attempts_so_far().attempts
         limit = int(whole.peak_bytes * 0.4)
         reset()
@@ -84,6 +96,9 @@ def _counted(world: int) -> dict[str, int]:
             patch.object(RankGroup, "vote", counted),
             memory_budget(limit),
         ):
+            group = rank_group("step", dist.group.WORLD)
+            assert group is not None
+            before = group.traffic.n_collectives, group.traffic.n_bytes
             result = step(lambda b: model(b).square().mean(), x, verify=False)
         assert result.n_samples == world * _N_SAMPLES
         return {
@@ -185,7 +200,7 @@ def timed_rows() -> Iterator[Row]:
     for world in _REAL:
         found = _on_ranks(world)
         yield Row(
-            f"{world} processes: a vote / an all_reduce of one number",
+            f"{world} processes: a vote / an all_reduce of one number by gloo",
             f"{found['vote'] / found['bare']:.2f}",
             note=f"{found['vote'] * 1e6:.0f} us",
         )

@@ -4,7 +4,7 @@ Handwritten digits under DistributedDataParallel. Rank 1 runs out of memory and 
 micro-batches, rank 0 does not notice, and both end with the parameters of one process that had all
 the memory and all the images.
 
-    torchrun --nproc-per-node 2 examples/ddp_adaptive.py
+    torchrun --standalone --nproc-per-node 2 examples/ddp_adaptive.py
 """
 
 import logging

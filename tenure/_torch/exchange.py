@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import nn
 
-from . import refuse
+from . import optional, refuse
 
 _PURPOSE = "step() with a DistributedDataParallel"
 _RESET = "_C._distributed_c10d.Reducer._reset_state"
+_C10D = "torch.distributed.distributed_c10d"
+_ASKS = "_rank_not_in_group"
+"""What every collective asks first, and what only reads a group asks as well."""
 
 
 def reset_reducer(module: nn.parallel.DistributedDataParallel) -> None:
@@ -24,13 +33,61 @@ def reset_reducer(module: nn.parallel.DistributedDataParallel) -> None:
     reset()
 
 
-def has_backend_for(group: Any, device: torch.device) -> bool:
-    """Whether a process group has collectives for tensors of a device."""
+def timeout_of(group: Any) -> timedelta:
+    """How long the collectives of a process group wait for a rank."""
+    options: list[Any] = [
+        getattr(group._get_backend(each), "options", None) for each in group._device_types
+    ]
+    named = [each._timeout for each in options if hasattr(each, "_timeout")]
+    distributed: Any = torch.distributed
+    default: timedelta = distributed.constants.default_pg_timeout
+    return max(named, default=default)
+
+
+class _Thread(threading.local):
+    told: Callable[[str], object] | None = None
+
+
+_this_thread = _Thread()
+
+
+@contextmanager
+def told_of_collectives(told: Callable[[str], object] | None) -> Iterator[None]:
+    """A block that is told of collectives of ``torch.distributed`` before they begin.
+
+    Of those that this thread begins by Python, for a group with other ranks; compiled code and
+    functional collectives begin theirs elsewhere.
+
+    Args:
+        told: gets the name of the collective; None: nobody is told, whoever wanted to be.
+    """
+    _listen()
+    before, _this_thread.told = _this_thread.told, told
     try:
-        return group._get_backend(device) is not None
-    # it raises where there is none
-    except RuntimeError:
-        return False
+        yield
+    finally:
+        _this_thread.told = before
+
+
+@functools.cache
+def _listen() -> None:
+    # once and for good: outside of blocks it costs a collective one look. Without that name of
+    # torch's nobody is told, which takes an error that names a mistake, and nothing else
+    asks = optional(f"{_C10D}.{_ASKS}")
+    if asks is None:
+        return
+
+    @functools.wraps(asks)
+    def tells(group: Any) -> Any:
+        is_outside = asks(group)
+        if _this_thread.told is not None and not is_outside:
+            name = sys._getframe(1).f_code.co_name
+            # what reads a group or sets it up waits for nobody
+            if not name.startswith(("get_", "_")) and torch.distributed.get_world_size(group) > 1:
+                _this_thread.told(name)
+        return is_outside
+
+    setattr(optional(_C10D), _ASKS, tells)
 
 
 def rebuild_buckets(module: nn.parallel.DistributedDataParallel) -> None:
@@ -40,6 +97,30 @@ def rebuild_buckets(module: nn.parallel.DistributedDataParallel) -> None:
     """
     if module.reducer._rebuild_buckets():
         module._has_rebuilt_buckets = True
+
+
+class _AsItStands:
+    """A reducer that does not put its buckets into another order now, and may do so later."""
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+@contextmanager
+def buckets_kept(module: nn.parallel.DistributedDataParallel) -> Iterator[None]:
+    """A block in which `rebuild_buckets` waits: a forward pass in it asks no other rank."""
+    reducer = module.reducer
+    module.reducer = _AsItStands(reducer)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module.reducer = reducer
 
 
 def specialities_of(module: nn.parallel.DistributedDataParallel) -> list[str]:
@@ -63,10 +144,35 @@ def exchanged_buffers(module: nn.parallel.DistributedDataParallel) -> list[torch
     return list(module.modules_buffers)
 
 
+class _Told(Exception):
+    """A collective was told of."""
+
+
 def works() -> bool:
-    """Whether reducers can be reset."""
+    """Whether reducers can be reset, and collectives are told of."""
     distributed: Any = torch.distributed
     if not distributed.is_available():
         return True
     names = ("_reset_state", "_rebuild_buckets")
-    return all(hasattr(distributed.Reducer, name) for name in names)
+    devices = hasattr(distributed.ProcessGroup, "_device_types")
+    reducer = all(hasattr(distributed.Reducer, name) for name in names)
+    return devices and reducer and _tells()
+
+
+def _tells() -> bool:
+    """Whether a collective asks first, also where it has no group to ask about."""
+    told: list[object] = []
+    asks = getattr(optional(_C10D), _ASKS)
+
+    def note(group: object) -> bool:
+        told.append(group)
+        raise _Told
+
+    setattr(optional(_C10D), _ASKS, note)
+    try:
+        torch.distributed.all_reduce(torch.ones(1))
+    except _Told:
+        return len(told) == 1
+    finally:
+        setattr(optional(_C10D), _ASKS, asks)
+    return False

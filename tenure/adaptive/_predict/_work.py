@@ -29,6 +29,7 @@ from tenure._torch.sharding import Shards, shapes_found_unseen
 from tenure.scopes import persist
 
 from .._interrupts import Interrupts
+from .._ranks import has_other_replicas, kept_apart
 from .._reachable import Reachable
 from .._undo import AllOf, ModuleState, RngState, modules_below
 from ._lent import (
@@ -125,6 +126,8 @@ class Work:
             stack.callback(undo.undo)
             stack.callback(_put_gradients, observer)
             stack.enter_context(settings_kept())
+            for replica in filter(has_other_replicas, self.modules):
+                stack.enter_context(kept_apart(replica))
             stack.enter_context(gradients_kept(self.tensors()))
             for fake, real in stack.enter_context(lent_to_fakes(tensors, mode, self.target)):
                 observer.known.learn(fake, real)

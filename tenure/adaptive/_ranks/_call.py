@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tenure._errors import AdaptiveUsageError, RemoteRankError
+from tenure._torch.exchange import told_of_collectives
 from tenure._torch.modules import modules_told
 
 from .._interrupts import Interrupts
@@ -156,5 +157,37 @@ def _call_of(entry: str, name: str, ranks: RankGroup) -> Iterator[RankCall]:
                 "DistributedDataParallel; for a training step use step()."
             )
 
-    with RankCall(ranks, f"{entry}({name!r})") as call, modules_told(refuse):
+    with (
+        RankCall(ranks, f"{entry}({name!r})") as call,
+        modules_told(refuse),
+        without_collectives(entry, name, "Call it after, with what the function returned"),
+    ):
         yield call
+
+
+@contextmanager
+def without_collectives(entry: str, name: str, instead: str) -> Iterator[None]:
+    """A block in which a collective of this thread raises before it begins.
+
+    Ranks run a function as often as the memory of each wants. One that retries would meet the next
+    collective of the others, whatever that is: gloo ends the process, or adds up what has nothing
+    to do with each other.
+
+    Args:
+        entry: what the entry point is called.
+        name: the function that it runs.
+        instead: what to do, as a sentence without its full stop.
+
+    Raises:
+        AdaptiveUsageError: in the block, from the collective.
+    """
+
+    def refuse(collective: str) -> None:
+        raise AdaptiveUsageError(
+            f"{name!r}, run by {entry}() on several ranks, called torch.distributed.{collective}"
+            "(): each rank runs it as often as its own memory wants, so that one would wait for "
+            f"the others, or meet another collective of theirs. Nothing was sent. {instead}."
+        )
+
+    with told_of_collectives(refuse):
+        yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tenure._errors import AdaptiveUsageError, RemoteRankError
 from tenure._text import listed
@@ -46,17 +46,37 @@ def failed_rank_error(name: str, failures: Sequence[Failure | None], after: str)
     )
 
 
-def lost_rank_error(error: Exception, n_ranks: int) -> RemoteRankError:
-    """The error where ranks can't talk any more."""
+def lost_rank_error(
+    error: Exception, n_ranks: int, ended: Mapping[int, str] | None = None
+) -> RemoteRankError:
+    """The error where ranks can't talk any more.
+
+    Args:
+        error: that of the group.
+        n_ranks: how many there are.
+        ended: the ranks that are known to have ended, in words.
+    """
     reason = str(error).strip().partition("\n")[0]
+    told = f"{type(error).__name__}: {reason}"
+    ended = ended or {}
+    if ended:
+        has = "has" if len(ended) == 1 else "have"
+        names = listed([*ended.values()], most=4)
+        what = (
+            f"Of {n_ranks} ranks {names} {has} ended while others wait for it ({told}). The call "
+            "gives this rank nothing, and the group can't be used any more."
+        )
+    else:
+        what = (
+            f"One of {n_ranks} ranks has died, or did not come to the call of tenure.adaptive that "
+            f"the others are in, within the timeout of the process group ({told}). The call gives "
+            "this rank nothing; the next one connects all again, if all are still there."
+        )
     return RemoteRankError(
-        f"One of {n_ranks} ranks has died, or did not come to the call of tenure.adaptive that the "
-        f"others are in, within the timeout of the process group ({type(error).__name__}: "
-        f"{reason}). The call gives this rank nothing, and the group can't be used any more. Look "
-        "for the first error among all ranks, and let every rank make the same calls; a rank "
-        "without samples calls step(fn, None).",
-        None,
-        f"{type(error).__name__}: {reason}",
+        f"{what} Look for the first error among all ranks, and let every rank make the same calls; "
+        "a rank without samples calls step(fn, None).",
+        next(iter(ended)) if len(ended) == 1 else None,
+        told,
     )
 
 

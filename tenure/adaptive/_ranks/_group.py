@@ -1,13 +1,16 @@
 """A group of ranks, and all that they say to each other.
 
 Invariant: every collective goes through a `RankGroup`, which counts it, and gives any failure of
-one the same error: a rank has died, or did not come.
+one the same error: a rank has died, or did not come. What ranks say goes over connections of its
+own, so that it never meets a collective of the user's, or of a module, that another rank is in.
 """
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tenure._errors import AdaptiveUsageError
-from tenure._torch.exchange import has_backend_for
+from tenure._errors import AdaptiveUsageError, RemoteRankError
+from tenure._torch.exchange import timeout_of, told_of_collectives
 from tenure._torch.quiet import aside
 
+from ._doubling import combine
 from ._errors import lost_rank_error
-
-_CPU = torch.device("cpu")
+from ._members import Member, ended_ranks, member_of, own_member
 
 
 def is_rank() -> bool:
@@ -40,13 +43,20 @@ class Traffic:
     """What is kept of a process group from call to call.
 
     Attributes:
-        votes: another group of the same ranks, for tensors of the CPU; None where the group itself
-            takes them.
+        votes: a group of the same ranks for what they say; None once one of them was lost.
+        members: the process of each rank.
+        store: where ranks say that they have lost one.
+        n_made: how many groups were made for votes.
+        has_ended: whether a rank has ended, and will never come again.
         n_collectives: how many collectives were begun.
         n_bytes: the bytes of their tensors on this rank.
     """
 
-    votes: Any
+    votes: Any = None
+    members: tuple[Member, ...] = ()
+    store: Any = None
+    n_made: int = 0
+    has_ended: bool = False
     n_collectives: int = 0
     n_bytes: int = 0
 
@@ -72,7 +82,6 @@ class RankGroup:
         self.traffic = traffic
         self.size: int = distributed.get_world_size(group)
         self.rank: int = distributed.get_rank(group)
-        self._votes = group if traffic.votes is None else traffic.votes
         self.patience_s: float | None = None
 
     def sum(self, tensor: Tensor) -> None:
@@ -89,16 +98,7 @@ class RankGroup:
 
     def vote(self, tensor: Tensor, *, smallest: bool = False) -> None:
         """Replace a tensor of the CPU by the sum, or the smallest, of those of all ranks."""
-        distributed: Any = torch.distributed
-        ops = distributed.ReduceOp
-        op = ops.MIN if smallest else ops.SUM
-        if self.patience_s is not None:
-            options = distributed.AllreduceOptions()
-            options.reduceOp, options.timeout = op, timedelta(seconds=self.patience_s)
-            # the last that is said: who has not come by then can't be reached
-            self._run(tensor.nbytes, lambda: self._votes.allreduce([tensor], options).wait())
-            return
-        self._run(tensor.nbytes, distributed.all_reduce, tensor, op=op, group=self._votes)
+        self._run(tensor.nbytes, self._vote, tensor, smallest)
 
     def smallest(self, numbers: Sequence[int]) -> list[int]:
         """The smallest of each of some numbers that all ranks have."""
@@ -107,40 +107,80 @@ class RankGroup:
         return [int(number) for number in vector.tolist()]
 
     def gather(self, value: object) -> list[Any]:
-        """What each rank has; objects that can be pickled, for what is seldom said."""
-        distributed: Any = torch.distributed
-        found: list[Any] = [None] * self.size
-        self._run(0, distributed.all_gather_object, found, value, group=self._votes)
+        """What each rank has; what JSON can say, for what is seldom said."""
+        told = json.dumps(value).encode()
+        lengths = self._gathered(torch.tensor([len(told)], dtype=torch.int64, device="cpu"))
+        longest = max(int(each) for each in lengths)
+        texts = self._gathered(
+            torch.tensor([*told.ljust(longest)], dtype=torch.uint8, device="cpu")
+        )
+        return [json.loads(bytes(each.tolist())) for each in texts]
+
+    def _vote(self, tensor: Tensor, smallest: bool) -> None:
+        # with patience it is the last that is said: who has not come by then can't be reached
+        patience = None if self.patience_s is None else timedelta(seconds=self.patience_s)
+        combine(self._votes(), tensor, torch.minimum if smallest else torch.add, patience)
+
+    def _gathered(self, tensor: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._run(tensor.nbytes, lambda: self._votes().allgather([found], [tensor]).wait())
         return found
+
+    def _votes(self) -> Any:
+        if self.traffic.votes is None:
+            raise RuntimeError("a rank was lost in a call before")
+        return self.traffic.votes
 
     def _run(self, n_bytes: int, collective: Callable[..., object], *args: Any, **how: Any) -> None:
         self.traffic.n_collectives += 1
         self.traffic.n_bytes += n_bytes
         try:
             # no scope owns, and no budget counts, what a collective takes for itself
-            with aside():
+            with aside(), told_of_collectives(None):
                 collective(*args, **how)
         except Exception as error:
-            raise lost_rank_error(error, self.size) from error
+            raise self._lost(error) from error
+
+    def _lost(self, error: Exception) -> RemoteRankError:
+        traffic = self.traffic
+        # before the next line: others are told by that, and then read this
+        with suppress(Exception):
+            traffic.store.set(f"has lost one {self.rank}", "")
+        # it closes the connections of this rank: who waits in a vote for one that has seen the
+        # loss, and not for the one that is lost, would wait until this process ends
+        traffic.votes = None
+        ended = ended_ranks(traffic.members)
+        if len(ended) > 1:
+            ended = self._lost_first(ended)
+        traffic.has_ended = traffic.has_ended or bool(ended)
+        return lost_rank_error(error, self.size, ended)
+
+    def _lost_first(self, ended: dict[int, str]) -> dict[int, str]:
+        """Of the ranks that have ended those that did not because another had."""
+        # the store may have gone with the rank that had it
+        with suppress(Exception):
+            check = self.traffic.store.check
+            first = {r: name for r, name in ended.items() if not check([f"has lost one {r}"])}
+            return first or ended
+        return ended
 
 
 # Weakly, and nothing there holds the group: one that was destroyed has to end.
-_known: weakref.WeakKeyDictionary[Any, dict[bool, Traffic]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, Traffic] = weakref.WeakKeyDictionary()
 
 
-def rank_group(entry: str, group: Any, *, is_apart: bool = False) -> RankGroup | None:
+def rank_group(entry: str, group: Any) -> RankGroup | None:
     """The ranks of a process group; None where this process is alone in it.
 
-    The first time for a group all its ranks have to come: those that vote need a backend for the
-    memory of the host, so that voting takes none of the device.
+    The first time for a group all its ranks have to come, and connect to each other.
 
     Args:
         entry: what errors call the call.
         group: a process group.
-        is_apart: whether ranks vote on a group of its own, as others may be in collectives.
 
     Raises:
         AdaptiveUsageError: this process is no member of it.
+        RemoteRankError: another did not come.
     """
     distributed: Any = torch.distributed
     # first: what torch gives who is no member is a number, which nothing can hold weakly
@@ -151,23 +191,34 @@ def rank_group(entry: str, group: Any, *, is_apart: bool = False) -> RankGroup |
         )
     if distributed.get_world_size(group) < 2:
         return None
-    known = _known.setdefault(group, {})
-    if is_apart not in known:
-        known[is_apart] = Traffic(_votes_of(group, is_apart=is_apart))
-    return RankGroup(group, known[is_apart])
+    traffic = _known.setdefault(group, Traffic())
+    # a rank that was late comes here, too, once it has seen that others did not wait
+    if traffic.votes is None and not traffic.has_ended:
+        if not distributed.is_gloo_available():
+            raise AdaptiveUsageError(
+                f"{entry}() has to ask other ranks, which it does through gloo, and torch "
+                f"{torch.__version__} was built without. Install one that has it."
+            )
+        try:
+            _connect(group, traffic)
+        except Exception as error:
+            n_ranks = distributed.get_world_size(group)
+            raise lost_rank_error(error, n_ranks) from error
+    return RankGroup(group, traffic)
 
 
-def _votes_of(group: Any, *, is_apart: bool) -> Any:
-    """Another group of the same ranks, for tensors of the CPU; None where it takes them itself."""
+def _connect(group: Any, traffic: Traffic) -> None:
+    """Connect to the other ranks, which do so, too.
+
+    By hand and not by ``new_group``, to which all processes of the program would have to come,
+    also those that are in no step of this group.
+    """
     distributed: Any = torch.distributed
-    if has_backend_for(group, _CPU) and not is_apart:
-        return None
-    # of some ranks alone none is made: by use_local_synchronization torch names it by how many
-    # groups each rank is in, and ranks that are in different numbers of them wait for ever
-    if group is not distributed.group.WORLD or not distributed.is_gloo_available():
-        raise AdaptiveUsageError(
-            "Ranks vote in memory of the host, and their process group has no backend for that. "
-            'Name one for it: init_process_group("cpu:gloo,cuda:nccl"), or the same backend= in '
-            "new_group()."
-        )
-    return distributed.new_group(backend="gloo")
+    rank, n_ranks = distributed.get_rank(group), distributed.get_world_size(group)
+    # each group has a part of the store to itself, and what is made anew one of its own
+    store = distributed.PrefixStore(f"tenure {traffic.n_made}", group.get_group_store())
+    store.set(f"member {rank}", own_member())
+    traffic.votes = distributed.ProcessGroupGloo(store, rank, n_ranks, timeout_of(group))
+    told = store.multi_get([f"member {each}" for each in range(n_ranks)])
+    traffic.members, traffic.store = tuple(map(member_of, told)), store
+    traffic.n_made += 1

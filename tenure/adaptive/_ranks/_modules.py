@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeGuard
 
 import torch
 from torch import nn
+
+from tenure._torch.exchange import buckets_kept, reset_reducer
 
 _FIRST = "FullyShardedDataParallel"
 """The first version of FSDP."""
@@ -28,6 +32,23 @@ def has_other_replicas(module: nn.Module) -> TypeGuard[Replicated]:
     if not isinstance(module, Replicated):
         return False
     return bool(torch.distributed.get_world_size(module.process_group) > 1)
+
+
+@contextmanager
+def kept_apart(module: Replicated) -> Iterator[None]:
+    """A block in which a replica asks no other rank, whatever these do meanwhile."""
+    brings_buffers, exchanges = module.require_forward_param_sync, module.require_backward_grad_sync
+    # forward passes ask for buffers, and each one without exchange says that none are to be asked
+    module.require_forward_param_sync = False
+    try:
+        with module.no_sync(), buckets_kept(module):
+            yield
+    finally:
+        module.require_forward_param_sync = brings_buffers
+        # it has noted which parameters were used, and would wait for their gradients in the next
+        # plain pass; in a block of the user's with no_sync() that is right
+        if module.find_unused_parameters and exchanges:
+            reset_reducer(module)
 
 
 def _is_named(module: nn.Module, part: str) -> bool:

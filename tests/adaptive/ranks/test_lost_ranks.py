@@ -18,7 +18,7 @@ from tenure.adaptive._ranks import RankGroup
 
 from ..step.step_cases import gradients, worst_error
 from .launch import run_ranks
-from .rank_cases import RTOL, SIZES, Fails, all_samples, joined, net_of, square
+from .rank_cases import RTOL, SIZES, Fails, all_samples, joined, net_of, square, wanted_of
 
 
 def told_by(work):
@@ -125,7 +125,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others(when):
     assert dead is None
     for (name, text, _), is_clean in others:
         assert name == "RemoteRankError"
-        assert "One of 3 ranks has died, or did not come" in text
+        assert "Of 3 ranks rank 2 (process " in text
         assert is_clean
 
 
@@ -145,6 +145,26 @@ def test_a_rank_that_does_not_come_is_an_error_after_the_timeout_of_the_group():
     (name, text, _), _ = run_ranks(absent_on)
     assert name == "RemoteRankError"
     assert "did not come" in text
+
+
+def late_on(rank):
+    """One comes too late to a call, and then all come to others."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    net = net_of()
+    parts = all_samples(SIZES[:2])
+    told = []
+    for i in range(3):
+        if rank and i == 1:
+            time.sleep(4)
+        told.append(told_by(lambda: step(lambda b: square(net, b), parts[rank], group=group))[0])
+        net.zero_grad() if i < 2 else None
+    return told, worst_error(gradients(net), wanted_of(net, parts))
+
+
+def test_a_rank_that_comes_too_late_is_an_error_on_all_and_the_next_call_goes_well():
+    for told, error in run_ranks(late_on):
+        assert told == [None, "RemoteRankError", None]
+        assert error < RTOL
 
 
 # --- other calls

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tenure.adaptive import memory_budget, reset, step
-from tenure.adaptive._ranks import rank_group
+from tenure.adaptive._ranks import _group, rank_group
 
 from ..step.step_cases import small_net
 
@@ -24,8 +24,19 @@ def world(request):
         if op == dist.ReduceOp.SUM:
             tensor.mul_(n)
 
+    def as_if_all_voted_the_same(_, tensor, of_two, patience):
+        if of_two is torch.add:
+            tensor.mul_(n)
+
+    def as_if_all_were_there(_, traffic):
+        traffic.votes = object()
+
     dist.init_process_group("fake", rank=0, world_size=n, store=FakeStore())
-    with patch.object(dist, "all_reduce", as_if_all_said_the_same):
+    with (
+        patch.object(dist, "all_reduce", as_if_all_said_the_same),
+        patch.object(_group, "_connect", as_if_all_were_there),
+        patch.object(_group, "combine", as_if_all_voted_the_same),
+    ):
         yield n
     dist.destroy_process_group()
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Replicated
 
 from tenure.adaptive import memory_budget, reset, step
-from tenure.adaptive._ranks import _group, rank_group
+from tenure.adaptive._ranks import rank_group
 
 from ..step.step_cases import gradients, worst_error
 from .launch import run_ranks
@@ -147,29 +147,3 @@ def test_a_call_has_one_vote_and_one_exchange_however_often_it_was_begun():
         assert plain_bytes - n_bytes < 500
         # running mean and variance, and the count of batches
         assert buffers == 5
-
-
-def without_cpu_on(rank):
-    """The ranks of all vote in another group; for some alone none can be made."""
-    _group.has_backend_for = lambda *_: False
-    some = dist.new_group([0, 2])
-    net = net_of()
-    parts = all_samples(SIZES[:3])
-    counts = [
-        step(lambda b: square(net, b), p, group=dist.group.WORLD).n_samples
-        for p in (parts[rank], None)
-    ]
-    told = ""
-    if rank != 1:
-        try:
-            step(lambda b: square(net, b), parts[rank], group=some)
-        except Exception as error:
-            told = str(error)
-    return counts, rank_group("step", dist.group.WORLD).traffic.votes is not None, told
-
-
-def test_a_group_without_a_backend_for_the_host_votes_in_one_beside_it():
-    for rank, (counts, is_beside, told) in enumerate(run_ranks(without_cpu_on, 3)):
-        assert counts == [sum(SIZES[:3]), 0]
-        assert is_beside
-        assert "has no backend for that. Name one for it" in told or rank == 1

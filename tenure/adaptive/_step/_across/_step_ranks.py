@@ -7,6 +7,7 @@ that all have that of the whole batch of all ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
@@ -17,12 +18,13 @@ from torch import Tensor, nn
 from tenure._errors import AdaptiveUsageError
 from tenure._text import describe_tensor
 from tenure._torch.autograd import post_hooks_of
+from tenure._torch.exchange import exchanged_buffers
 
 from ..._callables import name_of
 from ..._ranks import Ballot, RankCall, Replicated, Tally, mark_of, weights_of
 from .._loss import numbers_by_term
 from .._split import StepOutcome, StepParts, StepSpec
-from ._exchange import Exchange
+from ._exchange import Exchange, shapes_of
 from ._values import Values
 
 _WITHOUT_SAMPLES = torch.empty(0, device="cpu")
@@ -119,13 +121,19 @@ class StepRanks:
                 "in the function of step(), or detach() it."
             )
         spec = self._spec
-        shapes = [(tuple(each.shape), str(each.dtype)) for each in self._exchanged]
+        shapes = shapes_of(self._exchanged)
         given = [name for name in ("weight", "then", "once") if getattr(spec, name) is not None]
         loss = "outputs" if callable(spec.loss) else spec.loss
-        self._mark = mark_of(spec.entry, name_of(spec.fn), loss, given, self._per_rank, shapes)
+        brought = [b for each in self._brought() for b in exchanged_buffers(each)]
+        about = shapes_of(brought)
+        self._mark = mark_of(
+            spec.entry, name_of(spec.fn), loss, given, self._per_rank, shapes, about
+        )  # fmt: skip
         how = ", ".join([f"loss={loss!r}", *(f"{name}=" for name in given)])
         each = ", per_rank=True" if self._per_rank else ""
-        self._call.name += f" ({how}{each}; {len(shapes)} parameters)"
+        n_elements = sum(buffer.numel() for buffer in brought)
+        buffers = f", {len(about)} buffers of {n_elements} elements" if about else ""
+        self._call.name += f" ({how}{each}; {len(shapes)} parameters{buffers})"
         if spec.weight is not None and parts.n_samples and not self._per_rank:
             self._weigh(spec.weight)
 
@@ -146,10 +154,9 @@ class StepRanks:
             parts.backward.run([parts.backward.scaled(parts.once())], [None])
         parts.gradients.run_hooks()
         self._refuse_unknown()
-        brought = [each.module for each in self._replicas if each.brings_buffers]
-        exchange = Exchange(group, parts.gradients, self._exchanged, brought)
+        exchange = Exchange(group, parts.gradients, self._exchanged, self._brought())
         weight = self._own_weight(outcome)
-        values = Values(parts, outcome, is_nothing=not weight)
+        values = Values(parts, outcome)
         has_data = int(outcome is not None)
         tally = self._vote(
             Ballot(
@@ -158,11 +165,11 @@ class StepRanks:
                 n_samples=parts.n_samples,
                 weight=weight,
                 n_missing=exchange.n_missing,
-                size=self._mark_of_terms(outcome),
+                size=self._mark_of_terms(outcome, exchange),
             )
         )
         self.n_samples = tally.n_samples
-        share = self._share(weight, has_data, tally)
+        share = self._share(weight, tally)
         if tally.n_with_data:
             exchange.run(share, self._own_factors(share), tally, has_data=bool(has_data))
         else:
@@ -236,8 +243,9 @@ class StepRanks:
             if not tally.is_one_size:
                 raise AdaptiveUsageError(
                     "The function of step() returned other terms on one rank than on another, or "
-                    "in another order, or with a count on one of them alone: no rule makes one "
-                    "loss of these. Nothing was delivered. Return the same names, in one order, "
+                    "in another order, or with a count on one of them alone, or has left a replica "
+                    "with buffers of other shapes: no rule makes one of these. Nothing was "
+                    "delivered. Keep buffers alike, and return the same names, in one order, "
                     "each with a count on all ranks or on none; a rank where nothing counts "
                     "returns a count of 0."
                 )
@@ -247,11 +255,16 @@ class StepRanks:
             _refuse_other_terms([])
         return self._vote(ballot)
 
-    def _mark_of_terms(self, outcome: StepOutcome | None) -> int:
-        """A number for what the function returned; 0 where ranks need not have returned alike."""
-        if outcome is None or self._per_rank:
+    def _brought(self) -> list[Replicated]:
+        """The replicas whose buffers become those of one rank."""
+        return [each.module for each in self._replicas if each.brings_buffers]
+
+    def _mark_of_terms(self, outcome: StepOutcome | None, exchange: Exchange) -> int:
+        """A number for what the function returned and left; 0 where ranks need not be alike."""
+        if outcome is None:
             return 0
-        return mark_of(*outcome.terms, "counts", *self._parts.counts)
+        terms = [] if self._per_rank else [*outcome.terms, "counts", *self._parts.counts]
+        return mark_of(*terms, exchange.mark_of_buffers)
 
     def _own_weight(self, outcome: StepOutcome | None) -> float:
         """What the mean over the samples of this rank divides by."""
@@ -268,11 +281,19 @@ class StepRanks:
                 "means, and give what each divides by, from labels alone, as weight=."
             )
         if parts.counts:
-            (count,) = parts.counts.values()
-            return float(count)
+            (number,) = parts.counts.values()
+            count = float(number)
+            # one process divides by it, and gets 0 or nan; shares of it say nothing to the others
+            if not math.isfinite(count):
+                raise AdaptiveUsageError(
+                    f"The function of step() returned a count of {count} on this rank, by which "
+                    "its share of the loss of all ranks can't be told. Nothing was delivered. "
+                    "Return how many elements the sum has."
+                )
+            return count
         return float(parts.n_samples) if self._weight is None else self._weight
 
-    def _share(self, weight: float, has_data: int, tally: Tally) -> float:
+    def _share(self, weight: float, tally: Tally) -> float:
         """What the gradients of this rank are multiplied by before they are summed up."""
         if self._per_rank:
             return 1 / self._call.group.size
@@ -280,9 +301,8 @@ class StepRanks:
             return 1.0
         if tally.weight:
             return weight / tally.weight
-        # the mean over nothing has no value; what a weight says of it is what it says on one rank
-        by_samples = self._parts.n_samples / tally.n_samples if tally.n_samples else 0.0
-        return by_samples if self._weight is not None or not has_data else float("nan")
+        # the mean over nothing has no value: what stands there on one rank, stands there on all
+        return self._parts.n_samples / tally.n_samples
 
     def _own_factors(self, share: float) -> Mapping[int, float]:
         """What gradients are multiplied by that are not exchanged; that of 0 is for all others."""

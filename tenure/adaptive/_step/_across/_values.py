@@ -18,16 +18,15 @@ class Values:
     Args:
         parts: the step.
         outcome: what this rank has got; None where it has no samples.
-        is_nothing: whether it weighs nothing, whatever it is.
     """
 
-    def __init__(self, parts: StepParts, outcome: StepOutcome | None, *, is_nothing: bool) -> None:
+    def __init__(self, parts: StepParts, outcome: StepOutcome | None) -> None:
         if outcome is None:
             like = next((leaf for leaf in parts.trained if leaf.is_floating_point()), None)
             loss = torch.zeros(()) if like is None else like.new_zeros(())
             outcome = StepOutcome(loss.detach(), {}, ())
             if parts.added is not None:
-                outcome, is_nothing = replace(outcome, loss=parts.added), False
+                outcome = replace(outcome, loss=parts.added)
         refuse_many_terms(len(outcome.terms), "The function of step() returned")
         self._outcome = outcome
         device = outcome.loss.device
@@ -35,8 +34,6 @@ class Values:
         # made here, for nothing may be allocated once ranks have agreed
         self._loss = torch.empty_like(outcome.loss)
         self._terms = {name: torch.empty_like(term) for name, term in outcome.terms.items()}
-        if is_nothing:
-            return
         for i, value in enumerate(_contributions(parts, outcome)):
             if value is not None:
                 self._summed[i] = value
@@ -51,7 +48,8 @@ class Values:
         """Those of all ranks; they talk here."""
         summed = self._summed
         if n_with_data:
-            summed.mul_(share)
+            # as of gradients: the mean of nothing is nan, which zero times it would stay
+            summed.mul_(share) if share else summed.zero_()
             group.sum(summed)
         else:
             # of no samples at all

@@ -16,9 +16,9 @@ from torch import nn
 
 from tenure._errors import AdaptiveUsageError
 from tenure._torch.exchange import reset_reducer
-from tenure._torch.sharding import ShardedGroup, sharded_groups
+from tenure._torch.sharding import ShardedGroup, Shards, sharded_groups
 
-from ..._ranks import Replicated, has_other_replicas, is_first_fsdp, is_rank
+from ..._ranks import Replicated, has_other_replicas, is_first_fsdp, is_rank, kept_apart
 
 
 class GradientExchange:
@@ -34,8 +34,8 @@ class GradientExchange:
     """
 
     __slots__ = (
-        "_groups", "_held", "_is_broken", "_is_held", "_is_local", "_is_ready", "_known", "_old",
-        "_replicated", "shared",
+        "_aside", "_groups", "_held", "_is_broken", "_is_held", "_is_local", "_is_ready", "_known",
+        "_old", "_replicated", "shared",
     )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module], *, is_local: bool = False) -> None:
@@ -46,6 +46,7 @@ class GradientExchange:
         self._old: list[nn.Module] = []
         self._is_broken = False
         self._held = ExitStack()
+        self._aside: ExitStack | None = None
         self._is_held = False
         self._is_local = is_local
         self._is_ready = False
@@ -79,6 +80,14 @@ class GradientExchange:
                     "before anything runs. Nothing was changed. Pass it as model=."
                 )
             self.shared.append(module)
+            if self._aside is not None:
+                self._aside.enter_context(kept_apart(module))
+        elif self._is_ready and not self._is_local and Shards([module]).n_ranks > 1:
+            raise AdaptiveUsageError(
+                f"step() runs a sharded module, {type(module).__name__}, that it has not found "
+                "through its function, and would have to plan with other ranks before anything "
+                "runs. Nothing was changed. Pass the model as model=."
+            )
         elif isinstance(module, Replicated):
             self._replicated.append(module)
         elif is_first_fsdp(module):
@@ -89,10 +98,16 @@ class GradientExchange:
     @contextmanager
     def apart(self) -> Iterator[None]:
         """A block in which replicas exchange neither gradients nor buffers with other ranks."""
-        with ExitStack() as apart:
+        before = self._aside
+        with ExitStack() as aside:
             for module in self.shared:
-                apart.enter_context(_apart(module))
-            yield
+                aside.enter_context(kept_apart(module))
+            # one that is learned of in the middle is about to run
+            self._aside = aside
+            try:
+                yield
+            finally:
+                self._aside = before
 
     def hold_back(self) -> None:
         """Let modules exchange nothing until `resume`.
@@ -171,22 +186,6 @@ def _refuse_static(module: Replicated) -> None:
             "static_graph=True, which counts the passes of its first iteration and expects as many "
             "for ever. Nothing was changed. Leave static_graph out, or pass a batch that fits."
         )
-
-
-@contextmanager
-def _apart(module: Replicated) -> Iterator[None]:
-    brings_buffers, exchanges = module.require_forward_param_sync, module.require_backward_grad_sync
-    # forward passes ask for buffers, and each one without exchange says that none are to be asked
-    module.require_forward_param_sync = False
-    try:
-        with module.no_sync():
-            yield
-    finally:
-        module.require_forward_param_sync = brings_buffers
-        # it has noted which parameters were used, and would wait for their gradients in the next
-        # plain pass; in a block of the user's with no_sync() that is right
-        if module.find_unused_parameters and exchanges:
-            reset_reducer(module)
 
 
 def _take_out_of_buckets(module: Replicated) -> None:
