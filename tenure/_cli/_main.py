@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import tenure
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        done = arguments.run(arguments)
+        done: int | Callable[[], int] = arguments.run(arguments)
     except TenureError as error:
         _tell(arguments.verb, error)
         return _USER_ERROR
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("tenure: interrupted", file=sys.stderr)
         return _INTERRUPTED
     # another program runs outside of what handles our errors: its own are none of ours
-    return int(done() if callable(done) else done)
+    return done if isinstance(done, int) else done()
 
 
 def _tell(verb: str, error: TenureError) -> None:
