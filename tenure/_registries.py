@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, UntypedStorage, nn
 
@@ -116,6 +116,8 @@ scope_watchers: list[ScopeWatcher] = []
 """Who is told which scopes are current; mostly nobody."""
 refusal_watchers: list[Callable[[str], None]] = []
 """Who is told, with its text, that tenure itself raises an out-of-memory error; mostly nobody."""
+leak_watchers: list[Callable[[Any], None]] = []
+"""What is given the report of each scope that tensors outlived, as it is logged."""
 gradients_aside: ContextVar[bool] = ContextVar("tenure_gradients_aside", default=False)
 """Whether gradients of before stand elsewhere than in ``.grad``, beside those that are made now."""
 

@@ -24,6 +24,8 @@ _MAY_IMPORT = {
 # module of `_torch` that words what it refuses, or looks at the heap, stands above what it uses.
 _GROUND = (
     "_errors",
+    "_byte_sizes",
+    "_report_files",
     "_torch",
     "_devices",
     "_elsewhere",
@@ -69,8 +71,17 @@ _PACKAGES = {
         "_check",
         "_verify",
     ),
+    ("_cli",): ("_program", "_work_to_fit"),
     ("integrations",): ("_lightning", "_transformers"),
-    ("profiler",): ("_trace", "_lines", "_owners", "_reports", "_courtesy", "_timeline"),
+    ("profiler",): (
+        "_trace",
+        "_lines",
+        "_owners",
+        "_reports",
+        "_courtesy",
+        "_timeline",
+        "_recording",
+    ),
     ("profiler", "_timeline"): ("_export",),
     ("paging",): (
         "_model",

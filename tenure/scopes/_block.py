@@ -17,7 +17,7 @@ from typing import Any, Literal, Never, NoReturn, Self, get_args
 
 from tenure._callers import CONTEXTLIB, Capture, module_of, user_frame
 from tenure._errors import ScopeLeakError, ScopeUsageError, ScopeUsageWarning
-from tenure._registries import scope_watchers
+from tenure._registries import leak_watchers, scope_watchers
 from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 from tenure._torch.modes import remove
 
@@ -272,6 +272,8 @@ class Block(Owner):
         if not report.records:
             return
         _logger.warning("%s", report)
+        for told in leak_watchers:
+            told(report)
         if self.policy == "raise" and not masked:
             raise ScopeLeakError(str(report), report)
 

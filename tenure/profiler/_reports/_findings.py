@@ -95,8 +95,12 @@ def _graphs(new: Sequence[StorageEntry]) -> list[Finding]:
 
 
 def _place(entry: StorageEntry) -> str:
-    """The name of an owner, its indices left out."""
-    return _INDEX.sub("[…]", entry.owner.name)
+    return place_of(entry.owner.name)
+
+
+def place_of(name: str) -> str:
+    """The place that a name tells of, its indices left out."""
+    return _INDEX.sub("[…]", name)
 
 
 def _cycles(entries: Sequence[StorageEntry]) -> list[Finding]:
