@@ -17,11 +17,11 @@ from typing import NoReturn, Protocol, TypeVar
 
 from tenure._capture import accelerator_is_capturing
 from tenure._errors import OutOfRetriesError
+from tenure._oom import OomInfo, free_bytes_in, oom_of_work
 from tenure._text import counted, format_bytes
 from tenure._torch.compiler import never_compiled
 from tenure.scopes import DisposeScope
 
-from .._oom import OomInfo, free_bytes_in, oom_of_work
 from .._undo import Rollback
 from ._events import AdaptiveEvent, EventKind, OnRetry, memory_of, statistics, tell
 from ._release import forget_traceback, release
