@@ -100,6 +100,8 @@ shrinkables: _Registry[Shrinkable] = _Registry()
 """Who is asked for memory when it is short."""
 namers: _Registry[TensorNamer] = _Registry()
 """Whose tensors are named in reports."""
+handles_ooms: ContextVar[bool] = ContextVar("tenure_handles_ooms", default=False)
+"""Whether what runs is tried again, smaller, when it runs out of memory: no error that is news."""
 gradients_aside: ContextVar[bool] = ContextVar("tenure_gradients_aside", default=False)
 """Whether gradients of before stand elsewhere than in ``.grad``, beside those that are made now."""
 

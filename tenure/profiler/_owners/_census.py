@@ -47,6 +47,7 @@ _MAX_SEARCHED = 5000
 # Kinds of holders that hold a tensor's memory on somebody else's behalf: a name of its own is
 # better.
 _BORROWING = frozenset({"view", "autograd", "numpy"})
+_SELVES = ("Tensor", "Parameter")
 # references to a handle from the list of all, and from the variable that is asked about
 _OWN_REFERENCES = 1 + OF_VARIABLE
 
@@ -322,7 +323,9 @@ def _homes(kept: Iterable[NamedTensor]) -> dict[int, int]:
 def _best(found: Sequence[Holder]) -> Held | None:
     named = [holder for holder in found if holder.named]
     direct = [holder for holder in named if holder.kind not in _BORROWING]
-    best = next(iter(direct or named), None)
+    # a method of torch's own has it as `self`, which says less than any other variable
+    told = [holder for holder in direct if holder.chain not in _SELVES]
+    best = next(iter(told or direct or named), None)
     return None if best is None else Held(best.chain, best.kind)
 
 
