@@ -41,7 +41,8 @@ def piles_of_models(device: str) -> tuple[Pile, ...]:
 def _piles(models: list[nn.Module], device: str) -> list[Pile]:
     places: dict[str, Pile] = {}
     for i, held in enumerate(find_holders(models, ignore=(models,))):
-        if not held:
+        # parts of a model that is being made are in a tuple on its way: nothing keeps them
+        if not held or held[0].kind == "unknown":
             continue
         kind, chain = held[0].kind, held[0].chain
         place = "" if kind == "cycle" else place_of(chain)
