@@ -64,6 +64,38 @@ def free_host_bytes(root: Path = Path("/")) -> int:
     return max(0, min([int(psutil.virtual_memory().available), *_free_in_groups(root), *left]))
 
 
+class GroupMemory(NamedTuple):
+    """The memory of a container.
+
+    Attributes:
+        limit_bytes: what it may use.
+        free_bytes: what it may use more.
+    """
+
+    limit_bytes: int
+    free_bytes: int
+
+
+def tightest_group(root: Path = Path("/")) -> GroupMemory | None:
+    """Of the containers around this process the one with the least free; None without a limit."""
+    folders = _folders(root, _text(root / "proc/self/cgroup"))
+    found = [
+        GroupMemory(_number(folder / files.limit) or 0, free_bytes)
+        for folder, files in folders
+        if (free_bytes := _free_in(folder, files)) is not None
+    ]
+    return min(found, key=lambda group: group.free_bytes, default=None)
+
+
+def data_limit() -> int | None:
+    """The least of the limits on this process's own memory (``RLIMIT_DATA``, ``RLIMIT_AS``)."""
+    if resource is None:
+        return None
+    kinds = (resource.RLIMIT_DATA, resource.RLIMIT_AS)
+    limits = [resource.getrlimit(kind)[0] for kind in kinds]
+    return min((limit for limit in limits if limit != resource.RLIM_INFINITY), default=None)
+
+
 def address_space_bytes() -> int:
     """The address space that this process has taken, which is more than the memory in use."""
     return int(psutil.Process().memory_info().vms)

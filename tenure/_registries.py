@@ -118,6 +118,8 @@ refusal_watchers: list[Callable[[str], None]] = []
 """Who is told, with its text, that tenure itself raises an out-of-memory error; mostly nobody."""
 leak_watchers: list[Callable[[Any], None]] = []
 """What is given the report of each scope that tensors outlived, as it is logged."""
+handles_ooms: ContextVar[bool] = ContextVar("tenure_handles_ooms", default=False)
+"""Whether what runs is tried again, smaller, when it runs out of memory: no error that is news."""
 gradients_aside: ContextVar[bool] = ContextVar("tenure_gradients_aside", default=False)
 """Whether gradients of before stand elsewhere than in ``.grad``, beside those that are made now."""
 

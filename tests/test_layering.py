@@ -31,6 +31,7 @@ _GROUND = (
     "_elsewhere",
     "_storages",
     "_text",
+    "_oom",
     "_torch.lending",
     "_callers",
     "_containers",
@@ -47,7 +48,6 @@ _GROUND = (
 # The packages of a package, the lowest first; each may import those before it.
 _PACKAGES = {
     ("adaptive",): (
-        "_oom",
         "_ranks",
         "_memory",
         "_undo",
@@ -78,6 +78,7 @@ _PACKAGES = {
         "_lines",
         "_owners",
         "_reports",
+        "_oom_report",
         "_courtesy",
         "_timeline",
         "_recording",
@@ -219,9 +220,9 @@ def test_a_package_is_used_by_what_its_init_exports(package):
 
 
 def test_the_reader_of_imports_sees_relative_and_nested_ones():
-    source = "def f():\n    from ..adaptive import _oom\nimport tenure.paging._link"
+    source = "def f():\n    from ..adaptive import _ranks\nimport tenure.paging._link"
     path = _ROOT / "scopes" / "_scope.py"
     assert set(_imports(ast.parse(source), path)) == {
-        ("tenure", "adaptive", "_oom"),
+        ("tenure", "adaptive", "_ranks"),
         ("tenure", "paging", "_link"),
     }

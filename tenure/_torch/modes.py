@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import bound, refuse
+from . import bound, optional, refuse
 
 if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -76,6 +76,22 @@ def remove(mode: object) -> bool:
     return found
 
 
+def push_lowest(mode: object) -> None:
+    """Put a function mode below all others but the one of the default device.
+
+    What ``with`` has put on the stack is taken off by position: a mode that stays when the block
+    ends must not stand above it. torch takes the default device's off where it stands, at the
+    bottom.
+    """
+    above = [_pop() for _ in range(_length())]
+    default = getattr(optional("torch._GLOBAL_DEVICE_CONTEXT"), "device_context", None)
+    if above and above[-1] is default:
+        push(above.pop())
+    push(mode)
+    for other in reversed(above):
+        push(other)
+
+
 def open_modes() -> list[DispatchMode]:
     """The dispatch modes that the program has open on this thread, the innermost last."""
     # the others are of torch's own compiler, and stand apart from the stack of the program
@@ -129,6 +145,9 @@ def works() -> bool:
     remove(lower)
     agreed = is_active(upper) and not is_active(lower)
     remove(upper)
+    push(upper)
+    push_lowest(lower)
+    agreed = agreed and _at(_length() - 1) is upper and remove(upper) and remove(lower)
     mode, inner = DispatchMode(), DispatchMode()
     mode.__enter__()
     with inner:

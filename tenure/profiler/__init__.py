@@ -18,6 +18,10 @@ from ._lines import profile as profile
 from ._lines import profile_every as profile_every
 from ._lines import set_target_device as set_target_device
 from ._lines import set_target_gpu as set_target_gpu
+from ._oom_report import OomLine as OomLine
+from ._oom_report import OomRecorder as OomRecorder
+from ._oom_report import OomReport as OomReport
+from ._oom_report import record_oom as record_oom
 from ._owners import HolderList as HolderList
 from ._owners import SavedRecord as SavedRecord
 from ._owners import SavedReport as SavedReport

@@ -104,6 +104,8 @@ from tenure.profiler import (
     MemReport,
     MemReporter,
     OomMark,
+    OomRecorder,
+    OomReport,
     PeakRow,
     ProfilerUsageError,
     ProfilerUsageWarning,
@@ -121,6 +123,7 @@ from tenure.profiler import (
     holders,
     profile,
     profile_every,
+    record_oom,
     saved_for_backward,
     set_target_device,
     set_target_gpu,
@@ -366,6 +369,10 @@ def holding(loss: Tensor) -> None:
     assert_type(change, SnapshotDiff)
     assert_type(change.total_bytes, int)
     assert_type(change.findings, tuple[Finding, ...])
+    with record_oom(quiet=True) as recorder:
+        assert_type(recorder, OomRecorder)
+    assert_type(recorder.report, OomReport | None)
+    assert_type(record_oom().reports, tuple[OomReport, ...])
     error: type[TenureError] = ProfilerUsageError
     assert names, error
 
