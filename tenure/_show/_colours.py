@@ -1,34 +1,34 @@
 """Which colour a name has: the same in every bar, chart and table, on white and on black.
 
 Those with a name of their own differ for the colour-blind as well. Derived from the palette of
-Okabe and Ito, https://jfly.uni-koeln.de/color/, whose black and yellow vanish on one of the grounds.
+Okabe and Ito, https://jfly.uni-koeln.de/color/, whose black and yellow vanish on a ground.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-_GREY = "#a9aeb8"
+_GREY = "#ccd1d9"
 NAMED = {
-    "parameters": "#2f5fc4",
-    "buffers": "#63bdf0",
-    "gradients": "#e39a12",
-    "optimizer state": "#b2421f",
-    "activations": "#0e8a4a",
-    "saved for backward": "#0e8a4a",
-    "inputs": "#ef8fb0",
-    "made and let go in backward": "#e0d23c",
-    "other tensors": "#7d4a86",
+    "parameters": "#4a80f8",
+    "buffers": "#3fb4fb",
+    "gradients": "#ffc154",
+    "optimizer state": "#c43100",
+    "activations": "#21775f",
+    "saved for backward": "#21775f",
+    "inputs": "#ea79a8",
+    "made and let go in backward": "#ab9a21",
+    "other tensors": "#8733a9",
     "temporaries": _GREY,
     "temporary or unexplained": _GREY,
     "unexplained": _GREY,
     "other": _GREY,
 }
-# For what is known by no name here: lines, scopes. Neighbours differ most; then lighter, then darker.
+# For lines and scopes, which have any name. Neighbours differ most; then lighter, then darker.
 OTHERS = (
-    "#2f5fc4", "#e39a12", "#0e8a4a", "#ef8fb0", "#63bdf0", "#b2421f", "#7d4a86", "#b8a90f",
-    "#87a3e3", "#f3cc7f", "#6cbd91", "#f7c4d5", "#a9dbf7", "#d48d75", "#b48dbc", "#e9e187",
-    "#1d3d80", "#96640a", "#07592f", "#b04a70", "#2a7ba6", "#732a13", "#50305a", "#746b08",
+    "#4a80f8", "#ffc154", "#21775f", "#ea79a8", "#3fb4fb", "#c43100", "#8733a9", "#ab9a21",
+    "#a4c0fc", "#ffe0aa", "#90bbaf", "#f4bcd4", "#9fdafd", "#e29880", "#c399d4", "#d5cc90",
+    "#2c4d95", "#997432", "#144739", "#8c4965", "#266c97", "#761d00", "#511f65", "#675c14",
 )  # fmt: skip
 
 
