@@ -69,7 +69,7 @@ _PACKAGES = {
         "_verify",
     ),
     ("integrations",): ("_lightning", "_transformers"),
-    ("profiler",): ("_trace", "_lines", "_owners", "_reports", "_courtesy"),
+    ("profiler",): ("_trace", "_lines", "_owners", "_reports", "_courtesy", "_pages"),
     ("paging",): (
         "_model",
         "_host",

@@ -13,15 +13,16 @@ NAMED = {
     "parameters": "#4a80f8",
     "buffers": "#3fb4fb",
     "gradients": "#ffc154",
-    "optimizer state": "#c43100",
+    "optimizer state": "#8733a9",
     "activations": "#21775f",
     "saved for backward": "#21775f",
     "inputs": "#ea79a8",
     "made and let go in backward": "#ab9a21",
-    "other tensors": "#8733a9",
+    "other tensors": "#c43100",
     "temporaries": _GREY,
     "temporary or unexplained": _GREY,
     "unexplained": _GREY,
+    "rounding": _GREY,
     "other": _GREY,
 }
 # For lines and scopes, which have any name. Neighbours differ most; then lighter, then darker.
