@@ -72,7 +72,7 @@ class BandChart:
             "levels": list(self.levels_bytes),
             "ways": [
                 {"name": way, "bands": _bands(series, peak or 0)}
-                for way, series in self.ways.items()
+                for way, series in (self.ways or {"": {}}).items()
             ],
             "end": round(self.end_s, _DIGITS),
             "peak": peak,
@@ -86,13 +86,10 @@ def _bands(series: Series, peak: int) -> list[dict[str, object]]:
     """Those that have bytes at all; of very many the largest, and what the others have together."""
     found = {name: list(values) for name, values in series.items() if any(values)}
     if len(found) > _MOST_BANDS:
-        # what weighs at the peak first, then what weighs most anywhere
-        kept = sorted(found, key=lambda name: (found[name][peak], max(found[name])))
-        least = [name for name in kept if name != _OTHERS][: len(found) - _MOST_BANDS + 1]
-        if _OTHERS in found:
-            least.append(_OTHERS)
-        rest = [sum(values) for values in zip(*map(found.pop, least), strict=True)]
-        found[_OTHERS] = rest
+        # what weighs at the peak goes before what weighs most anywhere
+        named = sorted(found.keys() - {_OTHERS}, key=lambda n: (found[n][peak], max(found[n]), n))
+        least = [*named[: 1 - _MOST_BANDS], *({_OTHERS} & found.keys())]
+        found[_OTHERS] = [sum(values) for values in zip(*map(found.pop, least), strict=True)]
     return [{"name": name, "values": values} for name, values in found.items()]
 
 

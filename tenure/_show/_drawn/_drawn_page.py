@@ -91,8 +91,7 @@ def drawn_page(
         f'<dl class="facts">{"".join(map(_fact, facts))}</dl>' if facts else "",
         f'<nav aria-label="Parts of this page">{links}'
         '<button type="button" id="ask" aria-haspopup="dialog">Keys <kbd>?</kbd></button></nav>',
-        f"<noscript><p>Charts and search need JavaScript; this is what they show.</p>{otherwise}"
-        "</noscript>",
+        f"<noscript><p>Charts and search need JavaScript.</p>{otherwise}</noscript>",
         *bodies,
         f'<script type="application/json" id="data">{_json(drawings)}</script>',
         f"<script>{_script()}</script>",

@@ -13,7 +13,7 @@ from .._lines import RecordsDisplay
 from .._reports import MemReport
 from ._line_tables import tables_of
 from ._timeline_page import facts_of
-from ._timeline_sections import TimelineFacts, notes_of, sections_of
+from ._timeline_sections import TimelineFacts, Track, TracksAlone, notes_of, sections_of
 
 # A page with more is slow to open, and nobody reads so far.
 _MOST_ROWS = 2000
@@ -85,6 +85,7 @@ def recording_page(
     failed: bool = False,
     peaks: Mapping[str, int] | None = None,
     timeline: TimelineFacts | None = None,
+    tracks: Sequence[Track] = (),
     leaks: Sequence[LeakReport] = (),
     growth: Sequence[Grown] = (),
     lines: RecordsDisplay | None = None,
@@ -102,6 +103,7 @@ def recording_page(
         failed: see there.
         peaks: the most bytes of each device, where there is no timeline of it.
         timeline: memory over time.
+        tracks: the same, where there is no timeline: levels of a snapshot of torch.
         leaks: reports of scopes that let tensors out.
         growth: what held more from step to step.
         lines: the records of profiled lines.
@@ -110,6 +112,9 @@ def recording_page(
         notes: what could not be seen.
         otherwise: HTML for browsers that run no script: what the recording shows in a notebook.
     """
+    if timeline is None and tracks:
+        ends = (each.times_s[-1] for each in tracks if each.times_s)
+        timeline = TracksAlone(tracks, max(ends, default=0.0))
     found = [report for report in leaks if report]
     facts = [*_peaks(peaks or {}, timeline), *_leak_facts(found, growth)]
     if ended:

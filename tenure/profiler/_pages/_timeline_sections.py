@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from tenure._show import (
@@ -49,25 +50,38 @@ class _PeakRow(Protocol):
     def n_storages(self) -> int: ...
 
 
-class _DeviceTimeline(Protocol):
+class Track(Protocol):
+    """Live bytes of one device; a `DeviceTimeline` also has them by category, scope and line."""
+
     @property
-    def device(self) -> str: ...
+    def device(self) -> str:
+        """Its name."""
+        ...
+
     @property
-    def times_s(self) -> Sequence[float]: ...
+    def times_s(self) -> Sequence[float]:
+        """Moments."""
+        ...
+
     @property
-    def live_bytes(self) -> Sequence[int]: ...
+    def live_bytes(self) -> Sequence[int]:
+        """What was in use at each."""
+        ...
+
     @property
-    def peak_bytes(self) -> int: ...
+    def peak_bytes(self) -> int:
+        """The most of all."""
+        ...
+
     @property
-    def peak_at_s(self) -> float: ...
+    def peak_at_s(self) -> float:
+        """When that was."""
+        ...
+
     @property
-    def by_category(self) -> Mapping[str, Sequence[int]]: ...
-    @property
-    def by_scope(self) -> Mapping[str, Sequence[int]]: ...
-    @property
-    def by_line(self) -> Mapping[str, Sequence[int]]: ...
-    @property
-    def at_peak(self) -> Sequence[_PeakRow]: ...
+    def at_peak(self) -> Sequence[_PeakRow]:
+        """What was in use then."""
+        ...
 
 
 class _Span(Protocol):
@@ -105,7 +119,7 @@ class TimelineFacts(Protocol):
     """What a page asks of a timeline; see `TimelineReport`."""
 
     @property
-    def devices(self) -> Sequence[_DeviceTimeline]:
+    def devices(self) -> Sequence[Track]:
         """The memory of each device."""
         ...
 
@@ -135,6 +149,18 @@ class TimelineFacts(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class TracksAlone:
+    """A timeline of which nothing but the levels is known, as in a snapshot of torch."""
+
+    devices: Sequence[Track]
+    duration_s: float
+    scopes: Sequence[_Span] = ()
+    ooms: Sequence[_Oom] = ()
+    host: _Host | None = None
+    notes: Sequence[str] = ()
+
+
 def sections_of(timeline: TimelineFacts) -> list[Section]:
     """The drawings of a timeline, and what it could not see."""
     used = [device for device in timeline.devices if device.times_s]
@@ -154,18 +180,24 @@ def notes_of(notes: Sequence[str]) -> Iterator[Paragraph]:
         yield Paragraph("", "\n".join(f"Note: {note}" for note in notes))
 
 
-def _chart(device: _DeviceTimeline, timeline: TimelineFacts) -> BandChart:
+def _chart(device: Track, timeline: TimelineFacts) -> BandChart:
     return BandChart(
         f"{device.device}: {format_bytes(device.peak_bytes)} in use at the peak, after "
         f"{device.peak_at_s:.2f} s",
         device.times_s,
         device.live_bytes,
-        {"category": device.by_category, "scope": device.by_scope, "line": device.by_line},
+        _ways(device),
         timeline.duration_s,
         [Span(each.name, each.depth, each.begin_s, each.end_s) for each in timeline.scopes],
         "scope",
         [Mark(oom.at_s, oom.text) for oom in timeline.ooms],
     )
+
+
+def _ways(device: Track) -> dict[str, Mapping[str, Sequence[int]]]:
+    """What the bytes can be divided by; a snapshot of torch has the sum alone."""
+    told = {way: getattr(device, f"by_{way}", None) for way in ("category", "scope", "line")}
+    return {way: s for way, s in told.items() if s} or {"memory": {"in use": device.live_bytes}}
 
 
 def _chart_of_host(host: _Host, duration_s: float) -> BandChart:
@@ -184,7 +216,7 @@ def _chart_of_host(host: _Host, duration_s: float) -> BandChart:
     )
 
 
-def _peak(device: _DeviceTimeline) -> tuple[Flame, Grid]:
+def _peak(device: Track) -> tuple[Flame, Grid]:
     rows = sorted(device.at_peak, key=lambda row: -row.n_bytes)
     flame = Flame(
         f"{device.device} after {device.peak_at_s:.2f} s",
