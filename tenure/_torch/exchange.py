@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -31,6 +32,16 @@ def has_backend_for(group: Any, device: torch.device) -> bool:
     # it raises where there is none
     except RuntimeError:
         return False
+
+
+def timeout_of(group: Any) -> timedelta | None:
+    """How long ranks of a process group wait for each other; None where torch does not tell."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
 
 
 def rebuild_buckets(module: nn.parallel.DistributedDataParallel) -> None:
@@ -69,4 +80,5 @@ def works() -> bool:
     if not distributed.is_available():
         return True
     names = ("_reset_state", "_rebuild_buckets")
-    return all(hasattr(distributed.Reducer, name) for name in names)
+    devices = hasattr(distributed.ProcessGroup, "_device_types")
+    return devices and all(hasattr(distributed.Reducer, name) for name in names)

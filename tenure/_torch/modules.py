@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from . import bound, optional, refuse
-from .compiler import never_compiled_alone
+from .compiler import never_compiled, never_compiled_alone
 
 _NORM = "torch.nn.modules.batchnorm"
 if TYPE_CHECKING:
@@ -152,16 +152,22 @@ def _wrap_calls() -> None:
         if not _is_compiled():
             thread = _this_thread
             if thread.seen is not None:
-                thread.seen(self)
+                _tell(thread.seen, self)
             if thread.given is not None:
-                thread.given(self, (args, kwargs))
+                _tell(thread.given, self, (args, kwargs))
             if thread.returned is not None:
                 result = call(self, *args, **kwargs)
-                thread.returned(self, result)
+                _tell(thread.returned, self, result)
                 return result
         return call(self, *args, **kwargs)
 
     nn.Module.__call__ = functools.wraps(call)(told_call)  # type: ignore[method-assign]  # as torch.fx does
+
+
+@never_compiled
+def _tell(told: Callable[..., object], *what: Any) -> None:
+    # where compiled code broke its graph and calls the module, dynamo would compile the listener
+    told(*what)
 
 
 def unsaved_names(module: nn.Module) -> set[str]:

@@ -37,6 +37,12 @@ def is_dtensor(tensor: object) -> bool:
     return cls is not None and isinstance(tensor, cls)
 
 
+def whole_of(tensor: Tensor) -> Tensor:
+    """The whole of a tensor of which each rank has a part, who talk then; any other as it is."""
+    whole: Any = tensor
+    return whole.full_tensor() if is_dtensor(tensor) else tensor
+
+
 @contextmanager
 def shapes_found_unseen() -> Iterator[None]:
     """A block in which no mode sees how torch finds the shape of a result that ranks share.
@@ -81,14 +87,25 @@ class Shards:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         modules = list(modules)
         states = [state for module in modules if (state := _state_of(module)) is not None]
-        self._meshes = [
-            _mesh_of(parameter).size()
-            for module in modules
-            for parameter in module._parameters.values()
-            if is_dtensor(parameter)
-        ]
         self._states = list({id(state): state for state in states}.values())
         self._groups = [group for state in self._states for group in state._fsdp_param_groups]
+        # shards are not among the parameters of a module while these are whole, as after a forward
+        # pass of a root without a backward pass
+        self._meshes = [
+            *(group.mesh_info.mesh for group in self._groups),
+            *(
+                _mesh_of(parameter)
+                for module in modules
+                for parameter in module._parameters.values()
+                if is_dtensor(parameter)
+            ),
+            *(
+                _mesh_of(each.sharded_param)
+                for group in self._groups
+                for each in group.fsdp_params
+                if is_dtensor(each.sharded_param)
+            ),
+        ]
         self._parameters = [each for group in self._groups for each in group.fsdp_params]
         contexts = {
             id(each): each for state in self._states for each in (state._state_ctx, state._comm_ctx)
@@ -100,25 +117,42 @@ class Shards:
     @property
     def n_ranks(self) -> int:
         """How many ranks share parameters, at the most; 1 where none is shared."""
-        return max(self._meshes, default=1)
+        return max((mesh.size() for mesh in self._meshes), default=1)
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """The ranks that this one shares parameters with, and itself, as all ranks count them."""
+        return frozenset(rank for mesh in self._meshes for rank in mesh.mesh.flatten().tolist())
+
+    @property
+    def process_groups(self) -> list[Any]:
+        """The process groups in which these modules talk."""
+        return [group for mesh in self._meshes for group in mesh.get_all_groups()]
 
     @property
     def n_averaged(self) -> int:
         """Over how many ranks ``fully_shard`` averages gradients, replicas of the shards too."""
-        for group in self._groups:
-            info = group.mesh_info
-            of_shards, of_replicas = (
-                getattr(info, name, None) or 1
-                for name in ("shard_mesh_size", "replicate_mesh_size")
-            )
-            return int(of_shards * of_replicas)
-        return 1
+        return max(map(_n_averaged, self._groups), default=1)
 
     @property
-    def divisor(self) -> float:
-        """What it divides the sum of these gradients by."""
-        given = [group.gradient_divide_factor for group in self._groups]
-        return float(next((each for each in given if each is not None), self.n_averaged))
+    def divisors(self) -> list[float]:
+        """What it divides the sum of these gradients by, each number once; 1 where it has none."""
+        given = ((g.gradient_divide_factor, _n_averaged(g)) for g in self._groups)
+        return sorted({float(n if each is None else each) for each, n in given} or {1.0})
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether all backward passes exchange gradients."""
+        return all(group.reduce_grads and group.all_reduce_grads for group in self._groups)
+
+    def shards(self) -> list[Tensor]:
+        """The parameters of ``fully_shard``, of which this rank has a part."""
+        return [each.sharded_param for each in self._parameters]
+
+    def reshard(self) -> None:
+        """Let go of parameters that are whole; no rank talks to another."""
+        for group in self._groups:
+            group.reshard()
 
     def reset(self) -> None:
         """Let modules run forward whose last pass was broken off; no rank talks to another."""
@@ -200,6 +234,12 @@ def sharded_groups(module: nn.Module) -> list[ShardedGroup]:
 
 def _mesh_of(shared: Any) -> Any:
     return shared.device_mesh
+
+
+def _n_averaged(group: Any) -> int:
+    names = ("shard_mesh_size", "replicate_mesh_size")
+    of_shards, of_replicas = (getattr(group.mesh_info, name, None) or 1 for name in names)
+    return int(of_shards * of_replicas)
 
 
 def _has_gradient(parameter: Any) -> bool:

@@ -205,6 +205,8 @@ class Reachable:
         tensors: the tensors found that require grad, by name.
         constants: the other ones.
         generators: the generators of random numbers found.
+        unordered: the sets, by name, that have led to several modules or tensors, in an order that
+            other processes don't share.
 
     What has the name of something else gets a number: two objects may each have a ``self.net``.
     """
@@ -214,6 +216,7 @@ class Reachable:
         self.tensors: dict[str, Tensor] = {}
         self.constants: dict[str, Tensor] = {}
         self.generators: list[Generator] = []
+        self.unordered: list[str] = []
         # asked once: the answer is other only after NumPy was imported
         self._generator_kinds = generator_kinds()
         # keeps what its ids belong to
@@ -259,8 +262,12 @@ class Reachable:
         elif isinstance(value, self._generator_kinds):
             self.generators.append(value)
         else:
+            before = len(self.modules) + len(self.tensors)
             for below, child in _below(name, value, attributes):
                 self._visit(below, child, attributes, depth + 1)
+            n_found = len(self.modules) + len(self.tensors) - before
+            if n_found > 1 and isinstance(value, set | frozenset):
+                self.unordered.append(name)
 
 
 def _below(name: str, value: Any, attributes: frozenset[str]) -> Iterator[tuple[str, Any]]:

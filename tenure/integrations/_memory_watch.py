@@ -121,18 +121,22 @@ class MemoryWatch:
         figures["adaptive/retries"] = max(n_ooms, 0)
         return figures
 
-    def died(self, error: BaseException) -> str | None:
+    def died(self, error: BaseException, advice: str = "") -> str | None:
         """Training ended with an error; if it is one of memory, tell what holds that.
 
         To be called while the error is handled or held, so that what it keeps is still there. The
         text is logged, and stands below the error's traceback as a note.
+
+        Args:
+            error: what it ended with.
+            advice: what the text ends with.
 
         Returns:
             The text; None for any other error.
         """
         if not (is_oom(error) or isinstance(error, OutOfRetriesError)):
             return None
-        text = self.report()
+        text = "\n".join(filter(None, (self.report(), advice)))
         _logger.error("%s", text)
         error.add_note(text)
         return text

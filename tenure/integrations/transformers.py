@@ -109,11 +109,14 @@ class AdaptiveTrainerMixin(_Base):
         training_step = super().training_step
 
         def loss_of(batch: dict[str, Any]) -> tuple[Tensor, HeldLogs]:
-            self._held = held = HeldLogs(self._rules)
+            held = HeldLogs(self._rules)
             try:
-                with losses_taken(self.accelerator) as losses:
-                    # a copy, for a trainer may take labels out of it
-                    training_step(model, copy.copy(batch), *args, **kwargs)
+                self._held = held
+                # a copy, for a trainer may take labels out of it
+                losses = losses_taken(
+                    self.accelerator,
+                    lambda: training_step(model, copy.copy(batch), *args, **kwargs),
+                )
             finally:
                 self._held = None
             loss = only_loss(losses, self)

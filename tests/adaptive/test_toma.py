@@ -478,6 +478,28 @@ def test_a_batch_size_that_is_passed_all_the_same_is_an_error_of_the_function():
         train(128, "hello")
 
 
+def test_where_a_size_has_worked_and_none_does_the_error_speaks_of_a_leak():
+    kept = []
+
+    @adaptive.batch(initial_batchsize=64)
+    def leaking(batchsize):
+        kept.append(batchsize)
+        if len(kept) * batchsize > 64:
+            oom()
+
+    def loop():
+        while len(kept) < 99:
+            leaking()
+
+    with pytest.raises(OutOfRetriesError) as caught:
+        loop()
+    assert str(caught.value).endswith(
+        "Not even 1 fits: free memory, make the model or the sample smaller, or page the model. "
+        "Batch size 1 has worked here before: if sizes shrink from call to call, something keeps "
+        "memory, and tenure.NewDisposeScope(policy='report') around a call names it."
+    )
+
+
 def test_the_size_stays_usable_after_nothing_fitted(sizes):
     free = []
 
@@ -488,7 +510,7 @@ def test_the_size_stays_usable_after_nothing_fitted(sizes):
             oom()
 
     for _ in range(2):
-        with pytest.raises(OutOfRetriesError, match=r"Not even 1 fits: free memory"):
+        with pytest.raises(OutOfRetriesError, match=r"Not even 1 fits: .* page the model\.$"):
             f()
         assert sizes[-1] == 1
     free.append(True)

@@ -957,6 +957,27 @@ def test_an_error_of_memory_is_told_with_what_holds_it():
     with pytest.raises(torch.OutOfMemoryError) as died:
         trained(seeded(Dying), package=pytorch_lightning, callbacks=[callback])
     assert "float32[1000]" in "".join(died.value.__notes__)
+    assert "chunked" not in "".join(died.value.__notes__)
+
+
+@pytest.mark.parametrize("fails", ["validation", "test", "predict"])
+def test_an_error_of_memory_in_an_evaluation_names_what_lets_it_fit(fails):
+    class Evaluated(Net):
+        def evaluated(self, batch, batch_idx):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+        validation_step = test_step = predict_step = evaluated
+
+    trainer, module = trained(seeded(Net), callbacks=[MemoryCallback()]), seeded(Evaluated)
+    call = {"validation": trainer.fit, "test": trainer.test, "predict": trainer.predict}[fails]
+    trainer.fit_loop.max_epochs = 2
+    loaders = [loader_of(*rows())] * (2 if fails == "validation" else 1)
+    with pytest.raises(torch.OutOfMemoryError) as died:
+        call(module, *loaders)
+    (note,) = died.value.__notes__
+    assert f"{fails}_step" in note
+    assert "execute.chunked(" in note
+    assert 'collect="host"' in note
 
 
 def test_a_callback_is_copied_as_what_it_is():

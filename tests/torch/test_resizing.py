@@ -3,14 +3,17 @@
 import pytest
 from torch import UntypedStorage
 
+from tenure._torch import resizing
 from tenure._torch.resizing import resizes_told
 
 
 @pytest.fixture
-def own():
+def own(monkeypatch):
     method = UntypedStorage.resize_
-    yield method
-    UntypedStorage.resize_ = method
+    monkeypatch.setattr(UntypedStorage, "resize_", method)
+    # with one that was put over it, ours would be thought to stand there for ever
+    monkeypatch.setattr(resizing, "_stands", resizing._stands)
+    return method
 
 
 def test_a_resize_is_told_and_the_method_stands_there_again(own):

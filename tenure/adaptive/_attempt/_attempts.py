@@ -36,6 +36,12 @@ TAKEN_BACK = (
 """What to do about a tensor that an attempt has put where it outlives it."""
 
 
+_LEAK = (
+    " {} has worked here before: if sizes shrink from call to call, something keeps memory, and "
+    "tenure.NewDisposeScope(policy='report') around a call names it."
+)
+
+
 class SizeSearch(Protocol):
     """Which size to try next; local to one call of an entry point."""
 
@@ -56,8 +62,8 @@ class SizeSearch(Protocol):
         """Work of this size ran out of memory: make it smaller; False where no size is left."""
         ...
 
-    def gave_up(self) -> None:
-        """Nothing that is allowed fits."""
+    def gave_up(self) -> int:
+        """Nothing that is allowed fits; the largest size that had worked before this call, or 0."""
         ...
 
 
@@ -150,8 +156,7 @@ class Attempts:
                         # test_the_last_error_still_shows_its_lines_and_holds_no_tensor.
                         last = [outcome]
                         del outcome
-                        search.gave_up()
-                        self._give_up(last, sizes, search.limited_by)
+                        self._give_up(last, sizes, search.limited_by, search.gave_up())
                     self._tell("fallback", search.size, search.size, outcome.info)
                     work = _ignoring_the_size(fallback)
                     fallback, sizes_are_left = None, False
@@ -275,17 +280,20 @@ class Attempts:
         event = AdaptiveEvent(kind, self._name, self._unit, size, next_size, info, freed_bytes)
         tell(event, self._on_retry)
 
-    def _give_up(self, last: list[_Failure], sizes: list[int], limited_by: str) -> NoReturn:
+    def _give_up(
+        self, last: list[_Failure], sizes: list[int], limited_by: str, worked: int
+    ) -> NoReturn:
         failure = last.pop()
         info = failure.info
         self._tell("give_up", sizes[-1], None, info)
         pieces = failure.scene.pieces
         in_pieces = "" if pieces is None else f"At the last, {pieces}. "
         facts = [f"{self._unit} {', '.join(map(str, sizes))}", *_bytes_of(info)]
+        leak = _LEAK.format(f"{self._unit.capitalize()} {worked}") if worked else ""
         raise OutOfRetriesError(
             f"{counted(len(sizes), 'attempt')} of {self._name!r} ran out of "
             f"{memory_of(info)} ({'; '.join(facts)}). {in_pieces}"
-            f"{self._advice_for(sizes[-1], limited_by)}",
+            f"{self._advice_for(sizes[-1], limited_by)}{leak}",
             tuple(sizes),
             info,
         ) from failure.error

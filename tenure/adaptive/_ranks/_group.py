@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
-from tenure._torch.exchange import has_backend_for
+from tenure._torch.exchange import has_backend_for, timeout_of
 from tenure._torch.quiet import aside
 
 from ._errors import lost_rank_error
@@ -44,11 +44,13 @@ class Traffic:
             takes them.
         n_collectives: how many collectives were begun.
         n_bytes: the bytes of their tensors on this rank.
+        is_broken: whether a collective has failed, after which none works.
     """
 
     votes: Any
     n_collectives: int = 0
     n_bytes: int = 0
+    is_broken: bool = False
 
 
 class RankGroup:
@@ -121,6 +123,7 @@ class RankGroup:
             with aside():
                 collective(*args, **how)
         except Exception as error:
+            self.traffic.is_broken = True
             raise lost_rank_error(error, self.size) from error
 
 
@@ -152,7 +155,9 @@ def rank_group(entry: str, group: Any, *, is_apart: bool = False) -> RankGroup |
     if distributed.get_world_size(group) < 2:
         return None
     known = _known.setdefault(group, {})
-    if is_apart not in known:
+    # one of votes alone is made anew: it fails for all ranks or for none, so all come here, see
+    # test_ranks_that_ran_out_at_other_times_go_on
+    if is_apart not in known or (is_apart and known[is_apart].is_broken):
         known[is_apart] = Traffic(_votes_of(group, is_apart=is_apart))
     return RankGroup(group, known[is_apart])
 
@@ -170,4 +175,7 @@ def _votes_of(group: Any, *, is_apart: bool) -> Any:
             'Name one for it: init_process_group("cpu:gloo,cuda:nccl"), or the same backend= in '
             "new_group()."
         )
-    return distributed.new_group(backend="gloo")
+    try:
+        return distributed.new_group(backend="gloo", timeout=timeout_of(group))
+    except Exception as error:
+        raise lost_rank_error(error, distributed.get_world_size(group)) from error

@@ -335,6 +335,10 @@ def fitting(points: Sequence[Measured], free_bytes: int, *, is_steep: bool = Fal
         # down, the flatter of both lines takes more away, which is the careful way
         slope = measured if free_bytes > n_bytes else min(slope, measured)
     reached = level + (free_bytes - n_bytes) / slope
+    if reached < 1:
+        # Not even nothing would fit: what two sizes share is then not needed by all, as where an
+        # allocator rounds both up to one segment. A failure costs less than the smallest size.
+        reached = level * free_bytes / n_bytes
     return int(max(0.0, reached) ** (1 / power) + 1e-9)
 
 

@@ -62,9 +62,9 @@ class AdaptiveSearch:
     """
 
     __slots__ = (
-        "_base", "_blind", "_ceiling", "_free_bytes", "_grown", "_in_pieces", "_initial", "_limits",
-        "_meter", "_n_failures", "_n_pieces", "_needed_bytes", "_predict", "_record", "_reduce",
-        "_remembered", "_trials", "_works", "is_trial", "room", "size",
+        "_base", "_blind", "_ceiling", "_free_bytes", "_grown", "_had_worked", "_in_pieces",
+        "_initial", "_limits", "_meter", "_n_failures", "_n_pieces", "_needed_bytes", "_predict",
+        "_record", "_reduce", "_remembered", "_trials", "_works", "is_trial", "room", "size",
     )  # fmt: skip
 
     def __init__(
@@ -87,6 +87,7 @@ class AdaptiveSearch:
         self._meter: MemoryMeter | None = None
         self.room: MemoryMeter | None = None
         self._needed_bytes: int | None = None
+        self._had_worked = 0
         # what was free when what is tried now began; None where nobody has asked
         self._free_bytes: int | None = None
         self._n_failures = self._n_pieces = 0
@@ -126,6 +127,8 @@ class AdaptiveSearch:
         """Choose the first size by what is known of the site."""
         self.size = self._start(record)
         known = record.snapshot()
+        # in work of another shape it says nothing of this one
+        self._had_worked = 0 if known.is_guess else known.ok
         self._base = self._limits.aligned(known.ok) or self.size
         if known.device is None or (known.bad is None and not known.points):
             return
@@ -371,10 +374,11 @@ class AdaptiveSearch:
             self.room = meter if self._in_pieces and meter.measures else None
         return True
 
-    def gave_up(self) -> None:
-        """Nothing that is allowed fits."""
+    def gave_up(self) -> int:
+        """Nothing that is allowed fits; the largest size that had worked before this call, or 0."""
         assert self._record is not None
         self._record.forget()
+        return self._had_worked
 
     def _predicted(self, failure: Failure) -> int | None:
         """The size that is predicted to fit; None where nobody is asked, or not believed."""

@@ -16,6 +16,10 @@ from .._memory_watch import MemoryWatch
 _HOMES = ("lightning.pytorch", "pytorch_lightning")
 # To type checkers, a Callback of either library.
 _Callback: Any = object
+_EVALUATIONS = {
+    "sanity_check": "validation", "validate": "validation", "test": "test", "predict": "predict",
+}  # fmt: skip
+"""The methods that evaluate, by what a Trainer calls its stage."""
 
 
 class MemoryCallback(_Callback):  # type: ignore[misc]  # of Any, on purpose
@@ -74,7 +78,15 @@ class MemoryCallback(_Callback):  # type: ignore[misc]  # of Any, on purpose
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Tell what holds memory, if that is what ran out."""
-        self._watch.died(exception)
+        method = _EVALUATIONS.get(str(getattr(trainer.state.stage, "value", "")))
+        self._watch.died(
+            exception,
+            f"  A {method}_step is not split by itself: a function in it with "
+            "@tenure.adaptive.execute.chunked(batch, collect=metric) runs in pieces that fit, and "
+            'collect="host" brings predictions to the host.'
+            if method
+            else "",
+        )
 
 
 def _imported() -> tuple[str, ...]:

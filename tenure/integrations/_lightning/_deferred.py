@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextvars import Token
-from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,11 +19,12 @@ from tenure._errors import AdaptiveUsageError
 from tenure._registries import gradients_aside
 from tenure._torch.autograd import hooks_of, post_hooks_of
 
+T = TypeVar("T")
 _Hooks = dict[int, Callable[..., Any]]
 
 
 class DeferredGradients:
-    """A block that makes gradients, and what delivers them after it.
+    """Work that makes gradients, and what delivers them after it.
 
     Args:
         leaves: whose gradients are kept for later; those of others are not touched.
@@ -37,7 +37,24 @@ class DeferredGradients:
         self._new: list[tuple[Tensor, Tensor]] = []
         self._token: Token[bool] | None = None
 
-    def __enter__(self) -> None:
+    def making(self, work: Callable[[], T]) -> T:
+        """Run what makes gradients, and keep them."""
+        # no context manager: Ctrl-C may come as its end begins, and hooks would be gone for good
+        try:
+            self._set_aside()
+            result = work()
+            self._new = [(leaf, leaf.grad) for leaf in self._leaves if leaf.grad is not None]
+        finally:
+            try:
+                self._bring_back()
+            except KeyboardInterrupt:
+                # in the middle of that: from the beginning
+                self._bring_back()
+                raise
+        self._before, self._hooks = [], []
+        return result
+
+    def _set_aside(self) -> None:
         self._before = [leaf.grad for leaf in self._leaves]
         # where gradients accumulate, less memory is free than where there are none
         self._token = gradients_aside.set(any(each is not None for each in self._before))
@@ -49,24 +66,19 @@ class DeferredGradients:
                 # in the same dict, which autograd of C++ and removable handles hold
                 hooks.clear()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        if self._token is not None:
-            gradients_aside.reset(self._token)
-        if error is None:
-            self._new = [(leaf, leaf.grad) for leaf in self._leaves if leaf.grad is not None]
-        for leaf, before in zip(self._leaves, self._before, strict=True):
+    def _bring_back(self) -> None:
+        """Give leaves what they had; once more changes nothing."""
+        token, self._token = self._token, None
+        if token is not None:
+            gradients_aside.reset(token)
+        # none, where the interrupt came before they were known
+        for leaf, before in zip(self._leaves, self._before, strict=False):
             leaf.grad = before
         for hooks, held in self._hooks:
             # the order of a dict is the order in which hooks run
             added_meanwhile = dict(hooks)
             hooks.clear()
             hooks.update(held | added_meanwhile)
-        self._before, self._hooks = [], []
 
     def loss(self, value: Tensor, scale: Tensor | None) -> Tensor:
         """A loss with that value, whose backward pass delivers what was made.

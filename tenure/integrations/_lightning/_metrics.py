@@ -11,9 +11,8 @@ import copy
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -22,6 +21,7 @@ from tenure._errors import AdaptiveUsageError
 
 from .._joined import Joiner, detached
 
+T = TypeVar("T")
 _METHODS = ("forward", "update", "compute", "reset")
 """Those of a metric that do something else while parts run."""
 
@@ -55,23 +55,24 @@ class MetricRecorder:
         # by identity: the hash of a metric changes with its state
         self._stand_ins: dict[int, Any] = {}
 
-    @contextmanager
-    def recording(self, calls: list[MetricCall]) -> Iterator[None]:
-        """A block in which metrics are not called, but their calls noted."""
+    def recording(self, calls: list[MetricCall], work: Callable[[], T]) -> T:
+        """Run work in which metrics are not called, but their calls noted."""
         metrics = dict(_metrics_of(self._module))
         for metric in metrics.values():
             if id(metric) not in self._stand_ins:
                 self._stand_ins[id(metric)] = _empty_copy(metric)
         before = [(metric, dict(vars(metric))) for metric in metrics.values()]
+        # as DeferredGradients.making()
         try:
             for name, metric in metrics.items():
                 vars(metric).update(self._recording_methods(name, metric, calls))
-            yield
+            return work()
         finally:
-            for metric, space in before:
-                for method in _METHODS:
-                    vars(metric).pop(method, None)
-                vars(metric).update({m: space[m] for m in _METHODS if m in space})
+            try:
+                _bring_back(before)
+            except KeyboardInterrupt:
+                _bring_back(before)
+                raise
 
     def _recording_methods(
         self, name: str, metric: Any, calls: list[MetricCall]
@@ -104,6 +105,13 @@ class MetricRecorder:
             )
 
         return {"forward": forward, "update": update, "compute": refused, "reset": refused}
+
+
+def _bring_back(before: Sequence[tuple[Any, dict[str, Any]]]) -> None:
+    for metric, space in before:
+        for method in _METHODS:
+            vars(metric).pop(method, None)
+        vars(metric).update({m: space[m] for m in _METHODS if m in space})
 
 
 def joined_call(calls: Sequence[MetricCall], joiner: Joiner, name: str) -> Callable[[], Any]:

@@ -6,11 +6,11 @@ forgotten with it; of the attempt that worked, all is told once, as for the whol
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +21,7 @@ from tenure._errors import AdaptiveUsageError
 from .._joined import Joiner, LogRules, detached, log_of
 from ._metrics import MetricCall, MetricRecorder, joined_call
 
+T = TypeVar("T")
 _running: ContextVar[Recorder | None] = ContextVar("_running", default=None)
 _rules: WeakKeyDictionary[Any, LogRules] = WeakKeyDictionary()
 """By the module that logs."""
@@ -84,14 +85,15 @@ class Recorder:
         self._metrics = MetricRecorder(module)
         self._part: Part | None = None
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """A block in which the module's `log` comes here."""
-        token = _running.set(self)
+    def hearing(self, work: Callable[[], T]) -> T:
+        """Run work in which the module's `log` comes here."""
+        before = _running.get()
+        # no context manager: Ctrl-C may come as its end begins, and logs would come here for good
         try:
-            yield
+            _running.set(self)
+            return work()
         finally:
-            _running.reset(token)
+            _running.set(before)
 
     def run(self, function: Callable[..., Any], batch: Any) -> tuple[Any, Part]:
         """Run it on the batch or a part of it; what it returns as its loss, and the rest."""
@@ -99,8 +101,8 @@ class Recorder:
         # of the batch itself they are called as always, and brought back if that fails
         is_whole = id(batch) == self._whole
         try:
-            with nullcontext() if is_whole else self._metrics.recording(part.calls):
-                returned = function(self.module, batch, *self._others, **self._named)
+            run = functools.partial(function, self.module, batch, *self._others, **self._named)
+            returned = run() if is_whole else self._metrics.recording(part.calls, run)
         finally:
             self._part = None
         if self._weight is not None and not is_whole:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError, BatchCoupledError, SplitMismatchError
-from tenure.adaptive import step
+from tenure.adaptive import StepResult, step
 
 from ._deferred import DeferredGradients
 from ._recorder import Outcome, Recorder, note_compared, recorder_of
@@ -57,8 +57,9 @@ def fitting_step(
     scale = None if scaler is None else scaler.scale(torch.ones((), device=module.device))
     deferred = DeferredGradients(_trained_by(module))
     kind = type(module)
-    with _telling_where_to_declare(kind), deferred, recorder.active():
-        result = step(
+
+    def made() -> StepResult:
+        return step(
             _function_of(module, written),
             batch,
             scaler=scaler,
@@ -66,6 +67,9 @@ def fitting_step(
             has_aux=True,
             **options,
         )
+
+    with _telling_where_to_declare(kind):
+        result = recorder.hearing(lambda: deferred.making(made))
     # without what belongs to the batch alone
     module.adaptive_result = replace(result, aux=())
     outcome = Outcome(result.aux, result.sizes, recorder, result.loss)

@@ -42,17 +42,19 @@ class LossOfBatch:
         return returned
 
 
-@contextmanager
-def losses_taken(accelerator: Any) -> Iterator[list[Tensor]]:
-    """A block in which the losses that an accelerator gets are kept, and none is run backward."""
+def losses_taken(accelerator: Any, work: Callable[[], object]) -> list[Tensor]:
+    """The losses that an accelerator gets while work runs; none is run backward."""
     before, losses = vars(accelerator).get("backward"), []
-    accelerator.backward = lambda loss, **_: losses.append(loss)
+    # no context manager: Ctrl-C may come as its end begins, and nothing would run backward again
     try:
-        yield losses
+        accelerator.backward = lambda loss, **_: losses.append(loss)
+        work()
     finally:
-        del accelerator.backward
-        if before is not None:
+        if before is None:
+            del accelerator.backward
+        else:
             accelerator.backward = before
+    return losses
 
 
 def only_loss(losses: list[Tensor], trainer: object) -> Tensor:

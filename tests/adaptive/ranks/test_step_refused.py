@@ -90,6 +90,55 @@ def two_terms(module):
     return step(fn, all_samples()[0])
 
 
+def net_in_a_set():
+    return nn.ModuleList(net_of() for _ in range(2))
+
+
+def step_of_a_set(module):
+    nets = set(module)
+
+    def fn(b):
+        return sum(net(b["x"]).square().mean() for net in nets)
+
+    step(fn, all_samples()[dist.get_rank()], group=dist.group.WORLD)
+
+
+def models_in_a_set(module):
+    def fn(b):
+        return sum(net(b["x"]).square().mean() for net in module)
+
+    part = all_samples()[dist.get_rank()]
+    step(fn, part, model=set(module), group=dist.group.WORLD)
+
+
+def with_buffer():
+    net = net_of()
+    net.register_buffer("cache", torch.zeros(3))
+    return Replicated(net)
+
+
+def other_buffers():
+    module = with_buffer()
+    module.module.cache = torch.zeros(4 - dist.get_rank())
+    return module
+
+
+def growing(module, part):
+    def fn(b):
+        module.module.cache = torch.zeros(len(b["x"]))
+        return module(b["x"]).square().mean()
+
+    step(fn, part)
+
+
+def growing_buffers(module):
+    growing(module, all_samples()[dist.get_rank()])
+
+
+def growing_alone(module):
+    growing(module, None if dist.get_rank() else all_samples()[0])
+
+
 CASES = {
     "a comm hook": (hooked, plain, "with a comm hook, which acts while the module runs"),
     "a builtin hook": (with_builtin_hook, plain, "with a comm hook"),
@@ -107,6 +156,11 @@ CASES = {
     "a batch with a graph": (replica, computed_batch, "a batch that was computed with gradients"),
     "a hidden replica": (replica, hidden_step, "that it has not found through its function"),
     "a hidden parameter": (replica, hidden_parameter, "has trained a parameter, float64"),
+    "replicas in a set": (net_in_a_set, step_of_a_set, "in a set, nets, whose order is another"),
+    "models in a set": (net_in_a_set, models_in_a_set, "in a set, model=, whose order is another"),
+    "other buffers": (other_buffers, plain, "1 buffers of 4 elements"),
+    "buffers that grow": (with_buffer, growing_buffers, "with buffers of other shapes"),
+    "buffers that grow alone": (with_buffer, growing_alone, "than on one without"),
     "post hooks": (post_hooked, plain, "4 of the parameters have a hook"),
     "a sparse gradient": (
         lambda: Replicated(nn.Embedding(5, 3, sparse=True)),

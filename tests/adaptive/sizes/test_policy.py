@@ -45,6 +45,12 @@ def test_less_memory_than_a_size_needed_fits_less(size, each):
     assert fitting(noisy, needs(size // 2, 0, each)) <= size
 
 
+def test_two_sizes_that_an_allocator_rounds_to_one_segment_are_no_reason_for_the_smallest():
+    segment = 20 << 20
+    points = (Measured(2048, segment), Measured(4096, segment))
+    assert fitting(points, segment // 4) == 1024
+
+
 @given(st.integers(4, 10**9), st.integers(1, 20), st.booleans())
 def test_nothing_goes_below_a_quarter_blindly(size, n_failures, is_mended):
     assert size // 4 <= blind(size, n_failures, is_mended=is_mended) <= size // 2

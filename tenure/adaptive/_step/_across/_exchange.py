@@ -5,7 +5,7 @@ Invariant: made before ranks vote, run after; then every tensor that is written 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from tenure._torch.exchange import exchanged_buffers
 from tenure._torch.quiet import without_functions
 from tenure.scopes import persist
 
-from ..._ranks import RankGroup, Replicated, Tally
+from ..._ranks import RankGroup, Replicated, Tally, mark_of
 from .._gradients import IsolatedGradients
 from ._staged import Staged, is_in_place
 
@@ -32,6 +32,7 @@ class Exchange:
 
     Attributes:
         n_missing: how many parameters have no gradient here, neither new nor old.
+        mark_of_buffers: a number for the shapes of the buffers, which may have grown.
     """
 
     def __init__(
@@ -57,11 +58,12 @@ class Exchange:
                 for parameter, is_new in zip(parameters, self._is_new, strict=True)
             ]
             self._flags = torch.tensor(self._has, dtype=torch.int32, device="cpu")
-            self._zero = torch.zeros(1, dtype=torch.int64, device="cpu")
+            self._source = torch.zeros(3, dtype=torch.int64, device="cpu")
             self._staged = Staged(parameters)
             self._buffers = [b for replica in replicas for b in exchanged_buffers(replica)]
             self._staged_buffers = Staged(self._buffers)
         self.n_missing = self._has.count(False)
+        self.mark_of_buffers = mark_of(shapes_of(self._buffers))
 
     def run(
         self, share: float, own_factors: Mapping[int, float], tally: Tally, *, has_data: bool
@@ -119,10 +121,24 @@ class Exchange:
         group, source = self._group, 0
         # those of a rank that ran nothing have learned nothing
         if tally.n_with_data < group.size:
-            self._zero.fill_(group.rank if has_data else group.size)
-            group.vote(self._zero, smallest=True)
-            source = int(self._zero.item())
+            mark = self.mark_of_buffers
+            for i, number in enumerate((group.rank if has_data else group.size, mark, -mark)):
+                self._source[i] = number
+            group.vote(self._source, smallest=True)
+            source, least, most = map(int, self._source.tolist())
+            # collectives of other lengths may end the process: all ranks see it here
+            if least != -most:
+                raise AdaptiveUsageError(
+                    "step() has left a replica with buffers of other shapes on a rank with samples "
+                    "than on one without. Nothing was delivered. Let the shapes of buffers not "
+                    "depend on samples, or give every rank some."
+                )
         self._staged_buffers.run(self._buffers, lambda buffer: group.copy_from(source, buffer))
+
+
+def shapes_of(tensors: Iterable[Tensor]) -> list[tuple[tuple[int, ...], str]]:
+    """What has to be the same on all ranks of tensors that they exchange."""
+    return [(tuple(each.shape), str(each.dtype)) for each in tensors]
 
 
 def _multiply(gradient: Tensor, factor: float) -> None:

@@ -29,6 +29,7 @@ from ..._ranks import Ballot, RankCall, lost_rank_error, mark_of, weights_of
 from ..._sizes import AdaptiveSearch
 from .._loss import numbers_by_term
 from .._split import StepOutcome, StepParts, StepSpec
+from ._sharded import ShardGradients, refuse_late, refuse_settings
 
 _PATIENCE_S = 10.0
 """So long a rank that has failed waits for the others, most of which are inside a collective."""
@@ -101,21 +102,31 @@ class PlannedRanks:
                 f"weight() returned {', '.join(map(repr, numbers))} on this rank, and other names "
                 "on another. Nothing was changed. Return the same names on all ranks."
             )
+        refuse_settings(spec.entry, self._shards, per_rank=self._per_rank)
         self._call.go_on()
         self.n_samples = tally.n_samples
         # ranks that are parallel over tensors have the same samples
         n_copies = self._call.group.size // self._shards.n_averaged
         totals = dict(zip(numbers, tally.weights, strict=False))
+        # the mean over what all weighs nothing has no value; as on one rank samples stand in
+        by_samples = parts.n_samples / tally.n_samples
         self._shares = {
-            name: 1 / n_copies if spec.loss == "sum" else mine / (totals[name] or float("nan"))
+            name: 1 / n_copies if spec.loss == "sum" else _share(mine, totals[name], by_samples)
             for name, mine in numbers.items()
         }
         if self._per_rank:
             return
-        scale = self._shards.divisor * n_copies
-        factors = {name: scale * share for name, share in self._shares.items()}
-        if any(abs(factor - 1) > _ROUNDING for factor in factors.values()):
+        (divisor,) = self._shards.divisors
+        factors = {n: _rounded(divisor * n_copies * s) for n, s in self._shares.items()}
+        if any(factor != 1 for factor in factors.values()):
             parts.factors = _Everywhere(factors[_ALL]) if _ALL in factors else factors
+        # of what is the same on all ranks the average is what is wanted
+        parts.share_of_once = _rounded(divisor / self._shards.n_averaged)
+        one, *others = set(factors.values())
+        is_one = not others and one and spec.loss != "sum"
+        self._direct = ShardGradients(self._shards, one if is_one else None, parts.share_of_once)
+        parts.around_backward = self._direct.of_chunk
+        parts.around_once = self._direct.of_what_is_added_once
 
     def plan(self, search: AdaptiveSearch) -> None:
         """Agree on the micro-batches: on all ranks as many as the one needs that needs the most.
@@ -202,6 +213,7 @@ class PlannedRanks:
         if self._per_rank:
             self._call.vote(Ballot(self._mark))
             return outcome
+        refuse_late(self._spec.entry, parts, self._shards, self._direct)
         if parts.counts:
             raise AdaptiveUsageError(
                 "The function of step() returned a count with "
@@ -214,10 +226,10 @@ class PlannedRanks:
         with without_functions():
             extra = 0.0 if parts.added is None else float(parts.added)
             terms = [
-                float(term) * share
+                _weighed(float(term), share)
                 for term, share in zip(outcome.terms.values(), shares, strict=True)
             ]
-            whole = sum(terms) if others else (float(outcome.loss) - extra) * shared
+            whole = sum(terms) if others else _weighed(float(outcome.loss) - extra, shared)
             # values in the room for weights: what a vote sums up is what is wanted of them
             summed = weights_of(terms, "The function of step() returned")
             tally = self._call.vote(Ballot(self._mark, weight=whole, weights=summed))
@@ -247,6 +259,20 @@ def _is_of_an_exchange(error: BaseException) -> TypeGuard[Exception]:
         return False
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__")).startswith("torch.distributed")
+
+
+def _share(mine: float, of_all: float, by_samples: float) -> float:
+    return mine / of_all if of_all else by_samples
+
+
+def _weighed(value: float, share: float) -> float:
+    # the mean of nothing is nan, which zero times it would stay
+    return value * share if share else 0.0
+
+
+def _rounded(factor: float) -> float:
+    # 1 costs nothing, and is what equal ranks have
+    return 1.0 if abs(factor - 1) < _ROUNDING else factor
 
 
 _ROUNDING = 1e-12

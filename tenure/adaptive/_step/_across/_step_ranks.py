@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from tenure._errors import AdaptiveUsageError
 from tenure._text import describe_tensor
 from tenure._torch.autograd import post_hooks_of
+from tenure._torch.exchange import exchanged_buffers
 
 from ..._callables import name_of
 from ..._ranks import Ballot, RankCall, Replicated, Tally, mark_of, weights_of
 from .._loss import numbers_by_term
 from .._split import StepOutcome, StepParts, StepSpec
-from ._exchange import Exchange
+from ._exchange import Exchange, shapes_of
 from ._values import Values
 
 _WITHOUT_SAMPLES = torch.empty(0, device="cpu")
@@ -119,13 +120,19 @@ class StepRanks:
                 "in the function of step(), or detach() it."
             )
         spec = self._spec
-        shapes = [(tuple(each.shape), str(each.dtype)) for each in self._exchanged]
+        shapes = shapes_of(self._exchanged)
         given = [name for name in ("weight", "then", "once") if getattr(spec, name) is not None]
         loss = "outputs" if callable(spec.loss) else spec.loss
-        self._mark = mark_of(spec.entry, name_of(spec.fn), loss, given, self._per_rank, shapes)
+        brought = [b for each in self._brought() for b in exchanged_buffers(each)]
+        about = shapes_of(brought)
+        self._mark = mark_of(
+            spec.entry, name_of(spec.fn), loss, given, self._per_rank, shapes, about
+        )  # fmt: skip
         how = ", ".join([f"loss={loss!r}", *(f"{name}=" for name in given)])
         each = ", per_rank=True" if self._per_rank else ""
-        self._call.name += f" ({how}{each}; {len(shapes)} parameters)"
+        n_elements = sum(buffer.numel() for buffer in brought)
+        buffers = f", {len(about)} buffers of {n_elements} elements" if about else ""
+        self._call.name += f" ({how}{each}; {len(shapes)} parameters{buffers})"
         if spec.weight is not None and parts.n_samples and not self._per_rank:
             self._weigh(spec.weight)
 
@@ -146,8 +153,7 @@ class StepRanks:
             parts.backward.run([parts.backward.scaled(parts.once())], [None])
         parts.gradients.run_hooks()
         self._refuse_unknown()
-        brought = [each.module for each in self._replicas if each.brings_buffers]
-        exchange = Exchange(group, parts.gradients, self._exchanged, brought)
+        exchange = Exchange(group, parts.gradients, self._exchanged, self._brought())
         weight = self._own_weight(outcome)
         values = Values(parts, outcome, is_nothing=not weight)
         has_data = int(outcome is not None)
@@ -158,7 +164,7 @@ class StepRanks:
                 n_samples=parts.n_samples,
                 weight=weight,
                 n_missing=exchange.n_missing,
-                size=self._mark_of_terms(outcome),
+                size=self._mark_of_terms(outcome, exchange),
             )
         )
         self.n_samples = tally.n_samples
@@ -236,8 +242,9 @@ class StepRanks:
             if not tally.is_one_size:
                 raise AdaptiveUsageError(
                     "The function of step() returned other terms on one rank than on another, or "
-                    "in another order, or with a count on one of them alone: no rule makes one "
-                    "loss of these. Nothing was delivered. Return the same names, in one order, "
+                    "in another order, or with a count on one of them alone, or has left a replica "
+                    "with buffers of other shapes: no rule makes one of these. Nothing was "
+                    "delivered. Keep buffers alike, and return the same names, in one order, "
                     "each with a count on all ranks or on none; a rank where nothing counts "
                     "returns a count of 0."
                 )
@@ -247,11 +254,16 @@ class StepRanks:
             _refuse_other_terms([])
         return self._vote(ballot)
 
-    def _mark_of_terms(self, outcome: StepOutcome | None) -> int:
-        """A number for what the function returned; 0 where ranks need not have returned alike."""
-        if outcome is None or self._per_rank:
+    def _brought(self) -> list[Replicated]:
+        """The replicas whose buffers become those of one rank."""
+        return [each.module for each in self._replicas if each.brings_buffers]
+
+    def _mark_of_terms(self, outcome: StepOutcome | None, exchange: Exchange) -> int:
+        """A number for what the function returned and left; 0 where ranks need not be alike."""
+        if outcome is None:
             return 0
-        return mark_of(*outcome.terms, "counts", *self._parts.counts)
+        terms = [] if self._per_rank else [*outcome.terms, "counts", *self._parts.counts]
+        return mark_of(*terms, exchange.mark_of_buffers)
 
     def _own_weight(self, outcome: StepOutcome | None) -> float:
         """What the mean over the samples of this rank divides by."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from ..._reachable import Reachable, modules_given
 from ..._undo import modules_below
 from .._split import StepSpec
 from ._planned import PlannedRanks
+from ._sharded import refuse_group
 from ._step_ranks import StepRanks
 
 _AS_BEFORE = "Nothing was delivered on any rank: gradients, buffers and random state are as before."
@@ -53,21 +54,31 @@ def taking_part(
     if not has_other_ranks():
         yield None
         return
-    modules = _modules_of(spec)
+    modules, wrong, unordered = _found_by(spec)
     replicas = [module for module in modules if isinstance(module, Replicated)]
     shared = [replica for replica in replicas if has_other_replicas(replica)]
     sharding = Shards(modules)
     if sharding.n_ranks > 1 and not shared and not any(map(is_first_fsdp, modules)):
-        with _planned(spec, group, sharding, per_rank=per_rank) as planned:
+        with _planned(spec, group, sharding, wrong, per_rank=per_rank) as planned:
             yield planned
         return
     named = group if group is not None or not shared else shared[0].process_group
     ranks = None if named is None else rank_group(spec.entry, named)
     if ranks is None:
+        if wrong is not None:
+            raise wrong
         yield None
         return
     name = f"{spec.entry}({short_name_of(spec.fn)!r})"
     with RankCall(ranks, name, _AS_BEFORE) as call:
+        if wrong is not None:
+            raise wrong
+        if unordered and (group is not None or len(shared) > 1):
+            raise AdaptiveUsageError(
+                f"{spec.entry}() found modules or tensors in a set, {unordered[0]}, whose order is "
+                "another in each process, so that ranks would add up gradients of different "
+                "parameters. Nothing was changed. Keep them in a list or a dict."
+            )
         # all ranks talk here, which they would in a forward pass that not all may come to
         if torch.is_grad_enabled():
             for replica in shared:
@@ -80,24 +91,51 @@ def taking_part(
 
 @contextmanager
 def _planned(
-    spec: StepSpec, group: Any, shards: Shards, *, per_rank: bool
+    spec: StepSpec, group: Any, shards: Shards, wrong: Exception | None, *, per_rank: bool
 ) -> Iterator[PlannedRanks]:
-    named = torch.distributed.group.WORLD if group is None else group
-    ranks = rank_group(spec.entry, named, is_apart=True)
-    # a mesh has more than one, and is a part of the group
+    world: Any = torch.distributed.group.WORLD
+    named = world if group is None else group
+    refuse_group(spec.entry, named, shards)
+    # modules may talk in that of all ranks; one of some is known to be none of theirs
+    ranks = rank_group(spec.entry, named, is_apart=named is world)
+    # a mesh has more than one, and they are the group
     assert ranks is not None
+    # or gradients would be those of parameters that are whole, which nobody trains
+    shards.reshard()
     with RankCall(ranks, f"{spec.entry}({short_name_of(spec.fn)!r})", _AS_BEFORE) as call:
+        if wrong is not None:
+            raise wrong
         if not per_rank:
             _refuse_functions_of_a_batch(spec)
         yield PlannedRanks(call, spec, shards, per_rank=per_rank)
 
 
-def _modules_of(spec: StepSpec) -> list[nn.Module]:
-    """All that the step is known to run."""
+class _Found(NamedTuple):
+    """What a step is known to run.
+
+    Attributes:
+        modules: all modules.
+        wrong: the error where ``model=`` is none.
+        unordered: sets in which they are, by name.
+    """
+
+    modules: list[nn.Module]
+    wrong: AdaptiveUsageError | None
+    unordered: list[str]
+
+
+def _found_by(spec: StepSpec) -> _Found:
     functions = spec.fn, spec.loss, spec.then, spec.once
     found = Reachable(*(function for function in functions if callable(function)))
-    given = {} if spec.model is None else modules_given(spec.entry, spec.model)
-    return modules_below([*given.values(), *found.modules.values()])
+    given, wrong = {}, None
+    try:
+        given = {} if spec.model is None else modules_given(spec.entry, spec.model)
+    # other ranks are to be told first, and it is the function that leads to them
+    except AdaptiveUsageError as error:
+        wrong = error
+    named = ["model="] if len(given) > 1 and isinstance(spec.model, set | frozenset) else []
+    modules = modules_below([*given.values(), *found.modules.values()])
+    return _Found(modules, wrong, found.unordered + named)
 
 
 def _refuse_modules(

@@ -15,6 +15,7 @@ from tenure._torch.quiet import without_functions
 
 from ._delegated import Backward, DelegatedBackward
 from ._isolated import IsolatedGradients, leaves_of
+from ._zeros import giving_zeros
 
 
 class Scaler(Protocol):
@@ -77,13 +78,18 @@ class SplitBackward:
         roots: Sequence[Tensor],
         seeds: Sequence[Tensor | None],
         own: Iterable[Tensor] = (),
-    ) -> None:
+        weightless: Iterable[Tensor] = (),
+    ) -> bool:
         """Run backward from those roots that require grad.
 
         Args:
             roots: tensors of any shape.
             seeds: the gradient of the loss for each root; None for 1.
             own: leaves that the step has made for itself, whose gradients it reads.
+            weightless: further roots, which run backward, and give zeros.
+
+        Returns:
+            Whether there were any.
 
         Raises:
             AdaptiveUsageError: the graph has been used up.
@@ -91,17 +97,21 @@ class SplitBackward:
         with without_functions():
             # a term may be a constant, such as a penalty that is switched off
             pairs = [(r, s) for r, s in zip(roots, seeds, strict=True) if r.requires_grad]
+            empty = [root for root in weightless if root.requires_grad]
+            zeros = giving_zeros(empty, [root for root, _ in pairs])
+            pairs += [(root, torch.zeros_like(root)) for root in empty]
             if not pairs:
-                return
+                return False
             self._n_roots += len(pairs)
             # read from the graph before it runs: a leaf that the function made has to be set aside
             # too, or its old gradient would be added to in place
             self.watch(_leaves_but(own, (root for root, _ in pairs)))
-        with self._explaining(), without_autocast(root.device for root, _ in pairs):
+        with self._explaining(), without_autocast(root.device for root, _ in pairs), zeros:
             if self._delegated is None or self._is_trial:
                 torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
             else:
                 self._delegated.run(pairs)
+        return True
 
     def run_to(self, outputs: Sequence[Tensor], loss: Tensor) -> None:
         """Run a loss backward to leaves that the step has made, and to what the loss trains itself.

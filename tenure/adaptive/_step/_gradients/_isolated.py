@@ -235,26 +235,27 @@ def leaves_of(roots: Iterable[Tensor]) -> list[Tensor]:
 
     A graph that a node makes only while it runs backward (reentrant checkpoints) is not seen.
     """
-    leaves: dict[int, Tensor] = {}
-    seen: set[Any] = set()
-    waiting: list[Any] = []
-    for root in roots:
-        if root.grad_fn is not None and root.grad_fn not in seen:
-            seen.add(root.grad_fn)
-            waiting.append(root.grad_fn)
-        elif root.grad_fn is None and root.requires_grad:
-            leaves[id(root)] = root
-    while waiting:
-        node = waiting.pop()
+    roots = list(roots)
+    leaves = {id(root): root for root in roots if root.grad_fn is None and root.requires_grad}
+    for node in nodes_of(roots):
         # `AccumulateGrad` alone has a `variable` and nothing below it
-        below = node.next_functions
-        if not below and (leaf := getattr(node, "variable", None)) is not None:
+        if not node.next_functions and (leaf := getattr(node, "variable", None)) is not None:
             leaves[id(leaf)] = leaf
-        for other, _ in below:
+    return list(leaves.values())
+
+
+def nodes_of(roots: Iterable[Tensor]) -> list[Any]:
+    """The nodes of the graphs of ``roots``, each once."""
+    waiting = list(dict.fromkeys(root.grad_fn for root in roots if root.grad_fn is not None))
+    found, seen = [], set(waiting)
+    while waiting:
+        node: Any = waiting.pop()
+        found.append(node)
+        for other, _ in node.next_functions:
             if other is not None and other not in seen:
                 seen.add(other)
                 waiting.append(other)
-    return list(leaves.values())
+    return found
 
 
 class _HeldHooks:

@@ -16,7 +16,7 @@ from torch import nn
 
 from tenure._errors import AdaptiveUsageError
 from tenure._torch.exchange import reset_reducer
-from tenure._torch.sharding import ShardedGroup, sharded_groups
+from tenure._torch.sharding import ShardedGroup, Shards, sharded_groups
 
 from ..._ranks import Replicated, has_other_replicas, is_first_fsdp, is_rank
 
@@ -79,6 +79,12 @@ class GradientExchange:
                     "before anything runs. Nothing was changed. Pass it as model=."
                 )
             self.shared.append(module)
+        elif self._is_ready and not self._is_local and Shards([module]).n_ranks > 1:
+            raise AdaptiveUsageError(
+                f"step() runs a sharded module, {type(module).__name__}, that it has not found "
+                "through its function, and would have to plan with other ranks before anything "
+                "runs. Nothing was changed. Pass the model as model=."
+            )
         elif isinstance(module, Replicated):
             self._replicated.append(module)
         elif is_first_fsdp(module):

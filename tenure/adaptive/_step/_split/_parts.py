@@ -6,8 +6,8 @@ nothing here knows how a step is run; the passes and the run stand on it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tenure._errors import AdaptiveUsageError
 from tenure._torch.compiler import has_compiled, is_compiled
 from tenure._torch.quiet import without_functions
+from tenure._torch.sharding import whole_of
 
 from ..._callables import short_name_of
 from ..._oom import oom_info
@@ -78,6 +79,8 @@ class StepParts:
         factors: what the gradient of each term is multiplied by, by name; None where they have no
             factors of their own.
         share_of_once: what the gradient of ``once`` is multiplied by.
+        around_backward: makes a block in which chunks run backward.
+        around_once: makes a block in which ``once`` runs forward and backward, apart from them.
         n_parts: how many micro-batches a split has, of sizes that differ by 1 at most; None: as
             many as the size gives.
     """
@@ -117,6 +120,8 @@ class StepParts:
         self.added: Tensor | None = None
         self.factors: Mapping[str, float] | None = None
         self.share_of_once = 1.0
+        self.around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.around_once: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.n_parts: int | None = None
         reached = (spec.fn, *found.visited(), *self.models.all)
         self.compiled = [*filter(is_compiled, reached)] if has_compiled() else []
@@ -183,7 +188,7 @@ class StepParts:
     def once(self) -> Tensor:
         """What is added once, whatever the split."""
         assert self.spec.once is not None
-        extra = scalar(self.spec.once(), "once() of step()")
+        extra = scalar(whole_of(self.spec.once()), "once() of step()")
         self.added = extra.detach()
         return extra
 
@@ -241,12 +246,48 @@ class StepParts:
         if self.spec.batchnorm == "refuse":
             refuse_coupled(coupled_modules(roots), self.n_samples, size)
 
-    def send_back(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        """Run one chunk backward from some of its tensors, each with the gradient it gets."""
+    def send_back(
+        self,
+        tensors: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        weightless: Sequence[Tensor] = (),
+    ) -> None:
+        """Run one chunk backward from some of its tensors.
+
+        Args:
+            tensors: the tensors.
+            gradients: the gradient that each gets.
+            weightless: those that have no weight; they run where other ranks wait for that.
+
+        """
         # an output that the loss does not use gets none
         pairs = [(t, g) for t, g in zip(tensors, gradients, strict=True) if g is not None]
-        self.backward.run([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+        roots, seeds = [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
+        self.run_back(roots, seeds, weightless)
+
+    def run_back(
+        self,
+        roots: Sequence[Tensor],
+        seeds: Sequence[Tensor | None],
+        weightless: Sequence[Tensor] = (),
+    ) -> None:
+        """The same with a gradient of None for 1.
+
+        Raises:
+            AdaptiveUsageError: there is nothing to run, and other ranks wait for that.
+        """
+        is_planned = self.spec.is_planned
+        with self.around_backward():
+            has_run = self.backward.run(roots, seeds, weightless=weightless if is_planned else ())
         self.inputs.collect()
+        if is_planned and not has_run:
+            raise AdaptiveUsageError(
+                f"The function of {self.spec.entry}() returned a loss that does not require grad, "
+                "and its modules are sharded, so that other ranks may wait for this one in their "
+                "backward pass: they get an error when this process ends. Call it with gradients "
+                "enabled, and let the function return what its modules computed, whatever the "
+                "samples are; where nothing counts, let weight= return 0."
+            )
 
     def scale(self, factor: Tensor) -> None:
         """Multiply all gradients of the attempt so far."""

@@ -143,20 +143,22 @@ class _WeightedTerms:
     def take(self, i: int, terms: Terms) -> None:
         """Send the gradient of one chunk back, and count its terms in."""
         check_same_terms(self._with_counts, terms.by_name)
-        values, seeds = [], []
+        values, seeds, weightless = [], [], []
         # nothing here outlives the step
         with without_functions():
             for name, term in terms.by_name.items():
                 share, factor = self._share(name, i), self._parts.factor_of(name)
+                total = self._totals[name]
                 # the mean of no elements is nan, which a weight of zero does not undo
                 if share:
-                    total = self._totals[name]
                     total.add(term, share)
-                    if factor:
-                        seed = total.seed(term.value, share * factor)
-                        values.append(term.value)
-                        seeds.append(self._parts.backward.scaled(seed))
-        self._parts.send_back(values, seeds)
+                if share and factor:
+                    seed = total.seed(term.value, share * factor)
+                    values.append(term.value)
+                    seeds.append(self._parts.backward.scaled(seed))
+                else:
+                    weightless.append(term.value)
+        self._parts.send_back(values, seeds, weightless)
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss and its terms; the gradients get the rest of their weight."""
@@ -413,10 +415,12 @@ def _two_passes(
     at_start.undo()
     # a chunk that the loss does not depend on has nothing to learn
     learning = [i for i, each in enumerate(gradients) if any(g is not None for g in each)]
-    for i in learning:
-        if i == learning[-1]:
+    # but other ranks may wait for it in modules
+    for i in range(n_chunks) if parts.spec.is_planned else learning:
+        if learning and i == learning[-1]:
             parts.exchange.resume()
         drawn[i].undo()
-        parts.send_back(forward(i)[1], gradients[i])
+        tensors = forward(i)[1]
+        parts.send_back(tensors, gradients[i], () if i in learning else tensors)
     at_end.undo()
     end.undo()

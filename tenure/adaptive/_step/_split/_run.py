@@ -111,22 +111,47 @@ class StepRun:
         if inputs.has_graph:
             parts.gradients.hold_hooks(inputs.leaves)
         loss, terms = self._whole_loss()
-        trained = loss if parts.factors is None else self._with_factors(terms)
-        if parts.spec.once is not None:
-            extra = parts.once()
+        # of sharded modules it gets another weight than the loss
+        is_apart = parts.spec.is_planned
+        extra = None if parts.spec.once is None or is_apart else parts.once()
+        if extra is not None:
             loss = loss + extra
-            trained = loss if parts.factors is None else trained + extra * parts.share_of_once
-        backward.run([backward.scaled(trained)], [None])
-        inputs.collect()
+        if parts.factors is None:
+            parts.run_back([backward.scaled(loss)], [None])
+        else:
+            self._send_back_weighed(terms, extra)
+        loss = self._add_once(loss.detach()) if is_apart else loss.detach()
         detached = {name: value.detach() for name, value in terms.items()}
-        return StepOutcome(loss.detach(), detached, (parts.n_samples,))
+        return StepOutcome(loss, detached, (parts.n_samples,))
 
-    def _with_factors(self, terms: dict[str, Tensor]) -> Tensor:
-        """The sum of terms, each times its factor."""
-        factors = {name: self._parts.factor_of(name) for name in terms}
-        # a term of no weight is left out: it may be nan, which zero does not undo
-        weighed = [terms[name] * factor for name, factor in factors.items() if factor]
-        return sum(weighed[1:], weighed[0]) if weighed else torch.zeros(())
+    def _add_once(self, loss: Tensor) -> Tensor:
+        """Run what is added once.
+
+        Last, so that its graph is never there beside that of a chunk.
+        """
+        parts = self._parts
+        if parts.spec.once is None:
+            return loss
+        with parts.around_once():
+            extra = parts.once()
+            # not a factor of 1, which would be another node in the graph
+            trained = extra if parts.share_of_once == 1 else extra * parts.share_of_once
+            parts.backward.run([parts.backward.scaled(trained)], [None])
+        return loss + extra.detach()
+
+    def _send_back_weighed(self, terms: dict[str, Tensor], extra: Tensor | None) -> None:
+        """Run terms backward, each times its factor, and what is added once."""
+        parts = self._parts
+        weighed = [(value, parts.factor_of(name)) for name, value in terms.items()]
+        # a term of no weight may be nan, which zero does not undo
+        weightless = [value for value, factor in weighed if not factor]
+        counted = [(value, factor) for value, factor in weighed if factor]
+        if extra is not None:
+            counted.append((extra, parts.share_of_once))
+        with without_functions():
+            seeds = [torch.full_like(value, factor) for value, factor in counted]
+        scaled = [parts.backward.scaled(seed) for seed in seeds]
+        parts.send_back([value for value, _ in counted], scaled, weightless)
 
     def _whole_loss(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the function on the batch; the loss, and its terms."""
@@ -155,14 +180,7 @@ class StepRun:
         chunks = self._chunks(size)
         kind = OutputsPass if callable(parts.spec.loss) else TermsPass
         loss, terms = kind(parts, chunks).run()
-        if parts.spec.once is not None:
-            # last, so that its graph is never there beside that of a chunk
-            extra = parts.once()
-            # not a factor of 1, which would be another node in the graph
-            trained = extra if parts.share_of_once == 1 else extra * parts.share_of_once
-            parts.backward.run([parts.backward.scaled(trained)], [None])
-            loss = loss + extra.detach()
-        return StepOutcome(loss, terms, tuple(length for _, length in chunks))
+        return StepOutcome(self._add_once(loss), terms, tuple(length for _, length in chunks))
 
     def _chunks(self, size: int) -> list[Chunk]:
         """How the batch is split; one sample alone at the end gets a partner.
