@@ -14,7 +14,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-ARTEFACTS = Path(__file__).parents[2] / "build" / "pages"
+ARTEFACTS = Path(__file__).parents[2] / "docs" / "_build" / "pages"
 # Those from --disable-quic on keep Chromium from asking anything of the network by itself.
 FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-quic",

@@ -148,6 +148,8 @@ def test_keys_go_along_the_axis(page):
     assert _exact(LEVELS[-1]) in _value(page)
     page.press("p")
     assert _exact(LEVELS[PEAK]) in _value(page)
+    # of no band in particular: the largest is told
+    assert f"saved for backward 95.0 MiB ({_exact(95 * MIB)})" in _tip(page)
     assert page.attribute(".slider", "aria-valuenow") == str(TIMES[PEAK])
     page.press("o")
     assert _value(page).startswith("2.500 s: ")

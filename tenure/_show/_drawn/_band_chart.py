@@ -96,7 +96,9 @@ def _bands(series: Series, peak: int) -> list[dict[str, object]]:
 def _compact(spans: Sequence[Span]) -> dict[str, list[object]]:
     """Each name once: a loop opens the same scope at every step."""
     names = {name: i for i, name in enumerate(dict.fromkeys(span.name for span in spans))}
+    ordered = sorted(spans, key=lambda span: span.begin_s)
     rows = [
-        [names[s.name], s.depth, round(s.begin_s, _DIGITS), round(s.end_s, _DIGITS)] for s in spans
+        [names[s.name], s.depth, round(s.begin_s, _DIGITS), round(s.end_s, _DIGITS)]
+        for s in ordered
     ]
     return {"names": list(names), "rows": [*rows]}

@@ -154,10 +154,14 @@ class Bands {
   drawLanes() {
     const { names, rows } = this.data.spans;
     const group = draw("g", { class: "lanes" });
+    // how far each lane is drawn: of many spans within a pixel one is enough
+    const drawn = Array(MOST_LANES).fill(0);
     for (const [name, depth, begin, end] of rows) {
       if (depth >= MOST_LANES || end < axis.begin || begin > axis.end) continue;
       const x = Math.max(LEFT, this.x(begin));
       const width = Math.max(0.7, Math.min(LEFT + this.width, this.x(end)) - x);
+      if (x + width < drawn[depth] + 0.7) continue;
+      drawn[depth] = x + width;
       const y = TOP + HEIGHT + AXIS + depth * LANE;
       // a colour means what the switch says: where that is another way, spans have none
       const colour = this.way.name === this.data.spanWay ? colourOf(this.way.name, names[name]) : null;
@@ -266,14 +270,21 @@ class Bands {
     }
   }
 
-  showTip(y) {
+  // the band at a height; with keys there is none, and the largest is told
+  bandAt(i, y) {
+    const bands = this.shownBands();
+    if (y === null) return bands.toSorted((a, b) => b.values[i] - a.values[i])[0];
+    const level = (this.top * (TOP + HEIGHT - y)) / HEIGHT;
+    let sum = 0;
+    return level >= 0 ? bands.find((each) => (sum += each.values[i]) >= level) : undefined;
+  }
+
+  showTip(y = null) {
     const k = this.current();
     if (k === null) return;
     const { i, x } = this.samples[k];
     const at = this.data.times[i];
-    const level = (this.top * (TOP + HEIGHT - y)) / HEIGHT;
-    let sum = 0;
-    const band = this.shownBands().find((each) => (sum += each.values[i]) >= level && level >= 0);
+    const band = this.bandAt(i, y);
     const { names, rows } = this.data.spans;
     const open = rows.filter((row) => row[2] <= at && at < row[3]).sort((a, b) => a[1] - b[1]);
     this.tip.replaceChildren(
@@ -284,12 +295,12 @@ class Bands {
     this.tip.hidden = false;
     const room = this.slider.clientWidth - this.tip.offsetWidth;
     this.tip.style.left = `${clamp(x + 12 > room ? x - this.tip.offsetWidth - 12 : x + 12, 0, Math.max(0, room))}px`;
-    this.tip.style.top = `${clamp(y - 20, 0, TOP + HEIGHT - this.tip.offsetHeight)}px`;
+    this.tip.style.top = `${clamp((y ?? TOP + HEIGHT / 2) - 20, 0, TOP + HEIGHT - this.tip.offsetHeight)}px`;
   }
 
   goTo(at) {
     axis.moveTo(at);
-    this.showTip(TOP + HEIGHT / 2);
+    this.showTip();
   }
   toPeak() { if (this.data.peak !== null) this.goTo(this.data.times[this.data.peak]); }
 
@@ -317,5 +328,7 @@ class Bands {
     if (!Object.hasOwn(keys, event.key)) return;
     event.preventDefault();
     keys[event.key]();
+    // what it says of the time has as many digits as the axis needs
+    if (!this.tip.hidden) this.showTip();
   }
 }

@@ -8,7 +8,7 @@ const KEYS = [
   ["p", "in a chart: to the peak"],
   ["o", "in a chart: to the next time that memory ran out"],
   ["↑ ↓ ← →", "in a flame graph: to what is around, inside, beside"],
-  ["Enter, Backspace, Esc", "in a flame graph: zoom in, out by a level, show all"],
+  ["Enter Backspace Esc", "in a flame graph: zoom in, out by a level, show all"],
   ["?", "these keys"],
 ];
 const POINTER = "With the pointer: drag over a chart to zoom in, double-click to see the whole run, turn the wheel with "

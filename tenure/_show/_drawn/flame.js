@@ -59,7 +59,7 @@ class Flame {
     this.cells = new Map();
     let depths = 0;
     const place = (node, depth, left, part) => {
-      if (part * width < 1.5) return;
+      if (part * width < 2) return;
       depths = Math.max(depths, depth + 1);
       this.cells.set(node, this.cell(node, depth, left, part));
       if (!this.path(this.focus).includes(node) || node === this.focus) {
@@ -91,7 +91,7 @@ class Flame {
     return make("div", {
       class: `cell${isLeaf ? " leaf" : ""}${isFound === true ? " found" : ""}${isFound === false ? " faint" : ""}`,
       role: "treeitem", tabindex: node === this.chosen ? 0 : -1, "aria-level": depth + 1,
-      "aria-selected": String(node === this.chosen), "aria-label": this.words(node), title: this.words(node),
+      "aria-selected": String(node === this.chosen), "aria-label": this.words(node),
       "aria-expanded": isLeaf ? null : "true",
       style: { left: `${100 * left}%`, width: `${100 * part}%`, top: `${depth * ROW}px`, ...tints },
       click: () => { this.zoom(isLeaf ? node.parent : node); },

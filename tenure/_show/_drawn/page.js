@@ -29,7 +29,9 @@ function bytes(n) {
   for (; power < 4 && Math.abs(power ? Number(n.toFixed(1)) : n) >= 1024; power++) n /= 1024;
   return `${power ? n.toFixed(1) : n} ${units[power]}`;
 }
-const count = (n) => n.toLocaleString("en-US");
+// made once: it is asked for every box of a flame graph, and dear to make
+const NUMBERS = new Intl.NumberFormat("en-US");
+const count = (n) => NUMBERS.format(n);
 const exact = (n) => (Math.abs(n) < 1024 ? bytes(n) : `${bytes(n)} (${count(n)} B)`);
 const share = (n, all) => (all > 0 ? `${((100 * n) / all).toFixed(1)} %` : "");
 
