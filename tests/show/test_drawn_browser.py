@@ -4,8 +4,20 @@ import re
 
 import pytest
 
+from tenure._show import BandChart, Section, drawn_page
+
 from .browser import Browser, missing
-from .drawn_samples import HOSTILE, LEVELS, MIB, PEAK, SERIES, TIMES, hostile_page, sample_page
+from .drawn_samples import (
+    HOSTILE,
+    LEVELS,
+    MIB,
+    PEAK,
+    SERIES,
+    SPANS,
+    TIMES,
+    hostile_page,
+    sample_page,
+)
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -88,6 +100,50 @@ def test_each_band_is_drawn_and_named_with_its_bytes_at_the_peak(page):
     assert page.texts(".oom text") == ["OOM"]
     assert page.count(".lanes rect") == 4
     assert "95.0 MiB" in page.text("ul.marks")
+
+
+def _tops_and_peaks(page):
+    """Of each chart the highest point of its bands, and where its peak is marked."""
+    return page.run("""
+        return [...document.querySelectorAll('.slider')].map((chart) => [
+          Math.min(...[...chart.querySelectorAll('.bands path')].map((e) => e.getBBox().y)),
+          Number(chart.querySelector('.peak circle').getAttribute('cy'))])
+    """)
+
+
+def test_bands_stand_on_each_other_up_to_the_peak(page):
+    ((top, peak),) = _tops_and_peaks(page)
+    assert top == pytest.approx(peak, abs=0.2)
+
+
+def test_scopes_stand_below_the_time_that_they_were_open(page):
+    lanes = page.run(
+        "return [...document.querySelectorAll('.lanes rect')].map("
+        "(e) => ['x', 'width'].map((name) => Number(e.getAttribute(name))))"
+    )
+    width = page.run("return document.querySelector('.slider').clientWidth") - 72 - 14
+    drawn = [((x - 72) / width * 3, w / width * 3) for x, w in lanes]
+    spans = sorted(SPANS, key=lambda span: span.begin_s)
+    assert [begin for begin, _ in drawn] == pytest.approx([s.begin_s for s in spans], abs=0.01)
+    assert [w for _, w in drawn] == pytest.approx([s.end_s - s.begin_s for s in spans], abs=0.01)
+
+
+def test_of_more_moments_than_pixels_the_highest_are_drawn(browser, tmp_path):
+    # nine moments share a column of pixels: at most one of these peaks is the first in its column
+    charts = []
+    for place in (4321, 4323):
+        levels = [MIB] * 9000
+        levels[place] = 50 * MIB
+        ways = {"category": {"inputs": levels}}
+        charts.append(BandChart("", list(range(9000)), levels, ways, 9000))
+    path = tmp_path / "dense.html"
+    path.write_text(drawn_page("", [Section("", "", charts)]), "utf-8")
+    browser.open(path)
+    browser.until("return document.querySelectorAll('.bands path').length > 1")
+    for top, peak in _tops_and_peaks(browser):
+        assert top == pytest.approx(peak, abs=0.2)
+    browser.focus(".slider")
+    assert _exact(50 * MIB) in _value(browser)
 
 
 def test_a_name_has_one_colour_in_bands_legend_and_flame(page):

@@ -153,4 +153,4 @@ def _head() -> str:
 
 
 def _text_of(name: str) -> str:
-    return files(__package__).joinpath(name).read_text("utf-8")
+    return files("tenure._show._drawn").joinpath(name).read_text("utf-8")

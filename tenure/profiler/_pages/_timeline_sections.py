@@ -205,7 +205,7 @@ def _chart_of_host(host: _Host, duration_s: float) -> BandChart:
     # of tensors only what is resident: the allocator may have given out more than was written to
     tensors = [rss - sum(parts) for rss, *parts in zip(host.rss_bytes, *others, strict=True)]
     names = ("tensors", "objects of Python", "held by the C library, unused", "everything else")
-    parts = dict(zip(names, (tensors, *others), strict=True))
+    parts: dict[str, Sequence[int]] = dict(zip(names, (tensors, *others), strict=True))
     most = format_bytes(max(host.rss_bytes))
     return BandChart(
         f"Host: {most} resident in the process at most",
