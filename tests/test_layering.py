@@ -80,6 +80,7 @@ _PACKAGES = {
         "_reports",
         "_oom_report",
         "_courtesy",
+        "_pages",
         "_timeline",
         "_recording",
     ),
