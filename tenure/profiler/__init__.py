@@ -28,7 +28,6 @@ from ._owners import SavedReport as SavedReport
 from ._owners import TensorRow as TensorRow
 from ._owners import holders as holders
 from ._owners import saved_for_backward as saved_for_backward
-from ._recording import Block as Block
 from ._recording import Branch as Branch
 from ._recording import Change as Change
 from ._recording import DeviceTree as DeviceTree

@@ -237,12 +237,10 @@ class OverTime(Instrument):
         self._ours: set[str] = set()
 
     def begin(self) -> None:
-        kind = _of_profiler("Timeline")
-        if kind is None:
-            self.notes.append("this tenure has no timeline")
-            return
+        from tenure.profiler import Timeline
+
         self._ours = _files_below(sys._getframe())
-        self._timeline = kind()
+        self._timeline = Timeline()
         self._timeline.__enter__()
         self._is_open = True
 
@@ -277,11 +275,9 @@ class OnOom(Instrument):
         self._recorder: Any = None
 
     def begin(self) -> None:
-        make = _of_profiler("record_oom")
-        if make is None:
-            self.notes.append("this tenure can't explain an out-of-memory error")
-            return
-        self._recorder = make()
+        from tenure.profiler import record_oom
+
+        self._recorder = record_oom()
 
     def end(self, error: BaseException | None) -> None:
         if self._recorder is not None:
@@ -303,12 +299,6 @@ def _files_below(frame: FrameType | None) -> set[str]:
             found.add(os.path.abspath(frame.f_code.co_filename))
         frame = frame.f_back
     return found
-
-
-def _of_profiler(name: str) -> Any:
-    import tenure.profiler
-
-    return getattr(tenure.profiler, name, None)
 
 
 class Memory(Instrument):

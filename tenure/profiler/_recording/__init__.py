@@ -7,7 +7,6 @@ from ._growth import GrowthWatch as GrowthWatch
 from ._leaks_found import RecordedLeaks as RecordedLeaks
 from ._ranks import RecordedRanks as RecordedRanks
 from ._recording import Recording as Recording
-from ._tracks import Block as Block
 from ._tracks import Track as Track
 from ._tree import Branch as Branch
 from ._tree import DeviceTree as DeviceTree

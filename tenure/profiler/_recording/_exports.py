@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tenure._errors import ProfilerUsageError
-from tenure._show import page
+
+from .._pages import recording_page
 
 if TYPE_CHECKING:
     from ._recording import Recording
@@ -27,12 +28,32 @@ def exported(recording: Recording, path: Path) -> str:
     if extension == ".json":
         return json.dumps(recording.to_dict(), indent=1)
     if extension == ".html":
-        return page(recording.title(), recording._repr_html_() + recording.tree()._repr_html_())
+        return _page(recording)
     if extension == ".csv":
         return _csv(recording)
     raise ProfilerUsageError(
         f"{path} ends in {extension or 'no extension'}, and a recording is written as .json, .csv "
         "or .html. Name a file that ends in one of them."
+    )
+
+
+def _page(recording: Recording) -> str:
+    versions = (f"{name} {version}" for name, version in recording.versions.items())
+    return recording_page(
+        recording.title(),
+        told=", ".join(filter(None, (recording.began_at, *versions))),
+        ended=recording.ended,
+        failed=recording.exit_code not in (0, None),
+        peaks=recording.peaks,
+        timeline=recording.timeline,
+        tracks=recording.tracks,
+        leaks=recording.leaks,
+        growth=recording.growth,
+        lines=recording.lines,
+        oom=recording.oom,
+        memory=recording.memory,
+        notes=recording.notes,
+        otherwise=recording._repr_html_(),
     )
 
 

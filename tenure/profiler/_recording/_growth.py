@@ -66,6 +66,11 @@ class Growth:
         """By how much it grew, with what its graphs keep."""
         return self.n_bytes - self.bytes_before + self.graph_bytes
 
+    @property
+    def n_steps(self) -> int:
+        """How many steps lie between the first of the looks and the last."""
+        return self.last_step - self.first_step
+
     def __str__(self) -> str:
         if not self.last_step:
             text = f"{self.name} holds {counted(self.n_tensors, 'tensor')} at the end, "

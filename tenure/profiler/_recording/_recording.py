@@ -6,7 +6,6 @@ A recording is its file: what it shows, it shows in another process, and in anot
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,8 +18,10 @@ from tenure._text import describe_elements, format_bytes
 from tenure.scopes import LeakReport
 
 from .._lines import RecordsDisplay
+from .._oom_report import OomReport
 from .._owners import TensorRow
 from .._reports import DeviceReport, MemReport
+from .._timeline import TimelineReport
 from ._exports import exported
 from ._growth import Growth
 from ._layout import COLUMNS, fitted, wrapped
@@ -31,8 +32,12 @@ from ._tree import DeviceTree, RecordedTree, folded, tree_of
 
 _MOST_ROWS = 10
 # By the name of the field: they know how they are written, and which version that is.
-_REPORTS: dict[str, type[Report]] = {"lines": RecordsDisplay, "memory": MemReport}
-_OF_OTHER_PACKAGES = {"timeline": "TimelineReport", "oom": "OomReport"}
+_REPORTS: dict[str, type[Report]] = {
+    "lines": RecordsDisplay,
+    "memory": MemReport,
+    "timeline": TimelineReport,
+    "oom": OomReport,
+}
 _TENSORS = (Column("tensor"), Column("category"), Column("shape"), Column("bytes", ">"))
 _LINE_COLUMNS = ("hits", "net", "peak")
 # with the lines that rich draws between them
@@ -73,8 +78,8 @@ class Recording(Report):
     growth: tuple[Growth, ...] = ()
     lines: RecordsDisplay | None = None
     memory: MemReport | None = None
-    timeline: Report | None = None
-    oom: Report | None = None
+    timeline: TimelineReport | None = None
+    oom: OomReport | None = None
     tracks: tuple[Track, ...] = ()
     rank: int | None = None
     notes: tuple[str, ...] = ()
@@ -110,8 +115,7 @@ class Recording(Report):
     @property
     def over_time(self) -> tuple[Track, ...]:
         """Live bytes over time, by device: the timeline's, or those of a snapshot of torch."""
-        # its devices have what a track has, and more
-        return tuple(getattr(self.timeline, "devices", self.tracks))
+        return self.tracks if self.timeline is None else tuple(map(Track.of, self.timeline.devices))
 
     def tree(self) -> RecordedTree:
         """What was alive at the peak of each device, by scope and line.
@@ -134,9 +138,8 @@ class Recording(Report):
             ProfilerUsageError: the extension is another.
             OSError: it can't be written.
         """
-        of_the_timeline = getattr(self.timeline, "export", None)
-        if of_the_timeline is not None and Path(path).suffix != ".html":
-            of_the_timeline(path)
+        if self.timeline is not None and Path(path).suffix != ".html":
+            self.timeline.export(path)
             return
         text = exported(self, Path(path))
         Path(path).write_text(text, encoding="utf-8")
@@ -197,7 +200,7 @@ class Recording(Report):
                 yield _tensors(f"Largest on {device.device}", rows)
 
     def _facts(self) -> dict[str, Any]:
-        without: Any = dict.fromkeys([*_REPORTS, *_OF_OTHER_PACKAGES])
+        without: Any = dict.fromkeys(_REPORTS)
         facts: dict[str, Any] = plain(replace(self, **without))
         for name in without:
             report = getattr(self, name)
@@ -206,10 +209,10 @@ class Recording(Report):
 
     @classmethod
     def _of_facts(cls, facts: Mapping[str, object]) -> Self:
-        reports: Any = dict.fromkeys([*_REPORTS, *_OF_OTHER_PACKAGES])
+        reports: Any = dict.fromkeys(_REPORTS)
         for name in reports:
             told: Any = facts.get(name)
-            reports[name] = None if told is None else _kind_of(name).from_dict(told)
+            reports[name] = None if told is None else _REPORTS[name].from_dict(told)
         bare: Self = restored(cls, {**facts, **dict.fromkeys(reports)}, cls.__name__)
         return replace(bare, **reports)
 
@@ -227,22 +230,6 @@ class Recording(Report):
             tracks=tracks,
             notes=() if tracks else ("The snapshot has no memory in it.",),
         )
-
-
-def _kind_of(name: str) -> type[Report]:
-    """The class of the report in a field.
-
-    Raises:
-        ReportFormatError: this tenure has none.
-    """
-    if name in _REPORTS:
-        return _REPORTS[name]
-    # looked up when it is needed: these packages stand above this one, or aside
-    kind = getattr(sys.modules["tenure.profiler"], _OF_OTHER_PACKAGES[name], None)
-    if kind is None:
-        raise ReportFormatError(f"It has a {name}, which this tenure can't read. Update it.")
-    found: type[Report] = kind
-    return found
 
 
 def _narrow(lines: RecordsDisplay) -> RecordsDisplay:

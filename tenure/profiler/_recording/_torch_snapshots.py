@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from tenure._errors import ReportFormatError
 
-from ._tracks import Block, Track, summed, thinned
+from .._timeline import PeakRow
+from ._tracks import Track, summed, thinned
 
 _MAGIC = b"\x80"
 _MOST_FRAMES = 40
@@ -175,7 +176,7 @@ def _alive_at(
     alive: Mapping[int, _Live],
     known: set[int],
     begin_bytes: int,
-) -> tuple[Block, ...]:
+) -> tuple[PeakRow, ...]:
     before = {address: live for address, live in alive.items() if address not in known}
     made: dict[int, _Live] = {}
     freed_before = begin_bytes - sum(live.n_bytes for live in before.values())
@@ -190,8 +191,8 @@ def _alive_at(
             # it was there when the history began, and nothing else tells of it
             freed_before += n_bytes
     rows = [
-        Block("", "", live.stack, live.n_bytes, 1) for live in (*before.values(), *made.values())
+        PeakRow("", "", live.stack, live.n_bytes, 1) for live in (*before.values(), *made.values())
     ]
     if freed_before > 0:
-        rows.append(Block("", "", (_PREALLOCATED,), freed_before, 1))
+        rows.append(PeakRow("", "", (_PREALLOCATED,), freed_before, 1))
     return summed(rows)

@@ -5,27 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from .._timeline import DeviceTimeline, PeakRow
+
 # A terminal shows less, and a page not much more.
 _MOST_POINTS = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Memory of one place in the program.
-
-    Attributes:
-        category: what it is, where that is known; else empty.
-        scope: the scope that it was made in; else empty.
-        stack: where it was made, as ``"file.py:17 in f"``, the outermost call first.
-        n_bytes: its bytes.
-        n_storages: how many storages they are.
-    """
-
-    category: str
-    scope: str
-    stack: tuple[str, ...]
-    n_bytes: int
-    n_storages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +29,19 @@ class Track:
     live_bytes: tuple[int, ...]
     peak_bytes: int
     peak_at_s: float
-    at_peak: tuple[Block, ...]
+    at_peak: tuple[PeakRow, ...]
+
+    @classmethod
+    def of(cls, device: DeviceTimeline) -> Track:
+        """That of a device of a timeline."""
+        return cls(
+            device.device,
+            device.times_s,
+            device.live_bytes,
+            device.peak_bytes,
+            device.peak_at_s,
+            device.at_peak,
+        )
 
 
 def thinned(
@@ -62,12 +57,12 @@ def thinned(
     return tuple(times_s[end - 1] for end in ends), highest
 
 
-def summed(blocks: Iterable[Block]) -> tuple[Block, ...]:
-    """Blocks of the same place as one, the largest first."""
+def summed(blocks: Iterable[PeakRow]) -> tuple[PeakRow, ...]:
+    """PeakRows of the same place as one, the largest first."""
     found: dict[tuple[str, str, tuple[str, ...]], tuple[int, int]] = {}
     for block in blocks:
         key = block.category, block.scope, block.stack
         n_bytes, n = found.get(key, (0, 0))
         found[key] = n_bytes + block.n_bytes, n + block.n_storages
-    all_of_them = (Block(*key, *figures) for key, figures in found.items())
+    all_of_them = (PeakRow(*key, *figures) for key, figures in found.items())
     return tuple(sorted(all_of_them, key=lambda block: (-block.n_bytes, block.stack)))

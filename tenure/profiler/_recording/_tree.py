@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from tenure._show import Part, Report
 from tenure._text import counted, format_bytes
 
+from .._timeline import PeakRow
 from ._layout import COLUMNS, fitted
-from ._tracks import Block
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -102,7 +102,7 @@ class _Lines:
         return f"<p><b>{html.escape(self.title)}</b></p><pre>{html.escape(self.body)}</pre>"
 
 
-def tree_of(title: str, n_bytes: int, blocks: Iterable[Block], note: str = "") -> DeviceTree:
+def tree_of(title: str, n_bytes: int, blocks: Iterable[PeakRow], note: str = "") -> DeviceTree:
     """Fold blocks by their scopes and stacks.
 
     Args:
@@ -123,7 +123,7 @@ def folded(paths: Iterable[tuple[tuple[str, ...], int, int]]) -> tuple[Branch, .
     return _folded(list(paths))
 
 
-def _path(block: Block) -> tuple[str, ...]:
+def _path(block: PeakRow) -> tuple[str, ...]:
     scope = (_SCOPE + block.scope,) if block.scope not in _NO_SCOPE else ()
     # without a stack the category is what there is
     return (*scope, *block.stack) if block.stack else (*scope, block.category or "unknown")

@@ -117,7 +117,8 @@ class Timeline:
                 self._recorder.know(storage, category)
             refusal_watchers.append(self._recorder.refused)
             self._recorder.start()
-            self._began_at_ns = time.time_ns()
+            # what passed since it was started is no part of the time on the system's clock
+            self._began_at_ns = time.time_ns() - (time.perf_counter_ns() - self._recorder.began_ns)
             self._mode.__enter__()  # type: ignore[no-untyped-call]
         # no __exit__ follows
         except BaseException:

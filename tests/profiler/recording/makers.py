@@ -2,7 +2,7 @@
 
 import pickle
 
-from tenure.profiler import Block, Growth, Recording, Track
+from tenure.profiler import Growth, PeakRow, Recording, Track
 
 MIB = 1 << 20
 
@@ -15,7 +15,7 @@ def track(device="cpu", *levels, at_peak=()):
 
 
 def block(n_bytes, *stack, scope="", category="", n=1):
-    return Block(category, scope, tuple(stack), n_bytes, n)
+    return PeakRow(category, scope, tuple(stack), n_bytes, n)
 
 
 def recording(**changes):

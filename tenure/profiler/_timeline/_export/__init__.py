@@ -14,6 +14,7 @@ from pathlib import Path
 from tenure._errors import ProfilerUsageError
 from tenure._text import listed
 
+from ..._pages import timeline_page
 from .._timeline_report import TimelineReport
 from ._chrome import chrome_trace
 from ._memory_viz import memory_viz_pickle
@@ -26,6 +27,7 @@ WRITERS: dict[str, Writer] = {
     ".speedscope.json": speedscope_profile,
     ".json": chrome_trace,
     ".csv": csv_table,
+    ".html": timeline_page,
 }
 """By extension; the longest that a name ends with counts."""
 
