@@ -114,13 +114,12 @@ def dying_on(rank, when):
         return square(module, b)
 
     told = told_by(lambda: step(fn, parts[rank]))
-    is_clean = not gradients(net)
-    # the barrier of the end would wait for the dead
-    return told, is_clean
+    return told, not gradients(net)
 
 
 @pytest.mark.parametrize("when", ["in the work", "in the exchange"])
 def test_a_rank_that_dies_is_an_error_on_the_others(when):
+    # the barrier of the end would wait for the dead
     *others, dead = run_ranks(dying_on, 3, when=when, has_end=False)
     assert dead is None
     for (name, text, _), is_clean in others:
