@@ -27,6 +27,8 @@ CONTEXTLIB = vars(contextlib)
 _OWN_PACKAGE = __name__.partition(".")[0]
 _PROGRAMS = (f"{_OWN_PACKAGE}._cli", f"{_OWN_PACKAGE}._demo")
 """What stands in the package and uses it like any program."""
+_RUNNER = f"{_OWN_PACKAGE}._cli._program"
+"""What stands below a program that the command line runs, and is no part of it."""
 _INTERNAL = frozenset({_OWN_PACKAGE, "torch", "contextlib"})
 _OWN_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 _STACK_DEPTH = 16
@@ -52,14 +54,18 @@ def package_of(frame: FrameType) -> str:
 def is_tenure(frame: FrameType) -> bool:
     """Whether ``frame`` is tenure's; the command line and its demo are programs, and are not."""
     name = module_of(frame)
-    return name.partition(".")[0] == _OWN_PACKAGE and not name.startswith(_PROGRAMS)
+    return name.partition(".")[0] == _OWN_PACKAGE and not _is_program(name)
 
 
 def is_internal(frame: FrameType) -> bool:
     """Whether ``frame`` is tenure's, or of what calls tenure for the user: torch, contextlib."""
     # the module is asked for once: this runs for each frame between an operation and its user
     name = module_of(frame)
-    return name.partition(".")[0] in _INTERNAL and not name.startswith(_PROGRAMS)
+    return name.partition(".")[0] in _INTERNAL and not _is_program(name)
+
+
+def _is_program(name: str) -> bool:
+    return name.startswith(_PROGRAMS) and not name.startswith(_RUNNER)
 
 
 def user_frame(frame: FrameType) -> FrameType:
@@ -126,6 +132,14 @@ class Site:
         """The line number; that of the ``def`` when no instruction is known."""
         line = None if self._instruction < 0 else position_of(self._code, self._instruction)[0]
         return line or self._code.co_firstlineno
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Site):
+            return NotImplemented
+        return self._code is other._code and self._instruction == other._instruction
+
+    def __hash__(self) -> int:
+        return hash((id(self._code), self._instruction))
 
     def __str__(self) -> str:
         return f"{_shorten(self._code.co_filename)}:{self.line}"

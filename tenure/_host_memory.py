@@ -7,7 +7,10 @@ have a limit of its own on its address space (``RLIMIT_AS``), past which an allo
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -32,6 +35,7 @@ class _Files(NamedTuple):
 
 _V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _V2 = _Files("memory.max", "memory.current", "inactive_file")
+_ARENAS = re.compile(rb"arenas \* \d+ bytes/arena += +([\d,]+)")
 _UNLIMITED_BYTES = 1 << 60
 """The first version writes no limit as one of nearly 2**63 bytes."""
 
@@ -58,6 +62,38 @@ def free_host_bytes(root: Path = Path("/")) -> int:
     """
     left = [limit - address_space_bytes() for limit in address_space_limits()[:1]]
     return max(0, min([int(psutil.virtual_memory().available), *_free_in_groups(root), *left]))
+
+
+class GroupMemory(NamedTuple):
+    """The memory of a container.
+
+    Attributes:
+        limit_bytes: what it may use.
+        free_bytes: what it may use more.
+    """
+
+    limit_bytes: int
+    free_bytes: int
+
+
+def tightest_group(root: Path = Path("/")) -> GroupMemory | None:
+    """Of the containers around this process the one with the least free; None without a limit."""
+    folders = _folders(root, _text(root / "proc/self/cgroup"))
+    found = [
+        GroupMemory(_number(folder / files.limit) or 0, free_bytes)
+        for folder, files in folders
+        if (free_bytes := _free_in(folder, files)) is not None
+    ]
+    return min(found, key=lambda group: group.free_bytes, default=None)
+
+
+def data_limit() -> int | None:
+    """The least of the limits on this process's own memory (``RLIMIT_DATA``, ``RLIMIT_AS``)."""
+    if resource is None:
+        return None
+    kinds = (resource.RLIMIT_DATA, resource.RLIMIT_AS)
+    limits = [resource.getrlimit(kind)[0] for kind in kinds]
+    return min((limit for limit in limits if limit != resource.RLIM_INFINITY), default=None)
 
 
 def address_space_bytes() -> int:
@@ -169,3 +205,88 @@ def _text(file: Path) -> str:
     # another system, or not for this process to read
     except OSError:
         return ""
+
+
+# --- what this process has taken
+
+
+def resident_bytes() -> int:
+    """The memory of this process that lies in RAM."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * _page_bytes()
+    # another system
+    except OSError:
+        return int(psutil.Process().memory_info().rss)
+
+
+def python_arena_bytes() -> int | None:
+    """What Python's allocator of small objects has taken, in whole arenas.
+
+    None where this Python does not tell. It tells in a text of some kilobytes, which takes a tenth
+    of a millisecond and more in a large heap.
+    """
+    write = _arena_writer()
+    if write is None:
+        return None
+    library, address, n_bytes = _c_library(), ctypes.c_void_p(), ctypes.c_size_t()
+    file = library.open_memstream(ctypes.byref(address), ctypes.byref(n_bytes))
+    if not file:
+        return None
+    write(file)
+    library.fclose(file)
+    text = ctypes.string_at(address.value or 0, n_bytes.value) if address.value else b""
+    library.free(address)
+    found = _ARENAS.search(text)
+    return int(found[1].replace(b",", b"")) if found else None
+
+
+def c_library_slack_bytes() -> int | None:
+    """What the C library's allocator holds free; None where it does not tell, as one not of GNU."""
+    library = _c_library()
+    function = getattr(library, "mallinfo2", None)
+    if function is None:
+        return None
+    function.restype = _MallocFigures
+    return int(function().fordblks)
+
+
+class _MallocFigures(ctypes.Structure):
+    """``struct mallinfo2`` of glibc."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
+            "fordblks", "keepcost",
+        )
+    ]  # fmt: skip
+
+
+@functools.cache
+def _page_bytes() -> int:
+    return int(os.sysconf("SC_PAGE_SIZE"))
+
+
+@functools.cache
+def _c_library() -> Any:
+    try:
+        library: Any = ctypes.CDLL(None)
+    # Windows has no such handle
+    except (OSError, TypeError):
+        return None
+    for name in ("fclose", "free"):
+        getattr(library, name).argtypes = [ctypes.c_void_p]
+    if hasattr(library, "open_memstream"):
+        library.open_memstream.restype = ctypes.c_void_p
+    return library
+
+
+@functools.cache
+def _arena_writer() -> Any:
+    """What writes about the arenas to a file of C's; None where there is no such function."""
+    write = getattr(ctypes.pythonapi, "_PyObject_DebugMallocStats", None)
+    if write is None or not hasattr(_c_library(), "open_memstream"):
+        return None
+    write.argtypes = [ctypes.c_void_p]
+    return write

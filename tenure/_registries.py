@@ -1,4 +1,4 @@
-"""Who can give device memory back, who names tensors that no module has, who holds gradients aside.
+"""Who can give device memory back, who names tensors, who is told of scopes and of refusals.
 
 Invariant: being registered keeps nothing alive, and asking never raises for one of those asked.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, UntypedStorage, nn
 
@@ -69,6 +69,18 @@ class Shrinkable(Protocol):
         ...
 
 
+class ScopeWatcher(Protocol):
+    """Who is told of scopes, on whatever thread they are; it must not raise."""
+
+    def began(self, scope: object) -> None:
+        """A scope has become the current one."""
+        ...
+
+    def ended(self, scope: object) -> None:
+        """It has given way; told once more when it has disposed what it owned."""
+        ...
+
+
 class _Registry(Generic[_Member]):
     """Objects for as long as they live, the first first."""
 
@@ -100,6 +112,14 @@ shrinkables: _Registry[Shrinkable] = _Registry()
 """Who is asked for memory when it is short."""
 namers: _Registry[TensorNamer] = _Registry()
 """Whose tensors are named in reports."""
+scope_watchers: list[ScopeWatcher] = []
+"""Who is told which scopes are current; mostly nobody."""
+refusal_watchers: list[Callable[[str], None]] = []
+"""Who is told, with its text, that tenure itself raises an out-of-memory error; mostly nobody."""
+leak_watchers: list[Callable[[Any], None]] = []
+"""What is given the report of each scope that tensors outlived, as it is logged."""
+handles_ooms: ContextVar[bool] = ContextVar("tenure_handles_ooms", default=False)
+"""Whether what runs is tried again, smaller, when it runs out of memory: no error that is news."""
 gradients_aside: ContextVar[bool] = ContextVar("tenure_gradients_aside", default=False)
 """Whether gradients of before stand elsewhere than in ``.grad``, beside those that are made now."""
 

@@ -2,8 +2,10 @@
 
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
+from tenure import _host_memory as host_memory
 from tenure._host_memory import free_host_bytes
 from tenure.adaptive._memory import meter_for
 from tenure.paging._planning._checks import _free_bytes
@@ -154,3 +156,25 @@ def test_retries_and_budgets_of_paging_ask_for_it(monkeypatch):
     monkeypatch.setattr("tenure._host_memory._free_in_groups", lambda root: [70])
     assert meter_for("cpu").available_bytes() == 70
     assert _free_bytes(SimpleNamespace(type="cpu")) == 70
+
+
+def test_the_resident_memory_of_this_process_is_what_psutil_says():
+    resident = host_memory.resident_bytes()
+    assert abs(resident - psutil.Process().memory_info().rss) < 64 << 20
+
+
+def test_the_arenas_of_python_grow_with_small_objects():
+    before = host_memory.python_arena_bytes()
+    if before is None:
+        pytest.skip("this Python does not tell its arenas")
+    kept = [[i] for i in range(300_000)]
+    assert host_memory.python_arena_bytes() - before > 300_000 * 50
+    assert len(kept) == 300_000
+
+
+def test_where_the_c_library_and_python_do_not_tell_it_is_said(monkeypatch):
+    monkeypatch.setattr(host_memory, "_c_library", lambda: None)
+    host_memory._arena_writer.cache_clear()
+    assert host_memory.python_arena_bytes() is None
+    assert host_memory.c_library_slack_bytes() is None
+    host_memory._arena_writer.cache_clear()

@@ -16,6 +16,7 @@ _MAY_IMPORT = {
     "paging": {"scopes", "profiler"},
     "integrations": {"scopes", "profiler", "adaptive"},
     "testing": set(),
+    "_pytest": {"scopes", "profiler"},
     "_demo": {"scopes", "profiler", "adaptive", "paging"},
     "_cli": {"scopes", "profiler", "adaptive", "paging", "_demo"},
 }
@@ -23,11 +24,14 @@ _MAY_IMPORT = {
 # module of `_torch` that words what it refuses, or looks at the heap, stands above what it uses.
 _GROUND = (
     "_errors",
+    "_byte_sizes",
+    "_report_files",
     "_torch",
     "_devices",
     "_elsewhere",
     "_storages",
     "_text",
+    "_oom",
     "_torch.lending",
     "_callers",
     "_containers",
@@ -44,7 +48,6 @@ _GROUND = (
 # The packages of a package, the lowest first; each may import those before it.
 _PACKAGES = {
     ("adaptive",): (
-        "_oom",
         "_ranks",
         "_memory",
         "_undo",
@@ -68,8 +71,20 @@ _PACKAGES = {
         "_check",
         "_verify",
     ),
+    ("_cli",): ("_program", "_work_to_fit"),
     ("integrations",): ("_lightning", "_transformers"),
-    ("profiler",): ("_trace", "_lines", "_owners", "_reports", "_courtesy"),
+    ("profiler",): (
+        "_trace",
+        "_lines",
+        "_owners",
+        "_reports",
+        "_oom_report",
+        "_courtesy",
+        "_pages",
+        "_timeline",
+        "_recording",
+    ),
+    ("profiler", "_timeline"): ("_export",),
     ("paging",): (
         "_model",
         "_host",
@@ -134,7 +149,7 @@ def _place_in_the_ground(name):
 
 def test_the_ground_imports_no_module_of_the_ground_above_itself():
     at = {path.relative_to(_ROOT).parts[0].removesuffix(".py") for path in _ROOT.glob("_*")}
-    assert at - {"__init__", "__main__", "__pycache__", "_demo", "_cli"} == {
+    assert at - {"__init__", "__main__", "__pycache__", "_demo", "_cli", "_pytest"} == {
         each for each in _GROUND if "." not in each
     }
     places = ((_place_in_the_ground(n), _place_in_the_ground(i), n, i) for n, i in _all_imports())
@@ -206,9 +221,9 @@ def test_a_package_is_used_by_what_its_init_exports(package):
 
 
 def test_the_reader_of_imports_sees_relative_and_nested_ones():
-    source = "def f():\n    from ..adaptive import _oom\nimport tenure.paging._link"
+    source = "def f():\n    from ..adaptive import _ranks\nimport tenure.paging._link"
     path = _ROOT / "scopes" / "_scope.py"
     assert set(_imports(ast.parse(source), path)) == {
-        ("tenure", "adaptive", "_oom"),
+        ("tenure", "adaptive", "_ranks"),
         ("tenure", "paging", "_link"),
     }

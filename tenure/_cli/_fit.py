@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tenure._errors import CommandError, TenureError
 
+from ._printing import print_text, write_file
 from ._verb import Verb, byte_size, device_name
 
 if TYPE_CHECKING:
     from tenure._show import Paragraph
     from tenure.adaptive import Advice, PeakReport
 
-    from ._micro_batches import MicroBatch
+    from ._work_to_fit import MicroBatch
 
 _FITS, _DOES_NOT = 0, 1
 # what every terminal has; the tables of reports are no wider than it either
@@ -75,12 +76,12 @@ class Fit(Verb):
         with contextlib.redirect_stdout(sys.stderr), _their_errors(arguments.target):
             answer = _answer(arguments.target, budget_bytes, device)
         if arguments.html:
-            _write(arguments.html, answer.page(f"tenure fit {arguments.target}"))
+            write_file(arguments.html, answer.page(f"tenure fit {arguments.target}"))
         shown = json.dumps(answer.facts(), indent=2) if arguments.json else str(answer)
         if arguments.output:
-            _write(arguments.output, f"{shown}\n")
+            write_file(arguments.output, f"{shown}\n")
         elif arguments.json or not sys.stdout.isatty():
-            _print(shown)
+            print_text(shown)
         else:
             answer.print_in_colours()
         return _DOES_NOT if answer.fits is False else _FITS
@@ -214,9 +215,7 @@ def _broken_code(code: str) -> str:
 def _answer(target: str, budget_bytes: int | None, device: str | None) -> _Answer:
     from tenure.adaptive import predict_peak
 
-    from ._micro_batches import largest_micro_batch
-    from ._targets import load_function
-    from ._work import made_by
+    from ._work_to_fit import largest_micro_batch, load_function, made_by
 
     fn, batch, optimizer = made_by(load_function(target), target)
     report = predict_peak(fn, batch, optimizer=optimizer, device=device)
@@ -250,7 +249,7 @@ def _their_errors(target: str) -> Iterator[None]:
     except TenureError:
         raise
     except (Exception, SystemExit) as error:
-        from ._work import in_a_line
+        from ._work_to_fit import in_a_line
 
         traceback.print_exception(error.with_traceback(_from_theirs(error.__traceback__)))
         raise CommandError(f"{target} raised {in_a_line(error)}.") from None
@@ -268,20 +267,3 @@ def _is_ours(frames: TracebackType) -> bool:
     from tenure._callers import package_of
 
     return package_of(frames.tb_frame) in ("tenure", "importlib", "runpy")
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise CommandError(f"{path!r} can't be written: {error.strerror}.") from None
-    print(f"Wrote {path}", file=sys.stderr)
-
-
-def _print(text: str) -> None:
-    # a pipe that knows no blocks is no reason to end with an error, whose code means "does not fit"
-    stream: Any = sys.stdout
-    if hasattr(stream, "reconfigure"):
-        stream.reconfigure(errors="replace")
-    print(text)

@@ -9,16 +9,22 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import tenure
 from tenure._errors import CommandError, TenureError
 
 from ._demo import Demo
+from ._diff import Diff
+from ._export import Export
 from ._fit import Fit
+from ._leaks import Leaks
+from ._report import Report
+from ._run import Run
+from ._tree import Tree
 
-_VERBS = (Demo, Fit)
+_VERBS = (Demo, Run, Report, Tree, Leaks, Diff, Export, Fit)
 _USER_ERROR = 2
 _INTERRUPTED = 130
 _TRACEBACK = "TENURE_TRACEBACK"
@@ -31,22 +37,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the name of the program; None reads them from ``sys.argv``.
 
     Returns:
-        The exit code: that of the verb, or 2 for a mistake of the user and for any other error of
-        tenure, told in one line; with ``TENURE_TRACEBACK=1`` in the environment the latter shows
-        where as well.
+        The exit code: that of the verb; 0 without one, after the help; 2 for a mistake of the user
+        and for any other error of tenure, told in one line; with ``TENURE_TRACEBACK=1`` in the
+        environment the latter shows where as well.
 
     Raises:
         SystemExit: after ``--help`` and ``--version``, and for arguments that can't be parsed.
     """
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.verb is None:
+        parser.print_help()
+        return 0
     try:
-        return int(arguments.run(arguments))
+        done: int | Callable[[], int] = arguments.run(arguments)
     except TenureError as error:
         _tell(arguments.verb, error)
         return _USER_ERROR
     except KeyboardInterrupt:
         print("tenure: interrupted", file=sys.stderr)
         return _INTERRUPTED
+    # another program runs outside of what handles our errors: its own are none of ours
+    return done if isinstance(done, int) else done()
 
 
 def _tell(verb: str, error: TenureError) -> None:
@@ -68,7 +80,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="tenure", description="Deterministic tensor lifetimes for PyTorch.")
     parser.add_argument("--version", action="version", version=f"tenure {tenure.__version__}")
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB")
     for verb in _VERBS:
         text = verb.help()
         added = verbs.add_parser(

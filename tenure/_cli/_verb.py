@@ -8,6 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar
 
+from tenure._byte_sizes import parse_bytes
+from tenure._errors import ByteSizeError
+
 _FEWEST_BYTES = 2**20
 """A bare number below it was meant in a unit: no device has so little."""
 
@@ -28,11 +31,12 @@ class Verb(ABC):
         """Say what it takes."""
 
     @abstractmethod
-    def run(self, arguments: argparse.Namespace) -> int:
+    def run(self, arguments: argparse.Namespace) -> int | Callable[[], int]:
         """Do it.
 
         Returns:
-            The exit code.
+            The exit code; or what is still to be done and gives it, whose errors are not the
+            command's but go on as they are.
 
         Raises:
             CommandError: the user has to change something.
@@ -54,10 +58,6 @@ def whole_number(minimum: int, maximum: int = 2**64 - 1) -> Callable[[str], int]
 
 def byte_size(text: str) -> int:
     """A ``type`` for argparse: a number of bytes, as ``24GiB``."""
-    # they import torch, and nobody needs them before an argument is there
-    from tenure._errors import ByteSizeError
-    from tenure._text import parse_bytes
-
     try:
         n_bytes = parse_bytes(text)
     except ByteSizeError as error:

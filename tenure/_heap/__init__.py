@@ -11,6 +11,7 @@ from ._collector import tracked_objects as tracked_objects
 from ._holders import Holder as Holder
 from ._holders import find_holders as find_holders
 from ._holders import weigh_holders as weigh_holders
+from ._nodes import below as below
 from ._nodes import is_node as is_node
 from ._nodes import is_node_class as is_node_class
 from ._nodes import slot_names as slot_names
@@ -23,6 +24,7 @@ from ._reading import gradient_of as gradient_of
 from ._reading import instance_attributes as instance_attributes
 from ._reading import is_kind as is_kind
 from ._reading import read as read
+from ._reading import read_locals as read_locals
 from ._reading import storage_uses as storage_uses
 from ._reading import type_name as type_name
 from ._slots import slots_of as slots_of

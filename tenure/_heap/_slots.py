@@ -124,7 +124,12 @@ def list_slots(holder: list[object], wanted: Wanted) -> Iterator[Slot]:
 
 
 def tuple_slots(holder: tuple[object, ...], wanted: Wanted) -> Iterator[Slot]:
-    """Items of a tuple, by index."""
+    """Items of a tuple, by index; of one that C code is still filling, those that it has."""
+    # The collector shows such a tuple, as of `f(*generator)`, and to read an empty place of it ends
+    # the process. It visits what is there, the last first.
+    found = gc.get_referents(holder)
+    if len(found) != tuple.__len__(holder):
+        return _numbered(reversed(found), wanted, frozen=True)
     return _numbered(tuple.__iter__(holder), wanted, frozen=True)
 
 

@@ -1,6 +1,16 @@
-"""How tenure shows and keeps what it found: tables, reports, and reports as plain data."""
+"""How tenure shows and keeps what it found: tables, drawings, reports, and these as plain data."""
 
 from ._amounts import Amounts as Amounts
+from ._drawn import BandChart as BandChart
+from ._drawn import Fact as Fact
+from ._drawn import Flame as Flame
+from ._drawn import FlameRow as FlameRow
+from ._drawn import Grid as Grid
+from ._drawn import GridColumn as GridColumn
+from ._drawn import Mark as Mark
+from ._drawn import Section as Section
+from ._drawn import Span as Span
+from ._drawn import drawn_page as drawn_page
 from ._page import page as page
 from ._plain import plain as plain
 from ._plain import restored as restored

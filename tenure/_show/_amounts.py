@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tenure._text import format_bytes
 
+from ._colours import colours_of
 from ._table import Column, Table, Tinted
 
 if TYPE_CHECKING:
@@ -20,18 +21,6 @@ if TYPE_CHECKING:
 
 _WIDTH = 32
 _WHOLE, _LEFT, _RIGHT, _THIN, _MARK = "█▌▐▏┆"
-# Those of one name are alike in all reports. Legible on white and on black.
-_COLOURS = {
-    "parameters": "#4c78a8",
-    "buffers": "#72b7b2",
-    "gradients": "#f58518",
-    "optimizer state": "#e45756",
-    "inputs": "#b279a2",
-    "activations": "#54a24b",
-    "saved for backward": "#54a24b",
-    "temporaries": "#c9a227",
-}
-_OTHER_COLOURS = ("#9d755d", "#8a8f98", "#d67195", "#6b7fd7")
 _COLUMNS = (Column("category"), Column("bytes", ">", True), Column("share", ">", True))
 _TOTAL = "total"
 
@@ -98,14 +87,11 @@ class Amounts:
         return format_bytes(n_bytes), share
 
     def _spans(self) -> Iterator[_Span]:
-        others, begin_bytes = 0, 0
+        begin_bytes = 0
+        colours = colours_of(name for name, _ in self.parts)
         for name, n_bytes in self.parts:
-            colour = _COLOURS.get(name)
-            if colour is None:
-                colour = _OTHER_COLOURS[others % len(_OTHER_COLOURS)]
-                others += 1
             if n_bytes:
-                yield _Span(name, n_bytes, begin_bytes, colour)
+                yield _Span(name, n_bytes, begin_bytes, colours[name])
             begin_bytes += max(n_bytes, 0)
 
     @property

@@ -24,17 +24,20 @@ pre { overflow-x: auto; }
 """
 
 
-def page(title: str, body: str) -> str:
+def page(title: str, body: str, *, head: str = "") -> str:
     """Put the HTML of reports on a page of its own.
 
     Args:
         title: what it shows, as plain text.
         body: HTML, such as a report's ``_repr_html_()`` gives it.
+        head: HTML for the head of the page, below its own style.
     """
     shown = html.escape(title)
-    return (
+    text = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{shown}</title>\n<style>{_STYLE}</style>\n</head>\n"
+        f"<title>{shown}</title>\n<style>{_STYLE}</style>\n{head}</head>\n"
         f"<body>\n<h1>{shown}</h1>\n{body}\n</body>\n</html>\n"
     )
+    # A name that is no text, as Python reads files' names, can't be written to a file.
+    return text.encode("utf-8", "backslashreplace").decode()

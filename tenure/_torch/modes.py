@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import bound, refuse
+from . import bound, optional, refuse
 
 if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,7 +42,14 @@ _length = bound("torch._C._len_torch_function_stack", _SCOPES)
 _at = bound("torch._C._get_function_stack_at", _SCOPES)
 _n_dispatch = bound("torch._C._len_torch_dispatch_stack", _COUNTING)
 _dispatch_at = bound("torch._C._get_dispatch_stack_at", _COUNTING)
+_pop_dispatch = bound("torch.utils._python_dispatch._pop_mode", "tenure.profiler.Timeline")
+_push_dispatch = bound("torch.utils._python_dispatch._push_mode", "tenure.profiler.Timeline")
 _OPERATOR = type(torch.ops.aten.add.Tensor)
+
+
+def has_function_modes() -> bool:
+    """Whether a function mode stands on the stack of this thread."""
+    return bool(_length())
 
 
 def is_active(mode: object) -> bool:
@@ -69,6 +76,22 @@ def remove(mode: object) -> bool:
     return found
 
 
+def push_lowest(mode: object) -> None:
+    """Put a function mode below all others but the one of the default device.
+
+    What ``with`` has put on the stack is taken off by position: a mode that stays when the block
+    ends must not stand above it. torch takes the default device's off where it stands, at the
+    bottom.
+    """
+    above = [_pop() for _ in range(_length())]
+    default = getattr(optional("torch._GLOBAL_DEVICE_CONTEXT"), "device_context", None)
+    if above and above[-1] is default:
+        push(above.pop())
+    push(mode)
+    for other in reversed(above):
+        push(other)
+
+
 def open_modes() -> list[DispatchMode]:
     """The dispatch modes that the program has open on this thread, the innermost last."""
     # the others are of torch's own compiler, and stand apart from the stack of the program
@@ -78,6 +101,32 @@ def open_modes() -> list[DispatchMode]:
 def all_modes() -> list[DispatchMode]:
     """All dispatch modes of this thread, also those of torch's own compiler."""
     return [_dispatch_at(i) for i in range(_n_dispatch())]
+
+
+def remove_dispatch(mode: DispatchMode) -> bool:
+    """Take a dispatch mode that was entered off this thread's stack; the others stay in order.
+
+    Returns:
+        False where it does not stand there.
+    """
+    modes = open_modes()
+    if mode not in modes:
+        return False
+    above = modes[modes.index(mode) + 1 :]
+    if not above:
+        mode.__exit__(None, None, None)
+        return True
+    for _ in [*above, mode]:
+        _pop_dispatch()
+    for each in above:
+        _push_dispatch(each)
+    # A mode notes what was so before it was entered, and brings that back. What was so before this
+    # one is now what was so before the next.
+    heir = vars(above[0])
+    for name, flags in vars(mode).items():
+        if name.startswith("old_") and name.endswith("_flags") and heir.get(name):
+            heir[name][-1] = flags[-1]
+    return True
 
 
 def schema_of(func: Any) -> Any:
@@ -96,8 +145,13 @@ def works() -> bool:
     remove(lower)
     agreed = is_active(upper) and not is_active(lower)
     remove(upper)
-    mode: Any = DispatchMode()
-    with mode:
-        agreed = agreed and open_modes()[-1] is mode
+    push(upper)
+    push_lowest(lower)
+    agreed = agreed and _at(_length() - 1) is upper and remove(upper) and remove(lower)
+    mode, inner = DispatchMode(), DispatchMode()
+    mode.__enter__()
+    with inner:
+        agreed = agreed and open_modes()[-2:] == [mode, inner]
+        agreed = remove_dispatch(mode) and open_modes()[-1] is inner and agreed
     known = schema_of(torch.ops.aten.add.Tensor) is not None
     return agreed and known and not is_active(upper) and mode not in open_modes()

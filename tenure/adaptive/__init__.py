@@ -7,6 +7,12 @@ from tenure._errors import OutOfRetriesError as OutOfRetriesError
 from tenure._errors import PredictionError as PredictionError
 from tenure._errors import RemoteRankError as RemoteRankError
 from tenure._errors import SplitMismatchError as SplitMismatchError
+from tenure._oom import OomInfo as OomInfo
+from tenure._oom import OomKind as OomKind
+from tenure._oom import OomRegistration as OomRegistration
+from tenure._oom import is_oom as is_oom
+from tenure._oom import oom_info as oom_info
+from tenure._oom import register_oom as register_oom
 
 from . import execute as execute
 from . import explicit as explicit
@@ -27,12 +33,6 @@ from ._lazy import LazyTensor as LazyTensor
 from ._lazy import lazy as lazy
 from ._memory import memory_budget as memory_budget
 from ._memory import set_cpu_memory_limit as set_cpu_memory_limit
-from ._oom import OomInfo as OomInfo
-from ._oom import OomKind as OomKind
-from ._oom import OomRegistration as OomRegistration
-from ._oom import is_oom as is_oom
-from ._oom import oom_info as oom_info
-from ._oom import register_oom as register_oom
 from ._plan import Plan as Plan
 from ._plan import plan as plan
 from ._predict import Advice as Advice

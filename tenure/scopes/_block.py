@@ -17,6 +17,7 @@ from typing import Any, Literal, Never, NoReturn, Self, get_args
 
 from tenure._callers import CONTEXTLIB, Capture, module_of, user_frame
 from tenure._errors import ScopeLeakError, ScopeUsageError, ScopeUsageWarning
+from tenure._registries import leak_watchers, scope_watchers
 from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 from tenure._torch.modes import remove
 
@@ -173,6 +174,8 @@ class Block(Owner):
             self._status = OPEN
             thread.open[id(self)] = self
             current.set(self)
+            if scope_watchers:
+                _tell_beginning(self)
         # Ctrl-C or the recursion limit: no __exit__ will follow
         # (see test_the_recursion_limit_leaves_no_scope_open)
         except BaseException:
@@ -183,6 +186,8 @@ class Block(Owner):
         """Give way to the scope around; what is made from now on is not this scope's."""
         self._gate = None
         self._status = SUSPENDED
+        if scope_watchers:
+            _tell_end(self)
         world, self._world = self._world, None
         assert world is not None
         world.n_scopes -= 1
@@ -223,6 +228,9 @@ class Block(Owner):
         if tracker.world is not None and tracker.world.n_scopes == 0:
             remove(tracker)
             tracker.world = tracker.world.outer
+        # last: what interrupts it interrupts nothing else
+        if scope_watchers:
+            _tell_end(self)
 
     def _finish(self, exc: BaseException | None) -> None:
         """End a suspended scope."""
@@ -233,6 +241,9 @@ class Block(Owner):
             self._settle(take_all(self._ledger), exc)
         if thread.waiting:
             dispose_waiting(thread)
+        # once more: what it disposed was let go within it
+        if scope_watchers:
+            _tell_end(self)
 
     def _settle(self, survivors: Survivors, exc: BaseException | None) -> None:
         """Do with what is still alive what the policy says."""
@@ -261,6 +272,8 @@ class Block(Owner):
         if not report.records:
             return
         _logger.warning("%s", report)
+        for told in leak_watchers:
+            told(report)
         if self.policy == "raise" and not masked:
             raise ScopeLeakError(str(report), report)
 
@@ -268,6 +281,16 @@ class Block(Owner):
         raise ScopeUsageError(
             f"{self!r} can't be copied or pickled, because a tensor has one owner. {ONE_BLOCK}"
         )
+
+
+def _tell_beginning(scope: Block) -> None:
+    for watcher in tuple(scope_watchers):
+        watcher.began(scope)
+
+
+def _tell_end(scope: Block) -> None:
+    for watcher in tuple(scope_watchers):
+        watcher.ended(scope)
 
 
 def _warn_in_generator(frame: FrameType, scope: Block) -> None:

@@ -77,8 +77,8 @@ def test_rich_shows_the_same_lines_in_colours():
     )
     console.print(Amounts("", PARTS, 2 * GIB).rich())
     written = console.file.getvalue()
-    assert "\x1b[38;2;76;120;168mparameters" in written
-    assert "\x1b[38;2;76;120;168m█████████" in written
+    assert "\x1b[38;2;74;128;248mparameters" in written
+    assert "\x1b[38;2;74;128;248m█████████" in written
     shown = console.export_text()
     assert "│ total       │   3.6 GiB │ 100.0% │ ██████████████████┆█████████████ │" in shown
 
@@ -97,7 +97,7 @@ def test_html_draws_a_bar_with_a_legend():
 def test_the_same_name_has_the_same_colour_wherever_it_stands():
     first, second = (Amounts("", parts).html() for parts in (PARTS, PARTS[2:]))
     for text in (first, second):
-        assert "</svg> gradients</td>" in text.split('fill="#f58518"')[-1]
+        assert "</svg> gradients</td>" in text.split('fill="#ffc154"')[-1]
 
 
 def test_html_is_escaped():

@@ -94,6 +94,8 @@ _STOPPED = {
     "torch.optim.optimizer._get_foreach_kernels_supported_devices": _OF_PREDICTIONS,
     "torch.utils._python_dispatch.TorchDispatchMode": (),
     "torch.utils._python_dispatch._disable_current_modes": (),
+    "torch.utils._python_dispatch._pop_mode": (),
+    "torch.utils._python_dispatch._push_mode": (),
     "torch.utils._pytree.SUPPORTED_NODES": ("container", "prediction"),
 }
 

@@ -94,26 +94,36 @@ from tenure.profiler import (
     CourtesyReport,
     CourtesyWarning,
     DeviceReport,
+    DeviceTimeline,
     Finding,
     GroupReport,
     HolderList,
+    HostTimeline,
     LineProfiler,
     LineRecord,
     MemReport,
     MemReporter,
+    OomMark,
+    OomRecorder,
+    OomReport,
+    PeakRow,
     ProfilerUsageError,
     ProfilerUsageWarning,
     RecordsDisplay,
     SavedRecord,
     SavedReport,
+    ScopeSpan,
     Snapshot,
     SnapshotDiff,
     Stay,
     TensorRow,
+    Timeline,
+    TimelineReport,
     clear_global_line_profiler,
     holders,
     profile,
     profile_every,
+    record_oom,
     saved_for_backward,
     set_target_device,
     set_target_gpu,
@@ -330,6 +340,20 @@ def reporting(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     assert_type(MemReporter().report_group(), GroupReport)
 
 
+def recording_memory() -> None:
+    with Timeline() as timeline:
+        assert_type(timeline, Timeline)
+    report = timeline.report
+    assert_type(report, TimelineReport)
+    assert_type(report.devices, tuple[DeviceTimeline, ...])
+    assert_type(report.devices[0].by_category, dict[str, tuple[int, ...]])
+    assert_type(report.devices[0].at_peak, tuple[PeakRow, ...])
+    assert_type(report.scopes, tuple[ScopeSpan, ...])
+    assert_type(report.ooms, tuple[OomMark, ...])
+    assert_type(report.host, HostTimeline | None)
+    assert_type(timeline.export("run.json"), Path)
+
+
 def holding(loss: Tensor) -> None:
     saved = saved_for_backward(loss, [loss], {"loss": loss})
     assert_type(saved, SavedReport)
@@ -345,6 +369,10 @@ def holding(loss: Tensor) -> None:
     assert_type(change, SnapshotDiff)
     assert_type(change.total_bytes, int)
     assert_type(change.findings, tuple[Finding, ...])
+    with record_oom(quiet=True) as recorder:
+        assert_type(recorder, OomRecorder)
+    assert_type(recorder.report, OomReport | None)
+    assert_type(record_oom().reports, tuple[OomReport, ...])
     error: type[TenureError] = ProfilerUsageError
     assert names, error
 

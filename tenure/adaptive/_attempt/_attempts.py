@@ -17,11 +17,12 @@ from typing import NoReturn, Protocol, TypeVar
 
 from tenure._capture import accelerator_is_capturing
 from tenure._errors import OutOfRetriesError
+from tenure._oom import OomInfo, free_bytes_in, oom_of_work
+from tenure._registries import handles_ooms
 from tenure._text import counted, format_bytes
 from tenure._torch.compiler import never_compiled
 from tenure.scopes import DisposeScope
 
-from .._oom import OomInfo, free_bytes_in, oom_of_work
 from .._undo import Rollback
 from ._events import AdaptiveEvent, EventKind, OnRetry, memory_of, statistics, tell
 from ._release import forget_traceback, release
@@ -186,6 +187,8 @@ class Attempts:
         # A state that is noted or set synchronizes with the device, which breaks a capture.
         if state is not None and accelerator_is_capturing():
             state = None
+        # who explains errors of memory is told that this is none
+        token = handles_ooms.set(True)
         try:
             if state is not None:
                 state.begin()
@@ -202,6 +205,8 @@ class Attempts:
                 self._leave()
                 raise
             return _Failure(error, info, scene_of(info))
+        finally:
+            handles_ooms.reset(token)
         self._hand_on()
         return result
 

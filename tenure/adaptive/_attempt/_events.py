@@ -13,9 +13,8 @@ from typing import Any, Literal, TypeVar
 
 from tenure._callers import user_site
 from tenure._errors import AdaptiveUsageError
+from tenure._oom import OomInfo
 from tenure._text import format_bytes
-
-from .._oom import OomInfo
 
 EventKind = Literal["retry", "shrink", "grow", "fallback", "give_up"]
 OnRetry = Callable[["AdaptiveEvent"], object]

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from .._oom import chain_of
+from tenure._oom import chain_of
 
 # The interpreter's own slot: a subclass may shadow the name, with a property that raises.
 _TRACEBACK: Any = vars(BaseException)["__traceback__"]

@@ -17,6 +17,7 @@ import psutil
 import torch
 
 from tenure._devices import accelerator_of
+from tenure._oom import OomInfo, unallocated_bytes_in
 from tenure._registries import ask_to_shrink
 from tenure._text import format_bytes
 from tenure._torch.device_allocator import (
@@ -27,7 +28,6 @@ from tenure._torch.device_allocator import (
 )
 
 from .._memory import held_by, meter_for
-from .._oom import OomInfo, unallocated_bytes_in
 
 _HOST = (None, "cpu")
 _OUTSIDE_THE_ALLOCATOR = ("workspace", "driver")

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tenure._callers import capture_site
+from tenure._oom import oom_of_work
 
-from .._oom import oom_of_work
 from ._evaluate import backward, gradient_of, make_whole, value_of, whole_graph
 from ._handle import Handle, refuse_own_function
 from ._names import names

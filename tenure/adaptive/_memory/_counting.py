@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from tenure._account import close_limit, open_limit
+from tenure._registries import refusal_watchers
 from tenure._text import format_bytes
 from tenure._torch.modes import DispatchMode, open_modes, schema_of
 from tenure._torch.quiet import without_dispatch, without_functions
@@ -197,13 +198,16 @@ class CountingMode(DispatchMode):
 
     def _refuse(self, what: Any, requested_bytes: int) -> NoReturn:
         live_bytes, free_bytes = self.live_bytes, self.free_bytes
-        raise torch.OutOfMemoryError(
+        text = (
             f"{self._device} out of memory. Tried to allocate {_exactly(requested_bytes)} in "
             f"{what}. memory_budget has a limit of {_exactly(self._limit_bytes)} on "
             f"{self._device} of which {_exactly(free_bytes)} is free; {_exactly(live_bytes)} is in "
             "use by what was made in its block. Make less at a time, let go of tensors, or raise "
             "the limit."
         )
+        for watcher in tuple(refusal_watchers):
+            watcher(text)
+        raise torch.OutOfMemoryError(text)
 
 
 class _Stacks(threading.local):

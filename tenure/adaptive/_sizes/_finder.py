@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from tenure._oom import OomInfo
+
 from .._memory import MemoryMeter
-from .._oom import OomInfo
 from ._bracket import Bracket
 from ._limits import SizeLimits
 from ._predicted import Predict

@@ -11,9 +11,9 @@ from operator import index
 from typing import Protocol
 
 from tenure._errors import AdaptiveUsageError
+from tenure._oom import OomInfo
 
 from .._memory import MemoryMeter, meter_for
-from .._oom import OomInfo
 from . import _policy as policy
 from ._limits import NO_LIMITS, SizeLimits
 from ._policy import Failure

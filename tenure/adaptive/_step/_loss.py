@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
+from tenure._oom import is_oom
 from tenure._text import describe_tensor
-
-from .._oom import is_oom
 
 Reduction = Literal["mean", "sum"]
 Count = Tensor | float

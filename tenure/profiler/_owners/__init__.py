@@ -3,7 +3,13 @@
 from ._census import take_census as take_census
 from ._holders import HolderList as HolderList
 from ._holders import holders as holders
+from ._naming import BUFFERS as BUFFERS
+from ._naming import OPTIMIZER_STATE as OPTIMIZER_STATE
+from ._naming import PARAMETERS as PARAMETERS
+from ._naming import outermost as outermost
 from ._rows import CATEGORIES as CATEGORIES
+from ._rows import GRADIENTS as GRADIENTS
+from ._rows import OTHERS as OTHERS
 from ._rows import SAVED as SAVED
 from ._rows import StorageEntry as StorageEntry
 from ._rows import TensorRow as TensorRow

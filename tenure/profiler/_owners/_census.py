@@ -19,6 +19,7 @@ from tenure._callers import created_at
 from tenure._heap import (
     OF_VARIABLE,
     Holder,
+    below,
     cpp_references,
     find_holders,
     gradient_of,
@@ -46,18 +47,21 @@ _MAX_SEARCHED = 5000
 # Kinds of holders that hold a tensor's memory on somebody else's behalf: a name of its own is
 # better.
 _BORROWING = frozenset({"view", "autograd", "numpy"})
+_SELVES = ("Tensor", "Parameter")
 # references to a handle from the list of all, and from the variable that is asked about
 _OWN_REFERENCES = 1 + OF_VARIABLE
 
 
 def take_census(
-    models: Iterable[nn.Module] = (), optimizers: Iterable[Optimizer] = ()
+    models: Iterable[nn.Module] = (), optimizers: Iterable[Optimizer] = (), *, named: bool = True
 ) -> tuple[list[StorageEntry], list[TensorRow]]:
     """List every storage, and the tensors that have none (meta, fake).
 
     Args:
         models: modules whose names come without the name of their class.
         optimizers: optimizers whose state is named.
+        named: whether variables are searched for the names of other tensors, which takes most of
+            the time; their categories are known without.
 
     Returns:
         The storages in the order of their owners' categories, and rows of tensors without memory.
@@ -65,13 +69,14 @@ def take_census(
     with quietly():
         heap = _look()
         # Before any handle is held: what only a graph has is told by counts of references.
-        saved = saved_storages(heap.nodes)[0]
+        saved = saved_storages(node for node, _ in heap.graphs)[0]
         names = Names(list(models), heap.modules, [*optimizers, *heap.optimizers], heap.kept)
         handles = _handles_of(heap)
-        calls = _Calls(names, _search(handles, names))
+        roots = _roots_of(saved, heap)
+        calls = _Calls(names, _search(handles, names, roots) if named else {})
         storages = Storages(_homes(kept.named for kept in heap.kept))
         hollow = _enter_handles(storages, handles, calls)
-        _enter_saved(storages, saved)
+        _enter_saved(storages, saved, roots, calls)
         _enter_rest(storages, handles, heap.storages, calls)
         return storages.entries(), sorted(hollow, key=lambda row: row.name)
 
@@ -83,7 +88,8 @@ class _Heap:
     Attributes:
         kept: the tensors that pagers and the like keep, which the pass has therefore seen.
         tensors: all tensors; weakly, as references of ours would hide that others hold them.
-        nodes: the nodes of every graph that a tensor or a variable leads to.
+        graphs: the nodes that a tensor or a variable leads to, each with such a tensor; those that
+            no other of them leads to come first.
         modules: all modules.
         optimizers: all optimizers.
         storages: the handles of storages.
@@ -91,7 +97,7 @@ class _Heap:
 
     kept: list[Kept]
     tensors: list[weakref.ref[Tensor]]
-    nodes: list[Any]
+    graphs: list[tuple[Any, weakref.ref[Tensor] | None]]
     modules: list[nn.Module]
     optimizers: list[Optimizer]
     storages: list[UntypedStorage]
@@ -106,17 +112,33 @@ def _look() -> _Heap:
     ]
     found = instances(tracked_objects(), _is_surveyed)
     tensors = instances(found, lambda cls: is_kind(cls, Tensor))
-    # A node can be held without its tensor (by a hook, in a variable), and a tensor's node can be
-    # one that Python has no object for yet.
-    nodes = [*(read(t, "grad_fn") for t in tensors), *instances(found, is_node_class)]
     return _Heap(
         kept,
         list(map(weakref.ref, tensors)),
-        list({id(node): node for node in nodes if node is not None}.values()),
+        _graphs_of(tensors, instances(found, is_node_class)),
         instances(found, lambda cls: is_kind(cls, nn.Module)),
         instances(found, lambda cls: is_kind(cls, Optimizer)),
         instances(found, lambda cls: is_kind(cls, UntypedStorage)),
     )
+
+
+def _graphs_of(
+    tensors: list[Tensor], nodes: list[Any]
+) -> list[tuple[Any, weakref.ref[Tensor] | None]]:
+    # A node can be held without its tensor (by a hook, in a variable), and a tensor's node can be
+    # one that Python has no object for yet.
+    found: dict[int, tuple[Any, weakref.ref[Tensor] | None]] = {}
+    for t in tensors:
+        node = read(t, "grad_fn")
+        if node is not None:
+            found.setdefault(id(node), (node, weakref.ref(t)))
+    for node in nodes:
+        found.setdefault(id(node), (node, None))
+    # The tensor at the top of a graph is what has to be dropped: below a loss, every result that a
+    # variable still has would be named for its part. See
+    # test_what_a_graph_saved_is_told_with_the_tensor_at_its_top.
+    inner = below(node for node, _ in found.values())
+    return sorted(found.values(), key=lambda graph: id(graph[0]) in inner)
 
 
 def _is_surveyed(cls: type) -> bool:
@@ -157,14 +179,24 @@ def _handles_of(heap: _Heap) -> _Handles:
     )
 
 
-def _search(handles: _Handles, names: Names) -> dict[int, Held]:
+def _roots_of(saved: dict[int, SavedStorage], heap: _Heap) -> dict[int, weakref.ref[Tensor]]:
+    """By storage, the tensor whose graph has saved it; where none leads to the graph, no entry."""
+    roots = {key: heap.graphs[entry.root][1] for key, entry in saved.items()}
+    return {key: root for key, root in roots.items() if root is not None}
+
+
+def _search(
+    handles: _Handles, names: Names, roots: dict[int, weakref.ref[Tensor]]
+) -> dict[int, Held]:
     """Name the largest of the tensors that no module and no optimizer has a name for."""
     unnamed = [
         t
         for t in handles.tensors
         if id(t) in handles.in_python and handles.stands_alone(t) and names.get(t) is None
     ]
-    unnamed.sort(key=lambda t: -(storage_bytes(t) or 0))
+    # What holds a graph is small and holds much. No variable is left that has one of them.
+    tops = {id(root()) for root in set(roots.values())}
+    unnamed.sort(key=lambda t: (id(t) not in tops, -(storage_bytes(t) or 0)))
     # The largest are worth the search; the rest get a number.
     del unnamed[_MAX_SEARCHED:]
     found = find_holders(unnamed, live=handles.tensors)
@@ -242,20 +274,27 @@ def _enter(storages: Storages, t: Tensor, held: Held, category: str) -> list[Ten
     return [replace(_row(held.name, category, t, site), device="meta")] if is_hollow else []
 
 
-def _enter_saved(storages: Storages, saved: dict[int, SavedStorage]) -> None:
+def _enter_saved(
+    storages: Storages,
+    saved: dict[int, SavedStorage],
+    roots: dict[int, weakref.ref[Tensor]],
+    calls: _Calls,
+) -> None:
     """What only a graph keeps; and what it shares with a variable is the graph's as well."""
-    for key, (record, identity) in saved.items():
+    for key, (record, identity, _) in saved.items():
         members = storages.at(key)
+        root = roots[key]() if key in roots else None
+        graph = None if root is None else calls.of(root).name
         # A variable and a graph share it: dropping the variable alone would free nothing, so it
         # counts as saved; see test_a_variable_that_autograd_saved_counts_as_saved.
         if members and not record.is_leaf:
             first = min(members, key=lambda member: member.rank)
             # A parameter that a graph saves is a parameter.
             if first.row.category == OTHERS:
-                row = replace(first.row, category=SAVED)
+                row = replace(first.row, category=SAVED, graph=graph)
                 members[members.index(first)] = first._replace(row=row, tensor_bytes=row.n_bytes)
         elif not members:
-            storages.add(_member_of(key, record, identity))
+            storages.add(_member_of(key, record, identity, graph))
 
 
 def _enter_rest(
@@ -286,7 +325,9 @@ def _homes(kept: Iterable[NamedTensor]) -> dict[int, int]:
 def _best(found: Sequence[Holder]) -> Held | None:
     named = [holder for holder in found if holder.named]
     direct = [holder for holder in named if holder.kind not in _BORROWING]
-    best = next(iter(direct or named), None)
+    # a method of torch's own has it as `self`, which says less than any other variable
+    told = [holder for holder in direct if holder.chain not in _SELVES]
+    best = next(iter(told or direct or named), None)
     return None if best is None else Held(best.chain, best.kind)
 
 
@@ -296,12 +337,15 @@ def _row(name: str, category: str, t: Tensor, site: str | None) -> TensorRow:
 
 
 def _member_of(
-    key: int, record: SavedRecord, identity: weakref.ref[UntypedStorage] | None
+    key: int,
+    record: SavedRecord,
+    identity: weakref.ref[UntypedStorage] | None,
+    graph: str | None,
 ) -> Member:
     name = listed(record.saved_by, 1)
     dtype, device = dtype_name(record.dtype), str(record.device)
     row = TensorRow(
-        name, SAVED, record.shape, dtype, device, record.n_bytes, None, record.created_at
+        name, SAVED, record.shape, dtype, device, record.n_bytes, None, record.created_at, graph
     )
     return Member(key, identity, row, record.n_bytes, Held(name, "autograd"))
 

@@ -46,6 +46,7 @@ class Referent:
         is_packed: an unpack hook stands between it and the backward pass.
         hidden: references that only C++ can have, and shows to nobody.
         is_held: something other than the graph holds it too; known once all was followed.
+        root: which of the roots leads to it, by its place among them; of several the first.
     """
 
     found: Any
@@ -55,6 +56,7 @@ class Referent:
     is_packed: bool = False
     hidden: int = 0
     is_held: bool = False
+    root: int = 0
 
     def has_unknown_references(self) -> bool:
         """Whether there are references that were not met on the way."""
@@ -80,7 +82,9 @@ class GraphHoldings:
         self._kept: dict[int, Referent] = {}
         self._entered: set[int] = set()
         self._waiting: dict[int, Referent] = {}
-        nodes = [node for node in roots if node is not None]
+        # the place of the root from which the walk goes on
+        self._root = 0
+        nodes = [(i, node) for i, node in enumerate(roots) if node is not None]
         # Objects in Python can lead to nodes (a checkpoint's arguments have graphs), and these to
         # objects again, until neither finds anything new.
         while nodes:
@@ -93,14 +97,19 @@ class GraphHoldings:
         for entry in self.tensors:
             entry.is_held = entry.has_unknown_references()
 
-    def _add_nodes(self, nodes: list[Any]) -> None:
-        for node in walk_nodes(nodes, self._seen):
-            name, slots = self._described(type(node))
-            for label, data, unpack_hook in slots_of_node(node, slots):
-                self._add_data(f"{name}.{label}", data, unpack_hook)
-            # A custom Function's node is its context: what the user put on it is an attribute in
-            # Python.
-            self._meet_referents(node, name, None, is_packed=False)
+    def _add_nodes(self, nodes: list[tuple[int, Any]]) -> None:
+        # One root after the other: what several lead to is the first one's.
+        for self._root, root in nodes:
+            for node in walk_nodes([root], self._seen):
+                self._add_node(node)
+
+    def _add_node(self, node: Any) -> None:
+        name, slots = self._described(type(node))
+        for label, data, unpack_hook in slots_of_node(node, slots):
+            self._add_data(f"{name}.{label}", data, unpack_hook)
+        # A custom Function's node is its context: what the user put on it is an attribute in
+        # Python.
+        self._meet_referents(node, name, None, is_packed=False)
 
     def _described(self, cls: type) -> tuple[str, list[str]]:
         """The name and the slots of a class of nodes, worked out once."""
@@ -120,7 +129,8 @@ class GraphHoldings:
         entry = self._kept.get(id(found))
         # The entry holds the object, so that its identity stays its own meanwhile.
         if entry is None:
-            entry = self._kept[id(found)] = self._waiting[id(found)] = Referent(found)
+            entry = Referent(found, root=self._root)
+            self._kept[id(found)] = self._waiting[id(found)] = entry
         if place not in entry.places:
             entry.places.append(place)
         return entry
@@ -140,16 +150,17 @@ class GraphHoldings:
         if id(found) not in self._entered:
             self._waiting[id(found)] = entry
 
-    def _enter_owned(self) -> list[Any]:
+    def _enter_owned(self) -> list[tuple[int, Any]]:
         """Follow what only the graph holds; the nodes that this leads to are given back."""
-        nodes: list[Any] = []
+        nodes: list[tuple[int, Any]] = []
         while self._waiting:
             _, entry = self._waiting.popitem()
+            self._root = entry.root
             if is_saved_tensor(entry.found):
                 self._add_data(entry.places[0], entry.found.data, entry.found.unpack_hook)
             elif is_node(entry.found):
                 if id(entry.found) not in self._seen:
-                    nodes.append(entry.found)
+                    nodes.append((entry.root, entry.found))
             elif not entry.has_unknown_references():
                 self._entered.add(id(entry.found))
                 self._meet_referents(

@@ -66,7 +66,7 @@ class Names:
         # Parts of a given model have names already, and would only get longer ones here.
         known = {id(module) for model in models for _, module in _modules(model)}
         labels = _Labels()
-        for module in _outermost(found):
+        for module in outermost(found):
             if id(module) not in known and any(True for _ in named_tensors_of(module)):
                 roots.append((module, labels.of(module)))
                 # A weight that a model has already gets no second name from one that was not given.
@@ -170,7 +170,7 @@ def _modules(module: nn.Module, *, unique: bool = True) -> Iterator[tuple[str, n
                 waiting.append((_dotted(name, key), child, above | {id(inner)}))
 
 
-def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+def outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """The modules that no other has; of a ring of modules, one."""
     below = {
         id(child)

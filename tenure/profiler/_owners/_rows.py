@@ -40,6 +40,8 @@ class TensorRow:
         n_bytes: bytes of the whole storage, if this row stands for it; 0 in the other rows over it.
         owner: the name of the row with the bytes; None if it is this one.
         created_at: "file.py:17" where a scope with ``capture=`` saw it made; otherwise None.
+        graph: what autograd saved: the tensor that its graph hangs on, by name; None where nothing
+            in Python has it.
     """
 
     name: str
@@ -50,9 +52,17 @@ class TensorRow:
     n_bytes: int
     owner: str | None = None
     created_at: str | None = None
+    graph: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.name}: {describe_row(self)}"
+        return f"{self.label}: {describe_row(self)}"
+
+    @property
+    def label(self) -> str:
+        """The name, and who holds the graph that saved it: what is to be dropped."""
+        if self.graph is None or self.graph == self.name:
+            return self.name
+        return f"{self.name} in the graph of {self.graph}"
 
 
 @dataclass(frozen=True, slots=True)

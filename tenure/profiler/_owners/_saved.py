@@ -150,10 +150,17 @@ def saved_for_backward(*roots: Tensor | Iterable[Tensor] | Mapping[str, Tensor])
 
 
 class SavedStorage(NamedTuple):
-    """A record, and its storage by a weak reference; None for memory that a library hides."""
+    """A record, and what only this process can know of it.
+
+    Attributes:
+        record: the record.
+        identity: its storage by a weak reference; None for memory that a library hides.
+        root: the node whose graph it is, by its place among those that were asked about.
+    """
 
     record: SavedRecord
     identity: weakref.ref[torch.UntypedStorage] | None
+    root: int
 
 
 def saved_storages(nodes: Iterable[object]) -> tuple[dict[int, SavedStorage], int]:
@@ -170,7 +177,11 @@ def saved_storages(nodes: Iterable[object]) -> tuple[dict[int, SavedStorage], in
             by_storage.setdefault(part.key, []).append((entry, part))
     leaves = _leaf_storages(by_storage)
     found = {
-        key: SavedStorage(_record(entries, key in leaves), identity_of(entries[0][1].tensor))
+        key: SavedStorage(
+            _record(entries, key in leaves),
+            identity_of(entries[0][1].tensor),
+            min(entry.root for entry, _ in entries),
+        )
         for key, entries in by_storage.items()
     }
     return found, holdings.n_nodes

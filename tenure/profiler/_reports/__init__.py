@@ -1,6 +1,7 @@
 """Reports of memory: of a model, of a group of ranks, of one moment, of the time between two."""
 
 from ._findings import Finding as Finding
+from ._findings import place_of as place_of
 from ._mem_report import DeviceReport as DeviceReport
 from ._mem_report import GroupReport as GroupReport
 from ._mem_report import MemReport as MemReport

@@ -84,7 +84,9 @@ def _growth(new: Sequence[StorageEntry]) -> list[Finding]:
 
 def _graphs(new: Sequence[StorageEntry]) -> list[Finding]:
     saved = [entry.owner for entry in new if entry.owner.category == SAVED]
-    roots = dict.fromkeys(_place(entry) for entry in new if entry.has_graph)
+    roots = dict.fromkeys(place_of(row.graph) for row in saved if row.graph is not None)
+    # Of a graph that no tensor leads to, as one that a hook holds, what came with it has to do.
+    roots = roots or dict.fromkeys(_place(entry) for entry in new if entry.has_graph)
     # A graph that came with nothing saved costs nothing to keep.
     if not saved or not roots:
         return []
@@ -95,8 +97,12 @@ def _graphs(new: Sequence[StorageEntry]) -> list[Finding]:
 
 
 def _place(entry: StorageEntry) -> str:
-    """The name of an owner, its indices left out."""
-    return _INDEX.sub("[…]", entry.owner.name)
+    return place_of(entry.owner.name)
+
+
+def place_of(name: str) -> str:
+    """The place that a name tells of, its indices left out."""
+    return _INDEX.sub("[…]", name)
 
 
 def _cycles(entries: Sequence[StorageEntry]) -> list[Finding]:

@@ -209,7 +209,7 @@ def _numel(row: TensorRow) -> int:
 
 
 def _cells(row: TensorRow, *, verbose: bool) -> list[str]:
-    name = f"{row.name}(->{row.owner})" if verbose and row.owner is not None else row.name
+    name = f"{row.name}(->{row.owner})" if verbose and row.owner is not None else row.label
     size = f"({', '.join(map(str, row.shape))}{',' if len(row.shape) == 1 else ''})"
     return [name, size, format_bytes(row.n_bytes), row.category, row.created_at or ""]
 

@@ -174,7 +174,7 @@ class SnapshotDiff(Report):
     def _parts(self) -> list[Table]:
         ranked = sorted(self._changes(), key=lambda change: -abs(change[2]))
         rows: list[tuple[str, ...]] = [
-            (change, row.name, describe_row(row), row.created_at or "", _signed(n_bytes))
+            (change, row.label, describe_row(row), row.created_at or "", _signed(n_bytes))
             for change, row, n_bytes in ranked[:_MAX_ROWS]
         ]
         if rest := ranked[_MAX_ROWS:]:

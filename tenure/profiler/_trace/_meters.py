@@ -237,7 +237,7 @@ class DeviceMeter:
         return Interval(usage, before, after)
 
 
-def _growth(before: _Allocated, after: _Allocated) -> tuple[int, int, bool]:
+def _growth(before: Allocated, after: Allocated) -> tuple[int, int, bool]:
     """What was allocated and freed, and whether it was counted and not only told by the ends."""
     allocated = _counted(before.allocated, after.allocated)
     freed = _counted(before.freed, after.freed)
@@ -253,7 +253,7 @@ def _counted(before: int, after: int) -> int:
     return after - before if after >= before else after
 
 
-def _peak(before: _Allocated, after: _Allocated, own: list[int]) -> tuple[int, bool]:
+def _peak(before: Allocated, after: Allocated, own: list[int]) -> tuple[int, bool]:
     """The peak of an interval, and whether it is known although no counter is reset."""
     start, end = before.current, after.current
     if after.peak > before.peak:
@@ -268,13 +268,18 @@ def _peak(before: _Allocated, after: _Allocated, own: list[int]) -> tuple[int, b
     return max(start, end), False
 
 
-class _Allocated(NamedTuple):
+class Allocated(NamedTuple):
     """The four figures of the allocated bytes; all 0 while a backend is not initialised."""
 
     current: int = 0
     peak: int = 0
     allocated: int = 0
     freed: int = 0
+
+
+def allocated_on(module: Any, device: torch.device) -> Allocated:
+    """The four figures of a device, as its module tells them now."""
+    return _allocated_in(_stats_of(module, device))
 
 
 def _stats_of(module: Any, device: torch.device) -> Stats:
@@ -284,10 +289,10 @@ def _stats_of(module: Any, device: torch.device) -> Stats:
     return found
 
 
-def _allocated_in(stats: Stats) -> _Allocated:
+def _allocated_in(stats: Stats) -> Allocated:
     """The four figures that say what happened to the allocated bytes."""
     pools = stats.get("allocated_bytes")
     if pools is not None:
-        return _Allocated(**pools["all"])
+        return Allocated(**pools["all"])
     get = stats.get
-    return _Allocated(*(get(f"allocated_bytes.all.{figure}", 0) for figure in _Allocated._fields))
+    return Allocated(*(get(f"allocated_bytes.all.{figure}", 0) for figure in Allocated._fields))

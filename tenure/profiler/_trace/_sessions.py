@@ -49,6 +49,7 @@ class Sessions:
         n_open: on how many threads a session is open.
         listeners: who is told.
         threads: whose ``state`` is that of the thread that asks.
+        guests: who else of tenure may have a session on a thread, and ends it when called there.
     """
 
     def __init__(self) -> None:
@@ -56,6 +57,7 @@ class Sessions:
         self.n_open = 0
         self.listeners: tuple[Watch, ...] = ()
         self.threads = ThisThread()
+        self.guests: list[Callable[[], None]] = []
         self._sizes = BlockSizes()
         self._stop_announcing: Callable[[], None] | None = None
 
@@ -161,6 +163,8 @@ class Sessions:
 
     def begin(self, thread: ThreadState) -> None:
         """Open one on this thread, unless the thread is another profiler's."""
+        for make_way in tuple(self.guests):
+            make_way()
         if allocations.is_profiling():
             return
         allocations.begin()

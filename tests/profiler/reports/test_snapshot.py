@@ -13,7 +13,14 @@ from rich.console import Console
 from torch import nn
 
 from tenure import NewDisposeScope
-from tenure.profiler import Finding, ProfilerUsageError, SnapshotDiff, TensorRow, snapshot
+from tenure.profiler import (
+    Finding,
+    ProfilerUsageError,
+    Snapshot,
+    SnapshotDiff,
+    TensorRow,
+    snapshot,
+)
 
 HISTORY = []
 HERE = __name__
@@ -155,6 +162,32 @@ def test_swapping_parameters_is_not_hindered():
     assert len(taken) > 0
 
 
+def test_what_a_graph_saved_is_told_with_the_tensor_at_its_top():
+    net, losses = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)), []
+    before = snapshot()
+    for _ in range(3):
+        out = net(torch.ones(32, 64))
+        losses.append(out.square().mean())
+    change = snapshot().diff(before)
+    saved = [row for row in change.new if row.category == "saved for backward"]
+    here = "test_what_a_graph_saved_is_told_with_the_tensor_at_its_top.<locals>"
+    # `out` has a graph of its own, a part of the last loss's
+    assert {row.graph for row in saved} == {f"{here}.losses[{i}]" for i in range(3)}
+    assert f"AddmmBackward0.mat1 and 1 more in the graph of {here}.losses[1]" in str(change)
+    (graphs,) = (finding for finding in change.findings if finding.kind == "graph")
+    assert graphs.what == f"{here}.losses[…]"
+
+
+def test_the_graph_of_a_snapshot_is_written_and_read():
+    x = torch.ones(64, requires_grad=True)
+    kept = x.exp().sin()
+    written = json.loads(json.dumps(snapshot().to_dict()))
+    rows = Snapshot.from_dict(written).records
+    here = "test_the_graph_of_a_snapshot_is_written_and_read.<locals>"
+    assert [row.graph for row in rows if row.name.startswith("SinBackward0")] == [f"{here}.kept"]
+    assert kept is not None
+
+
 def test_the_last_tensor_of_the_heap_is_named_like_the_others():
     x, total = torch.ones(4, requires_grad=True), torch.zeros(4)
     gc.collect()
@@ -163,7 +196,7 @@ def test_the_last_tensor_of_the_heap_is_named_like_the_others():
     del y  # its graph alone has it now, and it stands behind all older tensors
     gc.collect()
     names = [row.name for row in snapshot().records if row.category == "saved for backward"]
-    assert "ExpBackward0.result and 1 more" in names
+    assert "SinBackward0.self and 1 more" in names
     assert total.requires_grad
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
+from tenure._oom import OomInfo, oom_info, oom_of_work
 
 from ..._attempt import release
-from ..._oom import OomInfo, oom_info, oom_of_work
 from ..._ranks import has_other_ranks
 from ..._step import IsolatedGradients, leaves_of
 from .._split import NotSplittableError

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tenure._callers import capture_site
 from tenure._errors import OutOfRetriesError
+from tenure._oom import oom_of_work
 from tenure._torch.writes import version_of
 from tenure.scopes import persist
 
-from ..._oom import oom_of_work
 from .._labels import MIXED
 from .._shapes import Shape, meta_of, numbers_in, template_of
 from .._tape import Entry, Leaf, Modes, Tape, filled, new_number, plain_tensors, refuse_silence

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from tenure._errors import OutOfRetriesError, SplitMismatchError
+from tenure._oom import OomInfo, oom_info
 
 from ..._decorators import PLAIN, Piece, run_pieces
-from ..._oom import OomInfo, oom_info
 from ..._ranks import has_other_ranks
 from ..._step import IsolatedGradients, leaves_of
 from .._split import NotSplittableError, Program, SplitPlan, SplitStep, SplitValues, plan_of

@@ -6,10 +6,10 @@ Invariant: when one is raised, all is as before.
 from __future__ import annotations
 
 from tenure._errors import BatchCoupledError, OutOfRetriesError, SplitMismatchError
+from tenure._oom import oom_info
 from tenure._text import format_bytes
 
 from ..._attempt import free_bytes_of
-from ..._oom import oom_info
 from .._split import NotSplittableError, SplitPlan, SplitValues, described, mixing_call
 from .._tape import Tape
 

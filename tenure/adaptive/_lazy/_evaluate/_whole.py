@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tenure._oom import OomInfo, oom_of_work
 from tenure.scopes import persist
 
 from ..._attempt import release
-from ..._oom import OomInfo, oom_of_work
 from ..._undo import RngState
 from .._tape import Entry, Tape, check_unwritten, replayed, run, written_by
 from ._used import consume

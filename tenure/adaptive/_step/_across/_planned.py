@@ -17,12 +17,12 @@ from dataclasses import replace
 from typing import TypeGuard
 
 from tenure._errors import AdaptiveUsageError, OutOfRetriesError, TenureError
+from tenure._oom import OomInfo, oom_of_work
 from tenure._text import format_bytes
 from tenure._torch.quiet import without_functions
 from tenure._torch.sharding import Shards
 
 from ..._attempt import memory_of, release
-from ..._oom import OomInfo, oom_of_work
 from ..._ranks import Ballot, RankCall, lost_rank_error, mark_of, weights_of
 from ..._sizes import AdaptiveSearch
 from .._split import StepOutcome, StepParts, StepSpec

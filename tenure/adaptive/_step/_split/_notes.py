@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from tenure._errors import TenureError
+from tenure._oom import oom_info
 from tenure._text import describe_tensor, listed, shape_of
-
-from ..._oom import oom_info
 
 _MOST_NAMED = 3
 _CALL_OF_MODULES = "_call_impl"

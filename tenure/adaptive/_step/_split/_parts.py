@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from tenure._errors import AdaptiveUsageError
+from tenure._oom import oom_info
 from tenure._torch.compiler import has_compiled, is_compiled
 from tenure._torch.quiet import without_functions
 from tenure._torch.sharding import whole_of
 
 from ..._callables import short_name_of
-from ..._oom import oom_info
 from ..._undo import AllOf, Generator, ModuleState, RngState
 from .._gradients import IsolatedGradients, SplitBackward, without_autocast
 from .._loss import scalar

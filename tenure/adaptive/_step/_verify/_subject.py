@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from tenure._oom import oom_of_work
 from tenure._torch.modules import BatchNorm, InstanceNorm
 from tenure.scopes import DisposeScope
 
 from ..._attempt import release
-from ..._oom import oom_of_work
 from .._check import without_dropout
 from .._modules import named_modules
 from .._samples import Leaf, SampleTree, cut_off

@@ -1,0 +1,149 @@
+"""The verb that runs a program as Python does, and records it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tenure._errors import CommandError
+
+from ._verb import Verb, byte_size
+
+if TYPE_CHECKING:
+    from ._program import Program
+
+_SUFFIX = ".tenure"
+
+
+class Run(Verb):
+    """Run a program as Python runs it, and record where its memory goes.
+
+    PROGRAM is a script with its arguments, or -m MODULE, or -c CODE, as after python. What it
+    prints, raises and returns is its own; options of tenure stand before it.
+
+    Without any of --leaks, --lines, --timeline and --on-oom, all but --lines are meant.
+
+    The recording is written when the process ends, also after an error, Ctrl-C and SIGTERM; not
+    after os._exit(). Children of the program run plainly. Under torchrun each rank writes a file of
+    its own: torchrun --no-python tenure run train.py, or torchrun -m tenure run train.py.
+    """
+
+    name = "run"
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """Say what it takes."""
+        parser.usage = (
+            "tenure run [options] SCRIPT [ARGUMENT ...]\n"
+            "       tenure run [options] -m MODULE [ARGUMENT ...]\n"
+            "       tenure run [options] -c CODE [ARGUMENT ...]"
+        )
+        parser.add_argument(
+            "--budget",
+            type=byte_size,
+            metavar="SIZE",
+            help="raise torch.OutOfMemoryError past so many bytes, as 2GiB, of the accelerator or, "
+            "where there is none, of the CPU",
+        )
+        parser.add_argument(
+            "--leaks", action="store_true", help="look for what grows from step to step"
+        )
+        parser.add_argument(
+            "--lines",
+            action="append",
+            default=[],
+            metavar="FUNC",
+            help="measure each line of a function: MODULE:FUNCTION, or the name of one in the "
+            "program; may be given again",
+        )
+        parser.add_argument(
+            "--timeline", action="store_true", help="record live bytes over time, and their peak"
+        )
+        parser.add_argument(
+            "--on-oom", action="store_true", help="explain the first out-of-memory error"
+        )
+        parser.add_argument(
+            "-o", "--output", metavar="FILE", help="where to (default: NAME.tenure, after PROGRAM)"
+        )
+        parser.add_argument("-f", "--force", action="store_true", help="overwrite FILE")
+        parser.add_argument("-q", "--quiet", action="store_true", help="say nothing of FILE")
+        rest = argparse.REMAINDER
+        what = parser.add_mutually_exclusive_group()
+        what.add_argument("-m", dest="module", nargs=rest, help="run a module, and its arguments")
+        what.add_argument("-c", dest="code", nargs=rest, help="run code, and its arguments")
+        parser.add_argument("program", nargs=rest, metavar="SCRIPT", help="run a script")
+
+    def run(self, arguments: argparse.Namespace) -> Callable[[], int]:
+        """Check what can be checked, and leave the program to be run."""
+        # here and below: the help of all verbs is there sooner
+        from ._program import Settings, run_recorded
+
+        program = _program(arguments)
+        path = _path(arguments.output, program)
+        _check_folder(path)
+        if not arguments.force and os.path.lexists(path):
+            raise CommandError(
+                f"{_shown(path)} is there already, and was left as it is. Overwrite it with -f, or "
+                "name another file with -o."
+            )
+        chosen = arguments.leaks or arguments.lines or arguments.timeline or arguments.on_oom
+        settings = Settings(
+            path=path,
+            replace=arguments.force,
+            is_quiet=arguments.quiet,
+            budget_bytes=arguments.budget,
+            leaks=arguments.leaks or not chosen,
+            lines=list(arguments.lines),
+            timeline=arguments.timeline or not chosen,
+            on_oom=arguments.on_oom or not chosen,
+        )
+        return partial(run_recorded, program, settings)
+
+
+def _program(arguments: argparse.Namespace) -> Program:
+    from ._program import code_program, module_program, script_program
+
+    for given, make, what in (
+        (arguments.module, module_program, "-m needs the name of a module"),
+        (arguments.code, code_program, "-c needs code"),
+        (arguments.program, script_program, "There is no program. Name a script, -m or -c"),
+    ):
+        if given is None:
+            continue
+        # what separates our options from a script whose name begins with a dash
+        words = given[1:] if given[:1] == ["--"] else given
+        if not words:
+            raise CommandError(f"{what}. See tenure run --help.")
+        return make(words[0], words[1:])
+    raise AssertionError
+
+
+def _path(given: str | None, program: Program) -> Path:
+    from ._program import rank_of_environment
+
+    path = Path(given if given is not None else f"{program.name}{_SUFFIX}")
+    rank = rank_of_environment()
+    if rank is not None:
+        path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+    # the program may go to another folder
+    return Path.cwd() / path
+
+
+def _check_folder(path: Path) -> None:
+    if path.is_dir():
+        raise CommandError(f"{_shown(path)} is a folder. Name a file with -o.")
+    if not path.parent.is_dir():
+        raise CommandError(f"There is no folder {_shown(path.parent)}. Make it, or name another.")
+    if not os.access(path.parent, os.W_OK):
+        raise CommandError(
+            f"{_shown(path.parent)} is a folder that can't be written to. Name a file with -o."
+        )
+
+
+def _shown(path: Path) -> str:
+    inside = os.path.relpath(path)
+    return str(path) if inside.startswith(os.pardir) else inside

@@ -1,0 +1,119 @@
+"""What one test is held to: how much its tensors take at most, and that none outlives it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, NamedTuple, NoReturn, Self
+
+import pytest
+
+from tenure import NewDisposeScope
+from tenure._errors import ByteSizeError
+from tenure._text import format_bytes, parse_bytes
+from tenure.profiler import DeviceTimeline, PeakRow, Timeline
+
+_MOST_ROWS = 5
+
+
+class Peak(NamedTuple):
+    """What the tensors of a test took at most.
+
+    Attributes:
+        device: the device on which they took the most.
+        n_bytes: bytes above what was in use before the test.
+        rows: what was in use then and made by the test, the largest first.
+    """
+
+    device: str
+    n_bytes: int
+    rows: tuple[PeakRow, ...]
+
+    def facts(self) -> dict[str, Any]:
+        """What a report of the test carries, also from another process."""
+        line = self.rows[0].stack[-1] if self.rows and self.rows[0].stack else ""
+        return {"n_bytes": self.n_bytes, "text": format_bytes(self.n_bytes), "line": line}
+
+
+def limit_of(marker: pytest.Mark) -> int:
+    """The bytes that a marker allows; a marker that says none fails the test."""
+    sizes = [*marker.args, *marker.kwargs.values()]
+    if len(sizes) != 1 or set(marker.kwargs) - {"size"}:
+        _refuse(f"{_spelled(marker)} takes one size, as in limit_tensor_memory('24 MB')")
+    try:
+        return parse_bytes(sizes[0])
+    except ByteSizeError as error:
+        _refuse(f"{_spelled(marker)}: {error}")
+
+
+def check_no_arguments(marker: pytest.Mark) -> None:
+    """Fail the test whose marker says what nothing listens to."""
+    if marker.args or marker.kwargs:
+        _refuse(f"{_spelled(marker)} takes no arguments")
+
+
+def _refuse(text: str) -> NoReturn:
+    pytest.fail(text, pytrace=False)
+
+
+def _spelled(marker: pytest.Mark) -> str:
+    given = [repr(each) for each in marker.args]
+    given += [f"{name}={value!r}" for name, value in marker.kwargs.items()]
+    return f"@pytest.mark.{marker.name}({', '.join(given)})"
+
+
+class Watched:
+    """A block in which a test runs.
+
+    Attributes:
+        peak: what its tensors took at most, once it has ended; None where nobody asked.
+    """
+
+    def __init__(self, *, is_measured: bool, finds_leaks: bool) -> None:
+        self._timeline = Timeline() if is_measured else None
+        self._scope = NewDisposeScope("the test", policy="report") if finds_leaks else None
+        self._open = ExitStack()
+        self.peak: Peak | None = None
+
+    def __enter__(self) -> Self:
+        for block in (self._timeline, self._scope):
+            if block is not None:
+                self._open.enter_context(block)
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._open.__exit__(exc_type, exc, traceback)
+        if self._timeline is not None:
+            self.peak = max(map(_peak_of, self._timeline.report.devices), key=lambda p: p.n_bytes)
+
+    def check(self, most_bytes: int | None) -> None:
+        """Fail the test that took more than it may, or whose tensors are still held."""
+        texts = []
+        if self.peak is not None and most_bytes is not None and self.peak.n_bytes > most_bytes:
+            texts.append(_too_much(self.peak, most_bytes))
+        if self._scope is not None and self._scope.leaks:
+            texts.append(str(self._scope.leaks))
+        if texts:
+            pytest.fail("\n\n".join(texts), pytrace=False)
+
+
+def _peak_of(device: DeviceTimeline) -> Peak:
+    rows = tuple(row for row in device.at_peak if row.stack)
+    return Peak(device.device, device.peak_bytes - device.began_bytes, rows)
+
+
+def _too_much(peak: Peak, most_bytes: int) -> str:
+    lines = [
+        f"the tensors of the test took {format_bytes(peak.n_bytes)} on {peak.device}, and "
+        f"{format_bytes(most_bytes)} is its limit; at the peak:"
+    ]
+    lines += [
+        f"  {format_bytes(row.n_bytes):>10}  {row.category}, made at {row.stack[-1]}"
+        for row in peak.rows[:_MOST_ROWS]
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,113 @@
+"""A report as a file: JSON, packed; written whole or not at all. Without torch.
+
+What is read was written by anybody: whatever is no such file is refused in one line that names it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import tempfile
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tenure._errors import ReportFormatError
+
+_MAGIC = b"\x1f\x8b"
+# Unpacked: a file of a few bytes can stand for terabytes of zeros.
+_MOST_BYTES = 1 << 30
+
+
+def write_facts(path: str | Path, facts: Mapping[str, object], *, replace: bool = True) -> Path:
+    """Write a report, as `Report.to_dict` gives it.
+
+    Args:
+        path: of the file.
+        facts: values that JSON has.
+        replace: a file that has the name by now may go; else the next free name of
+            ``name.2.tenure``, ``name.3.tenure`` and so on is taken.
+
+    Returns:
+        The path of the file that was written.
+
+    Raises:
+        OSError: it can't be written; there is nothing of it then.
+    """
+    path = Path(path)
+    packed = gzip.compress(json.dumps(facts, separators=(",", ":")).encode(), 6, mtime=0)
+    number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(number, "wb") as file:
+            file.write(packed)
+        # a temporary file is its owner's alone; others may read what this user's files let them
+        os.chmod(name, 0o666 & ~_umask())
+        return _named(Path(name), path, replace=replace)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _named(written: Path, path: Path, *, replace: bool) -> Path:
+    if replace:
+        os.replace(written, path)
+        return path
+    for number in range(1, 1000):
+        chosen = path if number == 1 else path.with_suffix(f".{number}{path.suffix}")
+        try:
+            # fails where the name is taken, which a rename does not
+            os.link(written, chosen)
+        except FileExistsError:
+            continue
+        except OSError:
+            # a file system without links
+            return _named(written, path, replace=True)
+        os.unlink(written)
+        return chosen
+    raise FileExistsError(f"{path} and 999 files beside it are there already")
+
+
+def is_packed(path: str | Path) -> bool:
+    """Whether a file begins as one that `write_facts` wrote.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    with open(path, "rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+
+
+def read_facts(path: str | Path) -> dict[str, Any]:
+    """Read what `write_facts` wrote.
+
+    Raises:
+        ReportFormatError: it is something else, or damaged.
+        OSError: it can't be read.
+    """
+    try:
+        with gzip.open(path, "rb") as file:
+            text = file.read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            raise ReportFormatError(f"{path} unpacks to more than 1 GiB, and no report does.")
+        facts = json.loads(text)
+    except (gzip.BadGzipFile, EOFError, zlib.error, ValueError, RecursionError) as error:
+        if isinstance(error, ReportFormatError):
+            raise
+        raise ReportFormatError(
+            f"{path} is no file of tenure, or it is damaged ({error}). Name one that "
+            '"tenure run" wrote.'
+        ) from None
+    if not isinstance(facts, dict):
+        raise ReportFormatError(f"{path} has no report in it. Name a file that tenure wrote.")
+    return facts
+
+
+def _umask() -> int:
+    # there is no way to ask for it but to set it
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

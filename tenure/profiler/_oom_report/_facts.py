@@ -1,0 +1,202 @@
+"""What is known when memory runs out: the error, the tensors, the allocator, the host.
+
+Each part is asked for by itself, and one that fails is missing: memory is short while this runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from tenure import _host_memory
+from tenure._oom import OomInfo, free_bytes_in
+from tenure._text import parse_bytes
+
+from .._allocator import AllocatorBytes, CachedMemory, allocator_bytes, cached_memory
+from .._owners import StorageEntry, take_census
+from ._models import piles_of_models
+from ._piles import Pile
+from ._scene import Scene
+
+T = TypeVar("T")
+_NUMBER = r"([0-9][0-9.,]* ?(?:bytes|[KMGT]?i?B))"
+# What a budget, a simulated device and CUDA say of their size; the exact number where there is one.
+_LIMITS = tuple(
+    re.compile(text)
+    for text in (
+        rf"limit of [^(]{{1,20}}\({_NUMBER}\)",
+        rf"budget of [^(]{{1,20}}\({_NUMBER}\)",
+        rf"(?:limit|budget|total capacity) of {_NUMBER}",
+    )
+)
+_ALLOWED = re.compile(rf"{_NUMBER} allowed;")
+_OWN = re.compile(rf"this process has {_NUMBER} memory in use")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The memory of the host.
+
+    Attributes:
+        rss_bytes: what this process has of it.
+        began_bytes: the same when recording began.
+        free_bytes: what the process may take more, by the machine, containers, and its own limit.
+        limit_bytes: the limit of the tightest container; None where none has one.
+        group_free_bytes: what is free in it.
+        own_limit_bytes: the limit of the process itself; None without one.
+    """
+
+    rss_bytes: int
+    began_bytes: int
+    free_bytes: int
+    limit_bytes: int | None
+    group_free_bytes: int | None
+    own_limit_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """All that a cause is judged by.
+
+    Attributes:
+        info: the error.
+        scene: what ran.
+        device: where memory ran out, as tensors spell it.
+        entries: the storages there.
+        elsewhere_bytes: bytes of the storages of other devices.
+        is_handled: somebody may still handle the error: its traceback is of what ran inside torch.
+        steps: how many steps of optimizers have ended since recording began.
+        counters: what the allocator counts; None where it counts nothing.
+        cached: its blocks.
+        total_bytes: the memory of the device, or the limit on it.
+        free_bytes: what of it was free.
+        others_bytes: what of it other processes have.
+        host: the host's memory; None where it could not be read.
+        models: what keeps several models of one class.
+        notes: what could not be seen.
+    """
+
+    info: OomInfo
+    scene: Scene
+    device: str
+    entries: tuple[StorageEntry, ...] = ()
+    elsewhere_bytes: int = 0
+    is_handled: bool = True
+    steps: int = 0
+    counters: AllocatorBytes | None = None
+    cached: CachedMemory | None = None
+    total_bytes: int | None = None
+    free_bytes: int | None = None
+    others_bytes: int = 0
+    host: Host | None = None
+    models: tuple[Pile, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def wanted_bytes(self) -> int:
+        """What the allocation asked for; 0 where nothing tells."""
+        return self.info.requested_bytes or 0
+
+    @property
+    def used_bytes(self) -> int:
+        """What the tensors that were found take on the device."""
+        return sum(entry.owner.n_bytes for entry in self.entries)
+
+    def bytes_of(self, *categories: str) -> int:
+        """What the tensors of some categories take."""
+        found = (e.owner for e in self.entries if e.owner.category in categories)
+        return sum(row.n_bytes for row in found)
+
+
+def gather(info: OomInfo, scene: Scene, *, is_handled: bool, steps: int, began_bytes: int) -> Facts:
+    """Look at everything once."""
+    notes: list[str] = []
+    device = info.device or "cpu"
+    counted = _or_none(lambda: allocator_bytes(torch.device(device)), notes, "the allocator")
+    # an error that names no index is of the device that tensors are on
+    entries = _or_none(lambda: take_census()[0], notes, "the tensors") or []
+    here = [entry for entry in entries if _is_on(entry, device)]
+    if here:
+        device = here[0].owner.device
+    used = sum(entry.owner.n_bytes for entry in here)
+    total, free = _limit_in(info.text), free_bytes_in(info.text)
+    host = _or_none(lambda: _host(began_bytes), notes, "the host's memory")
+    if device == "cpu" and total is None and host is not None:
+        total = host.own_limit_bytes
+    return Facts(
+        info,
+        scene,
+        device,
+        tuple(here),
+        sum(entry.owner.n_bytes for entry in entries) - used,
+        is_handled,
+        steps,
+        counted,
+        _or_none(lambda: cached_memory(torch.device(device)), [], "") if counted else None,
+        total,
+        free,
+        _others_bytes(info.text, total, free, counted),
+        host,
+        _or_none(lambda: piles_of_models(device), notes, "the models") or (),
+        tuple(notes),
+    )
+
+
+def _is_on(entry: StorageEntry, device: str) -> bool:
+    found = entry.owner.device
+    return found == device or (":" not in device and found.startswith(f"{device}:"))
+
+
+def _or_none(ask: Callable[[], T], notes: list[str], what: str) -> T | None:
+    try:
+        return ask()
+    # short of memory: what else is known is told without it
+    except MemoryError:
+        notes.append(f"There was not enough memory left to look at {what}.")
+    # a report of an error must not raise another one, whatever it meets in the program's objects
+    except Exception as error:
+        notes.append(f"{what} could not be read: {type(error).__name__}.")
+    return None
+
+
+def _host(began_bytes: int) -> Host:
+    group = _host_memory.tightest_group()
+    return Host(
+        _host_memory.resident_bytes(),
+        began_bytes,
+        _host_memory.free_host_bytes(),
+        None if group is None else group.limit_bytes,
+        None if group is None else group.free_bytes,
+        _host_memory.data_limit(),
+    )
+
+
+def _limit_in(text: str) -> int | None:
+    allowed = _first(text, _ALLOWED)
+    return allowed if allowed is not None else _first(text, *_LIMITS)
+
+
+def _others_bytes(
+    text: str, total: int | None, free: int | None, counted: AllocatorBytes | None
+) -> int:
+    """What of a device neither is free nor is this process's."""
+    if total is None or free is None or counted is None:
+        return 0
+    # what a fraction leaves out is nobody's
+    if _ALLOWED.search(text) is not None:
+        return 0
+    own = _first(text, _OWN) or counted.reserved
+    return max(0, total - free - own)
+
+
+def _first(text: str, *patterns: re.Pattern[str]) -> int | None:
+    for pattern in patterns:
+        if found := pattern.search(text):
+            with contextlib.suppress(ValueError):
+                return parse_bytes(found[1].replace(",", "").replace("bytes", "B").strip(" ."))
+    return None

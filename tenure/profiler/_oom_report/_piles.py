@@ -1,0 +1,163 @@
+"""What is kept and of no use any more: what piles up in a place, garbage, what an exception keeps.
+
+A place is a name whose indices are left out: `losses[…]` for `losses[0]`, `losses[1]` and so on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from .._owners import OTHERS, SAVED, StorageEntry, TensorRow
+from .._reports import place_of
+from ._scene import Scene
+
+PileKind = Literal["leak", "results", "cycle", "traceback", "bounded"]
+
+# Two results are a pair; three of one shape are what a loop has made.
+FEWEST_TENSORS = 3
+# A second graph is alive while a third is made: a step that ends leaves none.
+_FEWEST_GRAPHS = 2
+_IN_CYCLE = ", in a reference cycle"
+_OF_TRACEBACK = "traceback of "
+# What a forward pass keeps in variables of its own is a part of the batch that runs.
+_OF_FORWARD = ".forward.<locals>."
+_TRACEBACK = re.compile(r"traceback of \S+ in (\S+)\(\): local (.*)\Z")
+
+
+@dataclass(slots=True)
+class Pile:
+    """What one place keeps.
+
+    Attributes:
+        place: the place; of garbage and of exceptions, the name of the largest.
+        kind: what it is.
+        own_bytes: bytes of its tensors.
+        graph_bytes: bytes that graphs of autograd have saved, which its tensors hold.
+        n_tensors: how many of its tensors have one shape but for the first dimension.
+        graphs: the tensors whose graphs they are.
+        example: the largest of its tensors.
+        is_scalar: its tensors are single numbers.
+        repeats: how often each thing that its graphs have saved is there; of several the fewest.
+        are_models: it keeps models, with all their weights.
+    """
+
+    place: str
+    kind: PileKind = "leak"
+    own_bytes: int = 0
+    graph_bytes: int = 0
+    n_tensors: int = 0
+    graphs: set[str] = field(default_factory=set)
+    example: TensorRow | None = None
+    is_scalar: bool = False
+    repeats: int = 0
+    are_models: bool = False
+
+    @property
+    def n_bytes(self) -> int:
+        """All that would be free without it."""
+        return self.own_bytes + self.graph_bytes
+
+    @property
+    def n(self) -> int:
+        """How many times something was put there."""
+        return max(self.n_tensors, len(self.graphs), self.repeats)
+
+
+def piles_in(entries: Iterable[StorageEntry], scene: Scene) -> list[Pile]:
+    """What piles up, the largest first."""
+    entries = [_as_variable(entry, scene) for entry in entries]
+    graphs: defaultdict[str, list[TensorRow]] = defaultdict(list)
+    tensors: defaultdict[str, list[StorageEntry]] = defaultdict(list)
+    for entry in entries:
+        row = entry.owner
+        if row.graph is not None and row.category == SAVED:
+            graphs[_place(row.graph)].append(row)
+        elif row.category in (OTHERS, SAVED) and entry.kind not in ("", "autograd"):
+            tensors[_place(row.name)].append(entry)
+    scalars = {_place(e.owner.name): e.kind for e in entries if not e.owner.shape}
+    found = [
+        _pile(place, tensors.get(place, []), graphs.get(place, []), scalars, scene)
+        for place in {**tensors, **graphs}
+    ]
+    return sorted(filter(_counts, found), key=lambda pile: -pile.n_bytes)
+
+
+def _place(name: str) -> str:
+    """The place of a name; all garbage is one, and all that exceptions keep."""
+    if name.endswith(_IN_CYCLE):
+        return _IN_CYCLE
+    return _OF_TRACEBACK if _OF_TRACEBACK in name else place_of(name)
+
+
+def _pile(
+    place: str,
+    entries: list[StorageEntry],
+    saved: list[TensorRow],
+    scalars: dict[str, str],
+    scene: Scene,
+) -> Pile:
+    rows = [entry.owner for entry in entries]
+    largest = max([*rows, *saved], key=lambda row: row.n_bytes)
+    pile = Pile(
+        place,
+        own_bytes=sum(row.n_bytes for row in rows),
+        graph_bytes=sum(row.n_bytes for row in saved),
+        n_tensors=max(Counter((row.shape[1:], row.dtype) for row in rows).values(), default=0),
+        graphs={row.graph for row in saved if row.graph is not None},
+        example=largest,
+        is_scalar=place in scalars,
+        repeats=min(Counter((row.name, row.shape) for row in saved).values(), default=0),
+    )
+    if place == _IN_CYCLE:
+        pile.kind = "cycle"
+        pile.place = (largest.graph or largest.name).removesuffix(_IN_CYCLE)
+    elif place == _OF_TRACEBACK:
+        pile.kind, pile.place = "traceback", largest.graph or largest.name
+    elif not pile.is_scalar:
+        pile.kind = _kind_of(place, pile, scene.containers)
+    return pile
+
+
+def _kind_of(place: str, pile: Pile, containers: dict[str, str]) -> PileKind:
+    """Whether a variable of the program gathers what it computes, in the order of its work.
+
+    What an object, a closure or a mapping keeps is out of sight. A mapping of a few lists is a list
+    by another name.
+    """
+    variable, _, inside = place.partition("[…]")
+    kind = containers.get(variable, "")
+    if kind == "bounded":
+        return "bounded"
+    is_list = kind == "list" or (kind == "dict" and inside == "[…]")
+    return "results" if is_list and inside in ("", "[…]") else "leak"
+
+
+def _as_variable(entry: StorageEntry, scene: Scene) -> StorageEntry:
+    """An entry with the names that it had before the very error that is explained was raised.
+
+    Where nobody handles an error, what ran is in its traceback alone: that keeps nothing by itself.
+    """
+
+    def renamed(name: str) -> str:
+        found = _TRACEBACK.match(name)
+        if found is None or found[1] not in scene.raised_in:
+            return name
+        return f"{found[1]}.<locals>.{found[2]}"
+
+    row = entry.owner
+    graph = None if row.graph is None else renamed(row.graph)
+    return replace(entry, owner=replace(row, name=renamed(row.name), graph=graph))
+
+
+def _counts(pile: Pile) -> bool:
+    if pile.kind in ("cycle", "traceback"):
+        return True
+    if _OF_FORWARD in pile.place or pile.kind == "bounded":
+        return False
+    has_graphs = len(pile.graphs) >= _FEWEST_GRAPHS or pile.repeats >= FEWEST_TENSORS
+    is_indexed = "[…]" in pile.place
+    return has_graphs or (is_indexed and pile.n_tensors >= FEWEST_TENSORS)

@@ -1,0 +1,258 @@
+"""`record_oom`: a recorder that waits for the first out-of-memory error and explains it.
+
+Invariant: the program goes on as without it. Its error is the same object, raised on; whatever
+fails in here is told in the report, or nowhere.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, Self
+from weakref import WeakKeyDictionary
+
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from tenure import _host_memory
+from tenure._callers import user_site
+from tenure._errors import ProfilerUsageError
+from tenure._heap import collector_paused
+from tenure._oom import OomInfo, chain_of, oom_info
+from tenure._registries import handles_ooms
+
+from ._causes import judge
+from ._facts import Facts, gather
+from ._report import OomReport, build
+from ._reserve import Reserve
+from ._scene import Scene, scene_of
+from ._verdict import Verdict
+from ._watch import Watch
+
+_MOST_OF_TEXT = 400
+_MOST_HANDLED = 2
+_STEPS_WATCHED = 2
+
+
+class OomRecorder:
+    """Waits for an out-of-memory error from the moment that it is made; see `record_oom`.
+
+    Attributes:
+        reports: of the first error; and of the last, if another one than the first ended the
+            program, its block or a thread.
+    """
+
+    def __init__(self, *, quiet: bool) -> None:
+        self.reports: tuple[OomReport, ...] = ()
+        self._quiet = quiet
+        self._began_bytes = _host_memory.resident_bytes()
+        self._opened_at = str(user_site())
+        self._n_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._aside_on: set[int] = set()
+        self._by_error: dict[tuple[int, str], OomReport] = {}
+        self._shown: OomReport | None = None
+        self._lock = threading.Lock()
+        self._reserve = Reserve()
+        self._watch = Watch(self._saw)
+        self._is_open = True
+        self._thread_id = threading.get_ident()
+        self._hooks = (
+            register_optimizer_step_pre_hook(self._step_begins),
+            register_optimizer_step_post_hook(self._step_ends),
+        )
+        self._reserve.take()
+        self._watch.open()
+
+    @property
+    def report(self) -> OomReport | None:
+        """The last report: why the program, or the block, ended, if an error did; else the first.
+
+        None as long as memory has not run out.
+        """
+        return self.reports[-1] if self.reports else None
+
+    def close(self) -> None:
+        """Stop waiting; a second time does nothing.
+
+        Raises:
+            ProfilerUsageError: on another thread than it was opened on; nothing changes.
+        """
+        if not self._is_open:
+            return
+        if self._thread_id != threading.get_ident():
+            raise ProfilerUsageError(
+                f"{self!r} was closed on another thread than it was opened on, and stays open. "
+                "Close it where it was opened."
+            )
+        self._is_open = False
+        self._watch.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._reserve.free()
+
+    def __enter__(self) -> Self:
+        """Wait to the end of the block."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stop waiting; the block's error, if it is one of memory, is explained, and goes on."""
+        if error is not None:
+            self._saw(error, True)
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "open" if self._is_open else "closed"
+        found = f", {self.report.cause}" if self.report is not None else ""
+        return f"<OomRecorder opened at {self._opened_at}, {state}{found}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise ProfilerUsageError(
+            f"{self!r} can't be copied or pickled: it belongs to one program. Keep its report, "
+            "which can."
+        )
+
+    def _step_begins(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        # A step asks each parameter for tens of attributes, and a function mode is called for each:
+        # in a small model that costs more than all else. The first steps are watched, for the state
+        # is made there; a closure computes a loss, and is watched always.
+        has_closure = len(args) > 1 or bool(kwargs)
+        is_late = self._n_steps.get(optimizer, 0) >= _STEPS_WATCHED
+        if is_late and not has_closure and self._watch.set_aside():
+            self._aside_on.add(threading.get_ident())
+
+    def _step_ends(self, optimizer: Optimizer, *_: Any) -> None:
+        self._n_steps[optimizer] = self._n_steps.get(optimizer, 0) + 1
+        if threading.get_ident() in self._aside_on:
+            self._aside_on.discard(threading.get_ident())
+            self._watch.set_back()
+
+    def _saw(self, error: BaseException, is_final: bool) -> None:
+        """Explain an error, if it is one of memory and news."""
+        if self._reports_enough(is_final) or not self._lock.acquire(blocking=False):
+            return
+        try:
+            info = oom_info(error)
+            if info is not None:
+                self._note(error, info, None if is_final else sys._getframe(1))
+        # Memory is short, and the program's objects are any: its own error is what matters.
+        except Exception:
+            return
+        finally:
+            self._lock.release()
+
+    def _reports_enough(self, is_final: bool) -> bool:
+        if not self._is_open or is_final:
+            return not self._is_open
+        # A program may handle thousands: whoever looks for a size that fits does.
+        return len(self._by_error) >= _MOST_HANDLED or handles_ooms.get()
+
+    def _note(self, error: BaseException, info: OomInfo, frame: FrameType | None) -> None:
+        """Keep the report of the first error, and of the one that ends the program.
+
+        What happened is best told as it was raised. So the second that is handled is explained as
+        well, and shown if nobody handled it in the end: a retry in the midst of the handling of the
+        first; see test_an_error_that_ends_the_program_is_explained_beside_the_first.
+        """
+        key = _key_of(error)
+        report = self._by_error.get(key)
+        if report is None:
+            self._reserve.free()
+            try:
+                report = self._by_error[key] = self._report_of(error, info, frame)
+            finally:
+                self._reserve.take()
+        if frame is None or not self.reports:
+            self.reports = tuple({id(each): each for each in (*self.reports[:1], report)}.values())
+            if not self._quiet and self._shown is not report:
+                _show(report)
+            self._shown = report
+
+    def _report_of(self, error: BaseException, info: OomInfo, frame: FrameType | None) -> OomReport:
+        text = f"{info.chain[-1]}: {info.text[:_MOST_OF_TEXT]}"
+        scene = Scene()
+        facts = Facts(info, scene, info.device or "cpu", is_handled=frame is not None)
+        with collector_paused():
+            with suppress(Exception):
+                scene = scene_of(error, frame)
+            with suppress(Exception):
+                facts = gather(
+                    info,
+                    scene,
+                    is_handled=frame is not None,
+                    steps=sum(self._n_steps.values()),
+                    began_bytes=self._began_bytes,
+                )
+        try:
+            return build(facts, judge(facts), text)
+        # the least that there is to say
+        except Exception as failed:
+            told = f"The cause could not be judged: {type(failed).__name__}."
+            verdict = Verdict("unknown", 0, "Out of memory; nothing more could be seen.", (told,))
+            return build(Facts(info, scene, facts.device), verdict, text)
+
+
+def _key_of(error: BaseException) -> tuple[int, str]:
+    """The error of memory in a chain, so that it is known again below what was raised from it."""
+    for each in chain_of(error):
+        info = oom_info(each)
+        if info is not None and len(info.chain) == 1:
+            return id(each), info.text
+    return id(error), ""
+
+
+def _show(report: OomReport) -> None:
+    stream = sys.stderr
+    if stream is not None:
+        rule = "-" * 80
+        stream.write(f"{rule}\n{report}\n{rule}\n")
+        stream.flush()
+
+
+def record_oom(*, quiet: bool = False) -> OomRecorder:
+    """Explain the first out-of-memory error, at the moment that it is raised.
+
+    Called alone it waits until the program ends; with ``with`` to the end of the block. An error
+    that the program handles is seen as well, while all that it was about is still alive. On the
+    thread that calls this every error that torch raises is seen, also in a backward pass and in the
+    step of an optimizer; of Python, of NumPy and of other threads those that nobody handles. What
+    `tenure.adaptive` tries again by itself is no news. From the third step of an optimizer on, its
+    errors are seen where nobody handles them.
+
+    Waiting costs about a microsecond a call of torch, and address space (64 MiB, never touched)
+    that the report is made in.
+
+    Args:
+        quiet: whether nothing is printed; otherwise the report goes to stderr.
+
+    Returns:
+        The recorder; its ``report`` is an `OomReport`, or None.
+
+    Example:
+        >>> import torch
+        >>> from tenure.adaptive import memory_budget
+        >>> from tenure.profiler import record_oom
+        >>> with record_oom(quiet=True) as recorder, memory_budget("1MiB"):
+        ...     kept = []
+        ...     try:
+        ...         while True:
+        ...             kept.append(torch.ones(64, 1024))
+        ...     except torch.OutOfMemoryError:
+        ...         pass
+        >>> recorder.report.cause, recorder.report.device
+        ('results', 'cpu')
+        >>> print(recorder.report.first_line)
+        Results pile up: kept[…] keeps 4 tensors, 1.0 MiB. Use chunked(collect=).
+    """
+    return OomRecorder(quiet=quiet)

@@ -1,0 +1,247 @@
+"""One screen about an out-of-memory error, the cause and the remedy in its first line."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, get_args
+
+from tenure._show import Column, Report, Table
+from tenure._text import counted, format_bytes
+
+from .._owners import CATEGORIES, SAVED, StorageEntry, describe_row
+from .._reports import place_of
+from ._facts import Facts, Host
+from ._verdict import Cause, Verdict
+
+CAUSES: tuple[str, ...] = get_args(Cause)
+"""What `OomReport.cause` can be."""
+_WIDTH = 80
+_MOST_LINES, _MOST_HOLDERS = 4, 5
+_MOST_OF_NAME = 44
+
+
+@dataclass(frozen=True, slots=True)
+class OomLine:
+    """What one line of the program made, or what one place keeps.
+
+    Attributes:
+        name: the line, as ``train.py:41``; or the place.
+        n_bytes: bytes of its storages.
+        n_storages: how many there are.
+        what: the largest, such as ``float32[64, 128] on cuda:0``.
+    """
+
+    name: str
+    n_bytes: int
+    n_storages: int
+    what: str = ""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class OomReport(Report):
+    """Why memory ran out, and what there was when it did.
+
+    Attributes:
+        cause: one of ``"leak"``, ``"results"``, ``"cycle"``, ``"traceback"``, ``"logits"``,
+            ``"optimizer_state"``, ``"batch"``, ``"weights"``, ``"fragmentation"``,
+            ``"other_process"``, ``"host"``, ``"unknown"``.
+        first_line: the cause and the remedy.
+        evidence: sentences with the numbers that speak for it, and further remedies.
+        error: the type of the error and the beginning of its text.
+        site: the user's line that it came from, as ``train.py:41 in loss_of``; can be empty.
+        device: where memory ran out.
+        wanted_bytes: what the allocation asked for; 0 where nothing tells.
+        total_bytes: the memory of the device, or the limit on it; None where nothing tells.
+        free_bytes: what of it was free; None where nothing tells.
+        cause_bytes: the bytes that speak for the cause.
+        rows: bytes by category, on that device.
+        lines: the lines that made the most, where sites were captured.
+        holders: the places that keep the most.
+        fragmentation: ``reserved_bytes``, ``allocated_bytes``, ``unused_bytes`` and
+            ``largest_free_bytes`` of the device's allocator; empty where it counts nothing.
+        host: the host's memory: that of the process, of its container, and their limits.
+        was_handled: the error was raised by torch, and the program may have handled it.
+        notes: what could not be seen.
+    """
+
+    cause: str
+    first_line: str
+    evidence: tuple[str, ...]
+    error: str
+    site: str
+    device: str
+    wanted_bytes: int
+    total_bytes: int | None
+    free_bytes: int | None
+    cause_bytes: int
+    rows: dict[str, int]
+    lines: tuple[OomLine, ...]
+    holders: tuple[OomLine, ...]
+    fragmentation: dict[str, int]
+    host: dict[str, int]
+    was_handled: bool = True
+    notes: tuple[str, ...] = ()
+
+    _figures: ClassVar = ("used_bytes",)
+
+    @property
+    def used_bytes(self) -> int:
+        """What the tensors that were found take on the device."""
+        return sum(self.rows.values())
+
+    def __repr__(self) -> str:
+        return f"<OomReport of {self.cause} on {self.device}: {self.first_line}>"
+
+    def __str__(self) -> str:
+        lines = [*_wrapped(self.first_line)]
+        for sentence in (self._failure(), *self.evidence, *self.notes):
+            lines += _wrapped(sentence, "  ")
+        lines += ["", *(line for table in self._parts() for line in table.body("").split("\n"))]
+        lines += [line for sentence in self._sums() for line in _wrapped(sentence)]
+        return "\n".join(lines)
+
+    def _failure(self) -> str:
+        at = f" at {self.site}" if self.site else ""
+        wanted = f", wanted {format_bytes(self.wanted_bytes)}" if self.wanted_bytes else ""
+        total = f" of {format_bytes(self.total_bytes)}" if self.total_bytes else ""
+        free = (
+            f", {format_bytes(self.free_bytes)} free{total}" if self.free_bytes is not None else ""
+        )
+        kind = self.error.partition(":")[0]
+        return f"{kind}{at}: {self.device}{wanted}{free or (f', limit{total}' if total else '')}."
+
+    def _parts(self) -> list[Table]:
+        total = max(1, self.used_bytes)
+        found = [(name, n) for name, n in self.rows.items() if n]
+        rows = [(name, format_bytes(n), f"{n / total:.0%}") for name, n in found]
+        tables = [Table("", _columns("in use", self.device, "share"), rows)] if rows else []
+        for heading, lines in (("created at", self.lines), ("kept by", self.holders)):
+            cells = [_cells(line) for line in lines]
+            if cells:
+                tables.append(Table("", _columns(heading, "bytes", "tensors"), cells))
+        return tables
+
+    def _sums(self) -> Iterator[str]:
+        told = {name: format_bytes(n) for name, n in {**self.fragmentation, **self.host}.items()}
+        if self.fragmentation:
+            largest = told.get("largest_free_bytes")
+            of_it = f", the largest free block {largest}" if largest else ""
+            yield (
+                f"{self.device}: {told['allocated_bytes']} allocated of {told['reserved_bytes']} "
+                f"reserved, {told['unused_bytes']} unused{of_it}."
+            )
+        if self.host:
+            limits = [
+                f"{name} {told[key]}"
+                for key, name in (
+                    ("limit_bytes", "the container's limit"),
+                    ("own_limit_bytes", "its own limit"),
+                )
+                if key in told
+            ]
+            limit = f" ({', '.join(limits)})" if limits else ""
+            yield f"host: the process has {told['rss_bytes']}, free {told['free_bytes']}{limit}."
+
+
+def build(facts: Facts, verdict: Verdict, error: str) -> OomReport:
+    """Put what is known and what is thought of it together; without a reference to anything."""
+    counters = facts.counters
+    fragmentation: dict[str, int] = {}
+    if counters is not None:
+        fragmentation = {
+            "allocated_bytes": counters.allocated,
+            "reserved_bytes": counters.reserved,
+            "unused_bytes": counters.reserved - counters.allocated,
+        }
+        if facts.cached is not None:
+            fragmentation["largest_free_bytes"] = facts.cached.largest_free_bytes
+    return OomReport(
+        verdict.cause,
+        verdict.head,
+        verdict.evidence,
+        error,
+        facts.scene.site,
+        facts.device,
+        facts.wanted_bytes,
+        facts.total_bytes,
+        facts.free_bytes,
+        verdict.n_bytes,
+        _by_category(facts),
+        _largest(((e.owner.created_at, e) for e in facts.entries), _MOST_LINES),
+        _largest(((_holder_of(e), e) for e in facts.entries), _MOST_HOLDERS),
+        fragmentation,
+        _of_host(facts.host),
+        facts.is_handled,
+        facts.notes,
+    )
+
+
+def _by_category(facts: Facts) -> dict[str, int]:
+    found = dict.fromkeys(CATEGORIES, 0)
+    for entry in facts.entries:
+        row = entry.owner
+        found[row.category] = found.get(row.category, 0) + row.n_bytes
+    return found
+
+
+def _holder_of(entry: StorageEntry) -> str:
+    row = entry.owner
+    if row.graph is not None and row.category == SAVED:
+        return f"graph of {place_of(row.graph)}"
+    return place_of(row.name)
+
+
+def _largest(found: Iterator[tuple[str | None, StorageEntry]], most: int) -> tuple[OomLine, ...]:
+    by_name: dict[str, list[StorageEntry]] = {}
+    for name, entry in found:
+        if name is not None:
+            by_name.setdefault(name, []).append(entry)
+    lines = [
+        OomLine(
+            name,
+            sum(e.owner.n_bytes for e in entries),
+            len(entries),
+            describe_row(max(entries, key=lambda e: e.owner.n_bytes).owner),
+        )
+        for name, entries in by_name.items()
+    ]
+    return tuple(sorted(lines, key=lambda line: -line.n_bytes)[:most])
+
+
+def _of_host(host: Host | None) -> dict[str, int]:
+    if host is None:
+        return {}
+    told = {
+        "rss_bytes": host.rss_bytes,
+        "free_bytes": host.free_bytes,
+        "limit_bytes": host.limit_bytes,
+        "group_free_bytes": host.group_free_bytes,
+        "own_limit_bytes": host.own_limit_bytes,
+    }
+    return {name: n_bytes for name, n_bytes in told.items() if n_bytes is not None}
+
+
+def _columns(heading: str, n_bytes: str, last: str) -> tuple[Column, ...]:
+    return Column(heading), Column(n_bytes, ">"), Column(last, "<")
+
+
+def _cells(line: OomLine) -> tuple[str, str, str]:
+    name = line.name
+    # the end tells more than the beginning, which is a function's or a module's
+    if len(name) > _MOST_OF_NAME:
+        name = f"…{name[1 - _MOST_OF_NAME :]}"
+    n = counted(line.n_storages, "tensor") if line.n_storages > 1 else line.what
+    return name, format_bytes(line.n_bytes), n
+
+
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent or "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

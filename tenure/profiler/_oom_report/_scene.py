@@ -1,0 +1,215 @@
+"""What ran when memory was short, as text and numbers: no frame and no object is kept.
+
+An error that a function of torch raised is seen above that function: what ran inside is in the
+error's traceback, what ran around it is on the stack.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tenure._callers import is_internal
+from tenure._heap import is_kind, read, read_locals, type_name
+from tenure._storages import storage_bytes
+
+_LOSSES = frozenset(
+    {"cross_entropy", "log_softmax", "nll_loss", "softmax", "fixed_cross_entropy", "kl_div"}
+)
+_MOVES = frozenset(
+    {"_apply", "to", "cuda", "cpu", "load_state_dict", "reset_parameters", "to_empty"}
+)
+_BUILDS = frozenset({"from_pretrained", "from_config", "__init__", *_MOVES})
+# Around an operation of a training step there are tens of frames; a recursion may have thousands.
+_MOST = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """The moment of the error.
+
+    Attributes:
+        site: the user's line, as ``train.py:41 in loss_of``; empty where no frame is the user's.
+        is_training: autograd recorded what ran.
+        is_backward: a backward pass ran.
+        is_forward: the forward of a module ran.
+        is_loss: a function of a loss over classes ran.
+        is_building: a module was being made, loaded or moved.
+        layer: the innermost module whose forward ran, and its output features where it is linear.
+        out_features: see there; 0 where it is not linear.
+        optimizer: the class of an optimizer whose step ran; empty otherwise.
+        is_first_step: it has no state yet for some of its parameters.
+        optimizer_bytes: the parameters that it steps.
+        building_bytes: the parameters and buffers of the module that is being made, loaded or
+            moved, on all devices.
+        all_in_eval: every module whose forward ran is in eval mode.
+        raised_in: the functions in the error's own traceback, as holders' names tell them.
+        containers: the containers that variables of the program are, by name: "list", "dict", or
+            "bounded" for one that grows no more.
+    """
+
+    site: str = ""
+    is_training: bool = False
+    is_backward: bool = False
+    is_forward: bool = False
+    is_loss: bool = False
+    is_building: bool = False
+    layer: str = ""
+    out_features: int = 0
+    optimizer: str = ""
+    is_first_step: bool = False
+    optimizer_bytes: int = 0
+    building_bytes: int = 0
+    all_in_eval: bool = False
+    raised_in: frozenset[str] = frozenset()
+    containers: dict[str, str] = field(default_factory=dict)
+
+
+def scene_of(error: BaseException, frame: FrameType | None) -> Scene:
+    """What ran when an error was raised.
+
+    Args:
+        error: the error; its traceback leads inwards from the frame that saw it.
+        frame: the frame that saw it, from which the stack leads outwards; None where nobody
+            handled it, and all that ran is in its traceback.
+    """
+    inside = _inside(error)
+    # the frame that saw it is in the traceback as well
+    frames = [*inside, *(each for each in _outside(frame) if each not in inside)]
+    return _of_frames(frames, frozenset(each.f_code.co_qualname for each in inside))
+
+
+def _inside(error: BaseException) -> list[FrameType]:
+    """The frames of the traceback, innermost first."""
+    found: list[FrameType] = []
+    step = error.__traceback__
+    while step is not None and len(found) < _MOST:
+        found.append(step.tb_frame)
+        step = step.tb_next
+    return found[::-1]
+
+
+def _outside(frame: FrameType | None) -> Iterator[FrameType]:
+    for _ in range(_MOST):
+        if frame is None:
+            return
+        yield frame
+        frame = frame.f_back
+
+
+def _of_frames(frames: list[FrameType], raised_in: frozenset[str]) -> Scene:
+    facts: dict[str, Any] = {"site": _site_in(frames), "is_training": torch.is_grad_enabled()}
+    facts.update(raised_in=raised_in, containers=_containers_in(frames))
+    names = {frame.f_code.co_name for frame in frames}
+    facts["is_backward"] = "_engine_run_backward" in names
+    facts["is_loss"] = bool(names & _LOSSES)
+    modes: list[bool] = []
+    for frame in frames:
+        subject = _self_of(frame)
+        if is_kind(type(subject), Optimizer) and not facts.get("optimizer"):
+            facts.update(_of_optimizer(subject, frames))
+        elif is_kind(type(subject), nn.Module):
+            _add_module(facts, frame.f_code.co_name, subject, modes)
+    facts["all_in_eval"] = bool(modes) and not any(modes)
+    return Scene(**facts)
+
+
+def _add_module(facts: dict[str, Any], name: str, module: Any, modes: list[bool]) -> None:
+    if name == "forward":
+        modes.append(bool(module.training))
+        if not facts.get("is_forward"):
+            facts["layer"] = type_name(type(module))
+            facts["out_features"] = int(getattr(module, "out_features", 0) or 0)
+        facts["is_forward"] = True
+    # A layer that is made within a forward is lazily made there: that is no building of a model.
+    elif name in _BUILDS and not facts.get("is_forward"):
+        facts["is_building"] = True
+        facts["building_bytes"] = max(facts.get("building_bytes", 0), _bytes_of(module))
+
+
+def _containers_in(frames: list[FrameType]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for frame in frames:
+        if not _is_library(frame):
+            prefix = f"{frame.f_code.co_qualname}.<locals>"
+            if frame.f_locals is frame.f_globals:
+                prefix = str(frame.f_globals.get("__name__"))
+            for name, value in [*read_locals(frame)]:
+                if kind := _kind_of(value):
+                    found[f"{prefix}.{name}"] = kind
+            module = frame.f_globals.get("__name__")
+            for name, value in [*frame.f_globals.items()]:
+                if kind := _kind_of(value):
+                    found.setdefault(f"{module}.{name}", kind)
+    return found
+
+
+def _kind_of(value: object) -> str:
+    kind = type(value)
+    # by identity: a metaclass may define __eq__
+    if kind is deque:
+        return "list" if value.maxlen is None else "bounded"  # type: ignore[attr-defined]
+    return "list" if kind is list or kind is set else "dict" if kind is dict else ""
+
+
+def _self_of(frame: FrameType) -> object:
+    code = frame.f_code
+    if not code.co_argcount or code.co_varnames[0] != "self":
+        return None
+    return next((value for name, value in read_locals(frame) if name == "self"), None)
+
+
+def _of_optimizer(optimizer: Any, frames: list[FrameType]) -> dict[str, Any]:
+    steps = ("step", "_init_group", "profile_hook_step", "wrapper")
+    if not any(frame.f_code.co_name in steps for frame in frames):
+        return {}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    stepped = [p for p in parameters if read(p, "grad") is not None]
+    return {
+        "optimizer": type_name(type(optimizer)),
+        "is_first_step": any(not _has_state(optimizer.state.get(p)) for p in stepped),
+        "optimizer_bytes": sum(storage_bytes(p) or 0 for p in parameters),
+    }
+
+
+def _has_state(state: Any) -> bool:
+    if not state:
+        return False
+    return any(isinstance(value, Tensor) and value.numel() > 1 for value in state.values())
+
+
+def _bytes_of(module: nn.Module) -> int:
+    try:
+        tensors = [*module.parameters(), *module.buffers()]
+    # one that is being made has no registries yet
+    except AttributeError:
+        return 0
+    return sum(storage_bytes(t) or t.numel() * t.element_size() for t in tensors)
+
+
+def _site_in(frames: list[FrameType]) -> str:
+    user = next((frame for frame in frames if not _is_library(frame)), None)
+    if user is None:
+        return ""
+    code = user.f_code
+    path = code.co_filename
+    try:
+        inside = os.path.relpath(path)
+    # another drive, or a working directory that is gone
+    except (ValueError, OSError):
+        inside = path
+    path = path if inside.startswith(os.pardir) else inside
+    place = f"{path}:{user.f_lineno}"
+    return place if code.co_name == "<module>" else f"{place} in {code.co_name}"
+
+
+def _is_library(frame: FrameType) -> bool:
+    return is_internal(frame) or "site-packages" in frame.f_code.co_filename

@@ -1,0 +1,48 @@
+"""What is said of a cause: one line with the remedy, and the sentences below it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Cause: TypeAlias = Literal[
+    "leak",
+    "results",
+    "cycle",
+    "traceback",
+    "logits",
+    "optimizer_state",
+    "batch",
+    "weights",
+    "fragmentation",
+    "other_process",
+    "host",
+    "unknown",
+]
+_PREFIX = re.compile(r"\A(?:[\w.<>]+\.<locals>\.|__main__\.)")
+_MOST_CHARACTERS = 34
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A cause.
+
+    Attributes:
+        cause: which.
+        n_bytes: the bytes that speak for it.
+        head: the cause and the remedy, in one line.
+        evidence: sentences with numbers, and what else can be done.
+    """
+
+    cause: Cause
+    n_bytes: int
+    head: str
+    evidence: tuple[str, ...]
+
+
+def short(name: str) -> str:
+    """A name as its function would say it: without the function, and without what holds it."""
+    inner = name.partition(", held by ")[0]
+    text = _PREFIX.sub("", inner.rpartition(": ")[2] if " of " in inner else inner)
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…"

@@ -1,0 +1,217 @@
+"""Two runs beside each other: what is new, what is gone, what takes more than before."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from tenure._show import Bar, Column, Paragraph, Part, Report, Table
+from tenure._text import format_bytes
+
+from ._layout import COLUMNS, drawn, fitted
+from ._recording import Recording
+from ._tracks import Track
+
+ChangeKind = Literal["new", "gone", "grown", "shrunk"]
+
+_INDEX = re.compile(r"\[[^\]]*\]")
+_BAR = 24
+_MOST_ROWS = 15
+_NAME_WIDTH = 36
+_SIDES = ("A", "B")
+_FIGURES = (Column("A", ">", True), Column("B", ">", True), Column("change", ">", True))
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something whose bytes differ between two runs.
+
+    Attributes:
+        kind: whether it is in one run alone, or takes more or less in the second.
+        name: the tensor, category or line.
+        category: what it is; empty for a category and for a line.
+        created_at: where it was made, if that is known; else empty.
+        before_bytes: its bytes in the first run.
+        after_bytes: its bytes in the second run.
+    """
+
+    kind: ChangeKind
+    name: str
+    category: str
+    created_at: str
+    before_bytes: int
+    after_bytes: int
+
+    @property
+    def change_bytes(self) -> int:
+        """By how much the second run takes more."""
+        return self.after_bytes - self.before_bytes
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RecordingDiff(Report):
+    """The second of two runs, compared with the first.
+
+    Attributes:
+        titles: the two commands.
+        seconds: how long each ran.
+        peaks: by device, the most bytes of each run.
+        categories: categories that differ at the end.
+        tensors: tensors that differ at the end, by name, category and site; those of one container
+            together.
+        lines: lines whose memory differs at the peak.
+        tracks: by device, the live bytes of each run.
+    """
+
+    titles: tuple[str, str]
+    seconds: tuple[float, float]
+    peaks: tuple[Change, ...]
+    categories: tuple[Change, ...]
+    tensors: tuple[Change, ...]
+    lines: tuple[Change, ...]
+    tracks: tuple[tuple[Track | None, Track | None], ...] = ()
+
+    @classmethod
+    def of(cls, before: Recording, after: Recording) -> RecordingDiff:
+        """Compare two runs."""
+        tracks = [{track.device: track for track in run.over_time} for run in (before, after)]
+        devices = sorted(tracks[0].keys() | tracks[1].keys())
+        return cls(
+            (before.title(), after.title()),
+            (before.duration_s, after.duration_s),
+            _all_changes(_by_name(before.peaks), _by_name(after.peaks)),
+            _changes(_by_category(before), _by_category(after)),
+            _changes(_by_tensor(before), _by_tensor(after)),
+            _changes(_by_line(before), _by_line(after)),
+            tuple((tracks[0].get(device), tracks[1].get(device)) for device in devices),
+        )
+
+    def __repr__(self) -> str:
+        return f"<RecordingDiff of {self.titles[0]!r} and {self.titles[1]!r}>"
+
+    def __str__(self) -> str:
+        return "\n\n".join(part.text() for part in self._parts())
+
+    def _parts(self) -> list[Part]:
+        heads = zip(_SIDES, self.titles, self.seconds, strict=True)
+        lines = [f"{side}  {fitted(title, COLUMNS - 16)}, {s:.1f} s" for side, title, s in heads]
+        parts: list[Part] = [Paragraph("", "\n".join(lines))]
+        if self.peaks:
+            parts.append(_peaks(self.peaks))
+        parts += [_over_time(*pair) for pair in self.tracks]
+        for title, changes in (
+            ("Categories at the end", self.categories),
+            ("Tensors at the end", self.tensors),
+            ("Lines at the peak", self.lines),
+        ):
+            if changes:
+                parts.append(_table(title, changes))
+        if not (self.categories or self.tensors or self.lines):
+            parts.append(Paragraph("", "Nothing else that both recorded differs."))
+        return parts
+
+
+_Key = tuple[str, str, str]
+
+
+def _by_name(found: Mapping[str, int]) -> dict[_Key, int]:
+    return {(name, "", ""): n_bytes for name, n_bytes in found.items()}
+
+
+def _by_category(run: Recording) -> dict[_Key, int]:
+    return {} if run.memory is None else _by_name(run.memory.categories)
+
+
+def _by_tensor(run: Recording) -> dict[_Key, int]:
+    found: defaultdict[_Key, int] = defaultdict(int)
+    for row in () if run.memory is None else run.memory.rows:
+        if row.n_bytes:
+            found[_INDEX.sub("[…]", row.name), row.category, row.created_at or ""] += row.n_bytes
+    return found
+
+
+def _by_line(run: Recording) -> dict[_Key, int]:
+    found: defaultdict[_Key, int] = defaultdict(int)
+    for track in run.over_time:
+        for block in track.at_peak:
+            name = block.stack[-1] if block.stack else block.category
+            found[name, "", ""] += block.n_bytes
+    return found
+
+
+def _changes(before: Mapping[_Key, int], after: Mapping[_Key, int]) -> tuple[Change, ...]:
+    # What only one of them recorded tells nothing of the other.
+    if not before or not after:
+        return ()
+    return tuple(each for each in _all_changes(before, after) if each.change_bytes)
+
+
+def _all_changes(before: Mapping[_Key, int], after: Mapping[_Key, int]) -> tuple[Change, ...]:
+    found = [
+        Change(_kind(key, before, after), *key, before.get(key, 0), after.get(key, 0))
+        for key in before.keys() | after.keys()
+    ]
+    return tuple(sorted(found, key=lambda each: (-abs(each.change_bytes), each.name)))
+
+
+def _kind(key: _Key, before: Mapping[_Key, int], after: Mapping[_Key, int]) -> ChangeKind:
+    if not before.get(key):
+        return "new"
+    if not after.get(key):
+        return "gone"
+    return "grown" if after[key] > before[key] else "shrunk"
+
+
+def _figures(change: Change) -> tuple[str, str, str]:
+    sign = "+" if change.change_bytes > 0 else ""
+    return (
+        format_bytes(change.before_bytes),
+        format_bytes(change.after_bytes),
+        f"{sign}{format_bytes(change.change_bytes)}",
+    )
+
+
+def _peaks(changes: tuple[Change, ...]) -> Table:
+    most = max(max(each.before_bytes, each.after_bytes) for each in changes) or 1
+    rows = []
+    for change in changes:
+        sign = "+" if change.change_bytes > 0 else ""
+        both = (change.before_bytes, change.after_bytes)
+        for i, (side, n_bytes) in enumerate(zip(_SIDES, both, strict=True)):
+            bar = "█" * round(_BAR * n_bytes / most) if n_bytes else ""
+            moved = f"{sign}{format_bytes(change.change_bytes)}" if i else ""
+            percent = round(100 * n_bytes / most)
+            shown = Bar(format_bytes(n_bytes), percent)
+            rows.append(("" if i else change.name, side, shown, moved, bar or "▏"))
+    columns = (Column("device"), Column(""), Column("at most", ">"), Column("change", ">", True))
+    return Table("At most", (*columns, Column("", is_code=True)), rows)
+
+
+def _over_time(before: Track | None, after: Track | None) -> Paragraph:
+    tracks = [track for track in (before, after) if track is not None]
+    most_s = max(track.times_s[-1] if track.times_s else 0.0 for track in tracks)
+    most_bytes = max(track.peak_bytes for track in tracks)
+    title = f"{tracks[0].device}: live bytes over {most_s:.1f} s, up to {format_bytes(most_bytes)}"
+    lines = [
+        f"{side} │{drawn(track.times_s, track.live_bytes, COLUMNS - 4, most_s, most_bytes)}"
+        for side, track in zip(_SIDES, (before, after), strict=True)
+        if track is not None
+    ]
+    return Paragraph(title, "\n".join(lines))
+
+
+def _table(title: str, changes: tuple[Change, ...]) -> Table:
+    rows = list(map(_row, changes[:_MOST_ROWS]))
+    if rest := changes[_MOST_ROWS:]:
+        n_bytes = sum(change.change_bytes for change in rest)
+        moved = f"{'+' if n_bytes > 0 else ''}{format_bytes(n_bytes)}"
+        rows.append(("", f"and {len(rest)} more", "", "", moved))
+    return Table(title, (Column(""), Column("name"), *_FIGURES), rows)
+
+
+def _row(change: Change) -> tuple[str, ...]:
+    name = f"{change.name} ({change.created_at})" if change.created_at else change.name
+    return (change.kind, fitted(name, _NAME_WIDTH), *_figures(change))

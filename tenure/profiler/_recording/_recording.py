@@ -1,0 +1,312 @@
+"""What one run of a program told: how it ended, what it took at most, what grew, and who held it.
+
+A recording is its file: what it shows, it shows in another process, and in another year.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+from tenure._errors import ReportFormatError
+from tenure._report_files import is_packed, read_facts, write_facts
+from tenure._show import Amounts, Column, Paragraph, Part, Report, Table, plain, restored
+from tenure._text import describe_elements, format_bytes
+from tenure.scopes import LeakReport
+
+from .._lines import RecordsDisplay
+from .._owners import TensorRow
+from .._reports import DeviceReport, MemReport
+from ._exports import exported
+from ._growth import Growth
+from ._layout import COLUMNS, fitted, wrapped
+from ._leaks_found import RecordedLeaks
+from ._torch_snapshots import is_pickle, read_snapshot, tracks_of
+from ._tracks import Track
+from ._tree import DeviceTree, RecordedTree, folded, tree_of
+
+_MOST_ROWS = 10
+# By the name of the field: they know how they are written, and which version that is.
+_REPORTS: dict[str, type[Report]] = {"lines": RecordsDisplay, "memory": MemReport}
+_OF_OTHER_PACKAGES = {"timeline": "TimelineReport", "oom": "OomReport"}
+_TENSORS = (Column("tensor"), Column("category"), Column("shape"), Column("bytes", ">"))
+_LINE_COLUMNS = ("hits", "net", "peak")
+# with the lines that rich draws between them
+_NAME_WIDTH, _CATEGORY_WIDTH, _SHAPE_WIDTH = 24, 18, 15
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Recording(Report):
+    """One run of a program, as ``tenure run`` wrote it down.
+
+    Attributes:
+        command: the command that was run, as ``("python", "train.py")``.
+        began_at: when, as ISO 8601 in UTC.
+        duration_s: how long it ran.
+        ended: how: ``"exit code 0"``, or the type and the first line of what it raised.
+        exit_code: what the shell was told; 128 and its number for a signal.
+        versions: of Python, of torch and of tenure.
+        peaks: by device, the most bytes that were alive at once, where that was measured.
+        leaks: reports of scopes whose policy reports.
+        growth: what held more from step to step, the largest first.
+        lines: the figures of the functions whose lines were asked for.
+        memory: what was alive at the end, or when the error was raised.
+        timeline: live bytes over time, by device, category, scope and line.
+        oom: the out-of-memory error, explained.
+        tracks: live bytes over time, by device, of what has no timeline: a snapshot of torch.
+        rank: the rank of a process group; None without one.
+        notes: what could not be seen, and why.
+    """
+
+    command: tuple[str, ...]
+    began_at: str
+    duration_s: float
+    ended: str
+    exit_code: int | None
+    versions: dict[str, str] = field(default_factory=dict)
+    peaks: dict[str, int] = field(default_factory=dict)
+    leaks: tuple[LeakReport, ...] = ()
+    growth: tuple[Growth, ...] = ()
+    lines: RecordsDisplay | None = None
+    memory: MemReport | None = None
+    timeline: Report | None = None
+    oom: Report | None = None
+    tracks: tuple[Track, ...] = ()
+    rank: int | None = None
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a file of ``tenure run``, or a snapshot that torch wrote.
+
+        Of the latter nothing is run: a pickle that names anything to call is refused.
+
+        Raises:
+            ReportFormatError: it is something else, damaged, or of a newer version.
+            OSError: it can't be read.
+        """
+        # a file of lists, or an HTML page: what is read decides, and not what it is called
+        if not is_packed(path) and is_pickle(path):
+            return cls._of_torch(path)
+        try:
+            return cls.from_dict(read_facts(path))
+        except ReportFormatError as error:
+            told = str(error)
+            name = "" if str(path) in told else f"{path}: "
+            raise ReportFormatError(f"{name}{told}") from None
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file, whole or not at all; one of that name is replaced.
+
+        Raises:
+            OSError: it can't be written.
+        """
+        write_facts(path, self.to_dict())
+
+    @property
+    def over_time(self) -> tuple[Track, ...]:
+        """Live bytes over time, by device: the timeline's, or those of a snapshot of torch."""
+        # its devices have what a track has, and more
+        return tuple(getattr(self.timeline, "devices", self.tracks))
+
+    def tree(self) -> RecordedTree:
+        """What was alive at the peak of each device, by scope and line.
+
+        Without a timeline, what was alive at the end, by category and name.
+        """
+        if self.over_time:
+            return RecordedTree(tuple(map(_at_peak, self.over_time)))
+        devices = () if self.memory is None else self.memory.devices
+        return RecordedTree(tuple(_at_end(device) for device in devices if device.total_bytes))
+
+    def export(self, path: str | Path) -> None:
+        """Write it for other tools; the extension says which format.
+
+        Args:
+            path: ``.json`` for all of it, ``.csv`` for what was alive, ``.html`` for a page that
+                stands alone; with a timeline, but for the page, what its ``export`` writes.
+
+        Raises:
+            ProfilerUsageError: the extension is another.
+            OSError: it can't be written.
+        """
+        of_the_timeline = getattr(self.timeline, "export", None)
+        if of_the_timeline is not None and Path(path).suffix != ".html":
+            of_the_timeline(path)
+            return
+        text = exported(self, Path(path))
+        Path(path).write_text(text, encoding="utf-8")
+
+    def title(self) -> str:
+        """The command and, of several ranks, whose it was."""
+        rank = "" if self.rank is None else f"rank {self.rank}: "
+        return f"{rank}{shlex.join(self.command)}"
+
+    def __repr__(self) -> str:
+        return f"<Recording of {self.title()!r}, {self.ended}>"
+
+    def __str__(self) -> str:
+        return "\n\n".join(part.text() for part in self._parts())
+
+    def _parts(self) -> list[Part]:
+        parts: list[Part] = [Paragraph("", "\n".join(self._heading()))]
+        if self.oom is not None:
+            parts.append(Paragraph("Out of memory", str(self.oom)))
+        if self.peaks:
+            rows = [(name, format_bytes(n_bytes)) for name, n_bytes in _ranked(self.peaks)]
+            parts.append(Table("At most", (Column("device"), Column("bytes", ">")), rows))
+        if leaks := self.leaks_found():
+            parts += leaks._parts()
+        if self.lines is not None:
+            parts += [_cut(part) for part in _narrow(self.lines)._parts()]
+        parts += self._memory_parts()
+        if self.notes:
+            parts.append(
+                Paragraph("Notes", "\n".join(wrapped(note, COLUMNS, "- ") for note in self.notes))
+            )
+        return parts
+
+    def leaks_found(self) -> RecordedLeaks:
+        """What grew, and what outlived a scope, as a report."""
+        return RecordedLeaks(self.growth, tuple(report for report in self.leaks if report))
+
+    def _heading(self) -> Iterator[str]:
+        yield fitted(self.title(), COLUMNS)
+        when = f", {self.began_at[:16].replace('T', ' ')} UTC" if self.began_at else ""
+        yield fitted(self.ended, COLUMNS)
+        yield f"after {_duration(self.duration_s)}{when}"
+        if self.versions:
+            yield ", ".join(f"{name} {version}" for name, version in self.versions.items())
+
+    def _memory_parts(self) -> Iterator[Part]:
+        if self.memory is None:
+            return
+        for device in self.memory.devices:
+            if not device.total_bytes:
+                continue
+            when = "at the end" if self.exit_code == 0 else "when it ended"
+            amounts = [*device.categories.items(), ("unexplained", device.unexplained_bytes)]
+            ranked = sorted((each for each in amounts if each[1]), key=lambda each: -each[1])
+            yield Amounts(f"On {device.device} {when}", ranked)
+            rows = sorted((row for row in device.rows if row.n_bytes), key=lambda row: -row.n_bytes)
+            if rows:
+                yield _tensors(f"Largest on {device.device}", rows)
+
+    def _facts(self) -> dict[str, Any]:
+        without: Any = dict.fromkeys([*_REPORTS, *_OF_OTHER_PACKAGES])
+        facts: dict[str, Any] = plain(replace(self, **without))
+        for name in without:
+            report = getattr(self, name)
+            facts[name] = None if report is None else report.to_dict()
+        return facts
+
+    @classmethod
+    def _of_facts(cls, facts: Mapping[str, object]) -> Self:
+        reports: Any = dict.fromkeys([*_REPORTS, *_OF_OTHER_PACKAGES])
+        for name in reports:
+            told: Any = facts.get(name)
+            reports[name] = None if told is None else _kind_of(name).from_dict(told)
+        bare: Self = restored(cls, {**facts, **dict.fromkeys(reports)}, cls.__name__)
+        return replace(bare, **reports)
+
+    @classmethod
+    def _of_torch(cls, path: str | Path) -> Self:
+        tracks = tracks_of(read_snapshot(path), path)
+        last_s = max((track.times_s[-1] for track in tracks), default=0.0)
+        return cls(
+            command=("torch snapshot", Path(path).name),
+            began_at="",
+            duration_s=last_s,
+            ended="a snapshot of torch",
+            exit_code=None,
+            peaks={track.device: track.peak_bytes for track in tracks},
+            tracks=tracks,
+            notes=() if tracks else ("The snapshot has no memory in it.",),
+        )
+
+
+def _kind_of(name: str) -> type[Report]:
+    """The class of the report in a field.
+
+    Raises:
+        ReportFormatError: this tenure has none.
+    """
+    if name in _REPORTS:
+        return _REPORTS[name]
+    # looked up when it is needed: these packages stand above this one, or aside
+    kind = getattr(sys.modules["tenure.profiler"], _OF_OTHER_PACKAGES[name], None)
+    if kind is None:
+        raise ReportFormatError(f"It has a {name}, which this tenure can't read. Update it.")
+    found: type[Report] = kind
+    return found
+
+
+def _narrow(lines: RecordsDisplay) -> RecordsDisplay:
+    """The columns that say most; the others stand in the recording all the same."""
+    columns = [column for column in lines.columns if column.name in _LINE_COLUMNS]
+    return RecordsDisplay(lines.sections, columns)
+
+
+def _cut(part: Table | Paragraph) -> Table | Paragraph:
+    """A table whose last column, the code, ends where the terminal does."""
+    if isinstance(part, Paragraph) or not part.rows:
+        return part
+    before = range(len(part.columns) - 1)
+    widths = (max(len(row[i]) for row in (_headings(part), *part.rows)) + 2 for i in before)
+    left = COLUMNS - sum(widths)
+    rows = [
+        (*row[:-1], row[-1] if len(row[-1]) <= left else f"{row[-1][: left - 1]}…")
+        for row in part.rows
+    ]
+    return replace(part, rows=rows)
+
+
+def _headings(table: Table) -> list[str]:
+    return [column.heading for column in table.columns]
+
+
+def _at_peak(track: Track) -> DeviceTree:
+    title = f"{track.device}, at its peak after {track.peak_at_s:.1f} s"
+    return tree_of(title, track.peak_bytes, track.at_peak)
+
+
+def _at_end(device: DeviceReport) -> DeviceTree:
+    rows = [row for row in device.rows if row.n_bytes]
+    return DeviceTree(
+        f"{device.device}, at the end",
+        sum(row.n_bytes for row in rows),
+        folded(((row.category, row.name), row.n_bytes, 1) for row in rows),
+        "By category and name: no peak was recorded.",
+    )
+
+
+def _tensors(title: str, rows: list[TensorRow]) -> Table:
+    shown = [
+        (
+            fitted(row.name, _NAME_WIDTH),
+            fitted(row.category, _CATEGORY_WIDTH),
+            fitted(describe_elements(row.dtype, row.shape), _SHAPE_WIDTH),
+            format_bytes(row.n_bytes),
+        )
+        for row in rows[:_MOST_ROWS]
+    ]
+    if rest := rows[_MOST_ROWS:]:
+        n_bytes = sum(row.n_bytes for row in rest)
+        shown.append((f"and {len(rest)} more", "", "", format_bytes(n_bytes)))
+    return Table(title, _TENSORS, shown)
+
+
+def _ranked(found: Mapping[str, int]) -> list[tuple[str, int]]:
+    return sorted(found.items(), key=lambda each: (-each[1], each[0]))
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

@@ -1,0 +1,165 @@
+"""Memory as a tree of the calls that made it, the largest branch first."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tenure._show import Part, Report
+from tenure._text import counted, format_bytes
+
+from ._layout import COLUMNS, fitted
+from ._tracks import Block
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+_LEAST_SHARE = 0.01
+_MOST_INDENT = 30
+_SCOPE = "scope "
+# how a snapshot of torch and a timeline say it
+_NO_SCOPE = ("", "outside of scopes")
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One call, and what it led to.
+
+    Attributes:
+        name: the line, as ``"train.py:17 in step"``.
+        n_bytes: the bytes that were made here or below.
+        n_storages: how many storages they are.
+        branches: the calls of this one, the largest first.
+    """
+
+    name: str
+    n_bytes: int
+    n_storages: int
+    branches: tuple[Branch, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTree:
+    """What was alive on a device at one moment, as a tree.
+
+    Attributes:
+        title: of what, and when.
+        n_bytes: all of it.
+        branches: the outermost calls, or categories, the largest first.
+        note: what else is to be said; can be empty.
+    """
+
+    title: str
+    n_bytes: int
+    branches: tuple[Branch, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RecordedTree(Report):
+    """What was alive at the peak, or else at the end, as a tree for each device.
+
+    Attributes:
+        devices: the trees.
+    """
+
+    devices: tuple[DeviceTree, ...]
+
+    def __repr__(self) -> str:
+        return f"<RecordedTree of {counted(len(self.devices), 'device')}>"
+
+    def __str__(self) -> str:
+        return "\n\n".join(part.text() for part in self._parts())
+
+    def _parts(self) -> list[Part]:
+        return [
+            _Lines(
+                f"{tree.title}: {format_bytes(tree.n_bytes)}",
+                "\n".join([*_lines(tree.branches, tree.n_bytes, 0), *filter(None, [tree.note])]),
+            )
+            for tree in self.devices
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Lines:
+    """Lines whose columns count."""
+
+    title: str
+    body: str
+
+    def text(self) -> str:
+        return f"{self.title}\n{self.body}"
+
+    def rich(self) -> Text:
+        from rich.text import Text
+
+        return Text(self.text(), no_wrap=True)
+
+    def html(self) -> str:
+        return f"<p><b>{html.escape(self.title)}</b></p><pre>{html.escape(self.body)}</pre>"
+
+
+def tree_of(title: str, n_bytes: int, blocks: Iterable[Block], note: str = "") -> DeviceTree:
+    """Fold blocks by their scopes and stacks.
+
+    Args:
+        title: of what, and when.
+        n_bytes: all of it; what the blocks don't have is a branch of its own.
+        blocks: what was alive.
+        note: what stands below.
+    """
+    paths = [(_path(block), block.n_bytes, block.n_storages) for block in blocks]
+    rest = n_bytes - sum(each for _, each, _ in paths)
+    if rest > 0:
+        paths.append((("unexplained",), rest, 0))
+    return DeviceTree(title, n_bytes, _folded(paths), note)
+
+
+def folded(paths: Iterable[tuple[tuple[str, ...], int, int]]) -> tuple[Branch, ...]:
+    """Names, outermost first, with bytes and storages, as branches."""
+    return _folded(list(paths))
+
+
+def _path(block: Block) -> tuple[str, ...]:
+    scope = (_SCOPE + block.scope,) if block.scope not in _NO_SCOPE else ()
+    # without a stack the category is what there is
+    return (*scope, *block.stack) if block.stack else (*scope, block.category or "unknown")
+
+
+def _folded(paths: list[tuple[tuple[str, ...], int, int]]) -> tuple[Branch, ...]:
+    groups: dict[str, list[tuple[tuple[str, ...], int, int]]] = {}
+    for path, n_bytes, n in paths:
+        if path:
+            groups.setdefault(path[0], []).append((path[1:], n_bytes, n))
+    branches = [
+        Branch(
+            name,
+            sum(n_bytes for _, n_bytes, _ in inner),
+            sum(n for _, _, n in inner),
+            _folded(inner),
+        )
+        for name, inner in groups.items()
+    ]
+    return tuple(sorted(branches, key=lambda branch: (-branch.n_bytes, branch.name)))
+
+
+def _lines(branches: tuple[Branch, ...], total: int, depth: int) -> Iterator[str]:
+    least = total * _LEAST_SHARE
+    for branch in branches:
+        if branch.n_bytes >= least:
+            yield _line(branch.n_bytes, total, depth, branch.name)
+            yield from _lines(branch.branches, total, depth + 1)
+    small = [branch for branch in branches if branch.n_bytes < least]
+    if small:
+        n_bytes = sum(branch.n_bytes for branch in small)
+        yield _line(n_bytes, total, depth, f"and {len(small)} smaller")
+
+
+def _line(n_bytes: int, total: int, depth: int, name: str) -> str:
+    share = f"{n_bytes / total:.0%}" if total else ""
+    figures = f"{format_bytes(n_bytes):>10} {share:>4}  "
+    indent = " " * min(depth, _MOST_INDENT)
+    return f"{figures}{indent}{fitted(name, COLUMNS - len(figures) - len(indent))}"

@@ -1,0 +1,9 @@
+"""Live memory over time: recorded, thinned with its maxima kept, written for other tools."""
+
+from ._timeline import Timeline as Timeline
+from ._timeline_report import DeviceTimeline as DeviceTimeline
+from ._timeline_report import HostTimeline as HostTimeline
+from ._timeline_report import OomMark as OomMark
+from ._timeline_report import PeakRow as PeakRow
+from ._timeline_report import ScopeSpan as ScopeSpan
+from ._timeline_report import TimelineReport as TimelineReport

@@ -1,0 +1,67 @@
+"""Files of other tools: a module for each format, found by how a file's name ends.
+
+A writer gives the text or the bytes of a whole file; it is written to a temporary name and then
+renamed, so that a file is whole or is not there. Another format is one more entry of ``WRITERS``.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from tenure._errors import ProfilerUsageError
+from tenure._text import listed
+
+from .._timeline_report import TimelineReport
+from ._chrome import chrome_trace
+from ._memory_viz import memory_viz_pickle
+from ._speedscope import speedscope_profile
+from ._table import csv_table
+
+Writer = Callable[[TimelineReport], str | bytes]
+WRITERS: dict[str, Writer] = {
+    ".pickle": memory_viz_pickle,
+    ".speedscope.json": speedscope_profile,
+    ".json": chrome_trace,
+    ".csv": csv_table,
+}
+"""By extension; the longest that a name ends with counts."""
+
+
+def export(report: TimelineReport, path: Path) -> Path:
+    """Write a timeline in the format that the name of the file asks for.
+
+    Raises:
+        ProfilerUsageError: there is no such format.
+    """
+    content = _writer_for(path)(report)
+    data = content.encode() if isinstance(content, str) else content
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        # as if it had been opened to be written: a temporary file is the owner's alone
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def _writer_for(path: Path) -> Writer:
+    matching = [extension for extension in WRITERS if path.name.lower().endswith(extension)]
+    if not matching:
+        raise ProfilerUsageError(
+            f"export() got {path.name!r}, and there is no format for that ending; nothing was "
+            f"written. There are {listed(sorted(WRITERS), len(WRITERS))}."
+        )
+    return WRITERS[max(matching, key=len)]
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

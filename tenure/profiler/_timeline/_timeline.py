@@ -1,0 +1,242 @@
+"""Recording the memory of a block: what is public of it.
+
+Invariant: a recording keeps no tensor alive and changes none; when it ends, torch is as it was.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from threading import current_thread, get_ident
+from types import TracebackType
+from typing import Literal, NoReturn, Self
+
+from torch import UntypedStorage
+
+from tenure._errors import ProfilerUsageError
+from tenure._registries import refusal_watchers
+from tenure._torch.compiler import is_dynamo_compiling, never_compiled
+from tenure._torch.fakes import are_made
+from tenure._torch.modes import remove_dispatch
+
+from .._owners import take_census
+from ._categories import told_by_census
+from ._composition import compose
+from ._host import HostSamples
+from ._operations import OperationMode
+from ._places import Places
+from ._recorder import Recorder
+from ._timeline_report import OomMark, ScopeSpan, TimelineReport
+
+_Status = Literal["not yet open", "open", "closed"]
+_ONE_BLOCK = "A timeline is neither reusable nor reentrant: make a new one with Timeline()."
+_NS = 1e9
+# who has what is asked, where something did not fit, for at most so much of the time
+_SHARE = 20
+_open: set[Timeline] = set()
+"""Those whose blocks run; strongly, for their modes stand on torch's stack meanwhile."""
+
+
+class Timeline:
+    """Records what is in use over time: how much, what it counts as, which line and scope made it.
+
+    The operations of the thread that opens it are seen, those of its backward passes included; of
+    other threads and of compiled code only how much they take. On the host the peak is exact,
+    temporaries inside operations included. A recording takes bounded memory however long it is.
+
+    Example:
+        >>> import torch
+        >>> from tenure.profiler import Timeline
+        >>> with Timeline() as timeline:
+        ...     x = torch.ones(256, 256)
+        ...     y = (x @ x).sum()
+        >>> host = timeline.report.devices[0]
+        >>> sum(host.by_category["other tensors"]) > 0
+        True
+    """
+
+    def __init__(self) -> None:
+        self._status: _Status = "not yet open"
+        self._report: TimelineReport | None = None
+
+    @property
+    def report(self) -> TimelineReport:
+        """What was recorded.
+
+        Raises:
+            ProfilerUsageError: the block has not ended.
+        """
+        if self._report is None:
+            raise ProfilerUsageError(
+                f"{self!r} has no report yet: what a storage was is known when its life, or the "
+                "recording, has ended. Ask after the block."
+            )
+        return self._report
+
+    def export(self, path: str | Path) -> Path:
+        """Write what was recorded to a file: see `TimelineReport.export`.
+
+        Raises:
+            ProfilerUsageError: the block has not ended, or there is no such format.
+        """
+        return self.report.export(path)
+
+    @never_compiled
+    def __enter__(self) -> Self:
+        """Begin to record this thread.
+
+        Raises:
+            ProfilerUsageError: the timeline was entered before, or tensors have no data for the
+                time being, as in a prediction.
+        """
+        if is_dynamo_compiling():
+            return self
+        if self._status != "not yet open":
+            raise ProfilerUsageError(f"{self!r} was entered a second time. {_ONE_BLOCK}")
+        if are_made():
+            raise ProfilerUsageError(
+                f"{self!r} was entered by work that runs on tensors without data, which take no "
+                "memory. Record the work itself."
+            )
+        self._notes: list[str] = []
+        self._next_look_ns = 0
+        if _open:
+            self._notes.append(
+                "another timeline was open: temporaries inside operations were told to that one"
+            )
+        self._places, self._host = Places(), HostSamples()
+        self._recorder = Recorder(self._places, self._host.take, self._learn_now)
+        self._mode = OperationMode(self._recorder)
+        try:
+            self._recorder.open()
+            for storage, category in _census():
+                self._recorder.know(storage, category)
+            refusal_watchers.append(self._recorder.refused)
+            self._recorder.start()
+            self._began_at_ns = time.time_ns()
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+        # no __exit__ follows
+        except BaseException:
+            self._close()
+            raise
+        self._status, self._thread_id = "open", get_ident()
+        _watch_processes()
+        _open.add(self)
+        return self
+
+    @never_compiled
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End the recording; an exception of the block goes on.
+
+        Raises:
+            ProfilerUsageError: on another thread, and nothing changes.
+        """
+        if self._status != "open":
+            return
+        if get_ident() != self._thread_id:
+            raise ProfilerUsageError(
+                f"{self!r} was closed from thread {current_thread().name!r}, and stays open. A "
+                "timeline belongs to the thread that opened it: close it there."
+            )
+        self._status = "closed"
+        _open.discard(self)
+        self._end()
+        self._report = self._composed()
+        # the report is a summary: what it was made of may be large
+        del self._recorder, self._places, self._host, self._mode
+
+    def _end(self) -> None:
+        remove_dispatch(self._mode)
+        duration_ns = time.perf_counter_ns() - self._recorder.began_ns
+        self._next_look_ns = 0
+        self._learn_now()
+        self._duration_s = duration_ns / _NS
+        self._close()
+
+    def _learn_now(self) -> None:
+        """Note what the storages that are alive count as."""
+        began_ns = time.perf_counter_ns()
+        # as in a program that runs out of memory again and again
+        if began_ns < self._next_look_ns:
+            return
+        try:
+            for storage, category in _census():
+                self._recorder.learn(storage, category)
+        # memory may be short just now; the program has an error of its own to handle
+        except Exception as error:
+            self._notes.append(f"who had what could not be asked at some time: {error!r}")
+        ended_ns = time.perf_counter_ns()
+        self._next_look_ns = ended_ns + _SHARE * (ended_ns - began_ns)
+
+    def _close(self) -> None:
+        if self._recorder.refused in refusal_watchers:
+            refusal_watchers.remove(self._recorder.refused)
+        self._recorder.close()
+
+    def _composed(self) -> TimelineReport:
+        recorder, bands = self._recorder, self._recorder.bands
+        devices = []
+        for account in recorder.accounts.values():
+            timeline, excess = compose(account, self._places, bands)
+            devices.append(timeline)
+            self._notes += account.notes(excess)
+        self._notes += [
+            f"temporaries inside operations were not all seen: {why}" for why in recorder.missed
+        ]
+        if bands.n_dropped:
+            self._notes.append(f"{bands.n_dropped} short scopes are left out")
+        spans = sorted(bands.spans, key=lambda span: (span.begin_ns, span.depth))
+        return TimelineReport(
+            tuple(devices),
+            tuple(
+                ScopeSpan(bands.names[s.name], s.depth, s.begin_ns / _NS, s.end_ns / _NS)
+                for s in spans
+            ),
+            tuple(OomMark(at_ns / _NS, text) for at_ns, text in recorder.ooms),
+            self._host.timeline(),
+            recorder.n_events,
+            self._duration_s,
+            self._began_at_ns,
+            (*self._notes, *self._host.notes),
+        )
+
+    def __repr__(self) -> str:
+        if self._report is not None:
+            return f"<Timeline, {self._report.summary()}>"
+        return f"<Timeline, {self._status}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise ProfilerUsageError(
+            f"{self!r} can't be copied or pickled: it belongs to one block. Keep its report."
+        )
+
+
+def _census() -> Iterator[tuple[UntypedStorage, int]]:
+    """The storages that are alive, and what each counts as."""
+    for entry in take_census(named=False)[0]:
+        storage = entry.identity() if entry.identity is not None else None
+        if storage is not None:
+            yield storage, told_by_census(entry.owner.category)
+
+
+@functools.cache
+def _watch_processes() -> None:
+    """Once: leave no session of torch to the end of the interpreter, or to a forked child."""
+    atexit.register(_abandon_all)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_abandon_all)
+
+
+def _abandon_all() -> None:
+    for timeline in _open:
+        timeline._recorder.abandon()
+    _open.clear()

@@ -1,0 +1,220 @@
+"""What a timeline tells: bytes over time, device by device, and whose they are at the peak.
+
+Invariant: at each time the categories of a device add up to its level, and so do the scopes and the
+lines. However long the recording was, the report has some thousand times, and the exact peak.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from tenure._show import Amounts, Column, Paragraph, Part, Report, Table
+from tenure._text import counted, format_bytes
+
+OUTSIDE = "outside of scopes"
+"""The scope of what was made in none."""
+_MAX_ROWS = 20
+_COLUMNS = (
+    Column("bytes", ">", True),
+    Column("storages", ">"),
+    Column("category"),
+    Column("scope"),
+    Column("made at"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PeakRow:
+    """Storages of one kind, from one place, that were alive at the peak.
+
+    Attributes:
+        category: what they count as.
+        scope: the innermost scope that was open when they were made.
+        stack: where they were made, as ``train.py:17 in step``, outermost first.
+        n_bytes: their bytes.
+        n_storages: how many there are; 0 for what no tensor shows.
+    """
+
+    category: str
+    scope: str
+    stack: tuple[str, ...]
+    n_bytes: int
+    n_storages: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTimeline:
+    """The memory of one device over time.
+
+    Attributes:
+        device: the device.
+        times_s: seconds since the recording began, increasing.
+        live_bytes: the most that was in use in the interval around each time.
+        began_bytes: what was in use when the recording began, as far as tensors show it.
+        peak_bytes: the most of all.
+        peak_at_s: when that was.
+        by_category: the bytes of each category at these times.
+        by_scope: those of what was made in each scope.
+        by_line: those of what each line made, of the lines with the most.
+        at_peak: what was in use at the peak, the largest first.
+    """
+
+    device: str
+    times_s: tuple[float, ...]
+    live_bytes: tuple[int, ...]
+    began_bytes: int
+    peak_bytes: int
+    peak_at_s: float
+    by_category: dict[str, tuple[int, ...]]
+    by_scope: dict[str, tuple[int, ...]]
+    by_line: dict[str, tuple[int, ...]]
+    at_peak: tuple[PeakRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeSpan:
+    """A stretch of time in which a scope was open.
+
+    Attributes:
+        name: that of the scope, or where it was opened.
+        depth: how many scopes were open around it.
+        begin_s: seconds since the recording began.
+        end_s: likewise.
+    """
+
+    name: str
+    depth: int
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class OomMark:
+    """Something ran out of memory.
+
+    Attributes:
+        at_s: seconds since the recording began.
+        text: the first line of the error.
+    """
+
+    at_s: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostTimeline:
+    """What the process takes of the host's memory, from time to time.
+
+    Attributes:
+        times_s: seconds since the recording began.
+        rss_bytes: resident memory of the process.
+        tensors_bytes: what torch's allocator of the host has given out; not all of it is resident
+            where nothing was written to it yet.
+        python_heap_bytes: the arenas of Python's allocator of small objects.
+        allocator_slack_bytes: what the C library holds and nobody uses.
+        rest_bytes: what is left: code, libraries, arrays of numpy, large objects of Python, stacks.
+    """
+
+    times_s: tuple[float, ...]
+    rss_bytes: tuple[int, ...]
+    tensors_bytes: tuple[int, ...]
+    python_heap_bytes: tuple[int, ...]
+    allocator_slack_bytes: tuple[int, ...]
+    rest_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class TimelineReport(Report):
+    """Live memory over time, by category, scope, line and device.
+
+    Attributes:
+        devices: those that were used, the host first.
+        scopes: when which scopes were open, on the thread that was recorded.
+        ooms: when something ran out of memory.
+        host: what the process took of the host's memory; None where the system does not tell.
+        n_events: how many storages were made, and died.
+        duration_s: how long the recording was.
+        began_at_ns: when it began, in nanoseconds of the system's clock.
+        notes: what could not be seen, and why.
+    """
+
+    devices: tuple[DeviceTimeline, ...]
+    scopes: tuple[ScopeSpan, ...]
+    ooms: tuple[OomMark, ...]
+    host: HostTimeline | None
+    n_events: int
+    duration_s: float
+    began_at_ns: int
+    notes: tuple[str, ...]
+
+    _figures: ClassVar = ()
+
+    def export(self, path: str | Path) -> Path:
+        """Write the timeline to a file, whose name says in which format.
+
+        Args:
+            path: a name that ends in ``.pickle`` (for ``torch.cuda._memory_viz``), ``.json``
+                (Chrome, Perfetto), ``.speedscope.json``, or ``.csv``. A file of that name is
+                replaced.
+
+        Returns:
+            The path.
+
+        Raises:
+            ProfilerUsageError: there is no such format.
+        """
+        from ._export import export
+
+        return export(self, Path(path))
+
+    def __repr__(self) -> str:
+        return f"<TimelineReport of {self.summary()}>"
+
+    def summary(self) -> str:
+        """The length and the peaks, in one line."""
+        peaks = (
+            f"{format_bytes(device.peak_bytes)} on {device.device} at {device.peak_at_s:.2f} s"
+            for device in self.devices
+        )
+        return (
+            f"{self.duration_s:.2f} s, {counted(self.n_events, 'event')}: peak {', '.join(peaks)}"
+        )
+
+    def _parts(self) -> Sequence[Part]:
+        parts: list[Part] = []
+        for device in self.devices:
+            title = (
+                f"{device.device}: {format_bytes(device.peak_bytes)} at the peak, "
+                f"{device.peak_at_s:.2f} s after the beginning"
+            )
+            place = device.live_bytes.index(device.peak_bytes)
+            amounts = [(name, series[place]) for name, series in device.by_category.items()]
+            parts += [Amounts(title, amounts), _table_of(device)]
+        if self.ooms:
+            lines = "\n".join(f"{oom.at_s:.2f} s: {oom.text}" for oom in self.ooms[:_MAX_ROWS])
+            parts.append(Paragraph("Out of memory", lines))
+        if self.notes:
+            parts.append(Paragraph("", "\n".join(f"Note: {note}" for note in self.notes)))
+        return parts
+
+
+def _table_of(device: DeviceTimeline) -> Table:
+    """What was in use at the peak by category, scope and line, whatever calls led there."""
+    found: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for row in device.at_peak:
+        scope = "" if row.scope == OUTSIDE else row.scope
+        # of a library what follows the folder that all are in
+        line = row.stack[-1].rpartition("site-packages/")[2] if row.stack else ""
+        bytes_and_count = found[row.category, scope, line]
+        bytes_and_count[0] += row.n_bytes
+        bytes_and_count[1] += row.n_storages
+    ranked = sorted(found.items(), key=lambda item: -item[1][0])
+    rows = [(format_bytes(n_bytes), str(n or ""), *key) for key, (n_bytes, n) in ranked[:_MAX_ROWS]]
+    if rest := ranked[_MAX_ROWS:]:
+        n_bytes = sum(each for _, (each, _) in rest)
+        rows.append((format_bytes(n_bytes), "", f"and {len(rest)} more", "", ""))
+    return Table(f"In use at the peak of {device.device}", _COLUMNS, rows)

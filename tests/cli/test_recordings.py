@@ -1,0 +1,120 @@
+"""The verbs that read recordings: what they print, as text and JSON, and what they refuse."""
+
+import io
+import json
+import sys
+
+import pytest
+
+from tenure._cli import main
+from tenure.profiler import Recording, RecordingDiff
+from tests.profiler.recording.makers import (
+    MIB,
+    block,
+    growth,
+    pickled,
+    recording,
+    torch_snapshot,
+    track,
+)
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    at_peak = [block(3 * MIB, "train.py:3 in f")]
+    recording(tracks=(track("cpu", MIB, 3 * MIB, at_peak=at_peak),)).save("a.tenure")
+    recording(growth=(growth(),), peaks={"cpu": 6 * MIB}, rank=1).save("b.tenure")
+    pickled(tmp_path / "snapshot.pickle", torch_snapshot())
+    (tmp_path / "text.txt").write_text("nothing")
+    return tmp_path
+
+
+def _printed(arguments, capsys, code=0):
+    assert main(arguments) == code
+    return capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["report", "a.tenure"],
+        ["report", "a.tenure", "b.tenure"],
+        ["report", "snapshot.pickle"],
+        ["tree", "a.tenure"],
+        ["tree", "snapshot.pickle"],
+        ["leaks", "b.tenure"],
+        ["leaks", "a.tenure"],
+        ["diff", "a.tenure", "b.tenure"],
+        ["diff", "a.tenure", "snapshot.pickle"],
+    ],
+    ids=" ".join,
+)
+def test_every_verb_prints_eighty_columns_and_json(arguments, files, capsys):
+    out, err = _printed(arguments, capsys)
+    assert err == ""
+    assert out.strip()
+    assert max(map(len, out.splitlines())) <= 80
+    out, err = _printed([*arguments, "--json"], capsys)
+    assert err == ""
+    assert json.loads(out)["format"].startswith("tenure.Record")
+
+
+def test_json_reads_back(files, capsys):
+    out = _printed(["report", "a.tenure", "--json"], capsys).out
+    assert Recording.from_dict(json.loads(out)) == Recording.load("a.tenure")
+    out = _printed(["diff", "a.tenure", "b.tenure", "--json"], capsys).out
+    loaded = [Recording.load(name) for name in ("a.tenure", "b.tenure")]
+    assert RecordingDiff.from_dict(json.loads(out)) == RecordingDiff.of(*loaded)
+
+
+def test_leaks_names_the_variable_in_the_first_line_below_the_heading(files, capsys):
+    lines = _printed(["leaks", "b.tenure"], capsys).out.splitlines()
+    assert lines[0] == "What grew"
+    assert lines[1].startswith("- losses grew by 6 tensors, 24 B")
+    told = _printed(["leaks", "a.tenure"], capsys).out
+    assert told == "Nothing grew from step to step, and nothing outlived a scope that reports.\n"
+
+
+def test_export_writes_by_extension_and_overwrites_when_told(files, capsys):
+    for name in ("x.csv", "x.json", "x.html"):
+        out, err = _printed(["export", "a.tenure", "-o", name], capsys)
+        assert (out, err) == ("", f"Wrote {name}\n")
+        assert (files / name).stat().st_size
+    (files / "x.csv").write_text("mine")
+    told = _printed(["export", "a.tenure", "-o", "x.csv"], capsys, code=2).err
+    assert told == (
+        "tenure export: error: x.csv is there already. Overwrite it with -f, or name another.\n"
+    )
+    assert (files / "x.csv").read_text() == "mine"
+    out = _printed(["export", "a.tenure", "-f", "--json", "-o", "x.csv"], capsys).out
+    assert json.loads(out) == {"written": "x.csv", "n_bytes": (files / "x.csv").stat().st_size}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["report", "nowhere"], "nowhere can't be read: No such file or directory."),
+        (["report", "."], ". can't be read: Is a directory."),
+        (["tree", "text.txt"], "text.txt is no file of tenure, or it is damaged"),
+        (["tree", "b.tenure"], "b.tenure tells of no memory"),
+        (["leaks", "text.txt"], "text.txt is no file of tenure"),
+        (["diff", "a.tenure", "text.txt"], "text.txt is no file of tenure"),
+        (["export", "a.tenure", "-o", "x.xlsx"], "x.xlsx ends in .xlsx"),
+        (["export", "a.tenure", "-o", "no/x.csv"], "no/x.csv can't be written: No such file"),
+    ],
+    ids=lambda each: " ".join(each) if isinstance(each, list) else "",
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, complaint, files, capsys):
+    out, err = _printed(arguments, capsys, code=2)
+    assert out == ""
+    assert err.startswith(f"tenure {arguments[0]}: error: {complaint}")
+    assert err.count("\n") == 1
+
+
+def test_a_terminal_without_blocks_gets_question_marks(files, monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert main(["diff", "a.tenure", "b.tenure"]) == 0
+    stream.flush()
+    assert b"?????" in stream.buffer.getvalue()

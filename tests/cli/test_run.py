@@ -1,0 +1,285 @@
+"""`tenure run`: its options, what it records, and where it writes."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tenure._cli import main
+from tenure.profiler import Recording
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+
+
+def _run(program, *options, rest=(), code=0, **environment):
+    """Run a program of its own file, and read what was recorded."""
+    with open("train.py", "w", encoding="utf-8") as file:
+        file.write(textwrap.dedent(program))
+    done = subprocess.run(
+        [sys.executable, "-m", "tenure", "run", *options, "train.py", *rest],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    return done
+
+
+LEAK = """
+    import torch
+
+    def train():
+        model = torch.nn.Linear(64, 64)
+        optimizer = torch.optim.Adam(model.parameters())
+        losses = []
+        for _ in range(8):
+            loss = model(torch.ones(64, 64)).square().mean()
+            losses.append(loss)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    {extra}
+    train()
+    """
+
+
+def test_a_planted_leak_is_named_in_one_line():
+    _run(LEAK.format(extra=""), "--leaks")
+    found = Recording.load("train.tenure").growth
+    assert [each.name for each in found] == ["train.<locals>.losses"]
+    line = str(found[0]).partition(". ")[0]
+    assert line == "train.<locals>.losses grew by 7 tensors, 28 B from step 1 to step 8"
+
+
+def test_lines_of_functions_of_the_program_and_of_modules_are_measured():
+    with open("helper.py", "w", encoding="utf-8") as file:
+        file.write("import torch\ndef make():\n    return torch.ones(256)\nimported = make()\n")
+    program = """
+        import helper
+        import torch
+        class Trainer:
+            def step(self):
+                def inner():
+                    return helper.make() * 2
+                x = inner()
+                return x
+        Trainer().step()
+        """
+    options = ("--lines", "Trainer.step", "--lines", "helper:make", "--lines", "inner")
+    _run(program, *options, "--lines", "nothing", "--lines", "torch.nn.functional:linear")
+    found = Recording.load("train.tenure")
+    by_function = {}
+    for record in found.lines.records:
+        by_function.setdefault(record.function, []).append((record.line, record.hits))
+    assert by_function == {
+        "make": [(3, 2)],
+        "Trainer.step": [(6, 1), (8, 1), (9, 1)],
+        "Trainer.step.<locals>.inner": [(7, 1)],
+    }
+    assert [note.partition(":")[0] for note in found.notes] == ["--lines", "--lines nothing"]
+    assert "linear has no lines to profile" in found.notes[0]
+    assert found.notes[1] == "--lines nothing: the program has no such function"
+    assert max(map(len, str(found).splitlines())) <= 80
+
+
+def test_a_budget_ends_the_program_and_the_file_is_written_with_what_filled_it():
+    program = """
+        import torch
+        def fill():
+            piles = []
+            while True:
+                piles.append(torch.ones(1 << 18))
+        fill()
+        """
+    done = _run(program, "--budget", "8MiB", code=1)
+    last, wrote = done.stderr.splitlines()[-2:]
+    assert last.startswith("torch.OutOfMemoryError: cpu out of memory. Tried to allocate 1.0 MiB")
+    assert wrote == "Wrote train.tenure. See it with: tenure report train.tenure"
+    assert "tenure" not in done.stderr.partition("torch.OutOfMemoryError")[0]
+    found = Recording.load("train.tenure")
+    assert found.ended.startswith("torch.OutOfMemoryError: cpu out of memory")
+    assert found.peaks["cpu"] == 8 << 20
+    assert sum(row.n_bytes for row in found.memory.rows if "piles" in row.name) == 8 << 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space are Linux's")
+def test_a_process_that_is_full_writes_its_file():
+    program = """
+        import resource, torch
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[5]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_DATA, (used + (192 << 20), -1))
+        piles = []
+        def fill():
+            for size in (22, 20, 16, 12, 10):
+                try:
+                    while True:
+                        piles.append(torch.ones(1 << size))
+                except (RuntimeError, MemoryError):
+                    pass
+            torch.ones(1 << 22)
+        fill()
+        """
+    done = _run(program, code=1)
+    assert "Wrote train.tenure" in done.stderr
+    found = Recording.load("train.tenure")
+    assert found.exit_code == 1
+    assert found.ended.startswith("RuntimeError: [enforce fail at alloc_cpu.cpp")
+    assert found.memory.total_bytes > 100 << 20
+    assert "MemoryError" not in done.stderr
+
+
+def test_scopes_that_report_are_in_the_recording():
+    program = """
+        import torch
+        from tenure import NewDisposeScope
+        kept = []
+        with NewDisposeScope("step", policy="report"):
+            kept.append(torch.ones(3))
+        """
+    _run(program, "-q")
+    found = Recording.load("train.tenure")
+    assert [len(report) for report in found.leaks] == [1]
+    assert "kept" in str(found)
+
+
+def test_a_file_is_not_overwritten_before_the_program_runs(capsys):
+    with open("train.py", "w", encoding="utf-8") as file:
+        file.write("open('ran', 'w')")
+    with open("train.tenure", "w", encoding="utf-8") as file:
+        file.write("mine")
+    assert main(["run", "train.py"]) == 2
+    assert capsys.readouterr() == (
+        "",
+        "tenure run: error: train.tenure is there already, and was left as it is. Overwrite it "
+        "with -f, or name another file with -o.\n",
+    )
+    with open("train.tenure", encoding="utf-8") as file:
+        assert file.read() == "mine"
+    assert not os.path.exists("ran")
+    _run("pass", "-f")
+    assert Recording.load("train.tenure").exit_code == 0
+
+
+def test_a_file_that_came_meanwhile_stays():
+    done = _run("open('train.tenure', 'w').write('mine')")
+    assert done.stderr.startswith("Wrote train.2.tenure. ")
+    with open("train.tenure", encoding="utf-8") as file:
+        assert file.read() == "mine"
+    assert Recording.load("train.2.tenure").exit_code == 0
+
+
+def test_a_folder_that_went_meanwhile_is_told_and_changes_no_exit_code():
+    os.mkdir("out")
+    done = _run("import os, sys; os.rmdir('out'); sys.exit(5)", "-o", "out/x.tenure", code=5)
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("tenure run: error: ")
+    assert done.stderr.endswith("x.tenure could not be written: No such file or directory\n")
+
+
+def test_each_rank_has_a_file_of_its_own(capsys):
+    for rank in ("0", "3"):
+        _run("pass", "-o", "out.tenure", RANK=rank)
+    assert sorted(os.listdir()) == ["out.rank0.tenure", "out.rank3.tenure", "train.py"]
+    assert Recording.load("out.rank3.tenure").rank == 3
+    assert main(["report", "--json", "out.rank3.tenure", "out.rank0.tenure"]) == 0
+    ranks = json.loads(capsys.readouterr().out)["recordings"]
+    assert [each["rank"] for each in ranks] == [0, 3]
+
+
+def test_quiet_says_nothing():
+    assert _run("pass", "-q").stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "There is no program. Name a script, -m or -c. See tenure run --help."),
+        (["-m"], "-m needs the name of a module. See tenure run --help."),
+        (["-c"], "-c needs code. See tenure run --help."),
+        (["--leaks"], "There is no program. Name a script, -m or -c. See tenure run --help."),
+        (["-o", ".", "-c", "pass"], ". is a folder. Name a file with -o."),
+        (["-o", "no/x", "-c", "pass"], "There is no folder no. Make it, or name another."),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_line_and_nothing_runs(arguments, complaint, capsys):
+    assert main(["run", *arguments]) == 2
+    assert capsys.readouterr() == ("", f"tenure run: error: {complaint}\n")
+
+
+def test_a_bad_budget_is_refused_without_torch():
+    code = (
+        "import sys; from tenure._cli import main\n"
+        "try: main(['run', '--budget', '8', 'x.py'])\n"
+        "except SystemExit as end: sys.exit(10 + end.code + ('torch' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 12
+    assert done.stderr.startswith("tenure run: error: argument --budget: '8' is 8 bytes; write")
+
+
+def test_options_after_the_program_are_the_programs():
+    done = _run("import sys; print(sys.argv)", "-q", rest=("-q", "--", "--leaks", "-m", "x"))
+    assert done.stdout == "['train.py', '-q', '--', '--leaks', '-m', 'x']\n"
+
+
+def test_a_program_whose_name_begins_with_a_dash_is_run_after_two():
+    os.rename(_program("-x.py"), "-x.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "tenure", "run", "-q", "--", "-x.py", "-y"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("['-x.py', '-y']\n", "")
+
+
+def _program(name):
+    with open("program", "w", encoding="utf-8") as file:
+        file.write("import sys; print(sys.argv)")
+    return "program"
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_children_run_plainly_and_write_no_file(method):
+    program = """
+        import multiprocessing as mp, os, signal, sys
+        import torch
+        def work():
+            # more than the budget of the parent
+            print(torch.ones(1 << 22).sum().item(), flush=True)
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+            assert not torch.utils._python_dispatch._get_current_dispatch_mode()
+            sys.exit(3)
+        if __name__ == "__main__":
+            torch.ones(4)
+            child = mp.get_context(METHOD).Process(target=work)
+            child.start()
+            child.join()
+            print(child.exitcode)
+        """.replace("METHOD", repr(method))
+    done = _run(program, "-q", "--budget", "8MiB", "--leaks", "--lines", "work")
+    assert done.stdout.split() == ["4194304.0", "3"]
+    assert sorted(os.listdir()) == ["train.py", "train.tenure"]
+    assert Recording.load("train.tenure").peaks["cpu"] == 16
+
+
+def test_torch_that_a_thread_imports_is_said_to_be_measured_there():
+    program = """
+        import threading
+        def work():
+            import torch
+            torch.ones(3)
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        """
+    _run(program, "-q", "--budget", "8MiB")
+    found = Recording.load("train.tenure")
+    assert found.notes[0].startswith("torch was imported on another thread than the main one")
+    assert found.peaks["cpu"] == 12

@@ -1,0 +1,183 @@
+"""More planted programs: results that pile up, garbage, exceptions that are kept."""
+
+from .planted import plant
+
+# --- results
+
+
+plant(
+    "outputs",
+    "results",
+    ("outputs", "chunked"),
+    """
+def predict(net, batches):
+    outputs = []
+    with torch.no_grad():
+        for _ in range(batches):
+            outputs.append(net(torch.randn(64, 64)))
+    return torch.cat(outputs)
+net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 512)).eval()
+predict(net, 10_000)
+""",
+)
+
+plant(
+    "outputs with their graphs",
+    "results",
+    ("predictions", "no_grad"),
+    """
+net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+def evaluate():
+    net.eval()
+    predictions = []
+    for _ in range(10_000):
+        predictions.append(net(torch.randn(64, 64)))
+    return torch.cat(predictions).argmax(-1)
+evaluate()
+""",
+)
+
+plant(
+    "outputs by name",
+    "results",
+    ("outputs", "chunked"),
+    """
+def collect(net):
+    outputs = {"hidden": [], "ids": []}
+    with torch.inference_mode():
+        for i in range(10_000):
+            outputs["ids"].append(i)
+            outputs["hidden"].append(net(torch.randn(32, 64)))
+    return outputs
+collect(nn.Linear(64, 1024))
+""",
+)
+
+plant(
+    "outputs on a device",
+    "results",
+    ("results", "chunked"),
+    """
+net = nn.Linear(64, 256).to(DEVICE)
+results = []
+with torch.no_grad():
+    for _ in range(10_000):
+        results.append(net(torch.randn(64, 64).to(DEVICE)).sigmoid())
+""",
+    place="sim",
+    size="4MiB",
+)
+
+
+# --- garbage
+
+
+plant(
+    "a ring of objects",
+    "cycle",
+    ("cycle", "scope"),
+    """
+class Node:
+    def __init__(self, x):
+        self.x, self.self = x, self
+def main():
+    gc.disable()
+    for _ in range(10_000):
+        node = Node(torch.ones(64, 1024))
+        node.total = node.x.sum()
+main()
+""",
+)
+
+plant(
+    "a module whose hook refers to it",
+    "cycle",
+    ("cycle", "scope"),
+    """
+class Probe(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(256, 256)
+        self.layer.register_forward_hook(self.note)
+    def note(self, module, args, out):
+        self.norm = out.norm().item()
+    def forward(self, x):
+        return self.layer(x)
+def search():
+    gc.disable()
+    for trial in range(1000):
+        model = Probe()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(16, 256)).square().mean().backward()
+            optimizer.step()
+search()
+""",
+    size="8MiB",
+)
+
+
+# --- exceptions
+
+
+plant(
+    "errors in a list",
+    "traceback",
+    ("traceback", "str(error)"),
+    """
+def parse(i):
+    batch = torch.ones(128, 1024) * i
+    if batch.sum() >= 0:
+        raise ValueError(f"sample {i} is broken")
+def main():
+    errors = []
+    for i in range(1000):
+        try:
+            parse(i)
+        except ValueError as error:
+            errors.append(error)
+main()
+""",
+    size="8MiB",
+)
+
+plant(
+    "the last error",
+    "traceback",
+    ("traceback", "str(error)"),
+    """
+STATE = {}
+def forward(n):
+    hidden = torch.ones(n, 1024)
+    again = hidden * 2
+    raise RuntimeError("shapes differ")
+def attempt(n):
+    try:
+        forward(n)
+    except RuntimeError as error:
+        STATE["last"] = error
+attempt(1536)  # 12 MiB of 16
+x = torch.randn(1400, 1024)
+print(x.sum())
+""",
+)
+
+plant(
+    "a retry within the handler",
+    "traceback",
+    ("traceback", "str(error)"),
+    """
+def work(n):
+    parts = torch.ones(n, 1024)
+    more = parts + 1
+    return (parts * more).sum()
+def main():
+    try:
+        return work(2048)
+    except RuntimeError:
+        return work(1024)
+main()
+""",
+    size="18MiB",
+)

@@ -1,0 +1,292 @@
+"""The recorder sees the first error, changes nothing, and says what it saw on one screen."""
+
+import io
+import json
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from tenure.adaptive import OutOfRetriesError, memory_budget, step
+from tenure.profiler import OomReport, ProfilerUsageError, record_oom
+from tests.programs import run_program
+
+
+@pytest.fixture
+def recorder():
+    with record_oom(quiet=True) as found:
+        yield found
+
+
+def pile_up(limit="1MiB"):
+    kept = []
+    with memory_budget(limit):
+        while True:
+            kept.append(torch.ones(64, 1024))
+
+
+def test_an_error_that_the_program_handles_is_seen(recorder):
+    with pytest.raises(torch.OutOfMemoryError):
+        pile_up()
+    report = recorder.report
+    assert (report.cause, report.device, report.wanted_bytes) == ("results", "cpu", 262_144)
+    assert report.first_line == (
+        "Results pile up: kept[…] keeps 4 tensors, 1.0 MiB. Use chunked(collect=)."
+    )
+    assert report.site.endswith("in pile_up")
+    assert (report.total_bytes, report.free_bytes) == (1 << 20, 0)
+    assert report.rows["other tensors"] >= 1 << 20
+
+
+def test_the_error_goes_on_as_the_same_object(recorder):
+    class Broken(nn.Module):
+        def forward(self, x):
+            raise error
+
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        torch.utils.checkpoint.checkpoint(Broken(), torch.ones(1), use_reentrant=False)
+    assert caught.value is error
+    assert error.__cause__ is None
+    assert error.__context__ is None
+    assert not hasattr(error, "__notes__")
+
+
+def test_an_error_in_a_backward_pass_and_one_in_a_step_are_seen():
+    for place in ("backward", "step"):
+        net = nn.Linear(256, 256)
+        optimizer = torch.optim.Adam(net.parameters())
+        with record_oom(quiet=True) as recorder:
+            loss = net(torch.ones(2, 256)).sum()
+            if place == "step":
+                loss.backward()
+            with memory_budget("128KiB"), pytest.raises(torch.OutOfMemoryError):
+                loss.backward() if place == "backward" else optimizer.step()
+        assert recorder.report is not None
+        assert (recorder.report.cause == "optimizer_state") == (place == "step")
+
+
+def test_after_its_first_steps_an_optimizer_is_not_slowed_and_the_watch_goes_on():
+    def depth():
+        return torch._C._len_torch_function_stack()
+
+    depths = []
+
+    class Watched(torch.optim.SGD):
+        def step(self, closure=None):
+            depths.append(depth())
+            return super().step(closure)
+
+    net = nn.Linear(4, 4)
+    optimizer = Watched(net.parameters(), lr=0.1)
+    with record_oom(quiet=True) as recorder:
+        for _ in range(4):
+            net(torch.ones(4)).sum().backward()
+            optimizer.step()
+        assert depths == [1, 1, 0, 0]
+        optimizer.step(lambda: 0.0)
+        assert depths[-1] == depth() == 1
+        with pytest.raises(torch.OutOfMemoryError):
+            pile_up()
+    assert recorder.report is not None
+    assert depth() == 0
+
+
+def test_other_errors_are_no_news(recorder):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        torch.ones(2, 3) @ torch.ones(2, 3)
+    with pytest.raises(ValueError, match="out of memory"):
+        raise ValueError("out of memory")
+    assert recorder.report is None
+    assert repr(recorder).endswith("open>")
+
+
+def test_what_step_tries_again_is_no_news_and_what_it_gives_up_is():
+    net = nn.Linear(64, 64)
+
+    def loss_of(x):
+        return net(x).square().sum()
+
+    x = torch.ones(256, 64)
+    with record_oom(quiet=True) as recorder, memory_budget("160KiB"):
+        assert step(loss_of, x, loss="sum").attempts > 1
+    assert recorder.report is None
+    too_little = memory_budget("4KiB")
+    with pytest.raises(OutOfRetriesError), record_oom(quiet=True) as recorder, too_little:
+        step(loss_of, x, loss="sum")
+    assert recorder.report is not None
+
+
+def test_an_error_that_ends_the_block_is_explained():
+    with pytest.raises(MemoryError), record_oom(quiet=True) as recorder:
+        raise MemoryError
+    assert recorder.report.device == "cpu"
+    assert not recorder.report.was_handled
+
+
+def test_an_error_that_ends_the_program_is_explained_beside_the_first():
+    done = run_program("""
+import atexit, torch
+from tenure.adaptive import memory_budget
+from tenure.profiler import record_oom
+recorder = record_oom()
+atexit.register(lambda: print(len(recorder.reports), recorder.report.cause))
+def work(n):
+    parts = torch.ones(n, 1024)
+    return parts * (parts + 1)
+with memory_budget("6MiB"):
+    try:
+        work(1024)
+    except RuntimeError:
+        work(1000)
+""")
+    assert done.stdout == "2 traceback\n"
+    assert done.returncode == 1
+    first, second = (done.stderr.index(text) for text in ("Batch too large", "Kept exception"))
+    assert first < second < done.stderr.index("Traceback (most recent call last)")
+
+
+def test_of_another_thread_what_nobody_handles_is_explained(recorder, monkeypatch):
+    def work():
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(recorder._watch, "_thread_hook", lambda args: None)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert recorder.report.error.startswith("MemoryError: no room")
+
+
+def test_below_four_mib_of_memory_there_is_a_report_all_the_same():
+    done = run_program("""
+import atexit, json, resource, torch
+from tenure.profiler import record_oom
+recorder = record_oom()
+kept = []
+def main():
+    while True:
+        kept.append(torch.ones(1 << 18))
+used = int(open("/proc/self/status").read().partition("VmData:")[2].split()[0]) * 1024
+atexit.register(lambda: print(recorder.report.cause, recorder.report.rows["other tensors"] >> 20))
+resource.setrlimit(resource.RLIMIT_DATA, (used + (60 << 20),) * 2)
+main()
+""")
+    assert "DefaultCPUAllocator: can't allocate memory" in done.stderr
+    cause, n_mib = done.stdout.split()
+    assert cause == "results"
+    assert 50 <= int(n_mib) <= 60
+
+
+def test_without_the_reserve_the_report_is_poorer_and_there(monkeypatch):
+    def fail():
+        raise MemoryError
+
+    monkeypatch.setattr("tenure.profiler._oom_report._facts.take_census", fail)
+    with record_oom(quiet=True) as recorder, pytest.raises(torch.OutOfMemoryError):
+        pile_up()
+    report = recorder.report
+    assert report.notes == ("There was not enough memory left to look at the tensors.",)
+    assert report.wanted_bytes == 262_144
+    assert report.site.endswith("in pile_up")
+
+
+def test_whatever_fails_in_the_recorder_the_error_is_the_programs(monkeypatch):
+    def fail(*_, **__):
+        raise ZeroDivisionError
+
+    for name in ("gather", "judge", "scene_of", "build", "oom_info"):
+        monkeypatch.setattr(f"tenure.profiler._oom_report._recorder.{name}", fail)
+        with record_oom(quiet=True), pytest.raises(torch.OutOfMemoryError):
+            pile_up()
+
+
+def test_the_modes_of_others_stay_where_they_were():
+    device = torch.device("meta")
+    with device:
+        recorder = record_oom(quiet=True)
+        assert torch.ones(1).device.type == "meta"
+    assert torch.ones(1).device.type == "cpu"
+    with device:
+        recorder.close()
+        assert torch.ones(1).device.type == "meta"
+    assert torch.ones(1).device.type == "cpu"
+
+
+def test_a_default_device_that_comes_and_goes_meanwhile_is_not_disturbed():
+    try:
+        torch.set_default_device("meta")
+        with record_oom(quiet=True):
+            torch.set_default_device("cpu")
+            torch.set_default_device("meta")
+            torch.set_default_device(None)
+            assert torch.ones(1).device.type == "cpu"
+    finally:
+        torch.set_default_device(None)
+
+
+def test_hooks_are_put_back():
+    hooks = sys.excepthook, threading.excepthook
+    with record_oom(quiet=True) as recorder:
+        assert sys.excepthook != hooks[0]
+    assert (sys.excepthook, threading.excepthook) == hooks
+    recorder.close()
+
+
+def test_another_thread_may_not_close_it(recorder):
+    errors = []
+
+    def close():
+        try:
+            recorder.close()
+        except ProfilerUsageError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    thread.join()
+    assert "was closed on another thread than it was opened on, and stays open." in errors[0]
+
+
+def test_the_report_fits_a_screen_and_is_written_and_read(recorder):
+    with pytest.raises(torch.OutOfMemoryError):
+        pile_up()
+    report = recorder.report
+    lines = str(report).split("\n")
+    assert lines[0] == report.first_line
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    written = json.loads(json.dumps(report.to_dict()))
+    assert written["format"] == "tenure.OomReport"
+    assert OomReport.from_dict(written) == report
+
+
+def test_the_report_is_shown_once_on_stderr(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stream)
+    with record_oom():
+        for _ in range(3):
+            with pytest.raises(torch.OutOfMemoryError):
+                pile_up()
+    assert stream.getvalue().count("Results pile up") == 1
+
+
+def test_recording_keeps_no_tensor_alive(recorder):
+    import gc
+    import weakref
+
+    references = []
+
+    def work():
+        x = torch.ones(8)
+        references.append(weakref.ref(x))
+        with memory_budget("1KiB"):
+            torch.ones(1 << 20)
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        work()
+    del caught
+    gc.collect()
+    assert recorder.report is not None
+    assert references[0]() is None

@@ -1,0 +1,153 @@
+import pytest
+import torch
+
+from tenure._registries import leak_watchers
+from tenure.profiler import GrowthWatch, snapshot
+
+N = 64
+
+
+class _Holder:
+    pass
+
+
+def _trained(keep, n_steps=8, watch=None):
+    """Train, with something kept at each step."""
+    model = torch.nn.Linear(N, N)
+    optimizer = torch.optim.Adam(model.parameters())
+    watch = watch or GrowthWatch()
+    with watch:
+        for i in range(n_steps):
+            out = model(torch.ones(N, N))
+            loss = out.square().mean()
+            keep(i, out, loss)
+            optimizer.zero_grad()
+            loss.backward(retain_graph=True)
+            optimizer.step()
+            del out, loss
+    return watch
+
+
+def test_a_list_of_losses_is_named_with_the_graphs_that_it_keeps():
+    losses = []
+    (found, *_) = _trained(lambda i, out, loss: losses.append(loss)).growth()
+    assert found.name.rpartition(".")[2].startswith("losses")
+    assert found.n_tensors - found.n_before >= 3
+    # the input and the output of each step, but for parameters
+    assert found.graph_bytes >= (found.n_tensors - found.n_before) * N * N * 4
+    assert "losses" in str(found).split()[0]
+    assert "kept graphs of autograd alive" in str(found)
+
+
+def test_detached_outputs_are_a_growth_without_graphs():
+    holder = _Holder()
+    holder.outputs = {"all": []}
+    keep = lambda i, out, loss: holder.outputs["all"].append(out.detach().clone())  # noqa: E731
+    (found,) = _trained(keep).growth()
+    assert "outputs" in found.name
+    assert found.graph_bytes == 0
+    assert found.grown_bytes == (found.n_tensors - found.n_before) * N * N * 4
+
+
+def test_a_sum_that_is_carried_on_is_named():
+    state = {"total": torch.zeros(())}
+
+    def keep(i, out, loss):
+        state["total"] = state["total"] + loss
+
+    (found,) = _trained(keep).growth()
+    assert "state" in found.name
+    assert found.graph_bytes > 0
+
+
+def test_training_without_a_leak_grows_nowhere():
+    data = [torch.ones(N) for _ in range(8)]
+    assert _trained(lambda i, out, loss: None).growth(snapshot()) == ()
+    assert len(data) == 8
+
+
+def test_a_cache_that_is_full_is_no_growth():
+    cache = {}
+
+    def keep(i, out, loss):
+        cache[i % 3] = out.detach().clone()
+
+    assert _trained(keep, n_steps=16).growth() == ()
+
+
+def test_a_program_without_steps_has_its_containers_told_at_the_end():
+    outputs = [torch.ones(N) for _ in range(3)]
+    single = [torch.ones(N)]
+    with GrowthWatch() as watch:
+        pass
+    assert watch.growth() == ()
+    found = [each for each in watch.growth(at_end=snapshot()) if "outputs" in each.name]
+    assert len(found) == 1
+    assert "holds 3 tensors at the end, 768 B." in str(found[0])
+    assert not any("single" in each.name for each in watch.growth(at_end=snapshot()))
+    assert len(outputs) + len(single) == 4
+
+
+def test_of_two_optimizers_one_is_looked_at():
+    """What is alive after the other's step is something else, each time."""
+    models = [torch.nn.Linear(N, N) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters()) for model in models]
+    with GrowthWatch() as watch:
+        for _ in range(6):
+            waves = []
+            for model, optimizer in zip(models, optimizers, strict=True):
+                waves.append(model(torch.ones(N, N)))
+                waves[-1].mean().backward()
+                optimizer.step()
+    assert watch.growth() == ()
+
+
+def test_an_error_in_a_look_is_none_of_the_program(monkeypatch):
+    def fails():
+        raise ValueError("broken")
+
+    monkeypatch.setattr("tenure.profiler._recording._growth.snapshot", fails)
+    watch = _trained(lambda i, out, loss: None)
+    assert watch.growth() == ()
+    assert watch.notes == ["it looked for growth up to step 1: ValueError('broken')"]
+
+
+def test_looks_keep_no_tensor_alive_and_change_no_bit():
+    import weakref
+
+    torch.manual_seed(0)
+    plain, watched = torch.nn.Linear(N, N), torch.nn.Linear(N, N)
+    watched.load_state_dict(plain.state_dict())
+    died = []
+
+    def train(model):
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(4):
+            out = model(torch.ones(N, N))
+            died.append(weakref.ref(out))
+            out.square().mean().backward()
+            optimizer.step()
+        del out
+
+    train(plain)
+    with GrowthWatch():
+        train(watched)
+    pairs = zip(plain.parameters(), watched.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert all(reference() is None for reference in died)
+
+
+@pytest.mark.parametrize("policy", ["report", "raise"])
+def test_who_watches_for_leaks_is_told_of_scopes(policy):
+    from tenure import NewDisposeScope, ScopeLeakError
+
+    told, kept = [], []
+    leak_watchers.append(told.append)
+    try:
+        with NewDisposeScope("step", policy=policy):
+            kept.append(torch.ones(3))
+    except ScopeLeakError:
+        assert policy == "raise"
+    finally:
+        leak_watchers.remove(told.append)
+    assert [len(report) for report in told] == [1]

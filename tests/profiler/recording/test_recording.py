@@ -1,0 +1,283 @@
+import json
+
+import pytest
+import torch
+
+from tenure import NewDisposeScope, ReportFormatError
+from tenure._registries import leak_watchers
+from tenure.profiler import (
+    LineProfiler,
+    MemReporter,
+    ProfilerUsageError,
+    RecordedRanks,
+    Recording,
+    RecordingDiff,
+)
+from tests.show.pages import assert_stands_alone
+
+from .makers import MIB, block, growth, recording, track
+
+
+def _work():
+    x = torch.ones(256)
+    return x * 2
+
+
+def _full():
+    """One with something in every field."""
+    weights = torch.ones(7, 11)
+    reports = []
+    leak_watchers.append(reports.append)
+    kept = []
+    try:
+        with NewDisposeScope("step", policy="report"):
+            kept.append(torch.ones(5))
+    finally:
+        leak_watchers.remove(reports.append)
+    with LineProfiler(_work, device="cpu") as profiler:
+        _work()
+    reporter = MemReporter()
+    reporter.collect_tensor()
+    assert weights.numel() == 77
+    return recording(
+        leaks=tuple(reports),
+        growth=(growth(),),
+        lines=profiler.display(),
+        memory=reporter.get_stats(),
+        tracks=(track("cpu", MIB, 3 * MIB, at_peak=[block(3 * MIB, "train.py:3 in f")]),),
+        rank=3,
+        notes=("something was not seen",),
+    )
+
+
+def test_a_recording_reads_back_from_its_file_as_it_was(tmp_path):
+    found = _full()
+    assert len(found.leaks) == 1
+    path = tmp_path / "train.tenure"
+    found.save(path)
+    read = Recording.load(path)
+    assert read.to_dict() == json.loads(json.dumps(found.to_dict()))
+    assert str(read) == str(found)
+    assert read._repr_html_() == found._repr_html_()
+    assert [p.name for p in tmp_path.iterdir()] == ["train.tenure"]
+
+
+def test_the_text_fits_a_terminal_and_names_what_grew_and_what_leaked(tmp_path):
+    text = str(_full())
+    assert max(map(len, text.splitlines())) <= 80
+    words = " ".join(text.split())
+    assert "rank 3: python train.py --lr 1e-3 exit code 0 after 12.5 s" in words
+    assert "losses grew by 6 tensors, 24 B and kept graphs of autograd alive, 1.0 MiB" in words
+    assert "<DisposeScope 'step'>" in words
+    assert "_full.<locals>.weights other tensors float32[7, 11] 308 B" in words
+    assert text.index("cuda:0") < text.index("cpu ")
+    assert "- something was not seen" in text
+
+
+def test_nothing_stands_above_an_empty_table():
+    text = str(recording(peaks={}))
+    assert text == (
+        "python train.py --lr 1e-3\nexit code 0\nafter 12.5 s, 2026-01-02 03:04 UTC\n"
+        "python 3.11.7, tenure 0.1.0, torch 2.13.0"
+    )
+
+
+def test_an_error_of_many_words_is_one_line():
+    text = str(recording(ended=f"torch.OutOfMemoryError: {'many words ' * 40}"))
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"", "is no file of tenure, or it is damaged"),
+        (b"\x1f\x8b nonsense", "is no file of tenure, or it is damaged"),
+        (b"<html>", "is no file of tenure, or it is damaged"),
+        ({"format": "tenure.MemReport", "version": 1}, "another kind of report"),
+        ({"format": "tenure.Recording", "version": 99}, "version 99"),
+        ({"format": "tenure.Recording", "version": 1}, "Recording.command is missing"),
+        ([1], "has no report in it"),
+    ],
+    ids=str,
+)
+def test_what_is_no_recording_is_refused_in_one_line_that_names_the_file(
+    content, complaint, tmp_path
+):
+    import gzip
+
+    path = tmp_path / "x.tenure"
+    is_packed = not isinstance(content, bytes)
+    path.write_bytes(gzip.compress(json.dumps(content).encode()) if is_packed else content)
+    with pytest.raises(ReportFormatError, match=complaint) as refused:
+        Recording.load(path)
+    assert "\n" not in str(refused.value)
+    assert str(path) in str(refused.value)
+
+
+def test_a_damaged_recording_is_refused_wherever_it_is_cut(tmp_path):
+    path = tmp_path / "x.tenure"
+    recording().save(path)
+    whole = path.read_bytes()
+    for end in range(2, len(whole), 29):
+        path.write_bytes(whole[:end])
+        with pytest.raises(ReportFormatError, match="damaged"):
+            Recording.load(path)
+
+
+def test_a_file_that_can_not_be_written_leaves_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "x.tenure"
+    recording().save(path)
+    before = path.read_bytes()
+
+    def fails(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", fails)
+    with pytest.raises(OSError, match="No space left"):
+        recording(ended="another").save(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["x.tenure"]
+    assert path.read_bytes() == before
+
+
+def test_the_tree_folds_calls_and_says_what_has_no_call():
+    blocks = [
+        block(6 * MIB, "a.py:1 in <module>", "a.py:5 in f", n=3),
+        block(2 * MIB, "a.py:1 in <module>", "a.py:6 in g", scope="step"),
+        block(MIB, "a.py:1 in <module>", "a.py:7 in f"),
+        block(MIB, category="parameters"),
+        block(10, "b.py:1 in tiny"),
+    ]
+    tree = recording(tracks=(track("cuda:0", 0, 12 * MIB, at_peak=blocks),)).tree()
+    assert str(tree) == (
+        "cuda:0, at its peak after 1.0 s: 12.0 MiB\n"
+        "   7.0 MiB  58%  a.py:1 in <module>\n"
+        "   6.0 MiB  50%   a.py:5 in f\n"
+        "   1.0 MiB   8%   a.py:7 in f\n"
+        "   2.0 MiB  17%  scope step\n"
+        "   2.0 MiB  17%   a.py:1 in <module>\n"
+        "   2.0 MiB  17%    a.py:6 in g\n"
+        "   2.0 MiB  17%  unexplained\n"
+        "   1.0 MiB   8%  parameters\n"
+        "      10 B   0%  and 1 smaller"
+    )
+    assert type(tree).from_dict(json.loads(json.dumps(tree.to_dict()))) == tree
+
+
+def test_without_a_peak_the_tree_is_of_the_end_and_says_so():
+    weights = torch.ones(7, 11)
+    reporter = MemReporter()
+    reporter.collect_tensor()
+    tree = recording(memory=reporter.get_stats(device="cpu")).tree()
+    assert weights.numel() == 77
+    text = str(tree)
+    assert text.startswith("cpu, at the end: ")
+    assert text.endswith("By category and name: no peak was recorded.")
+    total = sum(branch.n_bytes for branch in tree.devices[0].branches)
+    assert total == tree.devices[0].n_bytes
+
+
+def test_a_deep_tree_fits_a_terminal():
+    stack = [f"/a/long/folder/of/a/project/module_{i}.py:{i} in function" for i in range(60)]
+    tree = recording(tracks=(track("cpu", MIB, at_peak=[block(MIB, *stack)]),)).tree()
+    assert max(map(len, str(tree).splitlines())) <= 80
+
+
+def test_a_diff_has_both_runs_on_one_axis():
+    before = recording(
+        duration_s=4.0,
+        peaks={"cpu": 4 * MIB},
+        tracks=(track("cpu", MIB, 2 * MIB, 4 * MIB, at_peak=[block(4 * MIB, "a.py:1 in f")]),),
+    )
+    blocks = [block(6 * MIB, "a.py:1 in f"), block(2 * MIB, "a.py:2 in f")]
+    after = recording(
+        command=("python", "train.py"),
+        duration_s=5.0,
+        peaks={"cpu": 8 * MIB},
+        tracks=(track("cpu", MIB, 8 * MIB, 2 * MIB, MIB, MIB, at_peak=blocks),),
+    )
+    diff = RecordingDiff.of(before, after)
+    assert (diff.peaks[0].kind, diff.peaks[0].change_bytes) == ("grown", 4 * MIB)
+    assert [(c.kind, c.name) for c in diff.lines] == [
+        ("grown", "a.py:1 in f"),
+        ("new", "a.py:2 in f"),
+    ]
+    text = str(diff)
+    assert max(map(len, text.splitlines())) <= 80
+    lines = text.splitlines()
+    bars = {line.split()[-1].count("█") for line in lines if "█" in line and "MiB" in line}
+    assert bars == {12, 24}
+    # one axis: the first ends at half of the second's time, at half of its height
+    drawn = {line[0]: line[3:] for line in lines if "│" in line}
+    assert len(drawn["A"]) < len(drawn["B"]) == 76
+    assert "█" in drawn["B"]
+    assert "▄" in drawn["A"]
+    assert "█" not in drawn["A"]
+    assert type(diff).from_dict(json.loads(json.dumps(diff.to_dict()))) == diff
+
+
+class _Program:
+    pass
+
+
+def test_a_diff_tells_new_gone_and_grown_tensors_by_name():
+    program = _Program()
+    program.weights, program.old = torch.ones(7, 11), torch.ones(3)
+
+    def look():
+        reporter = MemReporter()
+        reporter.collect_tensor()
+        return recording(memory=reporter.get_stats(device="cpu"))
+
+    before = look()
+    program.piles = [torch.ones(1000), torch.ones(1000)]
+    program.weights = torch.ones(7, 12)
+    del program.old
+    diff = RecordingDiff.of(before, look())
+    found = {(c.kind, c.name.rpartition(".")[2]): c.change_bytes for c in diff.tensors}
+    assert found == {("new", "piles[…]"): 8000, ("grown", "weights"): 28, ("gone", "old"): -12}
+    assert max(map(len, str(diff).splitlines())) <= 80
+    assert RecordingDiff.of(look(), look()).tensors == ()
+
+
+def test_ranks_stand_side_by_side_and_the_largest_is_told_in_full():
+    ranks = [recording(rank=i, peaks={"cuda:0": (3 + i % 2) * MIB}) for i in (2, 1, 0)]
+    ranks[0] = recording(rank=2, ended="KeyboardInterrupt", exit_code=130, peaks={})
+    report = RecordedRanks.of(ranks)
+    assert [each.rank for each in report.recordings] == [0, 1, 2]
+    assert report.largest.rank == 1
+    text = str(report)
+    assert text.startswith(
+        "3 recordings\n"
+        "rank  ended              seconds  device  at most\n"
+        "----  -----------------  -------  ------  -------\n"
+        "0     exit code 0           12.5  cuda:0  3.0 MiB\n"
+        "1     exit code 0           12.5  cuda:0  4.0 MiB\n"
+        "2     KeyboardInterrupt     12.5\n\n"
+        "rank 1: python train.py"
+    )
+    assert RecordedRanks.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+
+
+def test_exports_by_extension(tmp_path):
+    found = _full()
+    for name in ("x.json", "x.csv", "x.html"):
+        found.export(tmp_path / name)
+    assert Recording.from_dict(json.loads((tmp_path / "x.json").read_text())).growth == found.growth
+    rows = (tmp_path / "x.csv").read_text().splitlines()
+    assert rows[0].split(",")[:3] == ["device", "when", "category"]
+    assert any(row.startswith("cpu,peak,") and row.endswith(",3145728,1") for row in rows)
+    assert any("weights,7x11,float32,,308,1" in row for row in rows)
+    assert_stands_alone((tmp_path / "x.html").read_text())
+    with pytest.raises(ProfilerUsageError, match=r"x\.xlsx ends in \.xlsx, and a recording is"):
+        found.export(tmp_path / "x.xlsx")
+
+
+def test_html_is_escaped():
+    found = recording(
+        command=("python", "<script>"),
+        notes=("<b>",),
+        growth=(growth("<i>"),),
+        tracks=(track("cpu", MIB, at_peak=[block(MIB, "<u>:1 in <module>")]),),
+    )
+    html = found._repr_html_() + found.tree()._repr_html_()
+    assert not any(tag in html for tag in ("<script>", "<i>", "<u>", "<module>", "- <b>"))

@@ -1,0 +1,131 @@
+"""Training steps to record, each built anew from the same seed; and the allocator's own truth."""
+
+from itertools import accumulate
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tenure._torch import allocations
+
+
+class Cube(torch.autograd.Function):
+    """Keeps one tensor for its backward pass, and another in an attribute."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.square = x * x
+        return ctx.square * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * (ctx.square + 2 * x * x)
+
+
+class Cubed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(48, 96), nn.Linear(96, 3)
+
+    def forward(self, x):
+        return self.second(Cube.apply(self.first(x)))
+
+
+class Conv(nn.Sequential):
+    def __init__(self):
+        super().__init__(
+            nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Linear(16 * 49, 3),
+        )  # fmt: skip
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(24, 32, batch_first=True), nn.Linear(32, 3)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+class Gpt(nn.Module):
+    def __init__(self, device=None):
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True) for _ in range(2)
+        )
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).flatten(0, 1)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(48, 48) for _ in range(4))
+        self.head = nn.Linear(48, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(lambda x, block=block: block(x).sin().exp(), x, use_reentrant=False)
+        return self.head(x)
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bag, self.head = nn.EmbeddingBag(50, 16, mode="sum"), nn.Linear(16, 3)
+
+    def forward(self, tokens):
+        return self.head(self.bag(tokens))
+
+
+def _tokens(*shape):
+    return torch.randint(0, 50, shape)
+
+
+CASES = {
+    "perceptron with a custom function": (Cubed, lambda: torch.randn(16, 48), "AdamW"),
+    "convolutions": (Conv, lambda: torch.randn(8, 3, 16, 16), "SGD"),
+    "LSTM": (Recurrent, lambda: torch.randn(8, 12, 24), "Adam"),
+    "GPT": (Gpt, lambda: _tokens(4, 16), "AdamW"),
+    "checkpoints": (Checkpointed, lambda: torch.randn(16, 48), "RMSprop"),
+    "bag of embeddings": (Sparse, lambda: _tokens(16, 5), "Adagrad"),
+}
+
+
+def training(name, steps=2, device="cpu"):
+    """A function that trains a new model of this name."""
+    make, batch, optimizer = CASES[name]
+    torch.manual_seed(0)
+    model = make().to(device)
+    updates = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-3)
+
+    def train():
+        for _ in range(steps):
+            x = batch().to(device)
+            out = model(x)
+            loss = F.cross_entropy(out, torch.zeros(len(out), dtype=torch.long, device=device))
+            loss.backward()
+            updates.step()
+            updates.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    return train
+
+
+def host_peak(run):
+    """What the host's allocator says that a function took at the most, above what there was."""
+    allocations.begin()
+    kept = run()
+    changes = allocations.end()
+    del kept
+    return max(accumulate(changes.cpu, initial=0))

@@ -1,0 +1,397 @@
+"""What a recording tells of storages: what they count as, and where they were made."""
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import profile
+
+from tenure import NewDisposeScope
+from tenure._torch.allocations import is_profiling
+from tenure._torch.modes import all_modes
+from tenure.adaptive import memory_budget
+from tenure.profiler import LineProfiler, ProfilerUsageError, Timeline
+
+from .test_truth import check_sums
+
+KIB = 1024
+
+
+def at_peak(report, category=None):
+    rows = report.devices[0].at_peak
+    return sum(row.n_bytes for row in rows if category in (None, row.category))
+
+
+def kib(n):
+    return torch.ones(n * KIB, dtype=torch.uint8)
+
+
+# --- what storages count as
+
+
+def test_a_storage_that_the_backward_pass_lets_go_was_saved_for_it_all_its_life():
+    w = torch.ones(64 * KIB, requires_grad=True)
+    with Timeline() as timeline:
+        w.exp().sum().backward()
+    host = timeline.report.devices[0]
+    assert max(host.by_category["saved for backward"]) == 256 * KIB
+    assert max(host.by_category["gradients"]) == 256 * KIB
+    check_sums(timeline.report)
+
+
+def test_parameters_and_the_state_of_an_optimizer_are_known_from_their_first_byte():
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    with Timeline() as timeline:
+        model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+    host = timeline.report.devices[0]
+    assert set(host.by_category["parameters"]) == {16 * KIB}
+    # two moments of each weight and a count of steps
+    assert max(host.by_category["optimizer state"]) == 2 * 16 * KIB + 4
+    assert host.by_category["optimizer state"][0] == 0
+
+
+def test_data_that_the_program_brings_in_are_inputs():
+    data = torch.utils.data.TensorDataset(torch.ones(8, 256))
+    with Timeline() as timeline:
+        for (batch,) in torch.utils.data.DataLoader(data, batch_size=4):
+            batch.sum()
+        listed = torch.tensor([0.0] * 256)
+        del listed
+    host = timeline.report.devices[0]
+    assert max(host.by_category["inputs"]) >= 4 * KIB
+
+
+def test_a_graph_that_is_alive_at_the_end_is_saved_for_backward():
+    w = torch.ones(64 * KIB, requires_grad=True)
+    with Timeline() as timeline:
+        loss = w.exp().sum()
+    assert at_peak(timeline.report, "saved for backward") == 256 * KIB
+    del loss
+
+
+def test_what_is_alive_at_the_beginning_is_counted_from_there():
+    kept = kib(300)
+    with Timeline() as timeline:
+        del kept
+        torch.ones(1)
+    host = timeline.report.devices[0]
+    assert host.live_bytes[0] - host.live_bytes[-1] == 300 * KIB
+    assert max(host.by_line["before the recording"]) >= 300 * KIB
+
+
+def test_a_storage_that_is_resized_ends_one_life_and_begins_another():
+    with Timeline() as timeline:
+        x = kib(10)
+        x.resize_(500 * KIB)
+        y = torch.ones(1)
+    assert at_peak(timeline.report, "other tensors") >= 500 * KIB
+    assert timeline.report.notes == ()
+    check_sums(timeline.report)
+    del x, y
+
+
+def test_a_storage_that_no_operation_resizes_is_followed_and_stays_what_it_is():
+    """As sharded models do it: the storage of a parameter is empty while nobody uses it."""
+    model = nn.Linear(64, 64, bias=False)
+    storage = model.weight.untyped_storage()
+    with Timeline() as timeline:
+        storage.resize_(0)
+        torch.ones(1)
+        storage.resize_(16 * KIB)
+        torch.ones(1)
+    parameters = timeline.report.devices[0].by_category["parameters"]
+    assert parameters[0] == parameters[-1] == 16 * KIB
+    assert 0 in parameters
+    assert timeline.report.notes == ()
+    check_sums(timeline.report)
+
+
+def test_memory_of_numpy_is_told_apart():
+    numpy = pytest.importorskip("numpy")
+    with Timeline() as timeline:
+        x = torch.from_numpy(numpy.ones(100 * KIB, dtype="uint8"))
+    host = timeline.report.devices[0]
+    assert max(host.live_bytes) - host.live_bytes[0] < 100 * KIB
+    assert any(
+        "100.0 KiB of tensors on cpu lay in memory of numpy" in n for n in timeline.report.notes
+    )
+    del x
+
+
+def test_a_temporary_within_an_operation_is_part_of_the_peak_and_of_no_tensor():
+    x = torch.rand(64, 64, dtype=torch.float64)
+    with Timeline() as timeline:
+        torch.linalg.svdvals(x)
+    report = timeline.report
+    assert report.devices[0].by_category["temporary or unexplained"]
+    assert max(report.devices[0].by_category["temporary or unexplained"]) > 32 * KIB
+    check_sums(report)
+
+
+# --- where they were made
+
+
+def make_here():
+    return kib(700)
+
+
+def test_rows_at_the_peak_name_the_line_and_the_calls_that_led_there():
+    with Timeline() as timeline:
+        kept = make_here()
+        assert kept is not None
+    row = timeline.report.devices[0].at_peak[0]
+    line = make_here.__code__.co_firstlineno + 1
+    assert row.stack[-1].endswith("in kib")
+    assert row.stack[-2].endswith(f"test_timeline.py:{line} in make_here")
+    assert "in test_rows_at_the_peak" in row.stack[-3]
+    assert (row.n_bytes, row.n_storages) == (700 * KIB, 1)
+    assert row.stack[-1] in timeline.report.devices[0].by_line
+
+
+def test_the_band_of_a_scope_begins_and_ends_with_it():
+    with Timeline() as timeline:
+        with NewDisposeScope("outer"):
+            kept = [kib(100)]
+            with NewDisposeScope("inner"):
+                kept.append(kib(200))
+            kept.append(kib(50))
+        torch.ones(1)
+    report = timeline.report
+    outer, inner = report.scopes
+    assert (outer.name, outer.depth, inner.name, inner.depth) == ("outer", 0, "inner", 1)
+    assert outer.begin_s < inner.begin_s < inner.end_s < outer.end_s <= report.duration_s
+    host = report.devices[0]
+    for name, span, n_bytes in (("outer", outer, 150), ("inner", inner, 200)):
+        series = host.by_scope[name]
+        seen = [t for t, n in zip(host.times_s, series, strict=True) if n]
+        assert span.begin_s <= min(seen)
+        assert max(seen) <= span.end_s
+        assert max(series) == n_bytes * KIB
+    assert host.by_scope["outer"][-1] == host.by_scope["inner"][-1] == 0
+
+
+def test_a_scope_that_was_open_before_has_a_band_from_the_beginning():
+    with NewDisposeScope("around"), Timeline() as timeline:
+        torch.ones(1)
+    (span,) = timeline.report.scopes
+    assert (span.name, span.begin_s) == ("around", 0.0)
+
+
+# --- beside other things
+
+
+def test_an_error_of_memory_is_marked_where_it_was():
+    with Timeline() as timeline, memory_budget("1MiB"):
+        kept = kib(900)
+        with pytest.raises(torch.OutOfMemoryError):
+            kib(500)
+    (oom,) = timeline.report.ooms
+    assert oom.text.startswith("cpu out of memory. Tried to allocate 500.0 KiB")
+    assert 0 < oom.at_s <= timeline.report.duration_s
+    assert kept.numel()
+
+
+def test_what_was_saved_where_memory_ran_out_is_known_though_the_error_is_handled():
+    w = torch.ones(64 * KIB, requires_grad=True)
+    with Timeline() as timeline, memory_budget("1MiB"):
+
+        def forward():
+            return [w.exp() for _ in range(10)]
+
+        with pytest.raises(torch.OutOfMemoryError):
+            forward()
+    host = timeline.report.devices[0]
+    assert max(host.by_category["saved for backward"]) >= 3 * 256 * KIB
+
+
+def test_an_error_of_the_allocator_of_the_host_is_marked():
+    with Timeline() as timeline, pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert len(timeline.report.ooms) == 1
+
+
+@pytest.mark.sim_allocator("exact")
+def test_an_error_of_an_accelerator_is_marked(sim):
+    sim(budget="1MiB")
+    with Timeline() as timeline:
+        kept = torch.ones(700 * KIB, dtype=torch.uint8, device="sim")
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.ones(700 * KIB, dtype=torch.uint8, device="sim")
+    assert len(timeline.report.ooms) == 1
+    assert kept.numel()
+
+
+def test_an_exception_of_the_block_goes_on_and_the_report_is_there():
+    timeline = Timeline()
+    with pytest.raises(ZeroDivisionError), timeline:
+        torch.ones(1) / (1 // 0)
+    assert timeline.report.devices
+
+
+def test_no_tensor_is_kept_alive_and_no_random_number_is_drawn():
+    before = torch.get_rng_state()
+    with Timeline() as timeline:
+        x = torch.ones(10)
+        alive = weakref.ref(x)
+        del x
+        assert alive() is None
+    assert torch.equal(torch.get_rng_state(), before)
+    gone = weakref.ref(timeline)
+    del timeline
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_profiler_of_torch_inside_sees_its_own_and_a_note_says_what_is_missed():
+    with Timeline() as timeline:
+        with profile(profile_memory=True) as profiler:
+            torch.ones(1000)
+        torch.ones(1000)
+    assert any(each.key == "aten::ones" for each in profiler.key_averages())
+    assert any("temporaries inside operations" in note for note in timeline.report.notes)
+    check_sums(timeline.report)
+
+
+def test_a_line_profiler_inside_is_exact_and_a_note_says_what_is_missed():
+    def work():
+        return kib(100)
+
+    profiler = LineProfiler(work)
+    with Timeline() as timeline, profiler:
+        work()
+    assert [record.peak_bytes for record in profiler.records if record.hits] == [100 * KIB]
+    assert any("temporaries inside operations" in note for note in timeline.report.notes)
+
+
+def test_a_second_timeline_inside_tells_levels_and_says_so():
+    with Timeline() as outer, Timeline() as inner:
+        kept = kib(400)
+    assert at_peak(inner.report) == at_peak(outer.report)
+    assert any("another timeline" in note for note in inner.report.notes)
+    assert outer.report.notes == ()
+    assert kept.numel()
+
+
+def test_what_other_threads_make_is_in_the_level_though_nobody_says_what_it_is():
+    kept = []
+    with Timeline() as timeline:
+        thread = threading.Thread(target=lambda: kept.append(kib(800)))
+        torch.ones(1)
+        thread.start()
+        thread.join()
+        torch.ones(1)
+    host = timeline.report.devices[0]
+    check_sums(timeline.report)
+    assert host.live_bytes[-1] >= host.live_bytes[0]
+
+
+def test_timelines_of_two_threads_at_once():
+    reports = []
+
+    def record(n):
+        with Timeline() as timeline:
+            x = torch.ones(n, requires_grad=True)
+            x.exp().sum().backward()
+        reports.append(timeline.report)
+
+    threads = [threading.Thread(target=record, args=(n,)) for n in (1000, 2000)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(reports) == 2
+    for report in reports:
+        check_sums(report)
+
+
+def test_in_a_generator_that_is_closed_late_the_modes_of_others_stay():
+    def generate():
+        with Timeline() as timeline:
+            yield timeline
+            torch.ones(1)
+
+    running = generate()
+    timeline = next(running)
+    with memory_budget("1GiB") as budget:
+        kept = torch.ones(10)
+        running.close()
+        more = torch.ones(10)
+        assert budget.live_bytes == 80
+    assert timeline.report.notes == ()
+    assert kept.numel() + more.numel() == 20
+    assert all_modes() == []
+
+
+def test_compiled_code_runs_compiled_and_its_memory_is_in_the_level():
+    @torch.compile(backend="aot_eager")
+    def double(x):
+        return (x * 2).sin()
+
+    x = torch.ones(256 * KIB, requires_grad=True)
+    expected = double(x)
+    with Timeline() as timeline:
+        y = double(x)
+        z = y.sum()
+        z.backward()
+    assert torch.equal(y, expected)
+    host = timeline.report.devices[0]
+    assert host.peak_bytes - host.live_bytes[0] >= 2 * 1024 * KIB
+    check_sums(timeline.report)
+
+
+# --- its life
+
+
+def test_a_timeline_is_used_once_and_its_report_waits_for_the_end():
+    timeline = Timeline()
+    with pytest.raises(ProfilerUsageError, match="no report yet"):
+        timeline.report  # noqa: B018
+    with timeline, pytest.raises(ProfilerUsageError, match="entered a second time"):
+        timeline.__enter__()
+    with pytest.raises(ProfilerUsageError, match="entered a second time"):
+        timeline.__enter__()
+
+
+def test_torch_is_left_as_it_was():
+    with Timeline():
+        torch.ones(1)
+    assert not is_profiling()
+    assert all_modes() == []
+
+
+def test_the_end_on_another_thread_is_refused_and_changes_nothing():
+    errors = []
+
+    def end(timeline):
+        try:
+            timeline.__exit__(None, None, None)
+        except ProfilerUsageError as error:
+            errors.append(str(error))
+
+    with Timeline() as timeline:
+        thread = threading.Thread(target=end, args=(timeline,), name="other")
+        thread.start()
+        thread.join()
+        kept = kib(300)
+    assert "closed from thread 'other', and stays open" in errors[0]
+    assert at_peak(timeline.report) >= 300 * KIB
+    assert kept.numel()
+
+
+@pytest.mark.parametrize("ending", ["", "os._exit(os.fork() and os.waitpid(-1, 0)[1])"])
+def test_an_interpreter_that_ends_inside_a_block_ends_well(ending):
+    program = (
+        "import os, torch\nfrom tenure.profiler import Timeline\n"
+        f"timeline = Timeline().__enter__()\ntorch.ones(1) + 1\n{ending}\ntorch.ones(1) + 1\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
