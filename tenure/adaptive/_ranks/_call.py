@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import nn
 
 from tenure._errors import AdaptiveUsageError, RemoteRankError
@@ -93,9 +92,8 @@ class RankCall:
         found = self.vote(Ballot(mark_of(self.name), n_with_data=1, size=size))
         if found.is_one_size:
             return size, True
-        each = torch.tensor([size], dtype=torch.int64, device="cpu")
-        self.group.vote(each, smallest=True)
-        return int(each.item()), False
+        (smallest,) = self.group.smallest([size])
+        return smallest, False
 
     def go_on(self) -> None:
         """Work on after a vote: another one will follow."""

@@ -60,10 +60,10 @@ def lost_rank_error(
     told = f"{type(error).__name__}: {reason}"
     ended = ended or {}
     if ended:
-        has = "has" if len(ended) == 1 else "have"
+        has, it = ("has", "it") if len(ended) == 1 else ("have", "them")
         names = listed([*ended.values()], most=4)
         what = (
-            f"Of {n_ranks} ranks {names} {has} ended while others wait for it ({told}). The call "
+            f"Of {n_ranks} ranks {names} {has} ended while others wait for {it} ({told}). The call "
             "gives this rank nothing, and the group can't be used any more."
         )
     else:
@@ -91,8 +91,15 @@ def elsewhere_error(calls: Sequence[str], after: str) -> AdaptiveUsageError:
     for rank, call in enumerate(calls):
         ranks.setdefault(call, []).append(str(rank))
     told = [f"{call} on rank {listed(who, most=8)}" for call, who in ranks.items()]
+    # a mark says more than a name: see test_ranks_with_other_parameters_are_told_so
+    unseen = (
+        ", by other functions of one name, or with parameters or buffers of other shapes or in "
+        "another order"
+        if len(ranks) == 1
+        else ""
+    )
     return AdaptiveUsageError(
-        f"Ranks that work together are in different calls: {listed(told, most=4)}. {after} "
+        f"Ranks that work together are in different calls{unseen}: {listed(told, most=4)}. {after} "
         "Let every rank make the same calls, in the same order and with the same arguments but "
         "for the batch; a rank without samples calls step(fn, None)."
     )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as Replicated
 
 from tenure.adaptive import step
-from tenure.adaptive._ranks import RankGroup
+from tenure.adaptive._ranks import RankGroup, lost_rank_error
 
 from ..step.step_cases import gradients, worst_error
 from .launch import run_ranks
@@ -114,19 +114,28 @@ def dying_on(rank, when):
         return square(module, b)
 
     told = told_by(lambda: step(fn, parts[rank]))
-    is_clean = not gradients(net)
-    # the barrier of the end would wait for the dead
-    return told, is_clean
+    return told, not gradients(net)
 
 
 @pytest.mark.parametrize("when", ["in the work", "in the exchange"])
 def test_a_rank_that_dies_is_an_error_on_the_others(when):
+    # the barrier of the end would wait for the dead
     *others, dead = run_ranks(dying_on, 3, when=when, has_end=False)
     assert dead is None
     for (name, text, _), is_clean in others:
         assert name == "RemoteRankError"
         assert "Of 3 ranks rank 2 (process " in text
         assert is_clean
+
+
+def test_several_ranks_that_have_ended_are_named_together():
+    ended = {1: "rank 1 (process 7 on here)", 3: "rank 3 (process 9 on here)"}
+    error = lost_rank_error(RuntimeError("closed"), 4, ended)
+    assert str(error).startswith(
+        "Of 4 ranks rank 1 (process 7 on here), rank 3 (process 9 on here) have ended while others "
+        "wait for them (RuntimeError: closed)."
+    )
+    assert error.rank is None
 
 
 def absent_on(rank):
@@ -199,6 +208,27 @@ def test_ranks_in_different_calls_find_it_out(kind):
         assert "Ranks that work together are in different calls: step('one') (" in told[1]
         assert "on rank 0" in told[1]
         assert "on rank 1" in told[1]
+        assert is_clean
+
+
+def other_parameters_on(rank):
+    """Layers of other sizes, which a replica would have found out as it was made."""
+    net = torch.nn.Linear(4, 3 + rank).double()
+
+    def fn(b):
+        return square(net, b)
+
+    told = told_by(lambda: step(fn, all_samples()[rank], group=dist.group.WORLD))
+    return told, not gradients(net)
+
+
+def test_ranks_with_other_parameters_are_told_so():
+    for told, is_clean in run_ranks(other_parameters_on):
+        assert told[0] == "AdaptiveUsageError"
+        assert (
+            "with parameters or buffers of other shapes or in another order: step('fn')" in told[1]
+        )
+        assert "(loss='mean'; 2 parameters) on rank 0, 1." in told[1]
         assert is_clean
 
 

@@ -313,3 +313,26 @@ def test_a_model_that_is_none_on_one_rank_is_told_to_the_others():
     assert other.startswith("RemoteRankError")
     assert error < RTOL
     assert also < RTOL
+
+
+def unlike(rank, how):
+    """Arguments that ranks don't have alike."""
+    net = sharded(whole().double())
+    options = {"per_rank": bool(rank)}
+    if how == "weights":
+        options = {"weight": (lambda x: {"words": len(x)}) if rank else len}
+    said = said_by(lambda: step(mean(net), batch_of(rank), maximum=4, **options))
+    return said, is_untouched(net)
+
+
+def test_arguments_that_ranks_do_not_have_alike_are_told_by_name_on_all():
+    found = run_ranks(unlike, 2, how="kinds")
+    are_refused(found, "(loss='mean'; ", ") on rank 0, step(", "(loss='mean', per_rank=True; ")
+
+
+def test_weights_of_other_names_are_told_by_name_on_all():
+    found = run_ranks(unlike, 2, how="weights")
+    are_refused(found, "on this rank, and other names on another")
+    (own, _), (other, _) = found
+    assert "weight() returned one weight on this rank" in own
+    assert "weight() returned 'words' on this rank" in other

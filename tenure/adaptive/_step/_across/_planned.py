@@ -1,8 +1,8 @@
 """A step of sharded modules, whose passes wait for all ranks: planned before, run once.
 
 Invariant: before anything runs all ranks have agreed on how many micro-batches there are, and each
-runs so many; nothing is run again. What a rank has to say comes on a group of its own, so that it
-never meets a collective of the modules in which another rank waits.
+runs so many; nothing is run again. What a rank has to say goes over connections of its own, so that
+it never meets a collective of the modules in which another rank waits.
 
 Gradients are exchanged with each micro-batch: held back they would be whole on every rank, as large
 as all parameters, which is what sharding is there to avoid.
@@ -16,8 +16,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeGuard
 
-import torch
-
 from tenure._errors import AdaptiveUsageError, OutOfRetriesError, TenureError
 from tenure._oom import OomInfo, oom_of_work
 from tenure._text import format_bytes
@@ -27,12 +25,15 @@ from tenure._torch.sharding import Shards
 from ..._attempt import memory_of, release
 from ..._ranks import Ballot, RankCall, lost_rank_error, mark_of, weights_of
 from ..._sizes import AdaptiveSearch
-from .._loss import numbers_by_term
 from .._split import StepOutcome, StepParts, StepSpec
+from ._alike import asked_by, numbers_of, refuse_other_terms, shares_of
 from ._sharded import ShardGradients, refuse_late, refuse_settings
 
 _PATIENCE_S = 10.0
 """So long a rank that has failed waits for the others, most of which are inside a collective."""
+_ROUNDING = 1e-12
+_ALL = ""
+"""The name of a weight that is that of all terms."""
 _AFTER = (
     "Gradients are as before, and the next step() plans for less: call it on all ranks, if all "
     "have ended this one. A rank that still waits inside a module can't be reached: it gets an "
@@ -83,11 +84,10 @@ class PlannedRanks:
         if not parts.n_samples:
             raise _no_samples(self._call.group.rank)
         spec, numbers = self._spec, self._numbers()
-        given = [name for name in ("weight", "then", "once") if getattr(spec, name) is not None]
-        loss = "outputs" if callable(spec.loss) else spec.loss
         # ranks have parts of other shapes, and names of their own for what they run
-        self._mark = mark_of(spec.entry, loss, given, self._per_rank, len(parts.trained))
-        self._call.name += f" ({', '.join([f'loss={loss!r}', *(f'{name}=' for name in given)])})"
+        asked, n = asked_by(spec, per_rank=self._per_rank), len(parts.trained)
+        self._mark = mark_of(spec.entry, asked, n)
+        self._call.name += f" ({asked}; {n} parameters)"
         tally = self._call.vote(
             Ballot(
                 self._mark,
@@ -98,22 +98,17 @@ class PlannedRanks:
             )
         )
         if not tally.is_one_size:
-            raise AdaptiveUsageError(
-                f"weight() returned {', '.join(map(repr, numbers))} on this rank, and other names "
-                "on another. Nothing was changed. Return the same names on all ranks."
-            )
+            refuse_other_terms(name for name in numbers if name != _ALL)
         refuse_settings(spec.entry, self._shards, per_rank=self._per_rank)
         self._call.go_on()
         self.n_samples = tally.n_samples
         # ranks that are parallel over tensors have the same samples
         n_copies = self._call.group.size // self._shards.n_averaged
-        totals = dict(zip(numbers, tally.weights, strict=False))
-        # the mean over what all weighs nothing has no value; as on one rank samples stand in
-        by_samples = parts.n_samples / tally.n_samples
-        self._shares = {
-            name: 1 / n_copies if spec.loss == "sum" else _share(mine, totals[name], by_samples)
-            for name, mine in numbers.items()
-        }
+        if spec.loss == "sum":
+            self._shares = dict.fromkeys(numbers, 1 / n_copies)
+        else:
+            by_samples = parts.n_samples / tally.n_samples
+            self._shares = shares_of(numbers, tally.weights, by_samples)
         if self._per_rank:
             return
         (divisor,) = self._shards.divisors
@@ -246,11 +241,8 @@ class PlannedRanks:
         weight, parts = self._spec.weight, self._parts
         if weight is None or self._per_rank:
             return {_ALL: float(parts.n_samples)}
-        with torch.no_grad():
-            numbers = numbers_by_term(weight(parts.inputs.whole()))
-        if None in numbers:
-            return {_ALL: numbers[None]}
-        return dict(sorted((str(name), number) for name, number in numbers.items()))
+        numbers = numbers_of(weight, parts)
+        return {_ALL if name is None else name: number for name, number in numbers.items()}
 
 
 def _is_of_an_exchange(error: BaseException) -> TypeGuard[Exception]:
@@ -261,10 +253,6 @@ def _is_of_an_exchange(error: BaseException) -> TypeGuard[Exception]:
     return str(frame.f_globals.get("__name__")).startswith("torch.distributed")
 
 
-def _share(mine: float, of_all: float, by_samples: float) -> float:
-    return mine / of_all if of_all else by_samples
-
-
 def _weighed(value: float, share: float) -> float:
     # the mean of nothing is nan, which zero times it would stay
     return value * share if share else 0.0
@@ -273,11 +261,6 @@ def _weighed(value: float, share: float) -> float:
 def _rounded(factor: float) -> float:
     # 1 costs nothing, and is what equal ranks have
     return 1.0 if abs(factor - 1) < _ROUNDING else factor
-
-
-_ROUNDING = 1e-12
-_ALL = ""
-"""The name of a weight that is that of all terms."""
 
 
 class _Everywhere(dict[str, float]):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,8 @@ from tenure._torch.exchange import exchanged_buffers
 
 from ..._callables import name_of
 from ..._ranks import Ballot, RankCall, Replicated, Tally, mark_of, weights_of
-from .._loss import numbers_by_term
 from .._split import StepOutcome, StepParts, StepSpec
+from ._alike import asked_by, numbers_of, refuse_other_terms, shares_of
 from ._exchange import Exchange, shapes_of
 from ._values import Values
 
@@ -121,19 +121,12 @@ class StepRanks:
                 "in the function of step(), or detach() it."
             )
         spec = self._spec
-        shapes = shapes_of(self._exchanged)
-        given = [name for name in ("weight", "then", "once") if getattr(spec, name) is not None]
-        loss = "outputs" if callable(spec.loss) else spec.loss
         brought = [b for each in self._brought() for b in exchanged_buffers(each)]
-        about = shapes_of(brought)
-        self._mark = mark_of(
-            spec.entry, name_of(spec.fn), loss, given, self._per_rank, shapes, about
-        )  # fmt: skip
-        how = ", ".join([f"loss={loss!r}", *(f"{name}=" for name in given)])
-        each = ", per_rank=True" if self._per_rank else ""
+        asked, shapes = asked_by(spec, per_rank=self._per_rank), shapes_of(self._exchanged)
+        self._mark = mark_of(spec.entry, name_of(spec.fn), asked, shapes, shapes_of(brought))
         n_elements = sum(buffer.numel() for buffer in brought)
-        buffers = f", {len(about)} buffers of {n_elements} elements" if about else ""
-        self._call.name += f" ({how}{each}; {len(shapes)} parameters{buffers})"
+        buffers = f", {len(brought)} buffers of {n_elements} elements" if brought else ""
+        self._call.name += f" ({asked}; {len(shapes)} parameters{buffers})"
         if spec.weight is not None and parts.n_samples and not self._per_rank:
             self._weigh(spec.weight)
 
@@ -208,31 +201,23 @@ class StepRanks:
     def _weigh(self, weight: Any) -> None:
         """Ask what the samples weigh; where terms weigh differently, all ranks have to know."""
         parts = self._parts
-        with torch.no_grad():
-            numbers = numbers_by_term(weight(parts.inputs.whole()))
-        # a number without a name is that of all terms
+        numbers = numbers_of(weight, parts)
         if None in numbers:
             self._weight = numbers[None]
             return
-        names = sorted(map(str, numbers))
-        own = [numbers[name] for name in names]
+        own = {str(name): number for name, number in numbers.items()}
         ballot = Ballot(
             self._mark,
             n_early=1,
             n_with_data=1,
             n_samples=parts.n_samples,
-            size=mark_of(names),
-            weights=weights_of(own, "weight() returned weights of"),
+            size=mark_of(*own),
+            weights=weights_of(own.values(), "weight() returned weights of"),
         )
         tally = self._call.vote(ballot)
         if tally.n_early < tally.n_with_data or not tally.is_one_size:
-            _refuse_other_terms(names)
-        by_samples = parts.n_samples / tally.n_samples
-        # the mean over what all weighs nothing has no value; as on one rank samples stand in
-        parts.factors = {
-            name: mine / total if total else by_samples
-            for name, mine, total in zip(names, own, tally.weights, strict=False)
-        }
+            refuse_other_terms(own)
+        parts.factors = shares_of(own, tally.weights, parts.n_samples / tally.n_samples)
         parts.share_of_once = 1 / tally.n_with_data
         self._adds_up = True
         self._call.go_on()
@@ -252,7 +237,7 @@ class StepRanks:
             return tally
         # others had to know first what terms weigh, which a rank without samples can't tell
         if tally.n_early < tally.n_with_data or not tally.is_one_size:
-            _refuse_other_terms([])
+            refuse_other_terms([])
         return self._vote(ballot)
 
     def _brought(self) -> list[Replicated]:
@@ -334,11 +319,3 @@ def _refuse_hooks(parameters: list[Tensor]) -> None:
             "(), which would run with the gradient of one rank, before ranks have agreed. Nothing "
             "was changed. Do its work after step()."
         )
-
-
-def _refuse_other_terms(names: list[str]) -> NoReturn:
-    raise AdaptiveUsageError(
-        f"weight() returned {', '.join(map(repr, names)) or 'one weight'} on this rank, and other "
-        "names on another. Nothing was changed. Return the same names on all ranks that have "
-        "samples."
-    )

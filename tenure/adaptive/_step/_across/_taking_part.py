@@ -119,7 +119,7 @@ class _Found(NamedTuple):
 
     Attributes:
         modules: all modules.
-        wrong: the error where ``model=`` is none.
+        wrong: the error where ``model=`` is no module.
         unordered: sets in which they are, by name.
     """
 

@@ -34,8 +34,8 @@ class GradientExchange:
     """
 
     __slots__ = (
-        "_aside", "_groups", "_held", "_is_broken", "_is_held", "_is_local", "_is_ready", "_known",
-        "_old", "_replicated", "shared",
+        "_aside", "_first_fsdp", "_groups", "_held", "_is_broken", "_is_held", "_is_local",
+        "_is_ready", "_known", "_replicated", "shared",
     )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module], *, is_local: bool = False) -> None:
@@ -43,7 +43,7 @@ class GradientExchange:
         self.shared: list[Replicated] = []
         self._replicated: list[Replicated] = []
         self._groups: list[ShardedGroup] = []
-        self._old: list[nn.Module] = []
+        self._first_fsdp: list[nn.Module] = []
         self._is_broken = False
         self._held = ExitStack()
         self._aside: ExitStack | None = None
@@ -74,24 +74,17 @@ class GradientExchange:
         self._groups += groups
         if has_other_replicas(module):
             if self._is_ready and not self._is_local:
-                raise AdaptiveUsageError(
-                    f"step() runs a DistributedDataParallel of {type(module.module).__name__} that "
-                    "it has not found through its function, and would have to tell other ranks "
-                    "before anything runs. Nothing was changed. Pass it as model=."
-                )
+                kind = type(module.module).__name__
+                raise _not_found(f"a DistributedDataParallel of {kind}", "tell")
             self.shared.append(module)
             if self._aside is not None:
                 self._aside.enter_context(kept_apart(module))
         elif self._is_ready and not self._is_local and Shards([module]).n_ranks > 1:
-            raise AdaptiveUsageError(
-                f"step() runs a sharded module, {type(module).__name__}, that it has not found "
-                "through its function, and would have to plan with other ranks before anything "
-                "runs. Nothing was changed. Pass the model as model=."
-            )
+            raise _not_found(f"a sharded module, {type(module).__name__},", "plan with")
         elif isinstance(module, Replicated):
             self._replicated.append(module)
         elif is_first_fsdp(module):
-            self._old.append(module)
+            self._first_fsdp.append(module)
         if self._is_held:
             self._hold([module], groups)
 
@@ -116,7 +109,7 @@ class GradientExchange:
             AdaptiveUsageError: one of them can't.
         """
         self._is_held = True
-        self._hold([*self._replicated, *self._old], self._groups)
+        self._hold([*self._replicated, *self._first_fsdp], self._groups)
 
     def resume(self) -> None:
         """Let them exchange again, if they did before."""
@@ -160,7 +153,7 @@ class GradientExchange:
             if isinstance(module, Replicated):
                 _refuse_static(module)
                 self._held.enter_context(module.no_sync())
-            elif module in self._old:
+            elif module in self._first_fsdp:
                 raise AdaptiveUsageError(
                     "step() has to split the batch, and got a module of FullyShardedDataParallel, "
                     "which keeps gradients where none of a failed attempt can be told from others. "
@@ -177,6 +170,13 @@ class GradientExchange:
                 "exchange has left, and that no other can be told from. Nothing was changed. Pass "
                 "the samples of both passes to one step(), which accumulates by itself."
             )
+
+
+def _not_found(what: str, do: str) -> AdaptiveUsageError:
+    return AdaptiveUsageError(
+        f"step() runs {what} that it has not found through its function, and would have to {do} "
+        "other ranks before anything runs. Nothing was changed. Pass the model as model=."
+    )
 
 
 def _refuse_static(module: Replicated) -> None:
