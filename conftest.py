@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import doctest
 import gc
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ _OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def _begin(names: dict[str, Any]) -> None:
-    """Let earlier tests' garbage go: examples print counts of what is alive."""
+    """Let earlier tests' garbage go: examples print counts of what is alive, and of graphs."""
     gc.collect()
+    # code of torch's own, as of a Sequential, is compiled so many times in a process and no more
+    if compiler := sys.modules.get("torch._dynamo"):
+        compiler.reset()
     # an empty dictionary is not tracked: from Python 3.14 on it is, and its names would be hidden
     if not gc.is_tracked(names):
         hide()

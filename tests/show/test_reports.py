@@ -15,18 +15,29 @@ from tenure._show import Column, Report, Table
 from tenure.profiler import (
     CourtesyReport,
     DeviceReport,
+    DeviceTimeline,
     Finding,
     GroupReport,
+    Growth,
     LineProfiler,
     LineRecord,
     MemReport,
+    OomLine,
+    OomMark,
+    OomReport,
+    PeakRow,
+    RecordedRanks,
+    Recording,
+    RecordingDiff,
     RecordsDisplay,
     SavedRecord,
     SavedReport,
+    ScopeSpan,
     Snapshot,
     SnapshotDiff,
     Stay,
     TensorRow,
+    TimelineReport,
     snapshot,
 )
 
@@ -74,7 +85,62 @@ def peak_report(**changed):
     return adaptive.PeakReport(**(facts | changed))
 
 
+def timeline_report():
+    peak = PeakRow("gradients", "<DisposeScope 'step'>", ("train.py:3 in step",), 9, 2)
+    bands = {"gradients": (4, 9), "temporary or unexplained": (0, 1)}
+    device = DeviceTimeline(
+        "cpu",
+        (0.0, 0.5),
+        (4, 10),
+        4,
+        10,
+        0.5,
+        bands,
+        {"step": (4, 10)},
+        {"a.py:3": (4, 10)},
+        (peak,),
+    )
+    return TimelineReport(
+        (device,),
+        (ScopeSpan("step", 0, 0.0, 0.4),),
+        (OomMark(0.5, "no room"),),
+        None,
+        7,
+        1.0,
+        5,
+        ("x",),
+    )
+
+
+def oom_report():
+    line = OomLine("losses", 10, 2, "float32[5] on cpu")
+    return OomReport(
+        "leak", "A leak: losses.", ("10 B",), "torch.OutOfMemoryError: no", "a.py:3 in f", "cpu", 4,
+        None, 2, 10, {"gradients": 4}, (line,), (line,), {}, {"rss_bytes": 3, "free_bytes": 4},
+    )  # fmt: skip
+
+
+def recording(**changed):
+    facts = {
+        "command": ("python", "train.py"), "began_at": "2026-01-01T00:00:00+00:00",
+        "duration_s": 2.0, "ended": "exit code 0", "exit_code": 0, "versions": {"torch": "2"},
+        "peaks": {"cpu": 10}, "growth": (GROWTH,), "memory": MEM,
+    }  # fmt: skip
+    return Recording(**(facts | changed))
+
+
+GROWTH = Growth("losses", 1, 4, 4, 16, 1, 4)
+WITH_TIMELINE = recording(timeline=timeline_report(), oom=oom_report(), rank=0)
+
 REPORTS = {
+    "timeline": timeline_report(),
+    "out of memory": oom_report(),
+    "recording": recording(),
+    "recording with a timeline": WITH_TIMELINE,
+    "recordings of ranks": RecordedRanks.of([WITH_TIMELINE, recording(rank=1)]),
+    "difference of recordings": RecordingDiff.of(recording(), WITH_TIMELINE),
+    "tree": WITH_TIMELINE.tree(),
+    "recorded leaks": WITH_TIMELINE.leaks_found(),
     "leaks": LeakReport([LEAK, replace(LEAK, nbytes=8)], scope="<DisposeScope 'step'>"),
     "no leaks": LeakReport([], scope="s"),
     "memory": MEM,
@@ -283,7 +349,7 @@ def storages(*rows):
         {"owner": row, "shown_bytes": row["n_bytes"], "kind": "", "has_graph": False}
         for row in (
             dict(zip(("name", "category", "created_at", "n_bytes"), row, strict=True))
-            | {"shape": [], "dtype": "uint8", "device": "cpu", "owner": None}
+            | {"shape": [], "dtype": "uint8", "device": "cpu", "owner": None, "graph": ""}
             for row in rows
         )
     ]

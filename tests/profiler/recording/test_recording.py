@@ -267,7 +267,7 @@ def test_exports_by_extension(tmp_path):
     assert rows[0].split(",")[:3] == ["device", "when", "category"]
     assert any(row.startswith("cpu,peak,") and row.endswith(",3145728,1") for row in rows)
     assert any("weights,7x11,float32,,308,1" in row for row in rows)
-    assert_stands_alone((tmp_path / "x.html").read_text())
+    assert_stands_alone((tmp_path / "x.html").read_text(), is_drawn=True)
     with pytest.raises(ProfilerUsageError, match=r"x\.xlsx ends in \.xlsx, and a recording is"):
         found.export(tmp_path / "x.xlsx")
 
