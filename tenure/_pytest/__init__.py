@@ -46,7 +46,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Hold what the markers of a test say, once it has passed."""
     limit = item.get_closest_marker(_LIMIT)
     no_leaks = item.get_closest_marker(_NO_LEAKS)
-    is_measured = limit is not None or item.config.getoption("--tenure")
+    is_measured = limit is not None or bool(item.config.getoption("--tenure"))
     if not is_measured and no_leaks is None:
         return (yield)
     from . import _held

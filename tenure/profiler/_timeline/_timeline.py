@@ -16,6 +16,8 @@ from types import TracebackType
 from typing import Literal, NoReturn, Self
 
 from torch import UntypedStorage
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from tenure._errors import ProfilerUsageError
 from tenure._registries import refusal_watchers
@@ -35,8 +37,9 @@ from ._timeline_report import OomMark, ScopeSpan, TimelineReport
 _Status = Literal["not yet open", "open", "closed"]
 _ONE_BLOCK = "A timeline is neither reusable nor reentrant: make a new one with Timeline()."
 _NS = 1e9
-# who has what is asked, where something did not fit, for at most so much of the time
-_SHARE = 20
+# Who has what is asked for at most so much of the time: a twentieth where something did not fit, as
+# in a program that runs out of memory again and again, and a hundredth after steps.
+_OOM_SHARE, _STEP_SHARE = 20, 100
 _open: set[Timeline] = set()
 """Those whose blocks run; strongly, for their modes stand on torch's stack meanwhile."""
 
@@ -103,7 +106,9 @@ class Timeline:
                 "memory. Record the work itself."
             )
         self._notes: list[str] = []
-        self._next_look_ns = 0
+        self._learned_ns = self._learning_ns = 0
+        self._thread_id = get_ident()
+        self._step_hook: RemovableHandle | None = None
         if _open:
             self._notes.append(
                 "another timeline was open: temporaries inside operations were told to that one"
@@ -119,12 +124,14 @@ class Timeline:
             self._recorder.start()
             # what passed since it was started is no part of the time on the system's clock
             self._began_at_ns = time.time_ns() - (time.perf_counter_ns() - self._recorder.began_ns)
+            # parameters and the state of an optimizer may be gone at the end, with their function
+            self._step_hook = register_optimizer_step_post_hook(self._stepped)
             self._mode.__enter__()  # type: ignore[no-untyped-call]
         # no __exit__ follows
         except BaseException:
             self._close()
             raise
-        self._status, self._thread_id = "open", get_ident()
+        self._status = "open"
         _watch_processes()
         _open.add(self)
         return self
@@ -158,16 +165,22 @@ class Timeline:
     def _end(self) -> None:
         remove_dispatch(self._mode)
         duration_ns = time.perf_counter_ns() - self._recorder.began_ns
-        self._next_look_ns = 0
-        self._learn_now()
+        self._learn_now(0)
         self._duration_s = duration_ns / _NS
         self._close()
 
-    def _learn_now(self) -> None:
-        """Note what the storages that are alive count as."""
+    def _stepped(self, *_: object) -> None:
+        if self._recorder.is_open and get_ident() == self._thread_id:
+            self._learn_now(_STEP_SHARE)
+
+    def _learn_now(self, share: int = _OOM_SHARE) -> None:
+        """Note what the storages that are alive count as, if the last time was long ago.
+
+        Args:
+            share: how many times as long ago as it took; 0 asks whenever it was.
+        """
         began_ns = time.perf_counter_ns()
-        # as in a program that runs out of memory again and again
-        if began_ns < self._next_look_ns:
+        if began_ns < self._learned_ns + share * self._learning_ns:
             return
         try:
             for storage, category in _census():
@@ -175,12 +188,14 @@ class Timeline:
         # memory may be short just now; the program has an error of its own to handle
         except Exception as error:
             self._notes.append(f"who had what could not be asked at some time: {error!r}")
-        ended_ns = time.perf_counter_ns()
-        self._next_look_ns = ended_ns + _SHARE * (ended_ns - began_ns)
+        self._learned_ns = time.perf_counter_ns()
+        self._learning_ns = self._learned_ns - began_ns
 
     def _close(self) -> None:
         if self._recorder.refused in refusal_watchers:
             refusal_watchers.remove(self._recorder.refused)
+        if self._step_hook is not None:
+            self._step_hook.remove()
         self._recorder.close()
 
     def _composed(self) -> TimelineReport:

@@ -57,6 +57,23 @@ def test_parameters_and_the_state_of_an_optimizer_are_known_from_their_first_byt
     assert host.by_category["optimizer state"][0] == 0
 
 
+def test_parameters_and_state_that_are_gone_at_the_end_are_known_by_the_first_step():
+    def train():
+        model = nn.Linear(64, 64, bias=False)
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(2):
+            model(torch.ones(1, 64)).sum().backward()
+            optimizer.step()
+
+    with Timeline() as timeline:
+        train()
+    host = timeline.report.devices[0]
+    assert max(host.by_category["parameters"]) == 16 * KIB
+    assert max(host.by_category["optimizer state"]) == 2 * 16 * KIB + 4
+    hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks.values()
+    assert not [each for each in hooks if each.__qualname__.startswith("Timeline")]
+
+
 def test_data_that_the_program_brings_in_are_inputs():
     data = torch.utils.data.TensorDataset(torch.ones(8, 256))
     with Timeline() as timeline:
