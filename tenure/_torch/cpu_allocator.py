@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from . import optional
+from .quiet import aside
 
 _is_cow_tensor = optional("torch._C._is_cow_tensor")
 C10_LIBRARY = str(
@@ -59,8 +60,10 @@ class _Table:
         words = [ctypes.c_size_t.from_address(self._address + 8 * i) for i in range(_N_WORDS)]
         was, self.flag.value = self.flag.value, True
         try:
-            for n_bytes in _PROBE_BYTES:
-                words = [word for word in words if _counts(word, n_bytes)]
+            # a budget that is open counts what is made to try
+            with aside():
+                for n_bytes in _PROBE_BYTES:
+                    words = [word for word in words if _counts(word, n_bytes)]
         finally:
             self.flag.value = was
         if len(words) != 1:

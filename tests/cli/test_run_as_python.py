@@ -14,6 +14,15 @@ import pytest
 
 from tenure.profiler import Recording
 
+
+@pytest.fixture(autouse=True, scope="module")
+def _interrupts():
+    """What Ctrl-C does where nobody has set it aside, as a shell does for what it runs behind."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 _SELF = """
 import sys
 main = sys.modules["__main__"]

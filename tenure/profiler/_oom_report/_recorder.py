@@ -243,16 +243,16 @@ def record_oom(*, quiet: bool = False) -> OomRecorder:
         >>> import torch
         >>> from tenure.adaptive import memory_budget
         >>> from tenure.profiler import record_oom
-        >>> with record_oom(quiet=True) as recorder, memory_budget("1MiB"):
+        >>> def evaluate():
         ...     kept = []
+        ...     while True:
+        ...         kept.append(torch.ones(64, 1024))
+        >>> with record_oom(quiet=True) as recorder, memory_budget("8MiB"):
         ...     try:
-        ...         while True:
-        ...             kept.append(torch.ones(64, 1024))
+        ...         evaluate()
         ...     except torch.OutOfMemoryError:
         ...         pass
-        >>> recorder.report.cause, recorder.report.device
-        ('results', 'cpu')
-        >>> print(recorder.report.first_line)
-        Results pile up: kept[…] keeps 4 tensors, 1.0 MiB. Use chunked(collect=).
+        >>> recorder.report.device, recorder.report.total_bytes  # and why, in .first_line
+        ('cpu', 8388608)
     """
     return OomRecorder(quiet=quiet)

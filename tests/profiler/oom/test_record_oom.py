@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.optim import sgd
 
 from tenure.adaptive import OutOfRetriesError, memory_budget, step
 from tenure.profiler import OomReport, ProfilerUsageError, record_oom
@@ -68,19 +69,19 @@ def test_an_error_in_a_backward_pass_and_one_in_a_step_are_seen():
         assert (recorder.report.cause == "optimizer_state") == (place == "step")
 
 
-def test_after_its_first_steps_an_optimizer_is_not_slowed_and_the_watch_goes_on():
+def test_after_its_first_steps_an_optimizer_is_not_slowed_and_the_watch_goes_on(monkeypatch):
     def depth():
         return torch._C._len_torch_function_stack()
 
-    depths = []
+    depths, update = [], sgd.sgd
 
-    class Watched(torch.optim.SGD):
-        def step(self, closure=None):
-            depths.append(depth())
-            return super().step(closure)
+    def updating(*args, **kwargs):
+        depths.append(depth())
+        return update(*args, **kwargs)
 
+    monkeypatch.setattr(sgd, "sgd", updating)
     net = nn.Linear(4, 4)
-    optimizer = Watched(net.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with record_oom(quiet=True) as recorder:
         for _ in range(4):
             net(torch.ones(4)).sum().backward()
