@@ -47,7 +47,7 @@ files = {path.relative_to(source) for path in source.rglob("*") if "__pycache__"
 missing = sorted(str(path) for path in files if not (home / path).exists())
 assert not missing, f"the wheel lacks {missing}"
 modules = [m.name for m in pkgutil.walk_packages(tenure.__path__, "tenure.")]
-of_extras = {"IPython", "safetensors", "numpy", "transformers", "lightning", "accelerate"}
+of_extras = {"IPython", "safetensors", "numpy", "transformers", "lightning", "accelerate", "pytest"}
 for name in modules:
     try:
         if not name.endswith("__main__"):
