@@ -17,9 +17,9 @@ from pathlib import Path
 ARTEFACTS = Path(__file__).parents[2] / "docs" / "_build" / "pages"
 # Those from --disable-quic on keep Chromium from asking anything of the network by itself.
 FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-quic",
-    "--no-first-run", "--disable-background-networking", "--disable-component-update",
-    "--disable-sync",
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+    "--disable-dev-shm-usage", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
 )  # fmt: skip
 _LOGS = {"browser": "ALL", "performance": "ALL"}
 
