@@ -35,7 +35,7 @@ from ._places import Places
 from ._recorder import Recorder
 from ._timeline_report import OomMark, ScopeSpan, TimelineReport
 
-_Status = Literal["not yet open", "open", "closed"]
+_Status = Literal["not yet open", "open", "closed", "left to the parent process"]
 _ONE_BLOCK = "A timeline is neither reusable nor reentrant: make a new one with Timeline()."
 _NS = 1e9
 # Who has what is asked for at most so much of the time: a twentieth where something did not fit, as
@@ -72,8 +72,13 @@ class Timeline:
         """What was recorded.
 
         Raises:
-            ProfilerUsageError: the block has not ended.
+            ProfilerUsageError: the block has not ended, or this is a child that was forked in it.
         """
+        if self._report is None and self._status == "left to the parent process":
+            raise ProfilerUsageError(
+                f"{self!r} has no report here: this process was forked in its block, and the "
+                "recording is that of the process which opened it. Open a timeline here."
+            )
         if self._report is None:
             raise ProfilerUsageError(
                 f"{self!r} has no report yet: what a storage was is known when its life, or the "
@@ -108,7 +113,7 @@ class Timeline:
             )
         self._notes: list[str] = []
         self._learned_ns = self._learning_ns = 0
-        self._thread_id = get_ident()
+        self._process_id, self._thread_id = os.getpid(), get_ident()
         self._ooms: list[tuple[int, str]] = []
         self._limited_text: str | None = None
         self._step_hook: RemovableHandle | None = None
@@ -152,6 +157,11 @@ class Timeline:
             ProfilerUsageError: on another thread, and nothing changes.
         """
         if self._status != "open":
+            return
+        # closed by who is told of the fork before us
+        if os.getpid() != self._process_id:
+            _open.discard(self)
+            self._leave_to_parent()
             return
         if get_ident() != self._thread_id:
             raise ProfilerUsageError(
@@ -221,6 +231,15 @@ class Timeline:
             self._step_hook.remove()
         self._recorder.close()
 
+    def _leave_to_parent(self) -> None:
+        """In a forked child: run plainly from here on, also to the end of the block."""
+        self._recorder.abandon()
+        # of another thread there is nothing left here
+        if get_ident() == self._thread_id:
+            remove_dispatch(self._mode)
+        self._status = "left to the parent process"
+        self._close()
+
     def _composed(self) -> TimelineReport:
         recorder, bands = self._recorder, self._recorder.bands
         devices = []
@@ -272,10 +291,16 @@ def _watch_processes() -> None:
     """Once: leave no session of torch to the end of the interpreter, or to a forked child."""
     atexit.register(_abandon_all)
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_abandon_all)
+        os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def _abandon_all() -> None:
     for timeline in _open:
         timeline._recorder.abandon()
+    _open.clear()
+
+
+def _leave_all_to_parent() -> None:
+    for timeline in _open:
+        timeline._leave_to_parent()
     _open.clear()

@@ -1,7 +1,6 @@
 """What a recording tells of storages: what they count as, and where they were made."""
 
 import gc
-import subprocess
 import sys
 import threading
 import weakref
@@ -428,15 +427,3 @@ def test_the_end_on_another_thread_is_refused_and_changes_nothing():
     assert "closed from thread 'other', and stays open" in errors[0]
     assert at_peak(timeline.report) >= 300 * KIB
     assert kept.numel()
-
-
-@pytest.mark.parametrize("ending", ["", "os._exit(os.fork() and os.waitpid(-1, 0)[1])"])
-def test_an_interpreter_that_ends_inside_a_block_ends_well(ending):
-    program = (
-        "import os, torch\nfrom tenure.profiler import Timeline\n"
-        f"timeline = Timeline().__enter__()\ntorch.ones(1) + 1\n{ending}\ntorch.ones(1) + 1\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
