@@ -273,7 +273,7 @@ def _at_end(device: DeviceReport) -> DeviceTree:
 def _tensors(title: str, rows: list[TensorRow]) -> Table:
     shown = [
         (
-            fitted(row.name, _NAME_WIDTH),
+            fitted(row.label, _NAME_WIDTH),
             fitted(row.category, _CATEGORY_WIDTH),
             fitted(describe_elements(row.dtype, row.shape), _SHAPE_WIDTH),
             format_bytes(row.n_bytes),
