@@ -374,3 +374,64 @@ def test_an_error_under_a_budget_is_told_without_what_counts(tmp_path):
     ends = [_run([*command, "program.py"], tmp_path) for command in ([], run)]
     assert b"Mine.apply" in ends[0].stderr
     assert ends[0] == ends[1]
+
+
+_WARNS = """
+import re, warnings
+import torch
+import torch.nn.functional as F
+
+def resized():
+    torch.add(torch.ones(2), torch.ones(2), out=torch.ones(1))
+
+def warned():
+    (torch.ones(2, 3, requires_grad=True) * 2).grad
+    F.mse_loss(torch.ones(2), torch.ones(3, 2))
+    F.softmax(torch.ones(2, 2))
+    resized()
+
+warned()
+warned()
+print(len(__warningregistry__))
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    resized()
+print([(re.sub(".*/", "", each.filename), each.lineno) for each in seen])
+warnings.filterwarnings("error", module="tenure")
+resized()
+warnings.filterwarnings("ignore", module="__main__")
+resized()
+warnings.filterwarnings("error", module="__main__")
+try:
+    resized()
+except UserWarning as error:
+    print(type(error))
+resized()
+"""
+
+
+@pytest.mark.parametrize("options", [["--on-oom"], []], ids=["on-oom", "all"])
+def test_what_torch_warns_of_is_put_down_to_the_line_of_the_program(options, tmp_path):
+    python, tenure = _both(tmp_path, ["program.py"], {"program.py": _WARNS}, options)
+    assert tenure == python
+    assert b"'program.py', 7" in python.stdout
+
+
+def test_errors_that_a_program_prints_have_no_frame_of_what_waits_for_them(tmp_path):
+    program = """
+        import torch, traceback
+        for fails in (
+            lambda: torch.ones(2) + torch.ones(3),
+            lambda: torch.nn.Linear(2, 3)(torch.ones(4, 5)),
+        ):
+            try:
+                fails()
+            except RuntimeError:
+                traceback.print_exc()
+        # a function of torch in Python asks the modes, and runs again
+        torch.nn.functional.cross_entropy(torch.ones(2, 3), torch.ones(5))
+        """
+    files = {"program.py": textwrap.dedent(program)}
+    python, tenure = _both(tmp_path, ["program.py"], files, ["--on-oom"])
+    assert tenure == python
+    assert b"in <lambda>" in python.stderr
