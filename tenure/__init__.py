@@ -74,5 +74,12 @@ def load_ipython_extension(shell: object) -> None:
     load_ipython_extension(shell)
 
 
+def unload_ipython_extension(shell: object) -> None:
+    """Take the magics away again; IPython calls this for ``%unload_ext tenure``."""
+    from .profiler import unload_ipython_extension
+
+    unload_ipython_extension(shell)
+
+
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
