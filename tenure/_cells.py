@@ -54,10 +54,18 @@ def run_cell(shell: Any, code: str, before_each: Callable[[], object] = lambda: 
     tree = shell.transform_ast(shell.compile.ast_parse(source, filename=file))
     for node in tree.body:
         before_each()
-        is_shown = node is tree.body[-1] and isinstance(node, ast.Expr)
+        is_shown = node is tree.body[-1] and isinstance(node, ast.Expr) and _is_open(node, source)
         piece = ast.Interactive([node]) if is_shown else ast.Module([node], [])
         compiled = shell.compile(piece, file, "single" if is_shown else "exec")
         exec(compiled, shell.user_global_ns, shell.user_ns)
+
+
+def _is_open(node: ast.stmt, source: str) -> bool:
+    """Whether no semicolon follows, by which a cell keeps its value to itself."""
+    line, column = (node.end_lineno or 1) - 1, node.end_col_offset or 0
+    # columns count bytes
+    rest = source.split("\n")[line].encode()[column:]
+    return not rest.lstrip().startswith(b";")
 
 
 class Expression:
