@@ -26,6 +26,7 @@ _GROUND = (
     "_errors",
     "_byte_sizes",
     "_report_files",
+    "_reserve",
     "_torch",
     "_devices",
     "_elsewhere",

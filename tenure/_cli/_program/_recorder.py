@@ -7,7 +7,6 @@ a note in the recording, or a line on the standard error.
 from __future__ import annotations
 
 import atexit
-import mmap
 import os
 import threading
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from types import CodeType
 from typing import Any
 
 from tenure._report_files import write_facts
+from tenure._reserve import Reserve
 
 from ._errors_of_theirs import End, end_by_signal, end_of
 from ._imports import Imports
@@ -29,8 +29,7 @@ from ._main_module import Program
 from ._measuring import Measuring, Wanted, facts_of, say
 from ._signals import Deaths
 
-# What it takes to look, and then to write, where the process may have no more. Untouched: that
-# takes addresses, and no memory.
+# What it takes to look, and then to write, where the process may have no more.
 _RESERVES_BYTES = (48 << 20, 24 << 20)
 # a recording of a program without torch, which is not imported for its sake
 _EMPTY: dict[str, Any] = {
@@ -89,15 +88,12 @@ class Recorder:
         self._measuring = Measuring(settings.wanted, self._lines, say)
         self._deaths = Deaths(self._die)
         self._imports = self._watched_imports()
-        self._reserves: list[mmap.mmap] = []
+        self._reserves = [Reserve(n_bytes) for n_bytes in _RESERVES_BYTES]
 
     def begin(self) -> None:
         """From here on the program may run."""
-        # where there are no such maps, nothing is set aside
-        with suppress(OSError, ValueError, AttributeError):
-            # of the process alone, as the memory is whose limit it has reached
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            self._reserves += [mmap.mmap(-1, n_bytes, flags=flags) for n_bytes in _RESERVES_BYTES]
+        for reserve in self._reserves:
+            reserve.take()
         # first of all, so that it is called last: after all that the program registers
         atexit.register(self._at_exit)
         if hasattr(os, "register_at_fork"):
@@ -208,7 +204,7 @@ class Recorder:
 
     def _free_reserve(self) -> None:
         if self._reserves:
-            self._reserves.pop(0).close()
+            self._reserves.pop(0).free()
 
     def _facts(self) -> dict[str, Any]:
         end = self._end or End("ended outside of its code", 0)
