@@ -14,9 +14,7 @@ from tenure._errors import CommandError
 from ._run import add_measuring, check_target, shown_path, wanted_of
 
 if TYPE_CHECKING:
-    from tenure.profiler import Recording
-
-    from ._program import CellReport
+    from tenure.profiler import Recording, SnapshotDiff
 
 _NAME = "tenure"
 
@@ -84,11 +82,15 @@ def tenure_cell(shell: Any, line: str, cell: str) -> None:
     run_cell_recorded(shell, f"\n{cell}", wanted_of(arguments), functions, command, told)
 
 
-def _tell(recording: Recording, shown: CellReport, *, path: Path | None, is_quiet: bool) -> None:
-    from IPython.display import display
-
+def _tell(
+    recording: Recording, left: SnapshotDiff | None, *, path: Path | None, is_quiet: bool
+) -> None:
     if not is_quiet:
-        display(shown)
+        from IPython.display import display
+
+        from ._cell_report import CellReport
+
+        display(CellReport(recording, left))
     if path is not None:
         recording.save(path)
         if not is_quiet:

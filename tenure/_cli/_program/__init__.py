@@ -1,6 +1,5 @@
 """Another program, run in this process as Python runs it, and recorded meanwhile."""
 
-from ._cell import CellReport as CellReport
 from ._cell import run_cell_recorded as run_cell_recorded
 from ._main_module import Program as Program
 from ._main_module import code_program as code_program

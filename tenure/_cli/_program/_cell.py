@@ -8,7 +8,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from tenure._cells import Expression, run_cell
-from tenure._show import Paragraph, Part, Shown
 
 from ._errors_of_theirs import end_of
 from ._instruments import Instrument
@@ -18,39 +17,6 @@ if TYPE_CHECKING:
     from tenure.profiler import LineProfiler, Recording, SnapshotDiff
 
 _TO_ITS_END = "came to its end"
-
-
-class CellReport(Shown):
-    """What a cell took, and what it left.
-
-    Args:
-        recording: of the cell.
-        left: what came and went with it; None where that was not looked for.
-    """
-
-    def __init__(self, recording: Recording, left: SnapshotDiff | None) -> None:
-        self._recording, self._left = recording, left
-
-    def __str__(self) -> str:
-        return "\n\n".join(part.text() for part in self._parts())
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def _parts(self) -> list[Part]:
-        from dataclasses import replace
-
-        # what the cells before have made is in the file, and no news
-        growth = tuple(each for each in self._recording.growth if each.last_step)
-        parts: list[Part] = [*replace(self._recording, memory=None, growth=growth)._parts()]
-        if self._recording.timeline is not None:
-            parts += self._recording.tree()._parts()
-        if self._left is not None and not self._left:
-            parts.append(Paragraph("What the cell left", "nothing"))
-        elif self._left is not None:
-            (table,) = self._left._parts()
-            parts.append(replace(table, title=f"What the cell left: {table.title}"))
-        return parts
 
 
 class CellLines(Instrument):
@@ -106,7 +72,7 @@ def run_cell_recorded(
     wanted: Wanted,
     functions: list[Expression],
     command: tuple[str, ...],
-    told: Callable[[Recording, CellReport], None],
+    told: Callable[[Recording, SnapshotDiff | None], None],
 ) -> None:
     """Run a cell, and record it; an error of the cell goes on, after what was found is told.
 
@@ -116,7 +82,8 @@ def run_cell_recorded(
         wanted: what is measured.
         functions: whose lines are measured as well.
         command: the magic, as it was written.
-        told: is called with what was found, in any case.
+        told: is called with what was found, and what the cell left if that was looked for; in any
+            case.
     """
     from tenure.profiler import snapshot
 
@@ -133,7 +100,7 @@ def run_cell_recorded(
         recording = measuring.recording(facts_of(command, began_at, duration_s, end), [])
         after = measuring.at_end()
         left = None if before is None or after is None else after.diff(before)
-        told(recording, CellReport(recording, left))
+        told(recording, left)
 
     measuring.begin()
     try:
