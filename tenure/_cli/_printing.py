@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tenure._errors import CommandError
+from tenure._report_files import write_whole
 
 if TYPE_CHECKING:
     from tenure._show import Shown
@@ -27,6 +29,7 @@ def show(shown: Shown, facts: Any, *, as_json: bool) -> None:
         from rich.console import Console
 
         Console().print(shown)
+        sys.stdout.flush()
     else:
         print_text(str(shown))
 
@@ -37,7 +40,8 @@ def print_text(text: str) -> None:
     stream: Any = sys.stdout
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="replace")
-    print(text)
+    # a pipe that is closed is told here
+    print(text, flush=True)
 
 
 def write_file(path: str, text: str) -> None:
@@ -47,8 +51,8 @@ def write_file(path: str, text: str) -> None:
         CommandError: it can't be written.
     """
     try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
+        # names may have halves of characters
+        write_whole(Path(path), text.encode(errors="backslashreplace"))
     except OSError as error:
-        raise CommandError(f"{path!r} can't be written: {error.strerror}.") from None
+        raise CommandError(f"{path!r} can't be written: {error.strerror or error}.") from None
     print(f"Wrote {path}", file=sys.stderr)

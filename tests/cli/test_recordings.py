@@ -2,6 +2,7 @@
 
 import io
 import json
+import subprocess
 import sys
 
 import pytest
@@ -118,3 +119,20 @@ def test_a_terminal_without_blocks_gets_question_marks(files, monkeypatch):
     assert main(["diff", "a.tenure", "b.tenure"]) == 0
     stream.flush()
     assert b"?????" in stream.buffer.getvalue()
+
+
+def test_leaks_that_were_not_looked_for_are_not_said_to_be_none(files, capsys):
+    recording(seeks_leaks=False).save("c.tenure")
+    told = "Leaks were not recorded. Run with --leaks to look for them.\n"
+    assert _printed(["leaks", "c.tenure"], capsys).out == told
+    assert _printed(["leaks", "snapshot.pickle"], capsys).out == told
+    assert _printed(["leaks", "a.tenure"], capsys).out.startswith("Nothing grew")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(files):
+    command = [sys.executable, "-m", "tenure", "report", "a.tenure"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 141
+    process.stderr.close()

@@ -26,6 +26,7 @@ from ._exports import exported
 from ._growth import Growth
 from ._layout import COLUMNS, fitted, wrapped
 from ._leaks_found import RecordedLeaks
+from ._peaks import largest_of
 from ._torch_snapshots import is_pickle, read_snapshot, tracks_of
 from ._tracks import Track
 from ._tree import DeviceTree, RecordedTree, folded, tree_of
@@ -65,6 +66,7 @@ class Recording(Report):
         tracks: live bytes over time, by device, of what has no timeline: a snapshot of torch.
         rank: the rank of a process group; None without one.
         notes: what could not be seen, and why.
+        seeks_leaks: whether it was looked for leaks.
     """
 
     command: tuple[str, ...]
@@ -83,6 +85,7 @@ class Recording(Report):
     tracks: tuple[Track, ...] = ()
     rank: int | None = None
     notes: tuple[str, ...] = ()
+    seeks_leaks: bool = True
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -161,6 +164,8 @@ class Recording(Report):
         if self.peaks:
             rows = [(name, format_bytes(n_bytes)) for name, n_bytes in _ranked(self.peaks)]
             parts.append(Table("At most", (Column("device"), Column("bytes", ">")), rows))
+        if peaks := [wrapped(line, COLUMNS) for line in self._peaks_in_words()]:
+            parts.append(Paragraph("", "\n".join(peaks)))
         if leaks := self.leaks_found():
             parts += leaks._parts()
         if self.lines is not None:
@@ -172,9 +177,29 @@ class Recording(Report):
             )
         return parts
 
+    def _peaks_in_words(self) -> Iterator[str]:
+        for track in self.over_time:
+            if most := largest_of(track.at_peak):
+                yield f"{track.device} after {track.peak_at_s:.1f} s: {most}, and others"
+
+    def summary(self) -> tuple[str, ...]:
+        """The highest peak and what grew most, a line for each that was recorded."""
+        lines = []
+        for device, n_bytes in _ranked(self.peaks)[:1]:
+            rows = (
+                row for track in self.over_time if track.device == device for row in track.at_peak
+            )
+            most = largest_of(rows)
+            lines.append(
+                f"At most {format_bytes(n_bytes)} on {device}{most and f', of it {most}'}."
+            )
+        # what is only held at the end is no growth
+        grown = [each for each in self.growth if each.last_step]
+        return (*lines, *map(str, grown[:1]))
+
     def leaks_found(self) -> RecordedLeaks:
         """What grew, and what outlived a scope, as a report."""
-        return RecordedLeaks(self.growth, tuple(report for report in self.leaks if report))
+        return RecordedLeaks(self.growth, tuple(filter(None, self.leaks)), self.seeks_leaks)
 
     def _heading(self) -> Iterator[str]:
         yield fitted(self.title(), COLUMNS)
@@ -227,6 +252,7 @@ class Recording(Report):
             exit_code=None,
             peaks={track.device: track.peak_bytes for track in tracks},
             tracks=tracks,
+            seeks_leaks=False,
             notes=() if tracks else ("The snapshot has no memory in it.",),
         )
 
