@@ -154,6 +154,21 @@ def test_scopes_that_report_are_in_the_recording():
     assert "kept" in str(found)
 
 
+def test_reports_of_a_scope_in_a_loop_are_counted_and_the_first_kept():
+    program = """
+        import torch
+        from tenure import NewDisposeScope
+        kept = []
+        for _ in range(102):
+            with NewDisposeScope("step", policy="report"):
+                kept.append(torch.ones(3))
+        """
+    _run(program, "-q", "--leaks")
+    found = Recording.load("train.tenure")
+    assert len(found.leaks) == 100
+    assert found.notes == ("--leaks: 2 more scopes reported leaks, which are left out",)
+
+
 def test_a_file_is_not_overwritten_before_the_program_runs(capsys):
     with open("train.py", "w", encoding="utf-8") as file:
         file.write("open('ran', 'w')")
@@ -196,6 +211,15 @@ def test_each_rank_has_a_file_of_its_own(capsys):
     assert main(["report", "--json", "out.rank3.tenure", "out.rank0.tenure"]) == 0
     ranks = json.loads(capsys.readouterr().out)["recordings"]
     assert [each["rank"] for each in ranks] == [0, 3]
+
+
+@pytest.mark.parametrize("folder", [".", "results", "results/"])
+def test_a_folder_is_refused_for_a_rank_too(folder, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    os.mkdir("results")
+    assert main(["run", "-o", folder, "-c", "pass"]) == 2
+    told = f"tenure run: error: {folder.rstrip('/')} is a folder. Name a file with -o.\n"
+    assert capsys.readouterr().err == told
 
 
 def test_quiet_says_nothing():

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 MAIN = "__main__"
 _MOST_ROWS = 2000
+_MOST_REPORTS = 100
 _SHORT_OF_MEMORY = "what was alive at the end could not be told: too little memory was left"
 
 
@@ -214,12 +215,18 @@ class Leaks(Instrument):
         super().__init__()
         self._watch: GrowthWatch | None = None
         self._reports: list[LeakReport] = []
+        self._n_reports = 0
+
+    def _told(self, report: LeakReport) -> None:
+        self._n_reports += 1
+        if len(self._reports) < _MOST_REPORTS:
+            self._reports.append(report)
 
     def begin(self) -> None:
         from tenure._registries import leak_watchers
         from tenure.profiler import GrowthWatch
 
-        leak_watchers.append(self._reports.append)
+        leak_watchers.append(self._told)
         self._watch = GrowthWatch()
         self._watch.begin()
 
@@ -229,12 +236,14 @@ class Leaks(Instrument):
         if self._watch is not None:
             self._watch.end()
             with suppress(ValueError):
-                leak_watchers.remove(self._reports.append)
+                leak_watchers.remove(self._told)
 
     def found(self) -> dict[str, Any]:
         if self._watch is None:
             return {}
         self.notes += [f"--leaks: {note}" for note in self._watch.notes]
+        if more := self._n_reports - len(self._reports):
+            self.notes.append(f"--leaks: {more} more scopes reported leaks, which are left out")
         reports = tuple(self._reports)
         return {"seeks_leaks": True, "growth": self._watch.growth(), "leaks": reports}
 

@@ -13,8 +13,8 @@ def largest_of(rows: Iterable[PeakRow]) -> str:
     """What took most: bytes of one category from one line; empty where no line is known."""
     found: dict[tuple[str, str], int] = {}
     for row in rows:
-        # what no tensor shows has no line
-        if row.stack and row.n_storages:
+        # what no tensor shows has no line, nor has what was there before
+        if row.stack and not row.was_before and row.n_storages:
             key = row.category or "tensors", row.stack[-1]
             found[key] = found.get(key, 0) + row.n_bytes
     if not found:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tenure._errors import ReportFormatError
-from tenure._report_files import is_packed, read_facts, write_facts, write_whole
+from tenure._report_files import is_packed, read_facts, write_facts
 from tenure._show import Amounts, Column, Paragraph, Part, Report, Table, plain, restored
 from tenure._text import describe_elements, format_bytes
 from tenure.scopes import LeakReport
@@ -22,7 +22,7 @@ from .._oom_report import OomReport
 from .._owners import TensorRow
 from .._reports import DeviceReport, MemReport
 from .._timeline import TimelineReport
-from ._exports import exported
+from ._exports import export
 from ._growth import Growth
 from ._layout import COLUMNS, fitted, wrapped
 from ._leaks_found import RecordedLeaks
@@ -135,16 +135,14 @@ class Recording(Report):
 
         Args:
             path: ``.json`` for all of it, ``.csv`` for what was alive, ``.html`` for a page that
-                stands alone; with a timeline, but for the page, what its ``export`` writes.
+                stands alone; of a timeline ``.trace.json``, ``.timeline.csv``, ``.pickle`` and
+                ``.speedscope.json``, as `TimelineReport.export` writes them.
 
         Raises:
-            ProfilerUsageError: the extension is another.
+            ProfilerUsageError: the extension is another, or there is no timeline.
             OSError: it can't be written.
         """
-        if self.timeline is not None and Path(path).suffix != ".html":
-            self.timeline.export(path)
-            return
-        write_whole(Path(path), exported(self, Path(path)).encode())
+        export(self, Path(path))
 
     def title(self) -> str:
         """The command and, of several ranks, whose it was."""

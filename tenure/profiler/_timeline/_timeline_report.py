@@ -15,6 +15,8 @@ from typing import ClassVar
 from tenure._show import Amounts, Column, Paragraph, Part, Report, Table
 from tenure._text import counted, format_bytes
 
+from ._places import BEFORE_STACK
+
 OUTSIDE = "outside of scopes"
 """The scope of what was made in none."""
 _MAX_ROWS = 20
@@ -44,6 +46,11 @@ class PeakRow:
     stack: tuple[str, ...]
     n_bytes: int
     n_storages: int
+
+    @property
+    def was_before(self) -> bool:
+        """Whether they were there when the recording began."""
+        return self.stack == BEFORE_STACK
 
 
 @dataclass(frozen=True, slots=True)
