@@ -54,7 +54,8 @@ print(json.dumps({{kind: predicted_and_measured(kind) for kind in KINDS}}))
 """
 
 
-@pytest.mark.parametrize(("rank", "n"), [(3, 4), pytest.param(0, 8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "n"), [(3, 4), (0, 8)])
 def test_the_peak_is_what_a_budget_counts(rank, n):
     program = ALONE.format(root=str(Path(__file__).parents[3]), rank=rank, n=n)
     done = run_program(program, imported=IMPORTED)
@@ -107,7 +108,10 @@ def trains_as_without(rank, kind):
     return all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [k if k == "plain" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS],
+)
 def test_a_rank_predicts_alone_and_trains_on_as_without(kind):
     assert run_ranks(trains_as_without, 2, kind=kind) == [True, True]
 
