@@ -142,7 +142,7 @@ class Site:
         return hash((id(self._code), self._instruction))
 
     def __str__(self) -> str:
-        return f"{_shorten(self._code.co_filename)}:{self.line}"
+        return f"{shown_path(self._code.co_filename)}:{self.line}"
 
     def __repr__(self) -> str:
         return f"<Site {self}>"
@@ -208,7 +208,8 @@ def _place(frame: FrameType) -> Site:
     return Site(frame.f_code, frame.f_lasti)
 
 
-def _shorten(path: str) -> str:
+def shown_path(path: str) -> str:
+    """A file as every report has it: from the working directory where it lies below that."""
     try:
         inside = os.path.relpath(path)
     # another drive, or a working directory that is gone
