@@ -46,8 +46,12 @@ class Shown:
     def __str__(self) -> str:
         return self.text()
 
+    def rich(self, *, top: int | None = None, sort: str | None = None) -> OfRich:
+        """The same lines for rich, in colours; the arguments are those of `text`."""
+        return OfRich(self._arranged(top, sort), self._between)
+
     def __rich__(self) -> OfRich:
-        return OfRich(self._arranged(), self._between)
+        return self.rich()
 
     def _repr_html_(self) -> str:
         return "".join(part.html() for part in self._arranged())

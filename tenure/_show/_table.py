@@ -1,4 +1,4 @@
-"""One table for three readers, whose rows are ranked, cut and summed up in one way; text is escaped.
+"""One table for three readers, whose rows are ranked, cut and summed up in one way.
 
 Invariant: each row that is left out is counted, with its bytes, in the last one.
 """
@@ -20,6 +20,7 @@ MOST_ROWS = 20
 _GAP = "  "
 # what a name gets before another column is left out for it
 _COMFORT = 30
+_CODE_COMFORT = 40
 _LEAST = 8
 _RIGHT = "text-align:right"
 _CODE = "text-align:left;white-space:pre;font-family:monospace"
@@ -243,12 +244,12 @@ class Table(Part):
         if column.side == ">":
             return max(least_width(heading), *map(len, cells), 0), widest
         if column.is_code:
-            return max(len(heading), min(widest, _COMFORT)), widest
+            return max(len(heading), min(widest, _CODE_COMFORT)), widest
         return max(map(least_width, (heading, *cells))), widest
 
 
 def _shared(sizes: Sequence[tuple[int, int]], room: int) -> list[int]:
-    """Widths that fill the room: the narrow columns have what they want, the others as much each."""
+    """Widths that fill the room: narrow columns have what they want, the others as much each."""
     if sum(least for least, _ in sizes) > room:
         # Only a name that is wider than a terminal gets here, and is cut.
         sizes = [(min(least, max(_LEAST, room // len(sizes))), most) for least, most in sizes]

@@ -203,8 +203,10 @@ class _Leaks(Table):
         """The summary, and for each tensor what it is, where it was made and who holds it."""
         yield from Paragraph("", f"{self.title}:").lines(width)
         for tensor, storage, site, _, held_by in self.rows:
+            first, *others = tensor.split("\n")
+            text = "\n    ".join([f"  {first}, {storage}", *others])
             made = f", created at {site}" if site else ""
-            yield from Paragraph("", f"  {tensor}, {storage}{made}").lines(width)
+            yield from Paragraph("", f"{text}{made}").lines(width)
             for i, holder in enumerate(held_by.split("\n") if held_by else ()):
                 lead = "held by " if i < _MAX_HOLDERS else ""
                 yield from Paragraph("", f"    {lead}{holder}").lines(width)
@@ -217,7 +219,7 @@ def _cells(records: Sequence[LeakRecord]) -> tuple[str, str, str, str, str]:
     site = largest.created_at or ""
     if len(records) > 1:
         n_bytes = sum(record.counted_bytes for record in records)
-        tensors = f"{len(records)} tensors that autograd saved, the largest {largest}"
+        tensors = f"{len(records)} tensors that autograd saved\nthe largest {largest}"
         return (tensors, in_bytes(n_bytes), site, largest.kind, f"the graph of {largest.graph}")
     tensor = f"{describe_elements(largest.dtype, largest.shape)} on {largest.device}"
     storage = storage_bytes(largest.nbytes, is_shared=largest.is_shared)
@@ -228,7 +230,7 @@ def _cells(records: Sequence[LeakRecord]) -> tuple[str, str, str, str, str]:
 
 
 def _grouped(records: Iterable[LeakRecord]) -> list[tuple[LeakRecord, ...]]:
-    """The records in their order; those that one graph alone holds stand where its first one was."""
+    """The records in their order, those that one graph alone holds together."""
     groups: defaultdict[object, list[LeakRecord]] = defaultdict(list)
     for i, record in enumerate(records):
         # A step of training leaves hundreds of saved tensors by one loss: one line says it. See

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
@@ -11,7 +11,7 @@ import torch
 
 from tenure._callers import shown_path
 from tenure._errors import ProfilerUsageError, ReportFormatError
-from tenure._show import Amount, Column, Paragraph, Report, Table, plain, restored
+from tenure._show import Amount, Column, Line, Paragraph, Report, Table, plain, restored
 from tenure._text import format_bytes
 
 DEFAULT_COLUMNS = ("hits", "alloc", "freed", "net", "peak")
@@ -231,7 +231,7 @@ class RecordsDisplay(Report):
     def _parts(self) -> list[Table | Paragraph]:
         columns, largest = self._columns(), [self._largest(column) for column in self.columns]
         return [
-            Paragraph(section.title, section.note)
+            _Note(section.title, section.note)
             if section.note
             else _Lines(
                 section.title, columns, self._rows(section, largest), section.footnote, rule=""
@@ -312,9 +312,13 @@ def _cell(column: LineColumn, most: int, record: LineRecord | None) -> str:
 
 
 class _Lines(Table):
-    """The lines of a function, in their order."""
+    """The lines of a function, in their order, under pytorch_memlab's kind of heading."""
 
     __slots__ = ()
+
+    def lines(self, width: int) -> Iterator[Line]:
+        """The heading, the lines and the note."""
+        return super(_Lines, replace(self, title=_heading(self.title))).lines(width)
 
     def arranged(self, top: int | None, sort: str | None) -> Self:
         """Asked for the first ones of some order, those that ran are meant."""
@@ -322,3 +326,17 @@ class _Lines(Table):
             return self
         ran = replace(self, rows=[row for row in self.rows if any(row[1:-1])])
         return super(_Lines, ran).arranged(top, sort)
+
+
+class _Note(Paragraph):
+    """Why a function has no lines, under the same kind of heading."""
+
+    __slots__ = ()
+
+    def lines(self, width: int) -> Iterator[Line]:
+        """The heading and the note."""
+        return super(_Note, replace(self, title=_heading(self.title))).lines(width)
+
+
+def _heading(title: str) -> str:
+    return f"## {title}" if title else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tenure._show import Paragraph, Part, Report
+from tenure._show import Paragraph, Part, Report, Table
 from tenure.scopes import LeakReport
 
 from ._growth import Growth
@@ -46,4 +46,7 @@ class RecordedLeaks(Report):
                 lines += [f"and {more} more"] * (more > 0)
             parts.append(Paragraph(title, "\n".join(lines)))
         tables = [part for report in self.leaks for part in report._parts()]
-        return [*parts, *(replace(table, most=MOST_ROWS) for table in tables)]
+        return [
+            *parts,
+            *(replace(table, most=MOST_ROWS) for table in tables if isinstance(table, Table)),
+        ]
