@@ -1,5 +1,7 @@
 """A report of every kind as programs make them: long names, long paths, many rows, views, none."""
 
+# ruff: noqa: E501 - lines as long as those of the programs that make them
+
 import torch
 
 from tenure import LeakRecord, LeakReport, adaptive, paging

@@ -25,9 +25,13 @@ def kinds_below(kind):
 
 
 def test_every_kind_of_report_is_held_by_these_tests():
-    made_here = {kind for kind in kinds_below(Shown) if kind.__module__.startswith("tenure.")}
+    made_here = {
+        kind for kind in kinds_below(Shown) - {Shown} if kind.__module__.startswith("tenure.")
+    }
     abstract = {kind for kind in made_here if "_parts" not in vars(kind)}
-    assert made_here - abstract == {type(report) for report in REPORTS.values()}
+    # by name: a dataclass with slots is made twice
+    shown = {type(report).__name__ for report in REPORTS.values()}
+    assert {kind.__name__ for kind in made_here - abstract} == shown
 
 
 @each_report
@@ -62,9 +66,7 @@ def test_rows_can_be_chosen_and_sorted(report):
 
 
 def test_a_column_that_no_table_has_is_refused():
-    with pytest.raises(
-        ProfilerUsageError, match=r"no column 'x'|a column 'x'\. There are 'held by'"
-    ):
+    with pytest.raises(ProfilerUsageError, match=r"a column 'x'\. There are 'held by'"):
         REPORTS["difference"].text(sort="x")
     with pytest.raises(ProfilerUsageError, match="top=-1 is no number of rows"):
         REPORTS["difference"].text(top=-1)
@@ -90,11 +92,11 @@ def test_the_largest_stand_first_and_the_others_are_summed_up():
 
 
 def test_a_place_loses_folders_and_never_its_name_or_number():
-    for width in range(18, len(PLACE)):
+    for width in range(len("…/transformer.py:123"), len(PLACE)):
         (line,) = folded(PLACE, width)
         assert line.endswith("/transformer.py:123")
         assert line.startswith("…/")
-        assert len(line) <= max(width, len("…/transformer.py:123"))
+        assert len(line) <= width
 
 
 def test_code_is_broken_where_names_are_joined():

@@ -308,7 +308,8 @@ class GroupReport(Report):
         if not self.reports:
             return [Paragraph("", "No ranks.")]
         names = [name for name, n_bytes in self.categories.items() if n_bytes]
-        columns = [Column("rank"), *map(bytes_column, (*names, UNEXPLAINED, _TOTAL))]
+        spare = [bytes_column(name)._replace(spare=i + 1) for i, name in enumerate(names)]
+        columns = [Column("rank"), *spare, bytes_column(UNEXPLAINED), bytes_column(_TOTAL)]
         rows = [_row(str(rank), report, names) for rank, report in enumerate(self.reports)]
         total = _row("all", self, names)
         return [Table(self.summary(), columns, rows, by=_TOTAL, total=total)]

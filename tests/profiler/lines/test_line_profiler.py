@@ -357,7 +357,7 @@ def test_the_table_of_a_function():
 
 def test_each_function_has_a_table_and_one_that_did_not_run_says_so():
     first = idle.__code__.co_firstlineno
-    tables = str(ran(work, idle)).split("\n\n")
+    tables = ran(work, idle).display().text(width=300).split("\n\n")
     assert tables[0].startswith("## work, ")
     assert tables[1] == (
         f"## idle, {HERE}:{first}\n"
