@@ -20,6 +20,7 @@ from ._part import Part as Part
 from ._part import Together as Together
 from ._plain import plain as plain
 from ._plain import restored as restored
+from ._progress import progress as progress
 from ._report import Report as Report
 from ._report import Shown as Shown
 from ._table import Amount as Amount

@@ -116,7 +116,8 @@ class Together(Part):
 
     def html(self) -> str:
         """The title and the parts."""
-        return Paragraph(self.title).html() + "".join(part.html() for part in self.parts)
+        title = Paragraph(self.title).html() if self.title else ""
+        return title + "".join(part.html() for part in self.parts)
 
     def sorts(self) -> Collection[str]:
         """What the rows of any part can be sorted by."""

@@ -5,6 +5,7 @@
 import torch
 
 from tenure import LeakRecord, LeakReport, adaptive, paging
+from tenure._cli._cell_report import CellReport
 from tenure.profiler import (
     CourtesyReport,
     DeviceReport,
@@ -343,6 +344,8 @@ REPORTS = {
     "recordings of ranks": RecordedRanks.of([_recording(rank=1), _recording(rank=0)]),
     "difference of recordings": RecordingDiff.of(SHORT, RUN),
     "the same recording": RecordingDiff.of(PLAIN, PLAIN),
+    "cell": CellReport(RUN, DIFF),
+    "cell that left nothing": CellReport(SHORT, SnapshotDiff(0, (), ())),
     "tree": RUN.tree(),
     "tree at the end": SHORT.tree(),
     "recorded leaks": RUN.leaks_found(),

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from tenure._callers import shown_path
+from tenure._callers import line_in
 from tenure._errors import ProfilerUsageError, ReportFormatError
 from tenure._show import Amount, Column, Line, Paragraph, Report, Table, plain, restored
 from tenure._text import format_bytes
@@ -297,7 +297,7 @@ def section_of(
 
 def title_of(name: str, file: str, first_line: int, device: torch.device | None = None) -> str:
     """What a function is called above its table."""
-    place = f"{name}, {shown_path(file)}:{first_line}"
+    place = f"{name}, {line_in(file, first_line)}"
     return f"{place}, {device}" if device is not None else place
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from tenure._callers import shown_path
+from tenure._callers import line_in
 from tenure.profiler import LineProfiler, LineRecord, ProfilerUsageError, RecordsDisplay
 
 from ...programs import run_program
 
-HERE = shown_path(__file__)
+HERE = line_in(__file__, 1).removesuffix(":1")
 
 
 def work(n):

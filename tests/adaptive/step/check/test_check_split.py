@@ -98,7 +98,9 @@ def test_a_batch_coupled_loss_is_told_from_a_coupled_module():
             "net.2.bias",
         ][: len(names(report, "gradient"))]
     )
-    assert "the loss itself mixes samples, or its weight is wrong: see weight=" in report.text(width=300)
+    assert "the loss itself mixes samples, or its weight is wrong: see weight=" in report.text(
+        width=300
+    )
 
 
 def test_a_mean_over_other_things_than_samples_needs_its_weight():
