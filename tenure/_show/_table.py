@@ -280,8 +280,10 @@ def _row_lines(
 
 def _rank(cell: str) -> tuple[bool, int, str]:
     """What a cell is sorted by: figures before names, and before nothing."""
-    value = getattr(cell, "value", None)
-    return (value is None, -abs(value or 0), cell)
+    if isinstance(cell, Amount):
+        # of equal ones in their order, what counts the storage before what shares it
+        return (False, -abs(cell.value), "" if cell.is_counted else _SHARED)
+    return (True, 0, cell)
 
 
 def _sum(column: Column, cells: Sequence[str]) -> str:

@@ -80,11 +80,9 @@ def _place_in(word: str, width: int) -> str:
     if match is None or len(word) <= width:
         return word
     folders = match["folders"].split("/")[:-1]
-    for i in range(1, len(folders) + 1):
-        shown = "/".join([ELLIPSIS, *folders[i:], match["name"]])
-        if len(shown) <= width:
-            break
-    return shown
+    shorter = ("/".join([ELLIPSIS, *folders[i:], match["name"]]) for i in range(1, len(folders)))
+    least = f"{ELLIPSIS}/{match['name']}"
+    return next((shown for shown in shorter if len(shown) <= width), least)
 
 
 def _cut_apart(part: str, width: int) -> list[str]:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from tenure._callers import line_in
 from tenure._errors import ProfilerUsageError
-from tenure._show import Column, Table, bytes_column, in_bytes
+from tenure._show import Column, Table, bytes_column, in_bytes, storage_bytes
 from tenure._show._report import Shown
 from tenure._show._width import cut, folded, wrapped
 
@@ -89,6 +89,23 @@ def test_the_largest_stand_first_and_the_others_are_summed_up():
         "30",
         "B",
     ]
+
+
+def test_of_equal_ones_the_one_that_counts_the_storage_stands_first():
+    rows = [(name, storage_bytes(8, is_shared=name != "base")) for name in ("view", "base", "w")]
+    table = Table("", (Column("name"), bytes_column("storage")), rows, by="storage", rule="")
+    assert table.arranged(None, None).text(80).split()[2:] == [
+        "base",
+        "8",
+        "B",
+        "view",
+        "(8",
+        "B)",
+        "w",
+        "(8",
+        "B)",
+    ]
+    assert table.arranged(0, None).text(80).split()[2:] == ["and", "3", "more", "8", "B"]
 
 
 def test_a_place_loses_folders_and_never_its_name_or_number():
