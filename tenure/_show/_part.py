@@ -93,7 +93,9 @@ class Paragraph(Part):
     def html(self) -> str:
         """Both as HTML."""
         title = f"<b>{html.escape(self.title)}</b><br>" if self.title else ""
-        return f"<p>{title}{html_lines(self.note)}</p>"
+        # lines that stand below another one keep their indent
+        style = ' style="white-space:pre-wrap"' if "\n  " in self.note else ""
+        return f"<p{style}>{title}{html_lines(self.note)}</p>"
 
 
 @dataclass(frozen=True, slots=True)

@@ -967,7 +967,7 @@ def test_the_report_reads_as_a_whole(sim):
         "change to a view\n"
         f"sim:0 has {left_bytes} B allocated now."
     )
-    assert courtesy.report._repr_html_().startswith("<pre>Courtesy moved 2.0 KiB")
+    assert courtesy.report._repr_html_().startswith("<p>Courtesy moved 2.0 KiB")
     assert "can&#x27;t" in courtesy.report._repr_html_()
     del exported, view
 
