@@ -8,12 +8,14 @@ tensor: it goes with the tensor and keeps nothing alive either.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import sys
 import warnings
 import weakref
-from types import CodeType, FrameType
+from collections.abc import Callable
+from types import CodeType, FrameType, FunctionType
 from typing import Any, Literal, Self
 
 from torch import Tensor
@@ -36,12 +38,16 @@ _STACK_DEPTH = 16
 _HANDLER = "__torch_function__"
 # a mode calls torch in its handler, or in a function or two that the handler calls
 _REACH = 6
+# no function of a program has a dot in its name
+_STAND_IN = f"{_OWN_PACKAGE}.profiler._stand_in"
 # what ``torch.compiler.disable`` puts around a handler
 _WRAPPER = "torch._dynamo."
 
 
 def module_of(frame: FrameType) -> str:
     """The name of the module whose code ``frame`` runs; "" where ``exec`` was given another."""
+    if frame.f_code.co_name == _STAND_IN:
+        return _STAND_IN
     name = frame.f_globals.get("__name__")
     # a subclass of str would have us run its code, in the midst of somebody else's operation
     return name if type(name) is str else ""
@@ -124,6 +130,29 @@ def _unwrapped(frame: FrameType | None) -> FrameType | None:
     while frame is not None and module_of(frame).startswith(_WRAPPER):
         frame = frame.f_back
     return frame
+
+
+def stand_in(frame: FrameType) -> Callable[..., Any]:
+    """What calls a function so that its warnings are put down to the line that ``frame`` is at.
+
+    C code warns of the innermost frame of Python: its file, its line, and the module by which
+    filters choose. In a handler of torch that frame would be tenure's, and a filter of the program
+    would not meet it. The stand-in's file, line and names are those of ``frame``.
+
+    Returns:
+        A function of the function, its arguments, and its keyword arguments or None.
+    """
+    return FunctionType(_stand_in(frame.f_code.co_filename, frame.f_lineno), frame.f_globals)
+
+
+# Code alone is kept: the names of a module, and what they hold, go when it goes.
+@functools.lru_cache(maxsize=4096)
+def _stand_in(path: str, line: int | None) -> CodeType:
+    return _CALL.replace(co_filename=path, co_firstlineno=line or 1, co_name=_STAND_IN)
+
+
+# in one line, which is then that of the caller
+_CALL = (lambda func, args, kwargs: func(*args, **(kwargs or {}))).__code__
 
 
 class Site:

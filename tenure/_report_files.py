@@ -8,7 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import tempfile
+import secrets
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -20,6 +20,8 @@ from tenure._errors import ReportFormatError
 _MAGIC = b"\x1f\x8b"
 # Unpacked: a file of a few bytes can stand for terabytes of zeros.
 _MOST_BYTES = 1 << 30
+_MOST_NAMES = 1000
+_BINARY = getattr(os, "O_BINARY", 0)
 
 
 def write_whole(path: Path, data: bytes, *, replace: bool = True) -> Path:
@@ -37,13 +39,13 @@ def write_whole(path: Path, data: bytes, *, replace: bool = True) -> Path:
     Raises:
         OSError: it can't be written; there is nothing of it then.
     """
-    number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    name = path.parent / f".{path.name}.{secrets.token_hex(8)}"
+    # the system takes off what this user's files are not to have
+    number = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o666)
     try:
         with os.fdopen(number, "wb") as file:
             file.write(data)
-        # a temporary file is its owner's alone; others may read what this user's files let them
-        os.chmod(name, 0o666 & ~_umask())
-        return _named(Path(name), path, replace=replace)
+        return _named(name, path, replace=replace)
     except BaseException:
         with suppress(OSError):
             os.unlink(name)
@@ -72,19 +74,20 @@ def _named(written: Path, path: Path, *, replace: bool) -> Path:
     if replace:
         os.replace(written, path)
         return path
-    for number in range(1, 1000):
+    for number in range(1, _MOST_NAMES + 1):
         chosen = path if number == 1 else path.with_suffix(f".{number}{path.suffix}")
         try:
-            # fails where the name is taken, which a rename does not
-            os.link(written, chosen)
+            # fails where the name is taken, which a rename does not; a rename then keeps it
+            os.close(os.open(chosen, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             continue
-        except OSError:
-            # a file system without links
-            return _named(written, path, replace=True)
-        os.unlink(written)
+        try:
+            os.replace(written, chosen)
+        except BaseException:
+            os.unlink(chosen)
+            raise
         return chosen
-    raise FileExistsError(f"{path} and 999 files beside it are there already")
+    raise FileExistsError(f"{path} and {_MOST_NAMES - 1} files beside it are there already")
 
 
 def is_packed(path: str | Path) -> bool:
@@ -120,10 +123,3 @@ def read_facts(path: str | Path) -> dict[str, Any]:
     if not isinstance(facts, dict):
         raise ReportFormatError(f"{path} has no report in it. Name a file that tenure wrote.")
     return facts
-
-
-def _umask() -> int:
-    # there is no way to ask for it but to set it
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask

@@ -14,9 +14,12 @@ from ._verb import Verb
 
 
 class Export(Verb):
-    """Write a recording for another tool; the extension of OUT says which format.
+    """Write a recording for another tool; the end of OUT says which format.
 
     .json: all of it. .csv: what was alive, a row for each. .html: a page that stands alone.
+
+    Of a timeline: .trace.json (chrome://tracing, Perfetto), .timeline.csv (a row for each time),
+    .pickle (torch's memory_viz), .speedscope.json.
 
     FILE was written by tenure run, or by torch.cuda.memory._dump_snapshot().
     """

@@ -10,12 +10,14 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tenure._errors import CommandError, TenureError
 
 from ._printing import print_text, write_file
+from ._run import check_target
 from ._verb import Verb, byte_size, device_name
 
 if TYPE_CHECKING:
@@ -68,9 +70,13 @@ class Fit(Verb):
         parser.add_argument(
             "-o", "--output", metavar="FILE", help="write to FILE what else is printed"
         )
+        parser.add_argument("-f", "--force", action="store_true", help="overwrite FILE")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Predict the step, and compare."""
+        # it may take minutes, which are not to be lost on a name
+        for path in filter(None, (arguments.html, arguments.output)):
+            check_target(Path(path), replace=arguments.force)
         budget_bytes, device = _memory(arguments.device_memory, arguments.device)
         # what the program prints is no part of the answer
         with contextlib.redirect_stdout(sys.stderr), _their_errors(arguments.target):

@@ -27,6 +27,8 @@ from ._tree import Tree
 _VERBS = (Demo, Run, Report, Tree, Leaks, Diff, Export, Fit)
 _USER_ERROR = 2
 _INTERRUPTED = 130
+# what a shell says of a program that the signal for it has ended
+_PIPE_CLOSED = 141
 _TRACEBACK = "TENURE_TRACEBACK"
 
 
@@ -54,6 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TenureError as error:
         _tell(arguments.verb, error)
         return _USER_ERROR
+    except BrokenPipeError:
+        # who reads has seen enough; what is left in the buffer must not fail at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _PIPE_CLOSED
     except KeyboardInterrupt:
         print("tenure: interrupted", file=sys.stderr)
         return _INTERRUPTED

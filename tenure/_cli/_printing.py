@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tenure._errors import CommandError
+from tenure._report_files import write_whole
 
 if TYPE_CHECKING:
     from tenure._show import Shown
+
+
+# as wide as what they stand for, so that columns stay columns
+_PLAIN = {**dict(zip("▁▂▃▄▅▆▇█", "._-=+*##", strict=True)), **dict.fromkeys("▉▊▋▌▐▍", "#")}
+_PLAIN |= {"▎": "|", "▏": "|", "│": "|", "┆": ":", "…": "~"}
+_ALIKE = "tenure.alike"
+
+
+def _alike(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lost = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(each, "?") for each in lost), error.end
+
+
+codecs.register_error(_ALIKE, _alike)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -35,17 +54,19 @@ def show(
         from rich.console import Console
 
         Console().print(shown.rich(top=top, sort=sort))
+        sys.stdout.flush()
     else:
         print_text(shown.text(top=top, sort=sort))
 
 
 def print_text(text: str) -> None:
-    """Print text; what the terminal has no character for becomes a question mark."""
+    """Print text; what the terminal has no character for becomes one that is like it, or "?"."""
     # a pipe that knows no blocks is no reason to end with an error, whose code means something
     stream: Any = sys.stdout
     if hasattr(stream, "reconfigure"):
-        stream.reconfigure(errors="replace")
-    print(text)
+        stream.reconfigure(errors=_ALIKE)
+    # a pipe that is closed is told here
+    print(text, flush=True)
 
 
 def write_file(path: str, text: str) -> None:
@@ -55,8 +76,14 @@ def write_file(path: str, text: str) -> None:
         CommandError: it can't be written.
     """
     try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
+        # names may have halves of characters
+        data = text.encode(errors="backslashreplace")
+        # what a link points to; a device stays one
+        target = Path(path).resolve()
+        if target.is_file() or not target.exists():
+            write_whole(target, data)
+        else:
+            target.write_bytes(data)
     except OSError as error:
-        raise CommandError(f"{path!r} can't be written: {error.strerror}.") from None
+        raise CommandError(f"{path!r} can't be written: {error.strerror or error}.") from None
     print(f"Wrote {path}", file=sys.stderr)

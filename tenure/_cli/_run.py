@@ -146,7 +146,8 @@ def _path(given: str | None, program: Program) -> Path:
 
     path = Path(given if given is not None else f"{program.name}{_SUFFIX}")
     rank = rank_of_environment()
-    if rank is not None:
+    # a folder is refused by its own name
+    if rank is not None and not path.is_dir():
         path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
     # the program may go to another folder
     return Path.cwd() / path

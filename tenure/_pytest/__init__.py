@@ -55,10 +55,16 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     most_bytes = None if limit is None else _held.limit_of(limit)
     if no_leaks is not None:
         _held.check_no_arguments(no_leaks)
-    with _held.Watched(is_measured=is_measured, finds_leaks=no_leaks is not None) as watched:
-        result = yield
-    if (peak := watched.peak) is not None:
-        item.user_properties.append((_PEAK, peak.facts()))
+    watched = _held.Watched(
+        is_measured=is_measured, finds_leaks=no_leaks is not None, name=item.name
+    )
+    try:
+        with watched:
+            result = yield
+    finally:
+        # of one that fails by itself, too
+        if (peak := watched.peak) is not None:
+            item.user_properties.append((_PEAK, peak.facts()))
     watched.check(most_bytes)
     return result
 
@@ -73,7 +79,7 @@ def tensor_scope(request: pytest.FixtureRequest) -> Iterator[DisposeScope]:
 
 
 @pytest.fixture
-def tensor_growth() -> TensorGrowth:
+def tensor_growth(request: pytest.FixtureRequest) -> Iterator[TensorGrowth]:
     """Calls that go through a loop's items and fail where memory grows with each step.
 
     Example::
@@ -84,7 +90,12 @@ def tensor_growth() -> TensorGrowth:
     """
     from ._growth import TensorGrowth
 
-    return TensorGrowth()
+    n_failed = request.session.testsfailed
+    growth = TensorGrowth()
+    yield growth
+    # a test that fails by itself has left its loop, too
+    if request.session.testsfailed == n_failed:
+        growth.check_ended()
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 import pytest
@@ -23,8 +23,28 @@ class _Look(NamedTuple):
     seen: Snapshot
 
 
+@dataclass(eq=False, slots=True)
+class _Loop:
+    """One that has begun: how many steps it has, and how many of them were done."""
+
+    n_steps: int
+    n_done: int = 0
+
+
 class TensorGrowth:
     """Goes through items, and fails the test where what is alive grows with each of them."""
+
+    def __init__(self) -> None:
+        self._left: list[_Loop] = []
+
+    def check_ended(self) -> None:
+        """Fail the test that has left a loop before its end, where nothing was looked at."""
+        for loop in self._left:
+            pytest.fail(
+                f"the loop was left after {loop.n_done} of {counted(loop.n_steps, 'step')}, so "
+                "growth was not looked for. Let it run to its end, or give it as many steps=.",
+                pytrace=False,
+            )
 
     def __call__(
         self,
@@ -46,12 +66,15 @@ class TensorGrowth:
             limit: how much each step may leave behind on the average, in bytes or as "1 KiB".
 
         Raises:
-            ValueError: fewer than two steps follow the warm-up, or items end before the last.
+            ValueError: the warm-up is negative, fewer than two steps follow it, or items end before
+                the last.
             TypeError: there is no number of items, and no ``steps``.
             ByteSizeError: the limit is no size.
         """
         most_bytes = parse_bytes(limit)
         n_steps = len(items) if steps is None else steps  # type: ignore[arg-type]  # it raises
+        if warmup < 0:
+            raise ValueError(f"warmup is {warmup}, and no number of steps. Give 0 or more.")
         if n_steps - warmup < 2:
             raise ValueError(
                 f"{counted(n_steps, 'step')} with a warm-up of {warmup} leave {n_steps - warmup}, "
@@ -64,11 +87,15 @@ class TensorGrowth:
     ) -> Iterator[_Item]:
         middle = (warmup + n_steps) // 2
         watch, looks = GrowthWatch(), list[_Look]()
+        loop = _Loop(n_steps)
+        self._left.append(loop)
         for n_done in range(n_steps):
             if n_done in (warmup, middle):
                 looks.append(_Look(n_done, watch.look(n_done)))
+            loop.n_done = n_done + 1
             # no name: an item is given up when its step has ended, as a loader gives it up
             yield _next(items, n_done, n_steps)
+        self._left.remove(loop)
         looks.append(_Look(n_steps, watch.look(n_steps)))
         _check(looks, most_bytes, watch.growth())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
@@ -11,9 +12,19 @@ import pytest
 from tenure import NewDisposeScope
 from tenure._errors import ByteSizeError
 from tenure._text import format_bytes, parse_bytes
-from tenure.profiler import DeviceTimeline, PeakRow, Timeline
+from tenure.profiler import DeviceTimeline, Timeline
+from tenure.scopes import LeakReport
 
+_log = logging.getLogger("tenure.scopes")
 _MOST_ROWS = 5
+
+
+class _Row(NamedTuple):
+    """Bytes of one category from one line."""
+
+    n_bytes: int
+    category: str
+    line: str
 
 
 class Peak(NamedTuple):
@@ -22,16 +33,16 @@ class Peak(NamedTuple):
     Attributes:
         device: the device on which they took the most.
         n_bytes: bytes above what was in use before the test.
-        rows: what was in use then and made by the test, the largest first.
+        rows: what was in use then and made by the test, by category and line, the largest first.
     """
 
     device: str
     n_bytes: int
-    rows: tuple[PeakRow, ...]
+    rows: tuple[_Row, ...]
 
     def facts(self) -> dict[str, Any]:
         """What a report of the test carries, also from another process."""
-        line = self.rows[0].stack[-1] if self.rows and self.rows[0].stack else ""
+        line = self.rows[0].line if self.rows else ""
         return {"n_bytes": self.n_bytes, "text": format_bytes(self.n_bytes), "line": line}
 
 
@@ -43,7 +54,9 @@ def limit_of(marker: pytest.Mark) -> int:
     try:
         return parse_bytes(sizes[0])
     except ByteSizeError as error:
-        _refuse(f"{_spelled(marker)}: {error}")
+        told = str(error)
+    # after it: what is raised within has it beside itself
+    _refuse(f"{_spelled(marker)}: {told}")
 
 
 def check_no_arguments(marker: pytest.Mark) -> None:
@@ -69,9 +82,9 @@ class Watched:
         peak: what its tensors took at most, once it has ended; None where nobody asked.
     """
 
-    def __init__(self, *, is_measured: bool, finds_leaks: bool) -> None:
+    def __init__(self, *, is_measured: bool, finds_leaks: bool, name: str) -> None:
         self._timeline = Timeline() if is_measured else None
-        self._scope = NewDisposeScope("the test", policy="report") if finds_leaks else None
+        self._scope = NewDisposeScope(name, policy="report") if finds_leaks else None
         self._open = ExitStack()
         self.peak: Peak | None = None
 
@@ -87,7 +100,12 @@ class Watched:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._open.__exit__(exc_type, exc, traceback)
+        # the failure tells of it, so the log need not
+        _log.addFilter(_is_no_leak)
+        try:
+            self._open.__exit__(exc_type, exc, traceback)
+        finally:
+            _log.removeFilter(_is_no_leak)
         if self._timeline is not None:
             self.peak = max(map(_peak_of, self._timeline.report.devices), key=lambda p: p.n_bytes)
 
@@ -102,9 +120,21 @@ class Watched:
             pytest.fail("\n\n".join(texts), pytrace=False)
 
 
+def _is_no_leak(record: logging.LogRecord) -> bool:
+    return not (
+        isinstance(record.args, tuple) and isinstance(next(iter(record.args), None), LeakReport)
+    )
+
+
 def _peak_of(device: DeviceTimeline) -> Peak:
-    rows = tuple(row for row in device.at_peak if row.stack)
-    return Peak(device.device, device.peak_bytes - device.began_bytes, rows)
+    found: dict[tuple[str, str], int] = {}
+    for row in device.at_peak:
+        # what was there before is none of the test's
+        if row.stack and not row.was_before:
+            key = row.category, row.stack[-1]
+            found[key] = found.get(key, 0) + row.n_bytes
+    rows = sorted((_Row(n_bytes, *key) for key, n_bytes in found.items()), reverse=True)
+    return Peak(device.device, device.peak_bytes - device.began_bytes, tuple(rows))
 
 
 def _too_much(peak: Peak, most_bytes: int) -> str:
@@ -113,7 +143,7 @@ def _too_much(peak: Peak, most_bytes: int) -> str:
         f"{format_bytes(most_bytes)} is its limit; at the peak:"
     ]
     lines += [
-        f"  {format_bytes(row.n_bytes):>10}  {row.category}, made at {row.stack[-1]}"
+        f"  {format_bytes(row.n_bytes):>10}  {row.category}, made at {row.line}"
         for row in peak.rows[:_MOST_ROWS]
     ]
     return "\n".join(lines)

@@ -367,8 +367,31 @@ def test_a_terminal_shows_a_table_and_every_note(capsys, monkeypatch):
 def test_a_file_that_can_not_be_written_is_named(capsys):
     assert fit(capsys, "setup", "-o", "no/such/a.txt") == (
         2,
-        ("", "tenure fit: error: 'no/such/a.txt' can't be written: No such file or directory.\n"),
+        ("", "tenure fit: error: There is no folder no/such. Make it, or name another.\n"),
     )
+
+
+@pytest.mark.parametrize("option", ["-o", "--html"])
+def test_a_file_that_is_there_is_refused_before_anything_is_predicted(option, capsys, monkeypatch):
+    Path("a.txt").write_text("mine")
+    monkeypatch.setattr("tenure._cli._fit._answer", None)
+    code, printed = fit(capsys, "setup", option, "a.txt")
+    assert code == 2
+    assert printed.err.startswith(
+        "tenure fit: error: a.txt is there already, and was left as it is."
+    )
+    assert Path("a.txt").read_text() == "mine"
+
+
+def test_a_file_is_overwritten_where_that_is_asked_for(capsys):
+    Path("a.txt").write_text("mine")
+    assert fit(capsys, "setup", "-f", "-o", "a.txt")[0] == 0
+    assert Path("a.txt").read_text().startswith("A step takes ")
+
+
+def test_a_device_is_written_to_and_stays_one(capsys):
+    assert fit(capsys, "setup", "-f", "-o", os.devnull)[0] == 0
+    assert not os.path.isfile(os.devnull)
 
 
 @pytest.mark.parametrize("target", ["program:setup", "program:Holder.setup", "program.py:setup"])

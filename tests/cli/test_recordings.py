@@ -2,6 +2,7 @@
 
 import io
 import json
+import subprocess
 import sys
 
 import pytest
@@ -112,9 +113,28 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, complaint, files, caps
     assert err.count("\n") == 1
 
 
-def test_a_terminal_without_blocks_gets_question_marks(files, monkeypatch):
+def test_a_terminal_without_blocks_gets_what_is_like_them(files, monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stream)
     assert main(["diff", "a.tenure", "b.tenure"]) == 0
     stream.flush()
-    assert b"?????" in stream.buffer.getvalue()
+    shown = stream.buffer.getvalue()
+    assert b"####" in shown
+    assert b"?" not in shown
+
+
+def test_leaks_that_were_not_looked_for_are_not_said_to_be_none(files, capsys):
+    recording(seeks_leaks=False).save("c.tenure")
+    told = "Leaks were not recorded. Run with --leaks to look for them.\n"
+    assert _printed(["leaks", "c.tenure"], capsys).out == told
+    assert _printed(["leaks", "snapshot.pickle"], capsys).out == told
+    assert _printed(["leaks", "a.tenure"], capsys).out.startswith("Nothing grew")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(files):
+    command = [sys.executable, "-m", "tenure", "report", "a.tenure"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 141
+    process.stderr.close()

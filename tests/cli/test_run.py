@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -72,7 +73,7 @@ def test_lines_of_functions_of_the_program_and_of_modules_are_measured():
         Trainer().step()
         """
     options = ("--lines", "Trainer.step", "--lines", "helper:make", "--lines", "inner")
-    _run(program, *options, "--lines", "nothing", "--lines", "torch.nn.functional:linear")
+    done = _run(program, *options, "--lines", "nothing", "--lines", "torch.nn.functional:linear")
     found = Recording.load("train.tenure")
     by_function = {}
     for record in found.lines.records:
@@ -86,6 +87,7 @@ def test_lines_of_functions_of_the_program_and_of_modules_are_measured():
     assert "linear has no lines to profile" in found.notes[0]
     assert found.notes[1] == "--lines nothing: the program has no such function"
     assert max(map(len, str(found).splitlines())) <= 80
+    assert "tenure run: --lines nothing: the program has no such function" in done.stderr
 
 
 def test_a_budget_ends_the_program_and_the_file_is_written_with_what_filled_it():
@@ -98,7 +100,9 @@ def test_a_budget_ends_the_program_and_the_file_is_written_with_what_filled_it()
         fill()
         """
     done = _run(program, "--budget", "8MiB", code=1)
-    last, wrote = done.stderr.splitlines()[-2:]
+    last, peak, wrote = done.stderr.splitlines()[-3:]
+    assert peak.startswith("At most 9.0 MiB on cpu, of it ")
+    assert "made at train.py:6 in fill" in peak
     assert last.startswith("torch.OutOfMemoryError: cpu out of memory. Tried to allocate 1.0 MiB")
     assert wrote == "Wrote train.tenure. See it with: tenure report train.tenure"
     assert "tenure" not in done.stderr.partition("torch.OutOfMemoryError")[0]
@@ -150,6 +154,21 @@ def test_scopes_that_report_are_in_the_recording():
     assert "kept" in str(found)
 
 
+def test_reports_of_a_scope_in_a_loop_are_counted_and_the_first_kept():
+    program = """
+        import torch
+        from tenure import NewDisposeScope
+        kept = []
+        for _ in range(102):
+            with NewDisposeScope("step", policy="report"):
+                kept.append(torch.ones(3))
+        """
+    _run(program, "-q", "--leaks")
+    found = Recording.load("train.tenure")
+    assert len(found.leaks) == 100
+    assert found.notes == ("--leaks: 2 more scopes reported leaks, which are left out",)
+
+
 def test_a_file_is_not_overwritten_before_the_program_runs(capsys):
     with open("train.py", "w", encoding="utf-8") as file:
         file.write("open('ran', 'w')")
@@ -192,6 +211,15 @@ def test_each_rank_has_a_file_of_its_own(capsys):
     assert main(["report", "--json", "out.rank3.tenure", "out.rank0.tenure"]) == 0
     ranks = json.loads(capsys.readouterr().out)["recordings"]
     assert [each["rank"] for each in ranks] == [0, 3]
+
+
+@pytest.mark.parametrize("folder", [".", "results", "results/"])
+def test_a_folder_is_refused_for_a_rank_too(folder, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    os.mkdir("results")
+    assert main(["run", "-o", folder, "-c", "pass"]) == 2
+    told = f"tenure run: error: {folder.rstrip('/')} is a folder. Name a file with -o.\n"
+    assert capsys.readouterr().err == told
 
 
 def test_quiet_says_nothing():
@@ -270,7 +298,7 @@ def test_children_run_plainly_and_write_no_file(method):
     assert Recording.load("train.tenure").peaks["cpu"] == 16
 
 
-def test_torch_that_a_thread_imports_is_said_to_be_measured_there():
+def test_what_is_of_one_thread_is_left_out_where_another_one_imports_torch():
     program = """
         import threading
         def work():
@@ -280,7 +308,105 @@ def test_torch_that_a_thread_imports_is_said_to_be_measured_there():
         thread.start()
         thread.join()
         """
-    _run(program, "-q", "--budget", "8MiB")
+    done = _run(program, "--budget", "8MiB")
     found = Recording.load("train.tenure")
-    assert found.notes[0].startswith("torch was imported on another thread than the main one")
-    assert found.peaks["cpu"] == 12
+    left_out = "--budget, --timeline, --on-oom left out: torch was imported on another thread than"
+    assert found.notes == (f"{left_out} the main one",)
+    assert f"tenure run: {left_out} the main one. Import it in the program itself." in done.stderr
+    assert found.timeline is None
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
+def test_a_signal_that_comes_while_the_file_is_written_waits(number):
+    program = """
+        import os, signal
+        import tenure._cli._program._recorder as recorder
+        write = recorder.write_facts
+        def interrupted(*args, **kwargs):
+            os.kill(os.getpid(), signal.NUMBER)
+            return write(*args, **kwargs)
+        recorder.write_facts = interrupted
+        """
+    code = -signal.SIGTERM if number == "SIGTERM" else 0
+    done = _run(program.replace("NUMBER", number), code=code)
+    assert Recording.load("train.tenure").ended == "exit code 0"
+    assert sorted(os.listdir()) == ["train.py", "train.tenure"]
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_second_signal_waits_for_the_file_of_the_first():
+    program = """
+        import os, signal, time
+        import tenure._cli._program._recorder as recorder
+        write = recorder.write_facts
+        def terminated(*args, **kwargs):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return write(*args, **kwargs)
+        recorder.write_facts = terminated
+        os.kill(os.getpid(), signal.SIGTERM); time.sleep(5)
+        """
+    _run(program, code=-signal.SIGTERM)
+    assert Recording.load("train.tenure").ended == "SIGTERM"
+
+
+def test_a_second_interrupt_leaves_the_programs_error_what_it_is():
+    program = """
+        import os, signal
+        from tenure._cli._program._recorder import Recorder
+        measured = Recorder._measured
+        def interrupted(*args):
+            os.kill(os.getpid(), signal.SIGINT)
+            measured(*args)
+        Recorder._measured = interrupted
+        raise ValueError("mine")
+        """
+    done = _run(program, code=1)
+    assert "KeyboardInterrupt" not in done.stderr
+    assert Recording.load("train.tenure").ended == "ValueError: mine"
+
+
+def test_the_end_says_the_peak_with_its_line_and_what_grew_most():
+    program = """
+        import torch
+        kept = []
+        def train():
+            parameter = torch.nn.Parameter(torch.ones(4))
+            optimizer = torch.optim.SGD([parameter])
+            for _ in range(20):
+                kept.append(torch.ones(1 << 18))
+                parameter.sum().backward()
+                optimizer.step()
+        train()
+        """
+    done = _run(program, "--leaks", "--timeline")
+    peak, grew, wrote = done.stderr.splitlines()
+    assert peak.startswith(
+        "At most 20.0 MiB on cpu, of it 20.0 MiB other tensors, made at train.py:8"
+    )
+    assert grew.startswith("kept grew by 19 tensors, 19.0 MiB from step 1 to step 20. ")
+    assert wrote == "Wrote train.tenure. See it with: tenure report train.tenure"
+    assert "cpu after " in str(Recording.load("train.tenure"))
+    assert "train.py:8 in train" in str(Recording.load("train.tenure"))
+
+
+def test_a_child_does_not_compose_what_its_parent_records():
+    program = """
+        import os, torch
+        import tenure.profiler._timeline._timeline as timeline
+        def never(*args):
+            print("composed", flush=True)
+        torch.ones(4)
+        pid = os.fork()
+        if not pid:
+            os._exit(0)
+        os.waitpid(pid, 0)
+        """
+    patched = program.replace(
+        "torch.ones(4)",
+        "timeline.Timeline._composed = never; kept = timeline.take_census\n"
+        "        timeline.take_census = lambda **k: print('searched') or kept(**k)\n"
+        "        parent = os.getpid(); torch.ones(4)",
+    )
+    patched = patched.replace("if not pid:", "if os.getpid() != parent:")
+    done = _run(patched, "-q", "--timeline")
+    assert done.stdout.split() == ["searched", "composed"]

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 import zipfile
 from typing import NamedTuple
 
@@ -285,7 +284,7 @@ def test_a_script_that_is_missing_is_refused_in_one_line(tmp_path):
 
 def test_control_c_of_a_terminal_ends_it_as_under_python(tmp_path):
     program = tmp_path / "program.py"
-    program.write_text("import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
+    program.write_text("import time\nprint('ready', flush=True); time.sleep(60)\n")
     ends = []
     for command in ([], ["-m", "tenure", "run", "-q"]):
         process = subprocess.Popen(
@@ -293,7 +292,6 @@ def test_control_c_of_a_terminal_ends_it_as_under_python(tmp_path):
             cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         assert process.stdout.readline() == b"ready\n"
-        time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         _, told = process.communicate(timeout=60)
         ends.append((process.returncode, told))
@@ -375,3 +373,64 @@ def test_an_error_under_a_budget_is_told_without_what_counts(tmp_path):
     ends = [_run([*command, "program.py"], tmp_path) for command in ([], run)]
     assert b"Mine.apply" in ends[0].stderr
     assert ends[0] == ends[1]
+
+
+_WARNS = """
+import re, warnings
+import torch
+import torch.nn.functional as F
+
+def resized():
+    torch.add(torch.ones(2), torch.ones(2), out=torch.ones(1))
+
+def warned():
+    (torch.ones(2, 3, requires_grad=True) * 2).grad
+    F.mse_loss(torch.ones(2), torch.ones(3, 2))
+    F.softmax(torch.ones(2, 2))
+    resized()
+
+warned()
+warned()
+print(len(__warningregistry__))
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    resized()
+print([(re.sub(".*/", "", each.filename), each.lineno) for each in seen])
+warnings.filterwarnings("error", module="tenure")
+resized()
+warnings.filterwarnings("ignore", module="__main__")
+resized()
+warnings.filterwarnings("error", module="__main__")
+try:
+    resized()
+except UserWarning as error:
+    print(type(error))
+resized()
+"""
+
+
+@pytest.mark.parametrize("options", [["--on-oom"], []], ids=["on-oom", "all"])
+def test_what_torch_warns_of_is_put_down_to_the_line_of_the_program(options, tmp_path):
+    python, tenure = _both(tmp_path, ["program.py"], {"program.py": _WARNS}, options)
+    assert tenure == python
+    assert b"'program.py', 7" in python.stdout
+
+
+def test_errors_that_a_program_prints_have_no_frame_of_what_waits_for_them(tmp_path):
+    program = """
+        import torch, traceback
+        for fails in (
+            lambda: torch.ones(2) + torch.ones(3),
+            lambda: torch.nn.Linear(2, 3)(torch.ones(4, 5)),
+        ):
+            try:
+                fails()
+            except RuntimeError:
+                traceback.print_exc()
+        # a function of torch in Python asks the modes, and runs again
+        torch.nn.functional.cross_entropy(torch.ones(2, 3), torch.ones(5))
+        """
+    files = {"program.py": textwrap.dedent(program)}
+    python, tenure = _both(tmp_path, ["program.py"], files, ["--on-oom"])
+    assert tenure == python
+    assert b"in <lambda>" in python.stderr

@@ -103,11 +103,33 @@ def test_peak():
     assert result.counts == {"passed": 1, "failed": 1}
 
 
+def test_only_what_the_test_made_is_told_and_the_same_line_once(run):
+    result = run(
+        _HEAD
+        + """
+before = torch.ones(1 << 22)
+
+@pytest.mark.limit_tensor_memory("2 MiB")
+def test_it():
+    held = [
+        torch.ones(1 << 18) for _ in range(3)]
+    held += [each * 2 for each in held[:1]]
+""",
+        "--tenure",
+    )
+    assert result.counts == {"failed": 1}
+    rows = re.findall(r"([\d.]+ MiB)  other tensors, made at (\S+)", result.text)
+    assert rows == [("3.0 MiB", "test_it.py:8"), ("1.0 MiB", "test_it.py:9")]
+    assert "before the recording" not in result.text
+
+
 @pytest.mark.parametrize("marker", ["()", '("many")', '("1 MB", "2 MB")', "(bytes=1)"])
 def test_a_limit_that_is_none_fails_the_test_by_name(run, marker):
     result = run(_HEAD + f"@pytest.mark.limit_tensor_memory{marker}\ndef test(): pass\n")
     assert result.counts == {"failed": 1}
-    assert result.says("*@pytest.mark.limit_tensor_memory*")
+    assert result.says(f"*@pytest.mark.limit_tensor_memory{marker}*".replace('"', "'"))
+    assert "During handling" not in result.text
+    assert result.text.count("@pytest.mark.limit") <= 3
 
 
 def test_a_leak_is_named_and_a_value_that_is_gone_is_none(run):
@@ -126,6 +148,8 @@ def test_keeps_nothing():
     )
     assert result.counts == {"passed": 1, "failed": 1}
     assert result.says("*1 tensor leaked*", "*held by *kept*")
+    assert result.text.count("1 tensor leaked") == 1
+    assert "test_leaks" in next(line for line in result.text.splitlines() if "leaked" in line)
 
 
 def test_training_leaks_nothing_by_its_gradients_and_its_optimizer(run):
@@ -208,8 +232,8 @@ def test_of_an_endless_loader(tensor_growth):
         "*each step left 3.9 KiB or more behind*",
         "- *kept grew by 4 tensors, 15.6 KiB from step 2 to step 6. Bound it, *",
         "+15.6 KiB: 4 new and 0 freed storages*",
-        "change *",
-        "new  *kept?2?*",
+        "held by *change*",
+        "*kept?2?  *new *",
     )
 
 
@@ -220,12 +244,47 @@ def test_of_an_endless_loader(tensor_growth):
         ("iter(range(9)), steps=12", "ValueError: the items ended after 9 steps of 12"),
         ("iter(range(9))", "TypeError: *has no len*"),
         ("range(9), limit='much'", "*ByteSizeError*"),
+        ("range(9), warmup=-1", "ValueError: warmup is -1, and no number of steps*"),
     ],
 )
 def test_growth_that_can_not_be_looked_for_is_an_error(run, call, told):
     result = run(f"def test(tensor_growth):\n    for _ in tensor_growth({call}): pass\n")
     assert result.counts == {"failed": 1}
     assert result.says(f"*{told}*")
+
+
+def test_a_loop_that_is_left_is_an_error_unless_the_test_has_failed(run):
+    result = run(
+        _LEAKS
+        + """
+def test_breaks(tensor_growth):
+    for i in tensor_growth(range(10)):
+        holds()
+        if i == 3:
+            break
+
+def test_catches(tensor_growth):
+    try:
+        for i in tensor_growth(range(10)):
+            assert i < 5
+    except AssertionError:
+        pass
+
+def test_fails(tensor_growth):
+    for i in tensor_growth(range(10)):
+        assert i < 5
+"""
+    )
+    assert result.says(
+        "the loop was left after 4 of 10 steps, so growth was not looked for. *",
+        "the loop was left after 6 of 10 steps, so growth was not looked for. *",
+    )
+    assert result.text.count("ERROR at teardown") == 2
+
+
+def test_the_option_lists_a_test_that_fails_by_itself(run):
+    result = run(_HEAD + "def test_it():\n    torch.ones(256)\n    assert 1 == 2\n", "--tenure")
+    assert result.says("*most memory of tensors at once*", "*1.0 KiB  *::test_it")
 
 
 @pytest.mark.parametrize("workers", [(), ("-n", "2")])

@@ -123,6 +123,17 @@ def _theirs(frames: TracebackType | None) -> TracebackType | None:
     if not kept:
         return frames
     chain: TracebackType | None = None
-    for each in reversed(kept):
+    for each in reversed(_called_once(kept)):
         chain = TracebackType(chain, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return chain
+
+
+def _called_once(frames: list[TracebackType]) -> list[TracebackType]:
+    """Without what torch does to ask a mode of ours before it runs a function of its own again."""
+    found = list[TracebackType]()
+    for each in frames:
+        asks = found[-1:] and found[-1].tb_frame.f_code.co_name == "handle_torch_function"
+        if asks and found[-2:-1] and found[-2].tb_frame.f_code is each.tb_frame.f_code:
+            del found[-2:]
+        found.append(each)
+    return found

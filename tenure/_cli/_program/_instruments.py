@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from threading import get_ident
 from types import CodeType, FrameType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from tenure.adaptive import memory_budget
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 MAIN = "__main__"
 _MOST_ROWS = 2000
+_MOST_REPORTS = 100
 _SHORT_OF_MEMORY = "what was alive at the end could not be told: too little memory was left"
 
 
@@ -30,8 +31,13 @@ class Instrument(ABC):
     """Measures one thing of a program.
 
     Attributes:
+        option: what asks for it, as notes call it.
+        is_of_one_thread: whether it sees, and ends on, the thread on which it has begun alone.
         notes: what could not be measured, and why.
     """
+
+    option: ClassVar[str]
+    is_of_one_thread: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -60,6 +66,9 @@ class Budget(Instrument):
         n_bytes: the limit.
     """
 
+    option = "--budget"
+    is_of_one_thread = True
+
     def __init__(self, n_bytes: int) -> None:
         super().__init__()
         self._n_bytes = n_bytes
@@ -78,7 +87,7 @@ class Budget(Instrument):
         self._thread, self._is_open = get_ident(), True
 
     def end(self, error: BaseException | None) -> None:
-        # a thread that imported torch for the program ends with its own budget
+        # a child may be forked on another thread
         if self._budget is not None and self._is_open and self._thread == get_ident():
             self._is_open = False
             # whatever else the program left open is no error of it
@@ -101,6 +110,8 @@ class Lines(Instrument):
         asked: as ``"module:qualname"``, or without a module a name in the program itself.
         main_names: what else the program's own module is called.
     """
+
+    option = "--lines"
 
     def __init__(self, asked: list[str], main_names: tuple[str, ...]) -> None:
         super().__init__()
@@ -198,16 +209,24 @@ def _as_function(code: CodeType, module: str) -> FunctionType:
 class Leaks(Instrument):
     """``--leaks``: what grows from step to step, and what outlives scopes that report."""
 
+    option = "--leaks"
+
     def __init__(self) -> None:
         super().__init__()
         self._watch: GrowthWatch | None = None
         self._reports: list[LeakReport] = []
+        self._n_reports = 0
+
+    def _told(self, report: LeakReport) -> None:
+        self._n_reports += 1
+        if len(self._reports) < _MOST_REPORTS:
+            self._reports.append(report)
 
     def begin(self) -> None:
         from tenure._registries import leak_watchers
         from tenure.profiler import GrowthWatch
 
-        leak_watchers.append(self._reports.append)
+        leak_watchers.append(self._told)
         self._watch = GrowthWatch()
         self._watch.begin()
 
@@ -217,17 +236,23 @@ class Leaks(Instrument):
         if self._watch is not None:
             self._watch.end()
             with suppress(ValueError):
-                leak_watchers.remove(self._reports.append)
+                leak_watchers.remove(self._told)
 
     def found(self) -> dict[str, Any]:
         if self._watch is None:
             return {}
-        self.notes += [f"leaks: {note}" for note in self._watch.notes]
-        return {"growth": self._watch.growth(), "leaks": tuple(self._reports)}
+        self.notes += [f"--leaks: {note}" for note in self._watch.notes]
+        if more := self._n_reports - len(self._reports):
+            self.notes.append(f"--leaks: {more} more scopes reported leaks, which are left out")
+        reports = tuple(self._reports)
+        return {"seeks_leaks": True, "growth": self._watch.growth(), "leaks": reports}
 
 
 class OverTime(Instrument):
     """``--timeline``: live bytes over time."""
+
+    option = "--timeline"
+    is_of_one_thread = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +279,7 @@ class OverTime(Instrument):
             return {}
         report = self._timeline.report
         peaks = {device.device: device.peak_bytes for device in report.devices}
-        self.notes += [f"timeline: {note}" for note in report.notes]
+        self.notes += [f"--timeline: {note}" for note in report.notes]
         devices = tuple(
             replace(device, at_peak=tuple(map(self._without_us, device.at_peak)))
             for device in report.devices
@@ -269,6 +294,9 @@ class OverTime(Instrument):
 
 class OnOom(Instrument):
     """``--on-oom``: an out-of-memory error, explained as it is raised."""
+
+    option = "--on-oom"
+    is_of_one_thread = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,6 +338,8 @@ class Memory(Instrument):
     Attributes:
         at_end: what was alive then, once it has ended.
     """
+
+    option = "at the end"
 
     def __init__(self, leaks: Leaks | None) -> None:
         super().__init__()

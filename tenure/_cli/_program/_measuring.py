@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -61,8 +62,20 @@ class Measuring:
 
     def begin(self) -> None:
         """Measure from now on."""
+        if threading.current_thread() is not threading.main_thread():
+            self._leave_main_thread_alone()
         for instrument in self._instruments:
             self._safely(instrument, instrument.begin, is_told=True)
+
+    def _leave_main_thread_alone(self) -> None:
+        """What is of one thread is not begun on another one, where nobody could end it."""
+        bound = [each for each in self._instruments if each.is_of_one_thread]
+        self._instruments = [each for each in self._instruments if each not in bound]
+        if bound:
+            options = ", ".join(each.option for each in bound)
+            note = f"{options} left out: torch was imported on another thread than the main one"
+            self._notes.append(note)
+            self._told(f"tenure run: {note}. Import it in the program itself.")
 
     def end(self, error: BaseException | None) -> None:
         """Measure no more; what began first ends last."""
@@ -96,7 +109,7 @@ class Measuring:
         from tenure.profiler import Recording
 
         facts["versions"]["torch"] = str(torch.__version__)
-        found: dict[str, Any] = {"peaks": {}}
+        found: dict[str, Any] = {"peaks": {}, "seeks_leaks": False}
         for instrument in self._instruments:
 
             def take(each: Instrument = instrument) -> None:
@@ -116,8 +129,7 @@ class Measuring:
             act()
         # a measurement that fails must not become an error of the program
         except Exception as error:
-            what = type(instrument).__name__.lower()
-            note = f"{what}: {type(error).__name__}: {' '.join(str(error).split())}"
+            note = f"{instrument.option}: {type(error).__name__}: {' '.join(str(error).split())}"
             self._notes.append(note)
             if is_told:
                 self._told(f"tenure run: {note}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -35,6 +34,7 @@ _EMPTY: dict[str, Any] = {
     "format": "tenure.Recording",
     "version": 1,
     "peaks": {},
+    "seeks_leaks": False,
     "leaks": [],
     "growth": [],
     "lines": None,
@@ -81,6 +81,7 @@ class Recorder:
         self._end: End | None = None
         self._has_torch = False
         self._is_written = False
+        self._summary: tuple[str, ...] = ()
         self._notes: list[str] = []
         asked = settings.wanted.lines
         self._lines = Lines(asked, _main_names(program)) if asked else None
@@ -112,8 +113,9 @@ class Recorder:
     def ended(self, error: BaseException | None) -> None:
         """Be told that the program's code has ended; threads and exit handlers may go on."""
         if self._end is None and os.getpid() == self._pid:
-            self._end = end_of(error)
-            self._measured(error)
+            with self._deaths.held():
+                self._end = end_of(error)
+                self._measured(error)
 
     def _measured(self, error: BaseException | None) -> None:
         """End all measuring, once."""
@@ -141,11 +143,6 @@ class Recorder:
         if self._has_torch or self._duration_s is not None:
             return
         self._has_torch = True
-        if threading.current_thread() is not threading.main_thread():
-            self._notes.append(
-                "torch was imported on another thread than the main one: --budget, --timeline and "
-                "--on-oom are about that thread"
-            )
         self._measuring.begin()
 
     # --- the end
@@ -163,16 +160,18 @@ class Recorder:
 
     def _die(self, number: int) -> None:
         """A signal is about to end the process, without its exit handlers."""
-        if self._end is None:
-            self._end = end_by_signal(number)
-        self._measured(None)
-        self._write()
+        with self._deaths.held():
+            if self._end is None:
+                self._end = end_by_signal(number)
+            self._measured(None)
+            self._write()
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:
             return
-        self._measured(None)
-        self._write()
+        with self._deaths.held():
+            self._measured(None)
+            self._write()
         self._deaths.end()
 
     def _write(self) -> None:
@@ -188,6 +187,8 @@ class Recorder:
             say(f"tenure run: error: {path} could not be written: {reason}")
             return
         if not self._settings.is_quiet:
+            for line in self._summary:
+                say(line)
             shown = _shown(written, self._folder)
             say(f"Wrote {shown}. See it with: {self._settings.next_command.format(shown)}")
 
@@ -213,8 +214,12 @@ class Recorder:
             # no tuple: nothing of a report makes it plain
             facts["command"] = list(self._program.command)
             return {**_EMPTY, **facts, "notes": self._notes}
-        recording: dict[str, Any] = self._measuring.recording(facts, self._notes).to_dict()
-        return recording
+        recording = self._measuring.recording(facts, self._notes)
+        # a name that was mistaken is told at once
+        missing = (f"tenure run: {note}" for note in recording.notes if note.startswith("--lines"))
+        self._summary = (*missing, *recording.summary())
+        found: dict[str, Any] = recording.to_dict()
+        return found
 
 
 def _main_names(program: Program) -> tuple[str, ...]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 _NAMES = ("SIGTERM", "SIGHUP")
+_INTERRUPT = signal.SIGINT
 
 
 class Deaths:
@@ -54,9 +56,32 @@ class Deaths:
                 if signal.getsignal(number) == self._handle:
                     signal.signal(number, signal.SIG_DFL)
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Let none come in a block on the main thread; those that end the process come after it.
+
+        Ctrl-C is dropped: the program has ended. A mask would not do, for a signal is handled here
+        also where it was delivered to another thread.
+        """
+        came, before = list[int](), dict[int, Any]()
+        for name in (_INTERRUPT.name, *_NAMES):
+            number = getattr(signal, name, None)
+            handler = None if number is None else signal.getsignal(number)
+            if number is not None and handler not in (None, signal.SIG_IGN):
+                before[number] = handler
+                signal.signal(number, lambda number, _: came.append(number))
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            for number in dict.fromkeys(came):
+                if number != _INTERRUPT:
+                    os.kill(os.getpid(), number)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)
         try:
             self._told(number)
         finally:
+            signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

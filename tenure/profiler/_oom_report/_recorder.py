@@ -232,7 +232,7 @@ def record_oom(*, quiet: bool = False) -> OomRecorder:
     `tenure.adaptive` tries again by itself is no news. From the third step of an optimizer on, its
     errors are seen where nobody handles them.
 
-    Waiting costs about a microsecond a call of torch, and address space (64 MiB, never touched)
+    Waiting costs one or two microseconds a call of torch, and address space (64 MiB, never touched)
     that the report is made in.
 
     Args:

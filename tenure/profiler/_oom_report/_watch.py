@@ -15,11 +15,14 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function
 
+from tenure._callers import module_of, stand_in
 from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 from tenure._torch.modes import push_lowest, remove
 
+_OURS = "tenure.profiler._"
+_FOR_PYTHON = handle_torch_function.__code__
 Tell = Callable[[BaseException, bool], None]
 """Is told of each error, and whether nobody handles it; raises nothing."""
 
@@ -47,11 +50,23 @@ class ErrorMode(TorchFunctionMode):
         # dynamo folds this, and must trace nothing of what follows
         if is_dynamo_compiling():
             return func(*args, **(kwargs or {}))
+        caller = sys._getframe(1)
+        # a function of torch in Python, whose warnings are about what called it
+        if caller.f_code is _FOR_PYTHON and caller.f_back and caller.f_back.f_back:
+            caller = caller.f_back.f_back
         try:
-            return func(*args, **kwargs) if kwargs else func(*args)
+            return stand_in(caller)(func, args, kwargs)
         except Exception as error:
             self._tell(error, False)
+            # the program may print it; a bare raise adds no frame
+            error.__traceback__ = _below_us(error.__traceback__)
             raise
+
+
+def _below_us(frames: TracebackType | None) -> TracebackType | None:
+    while frames is not None and module_of(frames.tb_frame).startswith(_OURS):
+        frames = frames.tb_next
+    return frames
 
 
 class Watch:

@@ -28,7 +28,7 @@ from ._recording import Recording
 from ._sparkline import drawn
 from ._tracks import Track
 
-ChangeKind = Literal["new", "gone", "grown", "shrunk"]
+ChangeKind = Literal["new", "gone", "grown", "shrunk", "same"]
 
 _INDEX = re.compile(r"\[[^\]]*\]")
 _BAR = 24
@@ -43,7 +43,7 @@ class Change:
     """Something whose bytes differ between two runs.
 
     Attributes:
-        kind: whether it is in one run alone, or takes more or less in the second.
+        kind: whether it is in one run alone, or takes more or less in the second, or as much.
         name: the tensor, category or line.
         category: what it is; empty for a category and for a line.
         created_at: where it was made, if that is known; else empty.
@@ -77,6 +77,8 @@ class RecordingDiff(Report):
             together.
         lines: lines whose memory differs at the peak.
         tracks: by device, the live bytes of each run.
+        growth: what grew from step to step, and by how much in each run, where that differs and
+            both looked for it.
     """
 
     titles: tuple[str, str]
@@ -86,6 +88,7 @@ class RecordingDiff(Report):
     tensors: tuple[Change, ...]
     lines: tuple[Change, ...]
     tracks: tuple[tuple[Track | None, Track | None], ...] = ()
+    growth: tuple[Change, ...] = ()
 
     _between = "\n\n"
 
@@ -93,6 +96,9 @@ class RecordingDiff(Report):
     def of(cls, before: Recording, after: Recording) -> RecordingDiff:
         """Compare two runs."""
         tracks = [{track.device: track for track in run.over_time} for run in (before, after)]
+        growths = [_by_growth(run) for run in (before, after)]
+        both_sought = before.seeks_leaks and after.seeks_leaks
+        grown = _all_changes(*growths) if both_sought else ()
         devices = sorted(tracks[0].keys() | tracks[1].keys())
         return cls(
             (before.title(), after.title()),
@@ -102,6 +108,7 @@ class RecordingDiff(Report):
             _changes(_by_tensor(before), _by_tensor(after)),
             _changes(_by_line(before), _by_line(after)),
             tuple((tracks[0].get(device), tracks[1].get(device)) for device in devices),
+            tuple(each for each in grown if each.change_bytes),
         )
 
     def __repr__(self) -> str:
@@ -115,13 +122,14 @@ class RecordingDiff(Report):
             parts.append(_peaks(self.peaks))
         parts += [_OverTime(*pair) for pair in self.tracks]
         for title, changes in (
+            ("Grew from step to step", self.growth),
             ("Categories at the end", self.categories),
             ("Tensors at the end", self.tensors),
             ("Lines at the peak", self.lines),
         ):
             if changes:
                 parts.append(_table(title, changes))
-        if not (self.categories or self.tensors or self.lines):
+        if not (self.growth or self.categories or self.tensors or self.lines):
             parts.append(Paragraph("", "Nothing else that both recorded differs."))
         return parts
 
@@ -135,6 +143,10 @@ def _by_name(found: Mapping[str, int]) -> dict[_Key, int]:
 
 def _by_category(run: Recording) -> dict[_Key, int]:
     return {} if run.memory is None else _by_name(run.memory.categories)
+
+
+def _by_growth(run: Recording) -> dict[_Key, int]:
+    return _by_name({each.name: each.grown_bytes for each in run.growth if each.last_step})
 
 
 def _by_tensor(run: Recording) -> dict[_Key, int]:
@@ -175,6 +187,8 @@ def _kind(key: _Key, before: Mapping[_Key, int], after: Mapping[_Key, int]) -> C
         return "new"
     if not after.get(key):
         return "gone"
+    if after[key] == before[key]:
+        return "same"
     return "grown" if after[key] > before[key] else "shrunk"
 
 

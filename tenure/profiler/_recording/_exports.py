@@ -9,21 +9,37 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tenure._errors import ProfilerUsageError
+from tenure._report_files import write_whole
 
 from .._pages import recording_page
 
 if TYPE_CHECKING:
     from ._recording import Recording
 
+_OF_TIMELINE = (".trace.json", ".timeline.csv", ".pickle", ".speedscope.json")
 _HEADINGS = ("device", "when", "category", "name", "shape", "dtype", "created_at", "n_bytes", "n")
 
 
-def exported(recording: Recording, path: Path) -> str:
-    """The text of a file.
+def export(recording: Recording, path: Path) -> None:
+    """Write it in the format that the end of a name asks for, whatever was recorded.
 
     Raises:
-        ProfilerUsageError: the extension means nothing here.
+        ProfilerUsageError: the ending means nothing here, or asks for a timeline without one.
+        OSError: it can't be written; there is nothing of it then.
     """
+    if not path.name.lower().endswith(_OF_TIMELINE):
+        # names may have halves of characters
+        write_whole(path, _text(recording, path).encode(errors="backslashreplace"))
+    elif recording.timeline is not None:
+        recording.timeline.export(path)
+    else:
+        raise ProfilerUsageError(
+            f"{path} asks for live bytes over time, and there is no timeline in this recording. "
+            "Record one with tenure run --timeline."
+        )
+
+
+def _text(recording: Recording, path: Path) -> str:
     extension = path.suffix.lower()
     if extension == ".json":
         return json.dumps(recording.to_dict(), indent=1)
@@ -33,7 +49,8 @@ def exported(recording: Recording, path: Path) -> str:
         return _csv(recording)
     raise ProfilerUsageError(
         f"{path} ends in {extension or 'no extension'}, and a recording is written as .json, .csv "
-        "or .html. Name a file that ends in one of them."
+        f"or .html; its timeline as {', '.join(_OF_TIMELINE)}. Name a file that ends in one of "
+        "them."
     )
 
 

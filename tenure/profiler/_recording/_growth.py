@@ -33,6 +33,8 @@ _MAIN, _OF_EACH = "__main__.", "[…]"
 _MOST_NAMES = 3
 _ADVICE_OF_GRAPHS = "Keep .detach() or .item() of what is kept, or bound it."
 _ADVICE_OF_ENDS = "If it is no result, bound it."
+_Since = Callable[[list[int]], int | None]
+"""Of the figures of a place at each look, the first from which on they grow, if they do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,16 +182,26 @@ class GrowthWatch:
         """What grew, the largest first.
 
         Args:
-            at_end: where there were too few looks to see growth, containers of this moment that
+            at_end: what is alive at the end, which is one look more: what rises up to it, and did
+                before, has grown. Where there were too few looks to see growth, its containers that
                 hold several tensors are told instead; None tells nothing then.
         """
         if len(self._looks) >= _LOOKS:
-            found = _grown(self._looks)
+            found = self._grown_up_to(at_end)
         elif at_end is not None:
             found = _held(at_end)
         else:
             found = []
         return tuple(sorted(found, key=lambda each: (-each.grown_bytes, each.name)))
+
+    def _grown_up_to(self, at_end: Snapshot | None) -> list[Growth]:
+        found = _grown(self._looks, _rising_from)
+        if at_end is None or self._n_steps <= self._looks[-1].step:
+            return found
+        # what a function held that has returned is there no more, and stands as it was last seen
+        looks = [*self._looks, _looked_at(self._n_steps, at_end._entries)]
+        later = {each.name: each for each in _grown(looks, _risen_at_end)}
+        return [*later.values(), *(each for each in found if each.name not in later)]
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # several optimizers take turns, and what is alive after one is not what is after another
@@ -247,10 +259,10 @@ def _looked_at(step: int, entries: Iterable[StorageEntry]) -> _Look:
     return _Look(step, places, tuple(rooted), saved)
 
 
-def _grown(looks: list[_Look]) -> list[Growth]:
+def _grown(looks: list[_Look], since: _Since) -> list[Growth]:
     last = looks[-1]
-    values = _rising(looks, lambda look: {name: n for name, (_, n) in look.places.items()})
-    graphs = _rising(looks, lambda look: look.saved)
+    values = _rising(looks, since, lambda look: {name: n for name, (_, n) in look.places.items()})
+    graphs = _rising(looks, since, lambda look: look.saved)
     if "" in graphs:
         # Whose it is was not told: the first place that grows and has one, else all that have one.
         roots = [name for name in values if name in last.rooted][:1] or last.rooted
@@ -274,13 +286,13 @@ def _grown(looks: list[_Look]) -> list[Growth]:
 
 
 def _rising(
-    looks: list[_Look], figures_of: Callable[[_Look], Mapping[str, int]]
+    looks: list[_Look], since: _Since, figures_of: Callable[[_Look], Mapping[str, int]]
 ) -> dict[str, _Look]:
     """The names whose figures rise up to the last look, each with the look from which on."""
     figures = list(map(figures_of, looks))
     found = {}
     for name in figures[-1]:
-        at = _rising_from([each.get(name, 0) for each in figures])
+        at = since([each.get(name, 0) for each in figures])
         if at is not None:
             found[name] = looks[at]
     return found
@@ -292,6 +304,19 @@ def _rising_from(values: list[int]) -> int | None:
     while first > 0 and values[first - 1] < values[first]:
         first -= 1
     return first if len(values) - first >= _LOOKS else None
+
+
+def _risen_at_end(values: list[int]) -> int | None:
+    """The first of the last values that never fall, where the last one rises as one before did.
+
+    Between the looks and the end of a program may lie most of it, and a place that grows now and
+    then stands still in between; a cache that is full stands still at the end.
+    """
+    first = len(values) - 1
+    while first > 0 and values[first - 1] <= values[first]:
+        first -= 1
+    rises = [i for i in range(first, len(values) - 1) if values[i] < values[i + 1]]
+    return rises[0] if len(rises) >= _LOOKS - 1 and rises[-1] == len(values) - 2 else None
 
 
 def _shown(place: str) -> str:

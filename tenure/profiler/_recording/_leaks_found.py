@@ -11,6 +11,7 @@ from ._growth import Growth
 
 MOST_ROWS = 10
 """The rows of each table of a recording, which has many."""
+_NOT_SOUGHT = "Leaks were not recorded. Run with --leaks to look for them."
 _NOTHING = "Nothing grew from step to step, and nothing outlived a scope that reports."
 
 
@@ -21,10 +22,12 @@ class RecordedLeaks(Report):
     Attributes:
         growth: what held more from step to step, the largest first.
         leaks: reports of scopes whose policy reports.
+        were_sought: whether the run looked for leaks.
     """
 
     growth: tuple[Growth, ...]
     leaks: tuple[LeakReport, ...]
+    were_sought: bool = True
 
     _between = "\n\n"
 
@@ -36,7 +39,7 @@ class RecordedLeaks(Report):
 
     def _parts(self) -> list[Part]:
         if not self:
-            return [Paragraph("", _NOTHING)]
+            return [Paragraph("", _NOTHING if self.were_sought else _NOT_SOUGHT)]
         parts: list[Part] = []
         if self.growth:
             # held at the end is no growth: it is only where to look

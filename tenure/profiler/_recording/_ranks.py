@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from tenure._errors import ReportFormatError
-from tenure._show import Column, Part, Report, Table, in_bytes
+from tenure._show import Column, Paragraph, Part, Report, Table, in_bytes
 
 from ._recording import Recording
 
@@ -48,9 +48,14 @@ class RecordedRanks(Report):
 
     def _parts(self) -> list[Part]:
         rows = [row for i, each in enumerate(self.recordings) for row in _rows(i, each)]
-        ranks = Table(f"{len(self.recordings)} recordings", _COLUMNS, rows)
+        are_ranks = any(each.rank is not None for each in self.recordings)
+        columns = (_COLUMNS[0] if are_ranks else Column("run"), *_COLUMNS[1:])
+        ranks: list[Part] = [Table(f"{len(self.recordings)} recordings", columns, rows)]
+        if not are_ranks:
+            names = (f"{i}  {each.title()}" for i, each in enumerate(self.recordings))
+            ranks.insert(0, Paragraph("", "\n".join(names)))
         # The others do the same, or the table says how they differ.
-        return [ranks, *self.largest._parts()]
+        return [*ranks, *self.largest._parts()]
 
     def _facts(self) -> dict[str, Any]:
         return {"recordings": [each.to_dict() for each in self.recordings]}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tenure._errors import ReportFormatError
-from tenure._report_files import is_packed, read_facts, write_facts, write_whole
+from tenure._report_files import is_packed, read_facts, write_facts
 from tenure._show import (
     Amounts,
     Column,
@@ -27,7 +27,7 @@ from tenure._show import (
     ranked,
     restored,
 )
-from tenure._text import describe_elements
+from tenure._text import describe_elements, format_bytes
 from tenure.scopes import LeakReport
 
 from .._lines import RecordsDisplay
@@ -35,9 +35,10 @@ from .._oom_report import OomReport
 from .._owners import TensorRow
 from .._reports import DeviceReport, MemReport
 from .._timeline import TimelineReport
-from ._exports import exported
+from ._exports import export
 from ._growth import Growth
 from ._leaks_found import MOST_ROWS, RecordedLeaks
+from ._peaks import largest_of
 from ._torch_snapshots import is_pickle, read_snapshot, tracks_of
 from ._tracks import Track
 from ._tree import DeviceTree, RecordedTree, folded, tree_of
@@ -82,6 +83,7 @@ class Recording(Report):
         tracks: live bytes over time, by device, of what has no timeline: a snapshot of torch.
         rank: the rank of a process group; None without one.
         notes: what could not be seen, and why.
+        seeks_leaks: whether it was looked for leaks.
     """
 
     command: tuple[str, ...]
@@ -100,6 +102,7 @@ class Recording(Report):
     tracks: tuple[Track, ...] = ()
     rank: int | None = None
     notes: tuple[str, ...] = ()
+    seeks_leaks: bool = True
 
     _between = "\n\n"
 
@@ -151,16 +154,14 @@ class Recording(Report):
 
         Args:
             path: ``.json`` for all of it, ``.csv`` for what was alive, ``.html`` for a page that
-                stands alone; with a timeline, but for the page, what its ``export`` writes.
+                stands alone; of a timeline ``.trace.json``, ``.timeline.csv``, ``.pickle`` and
+                ``.speedscope.json``, as `TimelineReport.export` writes them.
 
         Raises:
-            ProfilerUsageError: the extension is another.
+            ProfilerUsageError: the extension is another, or there is no timeline.
             OSError: it can't be written.
         """
-        if self.timeline is not None and Path(path).suffix != ".html":
-            self.timeline.export(path)
-            return
-        write_whole(Path(path), exported(self, Path(path)).encode())
+        export(self, Path(path))
 
     def title(self) -> str:
         """The command and, of several ranks, whose it was."""
@@ -177,6 +178,8 @@ class Recording(Report):
         if self.peaks:
             rows = [(name, in_bytes(n_bytes)) for name, n_bytes in self.peaks.items()]
             parts.append(Table("At most", _AT_MOST, rows, by="bytes"))
+        if peaks := [*self._peaks_in_words()]:
+            parts.append(Paragraph("", "\n".join(peaks)))
         if leaks := self.leaks_found():
             parts += leaks._parts()
         if self.lines is not None:
@@ -186,9 +189,29 @@ class Recording(Report):
             parts.append(Paragraph("Notes", "\n".join(f"- {note}" for note in self.notes)))
         return parts
 
+    def _peaks_in_words(self) -> Iterator[str]:
+        for track in self.over_time:
+            if most := largest_of(track.at_peak):
+                yield f"{track.device} after {track.peak_at_s:.1f} s: {most}, and others"
+
+    def summary(self) -> tuple[str, ...]:
+        """The highest peak and what grew most, a line for each that was recorded."""
+        lines = []
+        for device, n_bytes in sorted(self.peaks.items(), key=lambda each: -each[1])[:1]:
+            rows = (
+                row for track in self.over_time if track.device == device for row in track.at_peak
+            )
+            most = largest_of(rows)
+            lines.append(
+                f"At most {format_bytes(n_bytes)} on {device}{most and f', of it {most}'}."
+            )
+        # what is only held at the end is no growth
+        grown = [each for each in self.growth if each.last_step]
+        return (*lines, *map(str, grown[:1]))
+
     def leaks_found(self) -> RecordedLeaks:
         """What grew, and what outlived a scope, as a report."""
-        return RecordedLeaks(self.growth, tuple(report for report in self.leaks if report))
+        return RecordedLeaks(self.growth, tuple(filter(None, self.leaks)), self.seeks_leaks)
 
     def _heading(self) -> Iterator[str]:
         yield self.title()
@@ -240,6 +263,7 @@ class Recording(Report):
             exit_code=None,
             peaks={track.device: track.peak_bytes for track in tracks},
             tracks=tracks,
+            seeks_leaks=False,
             notes=() if tracks else ("The snapshot has no memory in it.",),
         )
 

@@ -15,7 +15,8 @@ BEFORE = 0
 """The place of what was there before the recording began."""
 NOWHERE = 1
 """The place of what was made where no line of Python runs, as on a thread of autograd's engine."""
-_WORDS = {BEFORE: ("before the recording",), NOWHERE: ("a thread of torch",)}
+BEFORE_STACK = ("before the recording",)
+_WORDS = {BEFORE: BEFORE_STACK, NOWHERE: ("a thread of torch",)}
 # A few calls tell a helper's callers apart; each frame takes a tenth of a microsecond.
 _DEPTH = 4
 _REACH = 48

@@ -26,6 +26,8 @@ from tenure._show import (
 )
 from tenure._text import counted, format_bytes
 
+from ._places import BEFORE_STACK
+
 OUTSIDE = "outside of scopes"
 """The scope of what was made in none."""
 _MOST_ERRORS = 20
@@ -56,6 +58,11 @@ class PeakRow:
     stack: tuple[str, ...]
     n_bytes: int
     n_storages: int
+
+    @property
+    def was_before(self) -> bool:
+        """Whether they were there when the recording began."""
+        return self.stack == BEFORE_STACK
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,3 +164,25 @@ def test_who_watches_for_leaks_is_told_of_scopes(policy):
     finally:
         leak_watchers.remove(told.append)
     assert [len(report) for report in told] == [1]
+
+
+kept_later = []
+
+
+@pytest.mark.parametrize(("every", "n_kept"), [(1, 60), (10, 6)])
+def test_the_end_is_a_look_too(every, n_kept):
+    kept_later.clear()
+    keep = lambda i, out, loss: (i + 1) % every or kept_later.append(torch.ones(N))  # noqa: E731
+    watch = _trained(keep, n_steps=60)
+    found = {each.name: each for each in watch.growth(snapshot())}
+    (grown,) = (each for name, each in found.items() if "kept_later" in name)
+    kept_later.clear()
+    assert (grown.n_tensors, grown.last_step) == (n_kept, 60)
+
+
+def test_a_cache_that_filled_before_the_end_is_no_growth_at_it():
+    kept_later.clear()
+    keep = lambda i, out, loss: i in (1, 3) and kept_later.append(torch.ones(N))  # noqa: E731
+    watch = _trained(keep, n_steps=60)
+    assert not [each for each in watch.growth(snapshot()) if "kept_later" in each.name]
+    kept_later.clear()

@@ -12,6 +12,7 @@ from tenure.profiler import (
     RecordedRanks,
     Recording,
     RecordingDiff,
+    Timeline,
 )
 from tests.show.pages import assert_stands_alone
 
@@ -260,8 +261,11 @@ def test_ranks_stand_side_by_side_and_the_largest_is_told_in_full():
 
 def test_exports_by_extension(tmp_path):
     found = _full()
-    for name in ("x.json", "x.csv", "x.html"):
+    for name in ("x.json", "x.csv", "x.html", "X.HTML"):
         found.export(tmp_path / name)
+    assert (tmp_path / "X.HTML").read_text() == (tmp_path / "x.html").read_text()
+    with pytest.raises(ProfilerUsageError, match=r"x\.trace\.json asks for live bytes over time"):
+        found.export(tmp_path / "x.trace.json")
     assert Recording.from_dict(json.loads((tmp_path / "x.json").read_text())).growth == found.growth
     rows = (tmp_path / "x.csv").read_text().splitlines()
     assert rows[0].split(",")[:3] == ["device", "when", "category"]
@@ -270,6 +274,44 @@ def test_exports_by_extension(tmp_path):
     assert_stands_alone((tmp_path / "x.html").read_text(), is_drawn=True)
     with pytest.raises(ProfilerUsageError, match=r"x\.xlsx ends in \.xlsx, and a recording is"):
         found.export(tmp_path / "x.xlsx")
+
+
+def test_an_ending_means_the_same_with_a_timeline_and_without(tmp_path):
+    with Timeline() as timeline:
+        torch.ones(8)
+    found = recording(timeline=timeline.report, growth=(growth(),))
+    for name in ("x.json", "x.csv", "x.html"):
+        found.export(tmp_path / name)
+    assert Recording.from_dict(json.loads((tmp_path / "x.json").read_text())).growth == found.growth
+    assert (tmp_path / "x.csv").read_text().startswith("device,when,category,")
+    for name in ("x.trace.json", "x.timeline.csv", "x.pickle", "x.speedscope.json"):
+        found.export(tmp_path / name)
+        timeline.export(tmp_path / f"y.{name.split('.')[-1]}") if name != "x.speedscope.json" else 0
+    for mine, theirs in (("x.timeline.csv", "y.csv"), ("x.pickle", "y.pickle")):
+        assert (tmp_path / mine).read_bytes() == (tmp_path / theirs).read_bytes()
+    assert "traceEvents" in json.loads((tmp_path / "x.trace.json").read_text())
+    assert "$schema" in json.loads((tmp_path / "x.speedscope.json").read_text())
+
+
+def test_a_difference_tells_what_grew_in_one_run_alone():
+    leaky, fixed = recording(growth=(growth(),)), recording()
+    (change,) = RecordingDiff.of(leaky, fixed).growth
+    assert (change.kind, change.name, change.before_bytes) == ("gone", "losses", MIB + 24)
+    assert "Grew from step to step" in str(RecordingDiff.of(leaky, fixed))
+    assert RecordingDiff.of(leaky, leaky).growth == ()
+    assert RecordingDiff.of(leaky, recording(seeks_leaks=False)).growth == ()
+
+
+def test_a_run_beside_itself_is_the_same():
+    found = RecordingDiff.of(recording(), recording())
+    assert {each.kind for each in found.peaks} == {"same"}
+
+
+def test_runs_that_are_no_ranks_are_told_apart_by_their_commands():
+    runs = [recording(command=("python", name)) for name in ("a.py", "b.py")]
+    text = str(RecordedRanks.of(runs))
+    assert text.startswith("0  python a.py\n1  python b.py\n")
+    assert "rank" not in text
 
 
 def test_what_autograd_saved_is_named_with_who_holds_its_graph(tmp_path):
