@@ -184,7 +184,8 @@ class Timeline:
 
     def _stepped(self, *_: object) -> None:
         if self._recorder.is_open and get_ident() == self._thread_id:
-            self._learn_now(_STEP_SHARE)
+            self._recorder.stepped()
+            self._learn_now(_STEP_SHARE, after_step=True)
 
     def _failed(self, error: Exception) -> None:
         # the context is an error that the program handles just now, and was noted when it was new
@@ -206,18 +207,20 @@ class Timeline:
         # who has what is gone when the error is handled
         self._learn_now(_OOM_SHARE)
 
-    def _learn_now(self, share: int) -> None:
+    def _learn_now(self, share: int, *, after_step: bool = False) -> None:
         """Note what the storages that are alive count as, if the last time was long ago.
 
         Args:
             share: how many times as long ago as it took; 0 asks whenever it was.
+            after_step: whether an optimizer has just made a step.
         """
         began_ns = time.perf_counter_ns()
         if began_ns < self._learned_ns + share * self._learning_ns:
             return
         try:
             for storage, category in _census():
-                self._recorder.learn(storage, category)
+                self._recorder.learn(storage, category, after_step=after_step)
+            self._recorder.outliving.seen()
         # memory may be short just now; the program has an error of its own to handle
         except Exception as error:
             self._notes.append(f"who had what could not be asked at some time: {error!r}")
