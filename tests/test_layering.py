@@ -34,6 +34,7 @@ _GROUND = (
     "_text",
     "_oom",
     "_torch.lending",
+    "_cells",
     "_callers",
     "_containers",
     "_registries",
