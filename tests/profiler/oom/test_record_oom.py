@@ -176,6 +176,20 @@ def test_an_error_that_ends_the_block_is_explained():
     assert not recorder.report.was_handled
 
 
+def test_a_second_error_that_is_handled_has_a_report_of_its_own(recorder):
+    with pytest.raises(torch.OutOfMemoryError):
+        pile_up()
+    assert recorder.report.cause == "results"
+    for _ in range(3):
+        with memory_budget("1MiB"), pytest.raises(torch.OutOfMemoryError):
+            torch.ones(1024, 1024)
+    assert (recorder.report.cause, recorder.report.wanted_bytes) == ("batch", 4 << 20)
+    assert [each.cause for each in recorder.reports] == ["results", "batch"]
+    with memory_budget("1MiB"), pytest.raises(torch.OutOfMemoryError):
+        torch.ones(2048, 1024)
+    assert recorder.report.wanted_bytes == 8 << 20
+
+
 def test_an_error_that_ends_the_program_is_explained_beside_the_first():
     done = run_program("""
 import atexit, torch
