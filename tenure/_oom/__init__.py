@@ -7,6 +7,9 @@ from ._info import oom_info as oom_info
 from ._info import oom_of_work as oom_of_work
 from ._texts import OomKind as OomKind
 from ._texts import OomRegistration as OomRegistration
+from ._texts import allowed_bytes_in as allowed_bytes_in
 from ._texts import free_bytes_in as free_bytes_in
+from ._texts import limit_bytes_in as limit_bytes_in
+from ._texts import own_bytes_in as own_bytes_in
 from ._texts import register_oom as register_oom
 from ._texts import unallocated_bytes_in as unallocated_bytes_in

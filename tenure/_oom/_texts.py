@@ -149,6 +149,16 @@ _REQUESTS = tuple(
 )
 _FREE = re.compile(rf"\bof which (?:[0-9.]+ [KMGTPE]?i?B \()?{_SIZE}\)? is free\b")
 _UNALLOCATED = re.compile(rf"\b{_SIZE} is reserved by PyTorch but unallocated\b")
+# What a budget, a simulated device and CUDA say of their size; the exact number where there is one.
+_LIMITS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        rf"(?:limit|budget) of [^(]{{1,20}}\({_SIZE}\)",
+        rf"(?:limit|budget|total capacity) of {_SIZE}",
+    )
+)
+_ALLOWED = re.compile(rf"{_SIZE} allowed;")
+_OWN = re.compile(rf"this process has {_SIZE} memory in use")
 # The allocators' GB of 2**30 bytes: older MPS and mmap texts say 19.45 GB for 19.45 GiB.
 # https://github.com/pytorch/pytorch/issues/141909
 _DECIMAL_UNIT = re.compile(r"([KMGTPE])B")
@@ -192,6 +202,27 @@ def requested_bytes_in(text: str) -> int | None:
 def free_bytes_in(text: str) -> int | None:
     """What was free when the allocation failed, as CUDA's texts and those of budgets tell."""
     match = _FREE.search(text)
+    return _bytes_of(match) if match is not None else None
+
+
+def allowed_bytes_in(text: str) -> int | None:
+    """What a fraction lets the process have of a device, as CUDA's texts tell."""
+    match = _ALLOWED.search(text)
+    return _bytes_of(match) if match is not None else None
+
+
+def limit_bytes_in(text: str) -> int | None:
+    """How much there is in all: what is allowed, a budget, a limit or the whole device."""
+    allowed = allowed_bytes_in(text)
+    if allowed is not None:
+        return allowed
+    match = next(filter(None, (pattern.search(text) for pattern in _LIMITS)), None)
+    return _bytes_of(match) if match is not None else None
+
+
+def own_bytes_in(text: str) -> int | None:
+    """What the process itself has of a device, as CUDA's texts tell."""
+    match = _OWN.search(text)
     return _bytes_of(match) if match is not None else None
 
 

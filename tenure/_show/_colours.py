@@ -28,8 +28,8 @@ NAMED = {
 # For lines and scopes, which have any name. Neighbours differ most; then lighter, then darker.
 OTHERS = (
     "#4a80f8", "#ffc154", "#21775f", "#ea79a8", "#3fb4fb", "#c43100", "#8733a9", "#ab9a21",
-    "#a4c0fc", "#ffe0aa", "#90bbaf", "#f4bcd4", "#9fdafd", "#e29880", "#c399d4", "#d5cc90",
-    "#2c4d95", "#997432", "#144739", "#8c4965", "#266c97", "#761d00", "#511f65", "#675c14",
+    "#a4c0fc", "#f4cd85", "#90bbaf", "#f4bcd4", "#9fdafd", "#e29880", "#c399d4", "#d5cc90",
+    "#2c4d95", "#997432", "#144739", "#8c4965", "#266c97", "#761d00", "#5c2673", "#675c14",
 )  # fmt: skip
 
 

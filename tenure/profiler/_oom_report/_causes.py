@@ -111,6 +111,9 @@ def _other_process(facts: Facts) -> Verdict | None:
 
 
 def _of_pile(pile: Pile, facts: Facts) -> Verdict:
+    # what grows beside training is no result of it: nothing can be run in pieces there
+    if pile.kind == "results" and not pile.graph_bytes and _trains(facts):
+        pile.kind = "leak"
     share = f"{pile.n_bytes / max(1, facts.used_bytes):.0%} of what was in use"
     size = format_bytes(pile.n_bytes)
     if pile.kind == "cycle":
@@ -182,8 +185,8 @@ def _of_tensors(pile: Pile, size: str, share: str) -> Verdict:
         _head("Leak", name, n, size, "Bound it."),
         (
             evidence,
-            "Bound it (a deque with maxlen=, an lru_cache with maxsize=), or keep numbers; a "
-            "tenure scope around the step lets go of what outlives it.",
+            "Bound it (a deque with maxlen=, an lru_cache with maxsize=), keep numbers, or remove "
+            "the hook that fills it; a tenure scope around the step lets go of what outlives it.",
         ),
     )
 
@@ -321,9 +324,27 @@ def _host(facts: Facts) -> Verdict | None:
 def _weights(facts: Facts) -> Verdict | None:
     fixed = facts.bytes_of(*_FIXED)
     movable = facts.used_bytes + facts.wanted_bytes - fixed
-    if fixed < 3 * movable:
+    # an error of Python's own says nothing of what it wanted, and has nothing to do with a few
+    # weights that are there as well
+    is_much = facts.wanted_bytes if facts.total_bytes is None else 2 * fixed >= facts.total_bytes
+    if not fixed or not is_much or fixed < 3 * movable:
         return None
     return _too_large(facts, facts.bytes_of(PARAMETERS, BUFFERS))
+
+
+def _trains(facts: Facts) -> bool:
+    """Whether what ran is a part of training; autograd alone records in most evaluations, too."""
+    scene = facts.scene
+    if scene.all_in_eval or not (scene.is_training or scene.is_backward):
+        return False
+    return scene.is_backward or bool(facts.steps or facts.bytes_of(GRADIENTS, OPTIMIZER_STATE))
+
+
+def _line_of(site: str) -> str:
+    """A line without its folder and its function; none of what is no file."""
+    if site.startswith("<"):
+        return ""
+    return site.partition(" in ")[0].replace("\\", "/").rpartition("/")[2]
 
 
 def _batch(facts: Facts) -> Verdict:
@@ -332,21 +353,27 @@ def _batch(facts: Facts) -> Verdict:
     wanted, scene = facts.wanted_bytes, facts.scene
     n_bytes = saved + others + wanted
     size = format_bytes(n_bytes)
-    if not facts.entries and not wanted:
+    if not n_bytes:
         return Verdict("unknown", 0, "Out of memory; too little was seen to tell why.", facts.notes)
     total = f" of {format_bytes(facts.total_bytes)}" if facts.total_bytes else ""
     is_one = wanted > (facts.total_bytes or 2 * max(1, facts.used_bytes))
+    line = _line_of(scene.site)
+    at = f"{line}: " if line else ""
     if is_one:
-        head = f"Batch too large: one tensor takes {format_bytes(wanted)}{total}. Use chunked()."
-        evidence = f"{format_bytes(wanted)} is wanted at once, {facts.used_bytes} B are in use."
+        head = f"{at}one tensor takes {format_bytes(wanted)}{total}. Use chunked()."
+        head = f"Batch too large: {head}"
+        in_use = format_bytes(facts.used_bytes)
+        evidence = f"{format_bytes(wanted)} is wanted at once, {in_use} is in use."
     elif scene.all_in_eval and saved > n_bytes // 4:
         head = f"Batch too large: graphs take {format_bytes(saved)} in eval(). Use torch.no_grad()."
         evidence = f"The modules are in eval mode, and autograd saved {format_bytes(saved)}."
-    elif scene.is_training or saved:
+    elif saved or _trains(facts):
         head = f"Batch too large: it takes {size}{total}. Use tenure.adaptive.step()."
-        evidence = f"Autograd saved {format_bytes(saved)} for the backward pass of this batch."
+        evidence = f"What the batch makes takes {size}."
+        if saved:
+            evidence = f"Autograd saved {format_bytes(saved)} for the backward pass of this batch."
     else:
-        head = f"Batch too large: it takes {size}{total}. Use @tenure.adaptive.chunked."
+        head = f"Batch too large: {at}it takes {size}{total}. Use @chunked()."
         evidence = f"What the batch makes takes {size}."
     return Verdict(
         "batch",

@@ -5,8 +5,6 @@ Each part is asked for by itself, and one that fails is missing: memory is short
 
 from __future__ import annotations
 
-import contextlib
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -14,8 +12,13 @@ from typing import TypeVar
 import torch
 
 from tenure import _host_memory
-from tenure._oom import OomInfo, free_bytes_in
-from tenure._text import parse_bytes
+from tenure._oom import (
+    OomInfo,
+    allowed_bytes_in,
+    free_bytes_in,
+    limit_bytes_in,
+    own_bytes_in,
+)
 
 from .._allocator import AllocatorBytes, CachedMemory, allocator_bytes, cached_memory
 from .._owners import StorageEntry, take_census
@@ -24,18 +27,6 @@ from ._piles import Pile
 from ._scene import Scene
 
 T = TypeVar("T")
-_NUMBER = r"([0-9][0-9.,]* ?(?:bytes|[KMGT]?i?B))"
-# What a budget, a simulated device and CUDA say of their size; the exact number where there is one.
-_LIMITS = tuple(
-    re.compile(text)
-    for text in (
-        rf"limit of [^(]{{1,20}}\({_NUMBER}\)",
-        rf"budget of [^(]{{1,20}}\({_NUMBER}\)",
-        rf"(?:limit|budget|total capacity) of {_NUMBER}",
-    )
-)
-_ALLOWED = re.compile(rf"{_NUMBER} allowed;")
-_OWN = re.compile(rf"this process has {_NUMBER} memory in use")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +59,6 @@ class Facts:
         scene: what ran.
         device: where memory ran out, as tensors spell it.
         entries: the storages there.
-        elsewhere_bytes: bytes of the storages of other devices.
         is_handled: somebody may still handle the error: its traceback is of what ran inside torch.
         steps: how many steps of optimizers have ended since recording began.
         counters: what the allocator counts; None where it counts nothing.
@@ -85,7 +75,6 @@ class Facts:
     scene: Scene
     device: str
     entries: tuple[StorageEntry, ...] = ()
-    elsewhere_bytes: int = 0
     is_handled: bool = True
     steps: int = 0
     counters: AllocatorBytes | None = None
@@ -123,8 +112,7 @@ def gather(info: OomInfo, scene: Scene, *, is_handled: bool, steps: int, began_b
     here = [entry for entry in entries if _is_on(entry, device)]
     if here:
         device = here[0].owner.device
-    used = sum(entry.owner.n_bytes for entry in here)
-    total, free = _limit_in(info.text), free_bytes_in(info.text)
+    total, free = limit_bytes_in(info.text), free_bytes_in(info.text)
     host = _or_none(lambda: _host(began_bytes), notes, "the host's memory")
     if device == "cpu" and total is None and host is not None:
         total = host.own_limit_bytes
@@ -133,7 +121,6 @@ def gather(info: OomInfo, scene: Scene, *, is_handled: bool, steps: int, began_b
         scene,
         device,
         tuple(here),
-        sum(entry.owner.n_bytes for entry in entries) - used,
         is_handled,
         steps,
         counted,
@@ -176,11 +163,6 @@ def _host(began_bytes: int) -> Host:
     )
 
 
-def _limit_in(text: str) -> int | None:
-    allowed = _first(text, _ALLOWED)
-    return allowed if allowed is not None else _first(text, *_LIMITS)
-
-
 def _others_bytes(
     text: str, total: int | None, free: int | None, counted: AllocatorBytes | None
 ) -> int:
@@ -188,15 +170,7 @@ def _others_bytes(
     if total is None or free is None or counted is None:
         return 0
     # what a fraction leaves out is nobody's
-    if _ALLOWED.search(text) is not None:
+    if allowed_bytes_in(text) is not None:
         return 0
-    own = _first(text, _OWN) or counted.reserved
+    own = own_bytes_in(text) or counted.reserved
     return max(0, total - free - own)
-
-
-def _first(text: str, *patterns: re.Pattern[str]) -> int | None:
-    for pattern in patterns:
-        if found := pattern.search(text):
-            with contextlib.suppress(ValueError):
-                return parse_bytes(found[1].replace(",", "").replace("bytes", "B").strip(" ."))
-    return None

@@ -11,7 +11,7 @@ import threading
 from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from torch.optim.optimizer import (
     Optimizer,
@@ -35,7 +35,7 @@ from ._verdict import Verdict
 from ._watch import Watch
 
 _MOST_OF_TEXT = 400
-_MOST_HANDLED = 2
+_MOST_HANDLED, _MOST_LINES = 2, 8
 _STEPS_WATCHED = 2
 # What a look at a large heap takes, or as much of it as there is room for.
 _RESERVES_BYTES = (64 << 20, 16 << 20, 4 << 20)
@@ -45,8 +45,7 @@ class OomRecorder:
     """Waits for an out-of-memory error from the moment that it is made; see `record_oom`.
 
     Attributes:
-        reports: of the first error; and of the last, if another one than the first ended the
-            program, its block or a thread.
+        reports: of the first error; and of the last that was explained, if it is another one.
     """
 
     def __init__(self, *, quiet: bool) -> None:
@@ -56,7 +55,8 @@ class OomRecorder:
         self._opened_at = str(user_site())
         self._n_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._aside_on: set[int] = set()
-        self._by_error: dict[tuple[int, str], OomReport] = {}
+        self._by_error: dict[tuple[int, str], tuple[ref[BaseException] | None, OomReport]] = {}
+        self._lines: set[str] = set()
         self._shown: OomReport | None = None
         self._lock = threading.Lock()
         self._reserve = Reserve(*_RESERVES_BYTES)
@@ -72,7 +72,7 @@ class OomRecorder:
 
     @property
     def report(self) -> OomReport | None:
-        """The last report: why the program, or the block, ended, if an error did; else the first.
+        """The last report: why the program, or the block, ended, if an error did.
 
         None as long as memory has not run out.
         """
@@ -157,26 +157,33 @@ class OomRecorder:
     def _reports_enough(self, is_final: bool) -> bool:
         if not self._is_open or is_final:
             return not self._is_open
-        # A program may handle thousands: whoever looks for a size that fits does.
-        return len(self._by_error) >= _MOST_HANDLED or handles_ooms.get()
+        if handles_ooms.get() or len(self._lines) >= _MOST_LINES:
+            return True
+        # A program may handle thousands of a line: whoever looks for a size that fits does.
+        return len(self._by_error) >= _MOST_HANDLED and str(user_site()) in self._lines
 
     def _note(self, error: BaseException, info: OomInfo, frame: FrameType | None) -> None:
-        """Keep the report of the first error, and of the one that ends the program.
+        """Keep the report of the first error, and of the last: what ends the program may be it.
 
-        What happened is best told as it was raised. So the second that is handled is explained as
-        well, and shown if nobody handled it in the end: a retry in the midst of the handling of the
-        first; see test_an_error_that_ends_the_program_is_explained_beside_the_first.
+        What happened is best told as it was raised. So the second of a line is explained as well: a
+        retry in the midst of the handling of the first; see
+        test_an_error_that_ends_the_program_is_explained_beside_the_first.
         """
         key = _key_of(error)
-        report = self._by_error.get(key)
-        if report is None:
+        known, report = self._by_error.get(key, (None, None))
+        # its address may be that of another one by now
+        if report is None or (known is not None and known() is None):
+            if frame is not None:
+                self._lines.add(str(user_site()))
             self._reserve.free()
             try:
-                report = self._by_error[key] = self._report_of(error, info, frame)
+                report = self._report_of(error, info, frame)
             finally:
                 self._reserve.take()
-        if frame is None or not self.reports:
-            self.reports = tuple({id(each): each for each in (*self.reports[:1], report)}.values())
+            self._by_error[key] = _reference_to(error), report
+        is_told = frame is None or not self.reports
+        self.reports = tuple({id(each): each for each in (*self.reports[:1], report)}.values())
+        if is_told:
             if not self._quiet and self._shown is not report:
                 _show(report)
             self._shown = report
@@ -212,6 +219,14 @@ def _key_of(error: BaseException) -> tuple[int, str]:
         if info is not None and len(info.chain) == 1:
             return id(each), info.text
     return id(error), ""
+
+
+def _reference_to(error: BaseException) -> ref[BaseException] | None:
+    """One that keeps nothing; None of Python's own MemoryError, which has none."""
+    try:
+        return ref(error)
+    except TypeError:
+        return None
 
 
 def _show(report: OomReport) -> None:

@@ -42,8 +42,7 @@ class Scene:
         is_forward: the forward of a module ran.
         is_loss: a function of a loss over classes ran.
         is_building: a module was being made, loaded or moved.
-        layer: the innermost module whose forward ran, and its output features where it is linear.
-        out_features: see there; 0 where it is not linear.
+        out_features: of the innermost module whose forward ran; 0 where it is not linear.
         optimizer: the class of an optimizer whose step ran; empty otherwise.
         is_first_step: it has no state yet for some of its parameters.
         optimizer_bytes: the parameters that it steps.
@@ -61,7 +60,6 @@ class Scene:
     is_forward: bool = False
     is_loss: bool = False
     is_building: bool = False
-    layer: str = ""
     out_features: int = 0
     optimizer: str = ""
     is_first_step: bool = False
@@ -125,7 +123,6 @@ def _add_module(facts: dict[str, Any], name: str, module: Any, modes: list[bool]
     if name == "forward":
         modes.append(bool(module.training))
         if not facts.get("is_forward"):
-            facts["layer"] = type_name(type(module))
             facts["out_features"] = int(getattr(module, "out_features", 0) or 0)
         facts["is_forward"] = True
     # A layer that is made within a forward is lazily made there: that is no building of a model.

@@ -76,6 +76,11 @@ class OomFacts(Protocol):
         """The cause and the remedy."""
         ...
 
+    @property
+    def evidence(self) -> tuple[str, ...]:
+        """Sentences with numbers, and further remedies."""
+        ...
+
 
 def recording_page(
     title: str,
@@ -117,6 +122,9 @@ def recording_page(
         timeline = TracksAlone(tracks, max(ends, default=0.0))
     found = [report for report in leaks if report]
     facts = [*_peaks(peaks or {}, timeline), *_leak_facts(found, growth)]
+    if oom is not None:
+        cause, _, rest = oom.first_line.partition(": ")
+        facts.append(Fact("why memory ran out", cause, rest, True))
     if ended:
         kind, _, rest = ended.partition(": ")
         facts.append(Fact("ended with", kind, rest, failed))
@@ -151,7 +159,7 @@ def _leak_facts(leaks: Sequence[LeakReport], growth: Sequence[Grown]) -> Iterato
 
 def _oom_section(oom: OomFacts) -> Section:
     parts = [oom] if isinstance(oom, Shown) else []
-    return Section("Out of memory", f"{_OOM}\n{oom.first_line}", parts)
+    return Section("Out of memory", "\n".join((_OOM, oom.first_line, *oom.evidence)), parts)
 
 
 def _leak_parts(leaks: Sequence[LeakReport], growth: Sequence[Grown]) -> Iterator[Grid]:

@@ -97,6 +97,8 @@ def tracks_of(snapshot: Mapping[str, Any], path: str | Path) -> tuple[Track, ...
         traces = list(snapshot.get("device_traces") or [])
         segments = snapshot["segments"]
         n_devices = max([len(traces), *(int(s.get("device", 0)) + 1 for s in segments)], default=0)
+        # those that a timeline writes tell theirs, which may be the host
+        names = dict(enumerate(snapshot.get("tenure_devices") or ()))
         found = []
         for device in range(n_devices):
             alive = {
@@ -106,7 +108,7 @@ def tracks_of(snapshot: Mapping[str, Any], path: str | Path) -> tuple[Track, ...
                 for address, live in _blocks_of(segment)
             }
             events = traces[device] if device < len(traces) else []
-            track = _track(f"cuda:{device}", alive, list(events))
+            track = _track(str(names.get(device, f"cuda:{device}")), alive, list(events))
             if track.peak_bytes:
                 found.append(track)
         return tuple(found)

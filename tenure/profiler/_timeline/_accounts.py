@@ -19,7 +19,7 @@ from tenure._cuda_blocks import BLOCK_BYTES, up_to
 from tenure._text import format_bytes
 
 from .._trace import allocated_on
-from ._categories import told_by_life
+from ._categories import UNKNOWN, Outliving, told_by_life
 from ._lives import FOREVER, Life, Lives
 from ._series import Series
 
@@ -69,6 +69,7 @@ class Account:
 
     Args:
         device: the device, with its index.
+        outliving: what is known of storages that outlive steps.
 
     Attributes:
         series: the moments that are kept.
@@ -80,8 +81,9 @@ class Account:
         levels: the counters of an accelerator; None for the host, whose level is told by events.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, outliving: Outliving) -> None:
         self.device = device
+        self._outliving = outliving
         self.series = Series()
         self.lives = Lives(self.series)
         self.began_bytes = 0
@@ -128,8 +130,11 @@ class Account:
         # All moments before the end are told: most lives are over before one of them is kept.
         if end != FOREVER and (not self.series.moments or self.series.moments[-1] < entry.begin):
             return
+        told = entry.category
+        if told == UNKNOWN:
+            told = self._outliving.told(entry.place, entry.asked_bytes, entry.begin, end)
         category = told_by_life(
-            entry.category,
+            told,
             came_in_backward=entry.in_backward,
             went_in_backward=end != FOREVER and entry.went_in_backward,
             is_input=entry.is_input,

@@ -20,6 +20,9 @@ OUTSIDE = 0
 """The number of what is made in no scope."""
 # of more the longest are kept
 _MOST_SPANS = 4096
+# A program may name each step's scope by its number.
+_MOST_NAMES = 1024
+_OTHER_SCOPES = "other scopes"
 
 
 class Span(NamedTuple):
@@ -100,7 +103,11 @@ class Bands:
     def _enter(self, scope: Any, at_ns: int) -> None:
         key = scope.name or scope.site
         number = self._numbers.get(key)
-        if number is None:
+        if number is None and len(self.names) >= _MOST_NAMES:
+            if len(self.names) == _MOST_NAMES:
+                self.names.append(_OTHER_SCOPES)
+            number = _MOST_NAMES
+        elif number is None:
             number = self._numbers[key] = len(self.names)
             self.names.append(scope.name or f"the scope at {scope.site}")
         self._left = 0

@@ -35,7 +35,7 @@ from tenure._torch.storages import key_of
 from .._trace import BlockSizes, the_trace
 from ._accounts import Account, Entry
 from ._bands import OUTSIDE, Bands
-from ._categories import UNKNOWN
+from ._categories import UNKNOWN, Outliving
 from ._events import (
     EventSession,
     WrappedNumbers,
@@ -74,13 +74,15 @@ class Recorder:
         accounts: what is known of each device.
         bands: the scopes that things are made in.
         host: the account of the host.
+        outliving: what is known of storages that outlive steps of an optimizer.
         is_open: whether it takes notes.
         n_events: storages that were made, and that died.
         began_ns: when it was started, by ``time.perf_counter_ns()``.
     """
 
     def __init__(self, places: Places, sample: Sample, failed: Failed) -> None:
-        self.host = Account(torch.device("cpu"))
+        self.outliving = Outliving()
+        self.host = Account(torch.device("cpu"), self.outliving)
         self.accounts = {self.host.device: self.host}
         self.is_open = False
         self.n_events = 0
@@ -127,11 +129,20 @@ class Recorder:
                 entry.category, entry.begin = category, 0
                 entry.in_backward = entry.is_input = False
 
-    def learn(self, storage: UntypedStorage, category: int) -> None:
+    def learn(self, storage: UntypedStorage, category: int, *, after_step: bool) -> None:
         """Note what a storage counts as, if it is known."""
         entry = self._entries.get(key_of(storage))
-        if entry is not None and category != UNKNOWN:
+        if entry is None:
+            return
+        if category != UNKNOWN:
             entry.category = category
+        if after_step:
+            self.outliving.saw(entry.place, entry.asked_bytes, category)
+
+    def stepped(self) -> None:
+        """An optimizer has made a step."""
+        self.step()
+        self.outliving.step(end_of(self._steps[-1][0] if self._steps else self._first - 1))
 
     def start(self) -> None:
         """All that was alive is known: what follows is the program's doing."""
@@ -275,7 +286,7 @@ class Recorder:
         return entry
 
     def _account(self, device: torch.device) -> Account:
-        account = self.accounts[device] = Account(device)
+        account = self.accounts[device] = Account(device, self.outliving)
         if self.is_open:
             account.begin()
         return account
@@ -374,6 +385,7 @@ class Recorder:
                 entry.account.tell(entry, peak_of(number))
         if steps:
             self._first = steps[-1][0] + 1
+        self.outliving.forget()
 
     def _make_way(self) -> None:
         """Another profiler is about to begin on this thread."""

@@ -41,6 +41,8 @@ _NS = 1e9
 # Who has what is asked for at most so much of the time: a twentieth where something did not fit, as
 # in a program that runs out of memory again and again, and a hundredth after steps.
 _OOM_SHARE, _STEP_SHARE = 20, 100
+# Of more errors of memory the first and the last are kept.
+_MOST_OOMS = 200
 _open: set[Timeline] = set()
 """Those whose blocks run; strongly, for their modes stand on torch's stack meanwhile."""
 
@@ -115,6 +117,7 @@ class Timeline:
         self._learned_ns = self._learning_ns = 0
         self._process_id, self._thread_id = os.getpid(), get_ident()
         self._ooms: list[tuple[int, str]] = []
+        self._n_more_ooms = 0
         self._limited_text: str | None = None
         self._step_hook: RemovableHandle | None = None
         if _open:
@@ -170,8 +173,15 @@ class Timeline:
             )
         self._status = "closed"
         _open.discard(self)
-        self._end()
-        self._report = self._composed()
+        try:
+            self._end()
+            self._report = self._composed()
+        # the block's own error is what matters: no other one of ours takes its place
+        except Exception:
+            self._close()
+            if exc is None:
+                raise
+            return
         # the report is a summary: what it was made of may be large
         del self._recorder, self._places, self._host, self._mode
 
@@ -184,7 +194,8 @@ class Timeline:
 
     def _stepped(self, *_: object) -> None:
         if self._recorder.is_open and get_ident() == self._thread_id:
-            self._learn_now(_STEP_SHARE)
+            self._recorder.stepped()
+            self._learn_now(_STEP_SHARE, after_step=True)
 
     def _failed(self, error: Exception) -> None:
         # the context is an error that the program handles just now, and was noted when it was new
@@ -203,26 +214,35 @@ class Timeline:
     def _note_oom(self, text: str) -> None:
         self._recorder.step()
         self._ooms.append((self._recorder.elapsed_ns(), text.partition("\n")[0]))
+        if len(self._ooms) > _MOST_OOMS:
+            del self._ooms[_MOST_OOMS // 2]
+            self._n_more_ooms += 1
         # who has what is gone when the error is handled
         self._learn_now(_OOM_SHARE)
 
-    def _learn_now(self, share: int) -> None:
+    def _learn_now(self, share: int, *, after_step: bool = False) -> None:
         """Note what the storages that are alive count as, if the last time was long ago.
 
         Args:
             share: how many times as long ago as it took; 0 asks whenever it was.
+            after_step: whether an optimizer has just made a step.
         """
         began_ns = time.perf_counter_ns()
         if began_ns < self._learned_ns + share * self._learning_ns:
             return
         try:
             for storage, category in _census():
-                self._recorder.learn(storage, category)
+                self._recorder.learn(storage, category, after_step=after_step)
+            self._recorder.outliving.seen()
         # memory may be short just now; the program has an error of its own to handle
         except Exception as error:
-            self._notes.append(f"who had what could not be asked at some time: {error!r}")
+            self._tell_once(f"who had what could not be asked at some time: {error!r}")
         self._learned_ns = time.perf_counter_ns()
         self._learning_ns = self._learned_ns - began_ns
+
+    def _tell_once(self, note: str) -> None:
+        if note not in self._notes:
+            self._notes.append(note)
 
     def _close(self) -> None:
         if self._limited in refusal_watchers:
@@ -252,6 +272,11 @@ class Timeline:
         ]
         if bands.n_dropped:
             self._notes.append(f"{bands.n_dropped} short scopes are left out")
+        if self._n_more_ooms:
+            self._notes.append(
+                f"memory ran out {self._n_more_ooms} times more than is marked: the first and the "
+                f"last {_MOST_OOMS // 2} are"
+            )
         spans = sorted(bands.spans, key=lambda span: (span.begin_ns, span.depth))
         return TimelineReport(
             tuple(devices),

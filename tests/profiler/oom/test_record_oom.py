@@ -95,6 +95,55 @@ def test_after_its_first_steps_an_optimizer_is_not_slowed_and_the_watch_goes_on(
     assert depth() == 0
 
 
+def test_an_error_of_pythons_own_beside_a_small_model_has_no_known_cause():
+    model = nn.Linear(32, 32)
+    with pytest.raises(MemoryError), record_oom(quiet=True) as recorder:
+        raise MemoryError
+    report = recorder.report
+    assert (report.cause, report.cause_bytes) == ("unknown", 0)
+    assert report.first_line == "Out of memory; too little was seen to tell why."
+    assert report.rows["parameters"] >= model.weight.nbytes
+
+
+def test_what_a_hook_keeps_beside_training_is_a_leak_and_no_result(recorder):
+    kept = []
+    net = nn.Linear(256, 256, bias=False)
+    net.register_forward_hook(lambda module, inputs, out: kept.append(out.detach().clone()))
+    optimizer = torch.optim.SGD(net.parameters())
+
+    def train():
+        while True:
+            net(torch.ones(256, 256)).sum().backward()
+            optimizer.step()
+
+    with memory_budget("6MiB"), pytest.raises(torch.OutOfMemoryError):
+        train()
+    report = recorder.report
+    assert report.cause == "leak"
+    assert report.first_line.startswith("Leak: kept[…] keeps ")
+    assert "remove the hook" in " ".join(report.evidence)
+
+
+def test_work_that_does_not_train_is_not_told_to_make_training_steps(recorder):
+    q = torch.ones(64, 1024)
+    with memory_budget("2MiB"), pytest.raises(torch.OutOfMemoryError):
+        q.T @ q
+    line = recorder.report.first_line
+    assert line.startswith("Batch too large: test_record_oom.py:")
+    assert line.endswith(": one tensor takes 4.0 MiB of 2.0 MiB. Use chunked().")
+    assert not [each for each in recorder.report.evidence if "0 B" in each.split(".")[0]]
+
+
+def test_units_of_an_errors_text_are_those_of_allocators():
+    error = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 1.00 GB. GPU 0 has a total capacity of 2.00 GB of "
+        "which 0.50 GB is free."
+    )
+    with pytest.raises(torch.OutOfMemoryError), record_oom(quiet=True) as recorder:
+        raise error
+    assert (recorder.report.wanted_bytes, recorder.report.total_bytes) == (1 << 30, 2 << 30)
+
+
 def test_other_errors_are_no_news(recorder):
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         torch.ones(2, 3) @ torch.ones(2, 3)
@@ -125,6 +174,20 @@ def test_an_error_that_ends_the_block_is_explained():
         raise MemoryError
     assert recorder.report.device == "cpu"
     assert not recorder.report.was_handled
+
+
+def test_a_second_error_that_is_handled_has_a_report_of_its_own(recorder):
+    with pytest.raises(torch.OutOfMemoryError):
+        pile_up()
+    assert recorder.report.cause == "results"
+    for _ in range(3):
+        with memory_budget("1MiB"), pytest.raises(torch.OutOfMemoryError):
+            torch.ones(1024, 1024)
+    assert (recorder.report.cause, recorder.report.wanted_bytes) == ("batch", 4 << 20)
+    assert [each.cause for each in recorder.reports] == ["results", "batch"]
+    with memory_budget("1MiB"), pytest.raises(torch.OutOfMemoryError):
+        torch.ones(2048, 1024)
+    assert recorder.report.wanted_bytes == 8 << 20
 
 
 def test_an_error_that_ends_the_program_is_explained_beside_the_first():

@@ -109,7 +109,8 @@ def test_what_was_alive_at_the_end_stands_by_name():
 
 def test_how_it_ended_and_why_memory_ran_out_stand_first():
     class Oom(Shown):
-        first_line = "A batch of 64 is too large: take 32."
+        first_line = "Batch too large: it has 64. Take 32."
+        evidence = ("Autograd saved 30.0 MiB.",)
 
         def _parts(self):
             return [Paragraph("created at", "train.py:4")]
@@ -126,7 +127,8 @@ def test_how_it_ended_and_why_memory_ran_out_stand_first():
     )
     shown = read_html(text)[1]
     assert _headings(text) == ["Out of memory", "Memory over time", "At the peak", "Notes"]
-    assert "A batch of 64 is too large" in shown
+    assert "Batch too large: it has 64. Take 32." in shown
+    assert "Autograd saved 30.0 MiB." in shown
     assert "train.py:4" in shown
     assert "No sizes of xpu:0." in shown
     facts = re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", text)
@@ -135,6 +137,7 @@ def test_how_it_ended_and_why_memory_ran_out_stand_first():
         ("ran out of memory", "1 time"),
         # of a device with a timeline it stands once
         ("peak of cpu", "1.0 MiB"),
+        ("why memory ran out", "Batch too large"),
         ("ended with", "torch.OutOfMemoryError"),
     ]
 

@@ -1,6 +1,7 @@
 """What a recording tells of storages: what they count as, and where they were made."""
 
 import gc
+import re
 import sys
 import threading
 import weakref
@@ -16,6 +17,7 @@ from tenure._torch.allocations import is_profiling
 from tenure._torch.modes import all_modes
 from tenure.adaptive import memory_budget
 from tenure.profiler import LineProfiler, ProfilerUsageError, Timeline
+from tenure.profiler._timeline import _bands, _timeline
 
 from .test_truth import check_sums
 
@@ -72,6 +74,68 @@ def test_parameters_and_state_that_are_gone_at_the_end_are_known_by_the_first_st
     assert max(host.by_category["optimizer state"]) == 2 * 16 * KIB + 4
     hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks.values()
     assert not [each for each in hooks if each.__qualname__.startswith("Timeline")]
+
+
+def graph_keeping_steps(n_steps, keep):
+    """Steps of which each keeps 64 KiB, and no look but that after the first."""
+    w = torch.ones(64 * KIB // 4, requires_grad=True)
+    optimizer = torch.optim.SGD([w], lr=0.1)
+    kept = []
+    for _ in range(n_steps):
+        made = w.exp()
+        made.sum().backward(retain_graph=True)
+        optimizer.step()
+        kept.append(keep(made))
+
+
+def test_graphs_that_a_function_kept_are_told_by_the_first_of_them(monkeypatch):
+    monkeypatch.setattr(_timeline, "_STEP_SHARE", 10**9)
+    with Timeline() as timeline:
+        graph_keeping_steps(5, lambda made: made)
+    host = timeline.report.devices[0]
+    assert max(host.by_category["saved for backward"]) == 5 * 64 * KIB
+    assert at_peak(timeline.report, "saved for backward") == 5 * 64 * KIB
+
+
+def test_what_outlives_a_step_without_its_graph_is_nothing_else_than_before(monkeypatch):
+    monkeypatch.setattr(_timeline, "_STEP_SHARE", 10**9)
+    with Timeline() as timeline:
+        graph_keeping_steps(5, lambda made: made.detach().clone())
+    host = timeline.report.devices[0]
+    # that of the step that runs, and that of the one before, whose name is bound until then
+    assert max(host.by_category["saved for backward"]) == 2 * 64 * KIB
+    assert at_peak(timeline.report, "other tensors") >= 4 * 64 * KIB
+
+
+def test_a_scope_for_each_step_and_an_error_in_each_take_bounded_memory(monkeypatch):
+    monkeypatch.setattr(_bands, "_MOST_NAMES", 10)
+    monkeypatch.setattr(_timeline, "_MOST_OOMS", 6)
+    with memory_budget("64KiB"), Timeline() as timeline:
+        for i in range(20):
+            with NewDisposeScope(f"step {i}"):
+                kib(1)
+                with pytest.raises(torch.OutOfMemoryError):
+                    kib(100 + i)
+    report = timeline.report
+    names = {span.name for span in report.scopes}
+    assert names == {*(f"step {i}" for i in range(9)), "other scopes"}
+    sizes = [int(re.search(r"allocate (\d+)", oom.text)[1]) for oom in report.ooms]
+    assert sizes == [100, 101, 102, 117, 118, 119]
+    assert "memory ran out 14 times more than is marked: the first and the last 3 are" in (
+        report.notes
+    )
+
+
+def test_an_error_of_the_block_is_not_masked_by_one_of_the_report(monkeypatch):
+    def fails(*args):
+        raise MemoryError("of the report")
+
+    monkeypatch.setattr(_timeline, "compose", fails)
+    with pytest.raises(ValueError, match="of the block"), Timeline():
+        raise ValueError("of the block")
+    with pytest.raises(MemoryError, match="of the report"), Timeline():
+        pass
+    assert all_modes() == []
 
 
 def test_data_that_the_program_brings_in_are_inputs():

@@ -35,6 +35,8 @@ def memory_viz_pickle(report: TimelineReport) -> bytes:
         "segments": [each.segment() for each in traced],
         "device_traces": [each.events for each in traced],
         "allocator_settings": {},
+        # torch's own snapshots have devices of one kind, by their number
+        "tenure_devices": [each.device for each in order],
         "external_annotations": [
             annotation
             for span in report.scopes
