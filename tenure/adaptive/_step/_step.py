@@ -330,6 +330,7 @@ class _Run:
             with no_optimizer_steps(self._spec.entry):
                 # where sizes have failed and none is known to fit
                 while search.is_trial:
+                    attempts.show(search.size)
                     self._steps.try_out(search.size)
                     attempts.take_back()
                     parts.gradients.begin()

@@ -84,7 +84,7 @@ class _OnlyData(pickle.Unpickler):
 
 class _Live(NamedTuple):
     n_bytes: int
-    stack: tuple[str, ...]
+    frames: Iterable[Mapping[str, Any]]
 
 
 def tracks_of(snapshot: Mapping[str, Any], path: str | Path) -> tuple[Track, ...]:
@@ -124,7 +124,7 @@ def _blocks_of(segment: Mapping[str, Any]) -> Iterator[tuple[int, _Live]]:
             # older ones have a history for each block
             if not frames and block.get("history"):
                 frames = block["history"][0].get("frames") or ()
-            yield int(block.get("address", address)), _Live(int(block["size"]), _stack(frames))
+            yield int(block.get("address", address)), _Live(int(block["size"]), frames)
         address += int(block["size"])
 
 
@@ -186,13 +186,13 @@ def _alive_at(
             continue
         address, n_bytes = change
         if n_bytes > 0:
-            made[address] = _Live(n_bytes, _stack(events[i].get("frames") or ()))
+            made[address] = _Live(n_bytes, events[i].get("frames") or ())
         elif made.pop(address, None) is None:
             # it was there when the history began, and nothing else tells of it
             freed_before += n_bytes
-    rows = [
-        PeakRow("", "", live.stack, live.n_bytes, 1) for live in (*before.values(), *made.values())
-    ]
+    # in words those alone that are left: most of a history are gone again by then
+    left = (*before.values(), *made.values())
+    rows = [PeakRow("", "", _stack(live.frames), live.n_bytes, 1) for live in left]
     if freed_before > 0:
         rows.append(PeakRow("", "", (_PREALLOCATED,), freed_before, 1))
     return summed(rows)
