@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NoReturn, Protocol, TypeVar
 
@@ -20,7 +19,6 @@ from tenure._capture import accelerator_is_capturing
 from tenure._errors import OutOfRetriesError
 from tenure._oom import OomInfo, free_bytes_in, oom_of_work
 from tenure._registries import handles_ooms
-from tenure._show import steps
 from tenure._text import counted, format_bytes
 from tenure._torch.compiler import never_compiled
 from tenure.scopes import DisposeScope
@@ -98,8 +96,8 @@ class Attempts:
     """
 
     __slots__ = (
-        "_advice", "_is_noted", "_name", "_on_retry", "_outside", "_scope", "_shown",
-        "_starts_empty", "_state", "_statistics", "_unit", "n_begun",
+        "_advice", "_is_noted", "_name", "_on_retry", "_outside", "_scope", "_starts_empty",
+        "_state", "_statistics", "_unit", "n_begun",
     )  # fmt: skip
 
     def __init__(
@@ -127,8 +125,6 @@ class Attempts:
         # The interpreter makes what the caller is handling the context of what is raised here. It
         # is none of the attempts', and its frames are the caller's.
         self._outside = sys.exception()
-        # who waits is told what is tried; None until something has failed
-        self._shown: Callable[[str], None] | None = None
         self.n_begun = 0
 
     @never_compiled
@@ -148,14 +144,10 @@ class Attempts:
         sizes: list[int] = []
         relief: Relief | None = None
         sizes_are_left = True
-        showing: ExitStack | None = None
         try:
             outcome = self._attempt(work, search.size)
             while isinstance(outcome, _Failure):
                 relief = relief or Relief(cache_is_empty=self._starts_empty)
-                if showing is None:
-                    showing = ExitStack()
-                    self._shown = showing.enter_context(steps(self._name))
                 sizes.append(search.size)
                 self._let_go(outcome, search.size)
                 if not self._prepare_next(outcome, search, relief, may_shrink=sizes_are_left):
@@ -173,17 +165,12 @@ class Attempts:
                 # kept would be missing there
                 forget_traceback(outcome.error, self._outside)
                 del outcome
-                self.show(search.size)
                 outcome = self._attempt(work, search.size)
         except BaseException:
             # An interrupt may come between an attempt that failed and the end of its undoing, see
             # test_an_undoing_that_is_interrupted_is_done_again.
             self._undo()
             raise
-        finally:
-            if showing is not None:
-                self._shown = None
-                showing.close()
         # What ran on the CPU teaches nothing about the device, whether it fits there or not.
         if sizes_are_left:
             size = search.size
@@ -254,11 +241,6 @@ class Attempts:
         if self._state is not None and self._is_noted:
             self._state.undo()
             self._is_noted = False
-
-    def show(self, size: int) -> None:
-        """Tell who waits what is tried now; called by the work itself where that tries sizes."""
-        if self._shown is not None:
-            self._shown(f"{self._unit} {size}")
 
     def take_back(self) -> None:
         """Let go of what the attempt that runs has made so far, and undo what it has changed.

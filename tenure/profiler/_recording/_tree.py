@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tenure._show import Part, Report
+from tenure._show import Part, Record, Report
 from tenure._text import counted, format_bytes
 
 from .._timeline import PeakRow
@@ -23,8 +23,8 @@ _SCOPE = "scope "
 _NO_SCOPE = ("", "outside of scopes")
 
 
-@dataclass(frozen=True, slots=True)
-class Branch:
+@dataclass(frozen=True, slots=True, repr=False)
+class Branch(Record):
     """One call, and what it led to.
 
     Attributes:
@@ -40,8 +40,8 @@ class Branch:
     branches: tuple[Branch, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceTree:
+@dataclass(frozen=True, slots=True, repr=False)
+class DeviceTree(Record):
     """What was alive on a device at one moment, as a tree.
 
     Attributes:

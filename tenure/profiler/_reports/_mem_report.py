@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tenure._errors import ProfilerUsageError
-from tenure._show import Amounts, Column, Part, Report, Table, line_of
+from tenure._show import Amounts, Column, Part, Record, Report, Table, line_of
 from tenure._text import counted, format_bytes
 from tenure._torch.quiet import without_functions
 
@@ -39,8 +39,8 @@ _MIN_WIDTHS = (39, 19, 9)
 _GAP = " "
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class DeviceReport(Record):
     """The memory of one device.
 
     Attributes:

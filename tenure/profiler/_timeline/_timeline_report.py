@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from tenure._show import Amounts, Column, Paragraph, Part, Report, Table
+from tenure._show import Amounts, Column, Paragraph, Part, Record, Report, Table
 from tenure._text import counted, format_bytes
 
 OUTSIDE = "outside of scopes"
@@ -46,8 +46,8 @@ class PeakRow:
     n_storages: int
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceTimeline:
+@dataclass(frozen=True, slots=True, repr=False)
+class DeviceTimeline(Record):
     """The memory of one device over time.
 
     Attributes:
@@ -105,8 +105,8 @@ class OomMark:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class HostTimeline:
+@dataclass(frozen=True, slots=True, repr=False)
+class HostTimeline(Record):
     """What the process takes of the host's memory, from time to time.
 
     Attributes:
