@@ -246,7 +246,7 @@ def _program(name):
     return "program"
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_children_run_plainly_and_write_no_file(method):
     program = """
         import multiprocessing as mp, os, signal, sys
