@@ -147,9 +147,10 @@ class _Lines:
 
 
 def _is_wanted() -> bool:
-    if os.environ.get(_SWITCH) == "0" or sys.stderr is None or not sys.stderr.isatty():
+    # of the ranks that torchrun starts on one terminal, the first: they do the same at the same time
+    if os.environ.get(_SWITCH) == "0" or os.environ.get("LOCAL_RANK", "0") != "0":
         return False
-    return not _another_draws()
+    return sys.stderr is not None and sys.stderr.isatty() and not _another_draws()
 
 
 def _another_draws() -> bool:

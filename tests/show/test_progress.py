@@ -52,6 +52,7 @@ class Terminal:
 def terminal(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("TENURE_PROGRESS", raising=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
     terminal = Terminal(pytest.importorskip("pty", reason="there are no pseudo terminals here"))
     yield terminal
     terminal.close()
@@ -94,8 +95,9 @@ def test_the_bar_goes_when_the_work_fails(clock, terminal, monkeypatch):
     assert terminal().endswith("\x1b[2K")
 
 
-def test_the_environment_turns_it_off(clock, terminal, monkeypatch):
-    monkeypatch.setenv("TENURE_PROGRESS", "0")
+@pytest.mark.parametrize(("name", "value"), [("TENURE_PROGRESS", "0"), ("LOCAL_RANK", "1")])
+def test_the_environment_turns_it_off(clock, terminal, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "stderr", terminal.stream)
     with bar_of("reading weights", 10) as done:
         clock.now = 3.0
