@@ -147,7 +147,7 @@ class _Lines:
 
 
 def _is_wanted() -> bool:
-    # of the ranks that torchrun starts on one terminal, the first: they do the same at the same time
+    # of the ranks that torchrun starts on one terminal, the first: they do the same
     if os.environ.get(_SWITCH) == "0" or os.environ.get("LOCAL_RANK", "0") != "0":
         return False
     return sys.stderr is not None and sys.stderr.isatty() and not _another_draws()
