@@ -20,7 +20,10 @@ from ._part import Part as Part
 from ._part import Together as Together
 from ._plain import plain as plain
 from ._plain import restored as restored
+from ._progress import display as display
 from ._progress import progress as progress
+from ._progress import steps as steps
+from ._record import Record as Record
 from ._report import Report as Report
 from ._report import Shown as Shown
 from ._table import Amount as Amount

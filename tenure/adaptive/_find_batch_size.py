@@ -11,6 +11,7 @@ import torch
 from tenure._devices import indexed
 from tenure._errors import AdaptiveUsageError, OutOfRetriesError
 from tenure._host_memory import free_host_bytes
+from tenure._show import steps
 from tenure._text import format_bytes
 from tenure._torch.compiler import never_compiled
 from tenure.scopes import DisposeScope
@@ -104,7 +105,8 @@ def find_batch_size(
         ranks = stack.enter_context(call_of_ranks(_ENTRY, name, group))
         where = _device_of(device, state.devices)
         meter = _meter_of(where, budget, stack)
-        told = _predicting(predict, name, fn, low)
+        show = stack.enter_context(steps(f"{_ENTRY}({name})"))
+        told = _predicting(predict, name, fn, low, show)
         finder = SizeFinder(low, high, align, margin=margin, meter=meter, predict=told)
         scope = stack.enter_context(DisposeScope(_ENTRY))
         attempts = Attempts(
@@ -120,6 +122,7 @@ def find_batch_size(
         def attempt(size: int) -> None:
             if finder.is_known:
                 return
+            show(f"batch size {size}")
             # as a program finds the device that begins with this size
             empty_cache(where)
             finder.begin()
@@ -141,7 +144,11 @@ def find_batch_size(
 
 
 def _predicting(
-    predict: Callable[[int], int] | bool, name: str, fn: Callable[[int], object], low: int
+    predict: Callable[[int], int] | bool,
+    name: str,
+    fn: Callable[[int], object],
+    low: int,
+    show: Callable[[str], None],
 ) -> Predict | None:
     """What predicts sizes; None where nothing does."""
     if predict is False or predict is None:
@@ -149,8 +156,13 @@ def _predicting(
     if predict is not True:
         return predict
     forecast = Forecast(name, fn)
+
+    def predicted(size: int) -> int:
+        show(f"a prediction of batch size {size}")
+        return forecast(size)
+
     # the smallest shows whether the work can be predicted at all
-    return forecast if forecast(low) and forecast.works else None
+    return predicted if predicted(low) and forecast.works else None
 
 
 def _meter_of(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tenure._errors import SimulatorUsageError
+from tenure._show import steps
 
 from ._simulated_accelerator import running_simulator
 from ._simulator import Simulator
@@ -75,17 +76,19 @@ def for_each_allocation(
         (1, [[1.0, 1.0]])
     """
     sim = _ready(fn, check, index)
-    for number in range(1, limit + 1):
-        failure = _run(sim, fn, number)
-        if failure is None and number == 1:
-            raise SimulatorUsageError(
-                f"{fn!r} allocated nothing on {sim.device}, so no allocation of it could fail and"
-                f" nothing was tested. {_what_to_use(sim)}"
-            )
-        if failure is None:
-            return number - 1
-        if check is not None:
-            check(failure)
+    with steps("for_each_allocation") as show:
+        for number in range(1, limit + 1):
+            show(f"allocation {number} fails")
+            failure = _run(sim, fn, number)
+            if failure is None and number == 1:
+                raise SimulatorUsageError(
+                    f"{fn!r} allocated nothing on {sim.device}, so no allocation of it could fail"
+                    f" and nothing was tested. {_what_to_use(sim)}"
+                )
+            if failure is None:
+                return number - 1
+            if check is not None:
+                check(failure)
     raise AssertionError(f"{fn!r} still allocates after {limit} runs; raise limit= if it may.")
 
 

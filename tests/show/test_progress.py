@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tenure._show import _progress
+from tenure._show import _progress, display, steps
 from tenure._show import progress as bar_of
 from tests.programs import run_program
 
@@ -52,6 +52,7 @@ class Terminal:
 def terminal(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("TENURE_PROGRESS", raising=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
     terminal = Terminal(pytest.importorskip("pty", reason="there are no pseudo terminals here"))
     yield terminal
     terminal.close()
@@ -94,8 +95,9 @@ def test_the_bar_goes_when_the_work_fails(clock, terminal, monkeypatch):
     assert terminal().endswith("\x1b[2K")
 
 
-def test_the_environment_turns_it_off(clock, terminal, monkeypatch):
-    monkeypatch.setenv("TENURE_PROGRESS", "0")
+@pytest.mark.parametrize(("name", "value"), [("TENURE_PROGRESS", "0"), ("LOCAL_RANK", "1")])
+def test_the_environment_turns_it_off(clock, terminal, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "stderr", terminal.stream)
     with bar_of("reading weights", 10) as done:
         clock.now = 3.0
@@ -126,6 +128,65 @@ def test_a_terminal_that_is_gone_is_no_error_of_the_work(clock, monkeypatch):
         done(4)
         clock.now = 4.0
         done(4)
+
+
+def test_lines_come_ever_later_and_stay(clock, terminal, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal.stream)
+    with steps("search") as show:
+        for second in range(20):
+            clock.now = float(second)
+            show(f"size {second}")
+    assert terminal().splitlines() == [
+        "tenure: search: size 2 (step 3, 2 s)",
+        "tenure: search: size 4 (step 5, 4 s)",
+        "tenure: search: size 8 (step 9, 8 s)",
+        "tenure: search: size 16 (step 17, 16 s)",
+    ]
+
+
+@pytest.mark.parametrize("shown", [lambda: steps("inner"), lambda: bar_of("inner", 2)])
+def test_of_two_displays_the_outermost_alone_is_drawn(clock, terminal, monkeypatch, shown):
+    monkeypatch.setattr(sys, "stderr", terminal.stream)
+    with steps("outer") as show:
+        with shown() as done:
+            clock.now = 3.0
+            done(1)
+            assert terminal() == ""
+        show("size 1")
+        assert "outer: size 1" in terminal()
+        assert display.locked()
+    assert not display.locked()
+
+
+def _open_tqdm():
+    return pytest.importorskip("tqdm", reason="needs tqdm").tqdm(total=2, file=io.StringIO())
+
+
+def _open_rich():
+    import rich
+    from rich.progress import Progress
+
+    bar = Progress(console=rich.get_console(), auto_refresh=False)
+    bar.start()
+    bar.close = bar.stop
+    return bar
+
+
+@pytest.mark.parametrize("opened", [_open_tqdm, _open_rich])
+def test_nothing_is_drawn_into_a_display_of_the_program(clock, terminal, monkeypatch, opened):
+    monkeypatch.setattr(sys, "stderr", terminal.stream)
+    theirs = opened()
+    try:
+        with steps("search") as show:
+            clock.now = 3.0
+            show("size 1")
+            assert terminal() == ""
+            theirs.close()
+            clock.now = 7.0
+            show("size 2")
+            assert "size 2" in terminal()
+    finally:
+        theirs.close()
 
 
 def test_rich_is_imported_only_to_draw():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
+from tenure._show import steps
+
 from .._predict import Advice, Work, advise_with
 from ._change import Change
 from ._checkpointing import checkpointing
@@ -40,9 +42,12 @@ def advise(work: Work, peak_bytes: int, has_backward: bool) -> tuple[Advice, ...
         peak_bytes: its peak.
         has_backward: whether a backward pass runs in it.
     """
-    changes = (change for find in _KNOWN for change in find(work, has_backward))
-    tried = (_tried(change, work, peak_bytes) for change in changes)
-    return tuple(advice for advice in tried if advice is not None)
+    found: list[Advice | None] = []
+    with steps("advice") as show:
+        for change in (each for find in _KNOWN for each in find(work, has_backward)):
+            show(change.what)
+            found.append(_tried(change, work, peak_bytes))
+    return tuple(advice for advice in found if advice is not None)
 
 
 def _tried(change: Change, work: Work, peak_bytes: int) -> Advice | None:

@@ -7,7 +7,6 @@ the work has come is known to this call alone.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from tenure._callers import warn_user
 from tenure._errors import AdaptiveUsageWarning
+from tenure._show import display
 from tenure._torch.compiler import mark_dynamic
 from tenure._torch.quiet import without_functions
 from tenure.scopes import DisposeScope
@@ -33,8 +33,6 @@ from ._options import Options
 _Function = Callable[..., Any]
 _Args = tuple[Any, ...]
 _Kwargs = Mapping[str, Any]
-
-_is_shown = threading.Lock()
 
 
 def run_batch(
@@ -294,13 +292,13 @@ class _Bar:
         self._progress.advance(self._task, n_done)
 
     def __enter__(self) -> Self:
-        self._shows = _is_shown.acquire(blocking=False)
+        self._shows = display.acquire(blocking=False)
         if self._shows:
             try:
                 self._progress.start()
             except BaseException as error:
                 self._shows = False
-                _is_shown.release()
+                display.release()
                 # that is a display of the program's own
                 if not isinstance(error, LiveError):
                     raise
@@ -318,4 +316,4 @@ class _Bar:
             self._progress.stop()
         finally:
             self._shows = False
-            _is_shown.release()
+            display.release()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tenure._errors import AdaptiveUsageError
+from tenure._show import steps
 from tenure._torch.compiler import never_compiled
 
 from .._sizes import checked_size
@@ -104,12 +105,16 @@ def plan(
     fewest, most = _limits(minimum, maximum, n_samples, batchnorm)
     evaluation = Evaluation(spec, optimizer, device)
     allowed = allowed_bytes(budget, margin, evaluation.device, evaluation.held_bytes())
-    found = largest_that_fits(fewest, most, lambda size: evaluation.fits(size, allowed))
-    # what a long step piles up is seen only when all of it runs
-    while found and not evaluation.fits(found, allowed, in_full=True):
-        found = largest_that_fits(
-            fewest, found - 1, lambda size: evaluation.fits(size, allowed, in_full=True)
-        )
+    with steps("plan") as show:
+
+        def fits(size: int, in_full: bool = False) -> bool:
+            show(f"micro-batch {size}")
+            return evaluation.fits(size, allowed, in_full=in_full)
+
+        found = largest_that_fits(fewest, most, fits)
+        # what a long step piles up is seen only when all of it runs
+        while found and not fits(found, True):
+            found = largest_that_fits(fewest, found - 1, lambda size: fits(size, True))
     if not found:
         raise too_large(evaluation, allowed)
     report, sizes = evaluation.report(found)

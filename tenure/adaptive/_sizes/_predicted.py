@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from tenure._show import steps
+
 from ._policy import with_margin
 
 Predict = Callable[[int], int]
@@ -69,16 +71,19 @@ def foreseen(
     known: dict[int, int] = {}
 
     def bytes_at(size: int) -> int:
+        show(f"size {size}")
         known[size] = predict(size)
         return known[size]
 
-    size = high
-    if bytes_at(high) > free_bytes and predict.works:
-        most = largest_predicted(bytes_at, low, high // align * align or high, free_bytes, align)
-        size = max(low, with_margin(most) // align * align)
-    # work that is not cut up is other work
-    if sum(each < high for each in known) < 2 and low < size and predict.works:
-        bytes_at(max(low, size // 2))
+    with steps("predictions") as show:
+        size = high
+        if bytes_at(high) > free_bytes and predict.works:
+            top = high // align * align or high
+            most = largest_predicted(bytes_at, low, top, free_bytes, align)
+            size = max(low, with_margin(most) // align * align)
+        # work that is not cut up is other work
+        if sum(each < high for each in known) < 2 and low < size and predict.works:
+            bytes_at(max(low, size // 2))
     # one that failed tells nothing, and nothing that was told with it counts
     return Foreseen(size, _slope(known)) if predict.works else None
 

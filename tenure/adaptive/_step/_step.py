@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tenure._errors import AdaptiveUsageError
+from tenure._show import steps
 from tenure._text import counted
 from tenure._torch.compiler import never_compiled
 from tenure.scopes import DisposeScope, is_disposed
@@ -329,11 +330,8 @@ class _Run:
             # a failed attempt is taken back, and what an optimizer has moved can't be
             with no_optimizer_steps(self._spec.entry):
                 # where sizes have failed and none is known to fit
-                while search.is_trial:
-                    self._steps.try_out(search.size)
-                    attempts.take_back()
-                    parts.gradients.begin()
-                    search.tried()
+                if search.is_trial:
+                    self._try_out(search, attempts)
                 return self._outcome(search.size)
 
         with DisposeScope(self._spec.entry) as scope:
@@ -353,6 +351,16 @@ class _Run:
         search.finished()
         n_samples = parts.n_samples if ranks is None else ranks.n_samples
         return _result(outcome, attempts.n_begun, n_samples)
+
+    def _try_out(self, search: AdaptiveSearch, attempts: Attempts) -> None:
+        """Run parts and take them back, until the size is known."""
+        with steps(f"step({self._parts.name})") as show:
+            while search.is_trial:
+                show(f"a trial of micro-batch {search.size}")
+                self._steps.try_out(search.size)
+                attempts.take_back()
+                self._parts.gradients.begin()
+                search.tried()
 
     def _run_planned(self, search: AdaptiveSearch, ranks: PlannedRanks) -> StepResult:
         """Run it once, with what all ranks agree on."""

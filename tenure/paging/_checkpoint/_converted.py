@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 from torch import Tensor, nn
 
 from tenure._errors import PagingError
+from tenure._show import progress
 from tenure._text import format_bytes, listed
 
 from .._host import MappedFile, checked_folder, nameless, writing
@@ -59,11 +60,13 @@ def _convert(
     checkpoint: Checkpoint, conversions: list[_Conversion], host: Path
 ) -> dict[str, StoredTensor]:
     made: dict[str, tuple[int, Tensor]] = {}
-    with nameless(host) as file:
+    n_bytes = _n_bytes(checkpoint, conversions)
+    with nameless(host) as file, progress("converting weights", n_bytes, in_bytes=True) as done:
         for conversion in conversions:
             for name, tensor in _tensors_of(conversion, checkpoint):
                 # On meta: the shape is needed, and the values would be all of the model in memory.
                 made[name] = _append(file, tensor), tensor.to("meta")
+            done(_n_bytes(checkpoint, [conversion]))
         file.truncate(max(1, file.tell()))
         file.flush()
         mapped = MappedFile(file, f"The converted weights in {str(host)!r}", is_ours=True)

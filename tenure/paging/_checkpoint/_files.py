@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tenure._errors import PagingError
+from tenure._show import progress
 from tenure._text import listed
 
 from .._host import MappedFile
@@ -102,8 +103,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         _refuse(Path(path), error)
     checkpoint = Checkpoint(chosen.name, [], {})
     try:
-        for shard, expected in shards:
-            _add(checkpoint, shard, expected)
+        with progress("opening files", len(shards)) as done:
+            for shard, expected in shards:
+                _add(checkpoint, shard, expected)
+                done(1)
     except BaseException:
         checkpoint.close()
         raise
@@ -136,11 +139,11 @@ def weights_in(folder: Path) -> Path:
     )
 
 
-def _shards(path: Path) -> Iterator[tuple[Path, set[str] | None]]:
+def _shards(path: Path) -> list[tuple[Path, set[str] | None]]:
     """The files, each with the names that the index says it holds."""
     if path.suffix != ".json":
-        return iter([(path, None)])
-    return iter(_by_file(path, path.read_bytes()).items())
+        return [(path, None)]
+    return list(_by_file(path, path.read_bytes()).items())
 
 
 def _by_file(path: Path, text: bytes) -> dict[Path, set[str]]:

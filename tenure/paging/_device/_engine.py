@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from tenure._registries import NamedTensor
+from tenure._show import progress
 from tenure._torch.lending import note_while
 
 from .._host import HostStore
@@ -74,11 +75,15 @@ class Engine:
         Raises:
             PagingError: a file that holds them can't be read.
         """
-        for unit, place in reserved.items():
-            # Synchronization strategy: as for the ring, see Room._give_to_ring; each of the copies
-            # waits for what the current stream may still do with memory that it had before.
-            now = self._link.mark(self._link.current())
-            self._fetch(Page(unit, place.memory, 0, place), [now])
+        n_bytes = sum(unit.n_bytes for unit in reserved)
+        with progress("copying weights", n_bytes, in_bytes=True) as done:
+            for unit, place in reserved.items():
+                # Synchronization strategy: as for the ring, see Room._give_to_ring; each of the
+                # copies waits for what the current stream may still do with memory that it had
+                # before.
+                now = self._link.mark(self._link.current())
+                self._fetch(Page(unit, place.memory, 0, place), [now])
+                done(unit.n_bytes)
         for page in self.room.pages.values():
             self._link.check(page.ready)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from tenure._show import Record
 from tenure._text import counted, format_bytes
 
 from .._device import Arrangement
@@ -51,8 +52,8 @@ class PlannedUnit:
     resident: bool
 
 
-@dataclass(frozen=True, slots=True)
-class PagingPlan:
+@dataclass(frozen=True, slots=True, repr=False)
+class PagingPlan(Record):
     """How a model is paged; printable before anything runs.
 
     Attributes:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tenure._errors import ReportFormatError
+from tenure._heap import collector_paused
 from tenure._report_files import is_packed, read_facts, write_facts
 from tenure._show import (
     Amounts,
@@ -253,7 +254,9 @@ class Recording(Report):
 
     @classmethod
     def _of_torch(cls, path: str | Path) -> Self:
-        tracks = tracks_of(read_snapshot(path), path)
+        # it looks through all that was read, again and again, and takes most of the time
+        with collector_paused():
+            tracks = tracks_of(read_snapshot(path), path)
         last_s = max((track.times_s[-1] for track in tracks), default=0.0)
         return cls(
             command=("torch snapshot", Path(path).name),

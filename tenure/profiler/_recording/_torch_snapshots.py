@@ -7,12 +7,14 @@ nothing, so that lists, dictionaries, text and numbers are all that it can be.
 from __future__ import annotations
 
 import io
+import os
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from tenure._errors import ReportFormatError
+from tenure._show import progress
 
 from .._timeline import PeakRow
 from ._tracks import Track, summed, thinned
@@ -21,6 +23,7 @@ _MAGIC = b"\x80"
 _MOST_FRAMES = 40
 _PREALLOCATED = "before the history began"
 _US = 1e-6
+_BUFFER_BYTES = 1 << 20
 
 
 def is_pickle(path: str | Path) -> bool:
@@ -40,10 +43,14 @@ def read_snapshot(path: str | Path) -> dict[str, Any]:
         ReportFormatError: it names something to call, is damaged, or is no snapshot.
         OSError: it can't be read.
     """
-    data = Path(path).read_bytes()
+    name = Path(path).name
     try:
-        found = _OnlyData(io.BytesIO(data), str(path)).load()
-    except ReportFormatError:
+        with (
+            progress(f"reading {name}", os.path.getsize(path), in_bytes=True) as done,
+            io.BufferedReader(_Told(path, done), _BUFFER_BYTES) as file,
+        ):
+            found = _OnlyData(file, str(path)).load()
+    except (ReportFormatError, OSError):
         raise
     # what a damaged pickle raises depends on where it is damaged
     except Exception as error:
@@ -62,10 +69,23 @@ def read_snapshot(path: str | Path) -> dict[str, Any]:
     return found
 
 
+class _Told(io.FileIO):
+    """A file that tells how much of it was read."""
+
+    def __init__(self, path: str | Path, done: Callable[[int], None]) -> None:
+        super().__init__(path)
+        self._done = done
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        n_bytes = super().readinto(buffer)
+        self._done(n_bytes or 0)
+        return n_bytes
+
+
 class _OnlyData(pickle.Unpickler):
     """Reads what needs no class and no function."""
 
-    def __init__(self, file: io.BytesIO, path: str) -> None:
+    def __init__(self, file: io.BufferedReader[Any], path: str) -> None:
         super().__init__(file)
         self._path = path
 
@@ -84,7 +104,7 @@ class _OnlyData(pickle.Unpickler):
 
 class _Live(NamedTuple):
     n_bytes: int
-    stack: tuple[str, ...]
+    frames: Iterable[Mapping[str, Any]]
 
 
 def tracks_of(snapshot: Mapping[str, Any], path: str | Path) -> tuple[Track, ...]:
@@ -126,7 +146,7 @@ def _blocks_of(segment: Mapping[str, Any]) -> Iterator[tuple[int, _Live]]:
             # older ones have a history for each block
             if not frames and block.get("history"):
                 frames = block["history"][0].get("frames") or ()
-            yield int(block.get("address", address)), _Live(int(block["size"]), _stack(frames))
+            yield int(block.get("address", address)), _Live(int(block["size"]), frames)
         address += int(block["size"])
 
 
@@ -188,13 +208,13 @@ def _alive_at(
             continue
         address, n_bytes = change
         if n_bytes > 0:
-            made[address] = _Live(n_bytes, _stack(events[i].get("frames") or ()))
+            made[address] = _Live(n_bytes, events[i].get("frames") or ())
         elif made.pop(address, None) is None:
             # it was there when the history began, and nothing else tells of it
             freed_before += n_bytes
-    rows = [
-        PeakRow("", "", live.stack, live.n_bytes, 1) for live in (*before.values(), *made.values())
-    ]
+    # in words those alone that are left: most of a history are gone again by then
+    left = (*before.values(), *made.values())
+    rows = [PeakRow("", "", _stack(live.frames), live.n_bytes, 1) for live in left]
     if freed_before > 0:
         rows.append(PeakRow("", "", (_PREALLOCATED,), freed_before, 1))
     return summed(rows)

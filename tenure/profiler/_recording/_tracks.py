@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from tenure._show import Record
+
 from .._timeline import DeviceTimeline, PeakRow
 
 # A terminal shows less, and a page not much more.
 _MOST_POINTS = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class Track:
+@dataclass(frozen=True, slots=True, repr=False)
+class Track(Record):
     """The live bytes of a device.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from tenure._show import Figures, Part, Report
+from tenure._show import Figures, Part, Record, Report
 from tenure._text import counted, format_bytes
 
 from .._timeline import PeakRow
@@ -18,8 +18,8 @@ _SCOPE = "scope "
 _NO_SCOPE = ("", "outside of scopes")
 
 
-@dataclass(frozen=True, slots=True)
-class Branch:
+@dataclass(frozen=True, slots=True, repr=False)
+class Branch(Record):
     """One call, and what it led to.
 
     Attributes:
@@ -35,8 +35,8 @@ class Branch:
     branches: tuple[Branch, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceTree:
+@dataclass(frozen=True, slots=True, repr=False)
+class DeviceTree(Record):
     """What was alive on a device at one moment, as a tree.
 
     Attributes:

@@ -21,6 +21,7 @@ from tenure._show import (
     Column,
     Paragraph,
     Part,
+    Record,
     Report,
     Table,
     bytes_column,
@@ -50,8 +51,8 @@ _COLUMNS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class DeviceReport(Record):
     """The memory of one device.
 
     Attributes:

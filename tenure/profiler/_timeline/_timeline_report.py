@@ -18,6 +18,7 @@ from tenure._show import (
     Column,
     Paragraph,
     Part,
+    Record,
     Report,
     Table,
     bytes_column,
@@ -65,8 +66,8 @@ class PeakRow:
         return self.stack == BEFORE_STACK
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceTimeline:
+@dataclass(frozen=True, slots=True, repr=False)
+class DeviceTimeline(Record):
     """The memory of one device over time.
 
     Attributes:
@@ -124,8 +125,8 @@ class OomMark:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class HostTimeline:
+@dataclass(frozen=True, slots=True, repr=False)
+class HostTimeline(Record):
     """What the process takes of the host's memory, from time to time.
 
     Attributes:

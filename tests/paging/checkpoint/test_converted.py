@@ -2,6 +2,7 @@
 
 import gc
 import os
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -119,6 +120,24 @@ def test_a_model_on_meta_gets_joined_weights(tmp_path):
     tokens = torch.randint(3, 60, (2, 5))
     with load_paged(model, tmp_path, "cpu", host=tmp_path):
         assert torch.equal(model(tokens).logits, source(tokens).logits)
+
+
+def test_who_waits_for_weights_to_be_converted_is_shown_how_much_is_done(tmp_path, monkeypatch):
+    shown = []
+
+    @contextmanager
+    def progress(label, total, *, in_bytes):
+        done = []
+        yield done.append
+        shown.append((label, total, sum(done), in_bytes))
+
+    monkeypatch.setattr(_converted, "progress", progress)
+    build("MixtralForCausalLM", 0).save_pretrained(tmp_path)
+    with load_paged(build("MixtralForCausalLM", 1), tmp_path, "cpu", host=tmp_path):
+        pass
+    ((label, total, done, in_bytes),) = shown
+    assert (label, in_bytes) == ("converting weights", True)
+    assert total == done > 0
 
 
 def test_joined_weights_need_a_folder_and_the_error_says_how_much(tmp_path):

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from tenure._errors import AdaptiveUsageError
+from tenure._show import steps
 from tenure._torch.compiler import not_compiling
 from tenure.scopes import NewDisposeScope
 
@@ -86,10 +87,18 @@ def check_split(
     # unequal parts: where both are as long, a mean of means is the mean, and hides a wrong weight
     size = min(-(-parts.n_samples * 5 // 8), parts.n_samples - 1)
     # compiled code shows no modules, and would be compiled for each of the sizes and modes
-    with not_compiling(), NewDisposeScope("check_split"), without_dropout(parts.roots):
+    with (
+        not_compiling(),
+        NewDisposeScope("check_split"),
+        without_dropout(parts.roots),
+        steps(f"check_split({parts.name})") as show,
+    ):
+        show("in one piece")
         whole = observed_run(parts, parts.n_samples)
         # where the whole does not agree with itself, no comparison with parts tells anything
+        show("in one piece, with other random numbers")
         again = observed_run(parts, parts.n_samples, other_numbers=True)
+        show("in two pieces")
         split = observed_run(parts, size)
         rtol = default_rtol(whole) if rtol is None else rtol
         sizes = split.outcome.sizes
@@ -99,6 +108,7 @@ def check_split(
         different, advice = (*found[0], *found[1]), None
         # no weight goes with a sum
         if different and loss == "mean" and weight is None:
+            show("in two pieces, as a sum")
             summed = StepParts(dataclasses.replace(spec, batch=part, loss="sum"))
             if not differences(whole, observed_run(summed, size), rtol):
                 advice = IT_IS_A_SUM
