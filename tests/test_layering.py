@@ -91,6 +91,7 @@ _PACKAGES = {
         "_checkpoint",
         "_link",
         "_device",
+        "_training",
         "_forward",
         "_planning",
     ),

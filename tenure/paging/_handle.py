@@ -20,11 +20,13 @@ from tenure._registries import shrinkables
 from tenure._text import format_bytes
 
 from ._checkpoint import assigned, convert_names, open_checkpoint
+from ._device import Engine
 from ._forward import (
     Attached,
     Method,
     ModuleHooks,
     Pager,
+    TrainingPager,
     after_captures,
     check_capture,
 )
@@ -38,7 +40,7 @@ from ._planning import (
     Planned,
     check_folder,
     check_host,
-    check_inference,
+    check_training,
     checked_device,
     checked_methods,
     checked_model,
@@ -48,6 +50,7 @@ from ._planning import (
 )
 from ._report import PagingReport, make_report
 from ._resources import Resources, acquire
+from ._training import TrainingEngine
 
 
 class PagedModel:
@@ -171,7 +174,8 @@ def page(
         methods: names of methods that use weights beside the forward, such as
             ``("encode", "decode")``, or ``"text.encode"`` of a module inside. Where one of them
             runs, weights are seen and inputs are moved as in the forward.
-        training: must be False.
+        training: whether it is trained: its parameters get gradients, on the host, and a
+            backward pass fetches weights again. The weights stay in host memory then.
 
     Returns:
         The handle: ``report()``, ``plan``, ``unpage()``, and a block that unpages when it ends.
@@ -193,15 +197,15 @@ def page(
 
     Source: ``page`` of pytorch-optimem, where each layer is moved in and out synchronously.
     """
-    check_inference(training)
     check_host(host)
+    check_training(training, host)
     max_ahead = checked_prefetch(prefetch)
     chosen = checked_device(device, Elsewhere.of(host))
     checked_model(model)
     entries = checked_methods(model, methods)
     planned = make_plan(model, chosen, max_layer_size, budget, keep, speed_of(host))
     link, store = _ways_to(chosen, host, planned)
-    return carry_out(model, planned, link, store, max_ahead, entries)
+    return carry_out(model, planned, link, store, max_ahead, entries, trains=training)
 
 
 def load_paged(
@@ -295,10 +299,19 @@ def carry_out(
     store: HostStore,
     max_ahead: int | None,
     methods: Iterable[Method] = (),
+    *,
+    trains: bool = False,
 ) -> PagedModel:
     """Page a model by a plan."""
-    resources = acquire(planned, link, store, planned.cut.units, max_ahead)
-    pager = Pager(resources.engine, resources.unpaged, planned.table.hosts.values())
+    hosts = planned.table.hosts.values()
+    pager: Pager
+    if trains and isinstance(store, HostBuffers):
+        training_engine = TrainingEngine(link, store, max_ahead, store.memory)
+        resources = acquire(planned, training_engine, link, store)
+        pager = TrainingPager(training_engine, resources.unpaged, hosts)
+    else:
+        resources = acquire(planned, Engine(link, store, max_ahead), link, store)
+        pager = Pager(resources.engine, resources.unpaged, hosts)
     table, pieces = planned.table, planned.cut
     attached = Attached(model, table, pieces, pager, hookable(model), ModuleHooks, methods)
     handle = PagedModel(model, planned.plan, pager, resources, attached)

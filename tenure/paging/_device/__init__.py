@@ -9,6 +9,8 @@ from ._memory import Arrangement as Arrangement
 from ._memory import ByteRing as ByteRing
 from ._memory import SlabPlan as SlabPlan
 from ._page import RESIDENT as RESIDENT
+from ._page import Page as Page
 from ._page import in_place_of as in_place_of
 from ._pass import Forward as Forward
 from ._pass import Pass as Pass
+from ._pass import PassMeter as PassMeter

@@ -42,6 +42,11 @@ class AccessOrder:
         """A pass of this kind has used these units."""
         self._learned[kind] = used
 
+    def expect(self, kind: Hashable, first: Hashable) -> None:
+        """A pass of this kind may follow one of the first, in the opposite order."""
+        self._learned.setdefault(kind, self._learned.get(first, [])[::-1])
+        self._next_kind.setdefault(first, kind)
+
     def after(self, kind: Hashable) -> list[Unit]:
         """What a pass used that followed one of this kind."""
         return self._learned.get(self._next_kind.get(kind), [])
@@ -75,9 +80,12 @@ class Pass:
 
     Attributes:
         thread: the id of the thread that it runs on.
+        kind: as above.
         name: as above.
         forwards: those that run, the outermost first.
         loose: the pages in use that no forward brackets.
+        is_backward: whether it is a backward pass, which goes on where no forward runs in it.
+        records: whether autograd records a graph of it.
         saves_buffers: whether every buffer that was shown is to be written back.
     """
 
@@ -87,8 +95,8 @@ class Pass:
         self.thread, self.name, self._call = get_ident(), name, call
         self.forwards: list[Forward] = []
         self.loose: list[Page] = []
-        self.saves_buffers = False
-        self._order, self._kind = order, kind
+        self.saves_buffers = self.is_backward = self.records = False
+        self._order, self.kind = order, kind
         self._predicted = order.begin(kind)
         # How many of these are past; what was used before them may have been others.
         self._position = 0
@@ -130,8 +138,12 @@ class Pass:
 
     def upcoming(self) -> Iterator[Unit]:
         """The units to come, in order: the rest of this pass, then the pass that follows it."""
-        yield from self._predicted[self._position :]
-        yield from self._order.after(self._kind)
+        yield from self.rest()
+        yield from self._order.after(self.kind)
+
+    def rest(self) -> list[Unit]:
+        """Those of them that this pass will use."""
+        return self._predicted[self._position :]
 
     def soon(self) -> dict[Unit, int]:
         """The units to come, each with how many come before it."""
@@ -140,7 +152,7 @@ class Pass:
     def end(self, *, completed: bool) -> None:
         """It is over; only one that ran to its end is learned from."""
         if completed:
-            self._order.learn(self._kind, self._used)
+            self._order.learn(self.kind, self._used)
         self._predicted, self._position = [], 0
 
 

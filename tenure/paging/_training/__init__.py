@@ -1,0 +1,9 @@
+"""Training: weights as part of graphs, fetched again for the backward pass; gradients go home.
+
+`_route` is what a graph has of a weight, `_saved` what it keeps; `_homeward` copies gradients.
+"""
+
+from ._homeward import Homeward as Homeward
+from ._route import Route as Route
+from ._saved import SavedTensors as SavedTensors
+from ._training_engine import TrainingEngine as TrainingEngine
