@@ -59,9 +59,7 @@ class Lent:
         "tensors",
     )
 
-    def __init__(
-        self, memory: Tensor, start: int, n_bytes: int, lender: object = None
-    ) -> None:
+    def __init__(self, memory: Tensor, start: int, n_bytes: int, lender: object = None) -> None:
         self.lender = lender
         self._tensor = in_own_storage(memory, start, start + n_bytes)
         # in a dictionary, so that its references can be counted without a variable that adds one

@@ -31,25 +31,31 @@ class AccessOrder:
         self._learned: dict[Hashable, list[Unit]] = {}
         self._next_kind: dict[Hashable, Hashable] = {}
         self._last_kind: Hashable = None
+        self._opposites: dict[Hashable, Hashable] = {}
 
     def begin(self, kind: Hashable) -> list[Unit]:
         """A pass of this kind begins; what the last one of its kind used."""
         self._next_kind[self._last_kind] = kind
         self._last_kind = kind
-        return self._learned.get(kind, [])
+        return self._used_by(kind)
 
     def learn(self, kind: Hashable, used: list[Unit]) -> None:
         """A pass of this kind has used these units."""
         self._learned[kind] = used
 
     def expect(self, kind: Hashable, first: Hashable) -> None:
-        """A pass of this kind may follow one of the first, in the opposite order."""
-        self._learned.setdefault(kind, self._learned.get(first, [])[::-1])
+        """A pass of this kind will follow one of the first; until one has, in the opposite order."""
+        self._opposites[kind] = first
         self._next_kind.setdefault(first, kind)
 
     def after(self, kind: Hashable) -> list[Unit]:
         """What a pass used that followed one of this kind."""
-        return self._learned.get(self._next_kind.get(kind), [])
+        return self._used_by(self._next_kind.get(kind))
+
+    def _used_by(self, kind: Hashable) -> list[Unit]:
+        if kind in self._opposites and kind not in self._learned:
+            return self._learned.get(self._opposites[kind], [])[::-1]
+        return self._learned.get(kind, [])
 
 
 @dataclass(eq=False, slots=True)

@@ -110,7 +110,9 @@ class SavedTensors:
         page = self._page_of(packed.unit)
         n_writes = _n_writes(page, packed.hosts)
         if n_writes != packed.n_writes:
-            _refuse(" or ".join(repr(host.name) for host in packed.hosts), n_writes, packed.n_writes)
+            _refuse(
+                " or ".join(repr(host.name) for host in packed.hosts), n_writes, packed.n_writes
+            )
         found = page.view(packed.dtype, *packed.form)
         if packed.is_conjugate:
             with quietly():
