@@ -67,7 +67,7 @@ def is_in_engine(frame: FrameType | None) -> bool:
 
 
 def hooks_of_saved() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
-    """What packs and unpacks the tensors that nodes save on this thread now; None if nothing does."""
+    """What packs and unpacks tensors that nodes save on this thread; None if nothing does."""
     pair: tuple[Any, Any] | None = _top_hooks(False)
     return pair
 

@@ -303,14 +303,14 @@ def carry_out(
     trains: bool = False,
 ) -> PagedModel:
     """Page a model by a plan."""
-    hosts = planned.table.hosts.values()
+    hosts, units = planned.table.hosts.values(), planned.cut.units
     pager: Pager
     if trains and isinstance(store, HostBuffers):
         training_engine = TrainingEngine(link, store, max_ahead, store.memory)
-        resources = acquire(planned, training_engine, link, store)
+        resources = acquire(planned, training_engine, link, store, units)
         pager = TrainingPager(training_engine, resources.unpaged, hosts)
     else:
-        resources = acquire(planned, Engine(link, store, max_ahead), link, store)
+        resources = acquire(planned, Engine(link, store, max_ahead), link, store, units)
         pager = Pager(resources.engine, resources.unpaged, hosts)
     table, pieces = planned.table, planned.cut
     attached = Attached(model, table, pieces, pager, hookable(model), ModuleHooks, methods)

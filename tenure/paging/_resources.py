@@ -80,7 +80,9 @@ class Resources:
             self.store.close()
 
 
-def acquire(planned: Planned, engine: Engine, link: Link, store: HostStore) -> Resources:
+def acquire(
+    planned: Planned, engine: Engine, link: Link, store: HostStore, units: list[Unit]
+) -> Resources:
     """Take the memory that a plan needs: the device's first, for that may fail, then the host's.
 
     Args:
@@ -88,6 +90,7 @@ def acquire(planned: Planned, engine: Engine, link: Link, store: HostStore) -> R
         engine: the pages.
         link: to where the model computes.
         store: where the host's bytes are to be.
+        units: those that the store adopts.
 
     Raises:
         PagingError: files can't be written or read; nothing is taken.
@@ -103,7 +106,7 @@ def acquire(planned: Planned, engine: Engine, link: Link, store: HostStore) -> R
         unpaged = UnpagedTensors(planned.table.unpaged, link)
         resources = Resources(engine, store, unpaged, planned.cut.units)
         undoing.callback(resources.close)
-        store.adopt(planned.cut.units)
+        store.adopt(units)
         engine.fill_residents(reserved)
         undoing.pop_all()
     return resources

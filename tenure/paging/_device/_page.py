@@ -104,7 +104,7 @@ class Page:
         return found
 
     def end_aliases(self) -> list[HostTensor]:
-        """Let go of what stands in graphs; the tensors that were written there as no leaf can be."""
+        """Let go of what stands in graphs; the tensors that were written there as no leaf is."""
         aliases, nodes = self._aliases, self._nodes
         # Written in place where a graph is recorded, it has become what another node gave.
         written = [host for host in aliases if aliases[host].grad_fn is not nodes[host]]

@@ -44,7 +44,7 @@ class AccessOrder:
         self._learned[kind] = used
 
     def expect(self, kind: Hashable, first: Hashable) -> None:
-        """A pass of this kind will follow one of the first; until one has, in the opposite order."""
+        """A pass of this kind will follow one of the first; in its opposite order, at first."""
         self._opposites[kind] = first
         self._next_kind.setdefault(first, kind)
 

@@ -134,7 +134,7 @@ class TrainingPager(Pager):
 
 
 class _Ending:
-    """Tells that a backward pass is over: autograd calls it, or lets go of it if that has failed."""
+    """Tells that a backward pass is over: autograd calls it, or lets go of it where it failed."""
 
     def __init__(self, pager: TrainingPager, now: Pass) -> None:
         self._pager, self._now = pager, now

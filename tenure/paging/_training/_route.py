@@ -1,10 +1,10 @@
 """The way of a gradient: from the weight that is shown on the device to the parameter on the host.
 
-A parameter leads to `Arrive`, on the host, and that to `PageIn`, on the device, whose output is what
-a forward is shown. So everything that torch does for a parameter it does for that of the host: its
-hooks, its ``grad``, sums of several gradients, ``autograd.grad``.
+A parameter leads to `_Arrive`, on the host, and that to `_PageIn`, on the device, whose output is
+what a forward is shown. So everything that torch does for a parameter it does for that of the host:
+its hooks, its ``grad``, sums of several gradients, ``autograd.grad``.
 
-Invariant: nothing behind `Arrive`, no hook and no sum, reads a gradient before its copy is there.
+Invariant: nothing behind `_Arrive`, no hook and no sum, reads a gradient before its copy is there.
 """
 
 from __future__ import annotations
@@ -36,20 +36,24 @@ class Route:
         self._event: Any = None
 
     def alias(self, shown: Tensor) -> Tensor:
-        """What a forward is shown: over the bytes and versions of ``shown``, and part of a graph."""
+        """What a forward is shown: over the bytes and versions of ``shown``, in a graph."""
         # Also where no graph is recorded now: what is read there may be used where one is.
         with quietly(), torch.inference_mode(False), torch.enable_grad():
-            arrived = _Arrive.apply(self._host.tensor, self)
-            alias: Tensor = _PageIn.apply(arrived, self, (shown,))
+            arrive: Any = _Arrive.apply
+            page_in: Any = _PageIn.apply
+            alias: Any = page_in(arrive(self._host.tensor, self), self, (shown,))
         for name, value in vars(shown).items():
             vars(alias).setdefault(name, value)
         # What `isinstance(weight, nn.Parameter)` asks a tensor of another class.
-        alias._is_param = True  # type: ignore[attr-defined]
-        return alias
+        alias._is_param = True
+        return alias  # type: ignore[no-any-return]
 
     def send(self, gradient: Tensor) -> Tensor:
         """Begin to copy a gradient to the host; what it will be there."""
         there, self._event = self._homeward.send(self._host, gradient)
+        if torch.is_anomaly_enabled():
+            # It looks at what each node returns.
+            self.wait()
         return there
 
     def wait(self) -> None:
@@ -62,13 +66,13 @@ class _Arrive(Function):
     """The same tensor; its gradient is there when it passes."""
 
     @staticmethod
-    def forward(ctx: Any, host: Tensor, route: Route) -> Tensor:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, host: Tensor, route: Route) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.route = route
         ctx.set_materialize_grads(False)
         return host.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> Any:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.route.wait()
         return gradient, None
 
@@ -77,7 +81,7 @@ class _PageIn(Function):
     """The weight on the device; its gradient is on its way when it passes."""
 
     @staticmethod
-    def forward(ctx: Any, arrived: Tensor, route: Route, shown: tuple[Tensor]) -> Tensor:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, arrived: Tensor, route: Route, shown: tuple[Tensor]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.route = route
         ctx.set_materialize_grads(False)
         # No view: one of a function's own could not be used after a write in place, as constraints
@@ -85,7 +89,7 @@ class _PageIn(Function):
         return shown[0].detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> Any:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         # A gradient that is to be differentiated goes by an operation that can be.
         if gradient is None or torch.is_grad_enabled():
             return None if gradient is None else gradient.cpu(), None, None

@@ -88,8 +88,9 @@ class SavedTensors:
         page = self._engine.room.pages.get(unit) if isinstance(unit, Unit) else None
         if lent is None or page is None or not page.lends(lent) or tensor.is_neg():
             return None
-        form = tensor.storage_offset(), tensor.size(), tensor.stride()
-        hosts = _hosts_at(page.unit, form[0] * tensor.element_size())
+        offset = int(tensor.storage_offset())
+        form = offset, tensor.size(), tensor.stride()
+        hosts = _hosts_at(page.unit, offset * tensor.element_size())
         n_writes = _n_writes(page, hosts)
         return _Weight(page.unit, hosts, n_writes, tensor.dtype, form, tensor.is_conj())
 
@@ -100,6 +101,10 @@ class SavedTensors:
             RuntimeError: it was written since.
             PagingError: the model is unpaged, or there is no room for the weight.
         """
+        if torch.is_grad_enabled():
+            # A backward pass that is differentiated makes a graph of its own, which must not keep
+            # weights either. The engine takes the hooks back when the node that asks has run.
+            self.watch()
         if isinstance(packed, _Passed):
             return packed.unpack(packed.packed)  # type: ignore[no-any-return]
         if isinstance(packed, _Kept):

@@ -6,18 +6,37 @@ weights, so that whoever steps them, through whatever reference, races with none
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tenure._registries import NamedTensor
 from tenure._torch.writes import set_version
 
-from .._device import Engine, Page, Pass
+from .._device import Copies, Engine, Page, Pass
 from .._host import HostStore
 from .._link import Link
 from .._model import HostTensor, Unit
 from ._gradient_memory import GradientMemory
 from ._homeward import Homeward
+
+
+def _before_steps(copies: Copies) -> Callable[[], object]:
+    """Have optimizers wait until no copy reads what they are to write; what ends that.
+
+    A forward that no backward pass follows has fetched for one.
+    """
+    known = weakref.ref(copies)
+
+    def wait(*_: object) -> None:
+        there = known()
+        if there is not None:
+            there.wait_for_all_copies()
+
+    remove = register_optimizer_step_pre_hook(wait).remove
+    return weakref.finalize(copies, remove)
 
 
 class TrainingEngine(Engine):
@@ -42,6 +61,7 @@ class TrainingEngine(Engine):
         self.written_in_graphs: list[HostTensor] = []
         # The units of which it is known, in this pass, that they are as on the host.
         self._fresh: set[Unit] = set()
+        self._end_watching = _before_steps(self._copies)
 
     def begin(self, now: Pass) -> None:
         """As of an engine."""
@@ -74,9 +94,9 @@ class TrainingEngine(Engine):
         # What comes after it stays if it is here, but is not fetched: an optimizer is to write it.
         until = None if self._now.records else len(self._now.rest())
         for unit in self._ahead(until):
-            page = self.room.pages.get(unit)
-            if page is not None:
-                self._refresh(page)
+            here = self.room.pages.get(unit)
+            if here is not None:
+                self._refresh(here)
             elif unit in wanted:
                 found = self.room.in_ring(unit)
                 if found is None:
@@ -87,6 +107,7 @@ class TrainingEngine(Engine):
 
     def close(self) -> None:
         """As of an engine."""
+        self._end_watching()
         super().close()
         self.homeward.close()
 
@@ -104,7 +125,7 @@ class TrainingEngine(Engine):
         return super()._fetch(page, after)
 
     def _refresh(self, page: Page) -> None:
-        """Copy a page anew if it has changed, once a pass; what changes in it is seen at its use."""
+        """Copy a page anew if it has changed, once a pass; later changes are seen at its use."""
         if page.unit not in self._fresh and not page.users:
             self._fresh.add(page.unit)
             if page.stale():

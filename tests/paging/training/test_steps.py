@@ -34,7 +34,8 @@ def test_five_steps_of_adamw_equal_those_of_a_plain_model(sim, pair, mode, share
     torch.manual_seed(0)
     both = pair(MODES[mode]())
     if "random" in mode:
-        both.host.eval(), both.there.eval()  # dropout would draw others
+        both.host.eval()  # dropout would draw others
+        both.there.eval()
     optimizers = {m: torch.optim.AdamW(m.parameters(), lr=0.01) for m in (both.host, both.there)}
     with both.page(share):
         for x in inputs(sim):
@@ -52,7 +53,7 @@ def test_gradients_lie_on_the_host_with_the_strides_of_their_parameters(sim, pai
     with both.page():
         both.run(lambda model: model(inputs(sim)[0]).sum().backward())
     assert both.gradients_differ() == []
-    parameters = [p for p in both.host.parameters()]
+    parameters = list(both.host.parameters())
     assert all(p.grad.stride() == p.stride() for p in parameters)
     assert all(type(p) is nn.Parameter and p.device.type == "cpu" for p in parameters)
 
@@ -62,7 +63,7 @@ def test_the_gradients_of_two_units_are_on_the_device_at_most(sim, pair):
     x = torch.randn(1, 1, 32, device=sim.device)  # so that all else is small
     unit_bytes = both.weight_bytes // len(both.host)
     with both.page():
-        for n_passes in range(2):
+        for _ in range(2):
             before_bytes = sim.allocated_bytes
             sim.reset_peak()
             both.host(x).sum().backward()
@@ -73,7 +74,8 @@ def test_the_gradients_of_two_units_are_on_the_device_at_most(sim, pair):
 
 def test_a_model_in_evaluation_mode_trains_as_well(sim, pair):
     both = pair()
-    both.host.eval(), both.there.eval()
+    both.host.eval()
+    both.there.eval()
     with both.page():
         both.run(lambda model: model(inputs(sim)[0]).sum().backward())
         assert both.gradients_differ() == []
