@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -50,7 +51,7 @@ from ._planning import (
 )
 from ._report import PagingReport, make_report
 from ._resources import Resources, acquire
-from ._training import TrainingEngine
+from ._training import Stepping, TrainingEngine, checked_optimizer, clipped
 
 
 class PagedModel:
@@ -102,6 +103,32 @@ class PagedModel:
         with self._pager.closing():
             self._attached.undo()
             self._resources.close()
+
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, max_norm: float | None = None
+    ) -> AbstractContextManager[None]:
+        """A block around the last backward pass of a step, which the optimizer steps meanwhile.
+
+        Each unit's parameters are stepped as soon as their gradients are on the host. The result is
+        that of ``optimizer.step()`` after the block.
+
+        Args:
+            optimizer: one of torch's that treats each parameter alone, as all but LBFGS do.
+            max_norm: clip the gradients to this norm before. For that all must be there, so the
+                step begins when the backward pass is over.
+
+        Raises:
+            PagingError: the optimizer is of another kind, or the model is not paged for training.
+        """
+        if self.closed or not isinstance(self._resources.engine, TrainingEngine):
+            raise PagingError(
+                f"optimizer_step() was called of {self!r}, which is not paged for training. Page "
+                "it with training=True."
+            )
+        checked = checked_optimizer(optimizer)
+        if max_norm is not None:
+            return clipped(checked, max_norm)
+        return Stepping(checked, self._resources.units).running()
 
     def report(self) -> PagingReport:
         """What the last pass moved, how long it waited, and how near to the limit it ran.

@@ -79,10 +79,14 @@ class Copies:
 
     def wait_for_all_copies(self) -> None:
         """Stop the host until no copy reads any host bytes."""
-        if self._copied:
+        copied = list(self._copied.items())
+        if copied:
             # Synchronization strategy: as for one unit; one stream copies, so its last one is last.
-            self._link.let_host(list(self._copied.values())[-1])
-            self._copied.clear()
+            self._link.let_host(copied[-1][1])
+        for unit, event in copied:
+            # A thread of autograd's may have asked for another one meanwhile.
+            if self._copied.get(unit) is event:
+                del self._copied[unit]
 
     def refresh(self, page: Page) -> None:
         """Copy anew what may have changed on the host."""

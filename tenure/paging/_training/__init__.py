@@ -6,4 +6,7 @@
 from ._homeward import Homeward as Homeward
 from ._route import Route as Route
 from ._saved import SavedTensors as SavedTensors
+from ._stepping import Stepping as Stepping
+from ._stepping import checked_optimizer as checked_optimizer
+from ._stepping import clipped as clipped
 from ._training_engine import TrainingEngine as TrainingEngine

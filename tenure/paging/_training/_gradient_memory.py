@@ -75,6 +75,11 @@ class GradientMemory:
         self._buffers: list[_Buffer] = []
         self._now: dict[Unit, _Buffer] = {}
 
+    @property
+    def n_bytes(self) -> int:
+        """What all of it takes."""
+        return sum(buffer.memory.nbytes for buffer in list(self._buffers))
+
     def take(self, host: HostTensor) -> Tensor:
         """A tensor for a gradient: of the parameter's shape, dtype and, if dense, strides."""
         unit = host.unit

@@ -82,6 +82,11 @@ class Homeward:
         while self._under_way:
             self._let_arrive(next(iter(self._under_way)))
 
+    @property
+    def host_bytes(self) -> int:
+        """The host memory that gradients lie in."""
+        return self._memory.n_bytes
+
     def named_tensors(self) -> Iterator[NamedTensor]:
         """The host memory that gradients lie in."""
         yield from self._memory.named_tensors()

@@ -63,6 +63,11 @@ class TrainingEngine(Engine):
         self._fresh: set[Unit] = set()
         self._end_watching = _before_steps(self._copies)
 
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that holds the weights, and their gradients."""
+        return super().host_bytes + self.homeward.host_bytes
+
     def begin(self, now: Pass) -> None:
         """As of an engine."""
         self._fresh.clear()
