@@ -68,10 +68,17 @@ def __getattr__(name: str) -> object:
 
 
 def load_ipython_extension(shell: object) -> None:
-    """Add the magics of ``tenure.profiler``; IPython calls this for ``%load_ext tenure``."""
-    from .profiler import load_ipython_extension
+    """Add ``%mlrun``, ``%%mlrun`` and ``%%tenure``; IPython calls this for ``%load_ext tenure``."""
+    from ._cli import load_ipython_extension
 
     load_ipython_extension(shell)
+
+
+def unload_ipython_extension(shell: object) -> None:
+    """Take the magics away again; IPython calls this for ``%unload_ext tenure``."""
+    from ._cli import unload_ipython_extension
+
+    unload_ipython_extension(shell)
 
 
 def __dir__() -> list[str]:

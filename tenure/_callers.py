@@ -18,6 +18,7 @@ from typing import Any, Literal, Self
 
 from torch import Tensor
 
+from tenure._cells import cell_of, is_cell
 from tenure._errors import TenureWarning
 
 Capture = Literal["site", "stack"]
@@ -85,7 +86,14 @@ def warn_user(message: str, category: type[TenureWarning]) -> None:
     level, frame = 1, sys._getframe()
     while frame.f_back and is_internal(frame):
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, category, stacklevel=level)
+    cell = cell_of(frame.f_code.co_filename)
+    if cell is None:
+        warnings.warn(message, category, stacklevel=level)
+        return
+    # as it would be warned of there, but for the name of a file that is none
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    module = module_of(frame) or "<string>"
+    warnings.warn_explicit(message, category, cell, frame.f_lineno, module, registry)
 
 
 def maker_of(frame: FrameType) -> FrameType:
@@ -119,7 +127,7 @@ def _unwrapped(frame: FrameType | None) -> FrameType | None:
 
 
 class Site:
-    """One place in a source file; ``str(site)`` reads ``train.py:41``."""
+    """One place in a program; ``str(site)`` reads as `line_in` spells it."""
 
     __slots__ = ("_code", "_instruction")
 
@@ -142,7 +150,7 @@ class Site:
         return hash((id(self._code), self._instruction))
 
     def __str__(self) -> str:
-        return f"{_shorten(self._code.co_filename)}:{self.line}"
+        return line_in(self._code.co_filename, self.line)
 
     def __repr__(self) -> str:
         return f"<Site {self}>"
@@ -200,7 +208,8 @@ def capture_site(frame: FrameType, capture: Capture) -> Site | SiteStack:
     outer: FrameType | None = user
     while outer is not None and len(sites) < _STACK_DEPTH:
         sites.append(_place(outer))
-        outer = outer.f_back
+        # what stands below a cell is the notebook's, and no part of the program
+        outer = None if is_cell(outer.f_code) else outer.f_back
     return SiteStack(tuple(sites))
 
 
@@ -208,13 +217,27 @@ def _place(frame: FrameType) -> Site:
     return Site(frame.f_code, frame.f_lasti)
 
 
-def _shorten(path: str) -> str:
+def line_in(path: str, line: int) -> str:
+    """A line as every message and table spells it: ``train.py:41``, or ``Cell In[2], line 3``.
+
+    Args:
+        path: that code was compiled under; one below the working directory is told from there.
+        line: its number.
+    """
+    if (cell := cell_of(path)) is not None:
+        return f"{cell}, line {line}"
     try:
         inside = os.path.relpath(path)
     # another drive, or a working directory that is gone
     except (ValueError, OSError):
-        return path
-    return path if inside.startswith(os.pardir) else inside
+        inside = path
+    return f"{path if inside.startswith(os.pardir) else inside}:{line}"
+
+
+def line_and_function(code: CodeType, line: int) -> str:
+    """The same with the function that runs, as ``train.py:41 in step``; of a cell itself none."""
+    place = line_in(code.co_filename, line)
+    return place if is_cell(code) else f"{place} in {code.co_name}"
 
 
 class SitedRef(weakref.ref[Tensor]):

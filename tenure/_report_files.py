@@ -1,4 +1,4 @@
-"""A report as a file: JSON, packed; written whole or not at all. Without torch.
+"""Files that are written whole or not at all, and a report as one: JSON, packed. Without torch.
 
 What is read was written by anybody: whatever is no such file is refused in one line that names it.
 """
@@ -22,12 +22,12 @@ _MAGIC = b"\x1f\x8b"
 _MOST_BYTES = 1 << 30
 
 
-def write_facts(path: str | Path, facts: Mapping[str, object], *, replace: bool = True) -> Path:
-    """Write a report, as `Report.to_dict` gives it.
+def write_whole(path: Path, data: bytes, *, replace: bool = True) -> Path:
+    """Write a file under a temporary name beside it, and then name it.
 
     Args:
         path: of the file.
-        facts: values that JSON has.
+        data: all that is to be in it.
         replace: a file that has the name by now may go; else the next free name of
             ``name.2.tenure``, ``name.3.tenure`` and so on is taken.
 
@@ -37,12 +37,10 @@ def write_facts(path: str | Path, facts: Mapping[str, object], *, replace: bool 
     Raises:
         OSError: it can't be written; there is nothing of it then.
     """
-    path = Path(path)
-    packed = gzip.compress(json.dumps(facts, separators=(",", ":")).encode(), 6, mtime=0)
     number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(number, "wb") as file:
-            file.write(packed)
+            file.write(data)
         # a temporary file is its owner's alone; others may read what this user's files let them
         os.chmod(name, 0o666 & ~_umask())
         return _named(Path(name), path, replace=replace)
@@ -50,6 +48,24 @@ def write_facts(path: str | Path, facts: Mapping[str, object], *, replace: bool 
         with suppress(OSError):
             os.unlink(name)
         raise
+
+
+def write_facts(path: str | Path, facts: Mapping[str, object], *, replace: bool = True) -> Path:
+    """Write a report, as `Report.to_dict` gives it, by `write_whole`.
+
+    Args:
+        path: of the file.
+        facts: values that JSON has.
+        replace: as `write_whole` takes it.
+
+    Returns:
+        The path of the file that was written.
+
+    Raises:
+        OSError: it can't be written; there is nothing of it then.
+    """
+    text = json.dumps(facts, separators=(",", ":"))
+    return write_whole(Path(path), gzip.compress(text.encode(), 6, mtime=0), replace=replace)
 
 
 def _named(written: Path, path: Path, *, replace: bool) -> Path:

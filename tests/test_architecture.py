@@ -12,12 +12,13 @@ _PAGE = _ROOT.parent / "docs" / "architecture.md"
 pytestmark = pytest.mark.skipif(not _PAGE.exists(), reason="runs where the docs are")
 
 
-def _named():
-    return set(re.findall(r"`(tenure/[\w/.]+)`", _PAGE.read_text("utf-8")))
+def _files_in(page):
+    return set(re.findall(r"`(tenure/[\w/.]+)`", page.read_text("utf-8")))
 
 
-def test_each_file_and_package_it_names_is_there():
-    assert {name for name in _named() if not (_ROOT.parent / name).exists()} == set()
+@pytest.mark.parametrize("page", [_PAGE, _ROOT.parent / "CONTRIBUTING.md"], ids=lambda p: p.name)
+def test_each_file_and_package_it_names_is_there(page):
+    assert {name for name in _files_in(page) if not (_ROOT.parent / name).exists()} == set()
 
 
 @pytest.mark.parametrize("room", ["adaptive", "profiler", "paging", "testing"])
@@ -28,7 +29,7 @@ def test_each_package_of_a_room_has_its_line(room):
 
 def test_each_module_of_the_ground_has_its_line():
     ground = {path.name for path in _ROOT.glob("_*.py")} - {"__init__.py", "__main__.py"}
-    assert {f"tenure/{name}" for name in ground} <= _named()
+    assert {f"tenure/{name}" for name in ground} <= _files_in(_PAGE)
 
 
 def test_no_test_runs_only_where_the_simulated_device_does_not():

@@ -14,7 +14,7 @@ from tenure._errors import CommandError
 from ._verb import Verb, byte_size
 
 if TYPE_CHECKING:
-    from ._program import Program
+    from ._program import Program, Wanted
 
 _SUFFIX = ".tenure"
 
@@ -42,35 +42,7 @@ class Run(Verb):
             "       tenure run [options] -m MODULE [ARGUMENT ...]\n"
             "       tenure run [options] -c CODE [ARGUMENT ...]"
         )
-        parser.add_argument(
-            "--budget",
-            type=byte_size,
-            metavar="SIZE",
-            help="raise torch.OutOfMemoryError past so many bytes, as 2GiB, of the accelerator or, "
-            "where there is none, of the CPU",
-        )
-        parser.add_argument(
-            "--leaks", action="store_true", help="look for what grows from step to step"
-        )
-        parser.add_argument(
-            "--lines",
-            action="append",
-            default=[],
-            metavar="FUNC",
-            help="measure each line of a function: MODULE:FUNCTION, or the name of one in the "
-            "program; may be given again",
-        )
-        parser.add_argument(
-            "--timeline", action="store_true", help="record live bytes over time, and their peak"
-        )
-        parser.add_argument(
-            "--on-oom", action="store_true", help="explain the first out-of-memory error"
-        )
-        parser.add_argument(
-            "-o", "--output", metavar="FILE", help="where to (default: NAME.tenure, after PROGRAM)"
-        )
-        parser.add_argument("-f", "--force", action="store_true", help="overwrite FILE")
-        parser.add_argument("-q", "--quiet", action="store_true", help="say nothing of FILE")
+        add_measuring(parser)
         rest = argparse.REMAINDER
         what = parser.add_mutually_exclusive_group()
         what.add_argument("-m", dest="module", nargs=rest, help="run a module, and its arguments")
@@ -84,24 +56,71 @@ class Run(Verb):
 
         program = _program(arguments)
         path = _path(arguments.output, program)
-        _check_folder(path)
-        if not arguments.force and os.path.lexists(path):
-            raise CommandError(
-                f"{_shown(path)} is there already, and was left as it is. Overwrite it with -f, or "
-                "name another file with -o."
-            )
-        chosen = arguments.leaks or arguments.lines or arguments.timeline or arguments.on_oom
-        settings = Settings(
-            path=path,
-            replace=arguments.force,
-            is_quiet=arguments.quiet,
-            budget_bytes=arguments.budget,
-            leaks=arguments.leaks or not chosen,
-            lines=list(arguments.lines),
-            timeline=arguments.timeline or not chosen,
-            on_oom=arguments.on_oom or not chosen,
-        )
+        check_target(path, replace=arguments.force)
+        wanted = wanted_of(arguments)
+        settings = Settings(wanted, path, replace=arguments.force, is_quiet=arguments.quiet)
         return partial(run_recorded, program, settings)
+
+
+def add_measuring(parser: argparse.ArgumentParser) -> None:
+    """Say what can be measured, and where it goes: for a verb and for a magic alike."""
+    parser.add_argument(
+        "--budget",
+        type=byte_size,
+        metavar="SIZE",
+        help="raise torch.OutOfMemoryError past so many bytes, as 2GiB, of the accelerator or, "
+        "where there is none, of the CPU",
+    )
+    parser.add_argument(
+        "--leaks", action="store_true", help="look for what grows from step to step"
+    )
+    parser.add_argument(
+        "--lines",
+        action="append",
+        default=[],
+        metavar="FUNC",
+        help="measure each line of a function: MODULE:FUNCTION, or the name of one in the "
+        "program; may be given again",
+    )
+    parser.add_argument(
+        "--timeline", action="store_true", help="record live bytes over time, and their peak"
+    )
+    parser.add_argument(
+        "--on-oom", action="store_true", help="explain the first out-of-memory error"
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="where to (default: NAME.tenure, after PROGRAM)"
+    )
+    parser.add_argument("-f", "--force", action="store_true", help="overwrite FILE")
+    parser.add_argument("-q", "--quiet", action="store_true", help="say nothing of FILE")
+
+
+def wanted_of(arguments: argparse.Namespace) -> Wanted:
+    """What is to be measured; without any of it, all but lines."""
+    from ._program import Wanted
+
+    chosen = arguments.leaks or arguments.lines or arguments.timeline or arguments.on_oom
+    return Wanted(
+        budget_bytes=arguments.budget,
+        leaks=arguments.leaks or not chosen,
+        lines=list(arguments.lines),
+        timeline=arguments.timeline or not chosen,
+        on_oom=arguments.on_oom or not chosen,
+    )
+
+
+def check_target(path: Path, *, replace: bool) -> None:
+    """Make sure that a recording can be written before it takes its time.
+
+    Raises:
+        CommandError: it can't go there, or would overwrite what is there.
+    """
+    _check_folder(path)
+    if not replace and os.path.lexists(path):
+        raise CommandError(
+            f"{shown_path(path)} is there already, and was left as it is. Overwrite it with -f, or "
+            "name another file with -o."
+        )
 
 
 def _program(arguments: argparse.Namespace) -> Program:
@@ -135,15 +154,18 @@ def _path(given: str | None, program: Program) -> Path:
 
 def _check_folder(path: Path) -> None:
     if path.is_dir():
-        raise CommandError(f"{_shown(path)} is a folder. Name a file with -o.")
+        raise CommandError(f"{shown_path(path)} is a folder. Name a file with -o.")
     if not path.parent.is_dir():
-        raise CommandError(f"There is no folder {_shown(path.parent)}. Make it, or name another.")
+        raise CommandError(
+            f"There is no folder {shown_path(path.parent)}. Make it, or name another."
+        )
     if not os.access(path.parent, os.W_OK):
         raise CommandError(
-            f"{_shown(path.parent)} is a folder that can't be written to. Name a file with -o."
+            f"{shown_path(path.parent)} is a folder that can't be written to. Name a file with -o."
         )
 
 
-def _shown(path: Path) -> str:
+def shown_path(path: Path) -> str:
+    """A path from the working directory, where it is below that."""
     inside = os.path.relpath(path)
     return str(path) if inside.startswith(os.pardir) else inside

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import pytest
 
 from tenure._text import counted, format_bytes, parse_bytes
-from tenure.profiler import Snapshot, snapshot
+from tenure.profiler import Growth, GrowthWatch, Snapshot
 
 _Item = TypeVar("_Item")
+# findings of a difference that tell of growth
+_GROWTH = ("growth", "graph")
 
 
 class _Look(NamedTuple):
@@ -60,13 +63,14 @@ class TensorGrowth:
         self, items: Iterator[_Item], warmup: int, n_steps: int, most_bytes: int
     ) -> Iterator[_Item]:
         middle = (warmup + n_steps) // 2
-        looks: list[_Look] = []
+        watch, looks = GrowthWatch(), list[_Look]()
         for n_done in range(n_steps):
             if n_done in (warmup, middle):
-                looks.append(_Look(n_done, snapshot()))
+                looks.append(_Look(n_done, watch.look(n_done)))
             # no name: an item is given up when its step has ended, as a loader gives it up
             yield _next(items, n_done, n_steps)
-        _check([*looks, _Look(n_steps, snapshot())], most_bytes)
+        looks.append(_Look(n_steps, watch.look(n_steps)))
+        _check(looks, most_bytes, watch.growth())
 
 
 def _next(items: Iterator[_Item], n_done: int, n_steps: int) -> _Item:
@@ -79,18 +83,22 @@ def _next(items: Iterator[_Item], n_done: int, n_steps: int) -> _Item:
         ) from None
 
 
-def _check(looks: list[_Look], most_bytes: int) -> None:
+def _check(looks: list[_Look], most_bytes: int, found: tuple[Growth, ...]) -> None:
     first, middle, last = looks
     grown = min(_bytes_for_a_step(first, middle), _bytes_for_a_step(middle, last))
     if grown <= most_bytes:
         return
     n_steps = last.n_done - first.n_done
-    pytest.fail(
+    change = last.seen.diff(first.seen)
+    # what grew at each look is told of the looks, and once
+    others = [each for each in change.findings if not found or each.kind not in _GROWTH]
+    lines = [
         f"each step left {format_bytes(round(grown))} or more behind, and "
-        f"{format_bytes(most_bytes)} is allowed; in {counted(n_steps, 'step')}:\n"
-        f"{last.seen.diff(first.seen)}",
-        pytrace=False,
-    )
+        f"{format_bytes(most_bytes)} is allowed; in {counted(n_steps, 'step')}:",
+        *(f"- {each}" for each in found),
+        str(replace(change, findings=tuple(others))),
+    ]
+    pytest.fail("\n".join(lines), pytrace=False)
 
 
 def _bytes_for_a_step(before: _Look, after: _Look) -> float:

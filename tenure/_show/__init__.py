@@ -14,6 +14,7 @@ from ._drawn import drawn_page as drawn_page
 from ._page import page as page
 from ._plain import plain as plain
 from ._plain import restored as restored
+from ._progress import progress as progress
 from ._report import Report as Report
 from ._report import Shown as Shown
 from ._table import Bar as Bar

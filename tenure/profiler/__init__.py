@@ -18,6 +18,7 @@ from ._lines import profile as profile
 from ._lines import profile_every as profile_every
 from ._lines import set_target_device as set_target_device
 from ._lines import set_target_gpu as set_target_gpu
+from ._lines import unload_ipython_extension as unload_ipython_extension
 from ._oom_report import OomLine as OomLine
 from ._oom_report import OomRecorder as OomRecorder
 from ._oom_report import OomReport as OomReport

@@ -5,7 +5,7 @@ first allocation fails, then the second, until the program runs through without 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ class AllocationFailure:
 
     number: int
     error: torch.OutOfMemoryError | None
-    result: Any
+    # which may be all that a model gives
+    result: Any = field(repr=False)
 
 
 def for_each_allocation(

@@ -246,7 +246,7 @@ def _program(name):
     return "program"
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_children_run_plainly_and_write_no_file(method):
     program = """
         import multiprocessing as mp, os, signal, sys
@@ -264,7 +264,7 @@ def test_children_run_plainly_and_write_no_file(method):
             child.join()
             print(child.exitcode)
         """.replace("METHOD", repr(method))
-    done = _run(program, "-q", "--budget", "8MiB", "--leaks", "--lines", "work")
+    done = _run(program, "-q", "--budget", "8MiB", "--leaks", "--lines", "work", "--timeline")
     assert done.stdout.split() == ["4194304.0", "3"]
     assert sorted(os.listdir()) == ["train.py", "train.tenure"]
     assert Recording.load("train.tenure").peaks["cpu"] == 16

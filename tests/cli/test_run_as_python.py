@@ -357,6 +357,7 @@ def test_a_program_sets_up_torch_by_the_environment_before_it_imports_it(tmp_pat
     assert Recording.load(tmp_path / "program.tenure").versions.keys() >= {"torch"}
 
 
+@pytest.mark.slow
 def test_an_error_under_a_budget_is_told_without_what_counts(tmp_path):
     program = """
         import torch

@@ -81,6 +81,10 @@ class Browser:
         self.command("Emulation.setDeviceMetricsOverride", **size)
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.command("Emulation.setEmulatedMedia", media="", features=[feature])
+        # Else a page hears of its focus only when the browser's window has it.
+        self.command("Emulation.setFocusEmulationEnabled", enabled=True)
+        # What the page before still asks for, the browser's own first one, is not asked by this.
+        self._ask("/url", {"url": "about:blank"})
         for log in _LOGS:
             self._log(log)
         self._ask("/url", {"url": path.as_uri()})

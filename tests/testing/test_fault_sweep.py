@@ -3,7 +3,7 @@ import gc
 import pytest
 import torch
 
-from tenure.testing import SimulatorUsageError, for_each_allocation
+from tenure.testing import AllocationFailure, SimulatorUsageError, for_each_allocation
 
 
 def three_allocations(sim):
@@ -132,3 +132,7 @@ def test_a_sweep_in_a_sweep_is_refused_and_the_outer_failure_stays(sim):
 def test_what_can_not_be_called_is_refused_by_name(sim, name, arguments):
     with pytest.raises(SimulatorUsageError, match=rf"\({name}=(3|None)\): it can't be called"):
         for_each_allocation(*arguments)
+
+
+def test_a_failure_prints_no_tensor_of_the_result():
+    assert "tensor(" not in repr(AllocationFailure(1, None, torch.ones(1000)))

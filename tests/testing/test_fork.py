@@ -48,6 +48,7 @@ def test_a_worker_of_a_loader_that_uses_the_device_is_refused(sim):
     assert held.sum().item() == 4  # the parent goes on
 
 
+@pytest.mark.slow
 def test_host_tensors_of_a_worker_go_on(sim):
     torch.ones(1, device=sim.device)
     held = torch.ones(4)

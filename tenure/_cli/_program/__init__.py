@@ -1,9 +1,11 @@
 """Another program, run in this process as Python runs it, and recorded meanwhile."""
 
+from ._cell import run_cell_recorded as run_cell_recorded
 from ._main_module import Program as Program
 from ._main_module import code_program as code_program
 from ._main_module import module_program as module_program
 from ._main_module import script_program as script_program
+from ._measuring import Wanted as Wanted
+from ._measuring import rank_of_environment as rank_of_environment
 from ._recorder import Settings as Settings
-from ._recorder import rank_of_environment as rank_of_environment
 from ._run import run_recorded as run_recorded

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tenure.adaptive import memory_budget
-    from tenure.profiler import GrowthWatch, LineProfiler, MemReport
+    from tenure.profiler import GrowthWatch, LineProfiler, MemReport, Snapshot
     from tenure.scopes import LeakReport
 
 MAIN = "__main__"
@@ -306,10 +306,14 @@ class Memory(Instrument):
 
     Args:
         leaks: is told of the end, where there were too few steps; or None.
+
+    Attributes:
+        at_end: what was alive then, once it has ended.
     """
 
     def __init__(self, leaks: Leaks | None) -> None:
         super().__init__()
+        self.at_end: Snapshot | None = None
         self._leaks = leaks
         self._found: dict[str, Any] = {}
 
@@ -325,6 +329,7 @@ class Memory(Instrument):
         except MemoryError:
             self.notes.append(_SHORT_OF_MEMORY)
             return
+        self.at_end = found
         self._found["memory"] = self._cut(found.report)
         watch = None if self._leaks is None else self._leaks._watch
         if watch is not None:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from tenure._errors import AdaptiveUsageError
+from tenure._text import counted
 from tenure._torch.compiler import never_compiled
-from tenure.scopes import DisposeScope
+from tenure.scopes import DisposeScope, is_disposed
 
 from .._attempt import Attempts, OnRetry
 from .._ranks import is_rank
@@ -50,7 +51,7 @@ _OUTPUTS_HAVE_TO_FIT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class StepResult:
     """What a step did. The gradients are in the ``.grad`` of the parameters.
 
@@ -75,10 +76,25 @@ class StepResult:
     aux: tuple[Any, ...] = ()
     n_samples: int = 0
 
+    def __repr__(self) -> str:
+        # one line: a notebook shows the last one of each cell, and `aux` may be all of the outputs
+        figures = f"{counted(self.n_samples, 'sample')}, micro-batch {self.micro_batch}"
+        attempts = counted(self.attempts, "attempt")
+        return f"<StepResult: loss {_in_short(self.loss)}, {figures}, {attempts}>"
+
     def __reduce__(self) -> tuple[Any, ...]:
         """What copies and pickles are made of: a view of a dict can be neither."""
         values = self.loss, dict(self.terms), self.micro_batch, self.sizes, self.attempts
         return _with_terms_to_read, (*values, self.aux, self.n_samples)
+
+
+def _in_short(loss: Tensor) -> str:
+    if is_disposed(loss):
+        return "disposed"
+    try:
+        return f"{loss.item():.4g}"
+    except RuntimeError:
+        return "without data"
 
 
 def _with_terms_to_read(loss: Tensor, terms: dict[str, Tensor], *others: Any) -> StepResult:

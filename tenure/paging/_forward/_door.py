@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from threading import RLock
 from types import CodeType, FrameType
 
-from tenure._callers import is_internal, package_of
+from tenure._callers import is_internal, line_in, package_of
 
 _LOOK_EVERY_S = 1.0
 # The libraries that a thread waits in: its user wants to know which line of the program does
@@ -96,7 +96,7 @@ def place_of(thread: int) -> str:
     frames = list(_stack(sys._current_frames().get(thread)))
     own = (frame for frame in frames if not _waits_or_is_internal(frame))
     frame = next(own, frames[0] if frames else None)
-    return "" if frame is None else f" (at {frame.f_code.co_filename}:{frame.f_lineno})"
+    return "" if frame is None else f" (at {line_in(frame.f_code.co_filename, frame.f_lineno)})"
 
 
 def name_of(thread: int) -> str:

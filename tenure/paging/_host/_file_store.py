@@ -25,6 +25,7 @@ from torch import Tensor, UntypedStorage
 from tenure._callers import warn_user
 from tenure._errors import PagingError, PagingWarning
 from tenure._registries import NamedTensor
+from tenure._show import progress
 from tenure._text import describe_tensor, format_bytes
 
 from .._model import Extent, HostTensor, Unit
@@ -283,12 +284,15 @@ def _reserve(file: BinaryIO, n_bytes: int) -> None:
 
 
 def _write(file: BinaryIO, units: list[Unit]) -> None:
-    for extent, begin, start in _places(units):
-        address = extent.storage.data_ptr() + extent.low_byte
-        file.seek(begin + start)
-        file.write((ctypes.c_ubyte * extent.n_bytes).from_address(address))
+    n_bytes = sum(unit.n_bytes for unit in units)
+    with progress("writing weights", n_bytes, in_bytes=True) as done:
+        for extent, begin, start in _places(units):
+            address = extent.storage.data_ptr() + extent.low_byte
+            file.seek(begin + start)
+            file.write((ctypes.c_ubyte * extent.n_bytes).from_address(address))
+            done(extent.n_bytes)
     # What is empty can't be mapped.
-    file.truncate(max(1, sum(unit.n_bytes for unit in units)))
+    file.truncate(max(1, n_bytes))
     file.flush()
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, UntypedStorage
 from tenure._account import moved
 from tenure._errors import PagingError
 from tenure._registries import NamedTensor
+from tenure._show import progress
 from tenure._text import describe_tensor
 
 from .._model import Extent, HostTensor, Unit
@@ -93,14 +94,21 @@ class HostBuffers:
 
     def adopt(self, units: Iterable[Unit]) -> None:
         """Move the tensors of units into buffers; values, strides and identity stay."""
-        for unit in units:
+        todo = list(units)
+        n_bytes = sum(unit.n_bytes for unit in todo)
+        with progress("moving weights", n_bytes, in_bytes=True) as done:
             # One unit after the other: its old memory goes before the next buffer is made, so that
             # the host never holds the model twice.
-            memory = self._memory[unit] = self.memory(unit.n_bytes)
-            self._parts[unit] = []
-            self._bytes[unit] = torch.frombuffer(memory, dtype=torch.uint8, count=unit.n_bytes)
-            for extent, start in unit.starts():
-                _move(extent, self._part(unit, extent, start), start)
+            for unit in todo:
+                self._adopt(unit)
+                done(unit.n_bytes)
+
+    def _adopt(self, unit: Unit) -> None:
+        memory = self._memory[unit] = self.memory(unit.n_bytes)
+        self._parts[unit] = []
+        self._bytes[unit] = torch.frombuffer(memory, dtype=torch.uint8, count=unit.n_bytes)
+        for extent, start in unit.starts():
+            _move(extent, self._part(unit, extent, start), start)
 
     def bytes_of(self, unit: Unit) -> Tensor:
         """The buffer of a unit, with what was given other memory meanwhile back in it.

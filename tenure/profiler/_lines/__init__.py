@@ -9,3 +9,4 @@ from ._display import LineRecord as LineRecord
 from ._display import RecordsDisplay as RecordsDisplay
 from ._line_profiler import LineProfiler as LineProfiler
 from ._mlrun import load_ipython_extension as load_ipython_extension
+from ._mlrun import unload_ipython_extension as unload_ipython_extension

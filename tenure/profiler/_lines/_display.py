@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from tenure._callers import line_in
+from tenure._cells import cell_of
 from tenure._errors import ProfilerUsageError, ReportFormatError
 from tenure._show import Bar, Column, Paragraph, Report, Table, plain, restored
 from tenure._text import format_bytes
@@ -293,7 +295,8 @@ def section_of(
 
 def title_of(name: str, file: str, first_line: int, device: torch.device | None = None) -> str:
     """What a function is called above its table."""
-    place = f"{name}, {os.path.basename(file)}:{first_line}"
+    # a file by its name alone, which need not stand below the working directory
+    place = f"{name}, {line_in(file if cell_of(file) else os.path.basename(file), first_line)}"
     return f"{place}, {device}" if device is not None else place
 
 

@@ -9,20 +9,21 @@ IPython is imported when the extension is loaded, and not before.
 
 from __future__ import annotations
 
-import ast
 import getopt
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tenure._cells import Expression, add_magic, remove_magic, run_cell
 from tenure._errors import ProfilerUsageError
 
 from ._display import DEFAULT_COLUMNS, RecordsDisplay, columns_named
 from ._line_profiler import LineProfiler
 
+_NAME = "mlrun"
 _SHORT = "f:c:Drg:d:qT:"
 _LONG = {
     "function=": "f", "column=": "c", "no_default_columns": "D", "no-default-columns": "D",
@@ -35,21 +36,21 @@ _ONCE = {"g": "--gpu", "d": "--device", "T": "--dump-profile"}
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Add ``%mlrun`` and ``%%mlrun`` to a shell; IPython calls this for ``%load_ext tenure``.
+    """Add ``%mlrun`` and ``%%mlrun`` to a shell; IPython calls this for ``%load_ext``.
 
     Args:
         shell: the ``InteractiveShell``.
     """
-    from IPython.core.magic import no_var_expand
+    add_magic(shell, _NAME, mlrun, "line_cell")
 
-    # Braces in the statement are its own.
-    @no_var_expand
-    def magic(line: str, cell: str | None = None) -> Any:
-        return mlrun(shell, line, cell)
 
-    # For `%mlrun?`.
-    magic.__doc__ = mlrun.__doc__
-    shell.register_magic_function(magic, "line_cell", "mlrun")
+def unload_ipython_extension(shell: Any) -> None:
+    """Take them away again; what had the name before has it again.
+
+    Args:
+        shell: the ``InteractiveShell``.
+    """
+    remove_magic(shell, _NAME)
 
 
 def mlrun(shell: Any, line: str, cell: str | None = None) -> LineProfiler | None:
@@ -88,17 +89,17 @@ def mlrun(shell: Any, line: str, cell: str | None = None) -> LineProfiler | None
     options, statement = _parsed(line)
     if cell is not None:
         # What follows the options belongs to the cell, as the first line that runs.
-        statement = f"{statement}\n{cell}" if statement else cell
-    targets = [_Target(expression, shell) for expression in options.functions]
+        statement = f"{statement}\n{cell}"
+    targets = [_target(expression, shell) for expression in options.functions]
     profiler = _profiler(options)
     with _reported_at_end(profiler, options), profiler:
-        _run(shell, statement, lambda: _register(targets, profiler))
+        run_cell(shell, statement, lambda: _register(targets, profiler))
     # Again: what only the last statement has defined did not run, but was not misspelled either.
     _register(targets, profiler)
     for target in targets:
         if not target.is_known:
             raise _usage_error(
-                f"%mlrun -f {target.expression}: {target.missing}, neither before the code nor "
+                f"%mlrun -f {target.text}: {target.missing}, neither before the code nor "
                 "after it, which ran. Check the spelling, or let the code define it."
             )
     return profiler if options.returns else None
@@ -115,45 +116,11 @@ class _Options:
     quiet: bool
 
 
-class _Target:
-    """An expression for a function, which may get a value only later.
-
-    Attributes:
-        expression: as it was written.
-        is_known: whether it has had a value.
-        missing: what was not found when it was last asked for.
-    """
-
-    def __init__(self, expression: str, shell: Any) -> None:
-        self.expression = expression
-        self.is_known = False
-        self.missing = ""
-        self._shell = shell
-        try:
-            tree = ast.parse(expression, mode="eval")
-        except SyntaxError as error:
-            raise _usage_error(f"%mlrun -f {expression}: {error.msg}.") from None
-        self._code = compile(tree, "<mlrun -f>", "eval")
-        # A name may be bound again by the code; what has to be computed is computed once.
-        self._is_name = _is_dotted_name(tree.body)
-
-    def value(self) -> Any:
-        """The function, or None as long as the names in the expression are not there."""
-        if self.is_known and not self._is_name:
-            return None
-        try:
-            found = eval(self._code, self._shell.user_global_ns, self._shell.user_ns)
-        except (NameError, AttributeError) as error:
-            self.missing = str(error)
-            return None
-        self.is_known = True
-        return found
-
-
-def _is_dotted_name(node: ast.expr) -> bool:
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    return isinstance(node, ast.Name)
+def _target(expression: str, shell: Any) -> Expression:
+    try:
+        return Expression(expression, shell)
+    except SyntaxError as error:
+        raise _usage_error(f"%mlrun -f {expression}: {error.msg}.") from None
 
 
 def _parsed(line: str) -> tuple[_Options, str]:
@@ -234,24 +201,11 @@ def _profiler(options: _Options) -> LineProfiler:
     return profiler
 
 
-def _register(targets: list[_Target], profiler: LineProfiler) -> None:
+def _register(targets: list[Expression], profiler: LineProfiler) -> None:
     for target in targets:
         function = target.value()
         if function is not None:
             profiler.add_function(function)
-
-
-def _run(shell: Any, code: str, before_each: Callable[[], None]) -> None:
-    """Run code as a cell of its own, in the variables of the user."""
-    source = shell.transform_cell(code)
-    file = shell.compile.cache(source, shell.execution_count, raw_code=code)
-    tree = shell.transform_ast(shell.compile.ast_parse(source, filename=file))
-    for node in tree.body:
-        before_each()
-        is_shown = node is tree.body[-1] and isinstance(node, ast.Expr)
-        piece = ast.Interactive([node]) if is_shown else ast.Module([node], [])
-        compiled = shell.compile(piece, file, "single" if is_shown else "exec")
-        exec(compiled, shell.user_global_ns, shell.user_ns)
 
 
 @contextmanager

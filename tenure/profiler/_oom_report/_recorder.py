@@ -25,11 +25,11 @@ from tenure._errors import ProfilerUsageError
 from tenure._heap import collector_paused
 from tenure._oom import OomInfo, chain_of, oom_info
 from tenure._registries import handles_ooms
+from tenure._reserve import Reserve
 
 from ._causes import judge
 from ._facts import Facts, gather
 from ._report import OomReport, build
-from ._reserve import Reserve
 from ._scene import Scene, scene_of
 from ._verdict import Verdict
 from ._watch import Watch
@@ -37,6 +37,8 @@ from ._watch import Watch
 _MOST_OF_TEXT = 400
 _MOST_HANDLED = 2
 _STEPS_WATCHED = 2
+# What a look at a large heap takes, or as much of it as there is room for.
+_RESERVES_BYTES = (64 << 20, 16 << 20, 4 << 20)
 
 
 class OomRecorder:
@@ -57,7 +59,7 @@ class OomRecorder:
         self._by_error: dict[tuple[int, str], OomReport] = {}
         self._shown: OomReport | None = None
         self._lock = threading.Lock()
-        self._reserve = Reserve()
+        self._reserve = Reserve(*_RESERVES_BYTES)
         self._watch = Watch(self._saw)
         self._is_open = True
         self._thread_id = threading.get_ident()

@@ -6,7 +6,6 @@ error's traceback, what ran around it is on the stack.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tenure._callers import is_internal
+from tenure._callers import is_internal, line_and_function, line_in
 from tenure._heap import is_kind, read, read_locals, type_name
 from tenure._storages import storage_bytes
 
@@ -199,16 +198,10 @@ def _site_in(frames: list[FrameType]) -> str:
     user = next((frame for frame in frames if not _is_library(frame)), None)
     if user is None:
         return ""
-    code = user.f_code
-    path = code.co_filename
-    try:
-        inside = os.path.relpath(path)
-    # another drive, or a working directory that is gone
-    except (ValueError, OSError):
-        inside = path
-    path = path if inside.startswith(os.pardir) else inside
-    place = f"{path}:{user.f_lineno}"
-    return place if code.co_name == "<module>" else f"{place} in {code.co_name}"
+    code, line = user.f_code, user.f_lineno
+    if code.co_name == "<module>":
+        return line_in(code.co_filename, line)
+    return line_and_function(code, line)
 
 
 def _is_library(frame: FrameType) -> bool:

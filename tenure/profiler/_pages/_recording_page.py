@@ -187,7 +187,7 @@ def _end_parts(memory: MemReport) -> Iterator[Grid | Part]:
         cells = [
             (
                 row.category,
-                row.name,
+                row.label,
                 describe_elements(row.dtype, row.shape),
                 row.created_at or "",
                 row.n_bytes,

@@ -70,6 +70,6 @@ def _csv(recording: Recording) -> str:
     for row in () if recording.memory is None else recording.memory.rows:
         if row.n_bytes:
             shape = "x".join(map(str, row.shape))
-            what = (row.category, row.name, shape, row.dtype, row.created_at or "")
+            what = (row.category, row.label, shape, row.dtype, row.created_at or "")
             writer.writerow((row.device, "end", *what, row.n_bytes, 1))
     return text.getvalue()

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tenure._text import counted, format_bytes
 
 from .._owners import SAVED, StorageEntry
-from .._reports import Snapshot, place_of, snapshot
+from .._reports import ADVICE_OF_GROWTH, Snapshot, place_of, snapshot
 
 # Twice in a row may be a cache that fills up between them; see
 # test_a_cache_that_is_full_is_no_growth.
@@ -31,7 +31,7 @@ _MOST_SHARE = 0.1
 _KEPT = 8
 _MAIN, _OF_EACH = "__main__.", "[…]"
 _MOST_NAMES = 3
-_ADVICE_OF_VALUES = "Keep .detach() or .item() of what is kept, or bound it."
+_ADVICE_OF_GRAPHS = "Keep .detach() or .item() of what is kept, or bound it."
 _ADVICE_OF_ENDS = "If it is no result, bound it."
 
 
@@ -84,7 +84,8 @@ class Growth:
         if self.graph_bytes:
             parts.append(f"kept graphs of autograd alive, {format_bytes(self.graph_bytes)}")
         when = f"from step {self.first_step} to step {self.last_step}"
-        return f"{self.name} {' and '.join(parts)} {when}. {_ADVICE_OF_VALUES}"
+        advice = _ADVICE_OF_GRAPHS if self.graph_bytes else ADVICE_OF_GROWTH
+        return f"{self.name} {' and '.join(parts)} {when}. {advice}"
 
 
 class _Look(NamedTuple):
@@ -108,7 +109,8 @@ class GrowthWatch:
     """Looks at the tensors of the process as a program trains.
 
     It looks after some of the steps of the first optimizer that makes one: 1, 2, 3, 4, 6, 8, 12, 16
-    and so on. But for the first few looks, no more than a tenth of the time goes into them.
+    and so on. But for the first few looks, no more than a tenth of the time goes into them. A loop
+    without an optimizer has it look by `look`, and needs no block.
 
     Attributes:
         notes: why it has stopped looking, if it has.
@@ -159,11 +161,26 @@ class GrowthWatch:
         """Look no more."""
         self.end()
 
+    def look(self, step: int) -> Snapshot:
+        """Look now.
+
+        Args:
+            step: how many steps there were before; more than at the look before.
+
+        Returns:
+            What it saw.
+        """
+        seen = snapshot()
+        self._looks.append(_looked_at(step, seen._entries))
+        # the last few decide
+        del self._looks[:-_KEPT]
+        return seen
+
     def growth(self, at_end: Snapshot | None = None) -> tuple[Growth, ...]:
         """What grew, the largest first.
 
         Args:
-            at_end: where there were too few steps to see growth, containers of this moment that
+            at_end: where there were too few looks to see growth, containers of this moment that
                 hold several tensors are told instead; None tells nothing then.
         """
         if len(self._looks) >= _LOOKS:
@@ -185,7 +202,7 @@ class GrowthWatch:
         if self._n_steps < self._next or not self._lock.acquire(blocking=False):
             return
         try:
-            self._look()
+            self._look_in_turn()
         # an error in here would be one of the program's step
         except Exception as error:
             self.notes.append(f"it looked for growth up to step {self._n_steps}: {error!r}")
@@ -193,16 +210,14 @@ class GrowthWatch:
         finally:
             self._lock.release()
 
-    def _look(self) -> None:
+    def _look_in_turn(self) -> None:
         began = perf_counter()
         # a long search beside short steps waits for more of them
         if self._n_looks >= _FIRST_LOOKS and self._looked > _MOST_SHARE * (began - self._began):
             self._next = self._n_steps + max(1, self._n_steps // 8)
             return
-        self._looks.append(_looked_at(self._n_steps, snapshot()._entries))
+        self.look(self._n_steps)
         self._n_looks += 1
-        # the last few decide
-        del self._looks[:-_KEPT]
         self._looked += perf_counter() - began
         self._next = _after(self._n_steps)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tenure._errors import ReportFormatError
-from tenure._report_files import is_packed, read_facts, write_facts
+from tenure._report_files import is_packed, read_facts, write_facts, write_whole
 from tenure._show import Amounts, Column, Paragraph, Part, Report, Table, plain, restored
 from tenure._text import describe_elements, format_bytes
 from tenure.scopes import LeakReport
@@ -128,7 +128,7 @@ class Recording(Report):
         return RecordedTree(tuple(_at_end(device) for device in devices if device.total_bytes))
 
     def export(self, path: str | Path) -> None:
-        """Write it for other tools; the extension says which format.
+        """Write it for other tools, whole or not at all; the extension says which format.
 
         Args:
             path: ``.json`` for all of it, ``.csv`` for what was alive, ``.html`` for a page that
@@ -141,8 +141,7 @@ class Recording(Report):
         if self.timeline is not None and Path(path).suffix != ".html":
             self.timeline.export(path)
             return
-        text = exported(self, Path(path))
-        Path(path).write_text(text, encoding="utf-8")
+        write_whole(Path(path), exported(self, Path(path)).encode())
 
     def title(self) -> str:
         """The command and, of several ranks, whose it was."""
@@ -274,7 +273,7 @@ def _at_end(device: DeviceReport) -> DeviceTree:
 def _tensors(title: str, rows: list[TensorRow]) -> Table:
     shown = [
         (
-            fitted(row.name, _NAME_WIDTH),
+            fitted(row.label, _NAME_WIDTH),
             fitted(row.category, _CATEGORY_WIDTH),
             fitted(describe_elements(row.dtype, row.shape), _SHAPE_WIDTH),
             format_bytes(row.n_bytes),

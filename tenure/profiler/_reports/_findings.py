@@ -20,8 +20,9 @@ FindingKind = Literal["growth", "graph", "cycle", "view"]
 _MIN_WASTED_BYTES = 4096
 _MAX_ROOTS = 3
 _INDEX = re.compile(r"\[[^\]]*\]")
+ADVICE_OF_GROWTH = "Bound it, or keep numbers instead of tensors."
 _ADVICE = {
-    "growth": "Bound it, or keep numbers instead of tensors.",
+    "growth": ADVICE_OF_GROWTH,
     "graph": "Call backward(), or keep loss.detach() or loss.item() instead of the loss.",
     "cycle": "gc.collect() frees it; break the cycle, or open a scope around what makes it.",
     "view": "Keep a clone() of the part that is needed.",

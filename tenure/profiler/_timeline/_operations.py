@@ -6,7 +6,7 @@ Invariant: what an operation gives back is handed on as it came, and nothing of 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -36,21 +36,21 @@ class _Operation(NamedTuple):
 
 
 _known: dict[Any, _Operation] = {}
+Failed = Callable[[Exception], None]
+"""Is told of an operation that has failed; raises nothing."""
 
 
 class Told(Protocol):
     """Who is told of operations."""
 
     is_open: bool
+    failed: Failed
 
     def made(self, out: Any, args: tuple[Any, ...], kind: int, caller: Any) -> None:
         """An operation of a kind has given this back."""
 
     def wraps(self, numbers: list[int]) -> None:
         """An operation is about to make tensors of these bytes of numbers that it was given."""
-
-    def failed(self, error: RuntimeError) -> None:
-        """An operation has failed."""
 
 
 class OperationMode(EagerMode):
@@ -89,8 +89,9 @@ class OperationMode(EagerMode):
                 told.wraps([n_bytes for n_bytes in numbers if n_bytes])
         try:
             out = func(*args, **kwargs) if kwargs else func(*args)
-        except RuntimeError as error:
-            told.failed(error)
+        except Exception as error:
+            if told.is_open:
+                told.failed(error)
             raise
         if kind and told.is_open:
             # on a thread of autograd's engine nothing has called

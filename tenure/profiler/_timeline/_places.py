@@ -8,7 +8,8 @@ from __future__ import annotations
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-from tenure._callers import Site, is_internal, module_of
+from tenure._callers import Site, is_internal, line_and_function, module_of
+from tenure._cells import is_cell
 
 BEFORE = 0
 """The place of what was there before the recording began."""
@@ -19,7 +20,7 @@ _WORDS = {BEFORE: ("before the recording",), NOWHERE: ("a thread of torch",)}
 _DEPTH = 4
 _REACH = 48
 _LOADER = "torch.utils.data"
-_INTERNAL, _USER, _OF_LOADER = range(3)
+_INTERNAL, _USER, _OF_LOADER, _CELL = range(4)
 
 
 class _Step(NamedTuple):
@@ -62,6 +63,12 @@ class Places:
                     break
             elif kind == _OF_LOADER:
                 key[0] = 1
+            elif kind == _CELL:
+                # what stands below a cell is the notebook's, and no part of the program
+                key.append(id(code))
+                key.append(frame.f_lasti)
+                n_user += 1
+                break
             frame = frame.f_back
         if not n_user:
             return NOWHERE
@@ -80,7 +87,7 @@ class Places:
 
     def _judge(self, frame: FrameType) -> int:
         if not is_internal(frame):
-            kind = _USER
+            kind = _CELL if is_cell(frame.f_code) else _USER
         else:
             kind = _OF_LOADER if module_of(frame).startswith(_LOADER) else _INTERNAL
         self._codes.append(frame.f_code)
@@ -90,7 +97,7 @@ class Places:
     def _enter(self, key: tuple[int, ...], frame: FrameType | None) -> int:
         steps: list[_Step] = []
         while frame is not None and len(steps) < len(key) // 2:
-            if self._kinds[id(frame.f_code)] == _USER:
+            if self._kinds[id(frame.f_code)] in (_USER, _CELL):
                 steps.append(_Step(frame.f_code, frame.f_lasti))
             frame = frame.f_back
         number = self._numbers[key] = len(self._stacks)
@@ -100,4 +107,4 @@ class Places:
 
 
 def _spelled(step: _Step) -> str:
-    return f"{Site(*step)} in {step.code.co_name}"
+    return line_and_function(step.code, Site(*step).line)

@@ -47,14 +47,11 @@ from ._events import (
     place_of,
 )
 from ._lives import FOREVER
-from ._operations import ADOPTS, COPIES, RESIZES, storages_in
+from ._operations import ADOPTS, COPIES, RESIZES, Failed, storages_in
 from ._places import BEFORE, NOWHERE, Places
 
 _STEPS_PER_READING = 100
 _STRIDED = torch.strided
-_HOST_OOM = "DefaultCPUAllocator: "
-"""Of the error of torch's allocator of the host, which has no class of its own:
-https://github.com/pytorch/pytorch/blob/v2.13.0/c10/core/impl/alloc_cpu.cpp"""
 Sample = Callable[[int, int], int]
 """Called with the time and the level of the host; returns when it wants to be called again."""
 
@@ -71,7 +68,7 @@ class Recorder:
     Args:
         places: where things are made.
         sample: called now and then, between operations.
-        learn: called where something did not fit: who has what is gone when the error is handled.
+        failed: called with the error of an operation, whose frames are alive.
 
     Attributes:
         accounts: what is known of each device.
@@ -79,18 +76,16 @@ class Recorder:
         host: the account of the host.
         is_open: whether it takes notes.
         n_events: storages that were made, and that died.
-        ooms: when operations ran out of memory, and their texts.
         began_ns: when it was started, by ``time.perf_counter_ns()``.
     """
 
-    def __init__(self, places: Places, sample: Sample, learn: Callable[[], None]) -> None:
+    def __init__(self, places: Places, sample: Sample, failed: Failed) -> None:
         self.host = Account(torch.device("cpu"))
         self.accounts = {self.host.device: self.host}
         self.is_open = False
         self.n_events = 0
-        self.ooms: list[tuple[int, str]] = []
         self.began_ns = 0
-        self._places, self._sample, self._learn = places, sample, learn
+        self._places, self._sample, self.failed = places, sample, failed
         self.bands = Bands(self.step)
         self._next_sample_ns = 0
         self._entries: dict[int, Entry] = {}
@@ -155,7 +150,7 @@ class Recorder:
             self._look([])
             self._tell(self._session.end())
             self.is_open = False
-            number, at_ns = next(self._numbers), self._elapsed_ns()
+            number, at_ns = next(self._numbers), self.elapsed_ns()
             for account in self.accounts.values():
                 account.look(end_of(number), at_ns, is_last=True)
             for entry in list(self._entries.values()):
@@ -190,18 +185,6 @@ class Recorder:
     def wraps(self, numbers: list[int]) -> None:
         """See `Told`."""
         self._wrapped += numbers
-
-    def failed(self, error: RuntimeError) -> None:
-        """See `Told`."""
-        if isinstance(error, torch.OutOfMemoryError) or _HOST_OOM in str(error):
-            self.refused(str(error))
-
-    def refused(self, text: str) -> None:
-        """Note that something did not fit."""
-        if self.is_open:
-            self._look([])
-            self.ooms.append((self._elapsed_ns(), text.partition("\n")[0]))
-            self._learn()
 
     # --- what was made
 
@@ -320,7 +303,7 @@ class Recorder:
     def _look(self, made: list[Entry]) -> None:
         """Put down a step, and leave its mark among the allocator's events."""
         number = next(self._numbers)
-        at_ns = time.perf_counter_ns() - self.began_ns
+        at_ns = self.elapsed_ns()
         # Taken before the step is put down: what dies from here on belongs to the next one.
         dead, self._dead = self._dead, []
         if self._remade:
@@ -341,7 +324,8 @@ class Recorder:
         if at_ns >= self._next_sample_ns:
             self._next_sample_ns = self._sample(at_ns, self._host_base + self._live.value)
 
-    def _elapsed_ns(self) -> int:
+    def elapsed_ns(self) -> int:
+        """Since it was started."""
         return time.perf_counter_ns() - self.began_ns
 
     def read(self) -> None:

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from tenure._errors import ProfilerUsageError
+from tenure._oom import oom_of_work
 from tenure._registries import refusal_watchers
 from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 from tenure._torch.fakes import are_made
@@ -34,7 +35,7 @@ from ._places import Places
 from ._recorder import Recorder
 from ._timeline_report import OomMark, ScopeSpan, TimelineReport
 
-_Status = Literal["not yet open", "open", "closed"]
+_Status = Literal["not yet open", "open", "closed", "left to the parent process"]
 _ONE_BLOCK = "A timeline is neither reusable nor reentrant: make a new one with Timeline()."
 _NS = 1e9
 # Who has what is asked for at most so much of the time: a twentieth where something did not fit, as
@@ -71,8 +72,13 @@ class Timeline:
         """What was recorded.
 
         Raises:
-            ProfilerUsageError: the block has not ended.
+            ProfilerUsageError: the block has not ended, or this is a child that was forked in it.
         """
+        if self._report is None and self._status == "left to the parent process":
+            raise ProfilerUsageError(
+                f"{self!r} has no report here: this process was forked in its block, and the "
+                "recording is that of the process which opened it. Open a timeline here."
+            )
         if self._report is None:
             raise ProfilerUsageError(
                 f"{self!r} has no report yet: what a storage was is known when its life, or the "
@@ -107,20 +113,22 @@ class Timeline:
             )
         self._notes: list[str] = []
         self._learned_ns = self._learning_ns = 0
-        self._thread_id = get_ident()
+        self._process_id, self._thread_id = os.getpid(), get_ident()
+        self._ooms: list[tuple[int, str]] = []
+        self._limited_text: str | None = None
         self._step_hook: RemovableHandle | None = None
         if _open:
             self._notes.append(
                 "another timeline was open: temporaries inside operations were told to that one"
             )
         self._places, self._host = Places(), HostSamples()
-        self._recorder = Recorder(self._places, self._host.take, self._learn_now)
+        self._recorder = Recorder(self._places, self._host.take, self._failed)
         self._mode = OperationMode(self._recorder)
         try:
             self._recorder.open()
             for storage, category in _census():
                 self._recorder.know(storage, category)
-            refusal_watchers.append(self._recorder.refused)
+            refusal_watchers.append(self._limited)
             self._recorder.start()
             # what passed since it was started is no part of the time on the system's clock
             self._began_at_ns = time.time_ns() - (time.perf_counter_ns() - self._recorder.began_ns)
@@ -150,6 +158,11 @@ class Timeline:
         """
         if self._status != "open":
             return
+        # closed by who is told of the fork before us
+        if os.getpid() != self._process_id:
+            _open.discard(self)
+            self._leave_to_parent()
+            return
         if get_ident() != self._thread_id:
             raise ProfilerUsageError(
                 f"{self!r} was closed from thread {current_thread().name!r}, and stays open. A "
@@ -173,7 +186,27 @@ class Timeline:
         if self._recorder.is_open and get_ident() == self._thread_id:
             self._learn_now(_STEP_SHARE)
 
-    def _learn_now(self, share: int = _OOM_SHARE) -> None:
+    def _failed(self, error: Exception) -> None:
+        # the context is an error that the program handles just now, and was noted when it was new
+        info = oom_of_work(error, error.__context__)
+        # a limit below the mode has told of it already
+        if info is not None and info.text != self._limited_text:
+            self._note_oom(info.text)
+        self._limited_text = None
+
+    def _limited(self, text: str) -> None:
+        """A limit has refused something, above the mode or below it."""
+        if self._recorder.is_open:
+            self._limited_text = text
+            self._note_oom(text)
+
+    def _note_oom(self, text: str) -> None:
+        self._recorder.step()
+        self._ooms.append((self._recorder.elapsed_ns(), text.partition("\n")[0]))
+        # who has what is gone when the error is handled
+        self._learn_now(_OOM_SHARE)
+
+    def _learn_now(self, share: int) -> None:
         """Note what the storages that are alive count as, if the last time was long ago.
 
         Args:
@@ -192,11 +225,20 @@ class Timeline:
         self._learning_ns = self._learned_ns - began_ns
 
     def _close(self) -> None:
-        if self._recorder.refused in refusal_watchers:
-            refusal_watchers.remove(self._recorder.refused)
+        if self._limited in refusal_watchers:
+            refusal_watchers.remove(self._limited)
         if self._step_hook is not None:
             self._step_hook.remove()
         self._recorder.close()
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: run plainly from here on, also to the end of the block."""
+        self._recorder.abandon()
+        # of another thread there is nothing left here
+        if get_ident() == self._thread_id:
+            remove_dispatch(self._mode)
+        self._status = "left to the parent process"
+        self._close()
 
     def _composed(self) -> TimelineReport:
         recorder, bands = self._recorder, self._recorder.bands
@@ -217,7 +259,7 @@ class Timeline:
                 ScopeSpan(bands.names[s.name], s.depth, s.begin_ns / _NS, s.end_ns / _NS)
                 for s in spans
             ),
-            tuple(OomMark(at_ns / _NS, text) for at_ns, text in recorder.ooms),
+            tuple(OomMark(at_ns / _NS, text) for at_ns, text in self._ooms),
             self._host.timeline(),
             recorder.n_events,
             self._duration_s,
@@ -249,10 +291,16 @@ def _watch_processes() -> None:
     """Once: leave no session of torch to the end of the interpreter, or to a forked child."""
     atexit.register(_abandon_all)
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_abandon_all)
+        os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def _abandon_all() -> None:
     for timeline in _open:
         timeline._recorder.abandon()
+    _open.clear()
+
+
+def _leave_all_to_parent() -> None:
+    for timeline in _open:
+        timeline._leave_to_parent()
     _open.clear()

@@ -12,7 +12,7 @@ from tenure.adaptive._predict import Work
 from tenure.adaptive._predict._predict import report_of
 from tests.programs import run_program
 
-from ..ranks.launch import run_ranks
+from ..ranks.launch import IMPORTED, run_ranks
 from ..ranks.sharded_nets import KINDS, loss_of, net_of, tokens, whole_gradients
 
 
@@ -54,9 +54,11 @@ print(json.dumps({{kind: predicted_and_measured(kind) for kind in KINDS}}))
 """
 
 
-@pytest.mark.parametrize(("rank", "n"), [(3, 4), pytest.param(0, 8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "n"), [(3, 4), (0, 8)])
 def test_the_peak_is_what_a_budget_counts(rank, n):
-    done = run_program(ALONE.format(root=str(Path(__file__).parents[3]), rank=rank, n=n))
+    program = ALONE.format(root=str(Path(__file__).parents[3]), rank=rank, n=n)
+    done = run_program(program, imported=IMPORTED)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert list(found) == list(KINDS)
@@ -106,7 +108,10 @@ def trains_as_without(rank, kind):
     return all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [k if k == "plain" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS],
+)
 def test_a_rank_predicts_alone_and_trains_on_as_without(kind):
     assert run_ranks(trains_as_without, 2, kind=kind) == [True, True]
 

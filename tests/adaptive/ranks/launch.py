@@ -4,6 +4,7 @@ Each rank leaves by `os._exit`: a group of gloo that is destroyed right after a 
 for ever. Who is not done in time is killed, and the test fails with what all have said.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -14,10 +15,14 @@ from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
+import torch.distributed as dist
+
 from tests.programs import run_program
+from tests.small_heap import hide
 
 # what a replica imports when it is made, which takes longer than most tests
-_IMPORTED = ("torch._dynamo", "pytest")
+IMPORTED = ("torch._dynamo", "pytest")
 _ROOT = Path(__file__).parents[3]
 _PROGRAM = """
 import sys
@@ -45,7 +50,7 @@ def run_ranks(function, n=2, *, timeout=60, has_end=True, **options):
                 root=str(_ROOT), module=function.__module__, function=function.__name__,
                 options=options, n=n, folder=folder, timeout=timeout, has_end=has_end,
             ),
-            imported=_IMPORTED,
+            imported=IMPORTED,
         )  # fmt: skip
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         found = [Path(folder, f"{rank}.json") for rank in range(n)]
@@ -53,11 +58,14 @@ def run_ranks(function, n=2, *, timeout=60, has_end=True, **options):
 
 
 def launch(module, function, options, n, folder, timeout, has_end):
+    work = getattr(importlib.import_module(module), function)
+    # each rank would look at all that is imported, and so copy it, wherever it makes room
+    hide()
     pids = {}
     for rank in range(n):
         pid = os.fork()
         if pid == 0:
-            os._exit(_run(module, function, options, rank, n, folder, timeout, has_end))
+            os._exit(_run(work, options, rank, n, folder, timeout, has_end))
         pids[pid] = rank
     deadline, failed = time.monotonic() + timeout, []
     while pids:
@@ -80,19 +88,14 @@ def launch(module, function, options, n, folder, timeout, has_end):
         sys.exit(1)
 
 
-def _run(module, function, options, rank, n, folder, timeout, has_end):
-    import importlib
-
-    import torch
-    import torch.distributed as dist
-
+def _run(work, options, rank, n, folder, timeout, has_end):
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n,
             timeout=timedelta(seconds=timeout),
         )  # fmt: skip
-        result = getattr(importlib.import_module(module), function)(rank, **options)
+        result = work(rank, **options)
         Path(folder, f"{rank}.json").write_text(json.dumps(result))
         # nobody leaves while another still reads what it has sent
         if has_end:

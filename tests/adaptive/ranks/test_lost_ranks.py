@@ -150,6 +150,7 @@ def absent_on(rank):
     return told
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_an_error_after_the_timeout_of_the_group():
     (name, text, _), _ = run_ranks(absent_on)
     assert name == "RemoteRankError"
@@ -170,6 +171,7 @@ def late_on(rank):
     return told, worst_error(gradients(net), wanted_of(net, parts))
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_too_late_is_an_error_on_all_and_the_next_call_goes_well():
     for told, error in run_ranks(late_on):
         assert told == [None, "RemoteRankError", None]

@@ -288,6 +288,7 @@ def runs_out_later(rank):
     return said, differs(net, wanted)
 
 
+@pytest.mark.slow
 def test_ranks_that_ran_out_at_other_times_go_on():
     for said, error in run_ranks(runs_out_later, 2):
         assert "could not be told" in str(said)

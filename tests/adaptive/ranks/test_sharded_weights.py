@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import pytest
 import torch
 from torch.nn import functional as F
 
@@ -140,6 +141,7 @@ def said_at_the_end(rank, folder, work):
     os._exit(0)
 
 
+@pytest.mark.slow
 def test_a_loss_that_needs_no_gradient_on_one_rank_is_refused_by_name(tmp_path):
     run_ranks(without_loss, 2, folder=str(tmp_path))
     waiting, failed = (Path(tmp_path, str(rank)).read_text() for rank in range(2))

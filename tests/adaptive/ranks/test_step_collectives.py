@@ -187,6 +187,7 @@ def ending_on(rank, how):
     return told, waited
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "left"])
 def test_a_rank_that_has_ended_is_named_on_all_others_while_they_go_on(how):
     found = run_ranks(ending_on, 5, how=how, has_end=False)

@@ -178,6 +178,7 @@ def planned(rank):
     return found
 
 
+@pytest.mark.slow
 def test_sizes_are_planned_by_the_rank_that_has_the_least_memory():
     first, second = run_ranks(planned, 2, timeout=180)
     for (size, attempts, ran, _), (other, others, also, _) in zip(first, second, strict=True):
@@ -308,6 +309,7 @@ def fails_alone(rank, folder):
     os._exit(0)
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_one_that_failed_hears_of_it_when_that_ends(tmp_path):
     run_ranks(fails_alone, 2, folder=str(tmp_path))
     waiting, failed = (json.loads((tmp_path / f"answer{rank}").read_text()) for rank in range(2))

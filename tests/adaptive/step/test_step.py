@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tenure import NewDisposeScope
 from tenure.adaptive import (
     AdaptiveUsageWarning,
     NoBatchsizeCache,
@@ -53,6 +54,25 @@ def test_the_result_tells_the_loss_its_terms_and_the_split():
         result.terms["other"] = out
     with pytest.raises(dataclasses.FrozenInstanceError):
         result.loss = out
+
+
+def test_a_result_prints_itself_in_one_line_however_large_what_it_has():
+    net = small_net()
+    result = step(lambda b: (net(b).square().mean(), net(b)), samples(), maximum=4, has_aux=True)
+    assert repr(result) == (
+        f"<StepResult: loss {result.loss.item():.4g}, 9 samples, micro-batch 4, 1 attempt>"
+    )
+    parts = tuple(torch.ones(1000) for _ in range(9))
+    large = StepResult(torch.tensor(-1.2345e-10), {}, 125_000, (1,) * 999, 12, parts, 1_000_000)
+    assert len(repr(large)) <= 80
+
+
+def test_a_result_without_a_value_prints_itself_all_the_same():
+    with NewDisposeScope():
+        loss = torch.ones(())
+    assert repr(StepResult(loss, {}, 1, (1,), 1)).startswith("<StepResult: loss disposed, ")
+    meta = torch.ones((), device="meta")
+    assert repr(StepResult(meta, {}, 1, (1,), 1)).startswith("<StepResult: loss without data, ")
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])

@@ -879,6 +879,7 @@ def test_strange_objects_in_the_heap_are_left_alone(sim):
     del fake, dead, lazy
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("whole_heap")
 def test_frozen_tensors_move_too(sim):
     x = torch.ones(4, device=sim.device)

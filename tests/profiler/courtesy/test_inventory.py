@@ -174,6 +174,7 @@ def test_an_owner_in_torch_that_cannot_be_told_from_others_is_counted_too(name):
     del made
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("whole_heap")
 def test_frozen_tensors_are_found():
     x = torch.ones(4)

@@ -28,6 +28,16 @@ class GPT(nn.Module):
             x = block(x)
         return self.head(x)
 """
+# the rest of a `main` that has made them
+TRAINED = """
+    for _ in range(3):
+        logits = model(tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+main()
+"""
 
 plant(
     "logits",
@@ -39,14 +49,8 @@ def main():
     model = GPT(8000, 64, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tokens = torch.randint(8000, (8, 128))
-    for _ in range(3):
-        logits = model(tokens[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-main()
-""",
+"""
+    + TRAINED,
     size="80MiB",
 )
 
@@ -78,14 +82,8 @@ def main():
     model = GPT(128, 64, 6)
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.randint(128, (64, 128))
-    for _ in range(3):
-        logits = model(tokens[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-main()
-""",
+"""
+    + TRAINED,
     size="64MiB",
 )
 

@@ -27,11 +27,13 @@ def measured():
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", saved_cases.NAMES)
 def test_the_bytes_found_are_those_the_allocator_holds(measured, case):
     assert measured[case]["found"] == measured[case]["truth"]
 
 
+@pytest.mark.slow
 def test_the_cases_are_all_there_and_no_empty_ones(measured):
     assert set(measured) == set(saved_cases.NAMES)
     assert sum(case["truth"] > 10_000 for case in measured.values()) >= 16

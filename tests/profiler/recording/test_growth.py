@@ -37,6 +37,7 @@ def test_a_list_of_losses_is_named_with_the_graphs_that_it_keeps():
     assert found.graph_bytes >= (found.n_tensors - found.n_before) * N * N * 4
     assert "losses" in str(found).split()[0]
     assert "kept graphs of autograd alive" in str(found)
+    assert str(found).endswith(". Keep .detach() or .item() of what is kept, or bound it.")
 
 
 def test_detached_outputs_are_a_growth_without_graphs():
@@ -47,6 +48,18 @@ def test_detached_outputs_are_a_growth_without_graphs():
     assert "outputs" in found.name
     assert found.graph_bytes == 0
     assert found.grown_bytes == (found.n_tensors - found.n_before) * N * N * 4
+    assert str(found).endswith(". Bound it, or keep numbers instead of tensors.")
+
+
+def test_a_loop_without_an_optimizer_has_it_look_itself():
+    answers, watch = [], GrowthWatch()
+    for step in range(2):
+        assert watch.look(step).total_bytes >= len(answers) * N * 4
+        assert watch.growth() == ()
+        answers.append(torch.ones(N))
+    watch.look(2)
+    (found,) = watch.growth()
+    assert (found.n_before, found.n_tensors, found.first_step, found.last_step) == (0, 2, 0, 2)
 
 
 def test_a_sum_that_is_carried_on_is_named():

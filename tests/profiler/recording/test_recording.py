@@ -272,6 +272,25 @@ def test_exports_by_extension(tmp_path):
         found.export(tmp_path / "x.xlsx")
 
 
+def test_what_autograd_saved_is_named_with_who_holds_its_graph(tmp_path):
+    losses = [torch.ones(7, 11, requires_grad=True).exp().sum()]
+    reporter = MemReporter()
+    reporter.collect_tensor()
+    found = recording(memory=reporter.get_stats())
+    (row,) = (row for row in found.memory.rows if row.name.startswith("ExpBackward0."))
+    label = f"{row.name} in the graph of {row.graph}"
+    assert label.endswith(".losses[0]")
+    found.export(tmp_path / "x.csv")
+    assert f",{label},7x11," in (tmp_path / "x.csv").read_text()
+    found.export(tmp_path / "x.html")
+    assert label.partition(".<")[0] in (tmp_path / "x.html").read_text()
+    # its middle is left out
+    assert any(
+        line.startswith("ExpBac") and "losses[0] " in line for line in str(found).split("\n")
+    )
+    assert losses
+
+
 def test_html_is_escaped():
     found = recording(
         command=("python", "<script>"),

@@ -564,6 +564,7 @@ def test_the_reporter_keeps_no_tensor_alive(sim):
     assert report.total_bytes > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("whole_heap")
 def test_a_report_leaves_no_garbage():
     sparse = torch.eye(3).to_sparse_csr()

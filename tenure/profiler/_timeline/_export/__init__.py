@@ -1,17 +1,16 @@
 """Files of other tools: a module for each format, found by how a file's name ends.
 
-A writer gives the text or the bytes of a whole file; it is written to a temporary name and then
-renamed, so that a file is whole or is not there. Another format is one more entry of ``WRITERS``.
+A writer gives the text or the bytes of a whole file. Another format is one more entry of
+``WRITERS``.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from tenure._errors import ProfilerUsageError
+from tenure._report_files import write_whole
 from tenure._text import listed
 
 from ..._pages import timeline_page
@@ -37,20 +36,11 @@ def export(report: TimelineReport, path: Path) -> Path:
 
     Raises:
         ProfilerUsageError: there is no such format.
+        OSError: it can't be written; there is nothing of it then.
     """
     content = _writer_for(path)(report)
     data = content.encode() if isinstance(content, str) else content
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        # as if it had been opened to be written: a temporary file is the owner's alone
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return path
+    return write_whole(path, data)
 
 
 def _writer_for(path: Path) -> Writer:
@@ -61,9 +51,3 @@ def _writer_for(path: Path) -> Writer:
             f"written. There are {listed(sorted(WRITERS), len(WRITERS))}."
         )
     return WRITERS[max(matching, key=len)]
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -19,7 +19,8 @@ from .._timeline_report import DeviceTimeline, TimelineReport
 
 # Its own unpickler, in JavaScript, knows protocols 2 to 4.
 _PROTOCOL = 4
-_FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+) in (?P<name>.*)")
+# of a cell itself no function is told
+_FRAME = re.compile(r"(?P<file>.*)(?::|, line )(?P<line>\d+)(?: in (?P<name>.*))?")
 _US_PER_S = 1e6
 _FIRST_ADDRESS = 1 << 32
 
@@ -195,4 +196,8 @@ def _frame(name: str) -> dict[str, Any]:
     found = _FRAME.fullmatch(name)
     if found is None:
         return {"filename": "", "line": 0, "name": name}
-    return {"filename": found["file"], "line": int(found["line"]), "name": found["name"]}
+    return {
+        "filename": found["file"],
+        "line": int(found["line"]),
+        "name": found["name"] or "<module>",
+    }

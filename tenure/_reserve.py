@@ -1,4 +1,4 @@
-"""Memory that is kept for the report itself, which is wanted when there is none.
+"""Memory that is kept for a report of what happened, which is wanted when there is none.
 
 It is address space that was never touched: it takes none of the machine's memory, and counts where
 a process is limited (``RLIMIT_DATA``, ``RLIMIT_AS``). A limit of a container counts what is touched
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 
-_SIZES = (64 << 20, 16 << 20, 4 << 20)
 # what is shared with other processes, as it would be otherwise, is not in RLIMIT_DATA
 _PRIVATE: dict[str, int] = (
     {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
@@ -17,9 +16,14 @@ _PRIVATE: dict[str, int] = (
 
 
 class Reserve:
-    """As much as there is room for, of what a look at a large heap takes."""
+    """Bytes that are there when they are wanted: freed before the work, and taken again after it.
 
-    def __init__(self) -> None:
+    Args:
+        *sizes: in bytes, the largest first; the first that there is room for is kept, or none.
+    """
+
+    def __init__(self, *sizes: int) -> None:
+        self._sizes = sizes
         self._kept: mmap.mmap | None = None
 
     @property
@@ -31,11 +35,11 @@ class Reserve:
         """Keep it, unless it is kept already."""
         if self._kept is not None:
             return
-        for n_bytes in _SIZES:
+        for n_bytes in self._sizes:
             try:
                 self._kept = mmap.mmap(-1, n_bytes, **_PRIVATE)
                 return
-            # less, or nothing: the report is poorer then, and the program goes on
+            # less, or nothing: what is told is poorer then, and the program goes on
             except (OSError, MemoryError):
                 continue
 

@@ -1,0 +1,131 @@
+"""``%%tenure``: a cell of a notebook under a recording, as ``tenure run`` records a program."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from tenure._cells import Expression, add_magic, remove_magic
+from tenure._errors import CommandError
+
+from ._run import add_measuring, check_target, shown_path, wanted_of
+
+if TYPE_CHECKING:
+    from tenure.profiler import Recording, SnapshotDiff
+
+_NAME = "tenure"
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Add all magics of tenure to a shell; IPython calls this for ``%load_ext tenure``."""
+    from tenure import profiler
+
+    profiler.load_ipython_extension(shell)
+    add_magic(shell, _NAME, tenure_cell, "cell")
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """Take them away again; IPython calls this for ``%unload_ext tenure``."""
+    from tenure import profiler
+
+    remove_magic(shell, _NAME)
+    profiler.unload_ipython_extension(shell)
+
+
+def tenure_cell(shell: Any, line: str, cell: str) -> None:
+    """Run a cell, and show where its memory went: the peak, the lines that made it, what stays.
+
+    Usage::
+
+        %%tenure [options]
+        code of the cell
+
+    --leaks
+        What the cell left, and what holds more from step to step of an optimizer.
+    --timeline
+        Live bytes over time, and which lines made what was alive at the peak.
+    --on-oom
+        Explain the first out-of-memory error.
+    --lines FUNC
+        Measure each line of a function: an expression for it, such as ``Model.forward``. More of
+        them with more ``--lines``. The cell may define it.
+    --budget SIZE
+        Raise torch.OutOfMemoryError past so many bytes, as 2GiB, of the accelerator or, where there
+        is none, of the CPU.
+    -o FILE, --output FILE
+        Write the recording to a file, which ``tenure report`` and ``Recording.load`` read.
+    -f, --force
+        Overwrite FILE.
+    -q, --quiet
+        Show nothing.
+
+    Without any of the first four all but ``--lines`` are meant. ``await`` at the top level is not
+    supported.
+    """
+    from ._program import run_cell_recorded
+
+    words = _words(line)
+    arguments = _parsed(words)
+    path = None if arguments.output is None else Path(arguments.output).expanduser().absolute()
+    functions = [_expression(each, shell) for each in arguments.lines]
+    try:
+        if path is not None:
+            check_target(path, replace=arguments.force)
+    except CommandError as error:
+        raise _usage_error(str(error)) from None
+    told = partial(_tell, path=path, is_quiet=arguments.quiet)
+    command = (f"%%{_NAME}", *words)
+    # the line of the magic is the first
+    run_cell_recorded(shell, f"\n{cell}", wanted_of(arguments), functions, command, told)
+
+
+def _tell(
+    recording: Recording, left: SnapshotDiff | None, *, path: Path | None, is_quiet: bool
+) -> None:
+    if not is_quiet:
+        from IPython.display import display
+
+        from ._cell_report import CellReport
+
+        display(CellReport(recording, left))
+    if path is not None:
+        recording.save(path)
+        if not is_quiet:
+            file = shown_path(path)
+            print(f"Wrote {file}. See it with: !tenure report {shlex.quote(file)}")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _usage_error(f"{message}. See %%{_NAME}? for what there is.")
+
+
+def _words(line: str) -> list[str]:
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        raise _usage_error(f"{error}.") from None
+
+
+def _expression(text: str, shell: Any) -> Expression:
+    try:
+        return Expression(text, shell)
+    except SyntaxError as error:
+        raise _usage_error(f"--lines {text}: {error.msg}.") from None
+
+
+def _parsed(words: list[str]) -> argparse.Namespace:
+    # the help is the docstring, which a notebook shows
+    parser = _Parser(prog=f"%%{_NAME}", add_help=False, allow_abbrev=False)
+    add_measuring(parser)
+    return parser.parse_args(words)
+
+
+def _usage_error(text: str) -> Exception:
+    """The error that IPython shows as its text alone."""
+    from IPython.core.error import UsageError
+
+    return UsageError(f"%%{_NAME}: {text}")

@@ -1,0 +1,39 @@
+"""What ``%%tenure`` shows of a cell."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tenure._show import Paragraph, Part, Shown
+from tenure.profiler import Recording, SnapshotDiff
+
+
+class CellReport(Shown):
+    """What a cell took, and what it left.
+
+    Args:
+        recording: of the cell.
+        left: what came and went with it; None where that was not looked for.
+    """
+
+    def __init__(self, recording: Recording, left: SnapshotDiff | None) -> None:
+        self._recording, self._left = recording, left
+
+    def __str__(self) -> str:
+        return "\n\n".join(part.text() for part in self._parts())
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _parts(self) -> list[Part]:
+        # what the cells before have made is in the file, and no news
+        growth = tuple(each for each in self._recording.growth if each.last_step)
+        parts: list[Part] = [*replace(self._recording, memory=None, growth=growth)._parts()]
+        if self._recording.timeline is not None:
+            parts += self._recording.tree()._parts()
+        if self._left is not None and not self._left:
+            parts.append(Paragraph("What the cell left", "nothing"))
+        elif self._left is not None:
+            (table,) = self._left._parts()
+            parts.append(replace(table, title=f"What the cell left: {table.title}"))
+        return parts

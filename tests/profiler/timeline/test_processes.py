@@ -1,0 +1,76 @@
+"""A timeline where its process ends, or forks, inside of its block."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("ending", ["", "os._exit(os.fork() and os.waitpid(-1, 0)[1])"])
+def test_an_interpreter_that_ends_inside_a_block_ends_well(ending):
+    program = (
+        "import os, torch\nfrom tenure.profiler import Timeline\n"
+        f"timeline = Timeline().__enter__()\ntorch.ones(1) + 1\n{ending}\ntorch.ones(1) + 1\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+FORKS = """
+import os
+import torch
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
+from tenure.profiler import ProfilerUsageError, Timeline
+
+def train():
+    model = torch.nn.Linear(64, 64)
+    torch.nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters())
+    model(torch.ones(8, 64)).sum().backward()
+    optimizer.step()
+    return model.weight.sum().item()
+
+plain, child = train(), None
+with Timeline() as timeline:
+    kept = torch.ones(1000)
+    if FORKS:
+        child = os.fork()
+    if child == 0:
+        assert _len_torch_dispatch_stack() == 0
+        assert train() == plain
+        kept = None
+if child == 0:
+    print("child", repr(timeline))
+    try:
+        timeline.export("run.csv")
+    except ProfilerUsageError as error:
+        print("child", error)
+    with Timeline() as own:
+        train()
+    print("child", own.report.n_events > 0, flush=True)
+    os._exit(7)
+if child:
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+print("parent", timeline.report.n_events, timeline.report.devices[0].peak_bytes)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes do not fork here")
+def test_a_child_that_is_forked_in_a_block_runs_plainly_and_leaves_the_recording(tmp_path):
+    lines = []
+    for forks in (False, True):
+        done = subprocess.run(
+            [sys.executable, "-c", f"FORKS = {forks}\n{FORKS}"],
+            capture_output=True, text=True, check=False, cwd=tmp_path,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, "")
+        lines.append(done.stdout.splitlines())
+    (alone,), (*child, parent) = lines
+    assert alone == parent
+    assert child[0] == "child <Timeline, left to the parent process>"
+    assert "has no report here: this process was forked in its block" in child[1]
+    assert child[2:] == ["child True"]
+    assert [*tmp_path.iterdir()] == []

@@ -1,0 +1,139 @@
+"""A bar for work that takes long: when it is drawn, where, and what it leaves."""
+
+import io
+import os
+import select
+import sys
+
+import pytest
+
+from tenure._show import _progress
+from tenure._show import progress as bar_of
+from tests.programs import run_program
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(_progress, "monotonic", clock)
+    return clock
+
+
+class Terminal:
+    """A pseudo terminal, and what was written to it since it was last asked."""
+
+    def __init__(self, pty):
+        self._ours, theirs = pty.openpty()
+        self.stream = os.fdopen(theirs, "w", encoding="utf-8")
+
+    def __call__(self):
+        self.stream.flush()
+        text = b""
+        # the kernel hands over what was written a little later, in pieces
+        while select.select([self._ours], [], [], 0.2)[0]:
+            text += os.read(self._ours, 1 << 16)
+        return text.decode()
+
+    def close(self):
+        self.stream.close()
+        os.close(self._ours)
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("TENURE_PROGRESS", raising=False)
+    terminal = Terminal(pytest.importorskip("pty", reason="there are no pseudo terminals here"))
+    yield terminal
+    terminal.close()
+
+
+def test_a_bar_comes_after_two_seconds_and_goes_with_the_work(clock, terminal, monkeypatch, capsys):
+    # here and below in the test itself: pytest puts a stream of its own there before it
+    monkeypatch.setattr(sys, "stderr", terminal.stream)
+    with bar_of("reading weights", 10) as done:
+        clock.now = 1.9
+        done(1)
+        assert terminal() == ""
+        clock.now = 2.1
+        done(3)
+        drawn = terminal()
+        assert "reading weights" in drawn
+        assert "4/10" in drawn
+        clock.now = 2.15
+        done(1)
+        assert terminal() == ""
+        clock.now = 2.3
+        done(1)
+        assert "6/10" in terminal()
+    # the line is erased, and the cursor is there again
+    assert terminal().endswith("\x1b[2K")
+    assert capsys.readouterr().out == ""
+
+
+def test_the_bar_goes_when_the_work_fails(clock, terminal, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal.stream)
+
+    def work():
+        with bar_of("reading weights", 10, in_bytes=True) as done:
+            clock.now = 3.0
+            done(4)
+            raise ValueError("wrong")
+
+    with pytest.raises(ValueError, match="wrong"):
+        work()
+    assert terminal().endswith("\x1b[2K")
+
+
+def test_the_environment_turns_it_off(clock, terminal, monkeypatch):
+    monkeypatch.setenv("TENURE_PROGRESS", "0")
+    monkeypatch.setattr(sys, "stderr", terminal.stream)
+    with bar_of("reading weights", 10) as done:
+        clock.now = 3.0
+        done(4)
+    assert terminal() == ""
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), None], ids=["no terminal", "none"])
+def test_without_a_terminal_nothing_is_drawn(clock, monkeypatch, stream):
+    monkeypatch.setattr(sys, "stderr", stream)
+    with bar_of("reading weights", 10) as done:
+        clock.now = 3.0
+        done(4)
+    assert stream is None or stream.getvalue() == ""
+
+
+def test_a_terminal_that_is_gone_is_no_error_of_the_work(clock, monkeypatch):
+    class Gone(io.StringIO):
+        def isatty(self):
+            return True
+
+        def write(self, text):
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    with bar_of("reading weights", 10) as done:
+        clock.now = 3.0
+        done(4)
+        clock.now = 4.0
+        done(4)
+
+
+def test_rich_is_imported_only_to_draw():
+    code = (
+        "import sys\nfrom tenure._show import _progress\n"
+        "sys.modules.pop('rich.progress', None)\n"
+        "t = iter(range(0, 99, 9))\n_progress.monotonic = lambda: next(t)\n"
+        "with _progress.progress('x', 2) as done:\n    done(1)\n    done(1)\n"
+        "assert 'rich.progress' not in sys.modules\n"
+    )
+    assert run_program(code).returncode == 0

@@ -1,0 +1,201 @@
+"""What a line of a notebook is called, wherever something of tenure names one."""
+
+import pickle
+import re
+import sys
+import types
+import warnings
+
+import pytest
+
+from tenure import ScopeUsageWarning
+from tenure._callers import warn_user
+from tenure._cells import cell_of
+from tests.shells import opened, ran
+
+IMPORTS = "import torch\nfrom tenure import *\nfrom tenure.profiler import *"
+
+
+@pytest.fixture(params=["terminal", "notebook"])
+def shell(request):
+    """A shell whose next cell is the third."""
+    with opened(of_notebook=request.param == "notebook") as shell:
+        ran(shell, IMPORTS)
+        yield shell
+
+
+def told(shell, code):
+    """What a cell prints, which names no file of the notebook's."""
+    captured = ran(shell, code)
+    text = captured.stdout + captured.stderr
+    assert not re.search(r"ipykernel|ipython-input|interactiveshell", text)
+    return text
+
+
+def test_an_error_names_the_cells_that_opened_the_scope_and_made_the_tensor(shell):
+    text = told(
+        shell,
+        "with NewDisposeScope('step', capture='site'):\n"
+        "    y = torch.ones(3)\n"
+        "try:\n    y + 1\nexcept TenureError as error:\n    print(error)",
+    )
+    assert "(opened at Cell In[3], line 1)" in text
+    assert "created at Cell In[3], line 2." in text
+
+
+def test_a_report_of_leaks_names_the_calls_down_to_the_cell(shell, caplog):
+    told(
+        shell,
+        "def make():\n    return torch.ones(3)\n"
+        "with NewDisposeScope('step', capture='stack', policy='report'):\n    y = make()",
+    )
+    assert "created at Cell In[3], line 2 < Cell In[3], line 4\n" in caplog.text
+
+
+def test_a_row_of_a_snapshot_says_the_cell(shell):
+    ran(
+        shell, "with NewDisposeScope(capture='site') as scope:\n    y = scope.detach(torch.ones(3))"
+    )
+    text = told(
+        shell, "print([r.created_at for r in snapshot().records if r.name == '__main__.y'])"
+    )
+    assert text == "['Cell In[3], line 2']\n"
+
+
+def test_a_timeline_begins_with_the_cell_and_exports_its_lines(shell, tmp_path):
+    ran(shell, "def make():\n    return torch.ones(1000)")
+    ran(shell, "with Timeline() as timeline:\n    a = make()\n    b = torch.ones(2000)")
+    report = shell.user_ns["timeline"].report
+    stacks = {row.n_bytes: row.stack for row in report.devices[0].at_peak}
+    assert stacks[4000] == ("Cell In[4], line 2", "Cell In[3], line 2 in make")
+    assert stacks[8000] == ("Cell In[4], line 3",)
+    report.export(tmp_path / "told.pickle")
+    segments = pickle.loads((tmp_path / "told.pickle").read_bytes())["segments"]
+    frames = [frame for s in segments for block in s["blocks"] for frame in block["frames"]]
+    assert {"filename": "Cell In[3]", "line": 2, "name": "make"} in frames
+    assert {"filename": "Cell In[4]", "line": 3, "name": "<module>"} in frames
+
+
+def test_an_explained_error_of_memory_says_the_cell(shell):
+    code = "with record_oom() as recorder:\n    try:\n        torch.ones(10**15)\n"
+    code += "    except RuntimeError:\n        pass\nprint(recorder.report)"
+    assert " at Cell In[3], line 3: " in told(shell, code)
+    in_function = "def make():\n    return torch.ones(10**15)\n"
+    code = in_function + code.replace("torch.ones(10**15)", "make()")
+    assert " at Cell In[4], line 2 in make: " in told(shell, code)
+
+
+def test_a_table_of_lines_says_the_cell(shell):
+    ran(shell, "\ndef work():\n    return torch.ones(3)")
+    text = told(
+        shell,
+        "with LineProfiler(work, device='cpu') as profiler: work()\nprint(profiler.display())",
+    )
+    assert re.match(r"## work, Cell In\[3\], line \d, cpu\n", text)
+    assert "return torch.ones(3)" in text
+
+
+def test_a_prediction_says_the_cell(shell):
+    ran(shell, "from tenure.adaptive import predict_peak\nm = torch.nn.Linear(3, 3)")
+    text = told(shell, "print(predict_peak(lambda b: m(b).sum(), torch.ones(4, 3)))")
+    assert "(Cell In[4], line 1)" in text
+
+
+def test_a_warning_names_the_cell_and_comes_as_often_as_any(shell):
+    shell.user_ns.update(warn_user=warn_user, kind=ScopeUsageWarning)
+    code = "def told():\n    warn_user('careful', kind)\nfor _ in range(3):\n    told()"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        ran(shell, code)
+        told = [warnings.formatwarning(w.message, w.category, w.filename, w.lineno) for w in caught]
+        assert told == ["Cell In[3]:2: ScopeUsageWarning: careful\n"]
+        warnings.filterwarnings("ignore", module="__main__")
+        ran(shell, code)
+        assert len(caught) == 1
+
+
+def test_a_file_is_told_by_its_path_in_a_notebook_too(shell):
+    assert cell_of(__file__) is None
+    with pytest.warns(ScopeUsageWarning) as caught:
+        warn_user("careful", ScopeUsageWarning)
+    assert caught[0].filename == __file__
+
+
+def test_a_program_that_has_imported_ipython_and_runs_no_shell_has_no_cells(monkeypatch):
+    assert cell_of("<ipython-input-1-abc>") is None
+    # as it is while another module of it is being imported
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    assert cell_of("<ipython-input-1-abc>") is None
+    monkeypatch.delitem(sys.modules, "IPython")
+    assert cell_of("<ipython-input-1-abc>") is None
+
+
+def test_a_line_of_a_paged_model_in_another_thread_says_the_cell(shell):
+    shell.user_ns["there"] = there = types.SimpleNamespace()
+    code = "import threading\nfrom tenure.paging._forward._door import place_of\n"
+    ran(shell, f"{code}there.place = place_of(threading.get_ident())")
+    assert there.place == " (at Cell In[3], line 3)"
+
+
+# --- magics
+
+
+def test_a_line_of_a_cell_counts_as_it_is_seen_with_the_magic_above_it(shell):
+    captured = ran(
+        shell,
+        "%%mlrun -f work -d cpu\n\nimport torch\ndef work():\n    return torch.ones(3)\nwork();",
+    )
+    (output,) = captured.outputs[-1:]
+    assert output.data["text/plain"].startswith("## work, Cell In[3], line 4, cpu\n")
+    with pytest.raises(ValueError, match="wrong") as caught:
+        ran(shell, "%%mlrun -q -f work -d cpu first = 1\n\nraise ValueError('wrong')")
+    assert caught.traceback[-1].lineno + 1 == 3
+
+
+def known(shell):
+    return {kind: dict(shell.magics_manager.magics[kind]) for kind in ("line", "cell")}
+
+
+def test_unloading_leaves_the_shell_as_it_was():
+    with opened() as shell:
+        ran(shell, "%unload_ext tenure")
+        before = known(shell), {name: list(each) for name, each in shell.events.callbacks.items()}
+        assert "mlrun" not in before[0]["line"]
+        hooks = sys.displayhook, sys.excepthook, sys.gettrace(), warnings.showwarning
+        ran(shell, "%load_ext tenure")
+        assert {"mlrun", "tenure"} <= {*known(shell)["cell"]}
+        ran(shell, "%unload_ext tenure")
+        after = known(shell), {name: list(each) for name, each in shell.events.callbacks.items()}
+        assert after == before
+        assert hooks == (sys.displayhook, sys.excepthook, sys.gettrace(), warnings.showwarning)
+
+
+def test_a_magic_that_had_the_name_before_has_it_again_after_unloading():
+    def theirs(line):
+        return line
+
+    with opened() as shell:
+        ran(shell, "%unload_ext tenure")
+        shell.register_magic_function(theirs, "line", "mlrun")
+        ran(shell, "%load_ext tenure")
+        assert known(shell)["line"]["mlrun"] is not theirs
+        ran(shell, "%unload_ext tenure")
+        assert known(shell)["line"]["mlrun"] is theirs
+        assert "mlrun" not in known(shell)["cell"]
+
+
+def test_a_magic_that_took_the_name_since_keeps_it():
+    def theirs(line):
+        return line
+
+    with opened() as shell:
+        shell.register_magic_function(theirs, "line", "mlrun")
+        ran(shell, "%unload_ext tenure")
+        assert known(shell)["line"]["mlrun"] is theirs
+        assert "mlrun" not in known(shell)["cell"]
+
+
+def test_reloading_the_extension_keeps_its_magics():
+    with opened() as shell:
+        ran(shell, "%reload_ext tenure")
+        assert {"mlrun", "tenure"} <= {*known(shell)["cell"]}
