@@ -31,14 +31,14 @@ class _Work(torch.autograd.Function):
     """A kernel that takes a given time forward, and twice that backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, part: _Part) -> Tensor:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, part: _Part) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.save_for_backward(weight)
         ctx.part = part
         part.sim.launch_kernel(part.compute_s, reads=[weight])
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (weight,) = ctx.saved_tensors
         made = torch.empty_like(weight)
         ctx.part.sim.launch_kernel(2 * ctx.part.compute_s, reads=[weight], writes=[made])
