@@ -55,7 +55,7 @@ def carry_hooks_over(handle: Tensor) -> None:
 
 def is_running_node() -> bool:
     """Whether autograd's engine has called, on this thread, what asks: on one of its own too."""
-    return bool(_task_id() != -1)
+    return running_task() != -1
 
 
 def is_in_engine(frame: FrameType | None) -> bool:
@@ -75,6 +75,11 @@ def hooks_of_saved() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None
 def is_transformed() -> bool:
     """Whether a transform of ``torch.func`` runs on this thread."""
     return _transform() is not None
+
+
+def running_task() -> int:
+    """The number of the backward pass whose node runs on this thread; -1 where none does."""
+    return int(_task_id())
 
 
 def check_engine_is_seen(*, now: bool = False) -> None:

@@ -11,13 +11,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Hashable
-from threading import get_ident
+from threading import RLock, get_ident
 
 import torch
 from torch import Tensor, nn
 
 from tenure._errors import PagingError
-from tenure._torch.autograd import at_end_of_backward, is_in_engine, is_running_node
+from tenure._torch.autograd import (
+    at_end_of_backward,
+    is_in_engine,
+    is_running_node,
+    running_task,
+)
 from tenure._torch.compiler import never_compiled
 
 from .._device import Page, Pass, UnpagedTensors
@@ -46,6 +51,9 @@ class TrainingPager(Pager):
         self._saved = SavedTensors(engine, self._page_for_backward)
         # Of the last pass that was recorded: the next backward pass is most likely its.
         self._recorded: Hashable = None
+        # The backward passes of autograd's that the one that is inside is for.
+        self._tasks: set[int] = set()
+        self._turn = RLock()
 
     def enter(
         self, token: object, units: list[Unit], module: nn.Module, entry: str = "forward"
@@ -100,9 +108,12 @@ class TrainingPager(Pager):
     def _backward_pass(self) -> Pass:
         """The pass that a node of autograd runs in; where there is none, it begins."""
         check_capture(self.engine.device, "A backward pass needs weights that are paged")
-        now = self._pass
-        if now is not None and (now.thread == get_ident() or _waits_for_nodes(now)):
-            return now
+        with self._turn:
+            now = self._pass
+            if now is not None and (now.thread == get_ident() or _waits_for_nodes(now)):
+                if now.is_backward:
+                    self._join(now)
+                return now
         self._door.acquire(self._look)
         if self._closed:
             self._door.release()
@@ -112,38 +123,54 @@ class TrainingPager(Pager):
             )
         now = Pass(self.engine.access_order, _backward_of(self._recorded), "A backward pass")
         now.is_backward = True
+        self._tasks.clear()
         self._pass = now
-        at_end_of_backward(_Ending(self, now))
+        self._join(now)
         self.engine.begin(now)
         self.engine.prefetch()
         return now
 
-    def end_backward(self, now: Pass, *, completed: bool) -> None:
-        """A backward pass is over; nothing where it was told before."""
-        if self._pass is not now:
-            return
-        now.is_backward = False
-        try:
-            while now.forwards:
-                self._pop(now, is_end=False)
-            if self._pass is now:
-                self._end(now, completed=completed)
-        finally:
-            self._pass = None
-            self._door.release_for(now.thread)
+    def _join(self, now: Pass) -> None:
+        """Let the pass last as long as the one of autograd that runs here, or those before it.
+
+        One thread runs the nodes of all of them in turn, also where several threads call them.
+        """
+        task = running_task()
+        if task not in self._tasks:
+            self._tasks.add(task)
+            at_end_of_backward(_Ending(self, now, task))
+
+    def end_backward(self, now: Pass, task: int, *, completed: bool) -> None:
+        """A backward pass of autograd's is over; nothing where it was told before."""
+        # It may be told on another thread than that of the nodes, where the next one begins.
+        with self._turn:
+            if self._pass is not now or task not in self._tasks:
+                return
+            self._tasks.discard(task)
+            if self._tasks:
+                return
+            now.is_backward = False
+            try:
+                while now.forwards:
+                    self._pop(now, is_end=False)
+                if self._pass is now:
+                    self._end(now, completed=completed)
+            finally:
+                self._pass = None
+                self._door.release_for(now.thread)
 
 
 class _Ending:
     """Tells that a backward pass is over: autograd calls it, or lets go of it where it failed."""
 
-    def __init__(self, pager: TrainingPager, now: Pass) -> None:
-        self._pager, self._now = pager, now
+    def __init__(self, pager: TrainingPager, now: Pass, task: int) -> None:
+        self._pager, self._now, self._task = pager, now, task
 
     def __call__(self) -> None:
-        self._pager.end_backward(self._now, completed=True)
+        self._pager.end_backward(self._now, self._task, completed=True)
 
     def __del__(self) -> None:
-        self._pager.end_backward(self._now, completed=False)
+        self._pager.end_backward(self._now, self._task, completed=False)
 
 
 def _backward_of(kind: Hashable) -> Hashable:
