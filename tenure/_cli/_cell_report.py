@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tenure._show import Paragraph, Part, Shown
+from tenure._show import Paragraph, Part, Shown, Together
 from tenure.profiler import Recording, SnapshotDiff
 
 
@@ -16,11 +16,10 @@ class CellReport(Shown):
         left: what came and went with it; None where that was not looked for.
     """
 
+    _between = "\n\n"
+
     def __init__(self, recording: Recording, left: SnapshotDiff | None) -> None:
         self._recording, self._left = recording, left
-
-    def __str__(self) -> str:
-        return "\n\n".join(part.text() for part in self._parts())
 
     def __repr__(self) -> str:
         return str(self)
@@ -34,6 +33,5 @@ class CellReport(Shown):
         if self._left is not None and not self._left:
             parts.append(Paragraph("What the cell left", "nothing"))
         elif self._left is not None:
-            (table,) = self._left._parts()
-            parts.append(replace(table, title=f"What the cell left: {table.title}"))
+            parts.append(Together("What the cell left", self._left._parts()))
         return parts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ._printing import add_json, show
+from ._printing import add_json, add_rows, show
 from ._recordings import loaded
 from ._verb import Verb
 
@@ -22,6 +22,7 @@ class Diff(Verb):
         """Say what it takes."""
         parser.add_argument("before", metavar="A", help="a recording")
         parser.add_argument("after", metavar="B", help="the one to compare with it")
+        add_rows(parser)
         add_json(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -29,5 +30,5 @@ class Diff(Verb):
         from tenure.profiler import RecordingDiff
 
         found = RecordingDiff.of(loaded(arguments.before), loaded(arguments.after))
-        show(found, found.to_dict(), as_json=arguments.json)
+        show(found, found.to_dict(), as_json=arguments.json, top=arguments.top, sort=arguments.sort)
         return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ._printing import add_json, show
+from ._printing import add_json, add_rows, show
 from ._recordings import loaded
 from ._verb import Verb
 
@@ -21,10 +21,11 @@ class Leaks(Verb):
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         """Say what it takes."""
         parser.add_argument("file", metavar="FILE", help="a recording")
+        add_rows(parser)
         add_json(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Read and print."""
         found = loaded(arguments.file).leaks_found()
-        show(found, found.to_dict(), as_json=arguments.json)
+        show(found, found.to_dict(), as_json=arguments.json, top=arguments.top, sort=arguments.sort)
         return 0

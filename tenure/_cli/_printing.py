@@ -17,7 +17,15 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def show(shown: Shown, facts: Any, *, as_json: bool) -> None:
+def add_rows(parser: argparse.ArgumentParser) -> None:
+    """Let a verb say which rows of its tables are printed."""
+    parser.add_argument("--top", type=int, metavar="N", help="print N rows of each table")
+    parser.add_argument("--sort", metavar="COLUMN", help="sort them by a column: its heading")
+
+
+def show(
+    shown: Shown, facts: Any, *, as_json: bool, top: int | None = None, sort: str | None = None
+) -> None:
     """Print a report, in colours on a terminal; or its facts."""
     if as_json:
         import json
@@ -26,9 +34,9 @@ def show(shown: Shown, facts: Any, *, as_json: bool) -> None:
     elif sys.stdout.isatty():
         from rich.console import Console
 
-        Console().print(shown)
+        Console().print(shown.rich(top=top, sort=sort))
     else:
-        print_text(str(shown))
+        print_text(shown.text(top=top, sort=sort))
 
 
 def print_text(text: str) -> None:

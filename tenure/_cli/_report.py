@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ._printing import add_json, show
+from ._printing import add_json, add_rows, show
 from ._recordings import loaded
 from ._verb import Verb
 
@@ -21,6 +21,7 @@ class Report(Verb):
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         """Say what it takes."""
         parser.add_argument("files", nargs="+", metavar="FILE", help="a recording")
+        add_rows(parser)
         add_json(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -29,5 +30,7 @@ class Report(Verb):
 
         found = [loaded(path) for path in arguments.files]
         report = found[0] if len(found) == 1 else RecordedRanks.of(found)
-        show(report, report.to_dict(), as_json=arguments.json)
+        show(
+            report, report.to_dict(), as_json=arguments.json, top=arguments.top, sort=arguments.sort
+        )
         return 0

@@ -33,7 +33,7 @@ from ._reading import (
 )
 from ._words import Step
 
-_VIEW = Step("", "view", anchor="view", link=" ")
+_VIEW = Step("", "view", anchor="a view", link=" in ")
 _WHOLE_VIEW = _VIEW._replace(whole=True)
 _GRADIENT = Step(".grad", "attribute")
 # references to a handle from our list and from `map` while it counts them

@@ -1,6 +1,7 @@
 """How tenure shows and keeps what it found: tables, drawings, reports, and these as plain data."""
 
 from ._amounts import Amounts as Amounts
+from ._amounts import ranked as ranked
 from ._drawn import BandChart as BandChart
 from ._drawn import Fact as Fact
 from ._drawn import Flame as Flame
@@ -12,15 +13,24 @@ from ._drawn import Section as Section
 from ._drawn import Span as Span
 from ._drawn import drawn_page as drawn_page
 from ._page import page as page
+from ._part import Figures as Figures
+from ._part import Line as Line
+from ._part import Paragraph as Paragraph
+from ._part import Part as Part
+from ._part import Together as Together
 from ._plain import plain as plain
 from ._plain import restored as restored
 from ._progress import progress as progress
 from ._report import Report as Report
 from ._report import Shown as Shown
-from ._table import Bar as Bar
+from ._table import Amount as Amount
 from ._table import Column as Column
-from ._table import Paragraph as Paragraph
-from ._table import Part as Part
+from ._table import Row as Row
 from ._table import Table as Table
 from ._table import Tinted as Tinted
-from ._table import line_of as line_of
+from ._table import by_bytes as by_bytes
+from ._table import bytes_column as bytes_column
+from ._table import in_bytes as in_bytes
+from ._table import note_on_shared as note_on_shared
+from ._table import signed as signed
+from ._table import storage_bytes as storage_bytes

@@ -7,22 +7,25 @@ is needed to tell them apart. In HTML the bar is a drawing: printers leave out b
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from tenure._text import format_bytes
 
 from ._colours import colours_of
+from ._part import Line, Part
 from ._table import Column, Table, Tinted
-
-if TYPE_CHECKING:
-    from rich import table as rich_tables
 
 _WIDTH = 32
 _WHOLE, _LEFT, _RIGHT, _THIN, _MARK = "█▌▐▏┆"
 _COLUMNS = (Column("category"), Column("bytes", ">", True), Column("share", ">", True))
 _TOTAL = "total"
+
+
+def ranked(parts: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Parts with the largest first; those of a fixed order, as the phases of a step, need none."""
+    return sorted(parts, key=lambda part: -part[1])
 
 
 class _Span(NamedTuple):
@@ -35,7 +38,7 @@ class _Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Amounts:
+class Amounts(Part):
     """Parts of a total.
 
     Attributes:
@@ -54,14 +57,9 @@ class Amounts:
         """All parts together."""
         return sum(n_bytes for _, n_bytes in self.parts)
 
-    def text(self) -> str:
-        """The title, and a line for each part and for the total."""
-        table = self._table()
-        return table.text() if self.title else table.body()
-
-    def rich(self) -> rich_tables.Table:
-        """The same lines for rich, in colours."""
-        return self._table().rich()
+    def lines(self, width: int) -> Iterator[Line]:
+        """The title, and a line for each part and for the total; without room for it, no bar."""
+        return self._table().lines(width)
 
     def html(self) -> str:
         """The bar as a drawing, and a table that is its legend."""
@@ -80,7 +78,7 @@ class Amounts:
             for span in self._spans()
         ]
         total = (_TOTAL, *self._figures(self.total_bytes), self._line(0, self.total_bytes))
-        return Table(self.title, (*_COLUMNS, Column(limit, is_code=True)), [*rows, total])
+        return Table(self.title, (*_COLUMNS, Column(limit, is_code=True, spare=1)), [*rows, total])
 
     def _figures(self, n_bytes: int) -> tuple[str, str]:
         share = f"{n_bytes / self.total_bytes:.1%}" if self.total_bytes > 0 else ""

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
-from tenure._errors import ReportFormatError
+from tenure._errors import ProfilerUsageError, ReportFormatError
 
+from ._part import OfRich, Part
 from ._plain import plain, restored
-from ._table import Part
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 _HOME = "tenure."
 
@@ -20,33 +16,55 @@ _HOME = "tenure."
 class Shown:
     """Something that shows itself: as text, in a rich terminal, in a notebook.
 
-    A class states its tables in ``_parts``. One whose plain text is laid out otherwise, or that has
-    lines alone, states them in ``__str__``.
+    A class states what it is made of in ``_parts``, and what stands between these as text.
     """
 
     __slots__ = ()
+    _between: ClassVar[str] = "\n"
 
     def _parts(self) -> Sequence[Part]:
-        return ()
+        raise NotImplementedError
+
+    def text(
+        self, *, top: int | None = None, sort: str | None = None, width: int | None = None
+    ) -> str:
+        """The report as lines, with other rows than ``print`` shows.
+
+        Args:
+            top: how many rows of each table are shown, the rest being summed up in one more;
+                without it 20, in a recording 10.
+            sort: the heading of the column that rows are sorted by: figures the largest first,
+                names by the alphabet. Tables without that column keep their order.
+            width: the columns of a line; without it those of the terminal, and 80 where there is
+                none.
+
+        Raises:
+            ProfilerUsageError: no table has such a column, or ``top`` is below 0.
+        """
+        return self._between.join(part.text(width) for part in self._arranged(top, sort))
 
     def __str__(self) -> str:
-        return "\n".join(part.text() for part in self._parts())
+        return self.text()
 
-    def __rich__(self) -> RenderableType:
-        from rich.console import Group
-        from rich.text import Text
+    def rich(self, *, top: int | None = None, sort: str | None = None) -> OfRich:
+        """The same lines for rich, in colours; the arguments are those of `text`."""
+        return OfRich(self._arranged(top, sort), self._between)
 
-        shown = [part.rich() for part in self._parts()]
-        # Reports of lines: rich would take their brackets for markup.
-        if not shown:
-            return Text(str(self))
-        return shown[0] if len(shown) == 1 else Group(*shown)
+    def __rich__(self) -> OfRich:
+        return self.rich()
 
     def _repr_html_(self) -> str:
+        return "".join(part.html() for part in self._arranged())
+
+    def _arranged(self, top: int | None = None, sort: str | None = None) -> list[Part]:
         parts = self._parts()
-        if not parts:
-            return f"<pre>{html.escape(str(self))}</pre>"
-        return "".join(part.html() for part in parts)
+        if top is not None and top < 0:
+            raise ProfilerUsageError(f"top={top} is no number of rows. Pass 0 or more.")
+        known = dict.fromkeys(heading for part in parts for heading in part.sorts())
+        if sort is not None and sort not in known:
+            there = f"There are {', '.join(map(repr, known))}" if known else "It has no tables"
+            raise ProfilerUsageError(f"No table of this report has a column {sort!r}. {there}.")
+        return [part.arranged(top, sort) for part in parts]
 
 
 class Report(Shown):

@@ -1,18 +1,27 @@
-"""One table for three readers: plain text, rich, and a notebook; all text is escaped."""
+"""One table for three readers, whose rows are ranked, cut and summed up in one way.
+
+Invariant: each row that is left out is counted, with its bytes, in the last one.
+"""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
 
-if TYPE_CHECKING:
-    from rich import table as rich_tables
-    from rich import text as rich_texts
-    from rich.console import RenderableType
+from tenure._text import format_bytes
 
+from ._part import FAINT, PLAIN, STRONG, Line, Paragraph, Part, html_lines
+from ._width import cut, folded, least_width
+
+MOST_ROWS = 20
+"""The rows that a table shows where nobody asks for more; `to_dict` of its report has all."""
 _GAP = "  "
+# what a name gets before another column is left out for it
+_COMFORT = 30
+_CODE_COMFORT = 40
+_LEAST = 8
 _RIGHT = "text-align:right"
 _CODE = "text-align:left;white-space:pre;font-family:monospace"
 _BAR = "#9cc3e6"
@@ -20,6 +29,7 @@ _BAR = "#9cc3e6"
 _SQUARE = (
     '<svg width="12" height="12" aria-hidden="true"><rect width="12" height="12" fill="{}"/></svg> '
 )
+_SHARED = "In brackets: in the storage of another row, which counts it."
 Row = Sequence[str]
 
 
@@ -27,29 +37,47 @@ class Column(NamedTuple):
     """A column of a table.
 
     Attributes:
-        heading: what stands above it.
-        side: ``"<"`` or ``">"``, the side that the cells stand on.
-        is_fixed: it is shown even if it is empty in every row, and its numbers are never folded.
-        is_code: its spaces count.
+        heading: what stands above it, and what the rows are sorted by.
+        side: ``"<"`` or ``">"``, the side that the cells stand on; those on the right are figures,
+            which are never broken.
+        is_fixed: it is shown even if it is empty in every row.
+        is_code: its spaces count; a line that is too long ends in an ellipsis.
+        spare: of the columns that have one, that with the highest is the first to be left out where
+            lines are too narrow for all; without one it stays.
+        spelled: how the sum of what the rows left out have in it reads; None where it has no sum.
     """
 
     heading: str
     side: str = "<"
     is_fixed: bool = False
     is_code: bool = False
+    spare: int = 0
+    spelled: Callable[[int], str] | None = None
 
 
-class Bar(str):
-    """A number as text; in a notebook a bar behind it shows which part of the largest it is."""
+class Amount(str):
+    """A number as text.
 
-    __slots__ = ("percent",)
-    percent: int
+    Attributes:
+        value: the number.
+        percent: which part of the largest it is: a bar behind it shows that in a notebook.
+        is_counted: False where another row counts it, and no sum may count it again.
+    """
 
-    def __new__(cls, text: str, percent: int) -> Self:
-        """Put the two together."""
-        bar = super().__new__(cls, text)
-        bar.percent = percent
-        return bar
+    __slots__ = ("is_counted", "percent", "value")
+    value: int
+    percent: int | None
+    is_counted: bool
+
+    def __new__(
+        cls, text: str, value: int, percent: int | None = None, is_counted: bool = True
+    ) -> Self:
+        """Put them together."""
+        amount = super().__new__(cls, text)
+        amount.value = value
+        amount.percent = percent
+        amount.is_counted = is_counted
+        return amount
 
 
 class Tinted(str):
@@ -65,81 +93,78 @@ class Tinted(str):
         return tinted
 
 
-class Part(Protocol):
-    """What is a part of a report: it is shown to three readers."""
+def in_bytes(n_bytes: int) -> Amount:
+    """A number of bytes, in a cell."""
+    return Amount(format_bytes(n_bytes), n_bytes)
 
-    def text(self) -> str:
-        """As lines."""
-        ...
 
-    def rich(self) -> RenderableType:
-        """For rich."""
-        ...
+def signed(n_bytes: int) -> str:
+    """A difference of bytes in words, the sign before it."""
+    return f"{'+' if n_bytes > 0 else ''}{format_bytes(n_bytes)}"
 
-    def html(self) -> str:
-        """As HTML."""
-        ...
+
+def storage_bytes(n_bytes: int, *, is_shared: bool) -> Amount:
+    """The bytes of a tensor, in a cell: those of its storage, whatever part of it the tensor shows.
+
+    It is what the tensor keeps alive, and the same number in every report. A storage counts once:
+    where another row has it, the number stands in brackets, and no sum has it again.
+    """
+    text = format_bytes(n_bytes)
+    return Amount(f"({text})" if is_shared else text, n_bytes, is_counted=not is_shared)
+
+
+def note_on_shared(are_shared: Iterable[bool]) -> str:
+    """What the brackets of `storage_bytes` mean, where there are any."""
+    return _SHARED if any(are_shared) else ""
+
+
+def by_bytes(n_bytes: int) -> Amount:
+    """A difference of bytes, in a cell."""
+    return Amount(signed(n_bytes), n_bytes)
+
+
+def bytes_column(heading: str = "bytes", spelled: Callable[[int], str] = format_bytes) -> Column:
+    """A column of bytes that add up."""
+    return Column(heading, ">", spelled=spelled)
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class Table(Part):
     """Rows under headings.
 
     Attributes:
-        title: what stands above the table.
+        title: what stands above the table; can be empty.
         columns: the columns; one that is empty in every row is left out.
-        rows: the cells of each row; a cell can have several lines where the table is ruled.
+        rows: the cells of each row; a cell can have several lines.
         note: what stands below the table.
-        is_ruled: rich draws a line below each row.
+        by: the heading that the rows are sorted by: figures the largest first, whatever their sign,
+            names by the alphabet. Empty where the order of the rows says something: then all are
+            shown.
+        most: the rows that are shown.
+        total: a row below all others; None for none.
+        rule: what the headings are underlined with; empty for no line.
     """
 
     title: str
     columns: Sequence[Column]
     rows: Sequence[Row]
     note: str = ""
-    is_ruled: bool = False
+    by: str = ""
+    most: int = MOST_ROWS
+    total: Row | None = None
+    rule: str = "-"
 
-    def text(self) -> str:
-        """The title and the table as lines."""
-        return f"{self.title}\n{self.body()}"
-
-    def body(self, rule: str = "-") -> str:
-        """The table as lines, the headings underlined with ``rule``."""
-        shown = self._shown()
+    def lines(self, width: int) -> Iterator[Line]:
+        """The title, the headings, the rows and the note."""
+        yield from Paragraph(self.title).lines(width)
+        shown, widths = self._layout(width)
         columns = [self.columns[i] for i in shown]
-        widths = [max(map(len, (self.columns[i].heading, *self._cells(i)))) for i in shown]
-        lines = [[column.heading for column in columns]]
-        if rule:
-            lines.append([rule * width for width in widths])
-        lines += ([row[i] for i in shown] for row in self.rows)
-        return "\n".join(line_of(line, columns, widths) for line in lines)
-
-    def rich(self) -> rich_tables.Table:
-        """The table for rich, under its title."""
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(
-            title=Text(self.title),
-            title_justify="left",
-            caption=Text(self.note) if self.note else None,
-            caption_justify="left",
-            show_lines=self.is_ruled,
-        )
-        shown = self._shown()
-        for column in (self.columns[i] for i in shown):
-            is_number = column.side == ">"
-            table.add_column(
-                column.heading,
-                justify="right" if is_number else "left",
-                overflow="fold",
-                # A folded number reads as two.
-                no_wrap=is_number and column.is_fixed,
-            )
-        for row in self.rows:
-            # as Text: brackets in plain strings are markup
-            table.add_row(*(Text(row[i], style=getattr(row[i], "colour", "")) for i in shown))
-        return table
+        yield from _row_lines([column.heading for column in columns], columns, widths, STRONG)
+        if self.rule:
+            yield [(_GAP.join(self.rule * width for width in widths), FAINT)]
+        for row in self._all_rows():
+            yield from _row_lines([row[i] for i in shown], columns, widths)
+        yield from Paragraph("", self.note).lines(width)
 
     def html(self) -> str:
         """The table as HTML, under a caption."""
@@ -147,11 +172,41 @@ class Table:
         head = "".join(f"<th>{html.escape(self.columns[i].heading)}</th>" for i in shown)
         body = "".join(
             f"<tr>{''.join(_html_cell(row[i], self.columns[i]) for i in shown)}</tr>"
-            for row in self.rows
+            for row in self._all_rows()
         )
         note = f"<p>{html.escape(self.note)}</p>" if self.note else ""
         caption = f"<caption>{html.escape(self.title)}</caption>" if self.title else ""
         return f"<table>{caption}<tr>{head}</tr>{body}</table>{note}"
+
+    def sorts(self) -> Collection[str]:
+        """The headings of the columns."""
+        return [column.heading for column in self.columns if column.heading]
+
+    def arranged(self, top: int | None, sort: str | None) -> Self:
+        """The rows that are shown, in their order, and one for the others."""
+        by = sort if sort in self.sorts() else self.by
+        # The order says something, and nobody asked for another.
+        if not by and top is None:
+            return self
+        rows = list(self.rows)
+        if by:
+            at = next(i for i, column in enumerate(self.columns) if column.heading == by)
+            rows.sort(key=lambda row: _rank(row[at]))
+        most = self.most if top is None else top
+        if rest := rows[most:]:
+            rows[most:] = [self._rest(rest)]
+        return replace(self, rows=rows)
+
+    def _rest(self, rows: Sequence[Row]) -> Row:
+        name = next(i for i, column in enumerate(self.columns) if column.side == "<")
+        cells = [_sum(column, [row[i] for row in rows]) for i, column in enumerate(self.columns)]
+        cells[name] = f"and {len(rows)} more"
+        return cells
+
+    def _all_rows(self) -> Iterator[Row]:
+        yield from self.rows
+        if self.total is not None:
+            yield self.total
 
     def _shown(self) -> list[int]:
         return [
@@ -163,54 +218,87 @@ class Table:
         ]
 
     def _cells(self, i: int) -> Iterator[str]:
-        return (row[i] for row in self.rows)
+        return (row[i] for row in self._all_rows())
+
+    def _layout(self, width: int) -> tuple[list[int], list[int]]:
+        """The columns that there is room for, and how wide each of them is."""
+        shown = self._shown()
+        sizes = {i: self._sizes(i) for i in shown}
+        room = width - len(_GAP) * (len(shown) - 1)
+        spare = sorted((i for i in shown if self.columns[i].spare), key=self._spare_of)
+        while (
+            spare and sum(min(most, max(least, _COMFORT)) for least, most in sizes.values()) > room
+        ):
+            del sizes[spare.pop()]
+            room = width - len(_GAP) * (len(sizes) - 1)
+        return list(sizes), _shared(list(sizes.values()), room)
+
+    def _spare_of(self, i: int) -> int:
+        return self.columns[i].spare
+
+    def _sizes(self, i: int) -> tuple[int, int]:
+        """How narrow a column can be, and how wide it would be."""
+        column = self.columns[i]
+        heading, cells = column.heading, list(self._cells(i))
+        widest = max(len(line) for cell in (heading, *cells) for line in cell.split("\n"))
+        if column.side == ">":
+            return max(least_width(heading), *map(len, cells), 0), widest
+        if column.is_code:
+            return max(len(heading), min(widest, _CODE_COMFORT)), widest
+        return max(map(least_width, (heading, *cells))), widest
 
 
-class Paragraph(NamedTuple):
-    """What a report says where a table has no rows to show; the title can be empty."""
-
-    title: str
-    note: str
-
-    def text(self) -> str:
-        """Both as lines."""
-        return "\n".join(filter(None, self))
-
-    def rich(self) -> rich_texts.Text:
-        """Both as lines, for rich."""
-        from rich.text import Text
-
-        return Text(self.text())
-
-    def html(self) -> str:
-        """Both as HTML."""
-        title = f"<b>{html.escape(self.title)}</b><br>" if self.title else ""
-        return f"<p>{title}{_html_lines(self.note)}</p>"
+def _shared(sizes: Sequence[tuple[int, int]], room: int) -> list[int]:
+    """Widths that fill the room: narrow columns have what they want, the others as much each."""
+    if sum(least for least, _ in sizes) > room:
+        # Only a name that is wider than a terminal gets here, and is cut.
+        sizes = [(min(least, max(_LEAST, room // len(sizes))), most) for least, most in sizes]
+    cap = max((most for _, most in sizes), default=0)
+    while cap and sum(max(least, min(most, cap)) for least, most in sizes) > room:
+        cap -= 1
+    return [max(least, min(most, cap)) for least, most in sizes]
 
 
-def line_of(
-    cells: Sequence[str], columns: Sequence[Column], widths: Sequence[int], gap: str = _GAP
-) -> str:
-    """The cells of one row, each in the width of its column."""
-    padded = (
-        f"{cell:{column.side}{width}}"
-        for cell, column, width in zip(cells, columns, widths, strict=False)
-    )
-    return gap.join(padded).rstrip()
+def _row_lines(
+    cells: Sequence[str], columns: Sequence[Column], widths: Sequence[int], style: str = PLAIN
+) -> Iterator[Line]:
+    """The lines of one row: each cell in the width of its column, broken where it is wider."""
+    broken = [
+        [cut(cell, width)]
+        if column.is_code
+        else [line for text in cell.split("\n") for line in folded(text, width)]
+        for cell, column, width in zip(cells, columns, widths, strict=True)
+    ]
+    styles = [getattr(cell, "colour", style) for cell in cells]
+    for i in range(max(map(len, broken), default=0)):
+        line: list[tuple[str, str]] = []
+        for texts, column, width, tint in zip(broken, columns, widths, styles, strict=True):
+            text = texts[i] if i < len(texts) else ""
+            line += [(_GAP, PLAIN)] * bool(line) + [(f"{text:{column.side}{width}}", tint)]
+        yield line
+
+
+def _rank(cell: str) -> tuple[bool, int, str]:
+    """What a cell is sorted by: figures before names, and before nothing."""
+    if isinstance(cell, Amount):
+        # of equal ones in their order, what counts the storage before what shares it
+        return (False, -abs(cell.value), "" if cell.is_counted else _SHARED)
+    return (True, 0, cell)
+
+
+def _sum(column: Column, cells: Sequence[str]) -> str:
+    if column.spelled is None:
+        return ""
+    amounts = [cell for cell in cells if isinstance(cell, Amount)]
+    return column.spelled(sum(amount.value for amount in amounts if amount.is_counted))
 
 
 def _html_cell(cell: str, column: Column) -> str:
     style = _CODE if column.is_code else _RIGHT if column.side == ">" else ""
-    if isinstance(cell, Bar):
-        part = f"{cell.percent}%"
-        style += f";background:linear-gradient(90deg,{_BAR} {part},transparent {part})"
-    lines = _html_lines(cell)
+    percent = getattr(cell, "percent", None)
+    if percent is not None:
+        style += f";background:linear-gradient(90deg,{_BAR} {percent}%,transparent {percent}%)"
+    lines = html_lines(cell)
     if isinstance(cell, Tinted):
         lines = f"{_SQUARE.format(cell.colour)}{lines}"
     return f'<td style="{style}">{lines}</td>' if style else f"<td>{lines}</td>"
-
-
-def _html_lines(text: str) -> str:
-    # Escaped before the breaks are put in: names come from the user's keys, and may be markup. See
-    # test_html_is_escaped.
-    return "<br>".join(map(html.escape, text.split("\n")))

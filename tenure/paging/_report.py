@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from tenure._cuda_blocks import whole_block_bytes
 from tenure._errors import PagingError
-from tenure._show import Report
+from tenure._show import Paragraph, Part, Report
 from tenure._text import counted, format_bytes
 
 from ._resources import Resources
@@ -67,7 +67,7 @@ class PagingReport(Report):
     host_bytes: int
     pinned_bytes: int
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[Part]:
         helpful = self.helpful_budget_bytes
         lines = [
             f"pass {self.passes}: {self.pass_s * 1e3:.3f} ms, {self.share_of_limit:.1%} of the "
@@ -83,7 +83,7 @@ class PagingReport(Report):
         ]
         if helpful is not None:
             lines.append(f"  a budget of {format_bytes(helpful)} would hide the copies")
-        return "\n".join(lines)
+        return [Paragraph("", "\n".join(lines))]
 
     def _taken_lines(self) -> Iterator[str]:
         # Equal where the allocator rounds nothing; then the line would repeat the one above.

@@ -12,15 +12,31 @@ from typing import ClassVar
 import torch
 
 from tenure._heap import Holder, find_holders
-from tenure._show import Column, Report, Table
+from tenure._show import (
+    Column,
+    Line,
+    Paragraph,
+    Part,
+    Report,
+    Table,
+    bytes_column,
+    in_bytes,
+    note_on_shared,
+    storage_bytes,
+)
 from tenure._storages import n_bytes_of, storage_key
-from tenure._text import counted, describe, format_bytes, shape_of
+from tenure._text import counted, describe, describe_elements, format_bytes, shape_of
 from tenure._torch.quiet import without_functions
 
 # The shortest chains are the useful ones; `holders` of the record has all.
 _MAX_HOLDERS = 3
-_COLUMNS = tuple(
-    Column(heading, is_fixed=True) for heading in ("tensor", "created at", "kind", "held by")
+_STORAGE = "storage"
+_COLUMNS = (
+    Column("tensor"),
+    bytes_column(_STORAGE),
+    Column("created at", is_fixed=True),
+    Column("kind", is_fixed=True),
+    Column("held by", is_fixed=True),
 )
 
 
@@ -32,13 +48,14 @@ class LeakRecord:
         shape: the tensor's shape; a symbolic size, as of a jagged tensor, by its name.
         dtype: its dtype.
         device: its device.
-        nbytes: bytes of its storage; 0 if an earlier record has the same storage.
+        nbytes: bytes of its whole storage, whatever part of it the tensor shows.
         created_at: "file.py:17", or None where no site was captured.
         holders: what holds it, the shortest chain first; references without a name only where
             nothing else holds it.
         kind: the kind of the first holder, as in `Holder.kind`.
         graph: what holds the graph of autograd that alone holds the tensor, named like a holder;
             empty where anything else holds it.
+        is_shared: an earlier record has the same storage, and counts it.
     """
 
     shape: tuple[int | str, ...]
@@ -49,46 +66,15 @@ class LeakRecord:
     holders: tuple[str, ...]
     kind: str
     graph: str = ""
+    is_shared: bool = False
 
     def __str__(self) -> str:
         return describe(self.dtype, self.shape, self.device, self.nbytes)
 
-    def line(self) -> str:
-        """The tensor and, where it is known, the site that created it."""
-        return f"{self}, created at {self.created_at}" if self.created_at else str(self)
-
-
-@dataclass(frozen=True, slots=True)
-class _SavedTensors:
-    """Two or more tensors that nothing but one graph holds.
-
-    Attributes:
-        records: the records, in the order of creation.
-        is_rooted: the tensor whose graph it is stands above in the report.
-    """
-
-    records: tuple[LeakRecord, ...]
-    is_rooted: bool
-
-    def __str__(self) -> str:
-        lead = "and " if self.is_rooted else ""
-        largest = f"the largest {self.largest.line()}"
-        return f"{lead}{self.summary()}, in the graph of {self.graph}; {largest}"
-
     @property
-    def graph(self) -> str:
-        """What holds the graph."""
-        return self.records[0].graph
-
-    @property
-    def largest(self) -> LeakRecord:
-        """The record with the most bytes; of several, the first."""
-        return max(self.records, key=lambda record: record.nbytes)
-
-    def summary(self) -> str:
-        """How many tensors there are, and their bytes."""
-        n_bytes = sum(record.nbytes for record in self.records)
-        return f"{len(self.records)} tensors that autograd saved, {format_bytes(n_bytes)}"
+    def counted_bytes(self) -> int:
+        """The bytes that this record adds to a sum: each storage counts once."""
+        return 0 if self.is_shared else self.nbytes
 
 
 @dataclass(frozen=True, slots=True, repr=False, init=False)
@@ -120,7 +106,7 @@ class LeakReport(Report):
     @property
     def total_bytes(self) -> int:
         """Bytes of all leaked storages, each counted once."""
-        return sum(record.nbytes for record in self.records)
+        return sum(record.counted_bytes for record in self.records)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -134,19 +120,12 @@ class LeakReport(Report):
     def __repr__(self) -> str:
         return f"<LeakReport of {self.summary()}>"
 
-    def __str__(self) -> str:
-        lines = [f"{self.summary()}{':' if self else '.'}"]
-        for row in _grouped(self.records):
-            if isinstance(row, _SavedTensors):
-                lines.append(f"  {row}")
-            else:
-                lines.append(f"  {row.line()}")
-                lines.extend(f"    {line}" for line in _holder_lines(row))
-        return "\n".join(lines)
-
-    def _parts(self) -> list[Table]:
+    def _parts(self) -> list[Part]:
+        if not self:
+            return [Paragraph("", f"{self.summary()}.")]
+        note = note_on_shared(record.is_shared for record in self.records)
         rows = list(map(_cells, _grouped(self.records)))
-        return [Table(self.summary(), _COLUMNS, rows, is_ruled=True)]
+        return [_Leaks(self.summary(), _COLUMNS, rows, note, by=_STORAGE)]
 
     def summary(self) -> str:
         """The scope, how many tensors outlived it, and their bytes, in one line."""
@@ -202,7 +181,7 @@ def _record(
 ) -> LeakRecord:
     key = storage_key(t)
     # A view and its base are two tensors and one piece of memory.
-    n_bytes = 0 if key in seen_keys else n_bytes_of(t)
+    n_bytes, is_shared = n_bytes_of(t), key in seen_keys
     if key is not None:
         seen_keys.add(key)
     with without_functions():
@@ -211,51 +190,50 @@ def _record(
     graphs = {holder.graph for holder in holders}
     # Of two graphs neither alone keeps it.
     graph = graphs.pop() if len(graphs) == 1 else ""
-    return LeakRecord(shape, dtype, device, n_bytes, site, chains, holders[0].kind, graph)
+    kind = holders[0].kind
+    return LeakRecord(shape, dtype, device, n_bytes, site, chains, kind, graph, is_shared)
 
 
-def _holder_lines(record: LeakRecord) -> list[str]:
-    shown = record.holders[:_MAX_HOLDERS]
-    more = len(record.holders) - len(shown)
-    lines = [f"held by {chain}" for chain in shown]
-    return [*lines, f"and by {more} more"] if more else lines
+class _Leaks(Table):
+    """Tensors with who holds them below each; in a notebook a table."""
+
+    __slots__ = ()
+
+    def lines(self, width: int) -> Iterator[Line]:
+        """The summary, and for each tensor what it is, where it was made and who holds it."""
+        yield from Paragraph("", f"{self.title}:").lines(width)
+        for tensor, storage, site, _, held_by in self.rows:
+            first, *others = tensor.split("\n")
+            text = "\n    ".join([f"  {first}, {storage}", *others])
+            made = f", created at {site}" if site else ""
+            yield from Paragraph("", f"{text}{made}").lines(width)
+            for i, holder in enumerate(held_by.split("\n") if held_by else ()):
+                lead = "held by " if i < _MAX_HOLDERS else ""
+                yield from Paragraph("", f"    {lead}{holder}").lines(width)
+        yield from Paragraph("", self.note).lines(width)
 
 
-def _cells(row: LeakRecord | _SavedTensors) -> tuple[str, str, str, str]:
-    """The row as a table shows it: the tensor, its site, the kind and the names of its holders."""
-    if isinstance(row, _SavedTensors):
-        largest = row.largest
-        tensors = f"{row.summary()}\nthe largest {largest}"
-        return (tensors, largest.created_at or "", largest.kind, f"the graph of {row.graph}")
-    return (str(row), row.created_at or "", row.kind, "\n".join(row.holders))
+def _cells(records: Sequence[LeakRecord]) -> tuple[str, str, str, str, str]:
+    """The tensor, its bytes, its site, the kind and the names of its holders."""
+    largest = max(records, key=lambda record: record.nbytes)
+    site = largest.created_at or ""
+    if len(records) > 1:
+        n_bytes = sum(record.counted_bytes for record in records)
+        tensors = f"{len(records)} tensors that autograd saved\nthe largest {largest}"
+        return (tensors, in_bytes(n_bytes), site, largest.kind, f"the graph of {largest.graph}")
+    tensor = f"{describe_elements(largest.dtype, largest.shape)} on {largest.device}"
+    storage = storage_bytes(largest.nbytes, is_shared=largest.is_shared)
+    holders = list(largest.holders[:_MAX_HOLDERS])
+    if more := len(largest.holders) - len(holders):
+        holders.append(f"and by {more} more")
+    return (tensor, storage, site, largest.kind, "\n".join(holders))
 
 
-def _grouped(records: Iterable[LeakRecord]) -> list[LeakRecord | _SavedTensors]:
-    """The records in their order, each followed by what its graph saved.
-
-    A graph whose own tensor is not among the records stands where the first of its tensors was.
-    """
-    records = tuple(records)
-    saved: defaultdict[str, list[LeakRecord]] = defaultdict(list)
-    for record in records:
-        if record.graph:
-            saved[record.graph].append(record)
-    # A step of training leaves hundreds of saved tensors by one loss: one line says it. See
-    # test_text_has_one_line_for_what_one_graph_saved.
-    groups = {graph: tuple(found) for graph, found in saved.items() if len(found) > 1}
-    single = [record for record in records if record.graph not in groups]
-    # The tensor whose graph it is, if it leaked as well: its group stands below it.
-    roots = {chain: record for record in reversed(single) for chain in record.holders}
-    rows: list[LeakRecord | _SavedTensors] = []
-    for record in records:
-        if record.graph not in groups:
-            rows.append(record)
-            rooted = [
-                groups[chain]
-                for chain in record.holders
-                if roots[chain] is record and chain in groups
-            ]
-            rows.extend(_SavedTensors(group, is_rooted=True) for group in rooted)
-        elif record.graph not in roots and record is groups[record.graph][0]:
-            rows.append(_SavedTensors(groups[record.graph], is_rooted=False))
-    return rows
+def _grouped(records: Iterable[LeakRecord]) -> list[tuple[LeakRecord, ...]]:
+    """The records in their order, those that one graph alone holds together."""
+    groups: defaultdict[object, list[LeakRecord]] = defaultdict(list)
+    for i, record in enumerate(records):
+        # A step of training leaves hundreds of saved tensors by one loss: one line says it. See
+        # test_text_has_one_line_for_what_one_graph_saved.
+        groups[record.graph or i].append(record)
+    return list(map(tuple, groups.values()))

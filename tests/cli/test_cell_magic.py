@@ -44,8 +44,8 @@ def test_a_cell_shows_its_peak_the_lines_that_made_it_and_what_it_left(shell):
         " Cell In[2], line 4 in work",
         "Cell In[3], line 3",
     ]
-    left = section(text, "What the cell left: +1.9 MiB: ")
-    assert any(line.startswith("new     __main__.kept ") for line in left)
+    left = section(text, "What the cell left\n+1.9 MiB: ")
+    assert any(re.match(r"__main__\.kept +new ", line) for line in left)
     assert not re.search(r"ipykernel|ipython-input|interactiveshell", text + html)
     assert "Cell In[2], line 3 in work" in html
     assert "<table" in html
@@ -73,8 +73,10 @@ def test_lines_are_those_of_functions_that_were_there_or_that_the_cell_defines(s
         "Net().forward()\nwork();",
     )
     text, _ = shown(captured)
-    assert "a = torch.ones(1000, 1000)" in "\n".join(section(text, "work, Cell In[2], line 2, cpu"))
-    net = "\n".join(section(text, "Net.forward, Cell In[3], line 3, cpu"))
+    assert "a = torch.ones(1000, 1000)" in "\n".join(
+        section(text, "## work, Cell In[2], line 2, cpu")
+    )
+    net = "\n".join(section(text, "## Net.forward, Cell In[3], line 3, cpu"))
     assert "2.0 KiB  " in net
     assert "What the cell left" not in text
 

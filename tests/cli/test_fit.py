@@ -194,8 +194,8 @@ def test_what_fits_ends_with_0_and_says_how_much_is_left(capsys):
     assert lines[0].endswith(" MiB to spare.")
     assert lines[1].startswith("A step takes ")
     assert "(program.py:" in lines[1]
-    assert lines[4].startswith("category")
-    assert lines[4].endswith("┆ = 1.0 GiB")
+    assert any(line.startswith("category") for line in lines)
+    assert any(line.endswith("┆ = 1.0 GiB") for line in lines)
     assert printed.err == ""
 
 
@@ -360,7 +360,7 @@ def test_a_terminal_shows_a_table_and_every_note(capsys, monkeypatch):
     code, printed = fit(capsys, "trained", "--device-memory", "8MiB", "--device", "cpu")
     assert code == 1
     assert "parameters" in printed.out
-    assert "━━━" in printed.out
+    assert "category" in printed.out
     assert "The largest micro-batch that fits is " in printed.out
 
 

@@ -698,7 +698,7 @@ def test_view_pins_its_base():
     base = torch.ones(1000)
     ref, small = weakref.ref(base), base[:3]
     del base
-    assert held(ref) == [("view", "view test_view_pins_its_base.<locals>.small")]
+    assert held(ref) == [("view", "a view in test_view_pins_its_base.<locals>.small")]
     assert running(ref) == [False]
     assert small.numel() == 3
 
@@ -709,7 +709,7 @@ def test_view_of_everything_in_a_local_pins_nothing_more():
     assert running(ref) == [True]
     CACHE.append(x)
     del x
-    assert held(ref) == [("view", f"view {HERE}.CACHE[0]")]
+    assert held(ref) == [("view", f"a view in {HERE}.CACHE[0]")]
 
 
 @pytest.mark.usefixtures("whole_heap")
@@ -986,7 +986,7 @@ def test_tensor_that_refers_to_its_own_view():
     ref, x = weakref.ref(x), x.view(2, 3)
     ref().view = x
     name = "test_tensor_that_refers_to_its_own_view.<locals>.x"
-    assert find_holders([ref()])[0] == [Holder("view", f"view {name}", running=True)]
+    assert find_holders([ref()])[0] == [Holder("view", f"a view in {name}", running=True)]
 
 
 def test_reference_from_an_extension_is_unknown():

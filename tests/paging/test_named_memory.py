@@ -125,7 +125,7 @@ def test_on_the_host_a_parameter_lies_in_its_buffer_and_counts_once(sim):
         assert report.categories["paged: host"] == units >= weights
         assert report.categories["parameters"] == others
         rows = {row.name: row for row in report.rows}
-        assert rows["3.weight"].n_bytes == 0
+        assert rows["3.weight"].counted_bytes == 0
         assert rows["3.weight"].category == "parameters"
         assert rows[rows["3.weight"].owner].category == "paged: host"
         lines = str(report).splitlines()
@@ -243,21 +243,21 @@ def test_a_snapshot_says_what_paging_added(sim):
 
 
 TEXT = """\
-Element type                                           Size  Used MEM Category
--------------------------------------------------------------------------------------
 Storage on sim:0
-ring                                               (17408,)  17.0 KiB paged: ring
-0                                                  (16896,)  16.5 KiB paged: resident
-2                                                  (16896,)  16.5 KiB paged: resident
--------------------------------------------------------------------------------------
-Total Tensors: 51200 \tUsed Memory: 50.0 KiB
-paged: ring                                                  17.0 KiB
-paged: resident                                              33.0 KiB
-unexplained                                                       0 B
-total                                                        50.0 KiB
-The allocated memory on sim:0: 50.0 KiB, of 50.0 KiB that the allocator has reserved.
-In use on sim:0 by all processes and the driver: 50.0 KiB.
--------------------------------------------------------------------------------------"""
+Element type      Size  Used MEM  Category
+------------  --------  --------  ---------------
+ring          (17408,)  17.0 KiB  paged: ring
+0             (16896,)  16.5 KiB  paged: resident
+2             (16896,)  16.5 KiB  paged: resident
+Total: 3 tensors with 51200 elements, 50.0 KiB
+category            bytes   share
+---------------  --------  ------  --------------------------------
+paged: resident  33.0 KiB   66.0%  █████████████████████
+paged: ring      17.0 KiB   34.0%                       ███████████
+total            50.0 KiB  100.0%  ████████████████████████████████
+The allocated memory on sim:0: 50.0 KiB, of 50.0 KiB that the allocator has
+reserved.
+In use on sim:0 by all processes and the driver: 50.0 KiB."""
 
 
 @pytest.mark.sim_allocator("exact")

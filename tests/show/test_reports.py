@@ -509,4 +509,3 @@ def test_a_column_that_is_empty_everywhere_is_left_out_unless_it_is_fixed():
     columns = [Column("a"), Column("b", ">"), Column("c", ">", is_fixed=True)]
     table = Table("title", columns, [("x", "", ""), ("yy", "", "")])
     assert table.text() == "title\na   c\n--  -\nx\nyy"
-    assert table.body(rule="") == "a   c\nx\nyy"

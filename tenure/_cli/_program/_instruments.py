@@ -345,7 +345,7 @@ class Memory(Instrument):
         """Bounded: a process that is full of small tensors has to write this, too."""
         devices = []
         for device in report.devices:
-            rows = sorted(device.rows, key=lambda row: -row.n_bytes)[:_MOST_ROWS]
+            rows = sorted(device.rows, key=lambda row: -row.counted_bytes)[:_MOST_ROWS]
             if len(rows) < len(device.rows):
                 n = len(device.rows)
                 told = f"of {n} tensors on {device.device} at the end, the {_MOST_ROWS} largest"

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from .._colours import colours_of
 from .._page import page
+from .._part import Part
 from .._report import Shown
-from .._table import Part
 from ._band_chart import BandChart
 from ._flame import Flame
 from ._grid import Grid

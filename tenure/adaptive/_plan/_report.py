@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tenure._show import Report
+from tenure._show import Paragraph, Part, Report
 from tenure._text import counted, format_bytes
 
 from .._predict import Advised, PeakReport
@@ -44,14 +44,15 @@ class Plan(Advised, Report):
     approximate: bool
     reasons: tuple[str, ...]
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[Part]:
         needed, budget = format_bytes(self.needed_bytes), format_bytes(self.budget_bytes)
         head = (
             f"{counted(self.n_samples, 'sample')} in {micro_batches(self.sizes)}: "
             f"{needed} of {budget} on {self.device}"
         )
         approximately = [f"approximate: {reason}" for reason in self.reasons]
-        return "\n".join([head, f"  {by_category(self.categories)}", *approximately])
+        lines = [head, f"  {by_category(self.categories)}", *approximately]
+        return [Paragraph("", "\n".join(lines))]
 
 
 def micro_batches(sizes: tuple[int, ...]) -> str:

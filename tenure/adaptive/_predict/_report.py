@@ -67,6 +67,7 @@ class PeakReport(Advised, Report):
     # nor is what the allocator has reserved for what was there before
     _held_bytes: int | None = field(default=None, repr=False, compare=False, metadata={"key": None})
 
+    _between = "\n\n"
     _figures: ClassVar = ("needed_bytes",)
 
     def __post_init__(self) -> None:
@@ -141,9 +142,6 @@ class PeakReport(Advised, Report):
         if spare_bytes < 0:
             return f"It does not fit in {budget}: {difference} too much."
         return f"It fits in {budget}: {difference} to spare."
-
-    def __str__(self) -> str:
-        return "\n\n".join(part.text() for part in self._parts())
 
     def _parts(self) -> list[Part]:
         first, *others = filter(None, (self.verdict(), self.summary(), *self._facts_beside()))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from tenure._show import Report
+from tenure._show import Column, Line, Paragraph, Part, Report, Table, bytes_column, in_bytes
 from tenure._text import counted, format_bytes
+
+_BYTES = "bytes"
+_COLUMNS = (Column("tensor"), bytes_column(_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +65,20 @@ class CourtesyReport(Report):
         """Bytes of all that stayed."""
         return sum(stay.n_bytes for stay in self.stays)
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[Part]:
         if self.note:
-            return f"Courtesy moved nothing: {self.note}"
-        lines = [
+            return [Paragraph("", f"Courtesy moved nothing: {self.note}")]
+        moved = (
             f"Courtesy moved {format_bytes(self.moved_bytes)} to host memory "
             f"({counted(self.n_storages, 'storage')}, {counted(self.n_tensors, 'tensor')})."
-        ]
+        )
+        parts: list[Part] = [Paragraph("", moved)]
         if self.stays:
-            lines.append(f"{format_bytes(self.stays_bytes)} stay where they are:")
-            lines += [f"  {stay}" for stay in self.stays]
-        lines += [self._left_line(device) for device in self.left_bytes]
-        return "\n".join(lines)
+            rows = [(str(stay), in_bytes(stay.n_bytes)) for stay in self.stays]
+            title = f"{format_bytes(self.stays_bytes)} stay where they are:"
+            parts.append(_Stays(title, _COLUMNS, rows, by=_BYTES))
+        left = "\n".join(map(self._left_line, self.left_bytes))
+        return [*parts, Paragraph("", left)] if left else parts
 
     def _left_line(self, device: str) -> str:
         allocated_bytes = self.left_bytes[device]
@@ -83,3 +88,14 @@ class CourtesyReport(Report):
             f"{device} has {format_bytes(allocated_bytes)} allocated"
             f"{reserved if reserved_bytes != allocated_bytes else ''} now."
         )
+
+
+class _Stays(Table):
+    """What stayed and why, a line for each; in a notebook with the bytes in a column."""
+
+    __slots__ = ()
+
+    def lines(self, width: int) -> Iterator[Line]:
+        """The title and the lines, which tell the bytes."""
+        told = "\n".join(f"  {stay}" for stay, _ in self.rows)
+        return Paragraph("", f"{self.title}\n{told}").lines(width)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import torch
 
 from tenure._callers import line_in
-from tenure._cells import cell_of
 from tenure._errors import ProfilerUsageError, ReportFormatError
-from tenure._show import Bar, Column, Paragraph, Report, Table, plain, restored
+from tenure._show import Amount, Column, Line, Paragraph, Report, Table, plain, restored
 from tenure._text import format_bytes
 
 DEFAULT_COLUMNS = ("hits", "alloc", "freed", "net", "peak")
@@ -33,6 +31,8 @@ _FIELDS_IN_WORDS = (
 )
 
 _CODE = Column("code", is_fixed=True, is_code=True)
+# net is what they come to
+_SPARE = {"freed": 2, "alloc": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +223,7 @@ class RecordsDisplay(Report):
         """The names of all columns, the source's last."""
         return [column.heading for column in self._columns()]
 
-    def __str__(self) -> str:
-        return "\n\n".join(map(_text, self._parts()))
+    _between = "\n\n"
 
     def __repr__(self) -> str:
         return str(self)
@@ -232,15 +231,18 @@ class RecordsDisplay(Report):
     def _parts(self) -> list[Table | Paragraph]:
         columns, largest = self._columns(), [self._largest(column) for column in self.columns]
         return [
-            Paragraph(section.title, section.note)
+            _Note(section.title, section.note)
             if section.note
-            else Table(section.title, columns, self._rows(section, largest), section.footnote)
+            else _Lines(
+                section.title, columns, self._rows(section, largest), section.footnote, rule=""
+            )
             for section in self.sections
         ]
 
     def _columns(self) -> list[Column]:
         names = ("line", *(column.name for column in self.columns))
-        return [*(Column(name, ">", is_fixed=True) for name in names), _CODE]
+        figures = (Column(name, ">", is_fixed=True, spare=_SPARE.get(name, 0)) for name in names)
+        return [*figures, _CODE]
 
     def _rows(self, section: Section, largest: Sequence[int]) -> list[list[str]]:
         return [
@@ -295,8 +297,7 @@ def section_of(
 
 def title_of(name: str, file: str, first_line: int, device: torch.device | None = None) -> str:
     """What a function is called above its table."""
-    # a file by its name alone, which need not stand below the working directory
-    place = f"{name}, {line_in(file if cell_of(file) else os.path.basename(file), first_line)}"
+    place = f"{name}, {line_in(file, first_line)}"
     return f"{place}, {device}" if device is not None else place
 
 
@@ -304,11 +305,38 @@ def _cell(column: LineColumn, most: int, record: LineRecord | None) -> str:
     if record is None:
         return ""
     text, value = column.cell(record), column.value(record)
+    if not value:
+        return text if value is None else Amount(text, 0)
     # Negative numbers (net) have no part of the largest.
-    return Bar(text, round(100 * value / most)) if value and value > 0 else text
+    return Amount(text, value, round(100 * value / most) if value > 0 else None)
 
 
-def _text(part: Table | Paragraph) -> str:
-    title = f"## {part.title}" if part.title else ""
-    body = part.body(rule="") if isinstance(part, Table) else ""
-    return "\n".join(filter(None, (title, body, part.note)))
+class _Lines(Table):
+    """The lines of a function, in their order, under pytorch_memlab's kind of heading."""
+
+    __slots__ = ()
+
+    def lines(self, width: int) -> Iterator[Line]:
+        """The heading, the lines and the note."""
+        return super(_Lines, replace(self, title=_heading(self.title))).lines(width)
+
+    def arranged(self, top: int | None, sort: str | None) -> Self:
+        """Asked for the first ones of some order, those that ran are meant."""
+        if top is None and sort is None:
+            return self
+        ran = replace(self, rows=[row for row in self.rows if any(row[1:-1])])
+        return super(_Lines, ran).arranged(top, sort)
+
+
+class _Note(Paragraph):
+    """Why a function has no lines, under the same kind of heading."""
+
+    __slots__ = ()
+
+    def lines(self, width: int) -> Iterator[Line]:
+        """The heading and the note."""
+        return super(_Note, replace(self, title=_heading(self.title))).lines(width)
+
+
+def _heading(title: str) -> str:
+    return f"## {title}" if title else ""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, get_args
 
-from tenure._show import Column, Report, Table
+from tenure._show import Column, Paragraph, Part, Report, Row, Table, bytes_column, in_bytes
 from tenure._text import counted, format_bytes
 
 from .._owners import CATEGORIES, SAVED, StorageEntry, describe_row
@@ -17,9 +16,7 @@ from ._verdict import Cause, Verdict
 
 CAUSES: tuple[str, ...] = get_args(Cause)
 """What `OomReport.cause` can be."""
-_WIDTH = 80
 _MOST_LINES, _MOST_HOLDERS = 4, 5
-_MOST_OF_NAME = 44
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +91,16 @@ class OomReport(Report):
     def __repr__(self) -> str:
         return f"<OomReport of {self.cause} on {self.device}: {self.first_line}>"
 
-    def __str__(self) -> str:
-        lines = [*_wrapped(self.first_line)]
-        for sentence in (self._failure(), *self.evidence, *self.notes):
-            lines += _wrapped(sentence, "  ")
-        lines += ["", *(line for table in self._parts() for line in table.body("").split("\n"))]
-        lines += [line for sentence in self._sums() for line in _wrapped(sentence)]
-        return "\n".join(lines)
+    def _parts(self) -> list[Part]:
+        told = (self._failure(), *self.evidence, *self.notes)
+        # what is below belongs to the first line, and is indented
+        lines = [self.first_line, *(f"  {sentence}" for sentence in told), ""]
+        sums = "\n".join(self._sums())
+        return [
+            Paragraph("", "\n".join(lines)),
+            *self._tables(),
+            *[Paragraph("", sums)] * bool(sums),
+        ]
 
     def _failure(self) -> str:
         at = f" at {self.site}" if self.site else ""
@@ -112,16 +112,14 @@ class OomReport(Report):
         kind = self.error.partition(":")[0]
         return f"{kind}{at}: {self.device}{wanted}{free or (f', limit{total}' if total else '')}."
 
-    def _parts(self) -> list[Table]:
+    def _tables(self) -> Iterator[Table]:
         total = max(1, self.used_bytes)
-        found = [(name, n) for name, n in self.rows.items() if n]
-        rows = [(name, format_bytes(n), f"{n / total:.0%}") for name, n in found]
-        tables = [Table("", _columns("in use", self.device, "share"), rows)] if rows else []
+        rows = [(name, in_bytes(n), f"{n / total:.0%}") for name, n in self.rows.items() if n]
+        if rows:
+            yield _table("in use", self.device, "share", rows)
         for heading, lines in (("created at", self.lines), ("kept by", self.holders)):
-            cells = [_cells(line) for line in lines]
-            if cells:
-                tables.append(Table("", _columns(heading, "bytes", "tensors"), cells))
-        return tables
+            if lines:
+                yield _table(heading, "bytes", "tensors", list(map(_cells, lines)))
 
     def _sums(self) -> Iterator[str]:
         told = {name: format_bytes(n) for name, n in {**self.fragmentation, **self.host}.items()}
@@ -223,25 +221,11 @@ def _of_host(host: Host | None) -> dict[str, int]:
     return {name: n_bytes for name, n_bytes in told.items() if n_bytes is not None}
 
 
-def _columns(heading: str, n_bytes: str, last: str) -> tuple[Column, ...]:
-    return Column(heading), Column(n_bytes, ">"), Column(last, "<")
+def _table(heading: str, n_bytes: str, last: str, rows: Sequence[Row]) -> Table:
+    columns = (Column(heading), bytes_column(n_bytes), Column(last))
+    return Table("", columns, rows, by=n_bytes, rule="")
 
 
-def _cells(line: OomLine) -> tuple[str, str, str]:
-    name = line.name
-    # the end tells more than the beginning, which is a function's or a module's
-    if len(name) > _MOST_OF_NAME:
-        name = f"…{name[1 - _MOST_OF_NAME :]}"
+def _cells(line: OomLine) -> Row:
     n = counted(line.n_storages, "tensor") if line.n_storages > 1 else line.what
-    return name, format_bytes(line.n_bytes), n
-
-
-def _wrapped(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=indent,
-        subsequent_indent=indent or "  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return line.name, in_bytes(line.n_bytes), n

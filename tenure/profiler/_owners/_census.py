@@ -1,7 +1,7 @@
 """Who has which storage: every tensor of the process by name and category, each storage once.
 
-Invariant: a storage's bytes stand in exactly one row, that of its owner; every other row over it
-has 0 bytes and names the owner. The answer is text, numbers and weak references to storages.
+Invariant: a storage counts in exactly one row, that of its owner; every other row over it names the
+owner. The answer is text, numbers and weak references to storages.
 """
 
 from __future__ import annotations

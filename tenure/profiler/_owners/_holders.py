@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import SupportsIndex, overload
 
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tenure._callers import created_at
 from tenure._errors import DisposedTensorError, ProfilerUsageError
 from tenure._heap import is_kind, type_name, weigh_holders
-from tenure._show import Column, Shown, Table
+from tenure._show import Column, Line, Paragraph, Part, Shown, Table
 from tenure._text import counted, describe_tensor, format_bytes
 
 from ._naming import named_tensors_of
@@ -71,9 +71,6 @@ class HolderList(list[str], Shown):
         """The same names with the same balance, in a list of its own."""
         return self._with(self)
 
-    def __str__(self) -> str:
-        return "\n".join((f"{self.summary()}{':' if self else '.'}", *(f"  {n}" for n in self)))
-
     def summary(self) -> str:
         """The tensor or module and the balance of its references, in one line."""
         explained = self.n_references - self.n_unexplained
@@ -89,8 +86,21 @@ class HolderList(list[str], Shown):
             tensor=self.tensor,
         )
 
-    def _parts(self) -> list[Table]:
-        return [Table(self.summary(), _COLUMNS, list(zip(self, self.kinds, strict=True)))]
+    def _parts(self) -> list[Part]:
+        if not self:
+            return [Paragraph("", f"{self.summary()}.")]
+        return [_Holders(self.summary(), _COLUMNS, list(zip(self, self.kinds, strict=True)))]
+
+
+class _Holders(Table):
+    """Names, a line for each; in a notebook with their kinds."""
+
+    __slots__ = ()
+
+    def lines(self, width: int) -> Iterator[Line]:
+        """The summary and the names."""
+        names = "\n".join(f"  {name}" for name, _ in self.rows)
+        return Paragraph("", f"{self.title}:\n{names}").lines(width)
 
 
 def holders(target: Tensor | nn.Module) -> HolderList:

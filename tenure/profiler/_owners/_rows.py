@@ -37,8 +37,8 @@ class TensorRow:
         shape: its shape; symbolic sizes as text.
         dtype: its dtype, as ``float32``.
         device: its device.
-        n_bytes: bytes of the whole storage, if this row stands for it; 0 in the other rows over it.
-        owner: the name of the row with the bytes; None if it is this one.
+        n_bytes: bytes of the whole storage, whatever part of it the tensor shows.
+        owner: the name of the row that counts the storage; None if it is this one.
         created_at: "file.py:17" where a scope with ``capture=`` saw it made; otherwise None.
         graph: what autograd saved: the tensor that its graph hangs on, by name; None where nothing
             in Python has it.
@@ -58,6 +58,11 @@ class TensorRow:
         return f"{self.label}: {describe_row(self)}"
 
     @property
+    def counted_bytes(self) -> int:
+        """The bytes that this row adds to a sum: each storage counts once, in its owner's row."""
+        return self.n_bytes if self.owner is None else 0
+
+    @property
     def label(self) -> str:
         """The name, and who holds the graph that saved it: what is to be dropped."""
         if self.graph is None or self.graph == self.name:
@@ -70,7 +75,7 @@ class StorageEntry:
     """One storage and the tensors over it.
 
     Attributes:
-        owner: the row with the bytes.
+        owner: the row that counts the storage.
         shown_bytes: bytes of the largest tensor over it; less than all if only views are left.
         kind: what holds the owner, as in `HolderList.kinds`; empty where its name says it.
         has_graph: a graph of autograd hangs on one of the tensors.
@@ -175,6 +180,6 @@ def _entry(key: int, members: list[Member]) -> StorageEntry:
         max(member.tensor_bytes for member in members),
         members[0].held.kind,
         any(member.has_graph for member in members),
-        tuple(replace(m.row, n_bytes=0, owner=owner.name) for m in members[1:]),
+        tuple(replace(m.row, owner=owner.name) for m in members[1:]),
         next(own, members[0].identity),
     )

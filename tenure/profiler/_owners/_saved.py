@@ -21,7 +21,7 @@ from tenure._heap import (
     read,
     storage_uses,
 )
-from tenure._show import Column, Report, Table
+from tenure._show import Column, Paragraph, Report, Table, bytes_column, in_bytes
 from tenure._storages import storage_key
 from tenure._text import counted, describe, describe_elements, format_bytes, listed
 from tenure._torch.quiet import quietly
@@ -29,10 +29,14 @@ from tenure._torch.quiet import quietly
 from ._graph_holdings import GraphHoldings, Referent
 from ._parts import Part, device_of, dtype_of, identity_of, parts_of, shape_or_empty
 
-# More than a screen is read by nobody; `records` has all of them.
-_MAX_ROWS = 20
 _MAX_PLACES = 2
-_COLUMNS = (Column("saved by"), Column("tensor"), Column("created at"), Column("bytes", ">"))
+_STORAGE = "storage"
+_COLUMNS = (
+    Column("saved by"),
+    bytes_column(_STORAGE),
+    Column("tensor", spare=2),
+    Column("created at", spare=1),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +113,10 @@ class SavedReport(Report):
             f"in {counted(kept, 'storage')}, and {format_bytes(self.leaf_bytes)} of leaves"
         )
 
-    def _parts(self) -> list[Table]:
-        ranked = sorted(self.records, key=lambda record: (record.is_leaf, -record.n_bytes))
-        rows = [_row(record) for record in ranked[:_MAX_ROWS]]
-        if rest := ranked[_MAX_ROWS:]:
-            n_bytes = format_bytes(sum(record.n_bytes for record in rest))
-            rows.append((f"and {len(rest)} more", "", "", n_bytes))
-        return [Table(self.summary(), _COLUMNS, rows)]
+    def _parts(self) -> list[Paragraph | Table]:
+        if not self.records:
+            return [Paragraph("", f"{self.summary()}.")]
+        return [Table(self.summary(), _COLUMNS, list(map(_row, self.records)), by=_STORAGE)]
 
 
 def saved_for_backward(*roots: Tensor | Iterable[Tensor] | Mapping[str, Tensor]) -> SavedReport:
@@ -292,7 +293,7 @@ def _row(record: SavedRecord) -> tuple[str, ...]:
     notes = [note for note, is_true in _notes(record) if is_true]
     label = f"{place} ({', '.join(notes)})" if notes else place
     tensor = f"{describe_elements(record.dtype, record.shape)} on {record.device}"
-    return (label, tensor, record.created_at or "", format_bytes(record.n_bytes))
+    return (label, in_bytes(record.n_bytes), tensor, record.created_at or "")
 
 
 def _notes(record: SavedRecord) -> list[tuple[str, bool]]:

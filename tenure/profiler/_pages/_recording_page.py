@@ -178,7 +178,9 @@ def _leak_parts(leaks: Sequence[LeakReport], growth: Sequence[Grown]) -> Iterato
 
 def _end_parts(memory: MemReport) -> Iterator[Grid | Part]:
     for device in memory.devices:
-        rows = sorted((row for row in device.rows if row.n_bytes), key=lambda row: -row.n_bytes)
+        rows = sorted(
+            (row for row in device.rows if row.counted_bytes), key=lambda row: -row.n_bytes
+        )
         if not rows:
             continue
         amounts = [*device.categories.items(), ("unexplained", device.unexplained_bytes)]

@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from tenure._show import Bar, Column, Paragraph, Part, Report, Table
+from tenure._show import (
+    Amount,
+    Column,
+    Line,
+    Paragraph,
+    Part,
+    Report,
+    Table,
+    by_bytes,
+    bytes_column,
+    in_bytes,
+    signed,
+)
 from tenure._text import format_bytes
 
-from ._layout import COLUMNS, drawn, fitted
+from ._leaks_found import MOST_ROWS
 from ._recording import Recording
+from ._sparkline import drawn
 from ._tracks import Track
 
 ChangeKind = Literal["new", "gone", "grown", "shrunk"]
 
 _INDEX = re.compile(r"\[[^\]]*\]")
 _BAR = 24
-_MOST_ROWS = 15
-_NAME_WIDTH = 36
+_HTML_WIDTH = 80
 _SIDES = ("A", "B")
-_FIGURES = (Column("A", ">", True), Column("B", ">", True), Column("change", ">", True))
+_CHANGE = "change"
+_FIGURES = (bytes_column("A"), bytes_column("B"), bytes_column(_CHANGE, signed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +87,8 @@ class RecordingDiff(Report):
     lines: tuple[Change, ...]
     tracks: tuple[tuple[Track | None, Track | None], ...] = ()
 
+    _between = "\n\n"
+
     @classmethod
     def of(cls, before: Recording, after: Recording) -> RecordingDiff:
         """Compare two runs."""
@@ -92,16 +107,13 @@ class RecordingDiff(Report):
     def __repr__(self) -> str:
         return f"<RecordingDiff of {self.titles[0]!r} and {self.titles[1]!r}>"
 
-    def __str__(self) -> str:
-        return "\n\n".join(part.text() for part in self._parts())
-
     def _parts(self) -> list[Part]:
         heads = zip(_SIDES, self.titles, self.seconds, strict=True)
-        lines = [f"{side}  {fitted(title, COLUMNS - 16)}, {s:.1f} s" for side, title, s in heads]
+        lines = [f"{side}  {title}, {s:.1f} s" for side, title, s in heads]
         parts: list[Part] = [Paragraph("", "\n".join(lines))]
         if self.peaks:
             parts.append(_peaks(self.peaks))
-        parts += [_over_time(*pair) for pair in self.tracks]
+        parts += [_OverTime(*pair) for pair in self.tracks]
         for title, changes in (
             ("Categories at the end", self.categories),
             ("Tensors at the end", self.tensors),
@@ -128,8 +140,9 @@ def _by_category(run: Recording) -> dict[_Key, int]:
 def _by_tensor(run: Recording) -> dict[_Key, int]:
     found: defaultdict[_Key, int] = defaultdict(int)
     for row in () if run.memory is None else run.memory.rows:
-        if row.n_bytes:
-            found[_INDEX.sub("[…]", row.name), row.category, row.created_at or ""] += row.n_bytes
+        if row.counted_bytes:
+            key = _INDEX.sub("[…]", row.name), row.category, row.created_at or ""
+            found[key] += row.counted_bytes
     return found
 
 
@@ -166,52 +179,49 @@ def _kind(key: _Key, before: Mapping[_Key, int], after: Mapping[_Key, int]) -> C
 
 
 def _figures(change: Change) -> tuple[str, str, str]:
-    sign = "+" if change.change_bytes > 0 else ""
-    return (
-        format_bytes(change.before_bytes),
-        format_bytes(change.after_bytes),
-        f"{sign}{format_bytes(change.change_bytes)}",
-    )
+    moved = by_bytes(change.change_bytes)
+    return in_bytes(change.before_bytes), in_bytes(change.after_bytes), moved
 
 
 def _peaks(changes: tuple[Change, ...]) -> Table:
     most = max(max(each.before_bytes, each.after_bytes) for each in changes) or 1
     rows = []
     for change in changes:
-        sign = "+" if change.change_bytes > 0 else ""
         both = (change.before_bytes, change.after_bytes)
         for i, (side, n_bytes) in enumerate(zip(_SIDES, both, strict=True)):
             bar = "█" * round(_BAR * n_bytes / most) if n_bytes else ""
-            moved = f"{sign}{format_bytes(change.change_bytes)}" if i else ""
-            percent = round(100 * n_bytes / most)
-            shown = Bar(format_bytes(n_bytes), percent)
+            moved = by_bytes(change.change_bytes) if i else ""
+            shown = Amount(format_bytes(n_bytes), n_bytes, round(100 * n_bytes / most))
             rows.append(("" if i else change.name, side, shown, moved, bar or "▏"))
-    columns = (Column("device"), Column(""), Column("at most", ">"), Column("change", ">", True))
-    return Table("At most", (*columns, Column("", is_code=True)), rows)
+    columns = (Column("device"), Column(""), Column("at most", ">"), Column("change", ">"))
+    return Table("At most", (*columns, Column("", is_code=True, spare=1)), rows)
 
 
-def _over_time(before: Track | None, after: Track | None) -> Paragraph:
-    tracks = [track for track in (before, after) if track is not None]
-    most_s = max(track.times_s[-1] if track.times_s else 0.0 for track in tracks)
-    most_bytes = max(track.peak_bytes for track in tracks)
-    title = f"{tracks[0].device}: live bytes over {most_s:.1f} s, up to {format_bytes(most_bytes)}"
-    lines = [
-        f"{side} │{drawn(track.times_s, track.live_bytes, COLUMNS - 4, most_s, most_bytes)}"
-        for side, track in zip(_SIDES, (before, after), strict=True)
-        if track is not None
-    ]
-    return Paragraph(title, "\n".join(lines))
+@dataclass(frozen=True, slots=True)
+class _OverTime(Part):
+    """Live bytes of a device over time, a line for each run."""
+
+    before: Track | None
+    after: Track | None
+
+    def lines(self, width: int) -> Iterator[Line]:
+        tracks = [track for track in (self.before, self.after) if track is not None]
+        most_s = max(track.times_s[-1] if track.times_s else 0.0 for track in tracks)
+        most_bytes = max(track.peak_bytes for track in tracks)
+        most = format_bytes(most_bytes)
+        title = f"{tracks[0].device}: live bytes over {most_s:.1f} s, up to {most}"
+        yield from Paragraph(title).lines(width)
+        for side, track in zip(_SIDES, (self.before, self.after), strict=True):
+            if track is not None:
+                line = drawn(track.times_s, track.live_bytes, width - 4, most_s, most_bytes)
+                yield ((f"{side} │{line}", ""),)
+
+    def html(self) -> str:
+        title, *lines = self.text(_HTML_WIDTH).split("\n")
+        return Paragraph(title, "\n".join(lines)).html()
 
 
 def _table(title: str, changes: tuple[Change, ...]) -> Table:
-    rows = list(map(_row, changes[:_MOST_ROWS]))
-    if rest := changes[_MOST_ROWS:]:
-        n_bytes = sum(change.change_bytes for change in rest)
-        moved = f"{'+' if n_bytes > 0 else ''}{format_bytes(n_bytes)}"
-        rows.append(("", f"and {len(rest)} more", "", "", moved))
-    return Table(title, (Column(""), Column("name"), *_FIGURES), rows)
-
-
-def _row(change: Change) -> tuple[str, ...]:
-    name = f"{change.name} ({change.created_at})" if change.created_at else change.name
-    return (change.kind, fitted(name, _NAME_WIDTH), *_figures(change))
+    columns = (Column("name"), *_FIGURES, Column("created at", spare=1), Column("in", spare=2))
+    rows = [(each.name, *_figures(each), each.created_at, each.kind) for each in changes]
+    return Table(title, columns, rows, by=_CHANGE, most=MOST_ROWS)

@@ -68,7 +68,7 @@ def _csv(recording: Recording) -> str:
             figures = (block.n_bytes, block.n_storages)
             writer.writerow((track.device, "peak", block.category, name, "", "", stack, *figures))
     for row in () if recording.memory is None else recording.memory.rows:
-        if row.n_bytes:
+        if row.counted_bytes:
             shape = "x".join(map(str, row.shape))
             what = (row.category, row.label, shape, row.dtype, row.created_at or "")
             writer.writerow((row.device, "end", *what, row.n_bytes, 1))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tenure._show import Paragraph, Part, Report
+from tenure._show import Paragraph, Part, Report, Table
 from tenure.scopes import LeakReport
 
 from ._growth import Growth
-from ._layout import COLUMNS, wrapped
 
-_MOST_ROWS = 10
+MOST_ROWS = 10
+"""The rows of each table of a recording, which has many."""
 _NOTHING = "Nothing grew from step to step, and nothing outlived a scope that reports."
 
 
@@ -26,14 +26,13 @@ class RecordedLeaks(Report):
     growth: tuple[Growth, ...]
     leaks: tuple[LeakReport, ...]
 
+    _between = "\n\n"
+
     def __bool__(self) -> bool:
         return bool(self.growth or self.leaks)
 
     def __repr__(self) -> str:
         return f"<RecordedLeaks of {len(self.growth)} places and {len(self.leaks)} scopes>"
-
-    def __str__(self) -> str:
-        return "\n\n".join(part.text() for part in self._parts())
 
     def _parts(self) -> list[Part]:
         if not self:
@@ -42,16 +41,12 @@ class RecordedLeaks(Report):
         if self.growth:
             # held at the end is no growth: it is only where to look
             title = "What grew" if self.growth[0].last_step else "What holds several tensors"
-            lines = [wrapped(str(each), COLUMNS, "- ") for each in self.growth[:_MOST_ROWS]]
-            if more := len(self.growth) - _MOST_ROWS:
+            lines = [f"- {each}" for each in self.growth[:MOST_ROWS]]
+            if more := len(self.growth) - MOST_ROWS:
                 lines += [f"and {more} more"] * (more > 0)
             parts.append(Paragraph(title, "\n".join(lines)))
-        return [*parts, *(Paragraph("", _in_width(report)) for report in self.leaks)]
-
-
-def _in_width(report: LeakReport) -> str:
-    lines = []
-    for line in str(report).splitlines():
-        indent = line[: len(line) - len(line.lstrip())]
-        lines.append(wrapped(line.lstrip(), COLUMNS, indent))
-    return "\n".join(lines)
+        tables = [part for report in self.leaks for part in report._parts()]
+        return [
+            *parts,
+            *(replace(table, most=MOST_ROWS) for table in tables if isinstance(table, Table)),
+        ]

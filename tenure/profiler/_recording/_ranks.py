@@ -7,21 +7,18 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from tenure._errors import ReportFormatError
-from tenure._show import Column, Part, Report, Table
-from tenure._text import format_bytes
+from tenure._show import Column, Part, Report, Table, in_bytes
 
-from ._layout import fitted
 from ._recording import Recording
 
 _COLUMNS = (
     Column("rank"),
     Column("ended"),
-    Column("seconds", ">"),
+    Column("seconds", ">", spare=1),
     Column("device"),
     Column("at most", ">"),
     Column("at the end", ">"),
 )
-_ENDED_WIDTH = 30
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -33,6 +30,8 @@ class RecordedRanks(Report):
     """
 
     recordings: tuple[Recording, ...]
+
+    _between = "\n\n"
 
     @classmethod
     def of(cls, recordings: Sequence[Recording]) -> Self:
@@ -46,9 +45,6 @@ class RecordedRanks(Report):
 
     def __repr__(self) -> str:
         return f"<RecordedRanks of {len(self.recordings)} recordings>"
-
-    def __str__(self) -> str:
-        return "\n\n".join(part.text() for part in self._parts())
 
     def _parts(self) -> list[Part]:
         rows = [row for i, each in enumerate(self.recordings) for row in _rows(i, each)]
@@ -72,14 +68,14 @@ def _rows(index: int, recording: Recording) -> list[tuple[str, ...]]:
     if recording.memory is not None:
         at_end = {device.device: device.total_bytes for device in recording.memory.devices}
     name = str(index if recording.rank is None else recording.rank)
-    head = (name, fitted(recording.ended, _ENDED_WIDTH), f"{recording.duration_s:.1f}")
+    head = (name, recording.ended, f"{recording.duration_s:.1f}")
     devices = sorted(recording.peaks.keys() | at_end.keys()) or [""]
     return [
         (
             *(head if i == 0 else ("", "", "")),
             device,
-            format_bytes(recording.peaks[device]) if device in recording.peaks else "",
-            format_bytes(at_end[device]) if device in at_end else "",
+            in_bytes(recording.peaks[device]) if device in recording.peaks else "",
+            in_bytes(at_end[device]) if device in at_end else "",
         )
         for i, device in enumerate(devices)
     ]

@@ -13,8 +13,21 @@ from typing import Any, Self
 
 from tenure._errors import ReportFormatError
 from tenure._report_files import is_packed, read_facts, write_facts, write_whole
-from tenure._show import Amounts, Column, Paragraph, Part, Report, Table, plain, restored
-from tenure._text import describe_elements, format_bytes
+from tenure._show import (
+    Amounts,
+    Column,
+    Paragraph,
+    Part,
+    Report,
+    Table,
+    Together,
+    bytes_column,
+    in_bytes,
+    plain,
+    ranked,
+    restored,
+)
+from tenure._text import describe_elements
 from tenure.scopes import LeakReport
 
 from .._lines import RecordsDisplay
@@ -24,13 +37,11 @@ from .._reports import DeviceReport, MemReport
 from .._timeline import TimelineReport
 from ._exports import exported
 from ._growth import Growth
-from ._layout import COLUMNS, fitted, wrapped
-from ._leaks_found import RecordedLeaks
+from ._leaks_found import MOST_ROWS, RecordedLeaks
 from ._torch_snapshots import is_pickle, read_snapshot, tracks_of
 from ._tracks import Track
 from ._tree import DeviceTree, RecordedTree, folded, tree_of
 
-_MOST_ROWS = 10
 # By the name of the field: they know how they are written, and which version that is.
 _REPORTS: dict[str, type[Report]] = {
     "lines": RecordsDisplay,
@@ -38,10 +49,16 @@ _REPORTS: dict[str, type[Report]] = {
     "timeline": TimelineReport,
     "oom": OomReport,
 }
-_TENSORS = (Column("tensor"), Column("category"), Column("shape"), Column("bytes", ">"))
+_STORAGE = "storage"
+_TENSORS = (
+    Column("tensor"),
+    bytes_column(_STORAGE),
+    Column("category", spare=1),
+    Column("elements", spare=2),
+    Column("created at", spare=3),
+)
+_AT_MOST = (Column("device"), bytes_column())
 _LINE_COLUMNS = ("hits", "net", "peak")
-# with the lines that rich draws between them
-_NAME_WIDTH, _CATEGORY_WIDTH, _SHAPE_WIDTH = 24, 18, 15
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -83,6 +100,8 @@ class Recording(Report):
     tracks: tuple[Track, ...] = ()
     rank: int | None = None
     notes: tuple[str, ...] = ()
+
+    _between = "\n\n"
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -151,25 +170,20 @@ class Recording(Report):
     def __repr__(self) -> str:
         return f"<Recording of {self.title()!r}, {self.ended}>"
 
-    def __str__(self) -> str:
-        return "\n\n".join(part.text() for part in self._parts())
-
     def _parts(self) -> list[Part]:
         parts: list[Part] = [Paragraph("", "\n".join(self._heading()))]
         if self.oom is not None:
-            parts.append(Paragraph("Out of memory", str(self.oom)))
+            parts += [Together("Out of memory", self.oom._parts())]
         if self.peaks:
-            rows = [(name, format_bytes(n_bytes)) for name, n_bytes in _ranked(self.peaks)]
-            parts.append(Table("At most", (Column("device"), Column("bytes", ">")), rows))
+            rows = [(name, in_bytes(n_bytes)) for name, n_bytes in self.peaks.items()]
+            parts.append(Table("At most", _AT_MOST, rows, by="bytes"))
         if leaks := self.leaks_found():
             parts += leaks._parts()
         if self.lines is not None:
-            parts += [_cut(part) for part in _narrow(self.lines)._parts()]
+            parts += _narrow(self.lines)._parts()
         parts += self._memory_parts()
         if self.notes:
-            parts.append(
-                Paragraph("Notes", "\n".join(wrapped(note, COLUMNS, "- ") for note in self.notes))
-            )
+            parts.append(Paragraph("Notes", "\n".join(f"- {note}" for note in self.notes)))
         return parts
 
     def leaks_found(self) -> RecordedLeaks:
@@ -177,9 +191,9 @@ class Recording(Report):
         return RecordedLeaks(self.growth, tuple(report for report in self.leaks if report))
 
     def _heading(self) -> Iterator[str]:
-        yield fitted(self.title(), COLUMNS)
+        yield self.title()
         when = f", {self.began_at[:16].replace('T', ' ')} UTC" if self.began_at else ""
-        yield fitted(self.ended, COLUMNS)
+        yield self.ended
         yield f"after {_duration(self.duration_s)}{when}"
         if self.versions:
             yield ", ".join(f"{name} {version}" for name, version in self.versions.items())
@@ -192,9 +206,8 @@ class Recording(Report):
                 continue
             when = "at the end" if self.exit_code == 0 else "when it ended"
             amounts = [*device.categories.items(), ("unexplained", device.unexplained_bytes)]
-            ranked = sorted((each for each in amounts if each[1]), key=lambda each: -each[1])
-            yield Amounts(f"On {device.device} {when}", ranked)
-            rows = sorted((row for row in device.rows if row.n_bytes), key=lambda row: -row.n_bytes)
+            yield Amounts(f"On {device.device} {when}", ranked(amounts))
+            rows = [row for row in device.rows if row.counted_bytes]
             if rows:
                 yield _tensors(f"Largest on {device.device}", rows)
 
@@ -237,31 +250,13 @@ def _narrow(lines: RecordsDisplay) -> RecordsDisplay:
     return RecordsDisplay(lines.sections, columns)
 
 
-def _cut(part: Table | Paragraph) -> Table | Paragraph:
-    """A table whose last column, the code, ends where the terminal does."""
-    if isinstance(part, Paragraph) or not part.rows:
-        return part
-    before = range(len(part.columns) - 1)
-    widths = (max(len(row[i]) for row in (_headings(part), *part.rows)) + 2 for i in before)
-    left = COLUMNS - sum(widths)
-    rows = [
-        (*row[:-1], row[-1] if len(row[-1]) <= left else f"{row[-1][: left - 1]}…")
-        for row in part.rows
-    ]
-    return replace(part, rows=rows)
-
-
-def _headings(table: Table) -> list[str]:
-    return [column.heading for column in table.columns]
-
-
 def _at_peak(track: Track) -> DeviceTree:
     title = f"{track.device}, at its peak after {track.peak_at_s:.1f} s"
     return tree_of(title, track.peak_bytes, track.at_peak)
 
 
 def _at_end(device: DeviceReport) -> DeviceTree:
-    rows = [row for row in device.rows if row.n_bytes]
+    rows = [row for row in device.rows if row.counted_bytes]
     return DeviceTree(
         f"{device.device}, at the end",
         sum(row.n_bytes for row in rows),
@@ -273,21 +268,15 @@ def _at_end(device: DeviceReport) -> DeviceTree:
 def _tensors(title: str, rows: list[TensorRow]) -> Table:
     shown = [
         (
-            fitted(row.label, _NAME_WIDTH),
-            fitted(row.category, _CATEGORY_WIDTH),
-            fitted(describe_elements(row.dtype, row.shape), _SHAPE_WIDTH),
-            format_bytes(row.n_bytes),
+            row.label,
+            in_bytes(row.n_bytes),
+            row.category,
+            describe_elements(row.dtype, row.shape),
+            row.created_at or "",
         )
-        for row in rows[:_MOST_ROWS]
+        for row in rows
     ]
-    if rest := rows[_MOST_ROWS:]:
-        n_bytes = sum(row.n_bytes for row in rest)
-        shown.append((f"and {len(rest)} more", "", "", format_bytes(n_bytes)))
-    return Table(title, _TENSORS, shown)
-
-
-def _ranked(found: Mapping[str, int]) -> list[tuple[str, int]]:
-    return sorted(found.items(), key=lambda each: (-each[1], each[0]))
+    return Table(title, _TENSORS, shown, by=_STORAGE, most=MOST_ROWS)
 
 
 def _duration(seconds: float) -> str:

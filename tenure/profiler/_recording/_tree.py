@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from tenure._show import Part, Report
+from tenure._show import Figures, Part, Report
 from tenure._text import counted, format_bytes
 
 from .._timeline import PeakRow
-from ._layout import COLUMNS, fitted
-
-if TYPE_CHECKING:
-    from rich.text import Text
 
 _LEAST_SHARE = 0.01
-_MOST_INDENT = 30
+# what is deeper stands below each other: its names need the room
+_MOST_INDENT = 20
 _SCOPE = "scope "
 # how a snapshot of torch and a timeline say it
 _NO_SCOPE = ("", "outside of scopes")
@@ -67,39 +62,20 @@ class RecordedTree(Report):
 
     devices: tuple[DeviceTree, ...]
 
+    _between = "\n\n"
+
     def __repr__(self) -> str:
         return f"<RecordedTree of {counted(len(self.devices), 'device')}>"
 
-    def __str__(self) -> str:
-        return "\n\n".join(part.text() for part in self._parts())
-
     def _parts(self) -> list[Part]:
         return [
-            _Lines(
+            Figures(
                 f"{tree.title}: {format_bytes(tree.n_bytes)}",
-                "\n".join([*_lines(tree.branches, tree.n_bytes, 0), *filter(None, [tree.note])]),
+                list(_lines(tree.branches, tree.n_bytes, 0)),
+                tree.note,
             )
             for tree in self.devices
         ]
-
-
-@dataclass(frozen=True, slots=True)
-class _Lines:
-    """Lines whose columns count."""
-
-    title: str
-    body: str
-
-    def text(self) -> str:
-        return f"{self.title}\n{self.body}"
-
-    def rich(self) -> Text:
-        from rich.text import Text
-
-        return Text(self.text(), no_wrap=True)
-
-    def html(self) -> str:
-        return f"<p><b>{html.escape(self.title)}</b></p><pre>{html.escape(self.body)}</pre>"
 
 
 def tree_of(title: str, n_bytes: int, blocks: Iterable[PeakRow], note: str = "") -> DeviceTree:
@@ -146,7 +122,7 @@ def _folded(paths: list[tuple[tuple[str, ...], int, int]]) -> tuple[Branch, ...]
     return tuple(sorted(branches, key=lambda branch: (-branch.n_bytes, branch.name)))
 
 
-def _lines(branches: tuple[Branch, ...], total: int, depth: int) -> Iterator[str]:
+def _lines(branches: tuple[Branch, ...], total: int, depth: int) -> Iterator[tuple[str, str]]:
     least = total * _LEAST_SHARE
     for branch in branches:
         if branch.n_bytes >= least:
@@ -158,8 +134,6 @@ def _lines(branches: tuple[Branch, ...], total: int, depth: int) -> Iterator[str
         yield _line(n_bytes, total, depth, f"and {len(small)} smaller")
 
 
-def _line(n_bytes: int, total: int, depth: int, name: str) -> str:
+def _line(n_bytes: int, total: int, depth: int, name: str) -> tuple[str, str]:
     share = f"{n_bytes / total:.0%}" if total else ""
-    figures = f"{format_bytes(n_bytes):>10} {share:>4}  "
-    indent = " " * min(depth, _MOST_INDENT)
-    return f"{figures}{indent}{fitted(name, COLUMNS - len(figures) - len(indent))}"
+    return f"{format_bytes(n_bytes):>10} {share:>4}  {' ' * min(depth, _MOST_INDENT)}", name

@@ -1,8 +1,8 @@
 """A report of memory as numbers and text: categories that add up to the total, device by device.
 
 Invariant: on every device the bytes of the categories and the unexplained bytes are the total.
-Printed as plain text, it has the layout of pytorch_memlab's table; those of all ranks of a process
-group stand side by side.
+Its tables have the headings of pytorch_memlab's; those of all ranks of a process group stand below
+each other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,19 @@ import torch
 import torch.distributed as dist
 
 from tenure._errors import ProfilerUsageError
-from tenure._show import Amounts, Column, Part, Report, Table, line_of
+from tenure._show import (
+    Amounts,
+    Column,
+    Paragraph,
+    Part,
+    Report,
+    Table,
+    bytes_column,
+    in_bytes,
+    note_on_shared,
+    ranked,
+    storage_bytes,
+)
 from tenure._text import counted, format_bytes
 from tenure._torch.quiet import without_functions
 
@@ -26,17 +38,16 @@ from .._owners import CATEGORIES, StorageEntry, TensorRow
 ROUNDING = "allocator rounding"
 WORKSPACES = "library workspaces"
 UNEXPLAINED = "unexplained"
+_TOTAL = "total"
 
+_USED = "Used MEM"
 _COLUMNS = (
     Column("Element type"),
-    Column("Size", ">"),
-    Column("Used MEM", ">"),
-    Column("Category"),
-    Column("Created at"),
+    Column("Size", ">", spare=2),
+    bytes_column(_USED),
+    Column("Category", spare=1),
+    Column("Created at", spare=3),
 )
-# the widths of pytorch_memlab's table, which scripts read by position
-_MIN_WIDTHS = (39, 19, 9)
-_GAP = " "
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,27 +137,24 @@ class MemReport(Report):
         n_tensors = counted(len(self.rows), "tensor")
         return f"<MemReport of {n_tensors}, {format_bytes(self.total_bytes)}>"
 
-    def __str__(self) -> str:
-        widths = _widths(self)
-        rule = "-" * (sum(widths) + len(_GAP) * (len(widths) - 1))
-        lines = [_line([column.heading for column in _COLUMNS], widths)]
-        for device in self.devices:
-            lines += [rule, f"Storage on {device.device}"]
-            lines += (_line(_cells(row, verbose=self.verbose), widths) for row in device.rows)
-            lines += [rule, _total_line(device)]
-            lines += (_line([name, "", size, "", ""], widths) for name, size in _sums(device))
-            lines += _allocator_lines(device)
-        lines.append(rule)
-        return "\n".join(lines)
-
     def _parts(self) -> list[Part]:
-        parts: list[Part] = []
-        for device in self.devices:
-            rows = [_cells(row, verbose=self.verbose) for row in device.rows]
-            parts.append(Table(f"Storage on {device.device}", _COLUMNS, rows))
-            amounts = [*device.categories.items(), (UNEXPLAINED, device.unexplained_bytes)]
-            parts.append(Amounts(_total_line(device), amounts))
-        return parts
+        if not self.devices:
+            return [Paragraph("", "No tensors were found.")]
+        return [part for device in self.devices for part in _parts_of(device, self.verbose)]
+
+
+def _parts_of(device: DeviceReport, verbose: bool) -> Iterator[Part]:
+    title = f"Storage on {device.device}"
+    if device.rows:
+        note = note_on_shared(row.owner is not None for row in device.rows)
+        rows = [_cells(row, verbose=verbose) for row in device.rows]
+        yield Table(title, _COLUMNS, rows, note, by=_USED)
+    else:
+        yield Paragraph(title, "No tensors are there.")
+    amounts = [*device.categories.items(), (UNEXPLAINED, device.unexplained_bytes)]
+    if any(n_bytes for _, n_bytes in amounts):
+        yield Amounts(_total_line(device), ranked(amounts))
+    yield Paragraph("", "\n".join(_allocator_lines(device)))
 
 
 def build_report(
@@ -177,14 +185,14 @@ def _device_report(name: str, rows: Sequence[TensorRow]) -> DeviceReport:
     # All of them, at zero: a script may ask for any.
     categories: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     for row in rows:
-        categories[row.category] = categories.get(row.category, 0) + row.n_bytes
+        categories[row.category] = categories.get(row.category, 0) + row.counted_bytes
     device = torch.device(name)
     told = allocator_bytes(device)
     # The CPU: torch keeps no count of its bytes, so what was found is the total.
     if told is None:
         return DeviceReport(name, tuple(rows), categories, sum(categories.values()))
     cached = cached_memory(device)
-    workspaces = bytes_of_workspaces(device, cached, (row.n_bytes for row in rows))
+    workspaces = bytes_of_workspaces(device, cached, (row.counted_bytes for row in rows))
     # cuBLAS's: blocks that torch keeps and no tensor has, which would be unexplained else.
     if workspaces is not None:
         categories[WORKSPACES] = workspaces
@@ -211,18 +219,14 @@ def _numel(row: TensorRow) -> int:
 def _cells(row: TensorRow, *, verbose: bool) -> list[str]:
     name = f"{row.name}(->{row.owner})" if verbose and row.owner is not None else row.label
     size = f"({', '.join(map(str, row.shape))}{',' if len(row.shape) == 1 else ''})"
-    return [name, size, format_bytes(row.n_bytes), row.category, row.created_at or ""]
+    used = storage_bytes(row.n_bytes, is_shared=row.owner is not None)
+    return [name, size, used, row.category, row.created_at or ""]
 
 
 def _total_line(device: DeviceReport) -> str:
-    used = format_bytes(sum(row.n_bytes for row in device.rows))
-    return f"Total Tensors: {device.n_elements} \tUsed Memory: {used}"
-
-
-def _sums(device: DeviceReport) -> list[tuple[str, str]]:
-    found = [(name, n_bytes) for name, n_bytes in device.categories.items() if n_bytes]
-    found += [(UNEXPLAINED, device.unexplained_bytes), ("total", device.total_bytes)]
-    return [(name, format_bytes(n_bytes)) for name, n_bytes in found]
+    used = format_bytes(sum(row.counted_bytes for row in device.rows))
+    n_elements = counted(device.n_elements, "element")
+    return f"Total: {counted(len(device.rows), 'tensor')} with {n_elements}, {used}"
 
 
 def _allocator_lines(device: DeviceReport) -> Iterator[str]:
@@ -244,19 +248,6 @@ def _allocator_lines(device: DeviceReport) -> Iterator[str]:
     if device.device_used_bytes is not None:
         used = format_bytes(device.device_used_bytes)
         yield f"In use on {device.device} by all processes and the driver: {used}."
-
-
-def _widths(report: MemReport) -> list[int]:
-    rows = [_cells(row, verbose=report.verbose) for device in report.devices for row in device.rows]
-    minimum = (*_MIN_WIDTHS, *(len(column.heading) for column in _COLUMNS[3:]))
-    found = [max(least, *(len(row[i]) for row in rows), 0) for i, least in enumerate(minimum)]
-    # Only scopes with capture= know sites; without any, the table is as wide as pytorch_memlab's.
-    has_sites = any(row[-1] for row in rows)
-    return found if has_sites else found[:-1]
-
-
-def _line(cells: list[str], widths: list[int]) -> str:
-    return line_of(cells, _COLUMNS, widths, _GAP)
 
 
 # --- all ranks of a process group
@@ -313,20 +304,20 @@ class GroupReport(Report):
             f"the most on rank {totals.index(max(totals))}: {most}"
         )
 
-    def _parts(self) -> list[Table]:
-        ranks = [Column(f"rank {rank}", ">") for rank in range(len(self.reports))]
-        rows = [
-            _row(name, [report.categories.get(name, 0) for report in self.reports])
-            for name, n_bytes in self.categories.items()
-            if n_bytes
-        ]
-        rows.append(_row(UNEXPLAINED, [report.unexplained_bytes for report in self.reports]))
-        rows.append(_row("total", [report.total_bytes for report in self.reports]))
-        return [Table(self.summary(), [Column("category"), *ranks, Column("all", ">")], rows)]
+    def _parts(self) -> list[Part]:
+        if not self.reports:
+            return [Paragraph("", "No ranks.")]
+        names = [name for name, n_bytes in self.categories.items() if n_bytes]
+        spare = [bytes_column(name)._replace(spare=i + 1) for i, name in enumerate(names)]
+        columns = [Column("rank"), *spare, bytes_column(UNEXPLAINED), bytes_column(_TOTAL)]
+        rows = [_row(str(rank), report, names) for rank, report in enumerate(self.reports)]
+        total = _row("all", self, names)
+        return [Table(self.summary(), columns, rows, by=_TOTAL, total=total)]
 
 
-def _row(name: str, sizes: list[int]) -> tuple[str, ...]:
-    return (name, *map(format_bytes, sizes), format_bytes(sum(sizes)))
+def _row(rank: str, report: MemReport | GroupReport, names: Sequence[str]) -> list[str]:
+    sizes = [report.categories.get(name, 0) for name in names]
+    return [rank, *map(in_bytes, (*sizes, report.unexplained_bytes, report.total_bytes))]
 
 
 def gather_reports(report: MemReport, group: dist.ProcessGroup | None) -> GroupReport:

@@ -42,9 +42,10 @@ class MemReporter:
         >>> from tenure.profiler import MemReporter
         >>> model = torch.nn.Linear(4, 2, bias=False)
         >>> report = MemReporter(model).report()
-        Element type                                           Size  Used MEM Category...
         Storage on cpu
-        weight                                               (2, 4)      32 B parameters
+        Element type    Size  Used MEM  Category...
+        ...
+        weight        (2, 4)      32 B  parameters
         ...
         >>> report.total_bytes == sum(report.categories.values()) + report.unexplained_bytes
         True
@@ -105,19 +106,31 @@ class MemReporter:
         return build_report(self._entries, self._hollow, device=only, verbose=verbose)
 
     def print_stats(
-        self, verbose: bool = False, target_device: torch.device | str | int | None = None
+        self,
+        verbose: bool = False,
+        target_device: torch.device | str | int | None = None,
+        *,
+        top: int | None = None,
+        sort: str | None = None,
     ) -> None:
-        """Print what `collect_tensor` saw; the arguments are those of `get_stats`."""
-        sys.stdout.write(f"{self.get_stats(verbose, target_device)}\n")
+        """Print what `collect_tensor` saw; the arguments are those of `report`."""
+        _print(self.get_stats(verbose, target_device), top, sort)
 
     def report(
-        self, verbose: bool = False, device: torch.device | str | int | None = None
+        self,
+        verbose: bool = False,
+        device: torch.device | str | int | None = None,
+        *,
+        top: int | None = None,
+        sort: str | None = None,
     ) -> MemReport:
         """Look, print the table, and return it.
 
         Args:
             verbose: name the owner of the storage where several tensors share one.
             device: the only device to report: a device, its name, or the index of an accelerator.
+            top: how many tensors are printed, the largest first; the report has all.
+            sort: the column that they are sorted by, as for ``MemReport.text``.
 
         Returns:
             The report: text, numbers, a rich table and HTML. On a device whose allocator counts
@@ -131,7 +144,7 @@ class MemReporter:
         only = None if device is None else _device_of(device)
         self.collect_tensor()
         report = self.get_stats(verbose, only)
-        sys.stdout.write(f"{report}\n")
+        _print(report, top, sort)
         return report
 
     def report_group(
@@ -158,8 +171,12 @@ class MemReporter:
         self.collect_tensor()
         gathered = gather_reports(self.get_stats(verbose, only), group)
         if gathered.is_first:
-            sys.stdout.write(f"{gathered}\n")
+            _print(gathered, None, None)
         return gathered
+
+
+def _print(report: MemReport | GroupReport, top: int | None, sort: str | None) -> None:
+    sys.stdout.write(f"{report.text(top=top, sort=sort)}\n")
 
 
 def _device_of(device: torch.device | str | int) -> torch.device:

@@ -13,21 +13,30 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from tenure._errors import ProfilerUsageError
-from tenure._show import Column, Part, Report, Table, plain
+from tenure._show import (
+    Column,
+    Paragraph,
+    Part,
+    Report,
+    Table,
+    by_bytes,
+    bytes_column,
+    plain,
+    signed,
+)
 from tenure._text import format_bytes
 
 from .._owners import StorageEntry, TensorRow, describe_row, take_census
 from ._findings import Finding, find_growth, find_standing
 from ._mem_report import UNEXPLAINED, MemReport, build_report
 
-# The largest changes are the news; `to_dict` has all.
-_MAX_ROWS = 20
+_STORAGE = "storage"
 _COLUMNS = (
-    Column("change"),
     Column("held by"),
-    Column("tensor"),
-    Column("created at"),
-    Column("bytes", ">"),
+    Column("change"),
+    bytes_column(_STORAGE, signed),
+    Column("tensor", spare=2),
+    Column("created at", spare=1),
 )
 
 
@@ -98,9 +107,6 @@ class Snapshot(Report):
     def __repr__(self) -> str:
         return f"<Snapshot of {len(self)} storages, {format_bytes(self.total_bytes)}>"
 
-    def __str__(self) -> str:
-        return str(self.report)
-
     def _parts(self) -> Sequence[Part]:
         return self.report._parts()
 
@@ -146,16 +152,11 @@ class SnapshotDiff(Report):
     def __repr__(self) -> str:
         return f"<SnapshotDiff of {self.summary()}>"
 
-    def __str__(self) -> str:
-        lines = [self.summary(), *(f"  {finding}" for finding in self.findings)]
-        (table,) = self._parts()
-        return "\n".join([*lines, table.body()] if table.rows else lines)
-
     def summary(self) -> str:
         """The change of the total, and how many storages came and went, in one line."""
         return (
-            f"{_signed(self.total_bytes)}: {len(self.new)} new and {len(self.freed)} freed "
-            f"storages, {_signed(self.unexplained_bytes)} {UNEXPLAINED}"
+            f"{signed(self.total_bytes)}: {len(self.new)} new and {len(self.freed)} freed "
+            f"storages, {signed(self.unexplained_bytes)} {UNEXPLAINED}"
         )
 
     def _facts(self) -> dict[str, Any]:
@@ -171,17 +172,14 @@ class SnapshotDiff(Report):
         for was, row in self.resized:
             yield "resized", row, row.n_bytes - was.n_bytes
 
-    def _parts(self) -> list[Table]:
-        ranked = sorted(self._changes(), key=lambda change: -abs(change[2]))
-        rows: list[tuple[str, ...]] = [
-            (change, row.label, describe_row(row), row.created_at or "", _signed(n_bytes))
-            for change, row, n_bytes in ranked[:_MAX_ROWS]
+    def _parts(self) -> list[Part]:
+        findings = "\n".join(f"- {finding}" for finding in self.findings)
+        head = Paragraph(self.summary(), findings)
+        rows = [
+            (row.label, change, by_bytes(n_bytes), describe_row(row), row.created_at or "")
+            for change, row, n_bytes in self._changes()
         ]
-        if rest := ranked[_MAX_ROWS:]:
-            n_bytes = sum(n_bytes for _, _, n_bytes in rest)
-            rows.append(("", f"and {len(rest)} more", "", "", _signed(n_bytes)))
-        title = "\n".join((self.summary(), *map(str, self.findings)))
-        return [Table(title, _COLUMNS, rows)]
+        return [head, Table("", _COLUMNS, rows, by=_STORAGE)] if rows else [head]
 
 
 def snapshot() -> Snapshot:
@@ -281,7 +279,3 @@ def _n_bytes(entry: StorageEntry) -> int:
 def _is_read(snapshot: Snapshot) -> bool:
     """Whether it refers to no storage, as one that was read."""
     return all(entry.identity is None for entry in snapshot._entries)
-
-
-def _signed(n_bytes: int) -> str:
-    return f"{'+' if n_bytes > 0 else ''}{format_bytes(n_bytes)}"

@@ -12,17 +12,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from tenure._show import Amounts, Column, Paragraph, Part, Report, Table
+from tenure._show import (
+    Amount,
+    Amounts,
+    Column,
+    Paragraph,
+    Part,
+    Report,
+    Table,
+    bytes_column,
+    in_bytes,
+    ranked,
+)
 from tenure._text import counted, format_bytes
 
 OUTSIDE = "outside of scopes"
 """The scope of what was made in none."""
-_MAX_ROWS = 20
+_MOST_ERRORS = 20
+_BYTES = "bytes"
 _COLUMNS = (
-    Column("bytes", ">", True),
-    Column("storages", ">"),
+    bytes_column(_BYTES),
+    Column("storages", ">", spare=2, spelled=str),
     Column("category"),
-    Column("scope"),
+    Column("scope", spare=1),
     Column("made at"),
 )
 
@@ -180,11 +192,12 @@ class TimelineReport(Report):
             f"{format_bytes(device.peak_bytes)} on {device.device} at {device.peak_at_s:.2f} s"
             for device in self.devices
         )
-        return (
-            f"{self.duration_s:.2f} s, {counted(self.n_events, 'event')}: peak {', '.join(peaks)}"
-        )
+        length = f"{self.duration_s:.2f} s, {counted(self.n_events, 'event')}"
+        return f"{length}: peak {', '.join(peaks)}" if self.devices else f"{length}: no memory"
 
     def _parts(self) -> Sequence[Part]:
+        if not self.devices:
+            return [Paragraph("", f"{self.summary()}.")]
         parts: list[Part] = []
         for device in self.devices:
             title = (
@@ -193,9 +206,11 @@ class TimelineReport(Report):
             )
             place = device.live_bytes.index(device.peak_bytes)
             amounts = [(name, series[place]) for name, series in device.by_category.items()]
-            parts += [Amounts(title, amounts), _table_of(device)]
+            parts.append(Amounts(title, ranked(amounts)))
+            if device.at_peak:
+                parts.append(_table_of(device))
         if self.ooms:
-            lines = "\n".join(f"{oom.at_s:.2f} s: {oom.text}" for oom in self.ooms[:_MAX_ROWS])
+            lines = "\n".join(f"{oom.at_s:.2f} s: {oom.text}" for oom in self.ooms[:_MOST_ERRORS])
             parts.append(Paragraph("Out of memory", lines))
         if self.notes:
             parts.append(Paragraph("", "\n".join(f"Note: {note}" for note in self.notes)))
@@ -212,9 +227,7 @@ def _table_of(device: DeviceTimeline) -> Table:
         bytes_and_count = found[row.category, scope, line]
         bytes_and_count[0] += row.n_bytes
         bytes_and_count[1] += row.n_storages
-    ranked = sorted(found.items(), key=lambda item: -item[1][0])
-    rows = [(format_bytes(n_bytes), str(n or ""), *key) for key, (n_bytes, n) in ranked[:_MAX_ROWS]]
-    if rest := ranked[_MAX_ROWS:]:
-        n_bytes = sum(each for _, (each, _) in rest)
-        rows.append((format_bytes(n_bytes), "", f"and {len(rest)} more", "", ""))
-    return Table(f"In use at the peak of {device.device}", _COLUMNS, rows)
+    rows = [
+        (in_bytes(n_bytes), Amount(str(n or ""), n), *key) for key, (n_bytes, n) in found.items()
+    ]
+    return Table(f"In use at the peak of {device.device}", _COLUMNS, rows, by=_BYTES)

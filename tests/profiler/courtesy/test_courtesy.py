@@ -917,7 +917,7 @@ def test_modes_of_the_program_see_nothing_of_it(sim):
 def test_without_anything_to_move_the_report_says_why(sim):
     with Courtesy() as courtesy:
         pass
-    assert str(courtesy.report) == (
+    assert courtesy.report.text(width=300) == (
         "Courtesy moved nothing: no tensor that is not away already takes memory of every "
         "accelerator."
     )
@@ -959,7 +959,7 @@ def test_the_report_reads_as_a_whole(sim):
     exported = torch.utils.dlpack.to_dlpack(x)
     with pytest.warns(CourtesyWarning), Courtesy() as courtesy:
         left_bytes = sim.allocated_bytes
-    assert str(courtesy.report) == (
+    assert courtesy.report.text(width=300) == (
         "Courtesy moved 2.0 KiB to host memory (1 storage, 2 tensors).\n"
         "16 B stay where they are:\n"
         "  float32[4] on sim:0, 16 B, held by "
@@ -968,7 +968,7 @@ def test_the_report_reads_as_a_whole(sim):
         "change to a view\n"
         f"sim:0 has {left_bytes} B allocated now."
     )
-    assert courtesy.report._repr_html_().startswith("<pre>Courtesy moved 2.0 KiB")
+    assert courtesy.report._repr_html_().startswith("<p>Courtesy moved 2.0 KiB")
     assert "can&#x27;t" in courtesy.report._repr_html_()
     del exported, view
 

@@ -82,7 +82,8 @@ def test_fields_of_memory_stats_are_columns(sim):
     work = rows_on("sim")
     with LineProfiler(work, device="sim") as profiler:
         work()
-    text = str(profiler.display(columns=("alloc", "active_bytes.all.current", "num_ooms")))
+    display = profiler.display(columns=("alloc", "active_bytes.all.current", "num_ooms"))
+    text = display.text(width=200)
     lines = text.splitlines()
     assert lines[1] == "line    alloc  active_bytes.all.current  num_ooms  code"
     assert lines[5].split()[1:6] == ["2.0", "KiB", "3.0", "KiB", "0"]

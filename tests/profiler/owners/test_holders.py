@@ -88,7 +88,7 @@ def keep_in_a_traceback(t):
 
 def keep_in_a_view(t):
     CACHE["view"] = t[:1]
-    return f"view {HERE}.CACHE['view']"
+    return f"a view in {HERE}.CACHE['view']"
 
 
 def keep_in_an_array(t):
@@ -188,7 +188,7 @@ def test_rich_and_html_show_names_and_kinds_escaped():
     console.print(found)
     shown = console.export_text()
     assert "f.<locals>.t[0]" in shown
-    assert "container" in shown
+    assert "1 reference, 1 explained" in shown
     assert "<td>f.&lt;locals&gt;.t[0]</td><td>container</td>" in found._repr_html_()
 
 

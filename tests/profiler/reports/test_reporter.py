@@ -264,9 +264,10 @@ def test_shared_storages_count_once_and_an_arrow_names_the_owner():
     prefix = "test_shared_storages_count_once_and_an_arrow_names_the_owner.<locals>"
     report = report_on(verbose=True)
     rows = {row.name: row for row in report.rows if row.name.startswith(prefix)}
-    assert [row.n_bytes for row in rows.values()] == [4096, 0]
+    assert [row.n_bytes for row in rows.values()] == [4096, 4096]
+    assert [row.counted_bytes for row in rows.values()] == [4096, 0]
     assert rows[f"{prefix}.part"].owner == f"{prefix}.base"
-    assert f"{prefix}.part(->{prefix}.base)" in str(report)
+    assert f"{prefix}.part(->{prefix}.base)" in report.text(top=10**6, width=400)
     assert "(->" not in str(report_on())
     assert part.data_ptr() == base.data_ptr()
 
@@ -652,29 +653,27 @@ REPORT = MemReport(
 )  # fmt: skip
 
 TEXT = """\
-Element type                                           Size  Used MEM Category      Created at
-----------------------------------------------------------------------------------------------
 Storage on cpu
-----------------------------------------------------------------------------------------------
-Total Tensors: 0 \tUsed Memory: 0 B
-unexplained                                                       0 B
-total                                                             0 B
+No tensors are there.
 The total is that of the storages found: cpu counts no live bytes.
-----------------------------------------------------------------------------------------------
 Storage on cuda:0
-0.weight                                       (1024, 1024)   4.0 MiB parameters
-view(->0.weight)                                       (4,)       0 B parameters
-train.<locals>.loss                                      ()       4 B other tensors a.py:7
-----------------------------------------------------------------------------------------------
-Total Tensors: 1048581 \tUsed Memory: 4.0 MiB
-parameters                                                    4.0 MiB
-other tensors                                                     4 B
-allocator rounding                                              508 B
-unexplained                                                   1.0 KiB
-total                                                         4.0 MiB
-The allocated memory on cuda:0: 4.0 MiB, of 20.0 MiB that the allocator has reserved.
-In use on cuda:0 by all processes and the driver: 1.0 GiB.
-----------------------------------------------------------------------------------------------"""
+Element type                 Size  Used MEM  Category       Created at
+-------------------  ------------  --------  -------------  ----------
+0.weight             (1024, 1024)   4.0 MiB  parameters
+train.<locals>.loss            ()       4 B  other tensors  a.py:7
+view(->0.weight)             (4,)     (0 B)  parameters
+In brackets: in the storage of another row, which counts it.
+Total: 3 tensors with 1048581 elements, 4.0 MiB
+category              bytes   share
+------------------  -------  ------  --------------------------------
+parameters          4.0 MiB  100.0%  ████████████████████████████████
+unexplained         1.0 KiB    0.0%                                 ▏
+allocator rounding    508 B    0.0%                                 ▏
+other tensors           4 B    0.0%                                 ▏
+total               4.0 MiB  100.0%  ████████████████████████████████
+The allocated memory on cuda:0: 4.0 MiB, of 20.0 MiB that the allocator has
+reserved.
+In use on cuda:0 by all processes and the driver: 1.0 GiB."""
 
 
 def test_the_printed_table():
@@ -692,7 +691,7 @@ def test_the_table_goes_to_the_standard_output_of_the_moment():
         reporter.get_stats()
         reporter.print_stats(target_device="meta")
     assert first.getvalue() == f"{report}\n"
-    assert second.getvalue().startswith("Element type")
+    assert second.getvalue().startswith("Storage on meta")
 
 
 def test_rich_and_html_show_the_same_cells_escaped():

@@ -68,7 +68,7 @@ def test_what_the_sign_before_a_shared_number_means_stands_below_the_table(sim):
     with LineProfiler(work, device="sim") as profiler:
         in_step(work, work)
     assert any(record["shared"] for record in profiler.to_dict()["records"])
-    text = str(profiler)
+    text = profiler.display().text(width=300)
     assert text.splitlines()[-1] == FOOTNOTE
     # which of their two lines has how many of the 400 KiB, the threads' turns decide
     assert re.search(r"~ +\d+\.0 KiB", text)

@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from tenure._show import Report
+from tenure._show import Column, Paragraph, Part, Report, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +136,7 @@ def _slices(x: Tensor) -> Iterator[Tensor]:
         yield each.double()
 
 
+_COLUMNS = (Column("what"), Column("rel. error", ">"), Column("which"))
 DifferenceKind = Literal["module", "buffer", "loss", "term", "gradient", "random"]
 
 _ADVICE = {
@@ -196,14 +197,17 @@ class SplitReport(Report):
     def __bool__(self) -> bool:
         return self.ok
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[Part]:
         how = f"{sum(self.sizes)} samples as {' + '.join(map(str, self.sizes))}"
         if self.ok:
-            return f"{how}: the same loss, gradients and buffers as in one piece."
-        lines = [f"{how}: not the same as in one piece.", "what      rel. error  which"]
-        lines += map(str, self.differences)
-        if self.advice is not None:
-            return "\n".join([*lines, f"That means: {self.advice}"])
-        kinds = dict.fromkeys(difference.kind for difference in self.differences)
-        cause = next((kind for kind in kinds if kind in _ADVICE), None)
-        return "\n".join([*lines, f"That means: {_ADVICE[cause]}."] if cause else lines)
+            same = "the same loss, gradients and buffers as in one piece."
+            return [Paragraph("", f"{how}: {same}")]
+        # in their order: the causes first
+        rows = [(each.kind, f"{each.relative_error:.1e}", each.name) for each in self.differences]
+        table = Table(f"{how}: not the same as in one piece.", _COLUMNS, rows, rule="")
+        meaning = self.advice
+        if meaning is None:
+            kinds = dict.fromkeys(difference.kind for difference in self.differences)
+            cause = next((kind for kind in kinds if kind in _ADVICE), None)
+            meaning = f"{_ADVICE[cause]}." if cause else None
+        return [table, *([] if meaning is None else [Paragraph("", f"That means: {meaning}")])]

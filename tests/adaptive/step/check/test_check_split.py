@@ -98,7 +98,9 @@ def test_a_batch_coupled_loss_is_told_from_a_coupled_module():
             "net.2.bias",
         ][: len(names(report, "gradient"))]
     )
-    assert "the loss itself mixes samples, or its weight is wrong: see weight=" in str(report)
+    assert "the loss itself mixes samples, or its weight is wrong: see weight=" in report.text(
+        width=300
+    )
 
 
 def test_a_mean_over_other_things_than_samples_needs_its_weight():
@@ -172,7 +174,7 @@ def test_the_report_is_a_table():
             SplitDifference("gradient", "net.0.weight", 0.18),
         ),
     )
-    assert str(report) == (
+    assert report.text(width=300) == (
         "8 samples as 5 + 3: not the same as in one piece.\n"
         "what      rel. error  which\n"
         "module       4.3e-01  net.1 (BatchNorm1d)\n"

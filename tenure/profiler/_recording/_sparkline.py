@@ -1,33 +1,10 @@
-"""Names and lines of bytes in the width of a terminal."""
+"""Bytes over time as a line of text."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 
-COLUMNS = 80
 _LEVELS = " ▁▂▃▄▅▆▇█"
-
-
-def fitted(text: str, width: int) -> str:
-    """A name in so many columns: what is left out is its middle, as both ends tell more."""
-    if len(text) <= width:
-        return text
-    end = (width - 1) * 2 // 3
-    return f"{text[: width - 1 - end]}…{text[-end:]}"
-
-
-def wrapped(text: str, width: int, first: str = "") -> str:
-    """A sentence in lines of so many columns, the later ones indented as far as ``first`` goes."""
-    return textwrap.fill(
-        text,
-        width,
-        initial_indent=first,
-        subsequent_indent=" " * len(first),
-        # names stay what they are
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def drawn(

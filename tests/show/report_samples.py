@@ -1,0 +1,374 @@
+"""A report of every kind as programs make them: long names, long paths, many rows, views, none."""
+
+# ruff: noqa: E501 - lines as long as those of the programs that make them
+
+import torch
+
+from tenure import LeakRecord, LeakReport, adaptive, paging
+from tenure._cli._cell_report import CellReport
+from tenure.profiler import (
+    CourtesyReport,
+    DeviceReport,
+    DeviceTimeline,
+    Finding,
+    GroupReport,
+    Growth,
+    HolderList,
+    LineProfiler,
+    LineRecord,
+    MemReport,
+    OomLine,
+    OomMark,
+    OomReport,
+    PeakRow,
+    RecordedRanks,
+    Recording,
+    RecordingDiff,
+    SavedRecord,
+    SavedReport,
+    ScopeSpan,
+    Snapshot,
+    SnapshotDiff,
+    Stay,
+    TensorRow,
+    TimelineReport,
+)
+from tenure.profiler._lines._display import RecordsDisplay, columns_named, section_of
+from tenure.profiler._owners import StorageEntry
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
+SITE = "experiments/pretraining/models/transformer/attention_with_rotary_embeddings.py:1234"
+FAR = "/opt/conda/envs/research/lib/python3.11/site-packages/torch/nn/modules/transformer.py:12"
+LAYER = "encoder.layers.{}.self_attention.output_projection.weight"
+HOLDER = "Trainer.fit.<locals>.callbacks[3].validation_history['epoch_losses'][{}]"
+VIEW = "Trainer.fit.<locals>.last_hidden_state_of_first_token"
+
+
+def _row(i, **changed):
+    facts = {
+        "name": LAYER.format(i),
+        "category": "parameters",
+        "shape": (3072, 1024 - i),
+        "dtype": "float32",
+        "device": "cuda:0",
+        "n_bytes": 4 * 3072 * (1024 - i),
+        "owner": None,
+        "created_at": SITE if i % 3 else FAR,
+    }
+    return TensorRow(**(facts | changed))
+
+
+PARAMETERS = tuple(map(_row, range(30)))
+OTHERS = (
+    _row(
+        0, name="DecoderLayer0.norm.weight+DecoderLayer1.norm.weight", n_bytes=64, created_at=None
+    ),
+    _row(1, name=HOLDER.format(0), category="other tensors", n_bytes=2**30),
+    _row(
+        2,
+        name="ScaledDotProductEfficientAttentionBackward0.logsumexp",
+        category="saved for backward",
+        graph=HOLDER.format(1),
+    ),
+)
+A_VIEW = _row(3, name=VIEW, category="other tensors", n_bytes=0, owner=HOLDER.format(0))
+ROWS = (*PARAMETERS, *OTHERS, A_VIEW)
+_SUMS = {
+    "parameters": 2**28,
+    "gradients": 2**20,
+    "saved for backward": 2**21,
+    "other tensors": 2**30,
+}
+DEVICE = DeviceReport("cuda:0", ROWS, _SUMS, 2**31, True, 2**32, 2**33, 2**20, 2**21)
+EMPTY = DeviceReport("cpu", (), dict.fromkeys(_SUMS, 0), 0)
+MEMORY = MemReport((DEVICE, EMPTY))
+FINDINGS = (
+    Finding("growth", "x", f"{HOLDER.format('…')} grew by 100 tensors, 1.0 GiB", 2**30),
+    Finding("view", VIEW, f"{VIEW} shows 4 B and keeps 1.0 GiB alive", 2**30),
+)
+
+
+def _leak(i, n_bytes=2**20, **changed):
+    facts = {
+        "shape": (64, 512, 1024),
+        "dtype": torch.float32,
+        "device": CUDA,
+        "nbytes": n_bytes,
+        "created_at": SITE if i % 2 else FAR,
+        "holders": (HOLDER.format(i), f"{__name__}.REGISTRY['{VIEW}']"),
+        "kind": "container",
+    }
+    return LeakRecord(**(facts | changed))
+
+
+LEAKS = LeakReport(
+    [
+        *(_leak(i, (i + 1) * 2**20) for i in range(25)),
+        *(
+            _leak(
+                i,
+                graph=HOLDER.format(0),
+                holders=("AddmmBackward0 in the graph of " + HOLDER.format(0),),
+            )
+            for i in range(3)
+        ),
+    ],
+    scope="<DisposeScope 'one step of the training loop'>",
+)
+STACK = (
+    "experiments/pretraining/train.py:41 in main",
+    f"{FAR} in forward",
+    f"{SITE} in scaled_dot_product_attention_of_all_heads",
+)
+
+
+def _peak(i):
+    category = ("activations", "gradients", "optimizer state", "temporary or unexplained")[i % 4]
+    scope = "<DisposeScope 'one step of the training loop'>" if i % 2 else "outside of scopes"
+    stack = (*STACK[: i % 3], f"experiments/pretraining/models/layer_{i}.py:{i} in forward")
+    return PeakRow(category, scope, stack if i % 5 else (), (40 - i) * 2**20, i)
+
+
+AT_PEAK = tuple(map(_peak, range(40)))
+PEAK = sum(row.n_bytes for row in AT_PEAK)
+TIMES = tuple(i / 10 for i in range(50))
+LIVE = tuple(min(PEAK, (i + 1) * PEAK // 40) for i in range(50))
+BANDS = {
+    "activations": tuple(n * 2 // 3 for n in LIVE),
+    "temporary or unexplained": tuple(n - n * 2 // 3 for n in LIVE),
+}
+TIMELINE = TimelineReport(
+    (
+        DeviceTimeline(
+            "cuda:0",
+            TIMES,
+            LIVE,
+            0,
+            PEAK,
+            3.9,
+            BANDS,
+            {"outside of scopes": LIVE},
+            {SITE: LIVE},
+            AT_PEAK,
+        ),
+    ),
+    (ScopeSpan("<DisposeScope 'one step of the training loop'>", 0, 0.0, 4.0),),
+    (
+        OomMark(
+            3.9,
+            "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.1 GiB of which 1.2 GiB is free.",
+        ),
+    ),
+    None,
+    12345,
+    5.0,
+    5,
+    ("of 20000 storages, those of the 500 largest places are told apart; the others are one row",),
+)
+OOM = OomReport(
+    "leak",
+    f"A leak: {HOLDER.format('…')} keeps 1.0 GiB in 100 tensors; keep .detach() or .item() of what is kept.",
+    (f"100 tensors of {HOLDER.format('…')} hang on graphs of autograd, with 900 MiB.",),
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate",
+    f"{SITE} in scaled_dot_product_attention_of_all_heads",
+    "cuda:0",
+    2**34,
+    2**36,
+    2**30,
+    2**30,
+    _SUMS,
+    tuple(OomLine(s, 2**29, 7, "float32[64, 512, 1024] on cuda:0") for s in (SITE, FAR)),
+    (
+        OomLine(HOLDER.format("…"), 2**30, 100),
+        OomLine(VIEW, 2**20, 1, "float32[64, 512, 1024] on cuda:0"),
+    ),
+    {
+        "allocated_bytes": 2**35,
+        "reserved_bytes": 2**36,
+        "unused_bytes": 2**35,
+        "largest_free_bytes": 2**20,
+    },
+    {"rss_bytes": 2**33, "free_bytes": 2**34, "limit_bytes": 2**35, "own_limit_bytes": 2**35},
+    notes=("Where tensors were made is not known: open a scope with capture=.",),
+)
+SOURCE = [
+    "def scaled_dot_product_attention_of_all_heads(self, queries, keys, values, attention_mask=None):",
+    "    scores = torch.matmul(queries, keys.transpose(-2, -1)) / math.sqrt(queries.size(-1)) + self.bias",
+    "    self.attention_weights_for_visualization_purposes.append(scores.softmax(-1).detach().cpu())",
+    "    return torch.matmul(self.dropout(scores.softmax(-1)), values).transpose(1, 2).reshape(b, t, -1)",
+]
+
+
+def _line(i):
+    return LineRecord(
+        "attention",
+        1234 + i,
+        300,
+        2**30 * i,
+        2**29,
+        2**30 + i,
+        CUDA,
+        False,
+        True,
+        False,
+        SOURCE[i],
+        SITE.rpartition(":")[0],
+    )
+
+
+_RECORDS = [_line(i) for i in range(1, 4)]
+LINES = RecordsDisplay(
+    [
+        section_of(
+            "MultiHeadAttention.scaled_dot_product_attention_of_all_heads",
+            SITE.rpartition(":")[0],
+            1234,
+            SOURCE,
+            _RECORDS,
+        )
+    ],
+    columns_named(None, _RECORDS),
+)
+
+
+def _recording(**changed):
+    facts = {
+        "command": (
+            "python",
+            "-m",
+            "experiments.pretraining.train",
+            "--config",
+            "configs/large.yaml",
+            "--run",
+            "seventh-attempt",
+        ),
+        "began_at": "2026-01-01T00:00:00+00:00",
+        "duration_s": 4000.0,
+        "ended": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity",
+        "exit_code": 1,
+        "versions": {"Python": "3.11.7", "torch": "2.13.0", "tenure": "1.0"},
+        "peaks": {"cuda:0": 2**31, "cpu": 2**20},
+        "leaks": (LEAKS,),
+        "growth": (
+            Growth(HOLDER.format("…"), 1, 100, 2**20, 2**27, 1, 99, 2**28),
+            Growth(VIEW, 1, 9, 4, 36, 1, 9),
+        ),
+        "lines": LINES,
+        "memory": MEMORY,
+        "timeline": TIMELINE,
+        "oom": OOM,
+        "notes": ("lines of MultiHeadAttention.forward were not seen: it is compiled",),
+    }
+    return Recording(**(facts | changed))
+
+
+RUN = _recording()
+SHORT = _recording(
+    command=("python", "train.py"),
+    ended="exit code 0",
+    exit_code=0,
+    leaks=(),
+    growth=(),
+    lines=None,
+    oom=None,
+    timeline=None,
+    notes=(),
+    memory=MemReport((DeviceReport("cuda:0", ROWS[4:], {"parameters": 2**20}, 2**30, True),)),
+)
+PLAIN = _recording(
+    command=("python", "train.py"),
+    ended="exit code 0",
+    exit_code=0,
+    leaks=(),
+    growth=(),
+    lines=None,
+    oom=None,
+    timeline=None,
+    notes=(),
+    memory=None,
+    peaks={},
+)
+DIFF = SnapshotDiff(
+    2**30,
+    ROWS[:25],
+    ROWS[25:-1],
+    ((PARAMETERS[0], PARAMETERS[1]),),
+    FINDINGS,
+    {"cuda:0": 2**30},
+)
+
+
+def _peak_report(**changed):
+    facts = {
+        "peak_bytes": 2**33, "baseline_bytes": 2**31,
+        "categories": {"parameters": 2**31, "activations": 2**32, "temporaries": 2**31},
+        "phase": "backward", "operation": "aten._scaled_dot_product_efficient_attention_backward.default",
+        "place": f"{LAYER.format(3)} ({SITE})", "device": "cuda:0", "approximate": True,
+        "reasons": (f"what {HOLDER.format(3)} selects is taken to be everything, at {SITE}",),
+        "allocated_bytes": 2**33 + 2**20, "reserved_bytes": 2**33 + 2**24, "allowance_bytes": 2**20,
+        "budget_bytes": 2**32, "later_peak_bytes": 2**34,
+    }  # fmt: skip
+    return adaptive.PeakReport(**(facts | changed))
+
+
+REPORTS = {
+    "memory": MEMORY,
+    "memory, verbose": MemReport((DEVICE,), verbose=True),
+    "no memory": MemReport((EMPTY,)),
+    "no devices": MemReport(()),
+    "ranks": GroupReport((MEMORY,) * 8, 0),
+    "no ranks": GroupReport((), 0),
+    "snapshot": Snapshot((StorageEntry(ROWS[0], 4),), MEMORY),
+    "difference": DIFF,
+    "no difference": SnapshotDiff(0, (), ()),
+    "leaks": LEAKS,
+    "no leaks": LeakReport([], scope="s"),
+    "saved": SavedReport(
+        tuple(
+            SavedRecord((64, 512, 1024 - i), torch.float32, CUDA, 2**27 - i,
+            ("ScaledDotProductEfficientAttentionBackward0.logsumexp", "AccumulateGrad.variable"), SITE, bool(i % 2), not i % 2)
+            for i in range(30)
+        ), 400,
+    ),
+    "nothing saved": SavedReport((), 0),
+    "holders": HolderList((HOLDER.format(1), VIEW), kinds=("container", "frame-local"), n_references=3, n_unexplained=1, tensor=f"float32[64, 512] on cuda:0, 1.0 GiB, created at {SITE}"),
+    "no holders": HolderList((), tensor="float32[3] on cpu, 12 B"),
+    "lines": LINES,
+    "no lines": LineProfiler().display(),
+    "timeline": TIMELINE,
+    "empty timeline": TimelineReport((), (), (), None, 0, 0.0, 5, ()),
+    "out of memory": OOM,
+    "recording": RUN,
+    "short recording": SHORT,
+    "plain recording": PLAIN,
+    "recordings of ranks": RecordedRanks.of([_recording(rank=1), _recording(rank=0)]),
+    "difference of recordings": RecordingDiff.of(SHORT, RUN),
+    "the same recording": RecordingDiff.of(PLAIN, PLAIN),
+    "cell": CellReport(RUN, DIFF),
+    "cell that left nothing": CellReport(SHORT, SnapshotDiff(0, (), ())),
+    "tree": RUN.tree(),
+    "tree at the end": SHORT.tree(),
+    "recorded leaks": RUN.leaks_found(),
+    "no recorded leaks": SHORT.leaks_found(),
+    "courtesy": CourtesyReport(
+        2**30, 100, 200,
+        (Stay("float32[64, 512, 1024] on cuda:0, 128.0 MiB", 2**27, "a captured graph replays into its memory", HOLDER.format(0)),),
+        {"cuda:0": 2**27}, {"cuda:0": 2**30},
+    ),
+    "no courtesy": CourtesyReport(0, 0, 0, note="there is no accelerator."),
+    "paging": paging.PagingReport(
+        3, 0.25, 0.05, 0.2, 2**34, 25e9, 12, 245, 0.9, "link", 2**34, 2**32, 2**31, 2**33,
+        2**33 + 2**21, 2**28, 2**35, 2**30,
+    ),
+    "split": adaptive.SplitReport(
+        (8,) * 40, 1e-5,
+        (adaptive.SplitDifference("module", f"{LAYER.format(3)} (BatchNorm1d)", 0.5), adaptive.SplitDifference("gradient", LAYER.format(9), 0.25)),
+    ),
+    "the same split": adaptive.SplitReport((8,) * 40, 1e-5, ()),
+    "peak": _peak_report(),
+    "peak that fits": _peak_report(budget_bytes=2**37, approximate=False),
+    "plan": adaptive.Plan(
+        4, 10, (4, 4, 2), 2**33, 2**33, 2**34, 2**31, {"parameters": 2**31, "gradients": 2**30, "optimizer state": 2**32, "activations": 2**33, "temporaries": 5}, "cuda:0", True,
+        (f"what {HOLDER.format(3)} selects is taken to be everything, at {SITE}",),
+    ),
+}  # fmt: skip

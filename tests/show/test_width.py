@@ -1,0 +1,128 @@
+"""Every report fits its terminal, breaks no word, and takes the same arguments."""
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tenure._callers import line_in
+from tenure._errors import ProfilerUsageError
+from tenure._show import Column, Table, bytes_column, in_bytes, storage_bytes
+from tenure._show._report import Shown
+from tenure._show._width import cut, folded, wrapped
+
+from .report_samples import REPORTS
+
+PLACE = "/opt/lib/torch/nn/modules/transformer.py:123"
+WORD = re.compile(r"\w+")
+each_report = pytest.mark.parametrize("report", REPORTS.values(), ids=REPORTS)
+
+
+def kinds_below(kind):
+    return {kind} | {each for below in kind.__subclasses__() for each in kinds_below(below)}
+
+
+def test_every_kind_of_report_is_held_by_these_tests():
+    made_here = {
+        kind for kind in kinds_below(Shown) - {Shown} if kind.__module__.startswith("tenure.")
+    }
+    abstract = {kind for kind in made_here if "_parts" not in vars(kind)}
+    # by name: a dataclass with slots is made twice
+    shown = {type(report).__name__ for report in REPORTS.values()}
+    assert {kind.__name__ for kind in made_here - abstract} == shown
+
+
+@each_report
+@pytest.mark.parametrize("width", [60, 80, 132])
+def test_no_line_is_wider_than_the_terminal(report, width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert max(map(len, str(report).splitlines())) <= width
+    console = Console(file=io.StringIO(), width=width)
+    console.print(report)
+    assert max(map(len, console.file.getvalue().splitlines())) <= width
+
+
+@each_report
+def test_no_word_is_broken_and_no_line_number_lost(report):
+    whole = set(WORD.findall(report.text(width=10_000)))
+    assert set(WORD.findall(report.text(width=80))) <= whole
+
+
+@each_report
+def test_no_heading_stands_over_nothing(report):
+    lines = report.text(width=80).splitlines()
+    assert not set(lines[-1]) <= set("- ") or lines[-1] == ""
+    assert lines[-1].strip()
+
+
+@each_report
+def test_rows_can_be_chosen_and_sorted(report):
+    fewest, all_rows = (report.text(top=top, width=80).splitlines() for top in (1, 10**6))
+    assert len(fewest) <= len(all_rows)
+    for heading in {heading for part in report._parts() for heading in part.sorts()}:
+        report.text(sort=heading)
+
+
+def test_a_column_that_no_table_has_is_refused():
+    with pytest.raises(ProfilerUsageError, match=r"a column 'x'\. There are 'held by'"):
+        REPORTS["difference"].text(sort="x")
+    with pytest.raises(ProfilerUsageError, match="top=-1 is no number of rows"):
+        REPORTS["difference"].text(top=-1)
+
+
+def test_the_largest_stand_first_and_the_others_are_summed_up():
+    rows = [(f"t{n}", in_bytes(n)) for n in (1, 30, 2)]
+    table = Table("", (Column("name"), bytes_column()), rows, by="bytes")
+    assert table.arranged(1, None).text(80) == (
+        "name        bytes\n----------  -----\nt30          30 B\nand 2 more    3 B"
+    )
+    assert table.arranged(None, "name").text(80).split()[4:] == [
+        "t1",
+        "1",
+        "B",
+        "t2",
+        "2",
+        "B",
+        "t30",
+        "30",
+        "B",
+    ]
+
+
+def test_of_equal_ones_the_one_that_counts_the_storage_stands_first():
+    rows = [(name, storage_bytes(8, is_shared=name != "base")) for name in ("view", "base", "w")]
+    table = Table("", (Column("name"), bytes_column("storage")), rows, by="storage", rule="")
+    assert table.arranged(None, None).text(80).split()[2:] == [
+        "base",
+        "8",
+        "B",
+        "view",
+        "(8",
+        "B)",
+        "w",
+        "(8",
+        "B)",
+    ]
+    assert table.arranged(0, None).text(80).split()[2:] == ["and", "3", "more", "8", "B"]
+
+
+def test_a_place_loses_folders_and_never_its_name_or_number():
+    for width in range(len("…/transformer.py:123"), len(PLACE)):
+        (line,) = folded(PLACE, width)
+        assert line.endswith("/transformer.py:123")
+        assert line.startswith("…/")
+        assert len(line) <= width
+
+
+def test_code_is_broken_where_names_are_joined():
+    assert folded("trainer.history['losses'][3]", 16) == ["trainer.history", "['losses'][3]"]
+    assert cut("    scores = torch.matmul(a)", 20) == "    scores = torch.…"
+    assert list(wrapped("- one two three", 9)) == ["- one two", "  three"]
+
+
+def test_a_file_is_told_from_the_working_directory(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert line_in(str(tmp_path / "a" / "b.py"), 3) == f"{Path('a', 'b.py')}:3"
+    assert line_in("/elsewhere/b.py", 3) == "/elsewhere/b.py:3"
