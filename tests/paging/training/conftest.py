@@ -78,3 +78,11 @@ def pair(sim):
         return Pair(sim, model)
 
     return make
+
+
+@pytest.fixture
+def halved(pair):
+    """A pair whose first is paged to half of its weights."""
+    both = pair()
+    with both.page():
+        yield both
