@@ -93,6 +93,7 @@ _PACKAGES = {
         "_checkpoint",
         "_link",
         "_device",
+        "_training",
         "_forward",
         "_planning",
     ),

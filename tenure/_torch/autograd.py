@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from types import CodeType
+from contextlib import suppress
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -25,6 +26,14 @@ ENGINE_CODE: CodeType | None = getattr(optional(_ENGINE), "__code__", None)
 """The code of the frame that stands on the stack while a backward pass runs on this thread; None
 where torch has none: who compares frames with it calls `check_engine_is_seen` first."""
 _task_id = bound("torch._C._current_graph_task_id", "tenure.profiler and tenure.testing")
+_TRAINING = "training of paged models"
+_top_hooks = bound("torch._C._autograd._top_saved_tensors_default_hooks", _TRAINING)
+at_end_of_backward: Callable[[Callable[[], object]], None] = bound(
+    "torch.autograd.Variable._execution_engine.queue_callback", _TRAINING
+)
+"""Has something called when the backward pass that runs has come to its end, on any thread. The
+engine lets go of it with the pass, also of one that fails and so never calls it."""
+_transform = bound("torch._C._functorch.peek_interpreter_stack", _TRAINING)
 _SavedTensor: Any = bound("torch._C._autograd.SavedTensor", "who holds what, and Courtesy")
 hooks_of: Callable[[Tensor], Any] = getter("torch.Tensor._backward_hooks", "step()")
 """The hooks of a leaf's gradient by their numbers, in a dictionary that torch reads; or None."""
@@ -46,7 +55,31 @@ def carry_hooks_over(handle: Tensor) -> None:
 
 def is_running_node() -> bool:
     """Whether autograd's engine has called, on this thread, what asks: on one of its own too."""
-    return bool(_task_id() != -1)
+    return running_task() != -1
+
+
+def is_in_engine(frame: FrameType | None) -> bool:
+    """Whether a backward pass was called on the stack that a frame ends, and has not returned."""
+    check_engine_is_seen(now=True)
+    while frame is not None and frame.f_code is not ENGINE_CODE:
+        frame = frame.f_back
+    return frame is not None
+
+
+def hooks_of_saved() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
+    """What packs and unpacks tensors that nodes save on this thread; None if nothing does."""
+    pair: tuple[Any, Any] | None = _top_hooks(False)
+    return pair
+
+
+def is_transformed() -> bool:
+    """Whether a transform of ``torch.func`` runs on this thread."""
+    return _transform() is not None
+
+
+def running_task() -> int:
+    """The number of the backward pass whose node runs on this thread; -1 where none does."""
+    return int(_task_id())
 
 
 def check_engine_is_seen(*, now: bool = False) -> None:
@@ -78,10 +111,7 @@ def works() -> bool:
     seen: list[bool] = []
 
     def hook(_: Tensor) -> None:
-        frame = sys._getframe()
-        while frame is not None and frame.f_code is not ENGINE_CODE:
-            frame = frame.f_back  # type: ignore[assignment]
-        seen.append(frame is not None and is_running_node())
+        seen.append(is_in_engine(sys._getframe()) and is_running_node())
 
     leaf = torch.ones(1, requires_grad=True)
     # on the CPU autograd calls hooks on the thread that called backward()
@@ -94,4 +124,36 @@ def works() -> bool:
         product.backward()
     except RuntimeError as error:
         seen.append(BACKWARD_TWICE in str(error))
-    return seen == [True] * 4 and not is_running_node()
+    return seen == [True] * 4 and not is_running_node() and _ends_and_packs()
+
+
+def _ends_and_packs() -> bool:
+    """Whether the end of a pass is told, a failed pass lets go, and hooks of saved tensors show."""
+    told: list[object] = []
+
+    class Ending:
+        def __call__(self) -> None:
+            told.append("end")
+
+        def __del__(self) -> None:
+            told.append("gone")
+
+    def fail(_: Tensor) -> None:
+        at_end_of_backward(Ending())
+        raise ZeroDivisionError
+
+    def end(_: Tensor) -> None:
+        at_end_of_backward(lambda: told.append("end"))
+
+    for hook in (end, fail):
+        leaf = torch.ones(1, requires_grad=True, device="cpu")
+        leaf.register_hook(hook)
+        with suppress(ZeroDivisionError):
+            leaf.sum().backward()
+    with torch.autograd.graph.saved_tensors_hooks(_same, _same):
+        told.append(hooks_of_saved())
+    return told == ["end", "gone", (_same, _same)] and not (hooks_of_saved() or is_transformed())
+
+
+def _same(packed: Any) -> Any:
+    return packed

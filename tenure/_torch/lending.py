@@ -40,8 +40,10 @@ class Lent:
         memory: the tensor, which is contiguous.
         start: the first of the bytes.
         n_bytes: how many.
+        lender: whose they are.
 
     Attributes:
+        lender: as above.
         is_aliased: whether something was made of them that is written without raising a version.
         tensors: the names of the tensors that show them, by the ``id`` of each.
     """
@@ -53,10 +55,12 @@ class Lent:
         "_n_uses",
         "_tensor",
         "is_aliased",
+        "lender",
         "tensors",
     )
 
-    def __init__(self, memory: Tensor, start: int, n_bytes: int) -> None:
+    def __init__(self, memory: Tensor, start: int, n_bytes: int, lender: object = None) -> None:
+        self.lender = lender
         self._tensor = in_own_storage(memory, start, start + n_bytes)
         # in a dictionary, so that its references can be counted without a variable that adds one
         self._holder = {0: self._tensor.untyped_storage()}

@@ -48,6 +48,12 @@ def write_back(tensor: Tensor, values: Tensor, version: int | None) -> None:
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         tensor.copy_(values)
     if version is not None:
+        set_version(tensor, version)
+
+
+def set_version(tensor: Tensor, version: int) -> None:
+    """Let a tensor count as written so often; inference tensors, which are not counted, stay so."""
+    if not tensor.is_inference():
         _set_counter((tensor,), (version,))
 
 

@@ -73,7 +73,8 @@ def chunk(
     store = HostBuffers(chosen, pin=True)
     # The store takes up what goes to the device alone: weights that are computed with on the host
     # stay the model's own, neither copied nor pinned.
-    resources = acquire(planned, link, store, [u for u in planned.cut.units if u in resident], 0)
+    units = [unit for unit in planned.cut.units if unit in resident]
+    resources = acquire(planned, Engine(link, store, 0), link, store, units)
     pager = ChunkPager(resources.engine, resources.unpaged, planned.table.hosts.values())
     attached = Attached(
         model,

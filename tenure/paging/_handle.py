@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,11 +21,13 @@ from tenure._registries import shrinkables
 from tenure._text import format_bytes
 
 from ._checkpoint import assigned, convert_names, open_checkpoint
+from ._device import Engine
 from ._forward import (
     Attached,
     Method,
     ModuleHooks,
     Pager,
+    TrainingPager,
     after_captures,
     check_capture,
 )
@@ -38,7 +41,7 @@ from ._planning import (
     Planned,
     check_folder,
     check_host,
-    check_inference,
+    check_training,
     checked_device,
     checked_methods,
     checked_model,
@@ -48,6 +51,7 @@ from ._planning import (
 )
 from ._report import PagingReport, make_report
 from ._resources import Resources, acquire
+from ._training import Stepping, TrainingEngine, checked_optimizer, clipped
 
 
 class PagedModel:
@@ -99,6 +103,32 @@ class PagedModel:
         with self._pager.closing():
             self._attached.undo()
             self._resources.close()
+
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, max_norm: float | None = None
+    ) -> AbstractContextManager[None]:
+        """A block around the last backward pass of a step, which the optimizer steps meanwhile.
+
+        Each unit's parameters are stepped as soon as their gradients are on the host. The result is
+        that of ``optimizer.step()`` after the block.
+
+        Args:
+            optimizer: one of torch's that treats each parameter alone, as all but LBFGS do.
+            max_norm: clip the gradients to this norm before. For that all must be there, so the
+                step begins when the backward pass is over.
+
+        Raises:
+            PagingError: the optimizer is of another kind, or the model is not paged for training.
+        """
+        if self.closed or not isinstance(self._resources.engine, TrainingEngine):
+            raise PagingError(
+                f"optimizer_step() was called of {self!r}, which is not paged for training. Page "
+                "it with training=True."
+            )
+        checked = checked_optimizer(optimizer)
+        if max_norm is not None:
+            return clipped(checked, max_norm)
+        return Stepping(checked, self._resources.units).running()
 
     def report(self) -> PagingReport:
         """What the last pass moved, how long it waited, and how near to the limit it ran.
@@ -171,7 +201,8 @@ def page(
         methods: names of methods that use weights beside the forward, such as
             ``("encode", "decode")``, or ``"text.encode"`` of a module inside. Where one of them
             runs, weights are seen and inputs are moved as in the forward.
-        training: must be False.
+        training: whether it is trained: its parameters get gradients, on the host, and a
+            backward pass fetches weights again. The weights stay in host memory then.
 
     Returns:
         The handle: ``report()``, ``plan``, ``unpage()``, and a block that unpages when it ends.
@@ -193,15 +224,15 @@ def page(
 
     Source: ``page`` of pytorch-optimem, where each layer is moved in and out synchronously.
     """
-    check_inference(training)
     check_host(host)
+    check_training(training, host)
     max_ahead = checked_prefetch(prefetch)
     chosen = checked_device(device, Elsewhere.of(host))
     checked_model(model)
     entries = checked_methods(model, methods)
     planned = make_plan(model, chosen, max_layer_size, budget, keep, speed_of(host))
     link, store = _ways_to(chosen, host, planned)
-    return carry_out(model, planned, link, store, max_ahead, entries)
+    return carry_out(model, planned, link, store, max_ahead, entries, trains=training)
 
 
 def load_paged(
@@ -295,10 +326,19 @@ def carry_out(
     store: HostStore,
     max_ahead: int | None,
     methods: Iterable[Method] = (),
+    *,
+    trains: bool = False,
 ) -> PagedModel:
     """Page a model by a plan."""
-    resources = acquire(planned, link, store, planned.cut.units, max_ahead)
-    pager = Pager(resources.engine, resources.unpaged, planned.table.hosts.values())
+    hosts, units = planned.table.hosts.values(), planned.cut.units
+    pager: Pager
+    if trains and isinstance(store, HostBuffers):
+        training_engine = TrainingEngine(link, store, max_ahead, store.memory)
+        resources = acquire(planned, training_engine, link, store, units)
+        pager = TrainingPager(training_engine, resources.unpaged, hosts)
+    else:
+        resources = acquire(planned, Engine(link, store, max_ahead), link, store, units)
+        pager = Pager(resources.engine, resources.unpaged, hosts)
     table, pieces = planned.table, planned.cut
     attached = Attached(model, table, pieces, pager, hookable(model), ModuleHooks, methods)
     handle = PagedModel(model, planned.plan, pager, resources, attached)

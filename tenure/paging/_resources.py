@@ -81,16 +81,16 @@ class Resources:
 
 
 def acquire(
-    planned: Planned, link: Link, store: HostStore, units: list[Unit], max_ahead: int | None
+    planned: Planned, engine: Engine, link: Link, store: HostStore, units: list[Unit]
 ) -> Resources:
     """Take the memory that a plan needs: the device's first, for that may fail, then the host's.
 
     Args:
         planned: the plan.
+        engine: the pages.
         link: to where the model computes.
         store: where the host's bytes are to be.
         units: those that the store adopts.
-        max_ahead: how many are fetched ahead at most.
 
     Raises:
         PagingError: files can't be written or read; nothing is taken.
@@ -100,7 +100,6 @@ def acquire(
         undoing.callback(store.close)
         undoing.callback(link.close)
         # The device first, for that is what may fail; to move weights on the host takes long.
-        engine = Engine(link, store, max_ahead)
         arrangement = planned.arrangement
         beside_bytes = planned.plan.budget_bytes - sum(arrangement.sizes)
         reserved = engine.room.reserve(arrangement, planned.kept, beside_bytes)

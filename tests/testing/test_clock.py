@@ -1,8 +1,10 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tenure.testing._device._clock import Clock, Rates
+from tenure.testing._device._machine import machine
 
 pytestmark = pytest.mark.simdevice
 
@@ -93,3 +95,51 @@ def test_an_engine_that_does_not_exist_is_refused(sim):
     for figure in (sim.busy_s, sim.copied_bytes, sim.launches):
         with pytest.raises(ValueError, match="there is no engine 'H2D'; the engines are"):
             figure("H2D")
+
+
+def test_a_thread_of_autograds_goes_on_launching_while_the_caller_waits(sim):
+    """The calling thread waits for an event of a second; nodes on the device launch meanwhile."""
+    launched_s = []
+
+    class Long(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            launched_s.append(machine.clock.host_s)
+            sim.launch_kernel(1.0)
+            return gradient
+
+    class Wait(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.to(sim.device)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            event = sim.module.Event()
+            event.record()
+            events.append(event)
+            return torch.zeros(1)
+
+    class Host(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            events.pop().synchronize()
+            return gradient
+
+    events = []
+    leaf = torch.ones(1, requires_grad=True)
+    x = torch.ones(1, device=sim.device, requires_grad=True)
+    y = Long.apply(Long.apply(x) + Wait.apply(Host.apply(leaf)))
+    before_s = machine.clock.host_s
+    y.backward()
+    assert len(launched_s) == 2
+    assert max(launched_s) - before_s < 0.5
+    assert machine.clock.host_s - before_s >= 1.0

@@ -3,12 +3,15 @@
 `_engine` decides when, by what `_pass` expects; `_room` where; `_copies` who waits for what.
 """
 
+from ._copies import Copies as Copies
 from ._copies import UnpagedTensors as UnpagedTensors
 from ._engine import Engine as Engine
 from ._memory import Arrangement as Arrangement
 from ._memory import ByteRing as ByteRing
 from ._memory import SlabPlan as SlabPlan
 from ._page import RESIDENT as RESIDENT
+from ._page import Page as Page
 from ._page import in_place_of as in_place_of
 from ._pass import Forward as Forward
 from ._pass import Pass as Pass
+from ._pass import PassMeter as PassMeter

@@ -77,22 +77,33 @@ class Copies:
             # asked for; who changes them meanwhile would have half of the new ones on the device.
             self._link.let_host(copied)
 
+    def wait_for_all_copies(self) -> None:
+        """Stop the host until no copy reads any host bytes."""
+        copied = list(self._copied.items())
+        if copied:
+            # Synchronization strategy: as for one unit; one stream copies, so its last one is last.
+            self._link.let_host(copied[-1][1])
+        for unit, event in copied:
+            # A thread of autograd's may have asked for another one meanwhile.
+            if self._copied.get(unit) is event:
+                del self._copied[unit]
+
     def refresh(self, page: Page) -> None:
         """Copy anew what may have changed on the host."""
         changed = page.stale()
         with aside():
             source = self._host_bytes(page.unit)
         page.note_copied()
-        spans = dict(map(page.unit.span_of, changed))
         with aside():
             pairs = [
-                (page.bytes_of(start, n_bytes), source[start : start + n_bytes])
-                for start, n_bytes in spans.items()
+                (page.bytes_of(start, end - start), source[start:end])
+                for start, end in page.unit.spans_of(changed)
             ]
-        # Synchronization strategy: the page is in use, or may be; the copy waits for all streams
-        # that were shown it, or kernels of this pass would read values of the next.
+        # Synchronization strategy: where the page is in use the copy waits for all streams that
+        # were shown it, or kernels of this pass would read values of the next.
+        after = self.marks_of(page) if page.users else self.uses_of(page)
         try:
-            page.ready = self._copy_in(page.unit, pairs, self.marks_of(page))
+            page.ready = self._copy_in(page.unit, pairs, after)
         except BaseException:
             # An interruption, too: what was noted was not copied.
             page.forget_copied()
@@ -168,6 +179,8 @@ class Copies:
         with aside():
             before, event = self._link.page_in(pairs, after)
         self._meter.note_copy((before, event), sum(to.nbytes for to, _ in pairs))
+        # The last one stands last.
+        self._copied.pop(unit, None)
         self._copied[unit] = event
         return event
 

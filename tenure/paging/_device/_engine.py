@@ -156,9 +156,7 @@ class Engine:
         if page.users:
             return
         page.last_use = None
-        changed = page.written(with_buffers=self._now.saves_buffers)
-        if changed:
-            self._copies.write_back(page, changed)
+        self._save(page)
         if not page.is_resident:
             idle = self.room.idle
             idle.add(page)
@@ -170,9 +168,7 @@ class Engine:
     def save(self) -> None:
         """Stop the host until what was written so far to units in use is there."""
         for page in [page for page in self.room.pages.values() if page.users]:
-            changed = page.written(with_buffers=self._now.saves_buffers)
-            if changed:
-                self._copies.write_back(page, changed)
+            self._save(page)
         self._copies.let_host_look()
 
     def prefetch(self) -> None:
@@ -213,6 +209,13 @@ class Engine:
         """The ring, each unit that stays, and what the link stages."""
         yield from self.room.named_tensors()
         yield from self._link.named_tensors()
+
+    def _save(self, page: Page) -> list[HostTensor]:
+        """Write what was written to a page back to the host; which tensors that are."""
+        changed = page.written(with_buffers=self._now.saves_buffers)
+        if changed:
+            self._copies.write_back(page, changed)
+        return changed
 
     def _fetch(self, page: Page, after: list[object]) -> Page:
         """Fill a page, after these events, and only then count it among those that are here."""

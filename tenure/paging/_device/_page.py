@@ -6,6 +6,7 @@ variable, a view, a graph, or something that only shares its bytes, those stay t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +56,8 @@ class Page:
     _lent: Lent | None = None
     _shown: dict[HostTensor, Tensor] = field(default_factory=dict)
     _shown_versions: dict[HostTensor, int] = field(default_factory=dict)
+    _aliases: dict[HostTensor, Tensor] = field(default_factory=dict)
+    _nodes: dict[HostTensor, object] = field(default_factory=dict)
 
     @property
     def is_resident(self) -> bool:
@@ -87,6 +90,49 @@ class Page:
             found.requires_grad = asks
         return found
 
+    def alias(self, host: HostTensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """What stands for a host tensor in a graph; the same one until ``end_aliases()``.
+
+        Args:
+            host: the tensor.
+            make: makes it of the tensor that is shown: another one over its bytes and versions.
+        """
+        found = self._aliases.get(host)
+        if found is None:
+            found = self._aliases[host] = make(self.shown(host))
+            self._nodes[host] = found.grad_fn
+        return found
+
+    def end_aliases(self) -> list[HostTensor]:
+        """Let go of what stands in graphs; the tensors that were written there as no leaf is."""
+        aliases, nodes = self._aliases, self._nodes
+        # Written in place where a graph is recorded, it has become what another node gave.
+        written = [host for host in aliases if aliases[host].grad_fn is not nodes[host]]
+        aliases.clear()
+        nodes.clear()
+        return written
+
+    def version_of(self, host: HostTensor) -> int:
+        """How often a tensor was written, on the host and here, as autograd counts it."""
+        shown = self._shown.get(host)
+        unsaved = 0 if shown is None else counter_of(shown) - self._shown_versions[host]
+        return host.version + unsaved
+
+    def lends(self, lent: Lent) -> bool:
+        """Whether its tensors lie there."""
+        return self._lent is lent
+
+    def view(self, dtype: torch.dtype, *form: Any) -> Tensor:
+        """A tensor over its bytes that no graph and no mode knows.
+
+        Args:
+            dtype: of it.
+            form: its offset, in elements from the page's beginning, its size and its strides.
+        """
+        with aside():
+            made: Any = torch.empty(0, dtype=dtype, device=self.memory.device)
+            return made.set_(self._lend().storage, *form)  # type: ignore[no-any-return]
+
     @property
     def storages(self) -> tuple[UntypedStorage, ...]:
         """The storage of its tensors; none before the first is shown."""
@@ -95,13 +141,15 @@ class Page:
     def is_held(self) -> bool:
         """Whether anything else holds one of its tensors, or what shares its bytes."""
         return self._lent is not None and (
-            self._lent.is_shared(len(self._shown))
+            self._lent.is_shared(len(self._shown) + len(self._aliases))
             or any(is_held(self._shown, host) for host in self._shown)
+            or any(is_held(self._aliases, host) for host in self._aliases)
         )
 
     def held(self) -> list[str]:
         """The names of its tensors that something else holds, or what shares their bytes."""
-        names = [host.name for host in self._shown if is_held(self._shown, host)]
+        both = self._shown, self._aliases
+        names = [host.name for each in both for host in each if is_held(each, host)]
         return names or ([host.name for host in self._shown] if self.is_held() else [])
 
     def stale(self) -> list[HostTensor]:
@@ -152,13 +200,16 @@ class Page:
     @never_compiled
     def _show(self, host: HostTensor) -> Tensor:
         original = host.tensor
-        if self._lent is None:
-            # Aliases hold no more than a storage: the ring's says not whose.
-            self._lent = Lent(self.memory, self.start, self.unit.n_bytes)
         view = torch.empty(0, dtype=original.dtype, device=self.memory.device)
         offset = host.at_bytes // original.element_size()
-        view.set_(self._lent.storage, offset, original.size(), original.stride())
+        view.set_(self._lend().storage, offset, original.size(), original.stride())
         return in_place_of(original, view)
+
+    def _lend(self) -> Lent:
+        if self._lent is None:
+            # Aliases hold no more than a storage: the ring's says not whose.
+            self._lent = Lent(self.memory, self.start, self.unit.n_bytes, self.unit)
+        return self._lent
 
 
 class IdlePages:

@@ -31,20 +31,31 @@ class AccessOrder:
         self._learned: dict[Hashable, list[Unit]] = {}
         self._next_kind: dict[Hashable, Hashable] = {}
         self._last_kind: Hashable = None
+        self._opposites: dict[Hashable, Hashable] = {}
 
     def begin(self, kind: Hashable) -> list[Unit]:
         """A pass of this kind begins; what the last one of its kind used."""
         self._next_kind[self._last_kind] = kind
         self._last_kind = kind
-        return self._learned.get(kind, [])
+        return self._used_by(kind)
 
     def learn(self, kind: Hashable, used: list[Unit]) -> None:
         """A pass of this kind has used these units."""
         self._learned[kind] = used
 
+    def expect(self, kind: Hashable, first: Hashable) -> None:
+        """A pass of this kind will follow one of the first; in its opposite order, at first."""
+        self._opposites[kind] = first
+        self._next_kind.setdefault(first, kind)
+
     def after(self, kind: Hashable) -> list[Unit]:
         """What a pass used that followed one of this kind."""
-        return self._learned.get(self._next_kind.get(kind), [])
+        return self._used_by(self._next_kind.get(kind))
+
+    def _used_by(self, kind: Hashable) -> list[Unit]:
+        if kind in self._opposites and kind not in self._learned:
+            return self._learned.get(self._opposites[kind], [])[::-1]
+        return self._learned.get(kind, [])
 
 
 @dataclass(eq=False, slots=True)
@@ -75,9 +86,12 @@ class Pass:
 
     Attributes:
         thread: the id of the thread that it runs on.
+        kind: as above.
         name: as above.
         forwards: those that run, the outermost first.
         loose: the pages in use that no forward brackets.
+        is_backward: whether it is a backward pass, which goes on where no forward runs in it.
+        records: whether autograd records a graph of it.
         saves_buffers: whether every buffer that was shown is to be written back.
     """
 
@@ -87,8 +101,8 @@ class Pass:
         self.thread, self.name, self._call = get_ident(), name, call
         self.forwards: list[Forward] = []
         self.loose: list[Page] = []
-        self.saves_buffers = False
-        self._order, self._kind = order, kind
+        self.saves_buffers = self.is_backward = self.records = False
+        self._order, self.kind = order, kind
         self._predicted = order.begin(kind)
         # How many of these are past; what was used before them may have been others.
         self._position = 0
@@ -130,8 +144,12 @@ class Pass:
 
     def upcoming(self) -> Iterator[Unit]:
         """The units to come, in order: the rest of this pass, then the pass that follows it."""
-        yield from self._predicted[self._position :]
-        yield from self._order.after(self._kind)
+        yield from self.rest()
+        yield from self._order.after(self.kind)
+
+    def rest(self) -> list[Unit]:
+        """Those of them that this pass will use."""
+        return self._predicted[self._position :]
 
     def soon(self) -> dict[Unit, int]:
         """The units to come, each with how many come before it."""
@@ -140,7 +158,7 @@ class Pass:
     def end(self, *, completed: bool) -> None:
         """It is over; only one that ran to its end is learned from."""
         if completed:
-            self._order.learn(self._kind, self._used)
+            self._order.learn(self.kind, self._used)
         self._predicted, self._position = [], 0
 
 

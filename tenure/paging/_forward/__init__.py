@@ -12,3 +12,4 @@ from ._hooks import ModuleHooks as ModuleHooks
 from ._pager import Pager as Pager
 from ._refusals import after_captures as after_captures
 from ._refusals import check_capture as check_capture
+from ._training_pager import TrainingPager as TrainingPager

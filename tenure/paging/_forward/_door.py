@@ -64,6 +64,13 @@ class Door:
         """Take back one entry."""
         self._lock.release()
 
+    def release_for(self, thread: int) -> None:
+        """The same of a thread that does not come back to do it, for its only entry."""
+        if thread == threading.get_ident():
+            self.release()
+        else:
+            self._lock = RLock()
+
     def seize(self, n_times: int) -> None:
         """Take over the entries of a thread that will not take them back itself."""
         # A lock can only be released by the thread that took it, and that one may be gone.

@@ -21,11 +21,11 @@ from tenure._torch.compiler import never_compiled
 from tenure._torch.modules import calls_of
 from tenure._torch.storages import key_of
 
-from .._device import Engine, Forward, Pass, UnpagedTensors
+from .._device import Engine, Forward, Page, Pass, UnpagedTensors
 from .._model import HostTensor, Unit
 from ._arguments import apart_from
 from ._door import Door, name_of, place_of, waits_for_us
-from ._refusals import Gradients, captures, check_capture
+from ._refusals import Inference, Refusals, captures, check_capture
 
 _LOOKS_UNTIL_A_WARNING = 4
 
@@ -44,7 +44,7 @@ class Pager:
     ) -> None:
         self.engine = engine
         self._unpaged = unpaged
-        self._gradients = Gradients(hosts)
+        self._refusals: Refusals = Inference(hosts)
         self._door = Door()
         # Whoever leaves for an interrupted forward: its thread or another.
         self._leaving = RLock()
@@ -57,12 +57,13 @@ class Pager:
     def is_inside(self) -> bool:
         """Whether a forward of the model runs on this thread."""
         now = self._pass
-        return now is not None and now.thread == get_ident()
+        return now is not None and now.thread == get_ident() and bool(now.forwards)
 
     @property
     def is_outermost(self) -> bool:
         """Whether the forward that began last is the only one."""
-        return self._pass is not None and len(self._pass.forwards) == 1
+        now = self._pass
+        return now is not None and len(now.forwards) == 1 and not now.is_backward
 
     def enter(
         self, token: object, units: list[Unit], module: nn.Module, entry: str = "forward"
@@ -107,7 +108,7 @@ class Pager:
         forward = Forward(token, sys.exception())
         try:
             now = self._pass
-            if now is None or not now.forwards:
+            if now is None or not (now.forwards or now.is_backward):
                 kind = token, entry, module.training, torch.is_grad_enabled()
                 call = next(calls_of(module), None)
                 now = Pass(self.engine.access_order, kind, type(module).__name__, call)
@@ -115,7 +116,7 @@ class Pager:
             now.forwards.append(forward)
         except BaseException:
             # An interruption, too: nobody leaves for what is not there.
-            if self._pass is not None and not self._pass.forwards:
+            if self._is_over(self._pass):
                 self._pass = None
             self._door.release()
             raise
@@ -166,15 +167,7 @@ class Pager:
             return host.tensor
         if host.unit is None:
             return self._unpaged.shown(host)
-        page = self.engine.page_in_use(host.unit)
-        # No forward that runs brackets its unit: a model that reads `layer.weight` itself, as tied
-        # heads and functional layers do, has it until it lets go.
-        if page is None:
-            self._let_go_of_loose(now)
-            page = self.engine.acquire(host.unit)
-            now.loose.append(page)
-            self.engine.prefetch()
-        return page.shown(host)
+        return self._page_of(host.unit, now).shown(host)
 
     def save(self) -> None:
         """Have on the host what the forward that runs has written so far."""
@@ -213,9 +206,23 @@ class Pager:
         finally:
             self._door.release()
 
+    def _page_of(self, unit: Unit, now: Pass) -> Page:
+        page = self.engine.page_in_use(unit)
+        # No forward that runs brackets its unit: a model that reads `layer.weight` itself, as tied
+        # heads and functional layers do, has it until it lets go.
+        if page is None:
+            self._let_go_of_loose(now)
+            page = self.engine.acquire(unit)
+            now.loose.append(page)
+            self.engine.prefetch()
+        return page
+
+    def _is_over(self, now: Pass | None) -> bool:
+        return now is not None and not (now.forwards or now.is_backward)
+
     def _begin(self, now: Pass, module: nn.Module) -> None:
         self.engine.begin(now)
-        self._gradients.check(module)
+        self._refusals.check(module)
         self.engine.prefetch()
 
     def _pop(self, now: Pass, *, is_end: bool) -> object:
@@ -225,12 +232,12 @@ class Pager:
                 forward.restores.pop()()
             for page in forward.pages:
                 self.engine.release(page)
-            if not now.forwards:
+            if self._is_over(now):
                 self._end(now, completed=is_end and sys.exception() is forward.handled)
             elif forward.pages:
                 self.engine.prefetch()
         finally:
-            if not now.forwards:
+            if self._is_over(now):
                 # Also where the end was not reached.
                 self._pass = None
             self._door.release()

@@ -16,6 +16,7 @@ from torch import nn
 from tenure._callers import warn_user
 from tenure._capture import is_capturing
 from tenure._errors import PagingError, PagingWarning
+from tenure._torch.autograd import is_transformed
 
 from .._model import HostTensor
 
@@ -65,8 +66,8 @@ def after_captures(device: torch.device, close: Callable[[], None]) -> None:
                 _later.pop()()
 
 
-class Gradients:
-    """Refuses passes that would train, and warns once of gradients that nobody gets.
+class Refusals:
+    """Looks at each pass before it runs.
 
     Args:
         hosts: the model's tensors. Which of them ask for gradients is looked at in each pass: a
@@ -75,6 +76,35 @@ class Gradients:
 
     def __init__(self, hosts: Collection[HostTensor]) -> None:
         self._hosts = hosts
+
+    def check(self, module: nn.Module) -> None:
+        """Look at a pass of this module that begins.
+
+        Raises:
+            PagingError: it is traced.
+        """
+        if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+            raise PagingError(
+                f"{type(module).__name__} is traced by torch.jit while it is paged: the trace "
+                "would keep the places that weights pass through, and read others there later. "
+                "Call unpage() first."
+            )
+
+    def asking(self) -> list[HostTensor]:
+        """The parameters that ask for gradients."""
+        hosts = (host for host in self._hosts if not host.is_buffer)
+        return [host for host in hosts if host.tensor.requires_grad]
+
+
+class Inference(Refusals):
+    """Refuses passes that would train, and warns once of gradients that nobody gets.
+
+    Args:
+        hosts: as above.
+    """
+
+    def __init__(self, hosts: Collection[HostTensor]) -> None:
+        super().__init__(hosts)
         self._has_warned = False
 
     def check(self, module: nn.Module) -> None:
@@ -83,37 +113,59 @@ class Gradients:
         Raises:
             PagingError: it would train, or it is traced.
         """
-        if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
-            raise PagingError(
-                f"{type(module).__name__} is traced by torch.jit while it is paged: the trace "
-                "would keep the places that weights pass through, and read others there later. "
-                "Call unpage() first."
-            )
+        super().check(module)
         if not torch.is_grad_enabled():
             return
-        if module.training and self._asking():
+        if module.training and self.asking():
             raise PagingError(
                 f"{type(module).__name__} was called in training mode with gradients on, and its "
                 "parameters are paged for inference: they would get no gradients. Nothing ran. "
-                "Call eval(), or run under torch.no_grad(); to train, unpage() first."
+                "Call eval(), or run under torch.no_grad(); to train, page it with training=True."
             )
         if not self._has_warned:
             self._warn(module)
 
-    def _asking(self) -> list[str]:
-        """The names of the parameters that ask for gradients."""
-        hosts = (host for host in self._hosts if not host.is_buffer)
-        return [host.name for host in hosts if host.tensor.requires_grad]
-
     def _warn(self, module: nn.Module) -> None:
-        asking = self._asking()
+        asking = self.asking()
         if asking:
             self._has_warned = True
             which = f"{len(asking)} of its parameters ask" if asking[1:] else "a parameter asks"
             warn_user(
                 f"{type(module).__name__} is paged for inference and was called with gradients on, "
-                f"and {which} for them, {asking[0]!r} for one: they get none. Call it under "
-                "torch.no_grad(), or freeze them with requires_grad_(False); to train them, "
-                "unpage() first.",
+                f"and {which} for them, {asking[0].name!r} for one: they get none. Call it under "
+                "torch.no_grad(), or freeze them with requires_grad_(False); to train them, page "
+                "it with training=True.",
                 PagingWarning,
+            )
+
+
+class Training(Refusals):
+    """Refuses passes whose gradients could not all get to their parameters.
+
+    Args:
+        hosts: as above.
+    """
+
+    def check(self, module: nn.Module) -> None:
+        """Look at a pass of this module that begins.
+
+        Raises:
+            PagingError: it is traced, or a transform differentiates it, or a parameter that asks
+                for gradients can't be paged.
+        """
+        super().check(module)
+        if not torch.is_grad_enabled():
+            return
+        if is_transformed():
+            raise PagingError(
+                f"{type(module).__name__} is paged for training and was called inside a transform "
+                "of torch.func, whose gradients don't pass through weights that are paged. Use "
+                "backward() or torch.autograd.grad(), or unpage() first."
+            )
+        whole = [host.name for host in self.asking() if host.unit is None]
+        if whole:
+            raise PagingError(
+                f"{whole[0]!r} asks for gradients and can't be paged: it is a tensor subclass, "
+                "sparse or empty, and stays on the device whole, from where they would not get "
+                "home. Freeze it with requires_grad_(False), or unpage() first."
             )

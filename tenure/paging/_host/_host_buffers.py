@@ -88,6 +88,10 @@ class HostBuffers:
         """How much of them is pinned."""
         return 0 if self._pinning is None else self._pinning.n_bytes
 
+    def memory(self, n_bytes: int) -> Memory:
+        """More memory such as the buffers are; it is pinned as long as they are."""
+        return private_memory(n_bytes) if self._pinning is None else self._pinning.memory(n_bytes)
+
     def adopt(self, units: Iterable[Unit]) -> None:
         """Move the tensors of units into buffers; values, strides and identity stay."""
         todo = list(units)
@@ -100,8 +104,7 @@ class HostBuffers:
                 done(unit.n_bytes)
 
     def _adopt(self, unit: Unit) -> None:
-        make = private_memory if self._pinning is None else self._pinning.memory
-        memory = self._memory[unit] = make(unit.n_bytes)
+        memory = self._memory[unit] = self.memory(unit.n_bytes)
         self._parts[unit] = []
         self._bytes[unit] = torch.frombuffer(memory, dtype=torch.uint8, count=unit.n_bytes)
         for extent, start in unit.starts():

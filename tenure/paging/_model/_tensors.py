@@ -8,7 +8,7 @@ counted in bytes from the beginning of its unit, and is the same on the host and
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -142,11 +142,17 @@ class Unit:
             yield extent, start
             start = up_to(start + extent.n_bytes, EXTENT_ALIGNMENT_BYTES)
 
-    def span_of(self, host: HostTensor) -> tuple[int, int]:
-        """Where the extent of one of its tensors begins in the unit, and its bytes."""
-        return next(
-            (start, extent.n_bytes) for extent, start in self.starts() if host in extent.tensors
-        )
+    def spans_of(self, hosts: Collection[HostTensor]) -> list[tuple[int, int]]:
+        """Where the extents of some of its tensors begin and end; neighbours in one piece."""
+        spans: list[tuple[int, int]] = []
+        asked, is_next = frozenset(hosts), False
+        for extent, start in self.starts():
+            is_asked = not asked.isdisjoint(extent.tensors)
+            if is_asked:
+                first = spans.pop()[0] if is_next else start
+                spans.append((first, start + extent.n_bytes))
+            is_next = is_asked
+        return spans
 
     def __repr__(self) -> str:
         return f"<Unit {self.name!r}, {self.n_bytes} bytes>"

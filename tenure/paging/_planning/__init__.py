@@ -3,7 +3,7 @@
 from ._checks import Elsewhere as Elsewhere
 from ._checks import check_folder as check_folder
 from ._checks import check_host as check_host
-from ._checks import check_inference as check_inference
+from ._checks import check_training as check_training
 from ._checks import checked_device as checked_device
 from ._checks import checked_methods as checked_methods
 from ._checks import checked_model as checked_model

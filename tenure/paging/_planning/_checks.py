@@ -198,16 +198,17 @@ def checked_prefetch(prefetch: object) -> int | None:
     )
 
 
-def check_inference(training: object) -> None:
-    """Refuse training.
+def check_training(training: object, host: object) -> None:
+    """Refuse training of what lies on a disk.
 
     Raises:
-        PagingError: training was asked for.
+        PagingError: training was asked for, and the host is a folder.
     """
-    if training:
+    if training and isinstance(host, Path):
         raise PagingError(
-            "training=True: a paged model can't be trained yet. Page it for inference, or train a "
-            "model that fits."
+            f"training=True and host={str(host)!r}: a backward pass has its gradients, and an "
+            "optimizer its state, in host memory, and files are not written to. Leave host= out, "
+            "or page it for inference."
         )
 
 

@@ -7,7 +7,10 @@ speed depends on the machine that runs the tests, and every field of `Rates` say
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, fields
+from threading import get_ident
 from typing import Literal, Protocol
+
+from tenure._torch.autograd import is_running_node
 
 Engine = Literal["h2d", "d2h", "compute"]
 
@@ -76,12 +79,53 @@ class Clock:
 
     def __init__(self, rates: Rates) -> None:
         self.rates = rates
-        self.host_s = 0.0
+        self._host_s = 0.0
+        # The threads that have called a backward pass, and the times of autograd's own beside them.
+        self._callers: list[int] = []
+        self._beside_s: dict[int, float] = {}
         self._engine_ready_s: dict[tuple[int, Engine], float] = defaultdict(float)
         self.busy_s: dict[tuple[int, Engine], float] = defaultdict(float)
         self.copied_bytes: Counter[tuple[int, Engine]] = Counter()
         self.launches: Counter[tuple[int, Engine]] = Counter()
         self.host_waits = 0
+
+    @property
+    def host_s(self) -> float:
+        """When this thread is next free: autograd's own keep a time beside that of all others."""
+        beside = self._thread_beside()
+        return self._host_s if beside is None else self._beside_s[beside]
+
+    @host_s.setter
+    def host_s(self, at_s: float) -> None:
+        beside = self._thread_beside()
+        if beside is None:
+            self._host_s = at_s
+        else:
+            self._beside_s[beside] = at_s
+
+    def begin_backward(self) -> None:
+        """This thread calls a backward pass, whose nodes may run on threads of autograd's own.
+
+        While it waits for a copy there, they go on launching, as real threads do. One of them
+        begins at the time of the first pass that is called.
+        """
+        if not self._callers:
+            begin_s = self._host_s
+            self._beside_s = defaultdict(lambda: begin_s)
+        self._callers.append(get_ident())
+
+    def end_backward(self) -> None:
+        """It is over, and the caller goes on when all of them are done."""
+        self._callers.remove(get_ident())
+        if not self._callers:
+            self._host_s = max([self._host_s, *self._beside_s.values()])
+            self._beside_s = {}
+
+    def _thread_beside(self) -> int | None:
+        if not self._callers or not is_running_node():
+            return None
+        thread = get_ident()
+        return None if thread in self._callers else thread
 
     def launch_kernel(self, queue: Queue, flops: int, n_bytes: int) -> None:
         """Put one kernel on `queue`."""
@@ -111,7 +155,7 @@ class Clock:
 
     def finished_s(self) -> float:
         """When all work launched so far is done."""
-        return max([self.host_s, *self._engine_ready_s.values()])
+        return max([self._host_s, *self._beside_s.values(), *self._engine_ready_s.values()])
 
     def _occupy(self, queue: Queue, engine: Engine, duration_s: float) -> None:
         worker = queue.device_index, engine

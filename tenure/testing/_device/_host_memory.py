@@ -11,6 +11,7 @@ early is loud. A copy out of pinned memory must find its source unchanged when t
 """
 
 import math
+import threading
 import weakref
 import zlib
 from bisect import bisect_right
@@ -221,12 +222,15 @@ class HostCopies:
         self._detector = detector
         self._outgoing: list[_Outgoing] = []
         self._incoming: list[_Incoming] = []
+        # A backward pass copies on a thread of its own, while the caller's waits for copies.
+        self._lock = threading.RLock()
 
     def send(self, source: torch.Tensor, stream_id: int, seen: VectorClock) -> None:
         """Remember that the newest launch of a stream reads `source`, which is pinned."""
         if self._detector.enabled:
             launch = _Launch(stream_id, seen[stream_id])
-            self._outgoing.append(_Outgoing(launch, source.detach(), _checksum(source)))
+            with self._lock:
+                self._outgoing.append(_Outgoing(launch, source.detach(), _checksum(source)))
 
     def receive(
         self, destination: torch.Tensor, value: torch.Tensor, stream_id: int, seen: VectorClock
@@ -240,8 +244,9 @@ class HostCopies:
         self._finish_outgoing(seen, destination)
         launch = _Launch(stream_id, seen[stream_id])
         staged = torch.empty_like(destination).copy_(value)
-        self._incoming.append(_Incoming(launch, destination.detach(), staged))
-        bytes_of(destination).fill_(POISON)
+        with self._lock:
+            self._incoming.append(_Incoming(launch, destination.detach(), staged))
+            bytes_of(destination).fill_(POISON)
 
     def expect(self, destination: torch.Tensor, seen: VectorClock) -> None:
         """Poison `destination`, pinned, which a late copy will write."""
@@ -250,12 +255,13 @@ class HostCopies:
 
     def deliver(self, seen: VectorClock) -> None:
         """Write the bytes of all copies into the host that come before `seen`."""
-        waiting, self._incoming = self._incoming, []
-        for copy in waiting:
-            if copy.launch.is_before(seen):
-                copy.destination.copy_(copy.value)
-            else:
-                self._incoming.append(copy)
+        with self._lock:
+            waiting, self._incoming = self._incoming, []
+            for copy in waiting:
+                if copy.launch.is_before(seen):
+                    copy.destination.copy_(copy.value)
+                else:
+                    self._incoming.append(copy)
 
     def settle(self, host_seen: VectorClock) -> None:
         """Finish the copies that the host has now waited for.
@@ -276,13 +282,14 @@ class HostCopies:
 
     def _finish_outgoing(self, seen: VectorClock, overwritten: torch.Tensor | None = None) -> None:
         """Check the copies out of the host that come before `seen`, of overwritten bytes or all."""
-        waiting, self._outgoing = self._outgoing, []
-        done: list[_Outgoing] = []
-        for copy in waiting:
-            concerned = overwritten is None or _overlap(copy.source, overwritten)
-            (done if concerned and copy.launch.is_before(seen) else self._outgoing).append(copy)
-        for copy in done:
-            self._check(copy)
+        with self._lock:
+            waiting, self._outgoing = self._outgoing, []
+            done: list[_Outgoing] = []
+            for copy in waiting:
+                concerned = overwritten is None or _overlap(copy.source, overwritten)
+                (done if concerned and copy.launch.is_before(seen) else self._outgoing).append(copy)
+            for copy in done:
+                self._check(copy)
 
     def _check(self, copy: _Outgoing) -> None:
         if _checksum(copy.source) != copy.checksum:

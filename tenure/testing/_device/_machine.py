@@ -252,7 +252,10 @@ class Machine:
         self.host_waits(max((stream.ready_s for stream in streams), default=0.0), seen)
 
     def _host_passes(self, seen: VectorClock) -> None:
-        merge_clocks(self.host_seen, seen)
+        # Another one: a thread of autograd's may be reading what it was.
+        merged = dict(self.host_seen)
+        merge_clocks(merged, seen)
+        self.host_seen = merged
         if self.late is not None:
             self.late.settle(self.host_seen)
         self.host_copies.settle(self.host_seen)

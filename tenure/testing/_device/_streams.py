@@ -282,9 +282,12 @@ def lent_to_autograd(roots: list[Any]) -> Iterator[None]:
     made = Pass(roots, _current.log, around, machine.owns)
     _passes.append(made)
     outer, machine.passing = machine.passing, made
+    clock = machine.clock
+    clock.begin_backward()
     try:
         yield
     finally:
+        clock.end_backward()
         machine.passing = outer
         # Not the last one: another thread may have begun a pass since.
         _passes.remove(made)

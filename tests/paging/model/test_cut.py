@@ -183,7 +183,7 @@ def test_every_tensor_is_in_one_unit_aligned_and_beside_no_other(tree, n_bytes, 
             end = start + extent.n_bytes
             for host in extent.tensors:
                 assert host.unit is unit
-                assert unit.span_of(host) == (start, extent.n_bytes)
+                assert unit.spans_of([host]) == [(start, start + extent.n_bytes)]
                 assert start <= host.at_bytes <= end - host.tensor.nbytes
                 assert (host.at_bytes - host.tensor.storage_offset() * 4) % 16 == 0
         assert end <= unit.n_bytes < end + UNIT_ALIGNMENT_BYTES + EXTENT_ALIGNMENT_BYTES

@@ -115,7 +115,7 @@ def test_max_layer_size_is_in_parameters_or_in_bytes(sim):
         ({"budget": "x%"}, "^budget='x%': a share goes"),
         ({"host": "disk"}, r"^host='disk': write .*, or a folder: host=Path\(...\).$"),
         ({"prefetch": -1}, '^prefetch=-1: write prefetch="auto", or how many'),
-        ({"training": True}, "^training=True: a paged model can't be trained yet"),
+        ({"training": True, "host": Path()}, r"^training=True and host='\.': a backward pass has"),
         ({"device": "cpu"}, r"^A model in .* 'cpu'.* as 'cuda', or a folder: host=Path\(...\)\.$"),
         ({"device": "meta"}, r"^A model in .* 'meta'.* as 'cuda', or a folder: host=Path"),
         ({"device": "cuda"}, r"^There is no 'cuda'.* is there, or a folder: host=Path\(...\)\.$"),

@@ -1,0 +1,12 @@
+"""Training: weights as part of graphs, fetched again for the backward pass; gradients go home.
+
+`_route` is what a graph has of a weight, `_saved` what it keeps; `_homeward` copies gradients.
+"""
+
+from ._homeward import Homeward as Homeward
+from ._route import Route as Route
+from ._saved import SavedTensors as SavedTensors
+from ._stepping import Stepping as Stepping
+from ._stepping import checked_optimizer as checked_optimizer
+from ._stepping import clipped as clipped
+from ._training_engine import TrainingEngine as TrainingEngine

@@ -1,0 +1,174 @@
+"""What a graph keeps of a paged model: of weights where they were, of all else the tensors.
+
+Nodes save tensors for the backward pass. What lies in a page, which may be a view of a weight, is
+kept as its unit and its form, so that it holds no bytes and is fetched again. All else goes to the
+hooks around, of a checkpoint or of the user's, and where there are none it is kept as it is.
+
+Invariant: what was written since it was saved raises, as in a plain model. torch asks no versions
+where hooks are, so they are asked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from tenure._storages import byte_range
+from tenure._text import describe_tensor
+from tenure._torch.autograd import hooks_of_saved
+from tenure._torch.lending import lent_to
+from tenure._torch.quiet import quietly, without_functions
+from tenure._torch.writes import version_of
+
+from .._device import Engine, Page
+from .._model import HostTensor, Unit
+
+Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+PageOf = Callable[[Unit], Page]
+
+
+class _Weight(NamedTuple):
+    """Part of a unit's bytes, and how often the tensors there had been written."""
+
+    unit: Unit
+    hosts: list[HostTensor]
+    n_writes: int
+    dtype: torch.dtype
+    form: tuple[Any, ...]
+    is_conjugate: bool
+
+
+class _Kept(NamedTuple):
+    """A tensor over the bytes and the version of the one that was saved."""
+
+    tensor: Tensor
+    n_writes: int | None
+
+
+class _Passed(NamedTuple):
+    """What the hooks around made of a tensor."""
+
+    unpack: Callable[[Any], Any]
+    packed: Any
+
+
+class SavedTensors:
+    """The hooks of a paged model.
+
+    Args:
+        engine: the pages.
+        page_of: gives a backward pass the page of a unit, for the current stream to read.
+    """
+
+    def __init__(self, engine: Engine, page_of: PageOf) -> None:
+        self._engine, self._page_of = engine, page_of
+
+    def watch(self) -> Callable[[], object] | None:
+        """Stand before all other hooks of this thread from now on.
+
+        Returns:
+            What ends that; None where these hooks were the first already.
+        """
+        around = hooks_of_saved()
+        packer = None if around is None else getattr(around[0], "__self__", None)
+        if isinstance(packer, _Packer) and packer.saved is self:
+            return None
+        hooks = saved_tensors_hooks(_Packer(self, around).pack, self.unpack)
+        hooks.__enter__()
+        return hooks.__exit__
+
+    def packed_weight(self, tensor: Tensor) -> _Weight | None:
+        """A tensor as part of a page; None if it lies in none."""
+        lent = lent_to(tensor)
+        unit = None if lent is None else lent.lender
+        page = self._engine.room.pages.get(unit) if isinstance(unit, Unit) else None
+        if lent is None or page is None or not page.lends(lent) or tensor.is_neg():
+            return None
+        offset = int(tensor.storage_offset())
+        form = offset, tensor.size(), tensor.stride()
+        hosts = _hosts_at(page.unit, offset * tensor.element_size())
+        n_writes = _n_writes(page, hosts)
+        return _Weight(page.unit, hosts, n_writes, tensor.dtype, form, tensor.is_conj())
+
+    def unpack(self, packed: _Weight | _Kept | _Passed) -> Tensor:
+        """A saved tensor, as it was.
+
+        Raises:
+            RuntimeError: it was written since.
+            PagingError: the model is unpaged, or there is no room for the weight.
+        """
+        if torch.is_grad_enabled():
+            # A backward pass that is differentiated makes a graph of its own, which must not keep
+            # weights either. The engine takes the hooks back when the node that asks has run.
+            self.watch()
+        if isinstance(packed, _Passed):
+            return packed.unpack(packed.packed)  # type: ignore[no-any-return]
+        if isinstance(packed, _Kept):
+            n_writes = version_of(packed.tensor)
+            if n_writes != packed.n_writes:
+                _refuse(describe_tensor(packed.tensor), n_writes, packed.n_writes)
+            return packed.tensor
+        page = self._page_of(packed.unit)
+        n_writes = _n_writes(page, packed.hosts)
+        if n_writes != packed.n_writes:
+            _refuse(
+                " or ".join(repr(host.name) for host in packed.hosts), n_writes, packed.n_writes
+            )
+        found = page.view(packed.dtype, *packed.form)
+        if packed.is_conjugate:
+            with quietly():
+                return found.conj()
+        return found
+
+
+class _Packer:
+    """Packs what nodes save, with these hooks around."""
+
+    def __init__(self, saved: SavedTensors, around: Hooks | None) -> None:
+        self.saved, self._around = saved, around
+
+    def pack(self, tensor: Tensor) -> _Weight | _Kept | _Passed:
+        """What a node keeps in place of a tensor."""
+        with without_functions():
+            weight = self.saved.packed_weight(tensor)
+        if weight is not None:
+            return weight
+        if self._around is not None:
+            pack, unpack = self._around
+            return _Passed(unpack, pack(tensor))
+        # Not itself: an output that its own node keeps would keep the node, and neither ever goes.
+        if type(tensor) is Tensor:
+            with quietly():
+                kept = tensor.detach()
+        else:
+            with without_functions():
+                kept = tensor.detach()
+        return _Kept(kept, version_of(kept))
+
+
+def _hosts_at(unit: Unit, at_bytes: int) -> list[HostTensor]:
+    """The tensors of a unit that lie over one of its bytes."""
+    found = []
+    for host in unit.tensors:
+        start, end = byte_range(host.tensor)
+        if host.at_bytes <= at_bytes < host.at_bytes + end - start:
+            found.append(host)
+    return found
+
+
+def _n_writes(page: Page, hosts: list[HostTensor]) -> int:
+    return sum(map(page.version_of, hosts))
+
+
+def _refuse(what: str, n_writes: int | None, expected: int | None) -> NoReturn:
+    # torch's own words first: programs and people know them.
+    raise RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: {what} is at version {n_writes}; expected version {expected} instead. It was "
+        "saved by the forward of a paged model. Run backward() before it is written, or clone() it "
+        "in the forward."
+    )

@@ -1,0 +1,148 @@
+"""The pages of a model that is trained: weights change between passes, and gradients go home.
+
+Invariant: from the end of a backward pass to the begin of the next forward no copy reads the host's
+weights, so that whoever steps them, through whatever reference, races with none.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from tenure._registries import NamedTensor
+from tenure._torch.writes import set_version
+
+from .._device import Copies, Engine, Page, Pass
+from .._host import HostStore
+from .._link import Link
+from .._model import HostTensor, Unit
+from ._gradient_memory import GradientMemory
+from ._homeward import Homeward
+
+
+def _before_steps(copies: Copies) -> Callable[[], object]:
+    """Have optimizers wait until no copy reads what they are to write; what ends that.
+
+    A forward that no backward pass follows has fetched for one.
+    """
+    known = weakref.ref(copies)
+
+    def wait(*_: object) -> None:
+        there = known()
+        if there is not None:
+            there.wait_for_all_copies()
+
+    remove = register_optimizer_step_pre_hook(wait).remove
+    return weakref.finalize(copies, remove)
+
+
+class TrainingEngine(Engine):
+    """As of an engine.
+
+    Args:
+        link: the streams of the device.
+        store: the host bytes.
+        max_ahead: how many units may be fetched ahead; None for as many as fit.
+        make: makes host memory for gradients, of so many bytes.
+
+    Attributes:
+        homeward: takes gradients to the host.
+        written_in_graphs: the weights that the pass has written in place as part of a graph.
+    """
+
+    def __init__(
+        self, link: Link, store: HostStore, max_ahead: int | None, make: Callable[[int], Any]
+    ) -> None:
+        super().__init__(link, store, max_ahead)
+        self.homeward = Homeward(link, GradientMemory(make), self.meter)
+        self.written_in_graphs: list[HostTensor] = []
+        # The units of which it is known, in this pass, that they are as on the host.
+        self._fresh: set[Unit] = set()
+        self._end_watching = _before_steps(self._copies)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that holds the weights, and their gradients."""
+        return super().host_bytes + self.homeward.host_bytes
+
+    def begin(self, now: Pass) -> None:
+        """As of an engine."""
+        self._fresh.clear()
+        self.written_in_graphs.clear()
+        super().begin(now)
+
+    def end(self) -> None:
+        """As of an engine; after a pass that no backward pass follows, nothing is fetched."""
+        super().end()
+        for page in self.room.pages.values():
+            self.written_in_graphs += page.end_aliases()
+        if not self._now.records:
+            self.homeward.end()
+            self._copies.wait_for_all_copies()
+
+    def release(self, page: Page) -> None:
+        """As of an engine."""
+        super().release(page)
+        # Here, too, the next copy to it need not wait for all that was launched meanwhile.
+        if page.is_resident and not page.users and not page.is_held():
+            page.last_use = self._copies.marks_of(page)
+
+    def prefetch(self) -> None:
+        """As of an engine; and copy anew, before they are used, what has changed on the host."""
+        wanted = self._wanted()
+        for page in list(self.room.idle.free().values()):
+            if page.unit not in wanted:
+                self.room.drop(page)
+        # What comes after it stays if it is here, but is not fetched: an optimizer is to write it.
+        until = None if self._now.records else len(self._now.rest())
+        for unit in self._ahead(until):
+            here = self.room.pages.get(unit)
+            if here is not None:
+                self._refresh(here)
+            elif unit in wanted:
+                found = self.room.in_ring(unit)
+                if found is None:
+                    return
+                self._fetch(*found)
+            else:
+                return
+
+    def close(self) -> None:
+        """As of an engine."""
+        self._end_watching()
+        super().close()
+        self.homeward.close()
+
+    def named_tensors(self) -> Iterator[NamedTensor]:
+        """Those of an engine, and the host memory for gradients."""
+        yield from super().named_tensors()
+        yield from self.homeward.named_tensors()
+
+    def _ahead(self, until: int | None) -> dict[Unit, None]:
+        units = list(self._now.upcoming())
+        return dict.fromkeys(units if until is None else units[:until])
+
+    def _fetch(self, page: Page, after: list[object]) -> Page:
+        self._fresh.add(page.unit)
+        return super()._fetch(page, after)
+
+    def _refresh(self, page: Page) -> None:
+        """Copy a page anew if it has changed, once a pass; later changes are seen at its use."""
+        if page.unit not in self._fresh and not page.users:
+            self._fresh.add(page.unit)
+            if page.stale():
+                self._copies.refresh(page)
+
+    def _save(self, page: Page) -> list[HostTensor]:
+        # The copy to the host counts as a write there. A graph must see the writes of the program:
+        # batch norm's, which its kernels make without a version, would refuse each backward pass.
+        versions = {host: page.version_of(host) for host in page.unit.tensors}
+        changed = super()._save(page)
+        for host in changed:
+            set_version(host.tensor, versions[host])
+        if changed:
+            page.host_versions = [host.version for host in page.unit.tensors]
+        return changed

@@ -1,0 +1,309 @@
+"""What programs do with graphs and gradients is the same where the weights are paged."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from tenure._torch.autograd import hooks_of_saved
+from tenure.paging import page
+
+from ..models import ZOO, Functional, Shared, TiedLanguageModel, build
+from .blocks import WIDTH, Checkpointed, inputs, transformer
+from .conftest import same
+
+
+@pytest.mark.parametrize("name", sorted(set(ZOO) - {"half"}))
+def test_models_of_every_kind_get_the_gradients_of_a_plain_one(sim, pair, name):
+    model, args, kwargs = build(name)
+    model.train()
+    both = pair(model)
+    args, kwargs = torch.utils._pytree.tree_map_only(
+        torch.Tensor, lambda t: t.to(sim.device), (args, kwargs)
+    )
+
+    def total(outputs):
+        leaves = torch.utils._pytree.tree_leaves(outputs)
+        return sum(each.square().sum() for each in leaves)
+
+    with both.page(1.3 if name in ("gru", "lstm") else 0.75):
+        for _ in range(2):
+            both.run(lambda model: total(model(*args, **kwargs)).backward())
+            # what is fetched several times in a forward is added up in another order
+            assert both.gradients_differ() == [] or name == "shared"
+            pairs = zip(both.host.parameters(), both.there.parameters(), strict=True)
+            for p, q in pairs:
+                assert (p.grad is None) is (q.grad is None)
+                if p.grad is not None:
+                    torch.testing.assert_close(p.grad, q.grad.cpu())
+    assert both.values_differ() == []
+
+
+def test_gradients_add_up_where_there_are_some(sim, halved):
+    for x in inputs(sim, 3):
+        halved.run(lambda model, x=x: model(x).sum().backward())
+        assert halved.gradients_differ() == []
+
+
+def test_what_accumulates_stays_the_same_tensor(sim, halved):
+    x, y = inputs(sim, 2)
+    halved.host(x).sum().backward()
+    before = [p.grad for p in halved.host.parameters()]
+    halved.host(y).sum().backward()
+    assert all(p.grad is g for p, g in zip(halved.host.parameters(), before, strict=True))
+
+
+def test_a_gradient_that_is_kept_is_not_written_over(sim, halved):
+    x, y = inputs(sim, 2)
+    halved.run(lambda model: model(x).sum().backward())
+    kept = {p: (p.grad, p.grad.clone()) for p in halved.host.parameters()}
+    views = [p.grad.view(-1)[3:] for p in halved.host.parameters()]
+    halved.host.zero_grad()
+    halved.host(y).sum().backward()
+    assert all(torch.equal(gradient, copy) for gradient, copy in kept.values())
+    del kept
+    copies = [view.clone() for view in views]
+    halved.host.zero_grad()
+    halved.host(y).sum().backward()
+    assert all(map(torch.equal, views, copies))
+
+
+def test_a_graph_that_is_kept_gives_the_same_again_and_leaks_nothing(sim, halved):
+    x = inputs(sim)[0]
+
+    def twice(model):
+        loss = model(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="through the graph a second time"):
+            loss.backward()
+
+    halved.run(twice)
+    assert halved.gradients_differ() == []
+    halved.host.zero_grad()
+    gc.collect()
+    before_bytes = sim.allocated_bytes
+    gc.disable()
+    try:
+        for _ in range(3):
+            loss = halved.host(x).square().exp().sum()
+            loss.backward(retain_graph=True)
+            del loss
+            assert sim.allocated_bytes == before_bytes
+    finally:
+        gc.enable()
+
+
+def test_autograd_grad_of_parameters_and_of_inputs(sim, halved):
+    def gradients(model):
+        x = inputs(sim)[0].requires_grad_()
+        loss = model(x).square().sum()
+        return torch.autograd.grad(loss, [x, *model.parameters()])
+
+    (mine, *ours), (theirs, *others) = halved.run(gradients)
+    assert torch.equal(mine, theirs)
+    assert all(map(same, ours, others))
+    assert all(p.grad is None for p in halved.host.parameters())
+
+
+def test_the_graph_of_some_parameters_alone(sim, halved):
+    x = inputs(sim)[0]
+
+    def run(model):
+        model(x).sum().backward(inputs=[model[2].up.weight])
+
+    halved.run(run)
+    assert halved.gradients_differ() == []
+    assert halved.host[2].down.weight.grad is None
+
+
+def test_gradients_of_gradients(sim, pair):
+    both = pair(
+        nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in "12345"])
+    )
+
+    def penalty(model):
+        x = inputs(sim)[0].requires_grad_()
+        loss = model(x).square().sum()
+        own = torch.autograd.grad(loss, [x, *model.parameters()], create_graph=True)
+        (loss + sum(each.square().sum().to(loss.device) for each in own)).backward()
+
+    for share in (0.7, 2):
+        with both.page(share):
+            both.run(penalty)
+            assert hooks_of_saved() is None
+        pairs = zip(both.host.parameters(), both.there.parameters(), strict=True)
+        assert all(torch.allclose(p.grad, q.grad.cpu(), rtol=1e-4, atol=1e-5) for p, q in pairs)
+
+
+def test_several_forwards_before_one_backward(sim, halved):
+    x, y, z = inputs(sim, 3)
+
+    def run(model):
+        (model(x).sum() + model(model(y)).square().sum() * model(z).mean()).backward()
+
+    halved.run(run)
+    pairs = zip(halved.host.parameters(), halved.there.parameters(), strict=True)
+    assert all(torch.allclose(p.grad, q.grad.cpu(), rtol=1e-4, atol=1e-4) for p, q in pairs)
+
+
+def test_two_graphs_go_backward_in_turn(sim, halved):
+    x, y = inputs(sim, 2)
+
+    def run(model):
+        one, other = model(x).sum(), model(y).square().sum()
+        one.backward()
+        other.backward()
+
+    halved.run(run)
+    assert halved.gradients_differ() == []
+
+
+def test_tied_weights_are_added_up_on_the_host(sim, pair):
+    torch.manual_seed(0)
+    model = TiedLanguageModel()
+    both = pair(model)
+    tokens = torch.randint(50, (2, 9)).to(sim.device)
+    with both.page(0.7):
+        for _ in range(2):
+            both.run(lambda model: model(tokens).square().sum().backward())
+            assert both.gradients_differ() == []
+    assert model.head.weight is model.embed.weight
+
+
+def test_hooks_of_tensors_and_of_their_accumulation_see_gradients_on_the_host(sim, halved):
+    seen = {halved.host: [], halved.there: []}
+    for model, told in seen.items():
+        for p in model.parameters():
+            p.register_hook(lambda g, told=told: told.append(g.cpu().clone()) or g * 2)
+            p.register_post_accumulate_grad_hook(lambda p, told=told: told.append(p.grad.cpu()))
+    halved.run(lambda model: model(inputs(sim)[0]).sum().backward())
+    assert len(seen[halved.host]) == 2 * len(list(halved.host.parameters()))
+    assert halved.gradients_differ() == []
+    ours, theirs = ({tuple(t.flatten().tolist()) for t in told} for told in seen.values())
+    assert ours == theirs
+
+
+def test_hooks_of_modules_see_the_gradients_of_a_plain_model(sim, halved):
+    seen = {halved.host: [], halved.there: []}
+    for model, told in seen.items():
+        for block in model:
+            block.register_full_backward_hook(
+                lambda m, into, out, told=told: told.append((into[0].cpu(), out[0].cpu()))
+            )
+    x = inputs(sim)[0].requires_grad_()
+    halved.run(lambda model: model(x).sum().backward())
+    ours, theirs = seen.values()
+    assert len(ours) == len(theirs) == len(halved.host)
+    assert all(map(torch.equal, sum(ours, ()), sum(theirs, ())))
+    assert halved.gradients_differ() == []
+
+
+def test_clipping_by_the_norm_of_all(sim, halved):
+    def run(model):
+        model(inputs(sim)[0]).square().sum().backward()
+        return nn.utils.clip_grad_norm_(model.parameters(), 0.5).cpu()
+
+    ours, theirs = halved.run(run)
+    torch.testing.assert_close(ours, theirs)
+    pairs = zip(halved.host.parameters(), halved.there.parameters(), strict=True)
+    assert all(torch.allclose(p.grad, q.grad.cpu()) for p, q in pairs)
+
+
+def test_a_scaler_of_gradients_on_the_host(sim, halved):
+    found = []
+    for model in (halved.host, halved.there):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        # where the gradients are: it would read a scale from the device before that is there
+        device = next(model.parameters()).device
+        scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
+        for x in inputs(sim, 2):
+            optimizer.zero_grad()
+            with torch.autocast(sim.device.type, torch.bfloat16):
+                loss = model.eval()(x).square().mean()
+            scaler.scale(loss.to(device)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        found.append(scaler.get_scale())
+    assert found == [1024.0] * 2
+    pairs = zip(halved.host.parameters(), halved.there.parameters(), strict=True)
+    assert all(torch.allclose(p, q.cpu(), atol=1e-6) for p, q in pairs)
+
+
+def test_autocast(sim, halved):
+    def run(model):
+        with torch.autocast(sim.device.type, torch.bfloat16):
+            loss = model(inputs(sim)[0]).square().mean()
+        loss.backward()
+
+    halved.run(run)
+    assert halved.gradients_differ() == []
+
+
+def test_functional_reads_and_shared_blocks(sim, pair):
+    for model in (Functional(), Shared()):
+        both = pair(model)
+        x = torch.randn(4, WIDTH, device=sim.device)
+        with both.page(2):
+            both.run(lambda model, x=x: model(x).square().sum().backward())
+            assert both.gradients_differ() == []
+
+
+def test_a_graph_keeps_no_weight_and_no_model(sim, pair):
+    both = pair()
+    with both.page() as handle:
+        loss = both.host(inputs(sim)[0]).sum()
+        assert not any(page.is_held() for page in handle._pager.engine.room.pages.values())
+        del loss
+    model = transformer()
+    gone = weakref.ref(model)
+    x = inputs(sim)[0]
+    handle = page(model, sim.device, budget="200KiB", training=True)
+    model(x).sum().backward()
+    handle.unpage()
+    del model, handle
+    gc.collect()
+    assert gone() is None
+
+
+def test_parameters_that_are_frozen_later_get_no_more_gradients(sim, halved):
+    x = inputs(sim)[0]
+    for model in (halved.host, halved.there):
+        model[3].requires_grad_(False)
+        model[4].up.weight.requires_grad_(False)
+    halved.run(lambda model: model(x).sum().backward())
+    assert halved.gradients_differ() == []
+    for model in (halved.host, halved.there):
+        model.requires_grad_(True)
+    halved.run(lambda model: model(x).sum().backward())
+    assert halved.gradients_differ() == []
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_anomaly_mode(sim, halved):
+    with torch.autograd.detect_anomaly(check_nan=True):
+        halved.run(lambda model: model(inputs(sim)[0]).sum().backward())
+    assert halved.gradients_differ() == []
+
+
+def test_a_backward_pass_on_another_thread(sim, halved):
+    def run(model):
+        loss = model(inputs(sim)[0]).sum()
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+
+    halved.run(run)
+    assert halved.gradients_differ() == []
+
+
+def test_a_checkpointed_model_frees_its_activations(sim, pair):
+    both = pair(Checkpointed(use_reentrant=False))
+    with both.page():
+        before_bytes = sim.allocated_bytes
+        for _ in range(2):
+            both.host(inputs(sim)[0]).sum().backward()
+            assert sim.allocated_bytes == before_bytes

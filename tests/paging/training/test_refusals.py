@@ -1,0 +1,186 @@
+"""What can't be exact is refused by name, and what fails leaves a model that trains on."""
+
+import gc
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from tenure.paging import PagingError, PagingWarning, page
+from tenure.profiler import MemReporter
+
+from .blocks import WIDTH, Block, inputs, transformer
+
+
+@pytest.fixture
+def halved(pair):
+    both = pair()
+    with both.page() as handle:
+        both.handle = handle
+        yield both
+
+
+def goes_on(both, x):
+    """Train a step, and compare."""
+    both.host.zero_grad()
+    both.there.zero_grad()
+    both.run(lambda model: model(x).sum().backward())
+    assert both.gradients_differ() == []
+
+
+def test_transforms_of_torch_func_are_refused(sim, halved):
+    x = inputs(sim)[0]
+    with pytest.raises(
+        PagingError, match=r"^Sequential is paged for training and was called insid"
+    ):
+        torch.func.grad(lambda x: halved.host(x).sum())(x)
+    goes_on(halved, x)
+
+
+def test_a_parameter_that_can_not_be_paged_is_refused(sim):
+    class Empty(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.none = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(0))
+
+        def forward(self, x):
+            return self.linear(x) + self.none.sum()
+
+    model, x = Empty(), torch.randn(2, WIDTH, device=sim.device)
+    with page(model, sim.device, training=True):
+        with pytest.raises(PagingError, match=r"^'none' asks for gradients and can't be paged"):
+            model(x)
+        model.none.requires_grad_(False)
+        model(x).sum().backward()
+    assert model.linear.weight.grad is not None
+    assert model.none.grad is None
+
+
+def test_a_backward_pass_after_the_end_of_paging_is_refused(sim, pair):
+    both = pair()
+    x = inputs(sim)[0]
+    with both.page():
+        loss = both.host(x).sum()
+    with pytest.raises(
+        PagingError, match=r"^A backward pass needs weights of a model that was unp"
+    ):
+        loss.backward()
+    both.host(x.cpu()).sum().backward()
+
+
+@pytest.mark.parametrize("where", ["hook", "node", "post"])
+def test_a_backward_pass_that_raises_lets_the_next_one_run(sim, halved, where):
+    x = inputs(sim)[0]
+    goes_on(halved, x)
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    hidden = halved.host[2](x.clone().requires_grad_())
+    loss = halved.host[3](hidden).sum()
+    weight = halved.host[2].up.weight
+    if where == "hook":
+        handle = weight.register_hook(fail)
+    elif where == "post":
+        handle = weight.register_post_accumulate_grad_hook(fail)
+    else:
+        handle = hidden.register_hook(fail)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            loss.backward(retain_graph=True)
+    handle.remove()
+    goes_on(halved, x)
+    thread = threading.Thread(target=goes_on, args=(halved, x))
+    thread.start()
+    thread.join()
+    goes_on(halved, x)
+
+
+def test_a_forward_that_raises_lets_the_next_one_run(sim, halved):
+    x = inputs(sim)[0]
+    with pytest.raises(RuntimeError):
+        halved.host(torch.ones(3, device=sim.device))
+    goes_on(halved, x)
+
+
+def test_a_backward_pass_inside_a_forward(sim, pair):
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = transformer()
+
+        def forward(self, x):
+            x = x.detach().requires_grad_()
+            with torch.enable_grad():
+                (slope,) = torch.autograd.grad(self.blocks[:2](x).sum(), x)
+            return self.blocks(x) + slope
+
+    both = pair(Inner())
+    with both.page():
+        for _ in range(2):
+            both.run(lambda model: model(inputs(sim)[0]).sum().backward())
+            assert both.gradients_differ() == []
+
+
+def test_threads_that_train_parts_take_turns(sim, pair):
+    both = pair()
+    xs = inputs(sim, 4)
+    both.host.eval()
+    both.there.eval()
+    with both.page():
+        losses = [both.host(x).sum() for x in xs]
+        threads = [threading.Thread(target=loss.backward) for loss in losses]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for x in xs:
+        both.there(x).sum().backward()
+    pairs = zip(both.host.parameters(), both.there.parameters(), strict=True)
+    assert all(torch.allclose(p.grad, q.grad.cpu(), rtol=1e-4, atol=1e-4) for p, q in pairs)
+
+
+def test_without_training_a_call_that_would_train_names_the_remedy(sim):
+    model = transformer()
+    with page(model, sim.device):
+        with pytest.raises(PagingError, match=r"to train, page it with training=True\.$"):
+            model(inputs(sim)[0])
+        with pytest.warns(PagingWarning, match=r"to train them, page it with training=True\.$"):
+            model.eval()(inputs(sim)[0])
+
+
+def test_host_memory_that_can_not_be_pinned_still_takes_gradients(sim, pair):
+    both = pair()
+    sim.fail_pinning("all")
+    with pytest.warns(PagingWarning, match="could not be pinned"), both.page():
+        goes_on(both, inputs(sim)[0])
+
+
+def test_pageable_host_memory(sim, pair):
+    both = pair()
+    with both.page(host="pageable") as handle:
+        for _ in range(2):
+            goes_on(both, inputs(sim)[0])
+        assert handle.report().pinned_bytes == 0
+
+
+def test_reports_name_the_memory_of_gradients(sim, halved):
+    goes_on(halved, inputs(sim)[0])
+    report = MemReporter(halved.host).report(verbose=False)
+    assert report.categories["gradients"] >= halved.weight_bytes
+    halved.host.zero_grad()
+    report = MemReporter(halved.host).report(verbose=False)
+    assert report.categories["paged: gradients"] >= halved.weight_bytes
+    told = halved.handle.report()
+    assert told.pinned_bytes == told.host_bytes
+    assert told.host_bytes >= 2 * halved.weight_bytes
+
+
+def test_gradients_outlive_the_paging(sim, pair):
+    both = pair(nn.Sequential(*[Block() for _ in range(3)]))
+    with both.page(0.8):
+        goes_on(both, inputs(sim)[0])
+    gc.collect()
+    assert both.gradients_differ() == []
+    torch.optim.SGD(both.host.parameters(), 0.1).step()

@@ -1,0 +1,194 @@
+"""What graphs keep of a paged model: weights by their place, and what was written since raises."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tenure._torch.lending import lent_to
+from tenure.paging import PagingError
+
+from .blocks import WIDTH, inputs, transformer
+
+
+def test_a_weight_that_is_stepped_between_forward_and_backward_raises_torchs_words(sim, halved):
+    optimizer = torch.optim.SGD(halved.host.parameters(), 0.1)
+    x = inputs(sim)[0]
+    halved.host(x).sum().backward()
+    loss = halved.host(x).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"^one of the variables needed for gradient .* at vers"):
+        loss.backward()
+    halved.host.zero_grad()
+    halved.there.load_state_dict(halved.host.state_dict())
+    halved.run(lambda model: model(x).sum().backward())
+    assert halved.gradients_differ() == []
+
+
+def test_an_activation_that_is_written_in_place_raises_torchs_words(sim, halved):
+    x = inputs(sim)[0].requires_grad_()
+
+    def run(model):
+        hidden = model[0](x)
+        loss = model[1](hidden).sum()
+        with torch.no_grad():
+            hidden.add_(1)
+        with pytest.raises(RuntimeError, match=r"^one of the variables needed for gradient comp"):
+            loss.backward()
+
+    halved.run(run)
+
+
+class Writing(nn.Module):
+    """Writes its weight in the forward, before it is used or after."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.linears = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.how = how
+
+    def forward(self, x):
+        weight = self.linears[1].weight
+        for linear in self.linears:
+            if self.how == "before":
+                with torch.no_grad():
+                    linear.weight.mul_(0.5)
+            x = linear(x)
+        if self.how == "after":
+            with torch.no_grad():
+                weight.mul_(0.5)
+        if self.how == "as a leaf":
+            weight.mul_(0.5)
+        return x
+
+
+def test_a_weight_may_be_written_in_the_forward_before_it_is_used(sim, pair):
+    both = pair(Writing("before"))
+    x = inputs(sim)[0].requires_grad_()
+    with both.page(0.8):
+        for _ in range(2):
+            both.run(lambda model: model(x).sum().backward())
+            assert both.gradients_differ() == []
+    assert both.values_differ() == []
+
+
+def test_a_weight_that_the_forward_writes_after_its_use_raises_torchs_words(sim, pair):
+    both = pair(Writing("after"))
+    x = inputs(sim)[0].requires_grad_()
+
+    def run(model):
+        loss = model(x).sum()
+        with pytest.raises(RuntimeError, match=r"^one of the variables needed for gradient comp"):
+            loss.backward()
+
+    with both.page(0.8):
+        both.run(run)
+    assert both.values_differ() == []
+
+
+def test_a_weight_that_is_written_as_part_of_the_graph_is_refused(sim, pair):
+    both = pair(Writing("as a leaf"))
+    x = inputs(sim)[0]
+    text = r"'linears.1.weight' was written in place with grad"
+    with both.page(0.8), pytest.raises(PagingError, match=text):
+        both.host(x)
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        both.there(x)
+
+
+def test_a_weight_read_without_gradients_and_used_with_them_gets_one(sim, pair):
+    class Reading(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linears = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+        def forward(self, x):
+            for linear in self.linears:
+                with torch.no_grad():
+                    weight = linear.weight
+                x = F.linear(x, weight)
+            return x
+
+    both = pair(Reading())
+    with both.page(0.8):
+        both.run(lambda model: model(inputs(sim)[0]).sum().backward())
+        assert both.gradients_differ() == []
+
+
+def test_a_weight_inside_is_a_parameter_and_one_object(sim, pair):
+    class Looking(nn.Linear):
+        def forward(self, x):
+            assert isinstance(self.weight, nn.Parameter)
+            assert self.weight is self.weight
+            assert self.weight.requires_grad
+            assert next(self.parameters()).device == x.device
+            return super().forward(x)
+
+    both = pair(nn.Sequential(*[Looking(WIDTH, WIDTH) for _ in range(4)]))
+    with both.page():
+        both.run(lambda model: model(inputs(sim)[0]).sum().backward())
+        assert both.gradients_differ() == []
+
+
+@pytest.mark.parametrize("share", [0.5, 2])
+def test_hooks_around_get_all_but_weights(sim, pair, share):
+    both = pair()
+    packed = []
+
+    def pack(tensor):
+        packed.append(lent_to(tensor))
+        return tensor.cpu()
+
+    def run(model):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t.to(sim.device)):
+            loss = model(inputs(sim)[0]).sum()
+        loss.backward()
+
+    both.host.eval()
+    both.there.eval()
+    with both.page(share):
+        run(both.host)
+        assert set(packed) == {None}
+        run(both.there)
+        assert both.gradients_differ() == []
+
+
+def test_save_on_cpu_takes_activations_off_the_device(sim, halved):
+    x = inputs(sim)[0]
+    taken_bytes = []
+    for around in (torch.autograd.graph.save_on_cpu(), torch.enable_grad()):
+        before_bytes = sim.allocated_bytes
+        with around:
+            loss = halved.host(x).sum()
+        taken_bytes.append(sim.allocated_bytes - before_bytes)
+        loss.backward()
+    assert taken_bytes[0] < taken_bytes[1] / 4
+
+
+def test_a_checkpoint_of_the_whole_model(sim, halved):
+    x = inputs(sim)[0]
+
+    def run(model):
+        y = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+        y.sum().backward()
+
+    halved.run(run)
+    assert halved.gradients_differ() == []
+
+
+def test_a_checkpoint_of_a_segment_that_is_larger_than_the_budget(sim, pair):
+    class Segmented(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.halves = nn.ModuleList([transformer()[:4], transformer()[:4]])
+
+        def forward(self, x):
+            for half in self.halves:
+                x = torch.utils.checkpoint.checkpoint(half, x, use_reentrant=False)
+            return x
+
+    both = pair(Segmented())
+    with both.page(0.3):
+        for _ in range(2):
+            both.run(lambda model: model(inputs(sim)[0]).sum().backward())
+            assert both.gradients_differ() == []

@@ -1,0 +1,108 @@
+"""Copies and computation of a step run side by side, on the virtual clock."""
+
+import pytest
+import torch
+from torch import nn
+
+from tenure.paging import page
+from tenure.testing import Rates
+
+N_LAYERS, N_BYTES = 12, 96 * 1024
+BYTES_PER_S = 1e9
+COPY_S = N_BYTES / BYTES_PER_S
+
+
+class _Timed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, layer):
+        ctx.save_for_backward(weight)
+        ctx.layer = layer
+        layer.sim.launch_kernel(layer.compute_s, reads=[weight])
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (weight,) = ctx.saved_tensors
+        made = torch.empty_like(weight)
+        ctx.layer.sim.launch_kernel(2 * ctx.layer.compute_s, reads=[weight], writes=[made])
+        return gradient, made, None
+
+
+class Layer(nn.Module):
+    """Its forward takes a given time, its backward pass twice that."""
+
+    def __init__(self, sim, compute_s):
+        super().__init__()
+        self.sim, self.compute_s = sim, compute_s
+        self.weight = nn.Parameter(torch.zeros(N_BYTES // 4))
+
+    def forward(self, x):
+        return _Timed.apply(x, self.weight, self)
+
+
+def run(sim, ratio, n_steps=4, *, frozen=0, **options):
+    """The virtual times of steps at half of the weights, and of each its faults."""
+    sim(
+        link=Rates(
+            h2d_bytes_per_s=BYTES_PER_S,
+            d2h_bytes_per_s=BYTES_PER_S,
+            host_launch_s=1e-7,
+            host_copy_s=1e-7,
+            copy_latency_s=1e-7,
+            kernel_launch_s=1e-7,
+        )
+    )
+    model = nn.Sequential(*[Layer(sim, ratio * COPY_S) for _ in range(N_LAYERS)])
+    for layer in model[:frozen]:
+        layer.requires_grad_(False)
+    x = torch.zeros(1, device=sim.device, requires_grad=True)
+    told = []
+    with page(model, sim.device, f"{N_BYTES}B", budget=N_LAYERS * N_BYTES // 2, training=True,
+              **options) as handle:  # fmt: skip
+        engine = handle._pager.engine
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+        for _ in range(n_steps):
+            before = sim.elapsed_s, sim.copied_bytes("h2d"), sim.copied_bytes("d2h")
+            n_faults = engine.meter.total_faults
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            after = sim.elapsed_s, sim.copied_bytes("h2d"), sim.copied_bytes("d2h")
+            moved = [int(a - b) for a, b in zip(after[1:], before[1:], strict=True)]
+            told.append((after[0] - before[0], *moved, engine.meter.total_faults - n_faults))
+    return told
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.5, 0.95, 1.5])
+def test_a_step_runs_near_its_limit(sim, ratio):
+    elapsed_s, *_ = run(sim, ratio)[-1]
+    forward_s = N_LAYERS * COPY_S * max(1, ratio)
+    backward_s = N_LAYERS * COPY_S * max(1, 2 * ratio)
+    # the first copy to the device and the last one from it are beside nothing
+    assert forward_s + backward_s < elapsed_s < (forward_s + backward_s + 2 * COPY_S) / 0.93
+
+
+def test_each_step_takes_the_same_time(sim):
+    assert run(sim, 0.7) == run(sim, 0.7)
+    times_s = [elapsed_s for elapsed_s, *_ in run(sim, 0.7, n_steps=5)[2:]]
+    assert max(times_s) == pytest.approx(min(times_s))
+
+
+def test_what_is_in_the_budget_is_not_copied_again_for_the_backward_pass(sim):
+    *_, (_, to_device, to_host, n_faults) = run(sim, 0.7)
+    assert to_host == N_LAYERS * N_BYTES
+    assert to_device == N_LAYERS * N_BYTES * 3 // 2
+    assert n_faults <= 1
+
+
+def test_the_first_backward_pass_is_expected_to_go_the_opposite_way(sim):
+    (_, to_device, _, n_faults), *_ = run(sim, 0.7, n_steps=1)
+    assert n_faults <= N_LAYERS + 1  # those of the forward
+    assert to_device < N_LAYERS * N_BYTES * 1.6
+
+
+def test_frozen_weights_are_copied_as_in_inference(sim):
+    *_, (_, to_device, to_host, _) = run(sim, 0.7, frozen=N_LAYERS - 1)
+    assert to_host == N_BYTES
+    # about half of the weights for each of the two passes
+    assert to_device <= N_LAYERS * N_BYTES * 1.4

@@ -1,0 +1,172 @@
+"""An optimizer that steps while the backward pass runs does what it does after it."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tenure.paging import PagingError, page
+
+from ..models import TiedLanguageModel
+from .blocks import Checkpointed, inputs, transformer
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    "SGD, foreach": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, foreach=True),
+    "AdamW": lambda p: torch.optim.AdamW(p),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "AdamW, amsgrad": lambda p: torch.optim.AdamW(p, amsgrad=True, foreach=True),
+    **{
+        name: lambda p, name=name: getattr(torch.optim, name)(p, lr=0.01)
+        for name in (
+            *("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam"),
+            *("RAdam", "RMSprop", "Rprop"),
+        )
+    },
+}
+
+
+def run(sim, model, optimizer, *, meanwhile, steps=3, **options):
+    """The values after some steps."""
+    weight_bytes = sum(p.nbytes for p in model.parameters())
+    with page(model, sim.device, budget=int(weight_bytes * 0.7), training=True) as handle:
+        for x in inputs(sim, steps):
+            sim.module.manual_seed_all(3)
+            optimizer.zero_grad()
+            if meanwhile:
+                loss = model(x).square().mean()
+                with handle.optimizer_step(optimizer, **options):
+                    loss.backward()
+            else:
+                model(x).square().mean().backward()
+                if options:
+                    nn.utils.clip_grad_norm_(model.parameters(), **options)
+                optimizer.step()
+    return [*model.state_dict().values(), *state_of(optimizer)]
+
+
+def state_of(optimizer):
+    of_each = sorted(optimizer.state_dict()["state"].items())
+    return [value for _, state in of_each for value in state.values()]
+
+
+def equal(one, other):
+    return all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def both(sim, model, make, **options):
+    other = copy.deepcopy(model)
+    return [
+        run(sim, each, make(each.parameters()), meanwhile=meanwhile, **options)
+        for each, meanwhile in ((model, True), (other, False))
+    ]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_optimizer_gives_the_same_bit_for_bit(sim, name):
+    torch.manual_seed(0)
+    assert equal(*both(sim, transformer()[:3], OPTIMIZERS[name]))
+
+
+def test_groups_frozen_weights_and_a_schedule(sim):
+    torch.manual_seed(0)
+    model = transformer()[:3]
+    model[1].up.requires_grad_(False)
+
+    def make(parameters):
+        one, *rest = parameters
+        return torch.optim.AdamW([{"params": [one], "lr": 0.1}, {"params": rest}], lr=0.01)
+
+    found = both(sim, model, make)
+    assert equal(*found)
+
+
+def test_with_checkpoints(sim):
+    torch.manual_seed(0)
+    assert equal(*both(sim, Checkpointed(use_reentrant=False), OPTIMIZERS["AdamW"]))
+
+
+def test_gradients_are_clipped_before(sim):
+    torch.manual_seed(0)
+    assert equal(*both(sim, transformer()[:3], OPTIMIZERS["AdamW"], max_norm=0.01))
+
+
+def test_a_unit_is_stepped_while_others_still_compute(sim):
+    torch.manual_seed(0)
+    model = transformer()
+    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    sizes = []
+    optimizer.register_step_post_hook(
+        lambda o, *_: sizes.append(sum(len(group["params"]) for group in o.param_groups))
+    )
+    run(sim, model, optimizer, meanwhile=True, steps=1)
+    assert len(sizes) > len(model) // 2
+    assert sum(sizes) == len(list(model.parameters()))
+
+
+def test_tied_weights_are_stepped_once_when_all_uses_are_over(sim):
+    found = []
+    for meanwhile in (True, False):
+        torch.manual_seed(0)
+        model = TiedLanguageModel()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        tokens = torch.randint(50, (2, 9)).to(sim.device)
+        with page(model, sim.device, budget="30KiB", training=True) as handle:
+            for _ in range(3):
+                optimizer.zero_grad()
+                loss = model(tokens).square().mean()
+                if meanwhile:
+                    with handle.optimizer_step(optimizer):
+                        loss.backward()
+                else:
+                    loss.backward()
+                    optimizer.step()
+        found.append(list(model.state_dict().values()))
+    assert equal(*found)
+
+
+def test_who_looks_at_several_parameters_is_refused(sim):
+    model = transformer()[:2]
+
+    class Own(torch.optim.SGD):
+        pass
+
+    with page(model, sim.device, training=True) as handle:
+        for optimizer in (torch.optim.LBFGS(model.parameters()), Own(model.parameters(), 0.1)):
+            with pytest.raises(PagingError, match=f"given {type(optimizer).__name__}, which may"):
+                handle.optimizer_step(optimizer)
+    with pytest.raises(PagingError, match="not paged for training"):
+        handle.optimizer_step(torch.optim.SGD(model.parameters(), 0.1))
+
+
+def test_a_second_backward_pass_in_the_block_is_refused(sim):
+    model = transformer()[:2]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = inputs(sim)[0]
+    with page(model, sim.device, training=True) as handle:
+        step = handle.optimizer_step(optimizer)
+        step.__enter__()
+        model(x).sum().backward()
+        with pytest.raises(PagingError, match=r"^A second backward pass has added") as caught:
+            model(x).sum().backward()
+        assert not step.__exit__(PagingError, caught.value, None)
+
+
+def test_a_backward_pass_that_fails_leaves_the_rest_unstepped(sim):
+    model = transformer()[:3]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = model[0].up.weight.clone()
+    with page(model, sim.device, budget="60KiB", training=True) as handle:
+        loss = model(inputs(sim)[0]).sum()
+        hook = model[0].up.weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError), handle.optimizer_step(optimizer):
+            loss.backward()
+        hook.remove()
+        assert torch.equal(model[0].up.weight, before)
+        optimizer.zero_grad()
+        model(inputs(sim)[0]).sum().backward()
+    assert [len(g["params"]) for g in optimizer.param_groups] == [len(list(model.parameters()))]

@@ -1,0 +1,178 @@
+"""Steps of a paged model are those of a plain one, bit for bit, under budgets it does not fit."""
+
+import pytest
+import torch
+from torch import nn
+
+from tenure.paging import page
+
+from .blocks import Block, Checkpointed, inputs, transformer
+from .conftest import same
+
+MODES = {
+    "plain": transformer,
+    "checkpoint": lambda: Checkpointed(use_reentrant=False),
+    "checkpoint, every tensor anew": lambda: Checkpointed(use_reentrant=False, early_stop=False),
+    "checkpoint, other random numbers": lambda: Checkpointed(
+        use_reentrant=False, preserve_rng_state=False
+    ),
+    "reentrant checkpoint": lambda: Checkpointed(use_reentrant=True),
+}
+
+
+def train(model, optimizer, x):
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach().cpu()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("share", [0.5, 2])
+def test_five_steps_of_adamw_equal_those_of_a_plain_model(sim, pair, mode, share):
+    torch.manual_seed(0)
+    both = pair(MODES[mode]())
+    if "random" in mode:
+        both.host.eval()  # dropout would draw others
+        both.there.eval()
+    optimizers = {m: torch.optim.AdamW(m.parameters(), lr=0.01) for m in (both.host, both.there)}
+    with both.page(share):
+        for x in inputs(sim):
+            x = x.requires_grad_("reentrant" in mode)
+            paged, plain = both.run(lambda model, x=x: train(model, optimizers[model], x))
+            assert torch.equal(paged, plain)
+            assert both.gradients_differ() == []
+    assert both.values_differ() == []
+
+
+def test_gradients_lie_on_the_host_with_the_strides_of_their_parameters(sim, pair):
+    model = transformer()
+    model[0].up.weight = nn.Parameter(torch.randn(32, 64).t())
+    both = pair(model)
+    with both.page():
+        both.run(lambda model: model(inputs(sim)[0]).sum().backward())
+    assert both.gradients_differ() == []
+    parameters = list(both.host.parameters())
+    assert all(p.grad.stride() == p.stride() for p in parameters)
+    assert all(type(p) is nn.Parameter and p.device.type == "cpu" for p in parameters)
+
+
+# another rounds each gradient up
+@pytest.mark.sim_allocator("exact")
+def test_the_gradients_of_two_units_are_on_the_device_at_most(sim, pair):
+    both = pair()
+    x = torch.randn(1, 1, 32, device=sim.device)  # so that all else is small
+    unit_bytes = both.weight_bytes // len(both.host)
+    with both.page():
+        for _ in range(2):
+            before_bytes = sim.allocated_bytes
+            sim.reset_peak()
+            both.host(x).sum().backward()
+            taken_bytes = sim.peak_bytes - before_bytes
+            assert sim.allocated_bytes == before_bytes
+            assert unit_bytes < taken_bytes < 2.7 * unit_bytes
+
+
+def test_a_model_in_evaluation_mode_trains_as_well(sim, pair):
+    both = pair()
+    both.host.eval()
+    both.there.eval()
+    with both.page():
+        both.run(lambda model: model(inputs(sim)[0]).sum().backward())
+        assert both.gradients_differ() == []
+
+
+def test_passes_without_gradients_come_in_between(sim, pair):
+    both = pair()
+    x, y = inputs(sim, 2)
+
+    def step(model):
+        model.eval()
+        with torch.no_grad():
+            before = model(y)
+        model.train()
+        model(x).sum().backward()
+        with torch.inference_mode():
+            return before, model.eval()(y)
+
+    with both.page():
+        for _ in range(3):
+            (a, b), (c, d) = both.run(step)
+            assert torch.equal(a, c)
+            assert torch.equal(b, d)
+            assert both.gradients_differ() == []
+
+
+def test_a_model_can_be_trained_after_it_is_unpaged_and_paged_again(sim, pair):
+    both = pair()
+    x = inputs(sim)[0]
+    optimizers = {m: torch.optim.SGD(m.parameters(), 0.1) for m in (both.host, both.there)}
+    for share in (0.5, 0.7):
+        with both.page(share):
+            both.run(lambda model: train(model, optimizers[model], x))
+            assert both.gradients_differ() == []
+        gradient = both.host[0].up.weight.grad
+        assert same(gradient, both.there[0].up.weight.grad)
+    both.host(x.cpu()).sum().backward()  # on the host
+
+
+def test_gradients_are_in_the_same_memory_in_each_step(sim, pair):
+    both = pair()
+    seen = []
+    with both.page():
+        for x in inputs(sim, 3):
+            both.host.zero_grad()
+            both.host(x).sum().backward()
+            seen.append({p.grad.data_ptr() for p in both.host.parameters()})
+    assert len(set.union(*seen[1:])) == len(seen[1])
+
+
+def test_kernels_that_run_late_change_nothing(sim, pair):
+    sim(late_kernels=True, detect_races=False)
+    both = pair()
+    optimizers = {m: torch.optim.AdamW(m.parameters()) for m in (both.host, both.there)}
+    with both.page():
+        for x in inputs(sim, 3):
+            both.run(lambda model, x=x: train(model, optimizers[model], x))
+            assert both.gradients_differ() == []
+    assert both.values_differ() == []
+
+
+def test_frozen_weights_send_no_byte_to_the_host(sim, pair):
+    model = transformer()
+    for block in model[1:]:
+        block.requires_grad_(False)
+    model[-1].down.bias.requires_grad_(True)
+    both = pair(model)
+    x = inputs(sim)[0]
+    with both.page() as handle:
+        for _ in range(2):
+            both.run(lambda model: model(x).sum().backward())
+            assert both.gradients_differ() == []
+        trained = [p for p in model.parameters() if p.requires_grad]
+        copied_bytes = handle._pager.engine.homeward.copied_bytes
+        assert copied_bytes == 2 * sum(p.nbytes for p in trained)
+
+
+def test_a_frozen_model_gives_its_input_gradients_within_half_its_weights(sim, pair):
+    both = pair(transformer().requires_grad_(False))
+    before_bytes = sim.copied_bytes("d2h")
+    with both.page():
+
+        def gradient(model):
+            x = inputs(sim)[0].requires_grad_()
+            model(x).sum().backward()
+            return x.grad
+
+        for _ in range(2):
+            paged, plain = both.run(gradient)
+            assert torch.equal(paged, plain)
+    assert sim.copied_bytes("d2h") == before_bytes
+
+
+def test_without_training_all_is_as_before(sim, pair):
+    both = pair(nn.Sequential(*[Block() for _ in range(2)]))
+    with page(both.host, sim.device, budget=both.weight_bytes // 2 + 20_000) as handle:
+        assert type(handle._pager).__name__ == "Pager"
+        assert type(handle._pager.engine).__name__ == "Engine"
