@@ -159,7 +159,7 @@ def test_of_two_displays_the_outermost_alone_is_drawn(clock, terminal, monkeypat
 
 
 def _open_tqdm():
-    return pytest.importorskip("tqdm", reason="needs tqdm").tqdm(total=2, file=io.StringIO())
+    return pytest.importorskip("tqdm", reason="needs tqdm").tqdm(total=2, file=io.StringIO()).close
 
 
 def _open_rich():
@@ -168,25 +168,24 @@ def _open_rich():
 
     bar = Progress(console=rich.get_console(), auto_refresh=False)
     bar.start()
-    bar.close = bar.stop
-    return bar
+    return bar.stop
 
 
 @pytest.mark.parametrize("opened", [_open_tqdm, _open_rich])
 def test_nothing_is_drawn_into_a_display_of_the_program(clock, terminal, monkeypatch, opened):
     monkeypatch.setattr(sys, "stderr", terminal.stream)
-    theirs = opened()
+    close = opened()
     try:
         with steps("search") as show:
             clock.now = 3.0
             show("size 1")
             assert terminal() == ""
-            theirs.close()
+            close()
             clock.now = 7.0
             show("size 2")
             assert "size 2" in terminal()
     finally:
-        theirs.close()
+        close()
 
 
 def test_rich_is_imported_only_to_draw():
