@@ -19,7 +19,7 @@ import torch
 
 from tenure._errors import AdaptiveUsageError, OutOfRetriesError, TenureError
 
-from ._texts import (
+from ._patterns import (
     NEVER_TEXT,
     Oom,
     OomKind,

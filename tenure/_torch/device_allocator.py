@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tenure._capture import is_capturing, kind_of_live_graph
+from tenure._graph_capture import is_capturing, kind_of_live_graph
 
 from . import optional
 

@@ -3,7 +3,7 @@ import contextlib
 import pytest
 import torch
 
-from tenure._capture import is_capturing
+from tenure._graph_capture import is_capturing
 from tenure.testing import RaceError
 
 FORBIDDEN = "CUDA error: operation not permitted when stream is capturing"

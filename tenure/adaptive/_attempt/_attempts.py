@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn, Protocol, TypeVar
 
-from tenure._capture import accelerator_is_capturing
 from tenure._errors import OutOfRetriesError
+from tenure._graph_capture import accelerator_is_capturing
 from tenure._oom import OomInfo, free_bytes_in, oom_of_work
 from tenure._registries import handles_ooms
 from tenure._text import counted, format_bytes

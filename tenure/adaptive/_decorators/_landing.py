@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tenure._capture import is_capturing
 from tenure._containers import mapped
 from tenure._errors import AdaptiveUsageError
+from tenure._graph_capture import is_capturing
 from tenure._text import describe_tensor
 from tenure.scopes import persist
 

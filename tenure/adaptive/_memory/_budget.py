@@ -15,9 +15,9 @@ from typing import Any, Literal, NoReturn, Self, TypeVar
 
 import torch
 
-from tenure._capture import is_capturing
 from tenure._devices import indexed
 from tenure._errors import AdaptiveUsageError
+from tenure._graph_capture import is_capturing
 from tenure._host_memory import address_space_bytes, has_address_space_limits, limit_address_space
 from tenure._text import format_bytes, parse_bytes
 from tenure._torch.fakes import are_made

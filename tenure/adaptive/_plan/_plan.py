@@ -19,7 +19,7 @@ from tenure._torch.compiler import never_compiled
 
 from .._sizes import checked_size
 from .._step import BatchNormPolicy, Reduction, SampleDims, SampleTree, StepSpec
-from ._budget import allowed_bytes
+from ._budget_argument import allowed_bytes
 from ._evaluation import Evaluation
 from ._report import Plan, plan_of
 from ._search import largest_that_fits

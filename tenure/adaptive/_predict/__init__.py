@@ -1,8 +1,8 @@
 """What work would take, without doing it."""
 
-from ._advice import Advice as Advice
-from ._advice import Advised as Advised
-from ._advice import advise_with as advise_with
+from ._advice_list import Advice as Advice
+from ._advice_list import Advised as Advised
+from ._advice_list import advise_with as advise_with
 from ._forecast import Forecast as Forecast
 from ._predict import predict_peak as predict_peak
 from ._report import PeakReport as PeakReport

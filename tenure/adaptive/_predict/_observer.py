@@ -14,7 +14,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from tenure._callers import Site, is_internal
 from tenure._containers import passed_tensors
-from tenure._torch import cpu_allocator, engine
+from tenure._torch import cpu_allocator, gradient_sums
 from tenure._torch.fakes import is_fake
 from tenure._torch.modes import DispatchMode
 from tenure._torch.modules import module_called_by
@@ -23,7 +23,7 @@ from tenure._torch.storages import key_of
 
 from ._assumptions import CAN_NOT, STAND_INS, worked_out
 from ._blocks import Block, Category, Event, Phase, Record
-from ._exchanges import exchanged
+from ._exchange_memory import exchanged
 from ._known import KnownValues, storages_of
 from ._scratch import scratch_bytes
 from ._target import Target
@@ -187,7 +187,7 @@ class Observer(DispatchMode):
     def _note_pass(self) -> None:
         """Notice that a backward pass has begun, or ended: the work may run several."""
         if self.phase != "optimizer step":
-            phase: Phase = "forward" if engine.current_node() is None else "backward"
+            phase: Phase = "forward" if gradient_sums.current_node() is None else "backward"
             if phase != self.phase == "forward":
                 for entry in list(self._entries.values()):
                     entry.block.outlived_forward = True
@@ -261,7 +261,7 @@ class Observer(DispatchMode):
         if self._is_counted:
             return None
         # called for a result, for an operation, by the handler, by who wanted the sum
-        if not engine.adds_in_place(args[0], sys._getframe(4)):
+        if not gradient_sums.adds_in_place(args[0], sys._getframe(4)):
             return None
         entry = self._entries.get(key_of(args[0].untyped_storage()))
         return None if entry is None else entry.block
@@ -285,9 +285,9 @@ class Observer(DispatchMode):
 
 
 def _operation(name: str, phase: Phase) -> Operation:
-    if engine.current_node() is not None:
-        return Operation(name, phase, None, engine.sequence_of_node())
-    return Operation(name, phase, _place(sys._getframe(3)), engine.next_sequence())
+    if gradient_sums.current_node() is not None:
+        return Operation(name, phase, None, gradient_sums.sequence_of_node())
+    return Operation(name, phase, _place(sys._getframe(3)), gradient_sums.next_sequence())
 
 
 def _place(frame: FrameType | None) -> Place:

@@ -12,7 +12,7 @@ from tenure._errors import AdaptiveUsageError
 from tenure._torch.compiler import never_compiled
 
 from .._callables import check_function
-from ._advice import Adviser
+from ._advice_list import Adviser
 from ._blocks import Peak, Record
 from ._cached import replay
 from ._places import describe_place

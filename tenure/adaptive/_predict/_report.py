@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 from tenure._show import Amounts, Paragraph, Part, Report
 from tenure._text import format_bytes, parse_bytes
 
-from ._advice import Advised, Adviser
+from ._advice_list import Advised, Adviser
 from ._blocks import CATEGORIES
 
 _WORDS_OF_PHASES = {"forward": "the forward pass", "backward": "the backward pass"}

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tenure._absent_devices import Elsewhere, is_here
 from tenure._devices import indexed
-from tenure._elsewhere import Elsewhere, is_here
 from tenure._errors import PredictionError
 
 _HOST = ("cpu", "meta")

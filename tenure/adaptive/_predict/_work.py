@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 from tenure._containers import tensors_in
 from tenure._errors import PredictionError
 from tenure._heap import collector_paused
-from tenure._torch import cpu_allocator, engine
+from tenure._torch import cpu_allocator, gradient_sums
 from tenure._torch.compiler import is_compiled
 from tenure._torch.fakes import unrecognised
 from tenure._torch.optimizers import stepping_fakes
@@ -32,7 +32,7 @@ from .._interrupts import Interrupts
 from .._ranks import has_other_replicas, kept_apart
 from .._reachable import Reachable
 from .._undo import AllOf, ModuleState, RngState, modules_below
-from ._lent import (
+from ._brought_back import (
     Containers,
     OptimizerState,
     check_between_passes,
@@ -112,7 +112,7 @@ class Work:
             PredictionError: a module of ``fully_shard`` is between a forward and a backward pass.
         """
         check_between_passes(self.shards)
-        engine.prepare()
+        gradient_sums.prepare()
         observer = Observer(self.target, is_counted=is_counted)
         tensors = parts_of(self.tensors())
         mode = mode_for(tensors)

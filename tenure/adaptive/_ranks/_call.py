@@ -14,8 +14,8 @@ from typing import Any, Self
 from torch import nn
 
 from tenure._errors import AdaptiveUsageError, RemoteRankError
-from tenure._torch.exchange import told_of_collectives
 from tenure._torch.modules import modules_told
+from tenure._torch.replicas import told_of_collectives
 
 from .._interrupts import Interrupts
 from ._errors import elsewhere_error, failed_rank_error, failure_of

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError, RemoteRankError
-from tenure._torch.exchange import timeout_of, told_of_collectives
 from tenure._torch.quiet import aside
+from tenure._torch.replicas import timeout_of, told_of_collectives
 
 from ._doubling import combine
 from ._errors import lost_rank_error

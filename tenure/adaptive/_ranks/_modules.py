@@ -9,7 +9,7 @@ from typing import TypeGuard
 import torch
 from torch import nn
 
-from tenure._torch.exchange import buckets_kept, reset_reducer
+from tenure._torch.replicas import buckets_kept, reset_reducer
 
 _FIRST = "FullyShardedDataParallel"
 """The first version of FSDP."""

@@ -1,17 +1,14 @@
 """What a step's function returned: the terms of a loss, and how those of chunks make the whole.
 
 Invariant: the loss of the whole batch is one formula, used both for its value and, by autograd, for
-the weight that the gradient of each chunk gets. The shares of a term, which say how much each chunk
-weighs in a mean over the whole batch, are finite, not negative, and sum up to 1.
+the weight that the gradient of each chunk gets.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,6 +17,8 @@ from torch import Tensor
 from tenure._errors import AdaptiveUsageError
 from tenure._oom import is_oom
 from tenure._text import describe_tensor
+
+from ._shares import Shares, plain_number
 
 Reduction = Literal["mean", "sum"]
 Count = Tensor | float
@@ -200,7 +199,7 @@ def _count(count: object, what: str) -> Count:
     # kept on its device: reading it would make the host wait in each micro-batch
     if isinstance(count, Tensor) and count.numel() == 1 and not count.requires_grad:
         return count.detach().reshape(())
-    number = _plain_number(count)
+    number = plain_number(count)
     if number is not None:
         return number
     shown = describe_tensor(count) if isinstance(count, Tensor) else _brief(count)
@@ -270,133 +269,3 @@ def _has_float64(device: torch.device) -> bool:
             raise
         return False
     return True
-
-
-class Shares:
-    """How much each chunk weighs in a mean over the whole batch.
-
-    Args:
-        lengths: the number of samples of each chunk.
-        weights: what ``weight`` returned for each chunk; None weighs by samples.
-
-    Raises:
-        AdaptiveUsageError: a weight is not a number, or less than zero, or not finite.
-    """
-
-    def __init__(self, lengths: Sequence[int], weights: Sequence[object] | None) -> None:
-        # what a mean over samples needs, and what stands in where all weights are zero
-        self._by_samples = _normalized([float(length) for length in lengths])
-        self._by_name: dict[str | None, list[float]] = {}
-        self._weighted = weights is not None
-        if weights is not None:
-            # the first chunk says which terms have weights; the others have to agree
-            by_name = [_named(weight, weights[0]) for weight in weights]
-            for name in by_name[0]:
-                column = _numbers([_weight_of(each, name) for each in by_name])
-                self._by_name[name] = _normalized(column) or self._by_samples
-
-    def of(self, name: str) -> list[float]:
-        """The shares of the chunks in a term; they sum up to 1.
-
-        Raises:
-            AdaptiveUsageError: ``weight`` gave no number for this term.
-        """
-        if not self._weighted:
-            return self._by_samples
-        shares = self._by_name.get(name, self._by_name.get(None))
-        if shares is None:
-            raise AdaptiveUsageError(
-                f"The function of step() returned a term {name!r}, and weight() has "
-                f"{', '.join(map(repr, self._by_name))}. Give a weight for each term by its name."
-            )
-        return shares
-
-
-def numbers_by_term(weight: object) -> dict[str | None, float]:
-    """What ``weight`` returned for some samples, by name; one number for all terms has none.
-
-    Raises:
-        AdaptiveUsageError: it is not a number, or less than zero, or not finite.
-    """
-    named = _named(weight, weight)
-    return {name: _numbers([each])[0] for name, each in named.items()}
-
-
-def _plain_number(value: object) -> int | float | None:
-    """A number of Python or numpy, or an array of one, as one of Python; None for anything else."""
-    # NumPy's scalars are numbers to Python as well, but its 0-dimensional arrays are none
-    if hasattr(value, "__array_interface__") and value.size == 1:  # type: ignore[attr-defined]
-        value = value.item()  # type: ignore[attr-defined]
-    # True as a weight is a mistake, such as a comparison that was to be summed up
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return None
-    return int(value) if isinstance(value, Integral) else float(value)
-
-
-def _normalized(weights: list[float]) -> list[float]:
-    """Shares of 1; none if all weights are zero, for then the mean has no value."""
-    # exact, so that the shares sum up to 1 as well as floats can
-    total = math.fsum(weights)
-    return [weight / total for weight in weights] if total else []
-
-
-def _named(weight: object, first: object) -> dict[str | None, object]:
-    """A weight by the names of terms, which are str; one for all terms has the name None."""
-    if isinstance(weight, Mapping) != isinstance(first, Mapping):
-        raise AdaptiveUsageError(
-            f"weight() returned {_shown(first)} for one micro-batch and {_shown(weight)} for "
-            "another. Return a number for each, or a dict with the same names for each."
-        )
-    if not isinstance(weight, Mapping):
-        return {None: weight}
-    named: dict[str | None, object] = {str(name): each for name, each in weight.items()}
-    if len(named) < len(weight):
-        raise AdaptiveUsageError(
-            f"weight() returned weights of the same name: {', '.join(map(repr, weight))}. Call "
-            "each by the name of its term."
-        )
-    return named
-
-
-def _weight_of(weights: Mapping[str | None, object], name: str | None) -> object:
-    if name in weights:
-        return weights[name]
-    raise AdaptiveUsageError(
-        f"weight() returned {', '.join(map(repr, weights))} for one micro-batch, without {name!r}, "
-        "which it had for the first. Return the same names for each."
-    )
-
-
-def _numbers(values: list[object]) -> list[float]:
-    """The weights of a term for each chunk."""
-    numbers = []
-    for value in _read(values):
-        number = _plain_number(value)
-        if number is None or not 0 <= number < math.inf:
-            raise AdaptiveUsageError(
-                f"weight() returned {_shown(value)} for a micro-batch. Return what the mean "
-                "divides by: a number that is finite and not negative, or a dict of one for each "
-                "term."
-            )
-        numbers.append(float(number))
-    return numbers
-
-
-def _read(values: list[object]) -> list[object]:
-    """The same with the values of tensors; those of one device and type are read together."""
-    read = list(values)
-    # the host waits for a device once, not for each chunk: see
-    # test_weights_on_two_devices_are_read_from_each
-    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for i, value in enumerate(values):
-        if isinstance(value, Tensor) and value.numel() == 1:
-            alike.setdefault((value.device, value.dtype), []).append(i)
-    for (_, dtype), places in alike.items():
-        tensors = [values[i].detach().reshape(()) for i in places]  # type: ignore[attr-defined]
-        for i, number in zip(places, torch.stack(tensors).tolist(), strict=True):
-            read[i] = int(number) if dtype is torch.bool else number
-    return read
-
-
-def _shown(value: object) -> str:
-    return describe_tensor(value) if isinstance(value, Tensor) else repr(value)

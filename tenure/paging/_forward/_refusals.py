@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from tenure._callers import warn_user
-from tenure._capture import is_capturing
 from tenure._errors import PagingError, PagingWarning
+from tenure._graph_capture import is_capturing
 from tenure._torch.autograd import is_transformed
 
 from .._model import HostTensor

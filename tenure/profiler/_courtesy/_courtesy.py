@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from tenure._callers import warn_user
-from tenure._capture import is_capturing
 from tenure._errors import CourtesyError, CourtesyWarning
+from tenure._graph_capture import is_capturing
 from tenure._text import format_bytes, listed
 from tenure._torch.device_allocator import clear_workspaces
 from tenure._torch.quiet import quietly

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, UntypedStorage
 
-from tenure._capture import kind_of_live_graph
 from tenure._errors import CourtesyError
+from tenure._graph_capture import kind_of_live_graph
 from tenure._heap import find_holders
 from tenure._host_memory import free_host_bytes
 from tenure._text import describe_tensor, format_bytes

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tenure import adaptive
-from tenure._capture import accelerator_is_capturing
+from tenure._graph_capture import accelerator_is_capturing
 from tenure.adaptive import (
     AdaptiveUsageError,
     OutOfRetriesError,

@@ -135,7 +135,7 @@ def interruptible():
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("where", ["_lend", "_take_back"])
 def test_an_interrupt_waits_until_all_tensors_have_their_data(monkeypatch, where):
-    from tenure.adaptive._predict._lent import _fakes
+    from tenure.adaptive._predict._brought_back import _fakes
 
     original = getattr(_fakes, where)
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tenure import _capture
+from tenure import _graph_capture
 from tenure.profiler import AwayTensorError, Courtesy, CourtesyError
 from tenure.profiler._courtesy import _inventory
 
@@ -90,7 +90,7 @@ def test_no_program_loses_a_byte_or_holds_one_twice(sim, program):
     with pytest.MonkeyPatch.context() as patch:
         # the heap of this process is large, and all that matters here is known
         patch.setattr(_inventory, "tracked_objects", lambda: [t for t, _ in run.pairs])
-        patch.setattr(_capture, "tracked_objects", list)
+        patch.setattr(_graph_capture, "tracked_objects", list)
         for operation, n in program:
             run.step(operation, n)
         for courtesy in run.courtesies:

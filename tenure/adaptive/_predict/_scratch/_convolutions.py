@@ -15,7 +15,7 @@ import torch
 from tenure._torch.kernels import select_conv_backend
 from tenure._torch.quiet import aside
 
-from ._growth import Axis, Corner
+from ._extrapolation import Axis, Corner
 from ._problem import Call
 from ._stand_ins import Layout
 

@@ -11,7 +11,7 @@ import torch
 
 from . import _convolutions, _problem
 from ._events import Events, events_of, peak_of
-from ._growth import Axis, Corner, corners, grown
+from ._extrapolation import Axis, Corner, corners, grown
 from ._matmuls import RULES as MATMULS
 from ._problem import Call
 

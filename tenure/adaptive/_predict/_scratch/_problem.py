@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._growth import Axis, Corner
+from ._extrapolation import Axis, Corner
 from ._stand_ins import Layout, layout_of
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

@@ -12,7 +12,7 @@ import torch
 
 from tenure._errors import AdaptiveUsageError
 
-from .._loss import numbers_by_term
+from .._shares import numbers_by_term
 from .._split import StepParts, StepSpec
 
 

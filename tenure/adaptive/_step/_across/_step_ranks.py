@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from tenure._errors import AdaptiveUsageError
 from tenure._text import describe_tensor
 from tenure._torch.autograd import post_hooks_of
-from tenure._torch.exchange import exchanged_buffers
+from tenure._torch.replicas import exchanged_buffers
 
 from ..._callables import name_of
 from ..._ranks import Ballot, RankCall, Replicated, Tally, mark_of, weights_of
 from .._split import StepOutcome, StepParts, StepSpec
 from ._alike import asked_by, numbers_of, refuse_other_terms, shares_of
-from ._exchange import Exchange, shapes_of
+from ._summed_gradients import Exchange, shapes_of
 from ._values import Values
 
 _WITHOUT_SAMPLES = torch.empty(0, device="cpu")

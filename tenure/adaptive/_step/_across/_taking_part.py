@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tenure._errors import AdaptiveUsageError
-from tenure._torch.exchange import rebuild_buckets, specialities_of
+from tenure._torch.replicas import rebuild_buckets, specialities_of
 from tenure._torch.sharding import Shards
 
 from ..._callables import short_name_of

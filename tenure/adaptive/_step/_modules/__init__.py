@@ -8,7 +8,7 @@ from ..._reachable import named_modules as named_modules
 from ..._reachable import named_parameters as named_parameters
 from ..._reachable import names_in as names_in
 from ..._reachable import used_by as used_by
-from ._exchange import GradientExchange as GradientExchange
+from ._held_exchange import GradientExchange as GradientExchange
 from ._refused import coupled_modules as coupled_modules
 from ._refused import no_optimizer_steps as no_optimizer_steps
 from ._refused import normalization_error as normalization_error

@@ -6,6 +6,6 @@ from ._arguments import refuse_capture as refuse_capture
 from ._function_state import FunctionState as FunctionState
 from ._parts import Chunk as Chunk
 from ._parts import StepParts as StepParts
-from ._passes import ChunkTerms as ChunkTerms
 from ._run import StepOutcome as StepOutcome
 from ._run import StepRun as StepRun
+from ._weighted_terms import ChunkTerms as ChunkTerms

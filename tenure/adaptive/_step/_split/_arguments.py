@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from tenure._capture import accelerator_is_capturing
 from tenure._errors import AdaptiveUsageError
+from tenure._graph_capture import accelerator_is_capturing
 
 from ..._callables import is_suspendable
 from .._gradients import Backward, Scaler

@@ -11,12 +11,12 @@ from tenure._errors import AdaptiveUsageError, AdaptiveUsageWarning, SplitMismat
 from tenure._torch.compiler import draws_again_in_backward, not_compiling
 
 from .._split import StepOutcome, StepParts
-from ._advice import advice_for
+from ._declarations import advice_for
 from ._finding import Finding
 from ._gradient_check import GradientCheck
 from ._loss_check import ExchangeCheck, LossCheck
-from ._places import Visit
 from ._subject import Subject
+from ._when import Visit
 
 _EVER_NEW = (
     "step() verifies nearly every split, for what its function holds is another each time: a new "

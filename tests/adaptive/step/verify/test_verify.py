@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tenure.adaptive import NoBatchsizeCache, SplitMismatchError, step
-from tenure.adaptive._step._verify import _places
+from tenure.adaptive._step._verify import _when
 
 from ...attempt.failures import out_of_memory_above
 from .verify_cases import RIGHT, WRONG
@@ -16,7 +16,7 @@ from .verify_cases import RIGHT, WRONG
 @pytest.fixture(autouse=True)
 def no_place_is_known(monkeypatch):
     """Each test is verified, however many of the same code came before it."""
-    monkeypatch.setattr(_places, "_codes", OrderedDict())
+    monkeypatch.setattr(_when, "_codes", OrderedDict())
 
 
 def traces(net):

@@ -9,7 +9,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tenure._torch import engine
+from tenure._torch import gradient_sums
 
 from .samples import samples_of
 
@@ -27,8 +27,8 @@ class _Sums(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         is_sum = func is torch.ops.aten.add.Tensor and isinstance(args[1], torch.Tensor)
         strided = is_sum and args[0].layout is torch.strided
-        if strided and engine.adds_in_place(args[0], sys._getframe(1)):
-            self.nodes.add(engine.current_node().name())
+        if strided and gradient_sums.adds_in_place(args[0], sys._getframe(1)):
+            self.nodes.add(gradient_sums.current_node().name())
         return func(*args, **(kwargs or {}))
 
 
@@ -46,7 +46,7 @@ def _gradients_meet(roots):
 
 
 def test_no_formula_of_torch_is_taken_for_a_sum_of_the_engine():
-    engine.prepare()
+    gradient_sums.prepare()
     n_run, sums = 0, _Sums()
     for op in (each for each in op_db if each.supports_autograd):
         for sample in samples_of(op, torch.float32, _MOST_SAMPLES, grad=True):

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
 from tenure._text import describe_tensor
-from tenure._torch.exchange import exchanged_buffers
 from tenure._torch.quiet import without_functions
+from tenure._torch.replicas import exchanged_buffers
 from tenure.scopes import persist
 
 from ..._ranks import RankGroup, Replicated, Tally, mark_of

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tenure._capture import is_capturing
+from tenure._graph_capture import is_capturing
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta", "cuda", "mps", "xpu"])

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from torch import nn
 
 from tenure._errors import AdaptiveUsageError
-from tenure._torch.exchange import reset_reducer
+from tenure._torch.replicas import reset_reducer
 from tenure._torch.sharding import ShardedGroup, Shards, sharded_groups
 
 from ..._ranks import Replicated, has_other_replicas, is_first_fsdp, is_rank, kept_apart

@@ -33,7 +33,7 @@ _FORMULAS = (
 )  # fmt: skip
 _ADD_THEMSELVES = frozenset(f"{name}Backward0" for name in _FORMULAS)
 """Nodes whose own formula adds tensors, which looks like the engine's sums: found by running the
-operators of torch's database alone, see ``tests/sweeps/test_engine_sums.py``."""
+operators of torch's database alone, see ``tests/sweeps/test_gradient_sums.py``."""
 
 
 def prepare() -> None:

@@ -17,8 +17,8 @@ from tenure.adaptive import (
     step,
 )
 from tenure.adaptive._step._samples._sample_tree import Leaf
-from tenure.adaptive._step._verify import _places
-from tenure.adaptive._step._verify._places import _contents
+from tenure.adaptive._step._verify import _when
+from tenure.adaptive._step._verify._when import _contents
 
 from ...attempt.failures import out_of_memory_above
 from ..step_cases import samples, small_net
@@ -99,7 +99,7 @@ def test_a_wrong_loss_is_refused_however_many_right_ones_one_line_has_run():
 def test_a_function_that_holds_something_else_each_time_is_verified_each_time_and_told_of(
     monkeypatch,
 ):
-    monkeypatch.setattr(_places, "_MANY_NEW", 66)
+    monkeypatch.setattr(_when, "_MANY_NEW", 66)
     net, n_run = small_net(), []
 
     def train(i):
