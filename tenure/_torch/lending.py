@@ -10,7 +10,6 @@ are asked as before: only reading the attribute of a tensor passes here.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import Any
 
@@ -22,14 +21,13 @@ from tenure._errors import PagingError
 from tenure._text import describe_tensor
 
 from . import bound
+from .patches import Patch
 from .quiet import aside, without_functions
 from .storages import key_of, n_holders, n_uses
 
 _to_dlpack = bound("torch._C._to_dlpack", "paging")
 _lent: weakref.WeakValueDictionary[int, Lent] = weakref.WeakValueDictionary()
 _NAMES = ("data", "numpy", "__dlpack__")
-_lock = threading.Lock()
-_n_noting = 0
 _before: dict[str, Any] = {}
 
 
@@ -107,20 +105,7 @@ def lent_to(tensor: Tensor) -> Lent | None:
 
 def note_while(owner: object) -> weakref.finalize[[], object]:
     """Have it noted until what is returned is called, or its owner is gone."""
-    global _n_noting
-    with _lock:
-        _n_noting += 1
-        if _n_noting == 1:
-            _install()
-    return weakref.finalize(owner, _end)
-
-
-def _end() -> None:
-    global _n_noting
-    with _lock:
-        _n_noting -= 1
-        if not _n_noting:
-            _uninstall()
+    return _noting.last_while(owner)
 
 
 def _install() -> None:
@@ -139,6 +124,9 @@ def _uninstall() -> None:
         else:
             setattr(Tensor, name, own)
     _before.clear()
+
+
+_noting = Patch(_install, _uninstall)
 
 
 class _Noting:

@@ -87,6 +87,7 @@ _STOPPED = {
     "torch._subclasses.fake_tensor.FakeTensorMode": _OF_PREDICTIONS,
     "torch._subclasses.fake_tensor.UnsupportedOperatorException": (),
     "torch._subclasses.fake_tensor.unset_fake_temporarily": (),
+    "torch.amp.grad_scaler._MultiDeviceReplicator.get": (),
     "torch.autograd.Variable._execution_engine.queue_callback": (),
     "torch.nn.Module._save_to_state_dict": (),
     "torch.nn.modules.batchnorm._BatchNorm": _OF_STEPS,

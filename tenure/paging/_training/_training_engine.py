@@ -10,9 +10,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from tenure._registries import NamedTensor
+from tenure._torch.scaling import bring_scale_home, wait_while
 from tenure._torch.writes import set_version
 
 from .._device import Copies, Engine, Page, Pass
@@ -26,14 +27,16 @@ from ._homeward import Homeward
 def _before_steps(copies: Copies) -> Callable[[], object]:
     """Have optimizers wait until no copy reads what they are to write; what ends that.
 
-    A forward that no backward pass follows has fetched for one.
+    A forward that no backward pass follows has fetched for one. A scale that a fused optimizer is
+    given is waited for as well.
     """
     known = weakref.ref(copies)
 
-    def wait(*_: object) -> None:
+    def wait(optimizer: Optimizer, *_: object) -> None:
         there = known()
         if there is not None:
             there.wait_for_all_copies()
+            bring_scale_home(optimizer)
 
     remove = register_optimizer_step_pre_hook(wait).remove
     return weakref.finalize(copies, remove)
@@ -62,6 +65,7 @@ class TrainingEngine(Engine):
         # The units of which it is known, in this pass, that they are as on the host.
         self._fresh: set[Unit] = set()
         self._end_watching = _before_steps(self._copies)
+        self._end_waiting = wait_while(self)
 
     @property
     def host_bytes(self) -> int:
@@ -113,6 +117,7 @@ class TrainingEngine(Engine):
     def close(self) -> None:
         """As of an engine."""
         self._end_watching()
+        self._end_waiting()
         super().close()
         self.homeward.close()
 

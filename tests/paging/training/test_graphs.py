@@ -213,26 +213,6 @@ def test_clipping_by_the_norm_of_all(sim, halved):
     assert all(torch.allclose(p.grad, q.grad.cpu()) for p, q in pairs)
 
 
-def test_a_scaler_of_gradients_on_the_host(sim, halved):
-    found = []
-    for model in (halved.host, halved.there):
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        # where the gradients are: it would read a scale from the device before that is there
-        device = next(model.parameters()).device
-        scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
-        for x in inputs(sim, 2):
-            optimizer.zero_grad()
-            with torch.autocast(sim.device.type, torch.bfloat16):
-                loss = model.eval()(x).square().mean()
-            scaler.scale(loss.to(device)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        found.append(scaler.get_scale())
-    assert found == [1024.0] * 2
-    pairs = zip(halved.host.parameters(), halved.there.parameters(), strict=True)
-    assert all(torch.allclose(p, q.cpu(), atol=1e-6) for p, q in pairs)
-
-
 def test_autocast(sim, halved):
     def run(model):
         with torch.autocast(sim.device.type, torch.bfloat16):

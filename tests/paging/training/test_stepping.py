@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from tenure.paging import PagingError, page
 
@@ -26,9 +27,16 @@ OPTIMIZERS = {
     },
 }
 
+SCHEDULES = {
+    "LambdaLR": lambda optimizer: LambdaLR(optimizer, lambda n: 0.5**n),
+    # betas of Adam, momentum of others
+    "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, 0.2, total_steps=5, cycle_momentum=True),
+}
 
-def run(sim, model, optimizer, *, meanwhile, steps=3, **options):
-    """The values after some steps."""
+
+def run(sim, model, optimizer, *, meanwhile, steps=3, schedule=None, **options):
+    """The values after some steps, and the groups' settings at last."""
+    scheduler = schedule and schedule(optimizer)
     weight_bytes = sum(p.nbytes for p in model.parameters())
     with page(model, sim.device, budget=int(weight_bytes * 0.7), training=True) as handle:
         for x in inputs(sim, steps):
@@ -43,7 +51,10 @@ def run(sim, model, optimizer, *, meanwhile, steps=3, **options):
                 if options:
                     nn.utils.clip_grad_norm_(model.parameters(), **options)
                 optimizer.step()
-    return [*model.state_dict().values(), *state_of(optimizer)]
+            if scheduler:
+                scheduler.step()
+    settings = [value for g in optimizer.param_groups for k, value in g.items() if k != "params"]
+    return [*model.state_dict().values(), *state_of(optimizer), *settings]
 
 
 def state_of(optimizer):
@@ -72,7 +83,19 @@ def test_each_optimizer_gives_the_same_bit_for_bit(sim, name):
     assert equal(*both(sim, transformer()[:3], OPTIMIZERS[name]))
 
 
-def test_groups_frozen_weights_and_a_schedule(sim):
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_of_rates_and_momenta(sim, name, optimizer):
+    torch.manual_seed(0)
+    model = transformer()[:3]
+    plain = copy.deepcopy(model)
+    make = OPTIMIZERS[optimizer]
+    assert equal(*both(sim, model, make, steps=4, schedule=SCHEDULES[name]))
+    run(sim, plain, make(plain.parameters()), meanwhile=True, steps=4)
+    assert not any(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_groups_and_frozen_weights(sim):
     torch.manual_seed(0)
     model = transformer()[:3]
     model[1].up.requires_grad_(False)
