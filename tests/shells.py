@@ -1,5 +1,6 @@
 """A real InteractiveShell for tests, of a terminal or as a notebook's kernel names its cells."""
 
+import builtins
 import hashlib
 import sys
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ def opened(*, of_notebook=False):
     # a shell makes itself the main module
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+        # where an interactive Python has put its last value there, a shell leaves that alone
+        patch.delattr(builtins, "_", raising=False)
         config = Config()
         config.HistoryManager.enabled = False
         shell = InteractiveShell.instance(config=config)

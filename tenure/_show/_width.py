@@ -17,6 +17,8 @@ _LEAST = 40
 # decimals of a number follow a dot as well, and belong to what stands before it.
 _JOINT = re.compile(r"(?<=[/.,=+])(?!\w+:\d|\d|$)|(?<!^)(?=\[|\((?!\)))")
 _PLACE = re.compile(r"(?P<folders>.*/)(?P<name>[^/]+:\d+\W*)")
+# As `tenure._cells` tells a line of a notebook.
+_IN_CELL = re.compile(r"Cell In\[\d+\], line \d+")
 _WORD_OF_CODE = re.compile(r"\w+|\s+|.")
 _ITEM = re.compile(r"\s*(- )?")
 
@@ -29,7 +31,7 @@ def width_of_terminal() -> int:
 def folded(text: str, width: int) -> list[str]:
     """Text in lines of so many columns: broken at spaces, and in code where names are joined."""
     lines = [""]
-    for word in text.split(" "):
+    for word in _words(text):
         lead = " " if lines[-1] else ""
         if len(lines[-1]) + len(lead) + len(word) <= width:
             lines[-1] += lead + word
@@ -59,7 +61,13 @@ def wrapped(text: str, width: int) -> Iterator[str]:
 
 def least_width(text: str) -> int:
     """The narrowest place in which nothing of a text would have to be cut."""
-    return max(len(part) for word in text.split() or [""] for part in _parts_of(word, 1, _whole))
+    return max(len(part) for word in _words(text) for part in _parts_of(word, 1, _whole))
+
+
+def _words(text: str) -> list[str]:
+    """A text between its spaces; a line of a notebook's cell, which has some, is one word."""
+    joined = _IN_CELL.sub(lambda match: match[0].replace(" ", "\0"), text)
+    return [word.replace("\0", " ") for word in joined.split(" ")]
 
 
 def cut(text: str, width: int) -> str:

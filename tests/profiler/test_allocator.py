@@ -165,4 +165,4 @@ def test_what_a_backend_lacks_is_left_out_of_the_report(monkeypatch, kind, modul
     assert (found.device, found.total_bytes, found.reserved_bytes) == (f"{kind}:0", 700, 4096)
     assert found.largest_free_bytes is None
     assert "library workspaces" not in found.categories
-    assert "of 4.0 KiB that the allocator has reserved" in str(report)
+    assert "of 4.0 KiB that the allocator has reserved" in report.text(width=132)

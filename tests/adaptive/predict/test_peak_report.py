@@ -39,8 +39,8 @@ ON_CUDA = replace(
 
 def test_the_report_says_how_much_when_where_and_for_what():
     assert str(REPORT) == (
-        "A step takes 10.0 MiB of cpu at most: in the backward pass, at layers.3 (train.py:12), "
-        "in aten.mm.\n"
+        "A step takes 10.0 MiB of cpu at most: in the backward pass, at layers.3\n"
+        "(train.py:12), in aten.mm.\n"
         "4.0 MiB of it were there before.\n"
         "\n"
         "category        bytes   share\n"
@@ -55,7 +55,7 @@ def test_the_report_says_how_much_when_where_and_for_what():
 def test_beside_a_budget_it_says_what_is_left_and_what_is_only_assumed():
     assert str(ON_CUDA.against("32MiB")) == (
         "It fits in 32.0 MiB: 8.0 MiB to spare.\n"
-        "A step takes about 10.0 MiB of cuda:0 at most: in the backward pass, at layers.3 "
+        "A step takes about 10.0 MiB of cuda:0 at most: in the backward pass, at layers.3\n"
         "(train.py:12), in aten.mm.\n"
         "4.0 MiB of it were there before.\n"
         "The allocator reserves 22.0 MiB for it.\n"

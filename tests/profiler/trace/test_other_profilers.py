@@ -34,7 +34,7 @@ def facts(profiler):
     ]
 
 
-def test_one_that_runs_before_keeps_its_events_and_ours_are_lower_bounds():
+def test_one_that_runs_before_keeps_its_events_and_ours_are_lower_bounds(monkeypatch):
     def work():
         x = torch.ones(100)
         y = x * 2
@@ -55,6 +55,7 @@ def test_one_that_runs_before_keeps_its_events_and_ours_are_lower_bounds():
         (1, 0, 0, 400, False, False),
     ]
     first = work.__code__.co_firstlineno
+    monkeypatch.setenv("COLUMNS", "132")
     rows = str(profiler).splitlines()[1:4]
     assert rows[0] == "line  hits     alloc     freed     net      peak  code"
     assert rows[2] == (
