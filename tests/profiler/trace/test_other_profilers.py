@@ -140,7 +140,7 @@ def test_a_session_that_the_program_ends_itself_costs_the_lines_since_it_was_rea
     assert not torch._C._autograd._profiler_enabled()
 
 
-def test_where_the_allocators_table_is_out_of_reach_peaks_are_lower_bounds():
+def test_where_the_allocators_table_is_out_of_reach_peaks_are_lower_bounds(monkeypatch):
     from tenure._torch import cpu_allocator
 
     monkeypatch.setattr(cpu_allocator, "_table", lambda: None)
