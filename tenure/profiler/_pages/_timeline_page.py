@@ -5,7 +5,8 @@ from __future__ import annotations
 from tenure._show import Fact, Shown, drawn_page
 from tenure._text import counted, format_bytes
 
-from ._timeline_sections import TimelineFacts, sections_of
+from ._peaks import largest_of
+from ._timeline_sections import TimelineFacts, Track, sections_of
 
 
 def timeline_page(timeline: TimelineFacts, title: str = "Memory over time") -> str:
@@ -30,7 +31,7 @@ def facts_of(timeline: TimelineFacts) -> list[Fact]:
         Fact(
             f"peak of {device.device}",
             format_bytes(device.peak_bytes),
-            f"after {device.peak_at_s:.2f} s",
+            _at_peak(device),
         )
         for device in timeline.devices
     ]
@@ -44,3 +45,8 @@ def facts_of(timeline: TimelineFacts) -> list[Fact]:
             )
         )
     return facts
+
+
+def _at_peak(device: Track) -> str:
+    when, most = f"after {device.peak_at_s:.2f} s", largest_of(device.at_peak)
+    return f"{when}; of it {most}" if most else when

@@ -19,6 +19,8 @@ from tenure._show import (
 )
 from tenure._text import counted, format_bytes
 
+from ._peaks import PeakRow
+
 _OVER_TIME = (
     "How many bytes were in use at each moment: the higher, the more. Each band is one category, "
     "scope or line, as the switch says; bars below the axis are scopes while they were open."
@@ -35,19 +37,6 @@ _COLUMNS = (
     GridColumn("storages", "count"),
     GridColumn("bytes", "bytes", has_bar=True),
 )
-
-
-class _PeakRow(Protocol):
-    @property
-    def category(self) -> str: ...
-    @property
-    def scope(self) -> str: ...
-    @property
-    def stack(self) -> Sequence[str]: ...
-    @property
-    def n_bytes(self) -> int: ...
-    @property
-    def n_storages(self) -> int: ...
 
 
 class Track(Protocol):
@@ -79,7 +68,7 @@ class Track(Protocol):
         ...
 
     @property
-    def at_peak(self) -> Sequence[_PeakRow]:
+    def at_peak(self) -> Sequence[PeakRow]:
         """What was in use then."""
         ...
 

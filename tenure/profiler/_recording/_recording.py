@@ -34,12 +34,12 @@ from tenure.scopes import LeakReport
 from .._lines import RecordsDisplay
 from .._oom_report import OomReport
 from .._owners import TensorRow
+from .._pages import largest_of
 from .._reports import DeviceReport, MemReport
 from .._timeline import TimelineReport
 from ._exports import export
 from ._growth import Growth
 from ._leaks_found import MOST_ROWS, RecordedLeaks
-from ._peaks import largest_of
 from ._torch_snapshots import is_pickle, read_snapshot, tracks_of
 from ._tracks import Track
 from ._tree import DeviceTree, RecordedTree, folded, tree_of

@@ -6,7 +6,7 @@ MIB = 2**20
 
 
 def timeline(**changes):
-    place = {"category": "parameters", "scope": "step", "n_storages": 2}
+    place = {"category": "parameters", "scope": "step", "n_storages": 2, "was_before": False}
     rows = [
         SimpleNamespace(**place, stack=("train.py:9 in main", "model.py:3 in f"), n_bytes=3 * MIB),
         SimpleNamespace(**{**place, "n_storages": 0}, stack=(), n_bytes=5 * MIB),

@@ -131,6 +131,8 @@ def test_how_it_ended_and_why_memory_ran_out_stand_first():
     assert "Autograd saved 30.0 MiB." in shown
     assert "train.py:4" in shown
     assert "No sizes of xpu:0." in shown
+    # whose line the page is opened for
+    assert "after 1.00 s; of it 3.0 MiB parameters, made at model.py:3 in f" in shown
     facts = re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", text)
     assert facts == [
         ("peak of cuda:0", "8.0 MiB"),

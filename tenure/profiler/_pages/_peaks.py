@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from tenure._text import format_bytes
 
-from .._timeline import PeakRow
+
+class PeakRow(Protocol):
+    """Storages that were made alike, alive at the peak."""
+
+    @property
+    def category(self) -> str: ...
+    @property
+    def scope(self) -> str: ...
+    @property
+    def stack(self) -> Sequence[str]: ...
+    @property
+    def was_before(self) -> bool: ...
+    @property
+    def n_bytes(self) -> int: ...
+    @property
+    def n_storages(self) -> int: ...
 
 
 def largest_of(rows: Iterable[PeakRow]) -> str:
