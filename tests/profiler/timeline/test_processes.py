@@ -25,6 +25,9 @@ import torch
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from tenure.profiler import ProfilerUsageError, Timeline
 
+# a child of a process whose OpenMP has run waits for ever for threads that it has not
+torch.set_num_threads(1)
+
 def train():
     model = torch.nn.Linear(64, 64)
     torch.nn.init.ones_(model.weight)
