@@ -27,7 +27,8 @@ _IMPORTED = ("torch._dynamo", "pytest", "xdist")
 _PROGRAM = """
 import os, sys, pytest
 os.chdir({folder!r})
-sys.exit(pytest.main([*{arguments!r}, "-p", "no:cacheprovider"]))
+# no summary: where CI is set it would say each failure whole once more
+sys.exit(pytest.main([*{arguments!r}, "-p", "no:cacheprovider", "-rN"]))
 """
 
 
