@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from . import bound, getter
+from .quiet import aside
 from .storages import n_uses
 
 _ATTEMPTS = "the state of attempts and steps"
@@ -57,6 +58,17 @@ def set_version(tensor: Tensor, version: int) -> None:
         _set_counter((tensor,), (version,))
 
 
+def writes_of(tensor: Tensor) -> Tensor:
+    """An empty tensor that counts the writes to another one with it, and keeps none of its bytes.
+
+    A detached tensor counts with the first, and goes on so when it is given other memory.
+    """
+    with aside():
+        counting = tensor.detach()
+        counting.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return counting
+
+
 def lazy_copy(tensor: Tensor) -> Tensor | None:
     """A copy that takes no memory yet, made below all modes; None where that is not safe."""
     # a subclass, a device that is not the CPU, and memory with another user: see above
@@ -85,8 +97,18 @@ def share_memory(tensor: Tensor, copy: Tensor) -> bool:
 
 
 def works() -> bool:
-    """Whether versions can be given back, and lazy copies tell who was written."""
-    return _gives_versions_back() and _copies_lazily()
+    """Whether versions are given back and counted alone, and lazy copies tell who was written."""
+    return _gives_versions_back() and _counts_alone() and _copies_lazily()
+
+
+def _counts_alone() -> bool:
+    """Whether writes are counted by what does not keep the memory that is written."""
+    with torch.inference_mode(False):
+        tensor = torch.zeros(2)
+    counting = writes_of(tensor)
+    before = counter_of(counting)
+    tensor.view(1, 2).add_(1)
+    return counter_of(counting) == before + 1 and counting.numel() == 0
 
 
 def _gives_versions_back() -> bool:

@@ -39,6 +39,7 @@ from ._planning import (
     Elsewhere,
     PagingPlan,
     Planned,
+    check_activations,
     check_folder,
     check_host,
     check_training,
@@ -179,6 +180,7 @@ def page(
     prefetch: str | int = "auto",
     methods: Iterable[str] = (),
     training: bool = False,
+    activations: str | None = None,
 ) -> PagedModel:
     """Run a model on a device that can't hold it: its weights stay on the host and pass through.
 
@@ -203,6 +205,9 @@ def page(
             runs, weights are seen and inputs are moved as in the forward.
         training: whether it is trained: its parameters get gradients, on the host, and a
             backward pass fetches weights again. The weights stay in host memory then.
+        activations: ``"host"`` has what the forward saves for the backward pass wait in host
+            memory, too; None leaves it on the device. ``plan_paging(..., inputs=...)`` says whether
+            that lowers the peak.
 
     Returns:
         The handle: ``report()``, ``plan``, ``unpage()``, and a block that unpages when it ends.
@@ -226,13 +231,17 @@ def page(
     """
     check_host(host)
     check_training(training, host)
+    check_activations(activations, training=training)
     max_ahead = checked_prefetch(prefetch)
     chosen = checked_device(device, Elsewhere.of(host))
     checked_model(model)
     entries = checked_methods(model, methods)
     planned = make_plan(model, chosen, max_layer_size, budget, keep, speed_of(host))
     link, store = _ways_to(chosen, host, planned)
-    return carry_out(model, planned, link, store, max_ahead, entries, trains=training)
+    moves = activations == "host"
+    return carry_out(
+        model, planned, link, store, max_ahead, entries, trains=training, moves_activations=moves
+    )
 
 
 def load_paged(
@@ -328,12 +337,15 @@ def carry_out(
     methods: Iterable[Method] = (),
     *,
     trains: bool = False,
+    moves_activations: bool = False,
 ) -> PagedModel:
     """Page a model by a plan."""
     hosts, units = planned.table.hosts.values(), planned.cut.units
     pager: Pager
     if trains and isinstance(store, HostBuffers):
-        training_engine = TrainingEngine(link, store, max_ahead, store.memory)
+        training_engine = TrainingEngine(
+            link, store, max_ahead, store.memory, moves_activations=moves_activations
+        )
         resources = acquire(planned, training_engine, link, store, units)
         pager = TrainingPager(training_engine, resources.unpaged, hosts)
     else:

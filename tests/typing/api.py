@@ -319,6 +319,7 @@ def paging_from_disk(model: torch.nn.Module) -> None:
         assert_type(handle, PagedModel)
     assert_type(page(model, "cpu", host=Path("folder"), prefetch=2), PagedModel)
     assert_type(page(model, "cuda", methods=("encode", "text.decode")), PagedModel)
+    assert_type(page(model, "cuda", training=True, activations="host"), PagedModel)
     assert_type(load_paged(model, "folder", host=Path("own"), methods=["encode"]), PagedModel)
     assert_type(plan_paging(model, "cpu", host=Path("folder"), link_bytes_per_s=5e9), PagingPlan)
 

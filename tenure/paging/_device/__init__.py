@@ -8,6 +8,7 @@ from ._copies import UnpagedTensors as UnpagedTensors
 from ._engine import Engine as Engine
 from ._memory import Arrangement as Arrangement
 from ._memory import ByteRing as ByteRing
+from ._memory import Fences as Fences
 from ._memory import SlabPlan as SlabPlan
 from ._page import RESIDENT as RESIDENT
 from ._page import Page as Page

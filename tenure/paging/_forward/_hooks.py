@@ -68,6 +68,7 @@ class ModuleHooks:
         # would take longer than small layers do.
         if not self._pager.is_outermost:
             return None
+        self._pager.note_given((args, kwargs))
         arguments = Arguments((args, kwargs), "cpu", self._pager.engine.device)
         self._pager.on_leave(arguments.leaving(getattr(module, entry)))
         return arguments.given  # type: ignore[no-any-return]

@@ -122,6 +122,9 @@ class Pager:
             raise
         return now, forward
 
+    def note_given(self, arguments: Any) -> None:
+        """The outermost forward was given these; what they hold is the caller's."""
+
     def on_leave(self, restore: Callable[[], object]) -> None:
         """Have something put back when the forward that began last ends."""
         assert self._pass is not None

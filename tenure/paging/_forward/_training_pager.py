@@ -12,10 +12,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Hashable
 from threading import RLock, get_ident
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tenure._containers import tensors_in
 from tenure._errors import PagingError
 from tenure._torch.autograd import (
     at_end_of_backward,
@@ -48,7 +50,10 @@ class TrainingPager(Pager):
     ) -> None:
         super().__init__(engine, unpaged, hosts)
         self._refusals = Training(hosts)
-        self._saved = SavedTensors(engine, self._page_for_backward)
+        self._activations = engine.activations
+        self._saved = SavedTensors(
+            engine, self._page_for_backward, self._activations, self._wake_backward
+        )
         # Of the last pass that was recorded: the next backward pass is most likely its.
         self._recorded: Hashable = None
         # The backward passes of autograd's that the one that is inside is for.
@@ -71,6 +76,13 @@ class TrainingPager(Pager):
             if end is not None:
                 self.on_leave(end)
         return True
+
+    def note_given(self, arguments: Any) -> None:
+        """As of a pager; the caller keeps them, so that to move them would free nothing."""
+        if self._activations is not None:
+            # What a graph leads to was computed, as what one part of a model gives to the next.
+            given = (each for each in tensors_in(arguments) if each.grad_fn is None)
+            self._activations.leave(given)
 
     @never_compiled
     def show(self, host: HostTensor) -> Tensor:
@@ -105,6 +117,13 @@ class TrainingPager(Pager):
     def _page_for_backward(self, unit: Unit) -> Page:
         return self._page_of(unit, self._backward_pass())
 
+    def _wake_backward(self) -> None:
+        """Have a backward pass begin; outside of one, somebody looks at what a node has saved."""
+        if is_running_node():
+            self._backward_pass()
+        elif self._closed:
+            raise _unpaged()
+
     def _backward_pass(self) -> Pass:
         """The pass that a node of autograd runs in; where there is none, it begins."""
         check_capture(self.engine.device, "A backward pass needs weights that are paged")
@@ -117,10 +136,7 @@ class TrainingPager(Pager):
         self._door.acquire(self._look)
         if self._closed:
             self._door.release()
-            raise PagingError(
-                "A backward pass needs weights of a model that was unpaged since its forward. Call "
-                "backward() before unpage()."
-            )
+            raise _unpaged()
         now = Pass(self.engine.access_order, _backward_of(self._recorded), "A backward pass")
         now.is_backward = True
         self._tasks.clear()
@@ -153,6 +169,8 @@ class TrainingPager(Pager):
             try:
                 while now.forwards:
                     self._pop(now, is_end=False)
+                if self._activations is not None:
+                    self._activations.end()
                 if self._pass is now:
                     self._end(now, completed=completed)
             finally:
@@ -171,6 +189,13 @@ class _Ending:
 
     def __del__(self) -> None:
         self._pager.end_backward(self._now, self._task, completed=False)
+
+
+def _unpaged() -> PagingError:
+    return PagingError(
+        "A backward pass needs weights of a model that was unpaged since its forward. Call "
+        "backward() before unpage()."
+    )
 
 
 def _backward_of(kind: Hashable) -> Hashable:

@@ -212,6 +212,24 @@ def check_training(training: object, host: object) -> None:
         )
 
 
+def check_activations(activations: object, *, training: bool) -> None:
+    """Refuse what is no place for activations.
+
+    Raises:
+        PagingError: it is neither ``"host"`` nor None, or nothing is trained.
+    """
+    if activations not in (None, "host"):
+        raise PagingError(
+            f'activations={activations!r}: write activations="host", or None to leave them on the '
+            "device."
+        )
+    if activations is not None and not training:
+        raise PagingError(
+            f"activations={activations!r} without training=True: only a backward pass needs them "
+            "again, and without one they go as soon as the forward has used them. Leave it out."
+        )
+
+
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cpu":
         return free_host_bytes()

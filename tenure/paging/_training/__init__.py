@@ -1,8 +1,10 @@
 """Training: weights as part of graphs, fetched again for the backward pass; gradients go home.
 
-`_route` is what a graph has of a weight, `_saved` what it keeps; `_homeward` copies gradients.
+`_route` is what a graph has of a weight, `_saved` what it keeps; `_homeward` copies gradients, and
+`_activations` what else a graph keeps, both ways.
 """
 
+from ._activations import Activations as Activations
 from ._homeward import Homeward as Homeward
 from ._route import Route as Route
 from ._saved import SavedTensors as SavedTensors

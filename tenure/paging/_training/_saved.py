@@ -2,7 +2,8 @@
 
 Nodes save tensors for the backward pass. What lies in a page, which may be a view of a weight, is
 kept as its unit and its form, so that it holds no bytes and is fetched again. All else goes to the
-hooks around, of a checkpoint or of the user's, and where there are none it is kept as it is.
+hooks around, of a checkpoint or of the user's, and where there are none to the host, if that is
+wanted, or it is kept as it is.
 
 Invariant: what was written since it was saved raises, as in a plain model. torch asks no versions
 where hooks are, so they are asked here.
@@ -18,14 +19,15 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from tenure._storages import byte_range
-from tenure._text import describe_tensor
-from tenure._torch.autograd import hooks_of_saved
+from tenure._text import describe, describe_tensor
+from tenure._torch.autograd import hooks_of_saved, is_running_node
 from tenure._torch.lending import lent_to
 from tenure._torch.quiet import quietly, without_functions
 from tenure._torch.writes import version_of
 
 from .._device import Engine, Page
 from .._model import HostTensor, Unit
+from ._activations import Activations, Moved
 
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 PageOf = Callable[[Unit], Page]
@@ -62,10 +64,19 @@ class SavedTensors:
     Args:
         engine: the pages.
         page_of: gives a backward pass the page of a unit, for the current stream to read.
+        activations: what takes all else to the host; None where it stays.
+        begin: has a backward pass begin, if it has not yet.
     """
 
-    def __init__(self, engine: Engine, page_of: PageOf) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        page_of: PageOf,
+        activations: Activations | None,
+        begin: Callable[[], object],
+    ) -> None:
         self._engine, self._page_of = engine, page_of
+        self._begin, self.activations = begin, activations
 
     def watch(self) -> Callable[[], object] | None:
         """Stand before all other hooks of this thread from now on.
@@ -94,16 +105,17 @@ class SavedTensors:
         n_writes = _n_writes(page, hosts)
         return _Weight(page.unit, hosts, n_writes, tensor.dtype, form, tensor.is_conj())
 
-    def unpack(self, packed: _Weight | _Kept | _Passed) -> Tensor:
+    def unpack(self, packed: _Weight | _Kept | _Passed | Moved) -> Tensor:
         """A saved tensor, as it was.
 
         Raises:
             RuntimeError: it was written since.
             PagingError: the model is unpaged, or there is no room for the weight.
         """
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and is_running_node():
             # A backward pass that is differentiated makes a graph of its own, which must not keep
-            # weights either. The engine takes the hooks back when the node that asks has run.
+            # weights either. The engine takes the hooks back when the node that asks has run; who
+            # looks at what a node saved, outside of one, would be left with them.
             self.watch()
         if isinstance(packed, _Passed):
             return packed.unpack(packed.packed)  # type: ignore[no-any-return]
@@ -112,6 +124,8 @@ class SavedTensors:
             if n_writes != packed.n_writes:
                 _refuse(describe_tensor(packed.tensor), n_writes, packed.n_writes)
             return packed.tensor
+        if isinstance(packed, Moved):
+            return self._back(packed)
         page = self._page_of(packed.unit)
         n_writes = _n_writes(page, packed.hosts)
         if n_writes != packed.n_writes:
@@ -124,6 +138,16 @@ class SavedTensors:
                 return found.conj()
         return found
 
+    def _back(self, moved: Moved) -> Tensor:
+        assert self.activations is not None
+        n_writes = version_of(moved.writes)
+        if n_writes != moved.n_writes:
+            size, device = moved.form[1], moved.writes.device
+            n_bytes = size.numel() * moved.dtype.itemsize
+            _refuse(describe(moved.dtype, size, device, n_bytes), n_writes, moved.n_writes)
+        self._begin()
+        return self.activations.give(moved)
+
 
 class _Packer:
     """Packs what nodes save, with these hooks around."""
@@ -131,7 +155,7 @@ class _Packer:
     def __init__(self, saved: SavedTensors, around: Hooks | None) -> None:
         self.saved, self._around = saved, around
 
-    def pack(self, tensor: Tensor) -> _Weight | _Kept | _Passed:
+    def pack(self, tensor: Tensor) -> _Weight | _Kept | _Passed | Moved:
         """What a node keeps in place of a tensor."""
         with without_functions():
             weight = self.saved.packed_weight(tensor)
@@ -140,6 +164,11 @@ class _Packer:
         if self._around is not None:
             pack, unpack = self._around
             return _Passed(unpack, pack(tensor))
+        if self.saved.activations is not None:
+            with without_functions():
+                moved = self.saved.activations.take(tensor)
+            if moved is not None:
+                return moved
         # Not itself: an output that its own node keeps would keep the node, and neither ever goes.
         if type(tensor) is Tensor:
             with quietly():

@@ -20,6 +20,8 @@ from .._device import Copies, Engine, Page, Pass
 from .._host import HostStore
 from .._link import Link
 from .._model import HostTensor, Unit
+from ._activation_memory import ActivationMemory
+from ._activations import Activations
 from ._gradient_memory import GradientMemory
 from ._homeward import Homeward
 
@@ -49,18 +51,29 @@ class TrainingEngine(Engine):
         link: the streams of the device.
         store: the host bytes.
         max_ahead: how many units may be fetched ahead; None for as many as fit.
-        make: makes host memory for gradients, of so many bytes.
+        make: makes host memory for gradients and activations, of so many bytes.
+        moves_activations: whether what graphs save beside weights goes to the host.
 
     Attributes:
         homeward: takes gradients to the host.
+        activations: takes what graphs save beside weights there; None where that stays.
         written_in_graphs: the weights that the pass has written in place as part of a graph.
     """
 
     def __init__(
-        self, link: Link, store: HostStore, max_ahead: int | None, make: Callable[[int], Any]
+        self,
+        link: Link,
+        store: HostStore,
+        max_ahead: int | None,
+        make: Callable[[int], Any],
+        *,
+        moves_activations: bool = False,
     ) -> None:
         super().__init__(link, store, max_ahead)
         self.homeward = Homeward(link, GradientMemory(make), self.meter)
+        self.activations: Activations | None = None
+        if moves_activations:
+            self.activations = Activations(link, ActivationMemory(make), self.meter)
         self.written_in_graphs: list[HostTensor] = []
         # The units of which it is known, in this pass, that they are as on the host.
         self._fresh: set[Unit] = set()
@@ -69,8 +82,9 @@ class TrainingEngine(Engine):
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that holds the weights, and their gradients."""
-        return super().host_bytes + self.homeward.host_bytes
+        """Host memory that holds the weights, their gradients, and activations that are away."""
+        away_bytes = 0 if self.activations is None else self.activations.host_bytes
+        return super().host_bytes + self.homeward.host_bytes + away_bytes
 
     def begin(self, now: Pass) -> None:
         """As of an engine."""
@@ -120,11 +134,15 @@ class TrainingEngine(Engine):
         self._end_waiting()
         super().close()
         self.homeward.close()
+        if self.activations is not None:
+            self.activations.close()
 
     def named_tensors(self) -> Iterator[NamedTensor]:
-        """Those of an engine, and the host memory for gradients."""
+        """Those of an engine, and the host memory for gradients and activations."""
         yield from super().named_tensors()
         yield from self.homeward.named_tensors()
+        if self.activations is not None:
+            yield from self.activations.named_tensors()
 
     def _ahead(self, until: int | None) -> dict[Unit, None]:
         units = list(self._now.upcoming())

@@ -15,16 +15,18 @@ COPY_S = N_BYTES / BYTES_PER_S
 class _Timed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, layer):
-        ctx.save_for_backward(weight)
+        made = torch.empty_like(x)
+        ctx.save_for_backward(weight, made)
         ctx.layer = layer
-        layer.sim.launch_kernel(layer.compute_s, reads=[weight])
-        return x.clone()
+        layer.sim.launch_kernel(layer.compute_s, reads=[weight, x], writes=[made])
+        return made
 
     @staticmethod
     def backward(ctx, gradient):
-        (weight,) = ctx.saved_tensors
+        weight, saved = ctx.saved_tensors
         made = torch.empty_like(weight)
-        ctx.layer.sim.launch_kernel(2 * ctx.layer.compute_s, reads=[weight], writes=[made])
+        reads = [weight, saved]
+        ctx.layer.sim.launch_kernel(2 * ctx.layer.compute_s, reads=reads, writes=[made])
         return gradient, made, None
 
 
@@ -40,7 +42,7 @@ class Layer(nn.Module):
         return _Timed.apply(x, self.weight, self)
 
 
-def run(sim, ratio, n_steps=4, *, frozen=0, **options):
+def run(sim, ratio, n_steps=4, *, frozen=0, saved_bytes=4, **options):
     """The virtual times of steps at half of the weights, and of each its faults."""
     sim(
         link=Rates(
@@ -55,7 +57,7 @@ def run(sim, ratio, n_steps=4, *, frozen=0, **options):
     model = nn.Sequential(*[Layer(sim, ratio * COPY_S) for _ in range(N_LAYERS)])
     for layer in model[:frozen]:
         layer.requires_grad_(False)
-    x = torch.zeros(1, device=sim.device, requires_grad=True)
+    x = torch.zeros(saved_bytes // 4, device=sim.device, requires_grad=True)
     told = []
     with page(model, sim.device, f"{N_BYTES}B", budget=N_LAYERS * N_BYTES // 2, training=True,
               **options) as handle:  # fmt: skip
@@ -106,3 +108,17 @@ def test_frozen_weights_are_copied_as_in_inference(sim):
     assert to_host == N_BYTES
     # about half of the weights for each of the two passes
     assert to_device <= N_LAYERS * N_BYTES * 1.4
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.95, 1.5])
+def test_a_step_with_activations_on_the_host_runs_near_its_limit(sim, ratio):
+    saved_bytes = N_BYTES // 2
+    *_, last = run(sim, ratio, saved_bytes=saved_bytes, activations="host")
+    elapsed_s, to_device, to_host, _ = last
+    forward_s = N_LAYERS * COPY_S * max(1, ratio)
+    backward_s = N_LAYERS * COPY_S * max(1, 2 * ratio)
+    assert elapsed_s < (forward_s + backward_s + 2 * COPY_S) / 0.88
+    # the last ones that are saved need not come back
+    assert to_host == N_LAYERS * (N_BYTES + saved_bytes)
+    assert (N_LAYERS - 3) * saved_bytes <= to_device - N_LAYERS * N_BYTES * 3 // 2
+    assert to_device - N_LAYERS * N_BYTES * 3 // 2 <= N_LAYERS * saved_bytes

@@ -1,0 +1,378 @@
+"""What graphs save beside weights, on the host until the backward pass asks for it.
+
+What a node saves is copied to the host beside the kernels that follow, and let go when the copy is
+over by the device's own time; the backward pass finds it copied back, the last one first. A storage
+that several nodes save is copied once.
+
+Invariant: of what is away, and of what came back before it is needed, the device holds no more than
+twice the largest piece; no byte is read before its copy is there, and none is freed that a copy
+still reads or writes. The host waits for nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from threading import Lock
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from tenure._account import taken
+from tenure._graph_capture import is_capturing
+from tenure._registries import NamedTensor
+from tenure._storages import byte_range, storage_of
+from tenure._torch.quiet import aside
+from tenure._torch.storages import key_of
+from tenure._torch.writes import version_of, writes_of
+
+from .._device import PassMeter
+from .._link import Link
+from ._activation_memory import ACTIVATIONS, ActivationMemory, HostBytes
+
+SMALL_BYTES = 8 << 10
+"""What is smaller stays: a copy takes longer to start than these bytes are worth."""
+_LARGEST_PIECES = 2
+"""So many of the largest: one that is copied while the next one is computed with."""
+_LOOKED_AT = 64
+"""How many of those that were saved before are looked at for what to fetch ahead."""
+_MOST_PART = 2
+"""A view of less than one in so many bytes of its storage is copied alone."""
+_Place = tuple[int, int, int]
+
+
+class _Bytes:
+    """The bytes of a storage, or a part of it, and where they are.
+
+    Attributes:
+        n_bytes: how many.
+        start: the first one's place in the storage that was saved.
+        serial: the higher, the later it was saved, and the sooner it is needed.
+        on_host: the host's; they are there from ``arrived`` on.
+        here: the device's, while they are kept; None if they are away.
+        came_back: whether those are a copy, and not what was saved.
+        base: the first one's place in the storage of ``here``.
+        stream: where they are used.
+        pending: the copy from or to them that ``stream`` has not waited for.
+        last_read: the last copy of the host's bytes.
+        storage: that of ``here``, whoever keeps it.
+    """
+
+    __slots__ = (
+        "arrived",
+        "base",
+        "came_back",
+        "here",
+        "last_read",
+        "n_bytes",
+        "on_host",
+        "pending",
+        "serial",
+        "start",
+        "storage",
+        "stream",
+    )
+
+    def __init__(self, here: Tensor, start: int, on_host: HostBytes, stream: Any) -> None:
+        self.n_bytes, self.start, self.base = here.nbytes, start, start
+        self.here: Tensor | None = here
+        self.on_host, self.stream = on_host, stream
+        self.serial = 0
+        self.came_back = False
+        self.arrived: Any = None
+        self.pending: Any = None
+        self.last_read: Any = None
+        self.storage = weakref.ref(here.untyped_storage())
+
+
+class _Away:
+    """Some bytes, for as long as a node keeps one of the tensors over them."""
+
+    __slots__ = ("__weakref__", "_forget", "bytes", "n_given", "n_saved", "n_writes", "place")
+
+    def __init__(
+        self, saved: _Bytes, n_writes: int | None, place: _Place, forget: Callable[[_Bytes], None]
+    ) -> None:
+        self.bytes, self.n_writes, self.place, self._forget = saved, n_writes, place, forget
+        self.n_saved = self.n_given = 0
+
+    def __del__(self) -> None:
+        self._forget(self.bytes)
+
+
+class Moved(NamedTuple):
+    """A tensor that was saved, over bytes that may be away.
+
+    Attributes:
+        away: the bytes.
+        writes: counts writes to it.
+        n_writes: how many there were.
+        dtype: of it.
+        form: its offset in its storage, in elements, its size and its strides.
+    """
+
+    away: _Away
+    writes: Tensor
+    n_writes: int | None
+    dtype: torch.dtype
+    form: tuple[int, torch.Size, tuple[int, ...]]
+
+
+class Activations:
+    """Takes what nodes save to the host, and brings it back.
+
+    Args:
+        link: the streams of the device.
+        memory: the host's.
+        meter: whom to tell of copies and of waits for them.
+    """
+
+    def __init__(self, link: Link, memory: ActivationMemory, meter: PassMeter) -> None:
+        self._link, self._memory, self._meter = link, memory, meter
+        self._alive: weakref.WeakValueDictionary[int, _Away] = weakref.WeakValueDictionary()
+        self._at: weakref.WeakValueDictionary[_Place, _Away] = weakref.WeakValueDictionary()
+        # Those that are kept on the device for now.
+        self._kept: dict[_Bytes, None] = {}
+        self._next = 0
+        self._largest_bytes = 0
+        self._streams: dict[int, Any] = {}
+        # What others keep: to move it would free nothing. By the key of each storage.
+        self._others: dict[int, weakref.ref[UntypedStorage]] = {}
+        self._lock = Lock()
+        # Of nodes that are gone, by whatever thread let go of them, until the lock is free.
+        self._gone: deque[_Bytes] = deque()
+        self._closed = False
+
+    @property
+    def host_bytes(self) -> int:
+        """The host memory that activations wait in."""
+        return self._memory.n_bytes
+
+    def named_tensors(self) -> Iterator[NamedTensor]:
+        """That memory."""
+        yield from self._memory.named_tensors()
+
+    def leave(self, tensors: Iterable[Tensor]) -> None:
+        """Leave these where they are: somebody keeps them anyway, as a caller does its inputs."""
+        for tensor in tensors:
+            storage = storage_of(tensor)
+            if storage is not None and tensor.device == self._link.device:
+                self._note_kept_by_others(storage)
+
+    def take(self, tensor: Tensor) -> Moved | None:
+        """Begin to move what a node saves to the host; None if it is to stay.
+
+        Args:
+            tensor: it; in no page.
+        """
+        if type(tensor) is not Tensor or tensor.device != self._link.device:
+            return None
+        # A leaf that asks for gradients is somebody's parameter.
+        if tensor.layout is not torch.strided or (tensor.requires_grad and tensor.is_leaf):
+            return None
+        storage = storage_of(tensor)
+        if storage is None or tensor.numel() * tensor.element_size() < SMALL_BYTES:
+            return None
+        if tensor.is_conj() or tensor.is_neg() or self._is_kept_by_others(storage):
+            return None
+        n_writes = version_of(tensor)
+        with self._lock, aside():
+            away = self._away_of(tensor, storage, n_writes)
+            away.n_saved += 1
+            # It is needed again where it was saved last.
+            self._alive.pop(away.bytes.serial, None)
+            self._next += 1
+            away.bytes.serial = self._next
+            self._alive[self._next] = away
+        self._let_go_of_gone()
+        form = int(tensor.storage_offset()), tensor.size(), tensor.stride()
+        return Moved(away, writes_of(tensor), n_writes, tensor.dtype, form)
+
+    def give(self, moved: Moved) -> Tensor:
+        """A tensor that a node saved, for the current stream to read; fetch what is needed next.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room for it.
+        """
+        away, stream = moved.away, self._link.current()
+        with self._lock, aside():
+            storage, base = self._here(away.bytes, stream)
+            offset, size, strides = moved.form
+            made: Any = torch.empty(0, dtype=moved.dtype, device=self._link.device)
+            at = offset + (base - away.bytes.start) // moved.dtype.itemsize
+            made.set_(storage, at, size, strides)
+            away.n_given += 1
+            if away.n_given >= away.n_saved:
+                # What other nodes saved of it, they have had; in a second pass all begin anew.
+                away.n_given = 0
+                self._let_go(away.bytes)
+            self._fetch_ahead(away.bytes.serial, stream)
+        self._let_go_of_gone()
+        return made  # type: ignore[no-any-return]
+
+    def end(self) -> None:
+        """A backward pass is over: keep nothing for it."""
+        with self._lock:
+            for each in list(self._kept):
+                self._let_go(each)
+        self._let_go_of_gone()
+
+    def close(self) -> None:
+        """Let go of it all, when nothing is under way any more."""
+        self._closed = True
+        self._kept.clear()
+        self._gone.clear()
+        self._memory.close()
+
+    def _away_of(self, tensor: Tensor, storage: UntypedStorage, n_writes: int | None) -> _Away:
+        """The bytes of a tensor; those that were saved before, if they are the same."""
+        start, end = byte_range(tensor)
+        if (end - start) * _MOST_PART >= storage.nbytes():
+            start, end = 0, storage.nbytes()
+        place = key_of(storage), start, end
+        known = self._at.get(place)
+        is_same = known is not None and known.bytes.storage() is storage
+        if known is not None and is_same and known.n_writes == n_writes:
+            return known
+        away = _Away(self._move(storage, start, end), n_writes, place, self._forget)
+        self._at[place] = away
+        return away
+
+    def _move(self, storage: UntypedStorage, start: int, end: int) -> _Bytes:
+        """Begin to copy bytes of a storage to the host; until that is over they are kept."""
+        stream = self._link.current()
+        self._streams[stream.stream_id] = stream
+        if not self._alive:
+            # An attempt before it may have had larger ones.
+            self._largest_bytes = 0
+        self._largest_bytes = max(self._largest_bytes, end - start)
+        self._make_room(end - start)
+        empty: Any = torch.empty(0, dtype=torch.uint8, device=self._link.device)
+        here = empty.set_(storage, start, (end - start,), (1,))
+        on_host = self._memory.take(end - start)
+        made = _Bytes(here, start, on_host, stream)
+        # Synchronization strategy: the kernels that make it run on this stream, and a copy to the
+        # device may still read what was in this place of the host's memory before.
+        after = [self._link.mark(stream), *on_host.after]
+        made.arrived = made.pending = self._link.page_out([(on_host.memory, here)], after)
+        self._kept[made] = None
+        return made
+
+    def _here(self, wanted: _Bytes, stream: Any) -> tuple[UntypedStorage, int]:
+        """A storage on the device that holds some bytes, and the place of their first one in it."""
+        if wanted.came_back and wanted.stream.stream_id != stream.stream_id:
+            # Its memory is the other stream's, which may give it to others before this one is done.
+            self._let_go(wanted)
+        else:
+            storage = wanted.storage()
+            if storage is not None:
+                if wanted.came_back:
+                    self._wait(wanted)
+                elif wanted.here is None:
+                    self._note_kept_by_others(storage)
+                return storage, wanted.base
+        self._meter.note_fault()
+        self._fetch(wanted, stream)
+        self._wait(wanted)
+        assert wanted.here is not None
+        return wanted.here.untyped_storage(), 0
+
+    def _fetch_ahead(self, before: int, stream: Any) -> None:
+        """Fetch what was saved before, the last one first, as much as is to be here."""
+        most_bytes = self._most_bytes
+        for serial in range(before - 1, max(0, before - 1 - _LOOKED_AT), -1):
+            away = self._alive.get(serial)
+            if away is None or away.bytes.here is not None or away.bytes.storage() is not None:
+                continue
+            saved = away.bytes
+            # Those that were skipped are in nobody's way.
+            for each in [each for each in self._kept if each.serial > before]:
+                if self._kept_bytes + saved.n_bytes > most_bytes:
+                    self._let_go(each)
+            if self._kept_bytes + saved.n_bytes > most_bytes:
+                return
+            try:
+                self._fetch(saved, stream)
+            except torch.OutOfMemoryError:
+                # It is fetched when it is needed, where what runs now is over.
+                return
+
+    def _fetch(self, wanted: _Bytes, stream: Any) -> None:
+        """Begin to copy bytes back."""
+        n_bytes, device = wanted.n_bytes, self._link.device
+        here = taken(lambda: torch.empty(n_bytes, dtype=torch.uint8, device=device), ACTIVATIONS)
+        # Synchronization strategy: kernels of this stream may still use the memory that it was
+        # given, and the copy to the host may not be over.
+        after = [self._link.mark(stream), wanted.arrived]
+        span = self._link.page_in([(here, wanted.on_host.memory)], after)
+        self._meter.note_copy(span, n_bytes)
+        wanted.here, wanted.came_back, wanted.base, wanted.stream = here, True, 0, stream
+        wanted.pending = wanted.last_read = span[1]
+        wanted.storage = weakref.ref(here.untyped_storage())
+        self._kept[wanted] = None
+
+    @property
+    def _most_bytes(self) -> int:
+        return _LARGEST_PIECES * self._largest_bytes
+
+    @property
+    def _kept_bytes(self) -> int:
+        return sum(each.n_bytes for each in self._kept)
+
+    def _make_room(self, n_bytes: int) -> None:
+        """Let go of what is needed last, until so many bytes may be kept beside the others."""
+        while self._kept and self._kept_bytes + n_bytes > self._most_bytes:
+            self._let_go(min(self._kept, key=lambda each: each.serial))
+
+    def _let_go(self, kept: _Bytes) -> None:
+        """Keep bytes no longer; who keeps them otherwise still has them."""
+        if kept in self._kept:
+            del self._kept[kept]
+            self._wait(kept)
+            kept.here = None
+
+    def _wait(self, kept: _Bytes) -> None:
+        """Let streams wait for the copy from or to some bytes, if they have not yet."""
+        if kept.pending is None:
+            return
+        # Synchronization strategy: who gets this memory next writes it on this stream, after the
+        # copy that reads it, or reads it after the copy that writes it.
+        self._meter.note_stall(self._link.let_compute(kept.stream, kept.pending))
+        others = [each for key, each in self._streams.items() if key != kept.stream.stream_id]
+        for stream in others:
+            # The memory may have been made on any of them, and be in use on another.
+            for event in (kept.pending, self._link.mark(kept.stream)):
+                self._link.let_compute(stream, event)
+        kept.pending = None
+
+    def _forget(self, gone: _Bytes) -> None:
+        """No node needs some bytes any more; told wherever the last one went, at any moment."""
+        if self._closed:
+            return
+        self._gone.append(gone)
+        # A collection may end a graph while another one is captured, which no wait must get into.
+        if not is_capturing(self._link.device):
+            self._let_go_of_gone()
+
+    def _let_go_of_gone(self) -> None:
+        # Whoever has the lock does this when it has done with it.
+        while self._gone and not self._closed and self._lock.acquire(blocking=False):
+            try:
+                gone = self._gone.popleft()
+                self._let_go(gone)
+                self._memory.give_back(gone.on_host, gone.last_read)
+            except IndexError:
+                # Another thread has taken the last one.
+                pass
+            finally:
+                self._lock.release()
+
+    def _note_kept_by_others(self, storage: UntypedStorage) -> None:
+        alive = {key: each for key, each in self._others.items() if each() is not None}
+        self._others = {**alive, key_of(storage): weakref.ref(storage)}
+
+    def _is_kept_by_others(self, storage: UntypedStorage) -> bool:
+        known = self._others.get(key_of(storage))
+        return known is not None and known() is storage

@@ -1,0 +1,540 @@
+"""What graphs save waits on the host: the same gradients, less memory, each storage copied once."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tenure._torch.autograd import hooks_of_saved
+from tenure.paging import PagingError, page
+from tenure.profiler import MemReporter
+
+from ..models import ZOO, build
+from .blocks import WIDTH
+from .test_steps import MODES, train
+
+N_SAMPLES = 128
+
+
+def inputs(sim, n_steps=3, n_samples=N_SAMPLES):
+    torch.manual_seed(1)
+    return [torch.randn(n_samples, 5, WIDTH).to(sim.device) for _ in range(n_steps)]
+
+
+@pytest.fixture
+def halved(pair):
+    both = pair()
+    with both.page(activations="host") as handle:
+        both.handle = handle
+        yield both
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_of_adamw_equal_those_of_a_plain_model(sim, pair, mode):
+    torch.manual_seed(0)
+    both = pair(MODES[mode]())
+    if "random" in mode:
+        both.host.eval()  # dropout would draw others
+        both.there.eval()
+    optimizers = {m: torch.optim.AdamW(m.parameters(), lr=0.01) for m in (both.host, both.there)}
+    with both.page(activations="host"):
+        for x in inputs(sim, 2):
+            x = x.requires_grad_("reentrant" in mode)
+            before_bytes = sim.copied_bytes("d2h")
+            paged, plain = both.run(lambda model, x=x: train(model, optimizers[model], x))
+            assert torch.equal(paged, plain)
+            assert both.gradients_differ() == []
+            assert sim.copied_bytes("d2h") - before_bytes > both.weight_bytes
+    assert both.values_differ() == []
+
+
+_QUICK = ("attention", "gru", "shared")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow)
+        for name in sorted(set(ZOO) - {"half"})
+    ],
+)
+def test_models_of_every_kind(sim, pair, name, monkeypatch):
+    monkeypatch.setattr("tenure.paging._training._activations.SMALL_BYTES", 1)
+    model, args, kwargs = build(name)
+    model.train()
+    both = pair(model)
+    args, kwargs = torch.utils._pytree.tree_map_only(
+        torch.Tensor, lambda t: t.to(sim.device), (args, kwargs)
+    )
+
+    def total(outputs):
+        leaves = torch.utils._pytree.tree_leaves(outputs)
+        return sum(each.square().sum() for each in leaves)
+
+    with both.page(1.3 if name in ("gru", "lstm") else 0.75, activations="host"):
+        for _ in range(2):
+            both.run(lambda model: total(model(*args, **kwargs)).backward())
+            assert both.gradients_differ() == [] or name == "shared"
+    assert both.values_differ() == []
+
+
+class Tanhs(nn.Module):
+    """Each layer saves its input, which is what the one before it has saved as its output."""
+
+    def __init__(self, n_layers=12):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(n_layers)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_the_peak_is_that_of_a_few_activations(sim, pair):
+    both = pair(Tanhs())
+    x = torch.randn(64 * 1024, WIDTH, device=sim.device)  # 8 MiB, as each activation is
+    taken = {}
+    for activations in (None, "host"):
+        with both.page(activations=activations):
+            for _ in range(2):
+                before_bytes = sim.allocated_bytes
+                sim.reset_peak()
+                both.host(x).sum().backward()
+                taken[activations] = (sim.peak_bytes - before_bytes) / x.nbytes
+                assert sim.allocated_bytes == before_bytes
+    # of the layers the outputs, and in the backward pass a gradient or two
+    assert taken[None] > 12.9
+    assert taken["host"] < 5.1
+
+
+def test_a_storage_that_is_saved_several_times_is_copied_once(sim, pair):
+    class Saving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, 3 * WIDTH)
+
+        def forward(self, x):
+            a, b, c = self.inner(x).chunk(3, dim=-1)
+            a = a.transpose(0, 1).contiguous().transpose(0, 1)
+            return (a * b).sum() + (b * c.exp()).sum() + (c.flip(0) * a).sum() + (c * c).sum()
+
+    both = pair(Saving())
+    x = inputs(sim)[0]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        loss = both.there(x)
+    own = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}
+    own.pop(x.untyped_storage()._cdata)
+    unmoved = {p.untyped_storage()._cdata for p in both.there.parameters()}
+    expected = sum(n_bytes for key, n_bytes in own.items() if key not in unmoved)
+    assert len(saved) > len(own) + 2
+    loss = saved.clear()
+    with both.page(2, activations="host"):
+        before_bytes = sim.copied_bytes("d2h")
+        loss = both.host(x)
+        assert sim.copied_bytes("d2h") - before_bytes == expected
+        loss.backward()
+        both.there(x).backward()
+        assert both.gradients_differ() == []
+
+
+def test_a_part_of_a_large_storage_is_copied_alone(sim, pair):
+    class Slicing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wide, self.narrow = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.narrow(self.wide(x)[-20:])
+
+    both = pair(Slicing())
+    x = inputs(sim)[0]
+    with both.page(2, activations="host"):
+        before_bytes = sim.copied_bytes("d2h")
+        loss = both.host(x).sum()
+        assert sim.copied_bytes("d2h") - before_bytes == x[-20:].nbytes
+        loss.backward()
+        both.there(x).sum().backward()
+        assert both.gradients_differ() == []
+
+
+def test_small_ones_and_the_callers_own_stay(sim, pair):
+    both = pair(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Flatten(), nn.Linear(5 * WIDTH, 2)))
+    with both.page(2, activations="host"):
+        before_bytes = sim.copied_bytes("d2h")
+        loss = both.host(inputs(sim, n_samples=8)[0]).sum()
+        assert sim.copied_bytes("d2h") == before_bytes
+        loss.backward()
+        x = inputs(sim)[0]
+        before_bytes = sim.copied_bytes("d2h")
+        loss = both.host(x).sum()
+        assert sim.copied_bytes("d2h") - before_bytes == x.nbytes  # the input of the second alone
+
+
+def test_what_lives_anyway_is_left_from_the_second_step_on(sim, pair):
+    class Masked(Tanhs):
+        mask = None
+
+        def forward(self, x):
+            if self.mask is None:
+                self.mask = torch.rand_like(x)
+            return super().forward(self.layers[0](x) * self.mask)
+
+    both = pair(Masked(4))
+    x = inputs(sim)[0]
+    with both.page(2, activations="host"):
+        moved = []
+        for _ in range(3):
+            before_bytes = sim.copied_bytes("d2h")
+            loss = both.host(x).sum()
+            moved.append((sim.copied_bytes("d2h") - before_bytes) / x.nbytes)
+            loss.backward()
+    assert moved == [6, 5, 5]
+
+
+def test_views_keep_their_form(sim, pair):
+    class Looking(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            ctx.form = x.shape, x.stride(), x.storage_offset()
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            (x,) = ctx.saved_tensors
+            assert (x.shape, x.stride(), x.storage_offset()) == ctx.form
+            return (gradient * x).contiguous()
+
+    class Forms(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            y = self.linear(x)
+            forms = y, y.transpose(0, 2), y[:, 1:, ::2], y[0:1].expand(128, -1, -1)
+            return sum(map(Looking.apply, forms))
+
+    both = pair(Forms())
+    with both.page(2, activations="host"):
+        for x in inputs(sim):
+            both.run(lambda model, x=x: model(x).backward())
+            assert both.gradients_differ() == []
+
+
+def test_an_activation_that_is_written_in_place_raises_torchs_words(sim, halved):
+    x = inputs(sim)[0].requires_grad_()
+
+    def run(model):
+        hidden = model[0](x)
+        loss = model[1](hidden).sum()
+        sim.module.synchronize()
+        with torch.no_grad():
+            hidden.add_(1)
+        with pytest.raises(RuntimeError, match=r"^one of the variables needed for gradient comp"):
+            loss.backward()
+
+    halved.run(run)
+
+
+def test_one_that_is_written_in_place_within_the_model_raises(sim, pair):
+    class Writing(Tanhs):
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+                sim.module.synchronize()
+                x.mul_(2)
+            return x
+
+    both = pair(Writing())
+    x = inputs(sim)[0]
+    with both.page(activations="host"):
+        loss = both.host(x).sum()
+        with pytest.raises(RuntimeError, match=r"float32\[128, 5, 32\] on sim:0.*is at version 1;"):
+            loss.backward()
+
+
+def test_writes_in_place_before_a_save_are_seen(sim, pair):
+    class Writing(Tanhs):
+        def forward(self, x):
+            for layer in self.layers:
+                x = F.relu_(layer(x)) * 2
+            return x
+
+    both = pair(Writing())
+    with both.page(activations="host"):
+        for x in inputs(sim):
+            both.run(lambda model, x=x: model(x).square().sum().backward())
+            assert both.gradients_differ() == []
+
+
+def test_a_graph_that_is_kept_gives_the_same_again_and_leaks_nothing(sim, halved):
+    x = inputs(sim)[0]
+
+    def twice(model):
+        loss = model(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="through the graph a second time"):
+            loss.backward()
+
+    halved.run(twice)
+    assert halved.gradients_differ() == []
+    halved.host.zero_grad()
+    gc.collect()
+    before_bytes = sim.allocated_bytes
+    gc.disable()
+    try:
+        for keeps in (True, False, None):
+            loss = halved.host(x).square().exp().sum()
+            if keeps is not None:
+                loss.backward(retain_graph=keeps)
+            del loss
+            assert sim.allocated_bytes == before_bytes
+    finally:
+        gc.enable()
+
+
+def test_gradients_of_gradients(sim, pair):
+    both = pair(
+        nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in "12345"])
+    )
+
+    def penalty(model):
+        x = inputs(sim)[0].requires_grad_()
+        loss = model(x).square().mean()
+        own = torch.autograd.grad(loss, [x, *model.parameters()], create_graph=True)
+        (loss + sum(each.square().sum().to(loss.device) for each in own)).backward()
+
+    for share in (0.7, 2):
+        both.host.zero_grad()
+        both.there.zero_grad()
+        with both.page(share, activations="host"):
+            both.run(penalty)
+            assert hooks_of_saved() is None
+        pairs = zip(both.host.parameters(), both.there.parameters(), strict=True)
+        # sums of several gradients are of another order, on the host
+        assert all(torch.allclose(p.grad, q.grad.cpu(), rtol=1e-4, atol=1e-6) for p, q in pairs)
+
+
+def test_several_forwards_before_one_backward(sim, halved):
+    x, y, z = inputs(sim)
+
+    def run(model):
+        (model(x).sum() + model(model(y)).square().sum() * model(z).mean()).backward()
+
+    halved.run(run)
+    pairs = zip(halved.host.parameters(), halved.there.parameters(), strict=True)
+    assert all(torch.allclose(p.grad, q.grad.cpu(), rtol=1e-3, atol=1e-2) for p, q in pairs)
+
+
+def test_two_graphs_go_backward_in_turn(sim, halved):
+    x, y, _ = inputs(sim)
+
+    def run(model):
+        one, other = model(x).sum(), model(y).square().sum()
+        one.backward()
+        other.backward()
+
+    halved.run(run)
+    assert halved.gradients_differ() == []
+
+
+def test_the_graph_of_some_parameters_alone(sim, halved):
+    x = inputs(sim)[0]
+
+    def run(model):
+        loss = model(x).sum()
+        loss.backward(inputs=[model[4].up.weight], retain_graph=True)
+        loss.backward(inputs=[model[1].up.weight])
+
+    halved.run(run)
+    assert halved.gradients_differ() == []
+
+
+def test_an_error_between_leaves_nothing_behind(sim, pair):
+    both = pair()
+    x = inputs(sim)[0]
+    with both.page(activations="host"):
+        both.host(x).sum().backward()
+        before_bytes = sim.allocated_bytes
+        handle = both.host[3].register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            both.host(x)
+        handle.remove()
+        handle = both.host[2].up.weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            both.host(x).sum().backward()
+        handle.remove()
+        gc.collect()
+        assert sim.allocated_bytes == before_bytes
+        both.host.zero_grad()
+        both.run(lambda model: model(x).sum().backward())
+        assert both.gradients_differ() == []
+
+
+def test_autocast(sim, halved):
+    def run(model):
+        with torch.autocast(sim.device.type, torch.bfloat16):
+            loss = model(inputs(sim)[0]).square().mean()
+        loss.backward()
+
+    halved.run(run)
+    assert halved.gradients_differ() == []
+
+
+@pytest.mark.parametrize("where", ["around", "inside"])
+def test_hooks_of_the_users_own_come_first(sim, pair, where):
+    packed = []
+
+    def own():
+        return torch.autograd.graph.saved_tensors_hooks(
+            lambda t: packed.append(t.shape) or t.cpu(), lambda t: t.to(sim.device)
+        )
+
+    class Hooked(Tanhs):
+        def forward(self, x):
+            with own():
+                x = self.layers[0](x).exp()
+            return super().forward(x)
+
+    both = pair(Tanhs() if where == "around" else Hooked())
+
+    def run(model):
+        x = inputs(sim)[0]
+        if where == "inside":
+            loss = model(x).sum()
+        else:
+            with own():
+                loss = model(x).sum()
+        loss.backward()
+
+    with both.page(activations="host") as handle:
+        run(both.host)
+        assert packed
+        assert (handle._pager.engine.activations.host_bytes == 0) is (where == "around")
+        run(both.there)
+        assert both.gradients_differ() == []
+
+
+def test_a_checkpoint_of_the_whole_model(sim, halved):
+    x = inputs(sim)[0]
+
+    def run(model):
+        checkpoint(model, x, use_reentrant=False).sum().backward()
+
+    halved.run(run)
+    assert halved.gradients_differ() == []
+
+
+def test_host_memory_is_pinned_and_used_again(sim, halved):
+    told = []
+    for x in inputs(sim, 4):
+        halved.host.zero_grad()
+        halved.host(x).sum().backward()
+        told.append(halved.handle.report())
+        assert told[-1].pinned_bytes == told[-1].host_bytes
+    assert told[0].host_bytes == told[-1].host_bytes
+    assert told[0].host_bytes > 2 * halved.weight_bytes
+    report = MemReporter(halved.host).report(verbose=False)
+    away_bytes = halved.handle._pager.engine.activations.host_bytes
+    assert report.categories["paged: activations"] == away_bytes
+
+
+def test_batches_of_any_size_take_the_memory_of_the_largest(sim, halved):
+    activations = halved.handle._pager.engine.activations
+    for n_samples in (200, 70, 120, 160, 90, 199):
+        halved.host(inputs(sim, 1, n_samples)[0]).sum().backward()
+        if n_samples == 200:
+            most_bytes = activations.host_bytes
+    assert activations.host_bytes == most_bytes
+
+
+def test_the_host_waits_no_more_than_without(sim, pair):
+    waits = {}
+    for activations in (None, "host"):
+        both = pair()
+        x = inputs(sim)[0]
+        with both.page(activations=activations):
+            for _ in range(3):
+                before = sim.host_waits
+                both.host(x).sum().backward()
+                waits[activations] = sim.host_waits - before
+    assert waits["host"] == waits[None]
+
+
+def test_kernels_that_run_late_change_nothing(sim, pair):
+    sim(late_kernels=True, detect_races=False)
+    both = pair()
+    optimizers = {m: torch.optim.AdamW(m.parameters()) for m in (both.host, both.there)}
+    with both.page(activations="host"):
+        for x in inputs(sim):
+            both.run(lambda model, x=x: train(model, optimizers[model], x))
+            assert both.gradients_differ() == []
+    assert both.values_differ() == []
+
+
+def test_memory_that_can_not_be_pinned_does_as_well(sim, pair):
+    both = pair()
+    with both.page(host="pageable", activations="host"):
+        for x in inputs(sim):
+            both.run(lambda model, x=x: model(x).sum().backward())
+            assert both.gradients_differ() == []
+
+
+@pytest.mark.sim_allocator("exact")
+@pytest.mark.parametrize("number", range(1, 90, 22))
+def test_a_step_whose_memory_runs_out_anywhere_can_be_tried_again(sim, pair, number):
+    both = pair()
+    x = inputs(sim)[0]
+    with both.page(0.6, activations="host"):
+        for n_tries in range(2):
+            both.host.zero_grad()
+            sim.fail_at(number if n_tries == 0 else None)
+            try:
+                torch.manual_seed(3)
+                sim.module.manual_seed_all(3)
+                both.host(x).sum().backward()
+            except torch.OutOfMemoryError:
+                assert n_tries == 0
+        torch.manual_seed(3)
+        sim.module.manual_seed_all(3)
+        both.there(x).sum().backward()
+        assert both.gradients_differ() == []
+
+
+def test_unpaging_between_forward_and_backward_refuses_it(sim, pair):
+    both = pair()
+    with both.page(activations="host"):
+        loss = both.host(inputs(sim)[0]).sum()
+    with pytest.raises(PagingError, match=r"^A backward pass needs weights of a model that was un"):
+        loss.backward()
+    del loss
+    gc.collect()
+
+
+def test_what_a_node_has_saved_can_be_looked_at(sim, pair):
+    both = pair(Tanhs())
+    with both.page(activations="host"):
+        y = both.host(inputs(sim)[0])
+        for _ in range(2):
+            assert torch.equal(y.grad_fn._saved_result, y)
+        assert hooks_of_saved() is None
+        y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"training": True, "activations": "disk"}, r"^activations='disk': write activations=\"ho"),
+        ({"activations": "host"}, r"^activations='host' without training=True: only a backward"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(sim, options, text):
+    with pytest.raises(PagingError, match=text):
+        page(nn.Linear(2, 2), sim.device, **options)
