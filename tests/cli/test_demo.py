@@ -167,3 +167,16 @@ class TestText:
             match=r"holds too little source to learn from \(10 characters short\)\. Use a Python",
         ):
             read_corpus(10)
+
+
+@pytest.mark.slow
+def test_a_step_that_fits_neither_way_has_the_gradients_of_the_whole():
+    command = [sys.executable, "-m", "tenure._demo._beyond", "quick"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "Plain PyTorch: sim:0 out of memory." in done.stdout
+    assert re.search(r"goes on with \d+\.$", done.stdout, re.MULTILINE)
+    one, other = re.search(r"a loss of ([\d.]+), ([\d.]+) whole", done.stdout).groups()
+    assert one == other
+    apart = re.search(r"differ from those of the whole by (\S+)\.$", done.stdout.strip()).group(1)
+    assert float(apart) < 1e-10
+    assert done.stderr == ""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tenure._callers import capture_site
 from tenure._errors import AdaptiveUsageError
+from tenure._torch.lending import lent_to
 
 from ._evaluate import run_now, value_of
 from ._handle import Handle, refuse_own_function
@@ -23,7 +24,11 @@ from ._tape import Entry, Modes, Ref, Tape, flat_tensors, mark_of, new_number
 from ._walk import Walk
 
 _MANY = 8192
-
+_PAGED = (
+    "A tensor of lazy() was given to a paged model. What is recorded runs later, when other "
+    "weights lie where these are now. Nothing was computed. Call step(): it runs the forward and "
+    "the backward pass of a paged model in micro-batches that fit."
+)
 
 _known: dict[Any, Shape] = {}
 
@@ -36,6 +41,8 @@ def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     stored, named = walk.take(args), walk.take(kwargs)
     if not walk.lazies:
         raise AdaptiveUsageError(_hidden(func))
+    if any(lent_to(tensor) is not None for tensor in walk.plains):
+        raise AdaptiveUsageError(_PAGED)
     tape = _home_of(walk.lazies)
     tape.generators.update({id(each): each for each in walk.generators})
     for each in walk.lazies:

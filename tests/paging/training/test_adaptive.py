@@ -1,14 +1,20 @@
 """A training step in micro-batches over a paged model: exact where neither of both fits."""
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from tenure._registries import ask_to_shrink
-from tenure.adaptive import step
+from tenure.adaptive import AdaptiveUsageError, add_listener, lazy, remove_listener, reset, step
+from tenure.paging import page
 
 from .blocks import WIDTH, inputs, transformer
+
+_README = Path(__file__).parents[3] / "README.md"
 
 
 @pytest.mark.sim_allocator("exact")
@@ -31,6 +37,86 @@ def test_a_step_that_fits_neither_whole_nor_unpaged_has_the_gradients_of_the_who
             assert abs(found.loss.item() - whole.item()) < 1e-12
             for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.fixture
+def told():
+    reset()
+    events = []
+    add_listener(events.append)
+    yield events
+    remove_listener(events.append)
+
+
+@pytest.mark.sim_allocator("exact")
+@pytest.mark.parametrize("activations", [None, "host"])
+def test_the_pager_gives_memory_back_then_the_same_size_runs_then_a_smaller_one(
+    sim, pair, told, activations
+):
+    torch.manual_seed(0)
+    model = transformer().double().eval()
+    plain, x = copy.deepcopy(model), torch.randn(64, 5, WIDTH, dtype=torch.float64)
+    whole = plain(x).square().mean()
+    whole.backward()
+    both = pair(model)
+    sim(budget=int(1.25 * both.weight_bytes))
+    with both.page(0.9, activations=activations) as handle:
+        resident_bytes = handle._resources.resident_bytes
+        found = step(lambda part: model(part).square().mean(), x, model=model, verify=False)
+        assert handle._resources.resident_bytes < resident_bytes
+        kinds = [event.kind for event in told]
+        assert kinds[0] == "retry"
+        assert "shrink" in kinds
+        assert (told[0].size, told[0].next_size) == (64, 64)
+        assert told[0].freed_bytes >= told[0].info.requested_bytes
+        assert [event.size for event in told] == sorted((e.size for e in told), reverse=True)
+        # activations on the host leave room for several times the samples
+        assert (found.micro_batch >= 10) is (activations == "host")
+        assert abs(found.loss.item() - whole.item()) < 1e-12
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.sim_allocator("exact")
+def test_the_headline_of_the_readme(sim, told):
+    block = re.search(r"```python\n([^`]*activations=\"host\"[^`]*)```", _README.read_text("utf-8"))
+    torch.manual_seed(0)
+    model = transformer().eval()
+    whole = copy.deepcopy(model)
+    weight_bytes = sum(p.nbytes for p in model.parameters())
+    batches = [torch.randn(64, 5, WIDTH) for _ in range(2)]
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    sim(budget=int(1.25 * weight_bytes))
+    program = block.group(1).replace('"cuda"', "device").replace('"6GiB"', "budget")
+    assert "device" in program
+    names = {"device": sim.device, "budget": int(0.6 * weight_bytes), "batches": batches}
+
+    def loss_of(batch):
+        return model(batch).square().mean()
+
+    exec(program, {"model": model, "optimizer": optimizer, "loss_of": loss_of, **names})
+    assert any(event.kind == "shrink" for event in told)
+    there = torch.optim.SGD(whole.parameters(), 0.01)
+    for batch in batches:
+        there.zero_grad()
+        whole(batch).square().mean().backward()
+        there.step()
+    for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_a_lazy_batch_is_refused_by_name(sim):
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    x = torch.randn(4, WIDTH, device=sim.device)
+    for options in ({"training": True}, {}):
+        model.requires_grad_(bool(options))
+        for budget in ("9KiB", "1MiB"):
+            with page(model, sim.device, budget=budget, **options):
+                with pytest.raises(
+                    AdaptiveUsageError, match=r"^A tensor of lazy\(\) was given to a"
+                ):
+                    model(lazy(x))
+                model(x)
 
 
 @pytest.mark.sim_allocator("exact")
