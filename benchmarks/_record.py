@@ -39,7 +39,7 @@ class Row:
 def publish(name: str, rows: list[Row]) -> None:
     """Print the rows, write ``results/<name>.json`` and the section ``name`` of the docs page."""
     _print(name, rows)
-    path = _RESULTS / f"{name}.json"
+    path = results_path(name)
     path.parent.mkdir(exist_ok=True)
     report = {"machine": _machine(), "rows": [asdict(row) for row in rows]}
     path.write_text(json.dumps(report, indent=1) + "\n")
@@ -49,12 +49,17 @@ def publish(name: str, rows: list[Row]) -> None:
 
 def write_docs(name: str) -> None:
     """Write the section ``name`` of the docs page from its JSON."""
-    report = json.loads((_RESULTS / f"{name}.json").read_text())
+    report = json.loads(results_path(name).read_text())
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     head, _, rest = _DOCS.read_text().partition(begin)
     _, _, tail = rest.partition(end)
     _DOCS.write_text(f"{head}{begin}\n{_markdown(report)}{end}{tail}")
     print(f"Wrote {_DOCS.relative_to(_ROOT)}")
+
+
+def results_path(name: str) -> Path:
+    """The JSON of a benchmark."""
+    return _RESULTS / f"{name}.json"
 
 
 def _print(name: str, rows: list[Row]) -> None:
