@@ -12,9 +12,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-_ROOT = Path(__file__).parent.parent
-_RESULTS = _ROOT / "benchmarks" / "results"
-_DOCS = _ROOT / "docs" / "performance.md"
+from benchmarks import tables
+from benchmarks.tables import RESULTS, ROOT, mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,53 +35,35 @@ class Row:
     note: str = ""
 
 
-def publish(name: str, rows: list[Row]) -> None:
-    """Print the rows, write ``results/<name>.json`` and the section ``name`` of the docs page."""
-    _print(name, rows)
+def publish(name: str, rows: list[Row], *, beside: str = "") -> None:
+    """Print the rows, write ``results/<name>.json`` and the tables of the docs.
+
+    Args:
+        name: of the file, and of the table.
+        rows: of the table.
+        beside: what else went on while it was measured, where that matters to a reader.
+    """
+    show(name, rows)
     path = results_path(name)
     path.parent.mkdir(exist_ok=True)
-    report = {"machine": _machine(), "rows": [asdict(row) for row in rows]}
+    machine = _machine() | ({"beside": beside} if beside else {})
+    report = {"machine": machine, "rows": [asdict(row) for row in rows]}
     path.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"Wrote {path.relative_to(_ROOT)}")
-    write_docs(name)
-
-
-def write_docs(name: str) -> None:
-    """Write the section ``name`` of the docs page from its JSON."""
-    report = json.loads(results_path(name).read_text())
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    head, _, rest = _DOCS.read_text().partition(begin)
-    _, _, tail = rest.partition(end)
-    _DOCS.write_text(f"{head}{begin}\n{_markdown(report)}{end}{tail}")
-    print(f"Wrote {_DOCS.relative_to(_ROOT)}")
+    print(f"Wrote {path.relative_to(ROOT)}")
+    tables.main()
 
 
 def results_path(name: str) -> Path:
     """The JSON of a benchmark."""
-    return _RESULTS / f"{name}.json"
+    return RESULTS / f"{name}.json"
 
 
-def _print(name: str, rows: list[Row]) -> None:
+def show(name: str, rows: list[Row]) -> None:
+    """Print the rows."""
     table = Table("what", "measured", "bar", "", "", title=name)
     for row in rows:
-        table.add_row(row.what, row.value, row.bar, _mark(row.bar, row.reached), row.note)
+        table.add_row(row.what, row.value, row.bar, mark(row.bar, row.reached), row.note)
     Console(width=140).print(table)
-
-
-def _markdown(report: dict[str, dict[str, str] | list[dict[str, str]]]) -> str:
-    machine, rows = report["machine"], report["rows"]
-    assert isinstance(machine, dict)
-    lines = [", ".join(f"{key} {value}" for key, value in machine.items()) + ".", ""]
-    lines += ["| what | measured | bar | reached | |", "|---|---|---|---|---|"]
-    for row in rows:
-        assert isinstance(row, dict)
-        mark = _mark(row["bar"], bool(row["reached"]))
-        lines.append(f"| {row['what']} | {row['value']} | {row['bar']} | {mark} | {row['note']} |")
-    return "\n".join(lines) + "\n"
-
-
-def _mark(bar: str, reached: bool) -> str:
-    return ("yes" if reached else "no") if bar else ""
 
 
 def _machine() -> dict[str, str]:
@@ -107,5 +88,5 @@ def _cpu() -> str:
 
 def _commit() -> str:
     command = ["git", "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"

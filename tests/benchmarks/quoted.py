@@ -1,0 +1,44 @@
+"""Where each measured number of the docs comes from: page, words, table and row.
+
+A number is a quote of its row when one of the row's numbers, rounded as the page rounds, is it.
+"""
+
+from __future__ import annotations
+
+_STEP = "step in micro-batches / by hand: "
+_SELF = "step that fits: its own time, 13 modules"
+_IN_BUDGET = "a training step in a memory_budget: transformer of 4 layers of 512"
+_BARE_MODE = "toma's benchmark, (128, 16, 16): a bare mode / native"
+_SIMULATED = "on the simulated accelerator"
+_COMPILED = "peak of a step compiled by inductor / predicted: "
+
+# (page, quantity as it stands there): (results, row)
+QUOTED = {
+    ("docs/adaptive.md", "1.05 times"): ("adaptive", f"{_STEP}ResNet-18 (frozen norms), 8 in 4"),
+    ("docs/adaptive.md", "0.9 ms"): ("adaptive", _SELF),
+    ("docs/adaptive.md", "6 ms"): ("adaptive", "step in 4 micro-batches of 6 ms / by hand"),
+    ("docs/adaptive.md", "1.17 times"): ("adaptive", "step in 4 micro-batches of 6 ms / by hand"),
+    ("docs/adaptive.md", "0.5 ms"): ("adaptive", "step in 4 micro-batches of 0.5 ms / by hand"),
+    ("docs/adaptive.md", "10 µs"): ("costs", "an operation in a memory_budget"),
+    ("docs/adaptive.md", "1.13 times"): ("costs", _IN_BUDGET),
+    ("docs/lazy.md", "1.2 ms"): ("costs", "a lazy step of three layers"),
+    ("docs/scopes.md", "0.2 µs"): ("costs", "the end of a block with a survivor, each module"),
+    ("docs/simulated-device.md", "186 µs"): ("costs", f"an operation {_SIMULATED}"),
+    ("docs/simulated-device.md", "3 µs"): ("costs", f"a view {_SIMULATED}"),
+    ("docs/performance.md", "1.9 times"): ("adaptive", _BARE_MODE),
+    ("docs/compiled.md", "0.55 times"): ("compiled", f"{_COMPILED}CNN"),
+}
+
+# Numbers that nobody measured: what a user sets, what torch documents, what a page computes.
+NOT_MEASURED = {
+    "docs/scaling.md": {
+        # a message's time, which the reader puts in; the number of messages times it
+        *("10 us", "30 us", "100 us"),
+        *("0.03 ms", "0.06 ms", "0.09 ms", "0.12 ms", "0.18 ms", "0.27 ms", "0.36 ms"),
+        *("0.3 ms", "0.6 ms", "0.9 ms", "1.2 ms"),
+        "1.5 times",
+    },
+    "docs/sharded.md": {"10 s"},  # a timeout
+    # rates of the simulated device
+    "docs/performance.md": {"24 GB/s", "8 µs", "6 µs", "8 GB/s"},
+}
