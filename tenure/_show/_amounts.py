@@ -6,7 +6,6 @@ is needed to tell them apart. In HTML the bar is a drawing: printers leave out b
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from typing import NamedTuple
 from tenure._text import format_bytes
 
 from ._colours import colours_of
-from ._part import Line, Part
+from ._part import Line, Part, escaped
 from ._table import Column, Table, Tinted
 
 _WIDTH = 32
@@ -122,14 +121,14 @@ class Amounts(Part):
             drawn += self._mark(self.limit_bytes)
         label = f"{self.title or _TOTAL}: {format_bytes(self.total_bytes)}"
         return (
-            f'<svg role="img" aria-label="{html.escape(label)}" width="100%" height="46" '
+            f'<svg role="img" aria-label="{escaped(label)}" width="100%" height="46" '
             f'style="display:block;max-width:60em;margin:0.5em 0">{drawn}</svg>'
         )
 
     def _rectangle(self, span: _Span) -> str:
         if span.n_bytes < 0:
             return ""
-        told = html.escape(f"{span.name}: {', '.join(filter(None, self._figures(span.n_bytes)))}")
+        told = escaped(f"{span.name}: {', '.join(filter(None, self._figures(span.n_bytes)))}")
         begin, width = self._percent(span.begin_bytes), self._percent(span.n_bytes)
         return (
             f'<rect x="{begin}" y="18" width="{width}" height="24" fill="{span.colour}">'

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import html
+from ._part import escaped
 
 _STYLE = """
 :root { color-scheme: light dark; --ground: #fff; --text: #1c1e21; --line: #d5d8dc; }
@@ -32,7 +32,7 @@ def page(title: str, body: str, *, head: str = "") -> str:
         body: HTML, such as a report's ``_repr_html_()`` gives it.
         head: HTML for the head of the page, below its own style.
     """
-    shown = html.escape(title)
+    shown = escaped(title)
     text = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'

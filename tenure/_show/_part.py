@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-from ._width import folded, width_of_terminal, wrapped
+from ._width import folded, visible, width_of_terminal, wrapped
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -92,7 +92,7 @@ class Paragraph(Part):
 
     def html(self) -> str:
         """Both as HTML."""
-        title = f"<b>{html.escape(self.title)}</b><br>" if self.title else ""
+        title = f"<b>{escaped(self.title)}</b><br>" if self.title else ""
         # lines that stand below another one keep their indent
         style = ' style="white-space:pre-wrap"' if "\n  " in self.note else ""
         return f"<p{style}>{title}{html_lines(self.note)}</p>"
@@ -156,11 +156,16 @@ class Figures(Part):
     def html(self) -> str:
         """The lines as they are, under their title."""
         body = "\n".join([*map("".join, self.rows), *filter(None, [self.note])])
-        return f"<p><b>{html.escape(self.title)}</b></p><pre>{html.escape(body)}</pre>"
+        return f"<p><b>{escaped(self.title)}</b></p><pre>{escaped(body)}</pre>"
 
 
 def html_lines(text: str) -> str:
     """Text as HTML, with its breaks."""
     # Escaped before the breaks are put in: names come from the user's keys, and may be markup. See
     # test_html_is_escaped.
-    return "<br>".join(map(html.escape, text.split("\n")))
+    return "<br>".join(map(escaped, text.split("\n")))
+
+
+def escaped(text: str) -> str:
+    """Text that is nothing but itself on a page: no markup, and nothing that hides."""
+    return html.escape(visible(text))

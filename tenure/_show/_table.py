@@ -5,14 +5,13 @@ Invariant: each row that is left out is counted, with its bytes, in the last one
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 from tenure._text import format_bytes
 
-from ._part import FAINT, PLAIN, STRONG, Line, Paragraph, Part, html_lines
+from ._part import FAINT, PLAIN, STRONG, Line, Paragraph, Part, escaped, html_lines
 from ._width import cut, folded, least_width
 
 MOST_ROWS = 20
@@ -169,13 +168,13 @@ class Table(Part):
     def html(self) -> str:
         """The table as HTML, under a caption."""
         shown = self._shown()
-        head = "".join(f"<th>{html.escape(self.columns[i].heading)}</th>" for i in shown)
+        head = "".join(f"<th>{escaped(self.columns[i].heading)}</th>" for i in shown)
         body = "".join(
             f"<tr>{''.join(_html_cell(row[i], self.columns[i]) for i in shown)}</tr>"
             for row in self._all_rows()
         )
-        note = f"<p>{html.escape(self.note)}</p>" if self.note else ""
-        caption = f"<caption>{html.escape(self.title)}</caption>" if self.title else ""
+        note = f"<p>{escaped(self.note)}</p>" if self.note else ""
+        caption = f"<caption>{escaped(self.title)}</caption>" if self.title else ""
         return f"<table>{caption}<tr>{head}</tr>{body}</table>{note}"
 
     def sorts(self) -> Collection[str]:

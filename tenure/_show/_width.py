@@ -21,6 +21,12 @@ _PLACE = re.compile(r"(?P<folders>.*/)(?P<name>[^/]+:\d+\W*)")
 _IN_CELL = re.compile(r"Cell In\[\d+\], line \d+")
 _WORD_OF_CODE = re.compile(r"\w+|\s+|.")
 _ITEM = re.compile(r"\s*(- )?")
+# What a terminal obeys, what ends a line for some readers alone, what turns the text beside it
+# around, what nobody sees, and halves of characters, which no file takes. A line feed is none.
+_UNSEEN = re.compile(
+    "[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff"
+    "\ud800-\udfff]"
+)
 
 
 def width_of_terminal() -> int:
@@ -28,10 +34,23 @@ def width_of_terminal() -> int:
     return max(_LEAST, shutil.get_terminal_size((WITHOUT_TERMINAL, 24)).columns)
 
 
+def visible(text: str) -> str:
+    """Text of which every character only shows itself: others are written as Python writes them.
+
+    Names come from files, from keys of dictionaries and from other machines. What they do to a
+    terminal or a page must not be their choice.
+    """
+    return text if text.isprintable() else _UNSEEN.sub(_spelled, text)
+
+
+def _spelled(match: re.Match[str]) -> str:
+    return ascii(match[0])[1:-1]
+
+
 def folded(text: str, width: int) -> list[str]:
     """Text in lines of so many columns: broken at spaces, and in code where names are joined."""
     lines = [""]
-    for word in _words(text):
+    for word in _words(visible(text)):
         lead = " " if lines[-1] else ""
         if len(lines[-1]) + len(lead) + len(word) <= width:
             lines[-1] += lead + word
@@ -49,7 +68,7 @@ def folded(text: str, width: int) -> list[str]:
 
 def wrapped(text: str, width: int) -> Iterator[str]:
     """Lines of text in so many columns: an item hangs by its dash, and what is indented by more."""
-    for line in text.split("\n"):
+    for line in visible(text).split("\n"):
         match = _ITEM.match(line)
         assert match is not None
         lead = match.group()
@@ -72,6 +91,7 @@ def _words(text: str) -> list[str]:
 
 def cut(text: str, width: int) -> str:
     """Code in one line: what is too much is left out at its end."""
+    text = visible(text.expandtabs())
     if len(text) <= width:
         return text
     shown = ""

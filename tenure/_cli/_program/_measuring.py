@@ -184,4 +184,9 @@ def say(line: str) -> None:
     """Say it on the standard error."""
     # it may be closed, or a pipe that nobody reads
     with suppress(Exception):
+        # seldom: what shows reports is imported for it
+        if not line.isprintable():
+            from tenure._show import visible
+
+            line = visible(line)
         print(line, file=sys.stderr, flush=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import html
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import NamedTuple
 
 from .._colours import colours_of
 from .._page import page
-from .._part import Part
+from .._part import Part, escaped
 from .._report import Shown
 from ._band_chart import BandChart
 from ._flame import Flame
@@ -82,12 +81,12 @@ def drawn_page(
     drawings: list[Drawing] = []
     bodies = [_section(i, section, drawings) for i, section in enumerate(shown)]
     links = "".join(
-        f'<a href="#part-{i}">{html.escape(section.title)}</a>' for i, section in enumerate(shown)
+        f'<a href="#part-{i}">{escaped(section.title)}</a>' for i, section in enumerate(shown)
     )
     body = [
         # scripts take the name space of drawings from here: spelled out, it is an address
         '<svg id="space" width="0" height="0" aria-hidden="true"></svg>',
-        f'<p class="told">{html.escape(told)}</p>' if told else "",
+        f'<p class="told">{escaped(told)}</p>' if told else "",
         f'<dl class="facts">{"".join(map(_fact, facts))}</dl>' if facts else "",
         f'<nav aria-label="Parts of this page">{links}'
         '<button type="button" id="ask" aria-haspopup="dialog">Keys <kbd>?</kbd></button></nav>',
@@ -110,15 +109,15 @@ def _section(i: int, section: Section, drawings: list[Drawing]) -> str:
             parts.append(f'<div class="part wide">{shown}</div>')
     return (
         f'<section id="part-{i}" aria-labelledby="title-{i}"><h2 id="title-{i}">'
-        f'{html.escape(section.title)}</h2><p class="told">{html.escape(section.told)}</p>'
+        f'{escaped(section.title)}</h2><p class="told">{escaped(section.told)}</p>'
         f"{''.join(parts)}</section>"
     )
 
 
 def _fact(fact: Fact) -> str:
     is_bad = ' class="bad"' if fact.is_bad else ""
-    detail = f'<dd class="detail">{html.escape(fact.detail)}</dd>' if fact.detail else ""
-    name, value = html.escape(fact.name), html.escape(fact.value)
+    detail = f'<dd class="detail">{escaped(fact.detail)}</dd>' if fact.detail else ""
+    name, value = escaped(fact.name), escaped(fact.value)
     return f"<div{is_bad}><dt>{name}</dt><dd>{value}</dd>{detail}</div>"
 
 
