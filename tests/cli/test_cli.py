@@ -149,6 +149,19 @@ def test_control_c_ends_in_one_line_and_exit_code_130(monkeypatch, capsys):
     assert capsys.readouterr().err == "tenure: interrupted\n"
 
 
+def test_the_version_is_told_without_torch():
+    code = """
+import sys
+from tenure._cli import main
+try:
+    main(["--version"])
+finally:
+    print({"torch", "rich", "psutil"} & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"tenure {tenure.__version__}\nset()\n"
+
+
 def test_python_m_tenure_is_the_same_command():
     done = subprocess.run(
         [sys.executable, "-m", "tenure", "--version"], capture_output=True, text=True, check=True

@@ -11,7 +11,7 @@ from tenure._callers import line_in
 from tenure._errors import ProfilerUsageError
 from tenure._show import Column, Table, bytes_column, in_bytes, storage_bytes
 from tenure._show._report import Shown
-from tenure._show._width import cut, folded, wrapped
+from tenure._show._width import cut, folded, visible, wrapped
 
 from .report_samples import REPORTS
 
@@ -126,3 +126,25 @@ def test_a_file_is_told_from_the_working_directory(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert line_in(str(tmp_path / "a" / "b.py"), 3) == f"{Path('a', 'b.py')}:3"
     assert line_in("/elsewhere/b.py", 3) == "/elsewhere/b.py:3"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b]0;title\x07\x9b2J", r"\x1b]0;title\x07\x9b2J"),
+        ("a\u202eb\u2066c\u200f", r"a\u202eb\u2066c\u200f"),
+        ("one\rtwo\x0bthree\u2028four", r"one\rtwo\x0bthree\u2028four"),
+        ("half \ud800", r"half \ud800"),
+        ("\ufeffno\u200bthing", r"\ufeffno\u200bthing"),
+        ("two\nlines", "two\nlines"),
+        ("שלום, 日本, é, ▁▂, \u00a0", "שלום, 日本, é, ▁▂, \u00a0"),
+    ],
+)
+def test_a_character_that_does_more_than_show_itself_is_spelled(text, shown):
+    assert visible(text) == shown
+    assert "".join(line for line in wrapped(text, 200)) == shown.replace("\n", "").rstrip()
+
+
+def test_what_is_spelled_has_the_room_that_it_takes():
+    assert all(len(line) <= 10 for line in folded("\x1b" * 9, 10))
+    assert len(cut("\x1b" * 9, 10)) <= 10
