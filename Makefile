@@ -10,7 +10,7 @@ INPUTS := pyproject.toml constraints.txt
 # assertions: four of the thirteen seconds in which they are collected.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all lint mypy pyright bench dist-test docs clean
+.PHONY: demo test test-all lint mypy pyright bench tables soak dist-test release docs clean
 
 demo: $(VENV)/.test
 	$(BIN)/python -m tenure demo
@@ -57,12 +57,26 @@ lint: $(VENV)/.lint
 mypy pyright: $(VENV)/.lint
 	$(BIN)/$@
 
-bench: $(VENV)/.test
+# Also installs the libraries that are measured beside it. Rebuilds every table of the docs.
+bench: $(VENV)/.bench
 	for script in benchmarks/bench_*.py; do $(BIN)/python -m benchmarks.$$(basename $$script .py) || exit 1; done
+	$(MAKE) tables
 	$(BIN)/python -m pytest benchmarks -o addopts= --benchmark-only --benchmark-columns=median,iqr,rounds
+
+# the tables of the docs, from the results that are there
+tables: $(VENV)/.test
+	$(BIN)/python -m benchmarks.tables
+
+# The long form of tests/soak: some minutes, a table, and benchmarks/results/soak.json.
+soak: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak
 
 dist-test: $(VENV)/.test
 	PYTHON="$(PYTHON)" sh tests/dist_test.sh
+
+# VERSION is given; DRY=--dry-run tells what it would do
+release: $(VENV)/.lint
+	sh release.sh $(DRY) $(VERSION)
 
 docs: $(VENV)/.docs
 	$(BIN)/python -m sphinx -W -q -b html docs docs/_build/html
@@ -82,6 +96,10 @@ $(VENV)/.test: $(VENV)/.python $(INPUTS)
 
 $(VENV)/.lint: $(VENV)/.test
 	$(PIP) -e '.[lint]'
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.test
+	$(PIP) -e '.[bench]'
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.test

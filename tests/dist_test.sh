@@ -1,7 +1,7 @@
 #!/bin/sh
-# The wheel, installed in a virtual environment of its own, holds every file, imports with what its
-# metadata asks for alone, and passes the tests of what packaging can break: the surface, the command,
-# and a file of each room. The others have run against the same source already. Asks only for python3;
+# The wheel that the sdist gives, installed in a virtual environment of its own, holds every file,
+# imports with what its metadata asks for alone, and passes the tests that the sdist has, of what
+# packaging can break: the surface, the command, and a file of each room. The others have run against the same source already. Asks only for python3;
 # PYTHON names another.
 set -eu
 cd "$(dirname "$0")/.."
@@ -15,18 +15,21 @@ install() {
     "$BIN/python" -m pip --disable-pip-version-check install --quiet --no-compile -c constraints.txt "$@"
 }
 install build
-"$BIN/python" -m build --quiet --wheel --outdir dist
+# without being told, it makes the wheel from the sdist
+"$BIN/python" -m build --quiet --outdir dist
+sdist=$(echo dist/tenure-*.tar.gz)
 wheel=$(echo dist/tenure-*.whl)
 install "$wheel"
-echo "Wrote $wheel"
+echo "Wrote $sdist and $wheel"
 
 # The tests import each other as `tests.…`, so they stand in a folder where no `tenure/` does.
 stage=$(mktemp -d)
 trap 'rm -rf "$stage"' EXIT
-cp -R tests examples pyproject.toml "$stage"
-# without the site, which may be being built
-mkdir "$stage/docs"
-cp docs/*.md "$stage/docs"
+tar -xzf "$sdist" --strip-components=1 -C "$stage"
+for file in LICENSE README.md CHANGELOG.md SECURITY.md tenure/py.typed benchmarks/results; do
+    [ -e "$stage/$file" ] || { echo "the sdist lacks $file" >&2; exit 1; }
+done
+rm -r "$stage/tenure"
 python="$PWD/$BIN/python"
 venv="$PWD/$VENV"
 source="$PWD/tenure"
