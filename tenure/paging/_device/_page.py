@@ -176,13 +176,15 @@ class Page:
         """The tensors that have been written on the device since this was last asked.
 
         Args:
-            with_buffers: count every buffer that was shown: some kernels, batch norm's for one,
+            with_buffers: count every vector that is a buffer and was shown: batch norm's kernels
                 write their statistics without raising a version.
         """
         written = []
         unseen = self._take_unseen()
         for host, tensor in self._shown.items():
-            is_unseen = unseen or (with_buffers and host.is_buffer)
+            # No other buffers: masks, and matrices that adapters share, are large, and no kernel's
+            # to write.
+            is_unseen = unseen or (with_buffers and host.is_buffer and tensor.dim() == 1)
             if is_unseen or counter_of(tensor) != self._shown_versions[host]:
                 self._shown_versions[host] = counter_of(tensor)
                 written.append(host)

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 from tenure._containers import Survey, entries_of, is_mutable, set_entries
 from tenure._errors import TenureError
 from tenure._storages import storages_of
-from tenure._text import describe_tensor
+from tenure._text import describe_tensor, listed
 from tenure._torch.storages import key_of
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
@@ -66,8 +66,15 @@ class Arguments:
         for (original, _), survey in zip(self._containers, surveys, strict=True):
             set_entries(original, survey.replaced(self._back))
 
-    def leaving(self, function: Callable[..., Any]) -> Callable[[], None]:
-        """What has to be done when a call of a function with these arguments has ended."""
+    def leaving(
+        self, function: Callable[..., Any], strangers: Callable[[], Iterator[tuple[str, Tensor]]]
+    ) -> Callable[[], None]:
+        """What has to be done when a call of a function with these arguments has ended.
+
+        Args:
+            function: the function.
+            strangers: the tensors that its model has got since it was paged, by name.
+        """
         handled = sys.exception()
 
         def leave() -> None:
@@ -75,6 +82,7 @@ class Arguments:
             error = sys.exception()
             if error is not None and error is not handled and _is_about_devices(error):
                 self._name_misplaced(function, error)
+                self._name_strangers(strangers(), error)
 
         return leave
 
@@ -90,6 +98,22 @@ class Arguments:
                 "the host are moved there in lists, tuples, dictionaries and dataclasses; other "
                 f"objects are left as they are. Move these to {str(self._device)!r} before the "
                 "call."
+            )
+
+    def _name_strangers(
+        self, strangers: Iterator[tuple[str, Tensor]], error: BaseException
+    ) -> None:
+        """Add to an error what of the model is elsewhere, as it was not there to be paged."""
+        found = [
+            f"{name!r} ({describe_tensor(tensor)})"
+            for name, tensor in strangers
+            if tensor.device != self._device
+        ]
+        if found:
+            error.add_note(
+                f"The model is paged to {self._device}, and it has got {listed(found, _N_NAMED)} "
+                "since then, as a new adapter brings: those are not paged, and stay where they "
+                "are. Call unpage(), and page the model again with them."
             )
 
 

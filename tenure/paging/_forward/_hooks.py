@@ -12,9 +12,10 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from tenure._errors import PagingError
 from tenure._torch.compiler import breaks_graphs
@@ -70,7 +71,8 @@ class ModuleHooks:
             return None
         self._pager.note_given((args, kwargs))
         arguments = Arguments((args, kwargs), "cpu", self._pager.engine.device)
-        self._pager.on_leave(arguments.leaving(getattr(module, entry)))
+        came_later = partial(self._attributes.strangers, module)
+        self._pager.on_leave(arguments.leaving(getattr(module, entry), came_later))
         return arguments.given  # type: ignore[no-any-return]
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -133,6 +135,14 @@ class _Attributes:
             self._pager.on_leave(lambda: vars(module).update(saved))
             for name, value in saved.items():
                 vars(module)[name] = self._shown(value)
+
+    def strangers(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """What a module and those inside have registered that its model had not when paged."""
+        for prefix, inside in module.named_modules():
+            for entries in (inside._parameters, inside._buffers):
+                for name, tensor in dict.items(entries):
+                    if tensor is not None and self._host_of(tensor) is None:
+                        yield f"{prefix}.{name}".lstrip("."), tensor
 
     def _host_of(self, value: object) -> HostTensor | None:
         host = self._hosts.get(id(value))

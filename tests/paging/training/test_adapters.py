@@ -1,0 +1,225 @@
+"""Adapters of peft over a paged base that is frozen: they train, merge, switch and save exactly."""
+
+import pytest
+import torch
+from peft import (
+    IA3Config,
+    LoraConfig,
+    PrefixTuningConfig,
+    VeraConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tenure.paging import page
+
+from .conftest import same
+
+# what peft calls and passes, transformers has renamed
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+_CAUSAL = {"task_type": "CAUSAL_LM"}
+_LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **_CAUSAL}
+ADAPTERS = {
+    "lora": lambda: LoraConfig(lora_dropout=0.1, **_LORA),
+    "dora": lambda: LoraConfig(use_dora=True, **_LORA),
+    "lora of the words": lambda: LoraConfig(
+        r=4, target_modules=["embed_tokens"], modules_to_save=["lm_head"], **_CAUSAL
+    ),
+    "ia3": lambda: IA3Config(
+        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], **_CAUSAL
+    ),
+    "prefix": lambda: PrefixTuningConfig(num_virtual_tokens=3, **_CAUSAL),
+    # has large buffers that all layers share
+    "vera": lambda: VeraConfig(r=4, target_modules=["q_proj"], **_CAUSAL),
+}
+
+
+def build(kind="lora"):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        attn_implementation="eager",
+        use_cache=kind == "prefix",
+    )
+    return get_peft_model(LlamaForCausalLM(config), ADAPTERS[kind]())
+
+
+def sentences(sim, n=2):
+    torch.manual_seed(1)
+    return [torch.randint(40, (2, 5)).to(sim.device) for _ in range(n)]
+
+
+def loss_of(model, x):
+    return model(input_ids=x, labels=x).loss
+
+
+def step(model, x):
+    """A step, or what comes before its backward pass, where gradients are off."""
+    model.zero_grad()
+    loss = loss_of(model, x)
+    if torch.is_grad_enabled():
+        loss.backward()
+    return loss.detach().cpu()
+
+
+def trained_bytes(model):
+    return sum(p.nbytes for p in model.parameters() if p.requires_grad)
+
+
+def vector_bytes(model):
+    """Of the buffers that are read and could be a batch norm's: the frequencies of positions."""
+    return sum(each.nbytes for name, each in model.named_buffers() if name.endswith(".inv_freq"))
+
+
+def train(both, xs, *, sim):
+    """Steps of both; the adapters' gradients may go to the host, and no weights or matrices."""
+    models = (both.host, both.there)
+    optimizers = {
+        id(m): torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.01)
+        for m in models
+    }
+    for x in xs:
+        d2h_bytes = []
+
+        def whole_step(model, x=x, d2h_bytes=d2h_bytes):
+            before_bytes = sim.copied_bytes("d2h")
+            loss = step(model, x)
+            d2h_bytes.append(sim.copied_bytes("d2h") - before_bytes)
+            return loss
+
+        paged, plain = both.run(whole_step)
+        assert torch.equal(paged, plain)
+        assert both.gradients_differ() == []
+        extra_bytes = vector_bytes(both.host)
+        assert d2h_bytes[0] - d2h_bytes[1] == trained_bytes(both.host) + extra_bytes
+        for model in models:
+            optimizers[id(model)].step()
+    assert both.values_differ() == []
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters_train_as_over_a_base_on_the_device(sim, pair, kind):
+    both = pair(build(kind))
+    frozen_bytes = both.weight_bytes - trained_bytes(both.host)
+    with both.page(0.7) as handle:
+        assert handle.plan.ring_bytes
+        assert handle.plan.allocated_bytes < frozen_bytes
+        train(both, sentences(sim), sim=sim)
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_checkpoints_and_inputs_that_require_gradients(sim, pair, is_reentrant):
+    both = pair(build())
+    for model in (both.host, both.there):
+        options = {"use_reentrant": is_reentrant}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        model.enable_input_require_grads()
+        model.train()
+    with both.page(0.7):
+        train(both, sentences(sim), sim=sim)
+
+
+def merged(model, x, _):
+    model.merge_adapter()
+    with torch.no_grad():
+        loss = loss_of(model, x).cpu()
+    model.unmerge_adapter()
+    return [loss]
+
+
+def disabled(model, x, _):
+    with model.disable_adapter(), torch.no_grad():
+        return [loss_of(model, x).cpu()]
+
+
+def switched(model, x, _):
+    model.set_adapter("second")
+    loss = step(model, x)
+    model.set_adapter("default")
+    return [loss]
+
+
+def saved(model, x, folder):
+    model.save_pretrained(folder)
+    files = load_file(folder / "adapter_model.safetensors")
+    return [*files.values(), *(each.cpu() for each in get_peft_model_state_dict(model).values())]
+
+
+def loaded(model, x, _):
+    values = {name: each + 1 for name, each in get_peft_model_state_dict(model).items()}
+    set_peft_model_state_dict(model, values)
+    return [step(model, x)]
+
+
+def deleted(model, x, _):
+    model.delete_adapter("second")
+    return [step(model, x)]
+
+
+def unloaded(model, x, _):
+    with torch.no_grad():
+        return [loss_of(model.unload(), x).cpu()]
+
+
+def merged_and_unloaded(model, x, _):
+    with torch.no_grad():
+        return [loss_of(model.merge_and_unload(), x).cpu()]
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize(
+    "verb",
+    [merged, disabled, switched, saved, loaded, deleted, unloaded, merged_and_unloaded],
+    ids=lambda verb: verb.__name__,
+)
+def test_verbs_of_adapters_do_what_they_do_to_a_base_on_the_device(
+    sim, pair, tmp_path, verb, trains
+):
+    model = build()
+    model.add_adapter("second", LoraConfig(**_LORA))
+    # merged weights are computed on the host, so numbers are such that all kernels round alike
+    with torch.no_grad():
+        for each in model.parameters():
+            each.copy_((each * 16).round() / 16)
+    both = pair(model)
+    (x,) = sentences(sim, 1)
+    budget = int(both.weight_bytes * 0.7)
+    if not trains:
+        both.host.eval()
+        both.there.eval()
+    with page(both.host, sim.device, budget=budget, training=trains):
+        with torch.set_grad_enabled(trains):
+            assert torch.equal(*both.run(lambda model: step(model, x)))
+            paged, plain = both.run(lambda model: verb(model, x, tmp_path))
+        assert all(map(torch.equal, paged, plain))
+        assert both.gradients_differ() == []
+        assert both.values_differ() == []
+
+
+def test_an_adapter_that_came_later_is_named(sim, pair):
+    both = pair(build())
+    (x,) = sentences(sim, 1)
+    with both.page(0.7):
+        both.host.add_adapter("late", LoraConfig(**_LORA))
+        both.host.set_adapter("late")
+        with pytest.raises(RuntimeError, match="same device") as caught:
+            loss_of(both.host, x)
+        (note,) = caught.value.__notes__
+        assert note.startswith("The model is paged to sim:0, and it has got ")
+        assert "lora_A.late.weight' (float32[4, 16] on cpu, 256 B)" in note
+        assert note.endswith("Call unpage(), and page the model again with them.")
+    with both.page(0.7):
+        step(both.host, x)
+    gradients = {name: p.grad for name, p in both.host.named_parameters() if p.grad is not None}
+    assert gradients
+    assert all("late" in name for name in gradients)
+    assert all(same(each, each) for each in gradients.values())
