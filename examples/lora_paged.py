@@ -60,18 +60,17 @@ def main() -> None:
     optimizer = torch.optim.AdamW(trained, lr=0.01)
     words = torch.randint(WORDS, (1, LENGTH))
     losses = []
-    with device() as accelerator:
-        with page(model, accelerator, budget=weights // 2, training=True) as handle:
-            print(str(handle.plan).partition("\n    ")[0])
-            for _ in range(STEPS):
-                logits = model(input_ids=words).logits[0]
-                loss = cross_entropy(logits[:-1], words[0, 1:].to(accelerator))
-                loss.backward()
-                # On the host, where the adapters, their gradients and the optimizer's state are.
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
-            adapters = get_peft_model_state_dict(model)
+    with device() as there, page(model, there, budget=weights // 2, training=True) as handle:
+        print(str(handle.plan).partition("\n    ")[0])
+        for _ in range(STEPS):
+            logits = model(input_ids=words).logits[0]
+            loss = cross_entropy(logits[:-1], words[0, 1:].to(there))
+            loss.backward()
+            # On the host, where the adapters, their gradients and the optimizer's state are.
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        adapters = get_peft_model_state_dict(model)
     share = sum(p.nbytes for p in trained) / weights
     print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}")
     print(f"trained {share:.0%} of {weights / 2**20:.1f} MiB: {len(adapters)} tensors to save")

@@ -15,7 +15,7 @@ from tenure._account import taken
 from tenure._cuda_segments import taken_by
 from tenure._errors import PagingError
 from tenure._text import parse_bytes
-from tenure._torch.quiet import aside
+from tenure._torch.quiet import aside_with_subclasses
 
 from ._device import RESIDENT, Arrangement, Engine, UnpagedTensors, in_place_of
 from ._forward import Arguments, Attached, ModuleHooks, Pager, moved
@@ -106,9 +106,9 @@ class ChunkPager(Pager):
             return host.tensor
         # A model that reads the weight of a layer it does not call, as a tied head does, computes
         # on the device with a weight of the host's.
-        if not self.is_inside or host.unit is None or self.engine.stays(host.unit):
+        if not self.is_inside or all(map(self.engine.stays, host.units)):
             return super().show(host)
-        with aside():
+        with aside_with_subclasses():
             copy = taken(lambda: host.tensor.detach().to(self.engine.device), RESIDENT)
             return in_place_of(host.tensor, copy)
 

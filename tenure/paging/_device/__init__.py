@@ -3,6 +3,7 @@
 `_engine` decides when, by what `_pass` expects; `_room` where; `_copies` who waits for what.
 """
 
+from ._composed import Composed as Composed
 from ._copies import Copies as Copies
 from ._copies import UnpagedTensors as UnpagedTensors
 from ._engine import Engine as Engine

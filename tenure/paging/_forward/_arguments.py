@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from tenure._containers import Survey, entries_of, is_mutable, set_entries
 from tenure._errors import TenureError
-from tenure._storages import storages_of
+from tenure._storages import all_storages_of
 from tenure._text import describe_tensor, listed
 from tenure._torch.storages import key_of
 
@@ -201,7 +201,7 @@ def _inside(node: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_in(lent: Collection[int], tensor: Tensor) -> bool:
-    return any(key_of(storage) in lent for storage in storages_of(tensor))
+    return any(key_of(storage) in lent for storage in all_storages_of(tensor))
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from tenure._torch.compiler import never_compiled
 from tenure._torch.modules import calls_of
 from tenure._torch.storages import key_of
 
-from .._device import Engine, Forward, Page, Pass, UnpagedTensors
+from .._device import Composed, Engine, Forward, Page, Pass, UnpagedTensors
 from .._model import HostTensor, Unit
 from ._arguments import apart_from
 from ._door import Door, name_of, place_of, waits_for_us
@@ -45,6 +45,7 @@ class Pager:
         self.engine = engine
         self._unpaged = unpaged
         self._refusals: Refusals = Inference(hosts)
+        self._composed = Composed(engine.device)
         self._door = Door()
         # Whoever leaves for an interrupted forward: its thread or another.
         self._leaving = RLock()
@@ -166,14 +167,20 @@ class Pager:
         if now is None or not self.is_inside:
             # Whoever reads a parameter outside of the forward may write to it, as optimizers and
             # load_state_dict do, and no version tells of `.data`.
-            self.engine.let_host_write(host)
+            for each in host.parts or [host]:
+                self.engine.let_host_write(each)
             return host.tensor
+        if host.parts:
+            return self._composed.of(
+                host, {id(each.tensor): self.show(each) for each in host.parts}
+            )
         if host.unit is None:
             return self._unpaged.shown(host)
         return self._page_of(host.unit, now).shown(host)
 
     def save(self) -> None:
         """Have on the host what the forward that runs has written so far."""
+        self._composed.settle()
         self.engine.save()
         self._unpaged.save()
 
@@ -233,6 +240,7 @@ class Pager:
         try:
             while forward.restores:
                 forward.restores.pop()()
+            self._composed.settle()
             for page in forward.pages:
                 self.engine.release(page)
             if self._is_over(now):
@@ -256,6 +264,7 @@ class Pager:
 
     def _let_go_of_loose(self, now: Pass, *, held_too: bool = False) -> None:
         """Release the pages that no forward brackets and whose tensors nobody holds any more."""
+        self._composed.settle()
         still_held = []
         for page in now.loose:
             if page.is_held() and not held_too:

@@ -165,7 +165,7 @@ class Training(Refusals):
         whole = [host.name for host in self.asking() if host.unit is None]
         if whole:
             raise PagingError(
-                f"{whole[0]!r} asks for gradients and can't be paged: it is a tensor subclass, "
-                "sparse or empty, and stays on the device whole, from where they would not get "
-                "home. Freeze it with requires_grad_(False), or unpage() first."
+                f"{whole[0]!r} asks for gradients and can't be trained while it is paged: it is a "
+                "tensor subclass, sparse or empty, and its gradients would not get home. Freeze "
+                "it with requires_grad_(False), or unpage() first."
             )

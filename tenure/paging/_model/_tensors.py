@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from tenure._cuda_blocks import up_to
-from tenure._storages import byte_range, inner_tensors, storages_of
+from tenure._storages import byte_range
 from tenure._torch.storages import key_of
 from tenure._torch.writes import version_of
+
+from ._kinds import is_plain, parts_of, sizes_of_unpaged
 
 EXTENT_ALIGNMENT_BYTES = 256
 # What CUDA's allocator rounds to.
@@ -26,7 +28,6 @@ UNIT_ALIGNMENT_BYTES = 512
 # Kernels read whole vectors, and choose their way by the address: a tensor keeps its place modulo
 # this, or it would be computed with in another order than by the plain model.
 _ADDRESS_ALIGNMENT_BYTES = 16
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
 @dataclass(eq=False, slots=True)
@@ -42,6 +43,8 @@ class HostTensor:
         home: the address of its bytes in the pager's memory; 0 while they are the model's own.
         home_form: its form there.
         home_strides: its strides there.
+        parts: the plain tensors that it is made of, which are paged in its place.
+        around: the tensors that it is a part of.
     """
 
     tensor: Tensor
@@ -52,12 +55,19 @@ class HostTensor:
     home: int = 0
     home_form: tuple[object, ...] = ()
     home_strides: tuple[int, ...] = ()
+    parts: list[HostTensor] = field(default_factory=list)
+    around: list[Tensor] = field(default_factory=list)
     _unit: weakref.ref[Unit] | None = None
 
     @property
     def unit(self) -> Unit | None:
-        """What it is paged with; None for one of the unpaged tensors."""
+        """What it is paged with; None for one of the unpaged tensors, or one that has parts."""
         return None if self._unit is None else self._unit()
+
+    @property
+    def units(self) -> list[Unit]:
+        """What it is paged with, all of its parts; none for one of the unpaged tensors."""
+        return [each.unit for each in self.parts or [self] if each.unit is not None]
 
     def join(self, unit: Unit, start: int) -> None:
         """Become part of a unit, in which its extent begins at byte ``start``."""
@@ -85,7 +95,8 @@ class HostTensor:
     @property
     def version(self) -> int:
         """Grows with each write in place that autograd would notice."""
-        return version_of(self.tensor) or 0
+        # Its class writes a part below autograd, which counts the write of the whole alone.
+        return sum(version_of(each) or 0 for each in (self.tensor, *self.around))
 
 
 @dataclass(eq=False, slots=True)
@@ -166,8 +177,8 @@ class TensorTable:
 
     Attributes:
         hosts: every tensor, by the ``id`` of its object.
-        unpaged: tensors that have no plain memory to page: subclasses, sparse and empty ones.
-        direct: for each module, the tensors that it registers itself.
+        unpaged: tensors that have no plain memory to page: some subclasses, sparse and empty ones.
+        direct: for each module, the tensors that it registers itself, and what these are made of.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -175,12 +186,8 @@ class TensorTable:
         self.direct: dict[nn.Module, list[HostTensor]] = {}
         self.unpaged: list[HostTensor] = []
         for prefix, module in model.named_modules():
-            self.direct[module] = [
-                # A tied weight, as of a language model whose head is its embedding, is one tensor
-                # under two names: it keeps the first of them.
-                self.hosts.setdefault(id(tensor), HostTensor(tensor, name, is_buffer))
-                for name, tensor, is_buffer in _registered(module, prefix)
-            ]
+            found = [self._host_of(*each) for each in _registered(module, prefix)]
+            self.direct[module] = [each for host in found for each in (host, *host.parts)]
         self._extents = self._lay_out()
 
     @property
@@ -203,6 +210,19 @@ class TensorTable:
         }
         return list(found.values())
 
+    def _host_of(self, name: str, tensor: Tensor, is_buffer: bool) -> HostTensor:
+        # A tied weight, as of a language model whose head is its embedding, is one tensor under two
+        # names: it keeps the first of them.
+        host = self.hosts.get(id(tensor))
+        if host is None:
+            host = self.hosts[id(tensor)] = HostTensor(tensor, name, is_buffer)
+            if not is_plain(tensor):
+                inside = parts_of(tensor).items()
+                host.parts = [self._host_of(f"{name}.{path}", t, False) for path, t in inside]
+                for part in host.parts:
+                    part.around.append(tensor)
+        return host
+
     def _lay_out(self) -> dict[int, Extent]:
         by_storage: dict[int, list[HostTensor]] = {}
         for host in self.hosts.values():
@@ -210,31 +230,10 @@ class TensorTable:
                 # Views of one storage, as the parts of a fused projection are, must keep their
                 # distance: whoever writes through one of them is seen through the others.
                 by_storage.setdefault(key_of(host.tensor.untyped_storage()), []).append(host)
-            else:
+            elif not host.parts:
                 self.unpaged.append(host)
         extents = map(_extent, by_storage.values())
         return {id(host.tensor): extent for extent in extents for host in extent.tensors}
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Whether its bytes in a storage are all there is to it."""
-    return (
-        # A subclass may be made of several tensors, as quantized weights are, or mean something
-        # else by its bytes; a conjugated one is the bytes of another.
-        type(tensor) in _PLAIN
-        and tensor.layout is torch.strided
-        and tensor.numel() > 0
-        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-    )
-
-
-def sizes_of_unpaged(tensor: Tensor) -> list[int]:
-    """The bytes of each block that a copy of a tensor takes which is not plain."""
-    # Each of the tensors inside is a block of the allocator, and rounded by itself.
-    inside = inner_tensors(tensor)
-    if inside:
-        return [n_bytes for each in inside for n_bytes in sizes_of_unpaged(each)]
-    return [storage.nbytes() for storage in storages_of(tensor)] if tensor.numel() else []
 
 
 def _registered(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor, bool]]:

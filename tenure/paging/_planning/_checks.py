@@ -365,6 +365,15 @@ def _check_tensor(name: str, tensor: Tensor) -> None:
         raise PagingError(
             f"{name!r} is not in host memory ({describe_tensor(tensor)}). Call model.cpu() first."
         )
+    if not hasattr(type(tensor), "__tensor_flatten__") and type(tensor).to is not Tensor.to:
+        # As of bitsandbytes, which quantizes weights, or takes their scales along, where they move.
+        kind = type(tensor).__name__
+        raise PagingError(
+            f"{name!r} is a {kind}, which moves itself: to() takes more along than its own bytes, "
+            "or changes them, and paging would not. Page the model before it is quantized so, or "
+            "quantize it with tensors that tell what they are made of (__tensor_flatten__), as "
+            "torchao does."
+        )
     # As of `share_memory()`, which workers of a trainer read: they would never see another write.
     if tensor.layout is torch.strided and tensor.is_shared():
         raise PagingError(

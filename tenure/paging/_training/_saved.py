@@ -12,6 +12,7 @@ where hooks are, so they are asked here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -22,11 +23,11 @@ from tenure._storages import byte_range
 from tenure._text import describe, describe_tensor
 from tenure._torch.autograd import hooks_of_saved, is_running_node
 from tenure._torch.lending import lent_to
-from tenure._torch.quiet import quietly, without_functions
+from tenure._torch.quiet import aside_with_subclasses, quietly, without_functions
 from tenure._torch.writes import version_of
 
 from .._device import Engine, Page
-from .._model import HostTensor, Unit
+from .._model import HostTensor, Unit, made_around
 from ._activations import Activations, Moved
 
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
@@ -42,6 +43,13 @@ class _Weight(NamedTuple):
     dtype: torch.dtype
     form: tuple[Any, ...]
     is_conjugate: bool
+
+
+class _Composed(NamedTuple):
+    """A tensor that is made of others, or a view of one, and the weights that its parts are of."""
+
+    like: Tensor
+    parts: list[_Weight]
 
 
 class _Kept(NamedTuple):
@@ -105,7 +113,26 @@ class SavedTensors:
         n_writes = _n_writes(page, hosts)
         return _Weight(page.unit, hosts, n_writes, tensor.dtype, form, tensor.is_conj())
 
-    def unpack(self, packed: _Weight | _Kept | _Passed | Moved) -> Tensor:
+    def packed_composed(self, tensor: Tensor) -> _Composed | None:
+        """A tensor that is made of parts of pages; None if it is another."""
+        parts: list[_Weight] = []
+
+        def take(part: Tensor) -> Tensor:
+            if not part.numel():
+                return part
+            weight = self.packed_weight(part)
+            if weight is None:
+                raise LookupError
+            parts.append(weight)
+            # Its form alone, which holds no bytes
+            return torch.empty_like(part, device="meta")
+
+        # A class may refuse anything, in any way; then it is kept, with the bytes that it is of.
+        with suppress(Exception), aside_with_subclasses():
+            return _Composed(made_around(tensor, take), parts)
+        return None
+
+    def unpack(self, packed: _Weight | _Composed | _Kept | _Passed | Moved) -> Tensor:
         """A saved tensor, as it was.
 
         Raises:
@@ -126,6 +153,13 @@ class SavedTensors:
             return packed.tensor
         if isinstance(packed, Moved):
             return self._back(packed)
+        if isinstance(packed, _Composed):
+            parts = map(self._unpacked_weight, packed.parts)
+            with aside_with_subclasses():
+                return made_around(packed.like, lambda part: next(parts) if part.numel() else part)
+        return self._unpacked_weight(packed)
+
+    def _unpacked_weight(self, packed: _Weight) -> Tensor:
         page = self._page_of(packed.unit)
         n_writes = _n_writes(page, packed.hosts)
         if n_writes != packed.n_writes:
@@ -155,12 +189,16 @@ class _Packer:
     def __init__(self, saved: SavedTensors, around: Hooks | None) -> None:
         self.saved, self._around = saved, around
 
-    def pack(self, tensor: Tensor) -> _Weight | _Kept | _Passed | Moved:
+    def pack(self, tensor: Tensor) -> _Weight | _Composed | _Kept | _Passed | Moved:
         """What a node keeps in place of a tensor."""
         with without_functions():
             weight = self.saved.packed_weight(tensor)
         if weight is not None:
             return weight
+        if hasattr(type(tensor), "__tensor_flatten__"):
+            composed = self.saved.packed_composed(tensor)
+            if composed is not None:
+                return composed
         if self._around is not None:
             pack, unpack = self._around
             return _Passed(unpack, pack(tensor))

@@ -49,7 +49,7 @@ def test_a_parameter_that_can_not_be_paged_is_refused(sim):
 
     model, x = Empty(), torch.randn(2, WIDTH, device=sim.device)
     with page(model, sim.device, training=True):
-        with pytest.raises(PagingError, match=r"^'none' asks for gradients and can't be paged"):
+        with pytest.raises(PagingError, match=r"^'none' asks for gradients and can't be trained"):
             model(x)
         model.none.requires_grad_(False)
         model(x).sum().backward()

@@ -1,0 +1,105 @@
+"""Kinds of tensors: plain ones, those that are made of plain ones, and others.
+
+A quantized weight is a tensor of a class of its own around plain ones, its numbers and its scales.
+These are paged, and what a forward reads is made anew around their copies.
+
+Invariant: what counts as made of plain tensors has shown that another can be made around others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import torch
+from torch import Tensor, nn
+
+from tenure._storages import byte_range, inner_tensors, named_inner_tensors, storages_of
+from tenure._torch.quiet import aside_with_subclasses
+
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its bytes in a storage are all there is to it."""
+    return (
+        # A subclass may be made of several tensors, as quantized weights are, or mean something
+        # else by its bytes; a conjugated one is the bytes of another.
+        type(tensor) in _PLAIN
+        and tensor.layout is torch.strided
+        and tensor.numel() > 0
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def parts_of(tensor: Tensor) -> dict[str, Tensor]:
+    """The plain tensors that a tensor is made of, by path; none where another can't be made."""
+    # A class may refuse anything, in any way.
+    try:
+        found = dict(_parts(tensor))
+        return found if found and _can_be_made_anew(tensor) else {}
+    except Exception:
+        return {}
+
+
+def made_around(tensor: Tensor, instead: Callable[[Tensor], Tensor]) -> Tensor:
+    """Another tensor of the same class, made around others than its plain ones.
+
+    Args:
+        tensor: as of ``parts_of``, or a view of such a one.
+        instead: gives what stands for a plain tensor, or for an empty one.
+    """
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    inside = {name: getattr(tensor, name) for name in names}
+    parts = {
+        name: instead(each) if _is_leaf(each) else made_around(each, instead)
+        for name, each in inside.items()
+    }
+    made: Tensor = type(tensor).__tensor_unflatten__(  # type: ignore[attr-defined]
+        parts, context, tensor.size(), tensor.stride()
+    )
+    return made
+
+
+def sizes_of_unpaged(tensor: Tensor) -> list[int]:
+    """The bytes of each block that a copy of a tensor takes which is not plain."""
+    # Each of the tensors inside is a block of the allocator, and rounded by itself.
+    inside = inner_tensors(tensor)
+    if inside:
+        return [n_bytes for each in inside for n_bytes in sizes_of_unpaged(each)]
+    return [storage.nbytes() for storage in storages_of(tensor)] if tensor.numel() else []
+
+
+def _parts(tensor: Tensor, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    inside = named_inner_tensors(tensor)
+    # A DTensor names its mesh, too, which has another part of it on each rank; and what makes a
+    # tensor each time it is asked has no bytes that could be moved.
+    if len(inside) != len(names) or any(getattr(tensor, name) is not each for name, each in inside):
+        raise TypeError(type(tensor))
+    for name, each in inside:
+        if is_plain(each):
+            yield f"{path}{name}", each
+        elif not _is_leaf(each):
+            yield from _parts(each, f"{path}{name}.")
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    return is_plain(tensor) or (type(tensor) in _PLAIN and not tensor.numel())
+
+
+def _can_be_made_anew(tensor: Tensor) -> bool:
+    """Whether it comes out the same, but for the device, which must be that of what it is of."""
+    places = count(1)
+
+    def beside_others(part: Tensor) -> Tensor:
+        # As in a page, where each part begins elsewhere in one storage, which a class may refuse.
+        start, (first, end) = next(places), byte_range(part) if part.numel() else (0, 0)
+        room = start + (end - first) // part.element_size()
+        memory = torch.empty(room, dtype=part.dtype, device="meta")
+        return memory.as_strided(part.size(), part.stride(), start)
+
+    with aside_with_subclasses():
+        made = made_around(tensor, beside_others)
+        forms = [(type(t), t.dtype, t.size(), t.stride(), t.layout) for t in (tensor, made)]
+        return forms[0] == forms[1] and made.device.type == "meta"

@@ -1,0 +1,339 @@
+"""Weights that are made of other tensors, as quantized ones are, pass through as plain ones do."""
+
+import copy
+import gc
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
+
+from tenure import NewDisposeScope
+from tenure.paging import PagingError, chunk, page, plan_paging
+
+from .models import WIDTH, mlp
+from .quantized import Quantized, quantized
+from .test_named_memory import assert_exact, report_on
+
+
+def without_meaning(output):
+    """Both halves of a result, or the result."""
+    return torch.cat([output.a, output.b]) if isinstance(output, TwoTensor) else output
+
+
+class Sides(NamedTuple):
+    host: nn.Module
+    there: nn.Module
+
+
+def sides(sim):
+    torch.manual_seed(0)
+    host = quantized(mlp().eval())
+    return Sides(host, copy.deepcopy(host).to(sim.device))
+
+
+def x_of(sim):
+    torch.manual_seed(1)
+    return torch.randn(4, WIDTH).to(sim.device)
+
+
+@torch.no_grad()
+def result(model, x):
+    return without_meaning(model(x)).cpu()
+
+
+@pytest.mark.parametrize("is_on_disk", [False, True])
+def test_weights_pass_and_give_the_results_of_the_model_on_the_device(sim, is_on_disk, tmp_path):
+    host, there = sides(sim)
+    x, before = x_of(sim), copy.deepcopy(host).state_dict()
+    budget = plan_paging(host, sim.device).weight_bytes * 6 // 10
+    host_place = tmp_path if is_on_disk else "pinned"
+    objects = list(host.parameters())
+    with page(host, sim.device, budget=budget, host=host_place) as handle:
+        assert handle.plan.ring_bytes
+        for _ in range(3):
+            assert torch.equal(result(host, x), result(there, x))
+        report = handle.report()
+        assert report.bytes_per_pass == sum(u.n_bytes for u in handle.plan.units if not u.resident)
+        assert report.faults == 0
+        assert all(a is b for a, b in zip(host.parameters(), objects, strict=True))
+    assert torch.equal(result(host, x.cpu()), result(there, x))
+    for name, value in host.state_dict().items():
+        assert torch.equal(as_plain(value), as_plain(before[name])), name
+
+
+def as_plain(value):
+    return value.plain() if isinstance(value, Quantized) else value
+
+
+def test_a_quantized_model_takes_what_its_numbers_take(sim):
+    gc.collect()
+    torch.manual_seed(0)
+    host = quantized(mlp().eval())
+    with page(host, sim.device, budget=5 * 1024) as handle:
+        weights = sum(p.numbers.nbytes + p.scale.nbytes for p in host.parameters() if p.dim() == 2)
+        biases = sum(p.nbytes for p in host.parameters() if p.dim() == 1)
+        # and what is lost where each begins at a whole place
+        assert weights + biases <= handle.plan.weight_bytes < 1.3 * (weights + biases)
+        result(host, x_of(sim))
+        report = report_on(host)
+        device = assert_exact(sim, report)
+        assert device.categories["paged: resident"] == handle.plan.resident_bytes
+        assert device.categories["paged: ring"] == handle.plan.ring_bytes
+        assert report.categories["paged: host"] == handle.plan.weight_bytes
+
+
+def test_what_is_read_is_one_object_while_somebody_has_it(sim):
+    host, _ = sides(sim)
+    seen = []
+
+    def look(module, args):
+        weight = module.weight
+        seen.append((weight is module.weight, type(weight), weight.device.type, weight._is_param))
+        assert isinstance(weight, nn.Parameter)
+        assert weight.numbers.device == sim.device
+
+    host[4].register_forward_pre_hook(look)
+    with page(host, sim.device, budget=5 * 1024):
+        result(host, x_of(sim))
+        assert type(host[4].weight) is Quantized
+        assert host[4].weight.device.type == "cpu"
+    assert seen == [(True, Quantized, "sim", True)]
+
+
+def test_writes_on_either_side_arrive(sim):
+    host, there = sides(sim)
+    x = x_of(sim)
+    other = Quantized.of(torch.randn(WIDTH, WIDTH))
+
+    def write(module, args):
+        module.weight.copy_(other.to(module.weight.device))
+
+    with page(host, sim.device, budget=5 * 1024):
+        result(host, x)
+        for model in (host, there):
+            with torch.no_grad():
+                model[0].weight.copy_(other.to(model[0].weight.device))
+                # past all versions
+                model[2].weight.scale.data.mul_(2)
+        assert torch.equal(result(host, x), result(there, x))
+        hooks = [model[6].register_forward_pre_hook(write) for model in (host, there)]
+        assert torch.equal(result(host, x), result(there, x))
+        for hook in hooks:
+            hook.remove()
+        assert torch.equal(host[6].weight.numbers, other.numbers)
+        state = {name: as_plain(value) + 1 for name, value in host.state_dict().items()}
+        for model in (host, there):
+            values = {
+                name: Quantized.of(value) if "weight" in name else value
+                for name, value in state.items()
+            }
+            model.load_state_dict(values)
+        assert torch.equal(result(host, x), result(there, x))
+
+
+def test_a_part_that_is_replaced_is_used_as_it_is(sim):
+    host, there = sides(sim)
+    x = x_of(sim)
+    with page(host, sim.device, budget=5 * 1024):
+        for model in (host, there):
+            weight = model[2].weight
+            weight.scale = torch.full_like(weight.scale, 0.5)
+        assert torch.equal(result(host, x), result(there, x))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.between = mlp()
+        quantized(self)
+        self.last.weight = self.first.weight
+        # beside the whole weight that is tied, a part of one
+        self.between[2].weight.scale = self.between[0].weight.scale
+
+    def forward(self, x):
+        return F.linear(self.between(self.first(x)), self.last.weight)
+
+
+def test_a_weight_that_is_tied_and_a_scale_that_is_shared(sim):
+    torch.manual_seed(0)
+    host = Tied().eval()
+    there, x = copy.deepcopy(host).to(sim.device), x_of(sim)
+    with page(host, sim.device, "1KiB", budget=5 * 1024) as handle:
+        names = [unit.name for unit in handle.plan.units]
+        assert names.count("first.weight.numbers") == 1
+        for _ in range(3):
+            assert torch.equal(result(host, x), result(there, x))
+        assert handle.report().faults == 0
+    assert host.first.weight is host.last.weight
+
+
+def test_what_a_forward_returns_of_a_weight_is_a_copy(sim):
+    class Giving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = quantized(mlp())
+
+        def forward(self, x):
+            return self.layers(x), self.layers[0].weight
+
+    torch.manual_seed(0)
+    host, x = Giving().eval(), x_of(sim)
+    expected = host.layers[0].weight.plain()
+    with page(host, sim.device, budget=5 * 1024), torch.no_grad():
+        _, given = host(x)
+        for _ in range(2):
+            host(x)
+    assert torch.equal(given.plain().cpu(), expected)
+
+
+def test_scopes_do_not_own_what_is_made(sim):
+    host, there = sides(sim)
+    x = x_of(sim)
+    with page(host, sim.device, budget=5 * 1024):
+        for _ in range(2):
+            with NewDisposeScope():
+                found = result(host, x)
+                assert torch.equal(found, result(there, x))
+
+
+def test_chunk_computes_with_them_on_both_sides(sim):
+    host, there = sides(sim)
+    x = x_of(sim)
+    with chunk(host, sim.device, "5KiB") as handle:
+        assert {unit.resident for unit in handle.plan.units} == {True, False}
+        torch.testing.assert_close(result(host, x), result(there, x))
+
+
+# --- over such a base
+
+
+class Adapted(nn.Module):
+    """A linear layer that is frozen, and a small one beside it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def test_adapters_train_over_it_and_graphs_keep_no_weights(sim):
+    torch.manual_seed(0)
+    layers = [Adapted(layer) for layer in quantized(mlp().requires_grad_(False))[::2]]
+    host = nn.Sequential(*layers)
+    there, x = copy.deepcopy(host).to(sim.device), x_of(sim)
+    optimizers = [
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        for model in (host, there)
+    ]
+    with page(host, sim.device, budget=6 * 1024, training=True) as handle:
+        assert handle.plan.ring_bytes < sum(u.n_bytes for u in handle.plan.units if not u.resident)
+        for _ in range(3):
+            losses = []
+            for model, optimizer in zip((host, there), optimizers, strict=True):
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                losses.append(loss.detach().cpu())
+            assert torch.equal(*losses)
+            for p, q in zip(host.parameters(), there.parameters(), strict=True):
+                assert (p.grad is None) == (q.grad is None)
+                assert p.grad is None or torch.equal(p.grad, q.grad.cpu())
+            for optimizer in optimizers:
+                optimizer.step()
+
+
+def test_one_that_asks_for_gradients_is_refused_in_training(sim):
+    host = mlp()
+    host[0].weight = nn.Parameter(TwoTensor(host[0].weight.detach(), host[0].weight.detach()))
+    with (
+        page(host, sim.device, training=True),
+        pytest.raises(
+            PagingError,
+            match=r"^'0.weight' asks for gradients and can't be trained while it is paged",
+        ),
+    ):
+        host(x_of(sim))
+
+
+# --- what can't
+
+
+class Params4bit(nn.Parameter):
+    """As of bitsandbytes: bytes, and a state beside them that moves with its own `to()`."""
+
+    def __new__(cls, data):
+        made = torch.Tensor._make_subclass(cls, data, False)
+        made.quant_state = None
+        return made
+
+    def to(self, *args, **kwargs):
+        return super().to(*args, **kwargs)
+
+
+class State:
+    def __init__(self):
+        self.absmax = torch.ones(3)
+
+
+@pytest.mark.parametrize("state", [None, State()])
+def test_a_parameter_with_a_state_beside_its_bytes_is_refused(sim, state):
+    host = mlp()
+    host[2].weight = Params4bit(torch.ones(WIDTH, WIDTH, dtype=torch.uint8))
+    host[2].weight.quant_state = state
+    with pytest.raises(PagingError) as caught:
+        page(host, sim.device)
+    assert str(caught.value) == (
+        "'2.weight' is a Params4bit, which moves itself: to() takes more along than its own bytes, "
+        "or changes them, and paging would not. Page the model before it is quantized so, or "
+        "quantize it with tensors that tell what they are made of (__tensor_flatten__), as torchao "
+        "does."
+    )
+
+
+class Fixed(Quantized):
+    """Can't be made anew elsewhere."""
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        if inner["numbers"].device.type != "cpu":
+            raise RuntimeError("not here")
+        return Fixed(inner["numbers"], inner["scale"], inner["zero"])
+
+
+class Property(Quantized):
+    """Makes a part each time that it is asked for it."""
+
+    @property
+    def zero(self):
+        return torch.empty(0)
+
+    @zero.setter
+    def zero(self, value):
+        pass
+
+
+def two(weight):
+    # refuses parts that do not begin at the same place of their storages, as in a page
+    return nn.Parameter(TwoTensor(weight.detach(), weight.detach() * 2), requires_grad=False)
+
+
+@pytest.mark.parametrize("make", [Fixed.of, Property.of, two])
+def test_one_that_can_not_be_made_anew_stays_whole(sim, make):
+    torch.manual_seed(0)
+    host = mlp().eval()
+    host[10].weight = make(host[10].weight)
+    there, x = copy.deepcopy(host), x_of(sim)
+    there[10].weight = nn.Parameter(there[10].weight.to(sim.device), requires_grad=False)
+    there = there.to(sim.device)
+    with page(host, sim.device, budget=20 * 1024) as handle:
+        assert handle.plan.ring_bytes
+        assert "10" not in [unit.name for unit in handle.plan.units if unit.n_bytes > 512]
+        for _ in range(2):
+            assert torch.equal(result(host, x), result(there, x))
