@@ -11,3 +11,4 @@ from ._planning import PagingPlan as PagingPlan
 from ._planning import PlannedUnit as PlannedUnit
 from ._planning import plan_paging as plan_paging
 from ._report import PagingReport as PagingReport
+from ._sharded import ShardedModel as ShardedModel

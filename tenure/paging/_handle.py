@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import torch
 from torch import nn
@@ -31,8 +31,8 @@ from ._forward import (
     after_captures,
     check_capture,
 )
-from ._host import FileStore, HostBuffers, HostStore, SpillStore, checked_folder
-from ._link import DiskLink, HostLink, Link
+from ._host import FileStore, HostBuffers, HostStore
+from ._link import Link
 from ._model import hookable
 from ._planning import (
     DISK,
@@ -51,8 +51,12 @@ from ._planning import (
     speed_of,
 )
 from ._report import PagingReport, make_report
-from ._resources import Resources, acquire
+from ._resources import Resources, acquire, file_link, ways_to
+from ._sharded import ShardedModel, shard
 from ._training import Stepping, TrainingEngine, checked_optimizer, clipped
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class PagedModel:
@@ -169,6 +173,7 @@ class PagedModel:
         return f"<PagedModel {self.plan.model} on {self.plan.device}, {state}>"
 
 
+@overload
 def page(
     model: nn.Module,
     device: str | torch.device = "cuda",
@@ -181,7 +186,35 @@ def page(
     methods: Iterable[str] = (),
     training: bool = False,
     activations: str | None = None,
-) -> PagedModel:
+    mesh: None = None,
+) -> PagedModel: ...
+
+
+@overload
+def page(
+    model: nn.Module,
+    device: str | torch.device = "cuda",
+    *,
+    host: Literal["pinned", "pageable"] = "pinned",
+    training: bool = False,
+    mesh: DeviceMesh,
+) -> ShardedModel: ...
+
+
+def page(
+    model: nn.Module,
+    device: str | torch.device = "cuda",
+    max_layer_size: int | str = -1,
+    *,
+    budget: int | str | None = None,
+    host: str | Path = "pinned",
+    keep: Iterable[str] = (),
+    prefetch: str | int = "auto",
+    methods: Iterable[str] = (),
+    training: bool = False,
+    activations: str | None = None,
+    mesh: DeviceMesh | None = None,
+) -> PagedModel | ShardedModel:
     """Run a model on a device that can't hold it: its weights stay on the host and pass through.
 
     The model stays the same object, with the same modules, parameters, hooks and ``state_dict``.
@@ -208,9 +241,13 @@ def page(
         activations: ``"host"`` has what the forward saves for the backward pass wait in host
             memory, too; None leaves it on the device. ``plan_paging(..., inputs=...)`` says whether
             that lowers the peak.
+        mesh: shard the model over these ranks by FSDP2 instead, with the shards in host memory; all
+            ranks call this, with the same weights. Of the other arguments ``host`` may say whether
+            to pin, and the rest is refused.
 
     Returns:
         The handle: ``report()``, ``plan``, ``unpage()``, and a block that unpages when it ends.
+        With a mesh a `ShardedModel`.
 
     Raises:
         PagingError: the model can't be paged, or not within the budget; it is as before.
@@ -229,6 +266,10 @@ def page(
 
     Source: ``page`` of pytorch-optimem, where each layer is moved in and out synchronously.
     """
+    if mesh is not None:
+        ours = {"max_layer_size": max_layer_size, "budget": budget, "keep": tuple(keep)}
+        ours |= {"prefetch": prefetch, "methods": tuple(methods), "activations": activations}
+        return shard(model, mesh, device, host, ours)
     check_host(host)
     check_training(training, host)
     check_activations(activations, training=training)
@@ -237,7 +278,7 @@ def page(
     checked_model(model)
     entries = checked_methods(model, methods)
     planned = make_plan(model, chosen, max_layer_size, budget, keep, speed_of(host))
-    link, store = _ways_to(chosen, host, planned)
+    link, store = ways_to(chosen, host, planned)
     moves = activations == "host"
     return carry_out(
         model, planned, link, store, max_ahead, entries, trains=training, moves_activations=moves
@@ -312,20 +353,12 @@ def load_paged(
         with assigned(model, checkpoint):
             planned = make_plan(model, chosen, max_layer_size, budget, keep, DISK)
             store = FileStore(checkpoint.files)
-            link = _file_link(planned, chosen, store)
+            link = file_link(planned, chosen, store)
             return carry_out(model, planned, link, store, max_ahead, entries)
     except BaseException:
         # An interruption, too: until there is a handle, nobody else closes the files.
         checkpoint.close()
         raise
-
-
-def _file_link(planned: Planned, device: torch.device, store: FileStore) -> Link:
-    """The link from a store's files to a device, or to where the CPU computes."""
-    if device.type == "cpu":
-        return HostLink(store.reader)
-    largest_bytes = max((unit.n_bytes for unit in planned.cut.units), default=1)
-    return DiskLink(device, store.reader, largest_bytes)
 
 
 def carry_out(
@@ -357,13 +390,3 @@ def carry_out(
     # Last: from now on another model's retry may ask for memory, at any time.
     shrinkables.add(pager)
     return handle
-
-
-def _ways_to(device: torch.device, host: str | Path, planned: Planned) -> tuple[Link, HostStore]:
-    """How weights get to a device, and where they are meanwhile."""
-    if isinstance(host, Path):
-        files = SpillStore(checked_folder(host), planned.plan.model)
-        return _file_link(planned, device, files), files
-    link = Link(device)
-    advice = '; or say host="pageable"'
-    return link, HostBuffers(device, pin=host == "pinned", advice=advice)

@@ -8,15 +8,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
+import torch
 from torch import nn
 
 from tenure._cuda_segments import Taken, taken_by
 from tenure._registries import NamedTensor, namers
 
 from ._device import Engine, UnpagedTensors
-from ._host import HostStore
-from ._link import Link
+from ._host import FileStore, HostBuffers, HostStore, SpillStore, checked_folder
+from ._link import DiskLink, HostLink, Link
 from ._model import Unit
 from ._planning import Planned
 
@@ -110,3 +112,21 @@ def acquire(
         engine.fill_residents(reserved)
         undoing.pop_all()
     return resources
+
+
+def ways_to(device: torch.device, host: str | Path, planned: Planned) -> tuple[Link, HostStore]:
+    """How weights get to a device, and where they are meanwhile."""
+    if isinstance(host, Path):
+        files = SpillStore(checked_folder(host), planned.plan.model)
+        return file_link(planned, device, files), files
+    link = Link(device)
+    advice = '; or say host="pageable"'
+    return link, HostBuffers(device, pin=host == "pinned", advice=advice)
+
+
+def file_link(planned: Planned, device: torch.device, store: FileStore) -> Link:
+    """The link from a store's files to a device, or to where the CPU computes."""
+    if device.type == "cpu":
+        return HostLink(store.reader)
+    largest_bytes = max((unit.n_bytes for unit in planned.cut.units), default=1)
+    return DiskLink(device, store.reader, largest_bytes)

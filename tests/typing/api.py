@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, assert_type
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import Seq2SeqTrainer
 
 import tenure
@@ -82,6 +83,7 @@ from tenure.paging import (
     PagingReport,
     PagingWarning,
     PlannedUnit,
+    ShardedModel,
     chunk,
     load_paged,
     page,
@@ -320,6 +322,11 @@ def paging_from_disk(model: torch.nn.Module) -> None:
     assert_type(page(model, "cpu", host=Path("folder"), prefetch=2), PagedModel)
     assert_type(page(model, "cuda", methods=("encode", "text.decode")), PagedModel)
     assert_type(page(model, "cuda", training=True, activations="host"), PagedModel)
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = page(model, mesh=mesh, host="pageable")
+    assert_type(sharded, ShardedModel)
+    assert_type(sharded.sharded, tuple[str, ...])
+    page(model, mesh=mesh, budget="1GiB")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
     assert_type(load_paged(model, "folder", host=Path("own"), methods=["encode"]), PagedModel)
     assert_type(plan_paging(model, "cpu", host=Path("folder"), link_bytes_per_s=5e9), PagingPlan)
 

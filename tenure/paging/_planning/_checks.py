@@ -19,6 +19,7 @@ from tenure._devices import indexed
 from tenure._errors import ByteSizeError, PagingError
 from tenure._host_memory import free_host_bytes
 from tenure._text import describe_tensor, parse_bytes, parse_share
+from tenure._torch.sharding import is_dtensor
 
 from .._forward import Method, PagedDict, check_capture
 from .._model import UnitSize
@@ -355,6 +356,12 @@ def _check_unpaged(name: str, module: nn.Module) -> None:
 
 
 def _check_tensor(name: str, tensor: Tensor) -> None:
+    if is_dtensor(tensor):
+        raise PagingError(
+            f"{name!r} is a DTensor, of which other ranks have parts, as fully_shard() makes them: "
+            "torch alone moves those. Page a model before it is sharded: page(model, mesh=...) "
+            "shards it, and keeps the shards in host memory."
+        )
     if is_lazy(tensor):
         raise PagingError(f"{name!r} is not initialized yet. Run the model once, then page it.")
     if tensor.device.type == "meta":
