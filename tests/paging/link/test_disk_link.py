@@ -120,7 +120,7 @@ def test_staging_memory_is_pinned_while_it_is_needed(sim):
 
 @torch.no_grad()
 def test_a_model_passes_through_staging_memory_smaller_than_its_units(sim, tmp_path, monkeypatch):
-    monkeypatch.setattr("tenure.paging._handle.DiskLink", partial(DiskLink, slot_bytes=512))
+    monkeypatch.setattr("tenure.paging._resources.DiskLink", partial(DiskLink, slot_bytes=512))
     model, x = mlp(), torch.ones(4, WIDTH)
     expected = home(model.to(sim.device)(x.to(sim.device)))
     model = model.cpu()
