@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterable
-from weakref import WeakSet, ref
+from weakref import WeakValueDictionary, ref
 
 from torch import Tensor
 
@@ -55,7 +55,7 @@ class ThreadScopes:
         self.waiting: list[tuple[Reference, Cause]] = []
         self.attached = self.detached = self.disposed = self.disposed_outside = 0
         self.counts_at_reset: dict[str, int] = {}
-        _all_threads.add(self)
+        _all_threads[id(self)] = self
         _install_hooks_once()
 
     def owner_of(self, tensor: Tensor) -> Owner | None:
@@ -122,7 +122,9 @@ class _Local(threading.local):
 
 
 _local = _Local()
-_all_threads: WeakSet[ThreadScopes] = WeakSet()
+# A dictionary gives a list of its references in one go; a set of them is walked step by step, and a
+# thread that begins meanwhile would change its size.
+_all_threads: WeakValueDictionary[int, ThreadScopes] = WeakValueDictionary()
 
 
 def this_thread() -> ThreadScopes:
@@ -136,8 +138,11 @@ def this_thread() -> ThreadScopes:
 def foreign_owner_of(tensor: Tensor) -> Owner | None:
     """The open scope of another thread that owns ``tensor``."""
     mine = this_thread()
-    for scopes in list(_all_threads):
-        if scopes is not mine and (owner := scopes.owner_of(tensor)) is not None:
+    for reference in _all_threads.valuerefs():
+        scopes = reference()
+        if scopes is None or scopes is mine:
+            continue
+        if (owner := scopes.owner_of(tensor)) is not None:
             return owner
     return None
 

@@ -5,6 +5,7 @@ import copy
 import gc
 import logging
 import pickle
+import sys
 import threading
 import weakref
 
@@ -16,6 +17,7 @@ from tenure import (
     DisposeScope,
     NewDisposeScope,
     ScopeUsageError,
+    attach_to_scope,
     current_scope,
     is_disposed,
     owner_of,
@@ -523,6 +525,37 @@ class TestOtherThreads:
             current, made = self.run(work)
             assert current is None
             assert made not in scope
+
+    def test_threads_may_begin_while_an_owner_is_looked_for_among_all_of_them(self):
+        begun, is_over = [], threading.Event()
+
+        def use_a_scope(has_begun):
+            with NewDisposeScope():
+                has_begun.set()
+                is_over.wait(60)
+
+        def at_each_line_of_weakref(frame, event, argument):
+            if "weakref" not in frame.f_code.co_filename:
+                return None
+            has_begun = threading.Event()
+            begun.append(threading.Thread(target=use_a_scope, args=(has_begun,)))
+            begun[-1].start()
+            has_begun.wait(60)
+            return at_each_line_of_weakref
+
+        tensor = torch.ones(2)
+        before = sys.gettrace()
+        with NewDisposeScope() as scope:
+            sys.settrace(at_each_line_of_weakref)
+            try:
+                attach_to_scope(tensor)
+            finally:
+                sys.settrace(before)
+                is_over.set()
+            for thread in begun:
+                thread.join()
+            assert tensor in scope
+        assert begun
 
     def test_many_threads_with_scopes_and_a_shared_leaf(self):
         leaf = torch.ones(64, requires_grad=True)

@@ -48,7 +48,7 @@ class Reader:
         self._threads: ThreadPoolExecutor | None = None
         self._thread: int | None = None
         self._last: Future[Done] | None = None
-        _readers.add(self)
+        _readers[id(self)] = self
 
     def submit(self, read: Callable[[], object]) -> Future[Done]:
         """Have something read after all that was asked for before."""
@@ -90,14 +90,16 @@ class Reader:
         return Done(began_s, time.perf_counter(), error)
 
 
-# Weakly: whoever drops a model must not keep its reader, nor the thread of that.
-_readers: weakref.WeakSet[Reader] = weakref.WeakSet()
+# Weakly: whoever drops a model must not keep its reader, nor the thread of that. A list of its
+# references is made in one go, whatever other threads page meanwhile.
+_readers: weakref.WeakValueDictionary[int, Reader] = weakref.WeakValueDictionary()
 
 
 def _each(action: Callable[[Reader], None]) -> Callable[[], None]:
     def act() -> None:
-        for reader in list(_readers):
-            action(reader)
+        for reference in _readers.valuerefs():
+            if (reader := reference()) is not None:
+                action(reader)
 
     return act
 
