@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import sys
+from collections import Counter
 from typing import NamedTuple
 
 import psutil
@@ -15,11 +16,21 @@ class Held(NamedTuple):
     """What the process holds at a moment."""
 
     rss_bytes: int
-    objects: int
+    kinds: Counter[type]
     entries: int
 
+    @property
+    def objects(self):
+        """How many objects of Python, of all types."""
+        return self.kinds.total()
+
     def since(self, before):
-        return Held(*(now - then for now, then in zip(self, before, strict=True)))
+        kinds = Counter(self.kinds)
+        # also what there is less of
+        kinds.subtract(before.kinds)
+        kinds = Counter({kind: n for kind, n in kinds.items() if n})
+        rss_bytes, entries = self.rss_bytes - before.rss_bytes, self.entries - before.entries
+        return Held(rss_bytes, kinds, entries)
 
 
 def held():
@@ -33,7 +44,7 @@ def held():
         ctypes.CDLL(None).malloc_trim(0)
     entries = len(scopes.handed_out) + len(scopes.chosen) + scopes.n_owned + len(scopes.open)
     rss_bytes = psutil.Process().memory_info().rss
-    return Held(rss_bytes, len(gc.get_objects()), entries)
+    return Held(rss_bytes, Counter(map(type, gc.get_objects())), entries)
 
 
 def grown(run, n_runs, n_warm):
