@@ -13,7 +13,7 @@ _MAY_IMPORT = {
     "scopes": set(),
     "profiler": {"scopes"},
     "adaptive": {"scopes", "profiler"},
-    "paging": {"scopes", "profiler"},
+    "paging": {"scopes", "profiler", "adaptive"},
     "integrations": {"scopes", "profiler", "adaptive"},
     "testing": set(),
     "_pytest": {"scopes", "profiler"},
@@ -142,6 +142,19 @@ def test_a_room_imports_only_the_rooms_below_it_and_the_ground_none():
         return imported[1] not in _MAY_IMPORT or imported[1] in _MAY_IMPORT.get(room[0], ())
 
     assert _told(each for each in _all_imports() if not may(*each)) == []
+
+
+def test_one_module_of_paging_alone_asks_adaptive_and_only_when_it_runs():
+    asking = {
+        name
+        for name, imported in _all_imports()
+        if name[1:2] == ("paging",) and imported[1:2] == ("adaptive",)
+    }
+    assert asking == {("tenure", "paging", "_planning", "_peak")}
+    path = _ROOT / "paging" / "_planning" / "_peak.py"
+    tree = ast.parse(path.read_text("utf-8"))
+    tree.body = [node for node in tree.body if not isinstance(node, ast.FunctionDef)]
+    assert not any(imported[1:2] == ("adaptive",) for imported in _imports(tree, path))
 
 
 def _place_in_the_ground(name):

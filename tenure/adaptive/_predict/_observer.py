@@ -27,7 +27,7 @@ from ._exchange_memory import exchanged
 from ._known import KnownValues, storages_of
 from ._scratch import scratch_bytes
 from ._target import Target
-from ._workspaces import Workspaces
+from ._workspaces import Workspaces, taken_inside
 
 _ADD = torch.ops.aten.add.Tensor
 
@@ -210,6 +210,12 @@ class Observer(DispatchMode):
                     self._note_result(func, args, storage)
         if not self._target.is_host:
             self.workspaces.note(func, args, kwargs, result, self.phase)
+            sizes = taken_inside(func, args)
+            blocks = [Block(n_bytes, self.phase, "temporaries") for n_bytes in sizes]
+            for block in blocks:
+                self._change(block, block.n_bytes)
+            for block in blocks:
+                self._change(block, 0)
         elif not self._is_counted:
             scratch = scratch_bytes(func, args, kwargs, result)
             if scratch.n_bytes:

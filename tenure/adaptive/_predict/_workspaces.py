@@ -162,6 +162,16 @@ class Workspaces:
             self._saved_bytes += _saved_elsewhere(*args[:2])
 
 
+def taken_inside(func: Any, args: Any) -> tuple[int, ...]:
+    """The bytes of what an operation that is made of others has beside its result, at its worst."""
+    if func is not torch.ops.aten._safe_softmax.default:
+        return ()
+    scores, dim = args[0], args[1]
+    # which scores are minus infinity, which rows of them all are, and a zero
+    n_rows = scores.numel() // max(1, scores.shape[dim])
+    return int(scores.numel()), int(n_rows), int(scores.element_size())
+
+
 def _bytes_of(values: Any) -> int:
     return sum(tensor.numel() * tensor.dtype.itemsize for tensor in passed_tensors(values))
 

@@ -6,8 +6,9 @@ Invariant: a plan is made from the model's sizes alone. Nothing is allocated, mo
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,8 +21,10 @@ from .._model import Cut, TensorTable, Unit
 from ._checks import (
     Budget,
     Elsewhere,
+    check_activations,
     check_host,
     check_seconds_and_speed,
+    check_training,
     checked_budget,
     checked_device,
     checked_kept,
@@ -29,6 +32,7 @@ from ._checks import (
     checked_model,
 )
 from ._draft import Draft, arrange, too_small, unit_sizes
+from ._peak import predicted_beside
 from ._residency import LinkSpeed, Residency, expected_s, n_bytes, predicted_pass_s, preferred
 
 PCIE_4 = LinkSpeed(bytes_per_s=24e9)
@@ -73,6 +77,13 @@ class PagingPlan(Record):
         limit_s: the least time of a pass: ``max((W-R)/BW, C)``.
         predicted_s: the time of a pass in the steady state by this plan.
         computes_on_host: whether what does not stay is computed on the host, by ``chunk``.
+        activations: where those that a backward pass needs are, as ``page`` was told.
+        kept_activation_bytes: what a pass takes beside weights where they stay on the device; None
+            where no inputs were given.
+        host_activation_bytes: the same where they are on the host; None also where nothing is
+            trained.
+        cache_bytes: what of it the model returns for its next call, as models that generate do.
+        allowance_bytes: what kernels may take on top, at the most.
     """
 
     model: str
@@ -89,6 +100,23 @@ class PagingPlan(Record):
     limit_s: float
     predicted_s: float
     computes_on_host: bool = False
+    activations: str | None = None
+    kept_activation_bytes: int | None = None
+    host_activation_bytes: int | None = None
+    cache_bytes: int | None = None
+    allowance_bytes: int = 0
+
+    @property
+    def activation_bytes(self) -> int | None:
+        """What a pass takes beside weights; None where no inputs were given."""
+        is_moved = self.activations == "host"
+        return self.host_activation_bytes if is_moved else self.kept_activation_bytes
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """What a pass takes of the device, weights and all; None where no inputs were given."""
+        beside_bytes = self.activation_bytes
+        return None if beside_bytes is None else self.allocated_bytes + beside_bytes
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -104,6 +132,7 @@ class PagingPlan(Record):
             f"  stays   {_in_units(self.resident_bytes, n_resident)}",
             *self._rest(_in_units(passing_bytes, len(passing))),
             *self._taken_lines(),
+            *self._peak_lines(),
             *self._unit_lines(),
         ]
 
@@ -112,6 +141,24 @@ class PagingPlan(Record):
             yield (
                 f"  takes   {format_bytes(self.allocated_bytes)} of {self.device}, in "
                 f"{format_bytes(self.reserved_bytes)} that its allocator reserves"
+            )
+
+    def _peak_lines(self) -> Iterator[str]:
+        if self.activation_bytes is None or self.peak_bytes is None:
+            return
+        cache = f", {format_bytes(self.cache_bytes)} of it a cache" if self.cache_bytes else ""
+        yield (
+            f"  beside  {format_bytes(self.activation_bytes)} of activations and inputs{cache}: "
+            f"{format_bytes(self.peak_bytes)} in all at most"
+        )
+        if self.allowance_bytes:
+            yield f"          and up to {format_bytes(self.allowance_bytes)} that kernels may take"
+        kept_bytes, host_bytes = self.kept_activation_bytes, self.host_activation_bytes
+        if kept_bytes is not None and host_bytes is not None:
+            lowers = host_bytes < kept_bytes
+            yield (
+                f'          activations="host" {"lowers" if lowers else "does not lower"} it: '
+                f"{format_bytes(host_bytes)}, and {format_bytes(kept_bytes)} without"
             )
 
     def _rest(self, passing: str) -> list[str]:
@@ -166,6 +213,9 @@ def plan_paging(
     keep: Iterable[str] = (),
     link_bytes_per_s: float | None = None,
     compute_s: float | None = None,
+    inputs: Any = None,
+    training: bool = False,
+    activations: str | None = None,
 ) -> PagingPlan:
     """Say how ``page`` would divide the device, without doing it.
 
@@ -179,6 +229,11 @@ def plan_paging(
         link_bytes_per_s: the speed of copies to the device; by default that of PCIe 4.0, or, where
             the host is a path, 2 GB/s.
         compute_s: seconds that a pass computes, if known.
+        inputs: what the model is called with, a tensor, a tuple of arguments or a dictionary of
+            them by name; of ``meta`` will do. The model runs on tensors without data then, and the
+            plan tells what a pass takes beside weights.
+        training: whether that is a forward and a backward pass, as of ``page``.
+        activations: as of ``page``; the plan tells both.
 
     Returns:
         The plan: printable, and with its bytes and times as attributes.
@@ -187,15 +242,40 @@ def plan_paging(
         PagingError: the model can't be paged, or not within the budget; ``minimum_bytes`` then is
             the least that would do. Or a speed or a time is none.
         ByteSizeError: the budget is no number of bytes.
+        PredictionError: nothing can be said of what the inputs lead to.
     """
     check_host(host)
+    check_training(training, host)
+    check_activations(activations, training=training)
     checked_model(model, has_values=False)
     chosen = checked_device(device, Elsewhere.of(host))
     check_seconds_and_speed(link_bytes_per_s, compute_s)
     link = speed_of(host)
     if link_bytes_per_s is not None:
         link = LinkSpeed(link_bytes_per_s)
-    return make_plan(model, chosen, max_layer_size, budget, keep, link, compute_s).plan
+    planned = make_plan(model, chosen, max_layer_size, budget, keep, link, compute_s)
+    if inputs is None:
+        return replace(planned.plan, activations=activations)
+    return _with_activations(planned, model, inputs, activations, training=training)
+
+
+def _with_activations(
+    planned: Planned, model: nn.Module, inputs: Any, activations: str | None, *, training: bool
+) -> PagingPlan:
+    """The plan, with what a pass takes beside weights."""
+    device, units = torch.device(planned.plan.device), planned.cut.units if training else None
+    kept = predicted_beside(model, inputs, device, units, moves=False)
+    moved = None
+    if training:
+        moved = predicted_beside(model, inputs, device, units, moves=True)
+    return replace(
+        planned.plan,
+        activations=activations,
+        kept_activation_bytes=kept.n_bytes,
+        host_activation_bytes=None if moved is None else moved.n_bytes,
+        cache_bytes=kept.cache_bytes,
+        allowance_bytes=kept.allowance_bytes,
+    )
 
 
 def speed_of(host: str | Path) -> LinkSpeed:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -75,8 +76,10 @@ class _Bytes:
         "stream",
     )
 
-    def __init__(self, here: Tensor, start: int, on_host: HostBytes, stream: Any) -> None:
-        self.n_bytes, self.start, self.base = here.nbytes, start, start
+    def __init__(
+        self, here: Tensor, start: int, n_bytes: int, on_host: HostBytes, stream: Any
+    ) -> None:
+        self.n_bytes, self.start, self.base = n_bytes, start, start
         self.here: Tensor | None = here
         self.on_host, self.stream = on_host, stream
         self.serial = 0
@@ -156,10 +159,8 @@ class Activations:
 
     def leave(self, tensors: Iterable[Tensor]) -> None:
         """Leave these where they are: somebody keeps them anyway, as a caller does its inputs."""
-        for tensor in tensors:
-            storage = storage_of(tensor)
-            if storage is not None and tensor.device == self._link.device:
-                self._note_kept_by_others(storage)
+        found = (storage_of(tensor) for tensor in tensors if tensor.device == self._link.device)
+        self._note_kept_by_others(*(storage for storage in found if storage is not None))
 
     def take(self, tensor: Tensor) -> Moved | None:
         """Begin to move what a node saves to the host; None if it is to stay.
@@ -167,7 +168,7 @@ class Activations:
         Args:
             tensor: it; in no page.
         """
-        if type(tensor) is not Tensor or tensor.device != self._link.device:
+        if not self._is_known(tensor) or tensor.device != self._link.device:
             return None
         # A leaf that asks for gradients is somebody's parameter.
         if tensor.layout is not torch.strided or (tensor.requires_grad and tensor.is_leaf):
@@ -178,7 +179,7 @@ class Activations:
         if tensor.is_conj() or tensor.is_neg() or self._is_kept_by_others(storage):
             return None
         n_writes = version_of(tensor)
-        with self._lock, aside():
+        with self._lock, self._unseen():
             away = self._away_of(tensor, storage, n_writes)
             away.n_saved += 1
             # It is needed again where it was saved last.
@@ -188,7 +189,7 @@ class Activations:
             self._alive[self._next] = away
         self._let_go_of_gone()
         form = int(tensor.storage_offset()), tensor.size(), tensor.stride()
-        return Moved(away, writes_of(tensor), n_writes, tensor.dtype, form)
+        return Moved(away, self._writes_of(tensor), n_writes, tensor.dtype, form)
 
     def give(self, moved: Moved) -> Tensor:
         """A tensor that a node saved, for the current stream to read; fetch what is needed next.
@@ -197,12 +198,9 @@ class Activations:
             torch.OutOfMemoryError: the device has no room for it.
         """
         away, stream = moved.away, self._link.current()
-        with self._lock, aside():
+        with self._lock, self._unseen():
             storage, base = self._here(away.bytes, stream)
-            offset, size, strides = moved.form
-            made: Any = torch.empty(0, dtype=moved.dtype, device=self._link.device)
-            at = offset + (base - away.bytes.start) // moved.dtype.itemsize
-            made.set_(storage, at, size, strides)
+            made = self._over(storage, base, moved)
             away.n_given += 1
             if away.n_given >= away.n_saved:
                 # What other nodes saved of it, they have had; in a second pass all begin anew.
@@ -210,7 +208,7 @@ class Activations:
                 self._let_go(away.bytes)
             self._fetch_ahead(away.bytes.serial, stream)
         self._let_go_of_gone()
-        return made  # type: ignore[no-any-return]
+        return made
 
     def end(self) -> None:
         """A backward pass is over: keep nothing for it."""
@@ -226,6 +224,32 @@ class Activations:
         self._gone.clear()
         self._memory.close()
 
+    def _is_known(self, tensor: Tensor) -> bool:
+        """Whether a tensor is its bytes, and nothing else."""
+        return type(tensor) is Tensor
+
+    def _unseen(self) -> AbstractContextManager[None]:
+        """A block of which no mode, scope or graph of the program knows."""
+        return aside()
+
+    def _writes_of(self, tensor: Tensor) -> Tensor:
+        return writes_of(tensor)
+
+    def _new(self, n_bytes: int) -> Tensor:
+        return torch.empty(n_bytes, dtype=torch.uint8, device=self._link.device)
+
+    def _bytes_of(self, tensor: Tensor, storage: UntypedStorage, start: int, end: int) -> Tensor:
+        """Part of a storage, as uint8."""
+        empty: Any = torch.empty(0, dtype=torch.uint8, device=self._link.device)
+        return empty.set_(storage, start, (end - start,), (1,))  # type: ignore[no-any-return]
+
+    def _over(self, storage: UntypedStorage, base: int, moved: Moved) -> Tensor:
+        """What was saved, in a storage in which its bytes begin at ``base``."""
+        offset, size, strides = moved.form
+        at = offset + (base - moved.away.bytes.start) // moved.dtype.itemsize
+        empty: Any = torch.empty(0, dtype=moved.dtype, device=self._link.device)
+        return empty.set_(storage, at, size, strides)  # type: ignore[no-any-return]
+
     def _away_of(self, tensor: Tensor, storage: UntypedStorage, n_writes: int | None) -> _Away:
         """The bytes of a tensor; those that were saved before, if they are the same."""
         start, end = byte_range(tensor)
@@ -236,11 +260,12 @@ class Activations:
         is_same = known is not None and known.bytes.storage() is storage
         if known is not None and is_same and known.n_writes == n_writes:
             return known
-        away = _Away(self._move(storage, start, end), n_writes, place, self._forget)
+        moving = self._move(tensor, storage, start, end)
+        away = _Away(moving, n_writes, place, self._forget)
         self._at[place] = away
         return away
 
-    def _move(self, storage: UntypedStorage, start: int, end: int) -> _Bytes:
+    def _move(self, tensor: Tensor, storage: UntypedStorage, start: int, end: int) -> _Bytes:
         """Begin to copy bytes of a storage to the host; until that is over they are kept."""
         stream = self._link.current()
         self._streams[stream.stream_id] = stream
@@ -249,10 +274,9 @@ class Activations:
             self._largest_bytes = 0
         self._largest_bytes = max(self._largest_bytes, end - start)
         self._make_room(end - start)
-        empty: Any = torch.empty(0, dtype=torch.uint8, device=self._link.device)
-        here = empty.set_(storage, start, (end - start,), (1,))
+        here = self._bytes_of(tensor, storage, start, end)
         on_host = self._memory.take(end - start)
-        made = _Bytes(here, start, on_host, stream)
+        made = _Bytes(here, start, end - start, on_host, stream)
         # Synchronization strategy: the kernels that make it run on this stream, and a copy to the
         # device may still read what was in this place of the host's memory before.
         after = [self._link.mark(stream), *on_host.after]
@@ -301,8 +325,8 @@ class Activations:
 
     def _fetch(self, wanted: _Bytes, stream: Any) -> None:
         """Begin to copy bytes back."""
-        n_bytes, device = wanted.n_bytes, self._link.device
-        here = taken(lambda: torch.empty(n_bytes, dtype=torch.uint8, device=device), ACTIVATIONS)
+        n_bytes = wanted.n_bytes
+        here = taken(lambda: self._new(n_bytes), ACTIVATIONS)
         # Synchronization strategy: kernels of this stream may still use the memory that it was
         # given, and the copy to the host may not be over.
         after = [self._link.mark(stream), wanted.arrived]
@@ -369,9 +393,9 @@ class Activations:
             finally:
                 self._lock.release()
 
-    def _note_kept_by_others(self, storage: UntypedStorage) -> None:
+    def _note_kept_by_others(self, *storages: UntypedStorage) -> None:
         alive = {key: each for key, each in self._others.items() if each() is not None}
-        self._others = {**alive, key_of(storage): weakref.ref(storage)}
+        self._others = {**alive, **{key_of(each): weakref.ref(each) for each in storages}}
 
     def _is_kept_by_others(self, storage: UntypedStorage) -> bool:
         known = self._others.get(key_of(storage))

@@ -19,7 +19,8 @@ from .._link import Link
 from .._model import HostTensor, Unit, is_plain
 from ._gradient_memory import GradientMemory
 
-_MOST_UNITS = 2
+MOST_UNITS = 2
+"""Of so many units gradients are under way at most, and one that is computed."""
 
 
 class _Sent(NamedTuple):
@@ -98,7 +99,7 @@ class Homeward:
 
     def _let_others_arrive(self, unit: Unit) -> None:
         if unit not in self._under_way:
-            while len(self._under_way) >= _MOST_UNITS:
+            while len(self._under_way) >= MOST_UNITS:
                 self._let_arrive(next(iter(self._under_way)))
 
     def _let_arrive(self, unit: Unit | None) -> None:

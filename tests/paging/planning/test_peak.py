@@ -1,0 +1,126 @@
+"""What a plan says of the device's peak, held against what the simulated device has had."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from tenure.paging import PagingError, page, plan_paging
+
+N_FEATURES = 64
+
+
+def mlp():
+    return nn.Sequential(
+        *[m for _ in range(6) for m in (nn.Linear(N_FEATURES, N_FEATURES), nn.Tanh())]
+    )
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        channels = (3, 16, 16, 16)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.ReLU())
+            for i, o in itertools.pairwise(channels)
+        )
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean((2, 3)))
+
+
+def llama():
+    transformers = pytest.importorskip("transformers")
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=60, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
+            num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, bos_token_id=1,
+            eos_token_id=2,
+        )
+    )  # fmt: skip
+
+
+def tokens():
+    return {"input_ids": torch.randint(3, 60, (8, 40))}
+
+
+MODELS = {
+    "mlp": (mlp, lambda: torch.randn(512, N_FEATURES)),
+    "cnn": (Convolutions, lambda: torch.randn(8, 3, 24, 24)),
+    "llama": (llama, tokens),
+}
+
+
+def true_peak(sim, model, inputs, trains, options):
+    with page(model, sim.device, **options):
+        peaks = []
+        for _ in range(2):
+            model.zero_grad()
+            sim.reset_peak()
+            with torch.set_grad_enabled(trains):
+                output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+                if trains:
+                    end = getattr(output, "logits", output)
+                    end.backward(torch.ones_like(end))
+                    del end
+            peaks.append(sim.peak_bytes)
+            del output
+    return max(peaks)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("trains", "activations", "most"),
+    [(False, None, 1.01), (True, None, 1.03), (True, "host", 1.16)],
+    ids=["inference", "training", "activations on the host"],
+)
+def test_the_peak_is_never_above_what_was_told_and_near_it(sim, name, trains, activations, most):
+    torch.manual_seed(0)
+    make, make_inputs = MODELS[name]
+    model, inputs = make().train(trains), make_inputs()
+    budget_bytes = int(0.9 * sum(p.nbytes for p in model.parameters()))
+    options = {"budget": budget_bytes}
+    if trains:
+        options |= {"training": True, "activations": activations}
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    plan = plan_paging(model, sim.device, inputs=inputs, **options)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert plan.peak_bytes == plan.allocated_bytes + plan.activation_bytes
+    peak_bytes = true_peak(sim, model, inputs, trains, options)
+    assert peak_bytes <= plan.peak_bytes <= most * peak_bytes
+    if trains:
+        assert plan.host_activation_bytes < plan.kept_activation_bytes
+    if name == "llama" and not trains:
+        # keys and values of three layers with two heads of eight features
+        assert plan.cache_bytes == 3 * 2 * (8 * 40 * 2 * 8) * 4
+
+
+def test_inputs_may_be_of_meta_and_the_text_says_whether_the_host_helps(sim):
+    model = mlp()
+    inputs = torch.empty(1 << 20, N_FEATURES, device="meta")
+    plan = plan_paging(model, sim.device, inputs=(inputs,), training=True, activations="host")
+    assert plan.kept_activation_bytes > 7 * inputs.nbytes
+    assert 'activations="host" lowers it: ' in str(plan)
+    assert "of activations and inputs: " in str(plan)
+    small = plan_paging(model, sim.device, inputs=torch.empty(2, N_FEATURES), training=True)
+    assert small.host_activation_bytes == small.kept_activation_bytes
+    assert 'activations="host" does not lower it: ' in str(small)
+    assert "of activations" not in str(plan_paging(model, sim.device))
+    assert plan_paging(model, sim.device).peak_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"inputs": 3}, r"^inputs= got int: give what the model is called with"),
+        ({"activations": "host"}, r"^activations='host' without training=True"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(sim, options, text):
+    with pytest.raises(PagingError, match=text):
+        plan_paging(mlp(), sim.device, **options)
