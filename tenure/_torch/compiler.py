@@ -112,6 +112,14 @@ def is_compiled(value: object) -> bool:
     return "_torchdynamo_orig_callable" in getattr(value, "__dict__", ())
 
 
+def compiled_attribute(module: nn.Module) -> str | None:
+    """Which attribute of a compiled module is what compiled code is called by; None of others."""
+    if not is_compiled(module):
+        return None
+    # What `torch.compile(module)` gives is a module around it, with a forward of its own.
+    return "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
+
+
 def has_compiled() -> bool:
     """Whether anything may be compiled in this process."""
     return f"{_DYNAMO}.eval_frame" in sys.modules

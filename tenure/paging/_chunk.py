@@ -121,12 +121,12 @@ class ChunkHooks(ModuleHooks):
     """Hooks that take a module's arguments to where its weights are, and its output back."""
 
     def __init__(
-        self, module: nn.Module, units: list[Unit], table: TensorTable, pager: ChunkPager
+        self, module: nn.Module, units: list[Unit], hosts: dict[int, HostTensor], pager: ChunkPager
     ) -> None:
         self._chunk = pager
         there = [unit for unit in units if pager.engine.stays(unit)]
         self._runs_on_host = len(there) < len(units)
-        super().__init__(module, there, table, pager)
+        super().__init__(module, there, hosts, pager)
 
     def begin(
         self,

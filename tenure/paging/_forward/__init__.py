@@ -5,7 +5,7 @@
 
 from ._arguments import Arguments as Arguments
 from ._arguments import moved as moved
-from ._binding import Attached as Attached
+from ._attached import Attached as Attached
 from ._binding import PagedDict as PagedDict
 from ._hooks import Method as Method
 from ._hooks import ModuleHooks as ModuleHooks

@@ -16,12 +16,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from tenure._errors import PagingError
 from tenure._torch.compiler import breaks_graphs
 from tenure._torch.modules import calls
 
-from .._model import HostTensor, TensorTable, Unit
+from .._model import HostTensor, Unit
 from ._arguments import Arguments
 from ._pager import Pager
 
@@ -34,19 +35,32 @@ class ModuleHooks:
     Args:
         module: the module.
         units: what its forward needs.
-        table: the tensors of its model.
+        hosts: the tensors of its model, by the ``id`` of each.
         pager: whom to tell.
     """
 
     def __init__(
-        self, module: nn.Module, units: list[Unit], table: TensorTable, pager: Pager
+        self, module: nn.Module, units: list[Unit], hosts: dict[int, HostTensor], pager: Pager
     ) -> None:
         self._pager, self._units = pager, units
+        self._module = weakref.ref(module)
+        self._on_pass: Callable[[], object] | None = None
+        self._handles: tuple[RemovableHandle, ...] = ()
         # Not the hooks themselves: the pager must not hold who holds it.
         self._token = object()
-        self._attributes = _Attributes(module, table, pager)
-        begin: Any = _Hook(self.begin)
-        end: Any = _Hook(self.end)
+        self._attributes = Attributes(module, hosts, pager)
+
+    def register(self, on_pass: Callable[[], object] | None = None) -> None:
+        """Put the hooks in place.
+
+        Args:
+            on_pass: called at the begin of each pass that begins with this module.
+        """
+        module = self._module()
+        assert module is not None
+        self._on_pass = on_pass
+        begin: Any = PagingHook(self.begin)
+        end: Any = PagingHook(self.end)
         # Before all other hooks, which may read weights; and also after a forward that raised, or
         # its units would stay in use.
         self._handles = (
@@ -69,6 +83,8 @@ class ModuleHooks:
         # would take longer than small layers do.
         if not self._pager.is_outermost:
             return None
+        if self._on_pass is not None:
+            self._on_pass()
         self._pager.note_given((args, kwargs))
         arguments = Arguments((args, kwargs), "cpu", self._pager.engine.device)
         came_later = partial(self._attributes.strangers, module)
@@ -87,7 +103,7 @@ class ModuleHooks:
             handle.remove()
 
 
-class _Hook:
+class PagingHook:
     """A hook that is left behind when the module is copied or pickled."""
 
     def __init__(self, function: Any) -> None:
@@ -114,14 +130,14 @@ class LeftBehind:
                 del hooks[key]
 
 
-class _Attributes:
+class Attributes:
     """Lists and dictionaries of a module that hold its parameters, as those of recurrent layers.
 
     While its forward runs, they hold what the pager shows.
     """
 
-    def __init__(self, module: nn.Module, table: TensorTable, pager: Pager) -> None:
-        self._hosts, self._pager = table.hosts, pager
+    def __init__(self, module: nn.Module, hosts: dict[int, HostTensor], pager: Pager) -> None:
+        self._hosts, self._pager = hosts, pager
         self._names = [
             name
             for name, value in vars(module).items()

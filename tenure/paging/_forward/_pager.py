@@ -94,9 +94,7 @@ class Pager:
         now, forward = self._new_forward(token, module, entry)
         if self.is_outermost:
             self._begin(now, module)
-        if module.training:
-            # Batch norm's kernels write its statistics without raising their version.
-            now.saves_buffers = True
+        self.note_mode(module)
         if units:
             self._let_go_of_loose(now)
             for page in self.engine.acquire_all(units):
@@ -125,6 +123,17 @@ class Pager:
 
     def note_given(self, arguments: Any) -> None:
         """The outermost forward was given these; what they hold is the caller's."""
+
+    def holds(self, units: list[Unit]) -> bool:
+        """Whether anything holds what was shown of some units, beyond their use."""
+        pages = [self.engine.room.pages.get(unit) for unit in units]
+        return any(page is not None and not page.users and page.is_held() for page in pages)
+
+    def note_mode(self, module: nn.Module) -> None:
+        """A module runs as part of the pass."""
+        if module.training and self._pass is not None:
+            # Batch norm's kernels write its statistics without raising their version.
+            self._pass.saves_buffers = True
 
     def on_leave(self, restore: Callable[[], object]) -> None:
         """Have something put back when the forward that began last ends."""

@@ -13,6 +13,8 @@ from itertools import chain
 
 from torch import nn
 
+from tenure._torch.compiler import is_compiled
+
 from ._tensors import TensorTable, Unit
 
 # Their forward reads the weights of their children, all at once.
@@ -173,7 +175,8 @@ class _Cutter:
             return True
         if any(each in self.apart for each in inside):
             return False
-        if isinstance(module, _INDIVISIBLE) or self.fits(module):
+        # What is compiled gets all that it needs before it runs.
+        if isinstance(module, _INDIVISIBLE) or is_compiled(module) or self.fits(module):
             return True
         # Cut further, it would only lose its forward as a bracket.
         return not any(self.table.direct[each] for each in inside if each is not module)

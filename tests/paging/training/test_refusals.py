@@ -57,6 +57,27 @@ def test_a_parameter_that_can_not_be_paged_is_refused(sim):
     assert model.none.grad is None
 
 
+@pytest.mark.parametrize("share", [0.5, 2])
+def test_a_graph_captures_neither_pass_of_training(sim, pair, share):
+    both = pair()
+    x = inputs(sim)[0]
+    with both.page(share) as handle:
+        goes_on(both, x)
+        loss = both.host(x).sum()
+        ones = torch.ones(4, device=sim.device)
+        for work, name in [
+            (lambda: both.host(x), "Sequential is paged and was called"),
+            (lambda: loss.backward(retain_graph=True), "A backward pass needs weights that are"),
+            (handle.unpage, "unpage() was called of <PagedModel"),
+        ]:
+            with sim.module.graph(sim.module.CUDAGraph()):
+                ones.add_(1)
+                with pytest.raises(PagingError, match="while a graph is captured") as caught:
+                    work()
+            assert str(caught.value).startswith(name)
+        goes_on(both, x)
+
+
 def test_a_backward_pass_after_the_end_of_paging_is_refused(sim, pair):
     both = pair()
     x = inputs(sim)[0]

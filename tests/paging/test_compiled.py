@@ -1,0 +1,245 @@
+"""Compiled blocks of a paged model: one graph for all of a kind, as many as of a plain model."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
+
+from tenure.paging import PagingError, page
+
+from .models import WIDTH
+
+# dynamo reads the gradient of what one block gives the next, in a plain model too
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
+N_BLOCKS = 5
+
+
+class Block(nn.Module):
+    """Has weights of its own, beside its layers', one of them in a list too, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self.both = [self.up.weight, self.down.weight]
+        self.register_buffer("n_calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.n_calls = self.n_calls + 1
+        hidden = F.gelu(F.linear(self.norm(x), self.both[0], self.up.bias))
+        return x + self.down(hidden) * self.scale
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(N_BLOCKS)])
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def in_place(model, backend):
+    for block in model.blocks:
+        block.compile(backend=backend)
+
+
+def around(model, backend):
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = torch.compile(block, backend=backend)
+
+
+def build():
+    torch.manual_seed(0)
+    return Net()
+
+
+def budget_of(model, share=0.8):
+    return int(sum(p.nbytes for p in model.parameters()) * share)
+
+
+class Counted:
+    """What three passes of a model give, and how many graphs they took."""
+
+    def __init__(self, model, x, *, trains):
+        torch._dynamo.reset()
+        self.counter = CompileCounterWithBackend("aot_eager")
+        self.model, self.x, self.trains = model.train(trains), x, trains
+
+    def run(self):
+        found = []
+        with torch.set_grad_enabled(self.trains):
+            for _ in range(3):
+                output = self.model(self.x)
+                found.append(output.detach().cpu())
+                if self.trains:
+                    self.model.zero_grad()
+                    output.sum().backward()
+                    found += [p.grad.cpu().clone() for p in self.model.parameters()]
+        found += [each.cpu().clone() for each in self.model.state_dict().values()]
+        return found, self.counter.frame_count, self.counter.op_count
+
+
+def same(one, other):
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@pytest.fixture
+def plain(sim):
+    """What a model that is whole on the device gives, and its graphs."""
+
+    def run(compiles, *, trains):
+        # in place: what a list has beside is not moved
+        model = build()
+        for block in model.blocks:
+            block.to(sim.device)
+            block.both = [block.up.weight, block.down.weight]
+        counted = Counted(model.to(sim.device), x_of(sim), trains=trains)
+        compiles(model, counted.counter)
+        return counted.run()
+
+    return run
+
+
+def x_of(sim):
+    torch.manual_seed(1)
+    return torch.randn(4, WIDTH).to(sim.device)
+
+
+@pytest.mark.parametrize(
+    ("compiles", "is_first", "trains"),
+    [
+        (in_place, True, False),
+        (in_place, True, True),
+        (around, True, True),
+        (in_place, False, True),
+    ],
+    ids=["in place", "in place, trained", "around, trained", "while paged, trained"],
+)
+def test_blocks_take_as_many_graphs_as_those_of_a_plain_model(
+    sim, plain, compiles, is_first, trains
+):
+    values, n_graphs, n_ops = plain(compiles, trains=trains)
+    model = build()
+    counted = Counted(model, x_of(sim), trains=trains)
+    if is_first:
+        compiles(model, counted.counter)
+    with page(model, sim.device, budget=budget_of(model), training=trains) as handle:
+        assert handle.plan.ring_bytes
+        if not is_first:
+            compiles(model, counted.counter)
+        found, n_found, n_found_ops = counted.run()
+        # in a backward pass, one of a plain model as well: the ring has no room for two blocks
+        assert handle.report().faults <= trains
+    assert same(found, values)
+    assert (n_found, n_found_ops) == (n_graphs, n_ops)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_whole_model_that_is_compiled_needs_room_for_all_of_it(sim, trains):
+    model = build().train(trains)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    model.compile(backend=counter)
+    with pytest.raises(PagingError, match=r"of its weights are needed at once") as caught:
+        page(model, sim.device, budget=budget_of(model), training=trains)
+    there = copy.deepcopy(model).to(sim.device)
+    for block in there.blocks:
+        block.both = [block.up.weight, block.down.weight]
+    x = x_of(sim)
+    needed = caught.value.minimum_bytes
+    with page(model, sim.device, budget=needed, training=trains), torch.set_grad_enabled(trains):
+        for _ in range(2):
+            outputs = [each(x) for each in (model, there)]
+            assert torch.equal(*outputs)
+            if trains:
+                for each, output in zip((model, there), outputs, strict=True):
+                    each.zero_grad()
+                    output.sum().backward()
+                for p, q in zip(model.parameters(), there.parameters(), strict=True):
+                    assert torch.equal(p.grad, q.grad.cpu())
+    assert counter.frame_count == 1
+
+
+# --- where there is no accelerator
+
+
+seen = []
+
+
+def note(*_):
+    seen.append(1)
+
+
+def test_what_was_replaced_is_back_after_a_call_that_raised_and_after_the_end(tmp_path):
+    model = build().eval()
+    torch._dynamo.reset()
+    in_place(model, "eager")
+    compiled = [block._compiled_call_impl for block in model.blocks]
+    x = x_on_host()
+    seen.clear()
+    model.blocks[1].down.register_forward_hook(note)
+    with torch.no_grad(), page(model, "cpu", budget=budget_of(model), host=tmp_path):
+        expected = model(x)
+        with pytest.raises(RuntimeError):
+            model(torch.ones(3, 1))
+        kinds = {type(vars(each)["_parameters"]).__name__ for each in model.blocks[0].modules()}
+        assert kinds == {"PagedDict"}
+        assert torch.equal(model(x), expected)
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            torch.testing.assert_close(other(x), expected)
+    assert [block._compiled_call_impl for block in model.blocks] == compiled
+    assert all(type(vars(each)["_parameters"]) is dict for each in model.modules())
+    assert not any(each._forward_pre_hooks for each in model.modules())
+    assert seen
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how:UserWarning")  # of graph breaks
+def test_a_whole_model_that_is_compiled_while_it_is_paged_names_the_budget(tmp_path):
+    torch._dynamo.reset()
+    model, x = build().eval(), x_on_host()
+    with torch.no_grad(), page(model, "cpu", 1, budget="40KiB", host=tmp_path):
+        expected = model(x)
+        model.compile(backend="eager")
+        with pytest.raises(RuntimeError, match=r"has no room on cpu.*allow a budget of"):
+            model(x)
+        model._compiled_call_impl = None
+        assert torch.equal(model(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # inductor's own
+@pytest.mark.slow  # inductor compiles C++
+def test_inductor_compiles_blocks_that_are_paged_from_a_disk(tmp_path):
+    model = build().eval()
+    x = x_on_host()
+    with torch.no_grad():
+        plain = copy.deepcopy(model)
+        for block in plain.blocks:
+            block.both = [block.up.weight, block.down.weight]
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        in_place(plain, "inductor")
+        expected = plain(x)
+        counted = torch._dynamo.utils.counters
+        graphs = counted["stats"]["unique_graphs"]
+        torch._dynamo.reset()
+        counted.clear()
+        in_place(model, "inductor")
+        with page(model, "cpu", budget=budget_of(model), host=tmp_path):
+            for _ in range(3):
+                assert torch.equal(model(x), expected)
+        assert counted["stats"]["unique_graphs"] == graphs == 1
+
+
+def x_on_host():
+    torch.manual_seed(1)
+    return torch.randn(4, WIDTH)
