@@ -94,6 +94,7 @@ _PACKAGES = {
         "_link",
         "_device",
         "_training",
+        "_sharing",
         "_forward",
         "_planning",
     ),

@@ -12,3 +12,4 @@ from ._planning import PlannedUnit as PlannedUnit
 from ._planning import plan_paging as plan_paging
 from ._report import PagingReport as PagingReport
 from ._sharded import ShardedModel as ShardedModel
+from ._sharing import PagingBudget as PagingBudget

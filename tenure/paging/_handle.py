@@ -7,8 +7,8 @@ way the block ended, puts everything back. Weights of a checkpoint are never all
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
@@ -36,6 +36,7 @@ from ._link import Link
 from ._model import hookable
 from ._planning import (
     DISK,
+    Budget,
     Elsewhere,
     PagingPlan,
     Planned,
@@ -53,6 +54,7 @@ from ._planning import (
 from ._report import PagingReport, make_report
 from ._resources import Resources, acquire, file_link, ways_to
 from ._sharded import ShardedModel, shard
+from ._sharing import PagingBudget, Share, shared_budget
 from ._training import Stepping, TrainingEngine, checked_optimizer, clipped
 
 if TYPE_CHECKING:
@@ -179,7 +181,7 @@ def page(
     device: str | torch.device = "cuda",
     max_layer_size: int | str = -1,
     *,
-    budget: int | str | None = None,
+    budget: int | str | PagingBudget | None = None,
     host: str | Path = "pinned",
     keep: Iterable[str] = (),
     prefetch: str | int = "auto",
@@ -206,7 +208,7 @@ def page(
     device: str | torch.device = "cuda",
     max_layer_size: int | str = -1,
     *,
-    budget: int | str | None = None,
+    budget: int | str | PagingBudget | None = None,
     host: str | Path = "pinned",
     keep: Iterable[str] = (),
     prefetch: str | int = "auto",
@@ -226,8 +228,9 @@ def page(
         max_layer_size: a module with fewer parameters (an int) or with at most so many bytes (such
             as ``"64MiB"``) is moved in one piece; -1 leaves the choice to the planner.
         budget: the bytes of the device that weights may take: an int, text such as ``"6GiB"``, or
-            ``"80%"`` of what is free now. Activations come on top. None takes what keeps
-            the link busy, and no more.
+            ``"80%"`` of what is free now. Activations come on top. ``"auto"`` takes what is free
+            from pass to pass, and gives it back as it is needed; a ``PagingBudget`` is shared with
+            other models. None takes what keeps the link busy, and no more.
         host: ``"pinned"`` or ``"pageable"`` host memory; or the ``Path`` of a folder on a disk,
             made if it is missing, where the weights are moved to. They take no host memory then,
             and their file goes with the model.
@@ -277,12 +280,17 @@ def page(
     chosen = checked_device(device, Elsewhere.of(host))
     checked_model(model)
     entries = checked_methods(model, methods)
-    planned = make_plan(model, chosen, max_layer_size, budget, keep, speed_of(host))
-    link, store = ways_to(chosen, host, planned)
-    moves = activations == "host"
-    return carry_out(
-        model, planned, link, store, max_ahead, entries, trains=training, moves_activations=moves
-    )
+
+    def plan(allowed: int | str | Budget | None) -> Planned:
+        return make_plan(model, chosen, max_layer_size, allowed, keep, speed_of(host))
+
+    with _planned(budget, chosen, plan) as (planned, share):
+        link, store = ways_to(chosen, host, planned)
+        moves = activations == "host"
+        return carry_out(
+            model, planned, link, store, max_ahead, entries, share,
+            trains=training, moves_activations=moves,
+        )  # fmt: skip
 
 
 def load_paged(
@@ -291,7 +299,7 @@ def load_paged(
     device: str | torch.device = "cuda",
     max_layer_size: int | str = -1,
     *,
-    budget: int | str | None = None,
+    budget: int | str | PagingBudget | None = None,
     host: Path | None = None,
     keep: Iterable[str] = (),
     prefetch: str | int = "auto",
@@ -351,13 +359,41 @@ def load_paged(
         # model as it was.
         convert_names(checkpoint, model, host)
         with assigned(model, checkpoint):
-            planned = make_plan(model, chosen, max_layer_size, budget, keep, DISK)
-            store = FileStore(checkpoint.files)
-            link = file_link(planned, chosen, store)
-            return carry_out(model, planned, link, store, max_ahead, entries)
+
+            def plan(allowed: int | str | Budget | None) -> Planned:
+                return make_plan(model, chosen, max_layer_size, allowed, keep, DISK)
+
+            with _planned(budget, chosen, plan) as (planned, share):
+                store = FileStore(checkpoint.files)
+                link = file_link(planned, chosen, store)
+                return carry_out(model, planned, link, store, max_ahead, entries, share)
     except BaseException:
         # An interruption, too: until there is a handle, nobody else closes the files.
         checkpoint.close()
+        raise
+
+
+@contextmanager
+def _planned(
+    budget: int | str | PagingBudget | None,
+    device: torch.device,
+    plan: Callable[[int | str | Budget | None], Planned],
+) -> Iterator[tuple[Planned, Share | None]]:
+    """A block that carries out a plan within a budget of any kind; if it fails, nobody has it."""
+    shared = shared_budget(budget, device)
+    if shared is None:
+        assert not isinstance(budget, PagingBudget)
+        yield plan(budget), None
+        return
+    planned, share = shared.join(
+        device,
+        lambda most, now: plan(Budget(most, now_bytes=now)),
+        lambda planned: planned.plan.allocated_bytes,
+    )
+    try:
+        yield planned, share
+    except BaseException:
+        share.close()
         raise
 
 
@@ -368,6 +404,7 @@ def carry_out(
     store: HostStore,
     max_ahead: int | None,
     methods: Iterable[Method] = (),
+    share: Share | None = None,
     *,
     trains: bool = False,
     moves_activations: bool = False,
@@ -379,14 +416,17 @@ def carry_out(
         training_engine = TrainingEngine(
             link, store, max_ahead, store.memory, moves_activations=moves_activations
         )
-        resources = acquire(planned, training_engine, link, store, units)
+        resources = acquire(planned, training_engine, link, store, units, share)
         pager = TrainingPager(training_engine, resources.unpaged, hosts)
     else:
-        resources = acquire(planned, Engine(link, store, max_ahead), link, store, units)
+        engine = Engine(link, store, max_ahead)
+        resources = acquire(planned, engine, link, store, units, share)
         pager = Pager(resources.engine, resources.unpaged, hosts)
     table, pieces = planned.table, planned.cut
     attached = Attached(model, table, pieces, pager, hookable(model), ModuleHooks, methods)
     handle = PagedModel(model, planned.plan, pager, resources, attached)
     # Last: from now on another model's retry may ask for memory, at any time.
     shrinkables.add(pager)
+    if share is not None:
+        share.let_give(pager)
     return handle

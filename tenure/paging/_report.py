@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from tenure._cuda_blocks import whole_block_bytes
 from tenure._errors import PagingError
@@ -114,17 +114,14 @@ def make_report(resources: Resources, weight_bytes: int) -> PagingReport:
     record = engine.measured()
     if record is None or record.span is None:
         raise PagingError("There is nothing to report yet: call the model first.")
-    whole_s = _seconds(record.span)
-    stall_s = min(whole_s, sum(map(_seconds, record.stalls)))
-    compute_s = whole_s - stall_s
-    copy_s = sum(map(_seconds, record.copies))
-    link_bytes_per_s = record.copied_bytes / copy_s if copy_s else 0.0
+    whole_s, compute_s = record.whole_s, record.compute_s
+    copy_s, link_bytes_per_s = record.copy_s, record.link_bytes_per_s
     # Copies and computation run side by side, so the longer of them is the least that a pass takes.
     limit_s = max(copy_s, compute_s)
     return PagingReport(
         passes=engine.meter.passes,
         pass_s=whole_s,
-        stall_s=stall_s,
+        stall_s=record.stall_s,
         compute_s=compute_s,
         bytes_per_pass=record.copied_bytes,
         link_bytes_per_s=link_bytes_per_s,
@@ -157,7 +154,3 @@ def _helpful_bytes(
         return None
     # More than all of the weights never helps.
     return min(most_bytes, int(most_bytes - hidden_bytes) + ring_bytes)
-
-
-def _seconds(span: tuple[Any, Any]) -> float:
-    return float(span[0].elapsed_time(span[1])) / 1e3

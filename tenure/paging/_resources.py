@@ -21,6 +21,7 @@ from ._host import FileStore, HostBuffers, HostStore, SpillStore, checked_folder
 from ._link import DiskLink, HostLink, Link
 from ._model import Unit
 from ._planning import Planned
+from ._sharing import Share
 
 
 class Resources:
@@ -83,7 +84,12 @@ class Resources:
 
 
 def acquire(
-    planned: Planned, engine: Engine, link: Link, store: HostStore, units: list[Unit]
+    planned: Planned,
+    engine: Engine,
+    link: Link,
+    store: HostStore,
+    units: list[Unit],
+    share: Share | None = None,
 ) -> Resources:
     """Take the memory that a plan needs: the device's first, for that may fail, then the host's.
 
@@ -93,6 +99,7 @@ def acquire(
         link: to where the model computes.
         store: where the host's bytes are to be.
         units: those that the store adopts.
+        share: of a budget that changes.
 
     Raises:
         PagingError: files can't be written or read; nothing is taken.
@@ -103,9 +110,13 @@ def acquire(
         undoing.callback(link.close)
         # The device first, for that is what may fail; to move weights on the host takes long.
         arrangement = planned.arrangement
-        beside_bytes = planned.plan.budget_bytes - sum(arrangement.sizes)
+        plan = planned.plan
+        all_bytes = plan.budget_bytes if share is None else plan.allocated_bytes
+        beside_bytes = all_bytes - sum(arrangement.sizes)
         reserved = engine.room.reserve(arrangement, planned.kept, beside_bytes)
         unpaged = UnpagedTensors(planned.table.unpaged, link)
+        if share is not None:
+            share.serve(engine, beside_bytes)
         resources = Resources(engine, store, unpaged, planned.cut.units)
         undoing.callback(resources.close)
         store.adopt(units)

@@ -78,6 +78,7 @@ from tenure.integrations.transformers import AdaptiveTrainer, AdaptiveTrainerMix
 from tenure.integrations.transformers import MemoryCallback as TrainerMemoryCallback
 from tenure.paging import (
     PagedModel,
+    PagingBudget,
     PagingError,
     PagingPlan,
     PagingReport,
@@ -699,6 +700,13 @@ def paging(model: torch.nn.Module, x: Tensor) -> None:
         assert_type(report.share_of_limit, float)
         assert_type(report.helpful_budget_bytes, int | None)
         assert_type(handle.closed, bool)
+    shared = PagingBudget("8GiB")
+    assert_type(page(model, budget=shared), PagedModel)
+    assert_type(page(model, budget="auto", training=True), PagedModel)
+    assert_type(load_paged(model, "folder", budget=shared), PagedModel)
+    assert_type(plan_paging(model, budget=PagingBudget(10**9)), PagingPlan)
+    assert_type(shared.limit_bytes, int | None)
+    assert_type(shared.held_bytes, int)
     assert_type(chunk(model, "cuda", 10**8), PagedModel)
     try:
         page(model).unpage()

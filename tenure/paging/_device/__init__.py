@@ -7,6 +7,7 @@ from ._composed import Composed as Composed
 from ._copies import Copies as Copies
 from ._copies import UnpagedTensors as UnpagedTensors
 from ._engine import Engine as Engine
+from ._lease import Lease as Lease
 from ._memory import Arrangement as Arrangement
 from ._memory import ByteRing as ByteRing
 from ._memory import Fences as Fences
@@ -17,3 +18,4 @@ from ._page import in_place_of as in_place_of
 from ._pass import Forward as Forward
 from ._pass import Pass as Pass
 from ._pass import PassMeter as PassMeter
+from ._room import Room as Room

@@ -90,12 +90,14 @@ class Engine:
     def begin(self, now: Pass) -> None:
         """A pass begins on the current stream."""
         self.room.take_back()
+        self.room.lease.begin()
         self._now = now
         self.meter.begin(self._link.mark(self._link.current(), timed=True))
 
     def end(self) -> None:
         """It is over; what follows it is fetched."""
         self.meter.end(self._link.mark(self._link.current(), timed=True))
+        self.room.lease.end()
         self.prefetch()
 
     def measured(self) -> PassRecord | None:
@@ -111,6 +113,21 @@ class Engine:
                     self._link.let_host(event)
         return record
 
+    def hidden_bytes(self, *, may_wait: bool) -> float | None:
+        """What the link copies in the time that a pass computes; None where no pass tells that.
+
+        Args:
+            may_wait: whether the host may be stopped until the last pass is over.
+        """
+        record = self.meter.last
+        if record is None or not record.copied_bytes:
+            return None
+        if may_wait:
+            self.measured()
+        elif not all(self._link.is_past(event) for event in record.ends()):
+            return None
+        return record.compute_s * record.link_bytes_per_s
+
     def acquire_all(self, units: list[Unit]) -> Iterator[Page]:
         """Have several units on the device at the same time, each as by ``acquire``."""
         self.room.make_way(units, self._now)
@@ -122,6 +139,7 @@ class Engine:
         Raises:
             PagingError: what is in use leaves no room for it, or its file can't be read.
         """
+        self.room.lease.look()
         page = self.room.pages.get(unit)
         was_fetched = page is not None
         if page is None or not page.users:
@@ -179,7 +197,7 @@ class Engine:
                 self.room.drop(page)
         for unit in wanted:
             if unit not in self.room.pages:
-                found = self.room.in_ring(unit)
+                found = self.room.free_page(unit)
                 # Not the next one that fits: it would take the place of one that is needed before.
                 if found is None:
                     return
@@ -198,6 +216,7 @@ class Engine:
     def close(self) -> None:
         """Stop the host until nothing is under way; then let go of the device's memory."""
         self._end_noting()
+        self.room.lease.close()
         # Synchronization strategy: copies to the host must arrive, and nothing may read the memory
         # when others get it; whatever the model did is over then, on all streams.
         self._link.finish()
@@ -220,9 +239,7 @@ class Engine:
     def _fetch(self, page: Page, after: list[object]) -> Page:
         """Fill a page, after these events, and only then count it among those that are here."""
         self._copies.fill(page, after)
-        self.room.pages[page.unit] = page
-        if not page.is_resident:
-            self.room.idle.add(page)
+        self.room.note_here(page)
         return page
 
     def _wanted(self) -> dict[Unit, None]:
@@ -233,7 +250,8 @@ class Engine:
         for unit in self._now.upcoming():
             if unit in wanted or (unit in pages and unit not in idle):
                 continue
-            room_bytes -= unit.n_bytes
+            # A place of its own takes nothing of the ring.
+            room_bytes -= 0 if self.room.is_expected(unit) else unit.n_bytes
             if room_bytes < 0 or len(wanted) == self._max_ahead:
                 break
             wanted[unit] = None

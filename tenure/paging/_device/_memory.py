@@ -41,10 +41,13 @@ class Arrangement:
     Attributes:
         ring_bytes: the room for units that pass, at the front of the first slab.
         slabs: the slabs, in the order in which they are allocated.
+        later: those that may be allocated once there is more memory; None where what is let go
+            does not come back.
     """
 
     ring_bytes: int
     slabs: tuple[SlabPlan, ...]
+    later: tuple[SlabPlan, ...] | None = None
 
     @property
     def sizes(self) -> list[int]:
@@ -57,17 +60,19 @@ class Arrangement:
         return sum(self.sizes) - self.ring_bytes
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Slab:
     """Memory that is allocated in one piece.
 
     Attributes:
         memory: uint8, all of it.
         has_ring: whether the ring is in it, which never leaves.
+        rank: which one of the arrangement it is, where slabs come back; the first ones go last.
     """
 
     memory: Tensor
     has_ring: bool = False
+    rank: int = 0
 
     def place(self, start: int, end: int) -> Place:
         """The bytes from ``start`` to ``end``, for one unit or the ring."""

@@ -8,7 +8,7 @@ Measuring stops nobody: events are read only when a report asks.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
@@ -180,6 +180,37 @@ class PassRecord:
     copied_bytes: int = 0
     faults: int = 0
 
+    @property
+    def whole_s(self) -> float:
+        """How long it took on the device; its events must have happened, here and below."""
+        return seconds([] if self.span is None else [self.span])
+
+    @property
+    def stall_s(self) -> float:
+        """How much of it computation waited for copies."""
+        return min(self.whole_s, seconds(self.stalls))
+
+    @property
+    def compute_s(self) -> float:
+        """The rest."""
+        return self.whole_s - self.stall_s
+
+    @property
+    def copy_s(self) -> float:
+        """How long the copies took."""
+        return seconds(self.copies)
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """How fast they ran; 0 where there was none."""
+        copy_s = self.copy_s
+        return self.copied_bytes / copy_s if copy_s else 0.0
+
+    def ends(self) -> list[Any]:
+        """The events that it all ends with."""
+        spans = [*([] if self.span is None else [self.span]), *self.copies, *self.stalls]
+        return [end for _, end in spans]
+
 
 class PassMeter:
     """Is told what goes over a link, and keeps it pass by pass.
@@ -221,3 +252,8 @@ class PassMeter:
     def note_stall(self, span: Span) -> None:
         """The stream that computes waits for a copy."""
         self._now.stalls.append(span)
+
+
+def seconds(spans: Iterable[Span]) -> float:
+    """How long several took together."""
+    return sum(float(begin.elapsed_time(end)) for begin, end in spans) / 1e3

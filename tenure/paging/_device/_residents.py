@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from tenure._registries import NamedTensor
 
 from .._model import Unit
-from ._memory import Slab
+from ._memory import Place, Slab
 from ._page import RESIDENT, Page
 
 
@@ -23,18 +23,21 @@ class Residents:
 
     Attributes:
         kept: the units that stay whatever happens.
+        vacant: places that wait for their units, each with the event that it is free after; they
+            are filled when the units are next fetched.
         spare_bytes: of slabs that were let go, what nothing took since.
     """
 
-    def __init__(self, pages: Mapping[Unit, Page]) -> None:
+    def __init__(self, pages: dict[Unit, Page]) -> None:
         self._pages = pages
         self.kept: frozenset[Unit] = frozenset()
+        self.vacant: dict[Unit, tuple[Place, object]] = {}
         self.spare_bytes = 0
 
     @property
     def n_bytes(self) -> int:
         """What their places take: a unit may stand where a larger one stood."""
-        return memory_bytes(self.pages())
+        return memory_bytes(self.pages()) + sum(place.n_bytes for place in self._empty_places())
 
     def pages(self) -> list[Page]:
         """All of them."""
@@ -46,6 +49,8 @@ class Residents:
             around = () if page.place is None else page.place.around
             inside = (*page.storages, *around)
             yield NamedTensor(page.memory, page.unit.name, RESIDENT, inside)
+        for place in self._empty_places():
+            yield NamedTensor(place.memory, "vacant", RESIDENT, place.around)
 
     def leaving(self) -> list[Page]:
         """Those that could pass from now on: nothing uses, holds or keeps them."""
@@ -55,17 +60,18 @@ class Residents:
             if not page.users and page.unit not in self.kept and not page.is_held()
         ]
 
-    def slabs(self) -> list[Slab]:
-        """Where they stand."""
-        return list(self._rows())
-
-    def on(self, slabs: list[Slab]) -> list[Page]:
-        """Those that stand in these slabs."""
+    def vacate(self, slabs: list[Slab]) -> None:
+        """Nothing stands in these slabs any more, or is to."""
         rows = self._rows()
-        return [page for slab in slabs for page in rows[slab]]
+        for page in [page for slab in slabs for page in rows[slab]]:
+            del self._pages[page.unit]
+        gone = set(slabs)
+        for unit, (place, _) in list(self.vacant.items()):
+            if place.slab in gone:
+                del self.vacant[unit]
 
     def to_give_back(self, n_bytes: int, most_unit_bytes: int) -> list[Slab]:
-        """The smallest slabs of so many bytes together, or all, whose units could pass.
+        """Slabs of so many bytes together, or all, whose units could pass: the last, the smallest.
 
         Args:
             n_bytes: how many.
@@ -73,7 +79,8 @@ class Residents:
         """
         # A unit that is larger than the ring could never come back.
         leaving = {page for page in self.leaving() if page.unit.n_bytes <= most_unit_bytes}
-        return _first(sorted(self._free_of_others(leaving), key=_n_bytes), n_bytes)
+        slabs = sorted(self._free_of_others(leaving), key=lambda slab: (-slab.rank, _n_bytes(slab)))
+        return _first(slabs, n_bytes)
 
     def to_replace(self, n_bytes: int) -> list[Slab] | None:
         """The largest slabs that with what is spare have so many bytes; None if there are none."""
@@ -107,6 +114,9 @@ class Residents:
         # At once: another thread may ask for a report.
         return list(self._pages.values())
 
+    def _empty_places(self) -> list[Place]:
+        return [place for place, _ in list(self.vacant.values())]
+
     def _free_of_others(self, leaving: set[Page]) -> list[Slab]:
         """The slabs in which nothing else is."""
         rows = self._rows().items()
@@ -115,7 +125,7 @@ class Residents:
     def _rows(self) -> dict[Slab, list[Page]]:
         """What stands in each slab, in the order of the places."""
         placed = [(page.place, page) for page in self._pages_now() if page.place is not None]
-        rows: dict[Slab, list[Page]] = {}
+        rows: dict[Slab, list[Page]] = {place.slab: [] for place, _ in list(self.vacant.values())}
         for place, page in sorted(placed, key=lambda each: each[0].start):
             rows.setdefault(place.slab, []).append(page)
         return rows

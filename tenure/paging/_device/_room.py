@@ -1,12 +1,15 @@
 """Where pages are on the device, and which of them go when there is no room.
 
-Invariant: all memory is allocated at the start; later, only in the stead of slabs that were let go.
-Who takes a place learns of every event that its earlier use ends with.
+Invariant: all memory is allocated at the start; later, only in the stead of slabs that were let go,
+or as a budget that changes allows. Who takes a place learns of every event that its earlier use
+ends with.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import NoReturn
 
 import torch
@@ -22,7 +25,18 @@ from tenure._torch.quiet import aside
 from .._link import Link
 from .._model import Unit
 from ._copies import Copies
-from ._memory import Arrangement, ByteRing, Fences, Place, Slab, joined, nowhere, places_in
+from ._lease import Lease
+from ._memory import (
+    Arrangement,
+    ByteRing,
+    Fences,
+    Place,
+    Slab,
+    SlabPlan,
+    joined,
+    nowhere,
+    places_in,
+)
 from ._page import RESIDENT, IdlePages, Page
 from ._pass import Pass
 from ._residents import Residents, memory_bytes
@@ -49,6 +63,7 @@ class Room:
     Attributes:
         pages: the units that are on the device.
         idle: those that pass and are not in use.
+        lease: what the budget allows from pass to pass.
     """
 
     def __init__(self, link: Link, copies: Copies) -> None:
@@ -60,6 +75,10 @@ class Room:
         self._ring = ByteRing(0)
         self._fences: Fences[object] = Fences()
         self._ring_place = nowhere()
+        self.lease = Lease()
+        self._slab_plans: list[SlabPlan] = []
+        # Those that are in use keep them: one goes with the last place in it.
+        self._slabs: list[weakref.ref[Slab]] = []
 
     @property
     def ring_bytes(self) -> int:
@@ -84,8 +103,27 @@ class Room:
     @property
     def slab_sizes(self) -> list[int]:
         """The bytes of each piece of the device's memory that units have."""
-        slabs = dict.fromkeys([self._ring_place.slab, *self._residents.slabs()])
-        return [slab.memory.nbytes for slab in slabs]
+        return [slab.memory.nbytes for slab in self._slabs_here()]
+
+    @property
+    def held_bytes(self) -> int:
+        """All that it has of the device, and what it may take at once in the stead of that."""
+        return sum(self.slab_sizes) + self._residents.spare_bytes
+
+    @property
+    def lasting_bytes(self) -> int:
+        """What of that can't be given back whatever happens."""
+        return self._ring_place.slab.memory.nbytes
+
+    @property
+    def most_bytes(self) -> int:
+        """What it could have, if all units stayed."""
+        return sum(plan.n_bytes for plan in self._slab_plans)
+
+    @property
+    def least_step_bytes(self) -> int:
+        """The smallest slab that it could take; 0 where all are here."""
+        return min((plan.n_bytes for plan in self._missing().values()), default=0)
 
     def reserve(
         self, arrangement: Arrangement, kept: frozenset[Unit], beside_bytes: int
@@ -100,8 +138,11 @@ class Room:
         self._residents.kept, self._beside_bytes = kept, beside_bytes
         reserved: dict[Unit, Place] = {}
         ring_bytes = arrangement.ring_bytes
-        for slab_plan in arrangement.slabs:
+        if arrangement.later is not None:
+            self._slab_plans = [*arrangement.slabs, *arrangement.later]
+        for rank, slab_plan in enumerate(arrangement.slabs):
             slab = self._allocate(slab_plan.n_bytes, RING if ring_bytes else RESIDENT)
+            slab.rank = rank if self._slab_plans else 0
             if ring_bytes:
                 self._give_to_ring(slab, ring_bytes)
             with aside():
@@ -122,8 +163,24 @@ class Room:
             # that runs; else the next copy to that place would overtake what still reads it.
             self._link.finish()
 
-    def in_ring(self, unit: Unit) -> Found | None:
-        """A page for a unit where the ring has room for it."""
+    def is_expected(self, unit: Unit) -> bool:
+        """Whether a place beside the ring waits for a unit."""
+        return unit in self._residents.vacant
+
+    def note_here(self, page: Page) -> None:
+        """A page is being filled: it is here from now on."""
+        self.pages[page.unit] = page
+        self._residents.vacant.pop(page.unit, None)
+        if not page.is_resident:
+            self.idle.add(page)
+
+    def free_page(self, unit: Unit) -> Found | None:
+        """A page for a unit in the place that waits for it, or where the ring has room."""
+        # It waits until the page is here: an interruption between would lose it.
+        waiting = self._residents.vacant.get(unit)
+        if waiting is not None:
+            place, event = waiting
+            return Page(unit, place.memory, 0, place), [event]
         start = self._ring.place(unit.n_bytes)
         if start is None:
             return None
@@ -136,14 +193,16 @@ class Room:
         Raises:
             PagingError: what is in use leaves no room for it.
         """
-        while (found := self.in_ring(unit)) is None:
+        while (found := self.free_page(unit)) is None:
             if not self._drop_last_needed(now):
                 return self._to_stay(unit, now)
         return found
 
     def make_way(self, units: list[Unit], now: Pass) -> None:
         """Let go of what is in the way of several units, each of which would fit alone."""
-        while not self._ring.has_room([u.n_bytes for u in units if u not in self.pages]):
+        vacant = self._residents.vacant
+        needed = [u.n_bytes for u in units if u not in self.pages and u not in vacant]
+        while not self._ring.has_room(needed):
             if not self._drop_last_needed(now):
                 return
 
@@ -165,6 +224,31 @@ class Room:
         """
         return self._let_go(self._residents.to_give_back(n_bytes, self._ring.capacity_bytes))
 
+    def take(self, n_bytes: int) -> int:
+        """Allocate slabs that are not here, of at most so many bytes in all.
+
+        Their units are copied to them when they are next fetched, for the pass that needs them.
+
+        Returns:
+            The bytes of the slabs; fewer where the device has no room for one.
+        """
+        taken_bytes = 0
+        for rank, plan in self._missing().items():
+            if taken_bytes + plan.n_bytes > n_bytes:
+                continue
+            # Or what nothing uses would stay reserved beside it. Not while another thread captures
+            # a graph.
+            with suppress(RuntimeError):
+                self._link.release_cached()
+            try:
+                slab = self._allocate(plan.n_bytes, RESIDENT)
+            except torch.OutOfMemoryError:
+                break
+            slab.rank = rank
+            self._expect(slab, plan)
+            taken_bytes += plan.n_bytes
+        return taken_bytes
+
     def named_tensors(self) -> Iterator[NamedTensor]:
         """The ring, and each unit that stays."""
         ring = self._ring_place
@@ -177,14 +261,37 @@ class Room:
         """Let go of the device's memory."""
         self.pages.clear()
         self.idle.clear()
+        self._residents.vacant.clear()
         self._ring_place = nowhere()
+
+    def _missing(self) -> dict[int, SlabPlan]:
+        """The slabs that could come, by their rank."""
+        here = {slab.rank for slab in self._slabs_here()}
+        return {i: p for i, p in enumerate(self._slab_plans) if i and i not in here}
+
+    def _expect(self, slab: Slab, plan: SlabPlan) -> None:
+        """Have the places of a new slab wait for its units, but for those that stay elsewhere."""
+        # Synchronization strategy: as for the ring, see _give_to_ring.
+        free = self._link.mark(self._link.current())
+        with aside():
+            places = list(places_in(slab, 0, plan.units))
+        for unit, place in places:
+            page = self.pages.get(unit)
+            if page is None or not page.is_resident:
+                self._residents.vacant[unit] = place, free
 
     def _allocate(self, n_bytes: int, what: str) -> Slab:
         def make() -> Tensor:
             return torch.empty(n_bytes, dtype=torch.uint8, device=self._link.device)
 
         with aside():
-            return Slab(taken(make, what))
+            slab = Slab(taken(make, what))
+        self._slabs = [each for each in self._slabs if each() is not None]
+        self._slabs.append(weakref.ref(slab))
+        return slab
+
+    def _slabs_here(self) -> list[Slab]:
+        return [slab for each in list(self._slabs) if (slab := each()) is not None]
 
     def _give_to_ring(self, slab: Slab, n_bytes: int) -> None:
         slab.has_ring = True
@@ -207,8 +314,7 @@ class Room:
             # Synchronization strategy: the allocator gives this memory to whoever asks next, and
             # knows of no use of it on the link's streams or the model's own side streams.
             self._link.finish()
-        for page in self._residents.on(slabs):
-            del self.pages[page.unit]
+        self._residents.vacate(slabs)
         return n_bytes
 
     def _drop_last_needed(self, now: Pass) -> bool:
@@ -242,9 +348,12 @@ class Room:
         residents = self._residents
         n_bytes = whole_block_bytes(unit.n_bytes, self._link.device)
         slabs = residents.to_replace(n_bytes)
-        if slabs is None:
+        if slabs is not None:
+            residents.spare_bytes += self._let_go(slabs)
+        elif self.lease.more(n_bytes):
+            residents.spare_bytes += n_bytes
+        else:
             self._refuse(unit)
-        residents.spare_bytes += self._let_go(slabs)
         # Which are to be free before as much is allocated.
         del slabs
         # Or they would stay reserved beside what is allocated now.

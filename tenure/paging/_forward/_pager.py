@@ -214,14 +214,22 @@ class Pager:
         Nothing while a graph is captured: to wait for the device would break it.
         """
         ours = self.engine.device
-        is_asked = device in (None, ours.type, str(ours)) and not captures(ours)
+        if device not in (None, ours.type, str(ours)):
+            return 0
+        given_bytes = self.give_back(
+            self.engine.room.resident_bytes // 2 if n_bytes is None else n_bytes
+        )
+        if given_bytes:
+            self.engine.room.lease.gave_back()
+        return given_bytes
+
+    def give_back(self, n_bytes: int) -> int:
+        """The same, of any memory; other models that share it do not count it as an error."""
         # Without waiting: the thread inside may be the one that waits for this memory.
-        if not is_asked or not self._door.try_acquire():
+        if captures(self.engine.device) or not self._door.try_acquire():
             return 0
         try:
-            return self.engine.room.give_back(
-                self.engine.room.resident_bytes // 2 if n_bytes is None else n_bytes
-            )
+            return 0 if self._closed else self.engine.room.give_back(n_bytes)
         finally:
             self._door.release()
 

@@ -163,13 +163,9 @@ class DiskLink(Link):
         # By whoever asks the link for something: the reading thread never speaks to the device.
         while self._reading and self._reading[0].read.done():
             self._launch_first()
-        while self._busy and self._is_past(self._busy[0][1]):
+        while self._busy and self.is_past(self._busy[0][1]):
             self._take_back_slot()
         self._read_on()
-
-    def _is_past(self, event: Any) -> bool:
-        with self._here():
-            return bool(event.query())
 
     def _read_on(self) -> None:
         while self._waiting and self._free:
@@ -259,6 +255,11 @@ class TransferEvent:
     def synchronize(self) -> None:
         """Stop the host until it, whether the read failed or not."""
         self.inner.synchronize()
+
+    def query(self) -> bool:
+        """Whether it has happened; one that is not launched has not."""
+        event = self._transfer.begin if self._is_begin else self._transfer.end
+        return self._transfer.n_left == 0 and event is not None and bool(event.query())
 
     def check(self) -> None:
         """Have it launched.

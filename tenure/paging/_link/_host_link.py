@@ -75,6 +75,10 @@ class HostLink(Link):
     def release_cached(self) -> None:
         """Nothing is cached."""
 
+    def is_past(self, event: HostEvent) -> bool:
+        """Whether a read is over."""
+        return event.query()
+
     def let_host(self, event: HostEvent) -> None:
         """Stop the host until a read is over, whether it failed or not."""
         event.synchronize()
@@ -108,6 +112,10 @@ class HostEvent:
         """When it happened; waits for it."""
         done = self._read.result()
         return done.began_s if self._is_begin else done.ended_s
+
+    def query(self) -> bool:
+        """Whether it has happened."""
+        return self._read.done()
 
     def synchronize(self) -> None:
         """Wait for it, whether the read failed or not."""

@@ -104,6 +104,11 @@ class Link:
         with self._here():
             event.synchronize()
 
+    def is_past(self, event: Any) -> bool:
+        """Whether an event has happened, without a stop."""
+        with self._here():
+            return bool(event.query())
+
     def close(self) -> None:
         """Give back what the link itself took."""
 

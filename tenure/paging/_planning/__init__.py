@@ -1,5 +1,6 @@
 """Plans: what stays, what passes, how near to the limit a model can run, and what is refused."""
 
+from ._checks import Budget as Budget
 from ._checks import Elsewhere as Elsewhere
 from ._checks import check_activations as check_activations
 from ._checks import check_folder as check_folder

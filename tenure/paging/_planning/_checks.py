@@ -36,10 +36,18 @@ class Budget:
     Attributes:
         n_bytes: allocated.
         free_bytes: reserved, where the budget is a share of what is free; else the user's affair.
+        now_bytes: what there is at first, where the budget changes, and all of it may be had only
+            later; None where it does not change.
     """
 
     n_bytes: int
     free_bytes: int | None = None
+    now_bytes: int | None = None
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether it changes."""
+        return self.now_bytes is not None
 
 
 def checked_budget(budget: int | str | None, device: torch.device) -> Budget | None:

@@ -128,24 +128,26 @@ class Draft:
 
 def unit_sizes(model: nn.Module, budget: Budget | None) -> list[UnitSize]:
     """How large units may be: large ones spare the latency of copies, small ones the ring."""
+    weight_bytes = sum(tensor.nbytes for tensor in model.parameters())
     if budget is None:
-        weight_bytes = sum(tensor.nbytes for tensor in model.parameters())
         return [UnitSize(min(64 * MIB, weight_bytes // 16))]
     # A mixture of experts that is cut below its layers leaves weights that no forward brackets, and
     # these would all have to stay: units as large as a layer need less.
     large = (UnitSize(n_bytes) for n_bytes in _some(sizes_with_own(model, TensorTable(model))))
-    return [*(UnitSize(budget.n_bytes // parts) for parts in _PARTS), *large, UnitSize(0)]
+    # What is free may be far more than the model, of which only a part may stay later.
+    most_bytes = min(budget.n_bytes, weight_bytes) if budget.is_elastic else budget.n_bytes
+    return [*(UnitSize(most_bytes // parts) for parts in _PARTS), *large, UnitSize(0)]
 
 
-def too_small(model: nn.Module, draft: Draft, budget: Budget) -> PagingError:
+def too_small(model: nn.Module, draft: Draft, budget: Budget, minimum_bytes: int) -> PagingError:
     """The error of a budget that no cut fits in.
 
     Args:
         model: the model.
         draft: the cut that needs the least.
         budget: the budget.
+        minimum_bytes: the least that would do.
     """
-    minimum_bytes = draft.minimum_bytes
     stays_bytes = draft.table.unpaged_bytes + n_bytes(draft.kept)
     ring_bytes = minimum_ring_bytes(draft.cut, draft.kept)
     stays = f", beside {format_bytes(stays_bytes)} that stay" if stays_bytes else ""
@@ -191,15 +193,17 @@ def arrange(
     each_alone = (
         [[], *([unit] for unit in resident)] if ring_bytes else [[unit] for unit in resident]
     )
-    alone = _arrangement(ring_bytes, each_alone, device)
-    together = _arrangement(ring_bytes, [resident] if all_bytes else [], device)
+    alone = arrangement_of(ring_bytes, each_alone, device)
+    together = arrangement_of(ring_bytes, [resident] if all_bytes else [], device)
     if not is_rounding(device):
         return alone
     if all_bytes < LARGE_SEGMENT_BYTES:
         # Small slabs share segments: many may be as good as one.
         return min(alone, together, key=lambda each: taken_by(each.sizes, device).reserved_bytes)
     finest_first = [
-        _arrangement(ring_bytes, _poured(ring_bytes, resident, kept, all_bytes // n_slabs), device)
+        arrangement_of(
+            ring_bytes, _poured(ring_bytes, resident, kept, all_bytes // n_slabs), device
+        )
         for n_slabs in _N_SLABS
     ]
 
@@ -230,7 +234,7 @@ def _poured(
     return groups
 
 
-def _arrangement(ring_bytes: int, groups: list[list[Unit]], device: torch.device) -> Arrangement:
+def arrangement_of(ring_bytes: int, groups: list[list[Unit]], device: torch.device) -> Arrangement:
     """Slabs for these units, behind the ring; what the first one has to spare is the ring's."""
     needed = [n_bytes(group) for group in groups]
     if ring_bytes:

@@ -5,7 +5,7 @@ Invariant: a plan is made from the model's sizes alone. Nothing is allocated, mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from tenure._cuda_segments import taken_by
 from tenure._show import Record
 from tenure._text import counted, format_bytes
 
 from .._device import Arrangement
 from .._model import Cut, TensorTable, Unit
+from .._sharing import PagingBudget, shared_budget
 from ._checks import (
     Budget,
     Elsewhere,
@@ -32,6 +34,7 @@ from ._checks import (
     checked_model,
 )
 from ._draft import Draft, arrange, too_small, unit_sizes
+from ._elastic import elastic, least_bytes
 from ._peak import predicted_beside
 from ._residency import LinkSpeed, Residency, expected_s, n_bytes, predicted_pass_s, preferred
 
@@ -189,6 +192,7 @@ class Planned:
         cut: its units.
         division: of the device's memory.
         kept: the units that stay, whatever happens.
+        coming: the slabs, where a budget that changes lets them come and go.
     """
 
     plan: PagingPlan
@@ -196,10 +200,13 @@ class Planned:
     cut: Cut
     division: Residency
     kept: frozenset[Unit]
+    coming: Arrangement | None = None
 
     @property
     def arrangement(self) -> Arrangement:
         """The slabs that the division stands in."""
+        if self.coming is not None:
+            return self.coming
         return arrange(self.cut.units, self.division, self.kept, torch.device(self.plan.device))
 
 
@@ -208,7 +215,7 @@ def plan_paging(
     device: str | torch.device = "cuda",
     max_layer_size: int | str = -1,
     *,
-    budget: int | str | None = None,
+    budget: int | str | PagingBudget | None = None,
     host: str | Path = "pinned",
     keep: Iterable[str] = (),
     link_bytes_per_s: float | None = None,
@@ -253,7 +260,11 @@ def plan_paging(
     link = speed_of(host)
     if link_bytes_per_s is not None:
         link = LinkSpeed(link_bytes_per_s)
-    planned = make_plan(model, chosen, max_layer_size, budget, keep, link, compute_s)
+
+    def plan(allowed: int | str | Budget | None) -> Planned:
+        return make_plan(model, chosen, max_layer_size, allowed, keep, link, compute_s)
+
+    planned = with_budget(budget, chosen, plan)
     if inputs is None:
         return replace(planned.plan, activations=activations)
     return _with_activations(planned, model, inputs, activations, training=training)
@@ -278,6 +289,19 @@ def _with_activations(
     )
 
 
+def with_budget(
+    budget: int | str | PagingBudget | None,
+    device: torch.device,
+    plan: Callable[[int | str | Budget | None], Planned],
+) -> Planned:
+    """A plan within a budget of any kind; of one that is shared, as the next model to be paged."""
+    shared = shared_budget(budget, device)
+    if shared is None:
+        assert not isinstance(budget, PagingBudget)
+        return plan(budget)
+    return shared.fitted(device, lambda most, now: plan(Budget(most, now_bytes=now)))
+
+
 def speed_of(host: str | Path) -> LinkSpeed:
     """What copies from a host are assumed to take."""
     return DISK if isinstance(host, Path) else PCIE_4
@@ -287,29 +311,30 @@ def make_plan(
     model: nn.Module,
     device: torch.device,
     max_layer_size: int | str,
-    budget: int | str | None,
+    budget: int | str | Budget | None,
     keep: Iterable[str],
     link: LinkSpeed = PCIE_4,
     compute_s: float | None = None,
 ) -> Planned:
     """As ``plan_paging``, of a model that is checked, with what carrying it out needs."""
     size = checked_layer_size(max_layer_size)
-    allowed = checked_budget(budget, device)
+    allowed = budget if isinstance(budget, Budget) else checked_budget(budget, device)
     kept = checked_kept(model, keep)
     sizes = unit_sizes(model, allowed) if size is None else [size]
     # Which size is best depends on the budget, the link and the model's own sizes in ways that only
     # a trial tells.
     drafts = [Draft.of(model, device, each, kept) for each in sizes]
-    divided = ((draft, draft.divide(allowed, link, compute_s)) for draft in drafts)
-    possible = [(draft, division) for draft, division in divided if division is not None]
+    is_elastic = allowed is not None and allowed.is_elastic
     # The least of all cuts, not of the chosen one: with that budget, another cut would be chosen.
-    smallest = min(drafts, key=lambda draft: draft.minimum_bytes)
-    if not possible:
-        raise too_small(model, smallest, allowed or Budget(0))
-    expected = [(expected_s(draft.cut, each, link, compute_s), each) for draft, each in possible]
-    draft, division = possible[preferred(expected)]
+    least = [least_bytes(draft) if is_elastic else draft.minimum_bytes for draft in drafts]
+    minimum_bytes = min(least)
+    found = (elastic if is_elastic else _fixed)(drafts, allowed, link, compute_s)
+    if found is None:
+        smallest = drafts[least.index(minimum_bytes)]
+        raise too_small(model, smallest, allowed or Budget(0), minimum_bytes)
+    draft, division, arrangement = found
+    taken = taken_by([*arrangement.sizes, *draft.table.unpaged_sizes], device)
     passing_bytes = n_bytes(unit for unit in draft.cut.units if unit not in division.resident)
-    arrangement, taken = draft.arranged(division), draft.taken_by(division)
     plan = PagingPlan(
         model=type(model).__name__,
         device=str(device),
@@ -323,12 +348,27 @@ def make_plan(
         allocated_bytes=taken.allocated_bytes,
         reserved_bytes=taken.reserved_bytes,
         budget_bytes=taken.allocated_bytes if allowed is None else allowed.n_bytes,
-        minimum_bytes=smallest.minimum_bytes,
+        minimum_bytes=minimum_bytes,
         link_bytes_per_s=link.bytes_per_s,
         limit_s=max(passing_bytes / link.bytes_per_s, compute_s or 0.0),
         predicted_s=predicted_pass_s(draft.cut, division, link, compute_s or 0.0),
     )
-    return Planned(plan, draft.table, draft.cut, division, draft.kept)
+    return Planned(
+        plan, draft.table, draft.cut, division, draft.kept, arrangement if is_elastic else None
+    )
+
+
+def _fixed(
+    drafts: Sequence[Draft], budget: Budget | None, link: LinkSpeed, compute_s: float | None
+) -> tuple[Draft, Residency, Arrangement] | None:
+    """The best of some drafts within a budget that stays, and what it divides the device into."""
+    divided = ((draft, draft.divide(budget, link, compute_s)) for draft in drafts)
+    possible = [(draft, division) for draft, division in divided if division is not None]
+    if not possible:
+        return None
+    expected = [(expected_s(draft.cut, each, link, compute_s), each) for draft, each in possible]
+    draft, division = possible[preferred(expected)]
+    return draft, division, draft.arranged(division)
 
 
 def _in_units(bytes_in_all: int, n_units: int) -> str:

@@ -16,7 +16,7 @@ from math import inf
 from .._device import ByteRing
 from .._model import Cut, Unit
 
-_MOST_NEIGHBOURS = 6
+MOST_NEIGHBOURS = 6
 _SMALL_SHARE = 1 / 64
 """A unit below this share of the largest one stays if it can: its copy is mostly latency."""
 
@@ -73,7 +73,7 @@ def divide(
     """
     candidates = [
         found
-        for n_neighbours in range(_MOST_NEIGHBOURS + 1)
+        for n_neighbours in range(MOST_NEIGHBOURS + 1)
         if (found := _candidate(cut, kept, budget_bytes, n_neighbours)) is not None
     ]
     if not candidates:
@@ -97,7 +97,7 @@ def preferred(candidates: Sequence[tuple[float, Residency]]) -> int:
 def smallest(cut: Cut, kept: frozenset[Unit], n_neighbours: int) -> Residency:
     """What keeps the link busy with little memory: small units stay, some neighbours pass."""
     resident = kept.union(_small(cut.units))
-    return Residency(resident, _ring_bytes(cut, resident, n_neighbours))
+    return Residency(resident, neighbours_bytes(cut, resident, n_neighbours))
 
 
 def predicted_pass_s(cut: Cut, division: Residency, link: LinkSpeed, compute_s: float) -> float:
@@ -129,7 +129,7 @@ def _candidate(
     if n_bytes(cut.units) <= budget_bytes:
         return Residency(frozenset(cut.units), 0)
     free_bytes = budget_bytes - n_bytes(kept)
-    room_bytes = free_bytes - _ring_bytes(cut, kept, n_neighbours)
+    room_bytes = free_bytes - neighbours_bytes(cut, kept, n_neighbours)
     if room_bytes < 0:
         return None
     small_first = sorted(_small(cut.units), key=lambda unit: unit.n_bytes)
@@ -141,7 +141,7 @@ def _candidate(
     return Residency(resident, min(budget_bytes - n_bytes(resident), passing_bytes))
 
 
-def _ring_bytes(cut: Cut, resident: frozenset[Unit], n_neighbours: int) -> int:
+def neighbours_bytes(cut: Cut, resident: frozenset[Unit], n_neighbours: int) -> int:
     """The most bytes of so many units in a row, passes following each other."""
     passing = [unit.n_bytes for unit in cut.units if unit not in resident]
     n_neighbours = min(n_neighbours, len(passing))

@@ -121,7 +121,7 @@ class TrainingEngine(Engine):
             if here is not None:
                 self._refresh(here)
             elif unit in wanted:
-                found = self.room.in_ring(unit)
+                found = self.room.free_page(unit)
                 if found is None:
                     return
                 self._fetch(*found)

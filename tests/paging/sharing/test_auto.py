@@ -1,0 +1,199 @@
+"""budget="auto": all that is free, given back before it is missed, on the simulated device."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tenure.paging import PagingBudget, page, plan_paging
+
+from .test_budget import WIDTH, Paged, bytes_of, linears
+
+pytestmark = pytest.mark.usefixtures("without_gradients")
+# Memory of a few hundred KiB is less than a segment of CUDA's allocator.
+exact = pytest.mark.sim_allocator("exact")
+MIB = 2**20
+# So that memory is taken and given back in small steps.
+FINE = {"max_layer_size": "17KiB"}
+
+
+def run(sim, paged, n_passes):
+    """What stays after each of some passes."""
+    found = []
+    for _ in range(n_passes):
+        paged.run()
+        found.append(paged.resident_bytes)
+    return found
+
+
+@exact
+def test_a_model_that_fits_stays(sim):
+    sim(budget="1MiB")
+    paged = Paged(sim, linears(12), "auto")
+    run(sim, paged, 2)
+    assert paged.handle.report().bytes_per_pass == 0
+    paged.handle.unpage()
+
+
+@exact
+def test_it_begins_with_a_part_and_takes_what_computation_leaves(sim):
+    sim(budget="1MiB")
+    model = linears(80)
+    plan = plan_paging(model, sim.device, budget="auto", **FINE)
+    paged = Paged(sim, model, "auto", **FINE)
+    assert paged.handle.plan == plan
+    assert plan.allocated_bytes <= 3 * MIB // 4
+    found = run(sim, paged, 24)
+    assert found == sorted(found)
+    assert found[-1] > found[0] + 0.1 * MIB
+    assert MIB // 32 <= MIB - sim.peak_bytes <= MIB // 8
+    assert sim.oom_count == 0
+    assert paged.handle.plan == plan
+    paged.handle.unpage()
+
+
+@exact
+def test_what_another_process_takes_is_given_back_and_taken_again_when_it_is_gone(sim):
+    sim(budget="1MiB")
+    paged = Paged(sim, linears(80), "auto", **FINE)
+    whole = run(sim, paged, 16)[-1]
+    for _ in range(4):
+        sim.budget_bytes = sim.allocated_bytes + 4096  # what was free, but for a little
+        run(sim, paged, 2)
+    least = paged.resident_bytes
+    assert least < whole - 2 * MIB // 32
+    sim.budget_bytes = MIB
+    found = run(sim, paged, 24)
+    assert found == sorted(found)
+    assert found[2] == least
+    assert found[-1] == pytest.approx(whole, rel=0.05)
+    assert sim.oom_count == 0
+    paged.handle.unpage()
+
+
+@exact
+def test_who_comes_and_goes_all_the_time_is_not_followed_up_and_down(sim):
+    sim(budget="1MiB")
+    paged = Paged(sim, linears(80), "auto", **FINE)
+    run(sim, paged, 20)
+    found = []
+    for i in range(48):
+        sim.budget_bytes = MIB if i % 4 > 1 else max(sim.allocated_bytes + 4096, 3 * MIB // 4)
+        found += run(sim, paged, 1)
+    assert sum(before < after for before, after in pairwise(found)) <= 1
+    paged.handle.unpage()
+
+
+class Caching(nn.Module):
+    """Layers that each keep what they have seen, one more row a pass."""
+
+    def __init__(self, n_layers, width):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(n_layers)])
+
+    def forward(self, x, seen):
+        for i, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            seen[i] = x if seen[i] is None else torch.cat([seen[i], x])
+            x = x + seen[i].mean(0, keepdim=True)
+        return x
+
+
+def outputs(model, device, n_passes, rows):
+    seen, width = [None] * len(model.layers), model.layers[0].in_features
+    torch.manual_seed(1)
+    return [model(torch.randn(rows, width).to(device), seen).cpu() for _ in range(n_passes)]
+
+
+CACHES = [
+    pytest.param("1MiB", 72, 64, 20, 1, marks=exact),
+    pytest.param("128MiB", 28, 1024, 12, 40, marks=pytest.mark.sim_allocator("cuda")),
+]
+
+
+@pytest.mark.parametrize(("memory", "n_layers", "width", "n_passes", "rows"), CACHES)
+def test_a_cache_that_grows_has_room_where_a_plan_that_stays_has_none(
+    sim, memory, n_layers, width, n_passes, rows
+):
+    torch.manual_seed(0)
+    model = Caching(n_layers, width).eval()
+    whole = copy.deepcopy(model).to(sim.device)
+    expected = outputs(whole, sim.device, n_passes, rows)
+    del whole
+    sim(budget=memory)
+    with page(model, sim.device, budget="auto") as handle:
+        at_first = handle.plan.allocated_bytes
+        found = outputs(model, sim.device, n_passes, rows)
+        assert sim.oom_count == 0
+        assert all(map(torch.equal, found, expected))
+        assert handle.report().allocated_bytes < at_first
+    sim(budget=memory)
+    with page(model, sim.device, budget=at_first), pytest.raises(torch.OutOfMemoryError):
+        outputs(model, sim.device, n_passes, rows)
+
+
+@exact
+def test_a_language_model_generates_beyond_what_a_plan_that_stays_has_room_for(sim):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=60, hidden_size=64, intermediate_size=128, num_hidden_layers=12,
+        num_attention_heads=4, num_key_value_heads=4, pad_token_id=0, bos_token_id=1,
+        eos_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    tokens = torch.randint(3, 60, (8, 7))
+    options = {"max_new_tokens": 36, "do_sample": False}
+    whole = copy.deepcopy(model).to(sim.device)
+    expected = whole.generate(tokens.to(sim.device), **options).cpu()
+    del whole
+    memory = int(bytes_of(model) * 1.6)
+    sim(budget=memory)
+    with page(model, sim.device, budget="auto") as handle:
+        at_first = handle.plan.allocated_bytes
+        assert torch.equal(model.generate(tokens, **options).cpu(), expected)
+        assert sim.oom_count == 0
+        assert handle.report().allocated_bytes < at_first
+    sim(budget=memory)
+    with page(model, sim.device, budget=at_first), pytest.raises(torch.OutOfMemoryError):
+        model.generate(tokens, **options)
+
+
+@exact
+def test_models_that_follow_what_is_free_share_it(sim):
+    sim(budget="1MiB")
+    first = Paged(sim, linears(40), "auto", **FINE)
+    second = Paged(sim, linears(44, seed=1), "auto", **FINE)
+    for _ in range(3):
+        first.run(4)
+        second.run(4)
+    assert second.resident_bytes > 0.6 * MIB
+    assert sim.oom_count == 0
+    second.handle.unpage()
+    run(sim, first, 16)
+    assert first.handle.report().bytes_per_pass == 0
+    first.handle.unpage()
+
+
+def test_on_the_host_it_follows_what_the_machine_has_free(monkeypatch, tmp_path):
+    model, x = linears(12), torch.ones(2, WIDTH)
+    expected = model(x)
+    free = {"bytes": 400_000}
+    monkeypatch.setattr("tenure.paging._sharing._gauge.free_host_bytes", lambda: free["bytes"])
+    with page(model, "cpu", budget="auto", host=tmp_path) as handle:
+        assert torch.equal(model(x), expected)
+        whole = handle.report().resident_bytes
+        free["bytes"] = 0
+        for _ in range(2):
+            assert torch.equal(model(x), expected)
+        assert handle.report().resident_bytes < whole
+
+
+def test_a_device_that_tells_nothing_is_refused_by_name(sim, monkeypatch):
+    monkeypatch.delattr(sim.module, "mem_get_info")
+    with pytest.raises(RuntimeError, match='which budget="auto" follows'):
+        page(linears(4), sim.device, budget="auto")
+    with page(linears(4), sim.device, budget=PagingBudget("1MiB")) as handle:
+        assert handle.plan.ring_bytes

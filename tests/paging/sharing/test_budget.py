@@ -1,0 +1,251 @@
+"""Models that share a budget, on the simulated device: its bytes, its values, its virtual time."""
+
+import copy
+import gc
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from tenure._registries import ask_to_shrink
+from tenure.paging import PagingBudget, PagingError, page, plan_paging
+
+from ..models import build
+from ..test_zoo import assert_equal, home, on_whole_device
+
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
+WIDTH = 64
+
+
+def linears(n_layers, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(n_layers)]).eval()
+
+
+def bytes_of(*models):
+    return sum(p.nbytes for model in models for p in model.parameters())
+
+
+class Paged:
+    """A model under a budget, and what it gives whole on the device."""
+
+    def __init__(self, sim, model, budget, **options):
+        self.sim, self.model = sim, model
+        memory, sim.budget_bytes = sim.budget_bytes, None
+        self.x = torch.randn(4, WIDTH).to(sim.device)
+        self.expected = copy.deepcopy(model).to(sim.device)(self.x).cpu()
+        sim.budget_bytes = memory
+        sim.reset_peak()
+        self.handle = page(model, sim.device, budget=budget, **options)
+
+    def run(self, n_passes=1):
+        for _ in range(n_passes):
+            assert torch.equal(self.model(self.x).cpu(), self.expected)
+
+    @property
+    def resident_bytes(self):
+        return self.handle.report().resident_bytes
+
+
+@pytest.fixture
+def two(sim):
+    """Two models that are twice as large as what they share."""
+    first, second = linears(12), linears(16, seed=1)
+    budget = PagingBudget(bytes_of(first, second) // 2)
+    both = Paged(sim, first, budget), Paged(sim, second, budget)
+    yield budget, *both
+    for each in both:
+        each.handle.unpage()
+
+
+def test_the_model_that_was_used_last_has_the_memory(sim, two):
+    _, first, second = two
+    first.run(3)
+    before_bytes = first.resident_bytes
+    second.run(3)
+    assert second.resident_bytes > before_bytes // 2 > first.resident_bytes
+    first.run(3)
+    second_bytes = second.resident_bytes
+    assert first.resident_bytes > second_bytes
+
+
+@pytest.mark.parametrize("turns", [(1, 1), (2, 3), (5, 1), (4, 6)])
+def test_values_are_exact_and_the_bytes_within_the_limit_whatever_the_turns(sim, two, turns):
+    budget, first, second = two
+    activation_bytes = 16 * 4 * WIDTH * 4
+    sim.reset_peak()
+    for _ in range(4):
+        for each, n_passes in zip((first, second), turns, strict=True):
+            each.run(n_passes)
+            assert budget.held_bytes <= budget.limit_bytes
+    assert sim.peak_bytes <= budget.limit_bytes + activation_bytes
+
+
+def test_a_model_that_is_closed_leaves_its_share_to_the_others(sim, two):
+    budget, first, second = two
+    first.run(4)
+    second.run(4)
+    second.handle.unpage()
+    first.run(3)
+    assert first.handle.report().bytes_per_pass == 0
+    assert budget.held_bytes == sim.allocated_bytes - first.x.nbytes - second.x.nbytes
+    first.handle.unpage()
+    assert budget.held_bytes == 0
+    assert repr(budget).endswith("no models>")
+
+
+def test_a_model_that_is_garbage_leaves_its_share_too(sim):
+    first, second = linears(12), linears(16, seed=1)
+    budget = PagingBudget(bytes_of(first, second) // 2)
+    page(first, sim.device, budget=budget)(torch.randn(4, WIDTH))
+    del first
+    gc.collect()
+    assert budget.held_bytes == 0
+    with page(second, sim.device, budget=budget) as handle:
+        assert handle.plan.allocated_bytes > budget.limit_bytes // 2
+
+
+@pytest.mark.parametrize("name", ["tied", "functional", "conditional", "lstm", "strided"])
+def test_every_kind_of_model_takes_turns_with_another(sim, name):
+    model, args, kwargs = build(name)
+    expected, _ = on_whole_device(sim, model, args, kwargs)
+    other = linears(8)
+    weight_bytes = plan_paging(model, sim.device).weight_bytes
+    budget = PagingBudget(weight_bytes + bytes_of(other) // 2)
+    with page(model, sim.device, budget=budget), page(other, sim.device, budget=budget):
+        for n_passes in (1, 3, 2):
+            for _ in range(n_passes):
+                assert_equal(home(model(*args, **kwargs)), expected)
+            for _ in range(n_passes):
+                other(torch.randn(4, WIDTH))
+            assert budget.held_bytes <= budget.limit_bytes
+
+
+def test_a_model_that_runs_on_another_thread_loses_nothing_that_it_uses(sim, two):
+    _, first, second = two
+    first.run(3)
+    inside, done = threading.Event(), threading.Event()
+
+    def wait(*_):
+        inside.set()
+        assert done.wait(20)
+
+    hook = first.model[5].register_forward_hook(wait)
+    thread = threading.Thread(target=torch.no_grad()(first.run))
+    before_bytes = first.resident_bytes
+    thread.start()
+    assert inside.wait(20)
+    second.run(2)
+    assert first.handle._resources.resident_bytes == before_bytes
+    done.set()
+    thread.join()
+    hook.remove()
+    second.run(2)
+    assert first.resident_bytes < before_bytes
+
+
+def test_a_forward_of_one_inside_of_the_other_takes_what_is_not_in_use(sim, two):
+    budget, first, second = two
+    first.run(3)
+    hook = first.model[5].register_forward_hook(lambda *_: second.run(3))
+    first.run(2)
+    hook.remove()
+    first.run(2)
+    assert budget.held_bytes <= budget.limit_bytes
+
+
+def test_what_a_retry_was_given_is_not_taken_again_at_once(sim, two):
+    budget, first, _ = two
+    first.run(4)
+    limit_bytes = budget.limit_bytes
+    given_bytes = ask_to_shrink(str(sim.device), 10_000)
+    assert given_bytes >= 10_000
+    assert budget.limit_bytes == budget.held_bytes <= limit_bytes - 10_000
+    first.run(3)
+    assert budget.held_bytes <= budget.limit_bytes < limit_bytes
+    first.run(30)
+    assert budget.limit_bytes == limit_bytes
+
+
+def test_a_plan_tells_what_the_next_model_would_have_and_takes_nothing(sim):
+    first, second = linears(12), linears(16, seed=1)
+    budget = PagingBudget("80KiB")
+    plan = plan_paging(first, sim.device, budget=budget)
+    assert plan.allocated_bytes <= 80 * 1024
+    assert budget.held_bytes == 0
+    with page(first, sim.device, budget=budget) as handle:
+        assert handle.plan == plan
+        held_bytes = budget.held_bytes
+        assert plan_paging(second, sim.device, budget=budget).allocated_bytes < 80 * 1024
+        assert budget.held_bytes == held_bytes == sim.allocated_bytes
+
+
+def test_what_does_not_fit_is_refused_and_leaves_the_budget_as_it_was(sim):
+    budget = PagingBudget("40KiB")
+    with page(linears(12), sim.device, budget=budget):
+        held_bytes = budget.held_bytes
+        with pytest.raises(PagingError, match="can't be paged within"):
+            page(linears(4), sim.device, budget=budget, keep=["0", "1", "2"])
+        assert budget.held_bytes <= held_bytes
+    with pytest.raises(PagingError, match="0% to 100%"):
+        PagingBudget("0%")
+
+
+def test_a_budget_is_of_one_device(sim):
+    two = sim(devices=2)
+    budget = PagingBudget("40KiB")
+    with page(linears(4), "sim:0", budget=budget):
+        model = linears(4)
+        with pytest.raises(PagingError, match="Make another PagingBudget"):
+            page(model, "sim:1", budget=budget)
+        assert two.on(1).allocated_bytes == 0
+    page(model, "sim:1", budget=budget).unpage()
+
+
+def test_a_device_without_room_leaves_the_budget_to_others(sim):
+    sim(budget="16KiB")
+    budget = PagingBudget("1MiB")
+    with pytest.raises(torch.OutOfMemoryError):
+        page(linears(12), sim.device, budget=budget)
+    assert budget.held_bytes == 0
+
+
+def test_weights_on_a_disk_share_a_budget_of_memory(tmp_path):
+    first, second = linears(12), linears(16, seed=1)
+    expected = [model(torch.ones(2, WIDTH)) for model in (first, second)]
+    budget = PagingBudget(bytes_of(first, second) // 2)
+    with (
+        page(first, "cpu", budget=budget, host=tmp_path),
+        page(second, "cpu", budget=budget, host=tmp_path),
+    ):
+        for n_passes in (1, 4, 4):
+            for model, values in zip((first, second), expected, strict=True):
+                for _ in range(n_passes):
+                    assert torch.equal(model(torch.ones(2, WIDTH)), values)
+                assert budget.held_bytes <= budget.limit_bytes
+
+
+def test_a_model_that_holds_its_weights_has_room_from_the_others(sim):
+    class Holds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+
+        def forward(self, x):
+            weights = [layer.weight for layer in self.layers]
+            for weight in weights:
+                x = x @ weight
+            return x
+
+    model, other = Holds().eval(), linears(12)
+    x = torch.randn(4, WIDTH)
+    expected = copy.deepcopy(model).to(sim.device)(x.to(sim.device)).cpu()
+    budget = PagingBudget(bytes_of(model) + 40_000)
+    with page(other, sim.device, budget=budget), page(model, sim.device, budget=budget):
+        other(x)
+        for _ in range(3):
+            assert torch.equal(model(x).cpu(), expected)
+            assert budget.held_bytes <= budget.limit_bytes
+            other(x)
