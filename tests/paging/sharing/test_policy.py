@@ -76,6 +76,26 @@ def test_a_cache_that_grows_widens_the_margin_and_one_jump_does_not():
     assert margin_bytes(320, []) == 10
 
 
+@given(
+    needs=st.lists(st.integers(0, 900), min_size=1, max_size=60),
+    steps=st.lists(st.integers(-40, 30), max_size=60),
+)
+def test_on_a_device_what_grows_no_faster_than_the_margin_always_finds_room(needs, steps):
+    total = 1000
+    ceiling, need, seen = Ceiling(total * 3 // 4), 0, []
+    for jump, step in zip(needs, [*steps, *[0] * len(needs)], strict=False):
+        # Now and then it jumps, below what it was before; else it moves in small steps.
+        need = min(jump, max(seen[-8:], default=0)) if jump % 7 == 0 else max(0, need + step)
+        need = min(need, total)
+        held = min(ceiling.n_bytes, total)
+        if seen:
+            assert held + need <= total or held == 0
+        seen.append(need)
+        room = total - max(seen[-8:])
+        margin = margin_bytes(total, [total - each for each in seen[-8:]])
+        ceiling = offered(ceiling, max(0, room - margin))
+
+
 @st.composite
 def rounds(draw):
     """Several models and a limit that has room for what each needs at the least."""
