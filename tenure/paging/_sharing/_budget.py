@@ -168,11 +168,10 @@ class PagingBudget:
         with self._lock:
             allocated_bytes = self._allocated_bytes()
             gauge.look(allocated_bytes)
-            margin_bytes, free_bytes = gauge.margin_bytes, gauge.free_bytes(allocated_bytes)
-            if free_bytes * 2 >= margin_bytes:
+            wanted_bytes = gauge.short_bytes(allocated_bytes)
+            if not wanted_bytes:
                 return
             before_bytes = self.held_bytes
-            wanted_bytes = margin_bytes - free_bytes
             wanted_bytes -= self._ask(wanted_bytes, besides=share)
             if wanted_bytes > 0:
                 self._ask(wanted_bytes)

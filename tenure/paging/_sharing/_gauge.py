@@ -93,13 +93,17 @@ class Gauge:
         # What a pass needs for moments between two looks, as far as the allocator's peaks tell.
         self._moments = [0, 0]
         self._least: list[int] | None = None
+        # As if nothing were outside of this process's allocator.
         self._rooms: deque[int] = deque(maxlen=_REMEMBERED)
         self._is_in_segments = self._last.cached_bytes > 0
+        # The most that computation took between two looks of a pass.
+        self._stride_bytes = 0
+        self._before_bytes: int | None = None
 
     @property
     def margin_bytes(self) -> int:
         """What is to be left free beside what was needed."""
-        bytes_beside = margin_bytes(self._total_bytes, self._rooms)
+        bytes_beside = margin_bytes(self._total_bytes, list(self._rooms))
         # The first tensor of another size may need a segment of its own.
         return max(bytes_beside, LARGE_SEGMENT_BYTES if self._is_in_segments else 0)
 
@@ -112,7 +116,23 @@ class Gauge:
         """What weights may have so that the next pass has what the last ones needed."""
         if not self._rooms:
             return None
-        return min([*self._rooms, *self._left()]) - self.margin_bytes
+        # What other processes have now they may not have had in those passes.
+        before_bytes = min(self._rooms) - self._outside_bytes
+        return min([before_bytes, *self._left()]) - self.margin_bytes
+
+    def short_bytes(self, held_bytes: int) -> int:
+        """What computation lacks at the last look; 0 as long as half of the margin is there.
+
+        Where a pass needs more than any that is remembered, as the first one does, what it took
+        between two looks it may take once more before the next.
+        """
+        room_bytes = max(self._spaces(held_bytes))
+        free_bytes, margin_bytes = room_bytes - held_bytes, self.margin_bytes
+        is_known = self._rooms and room_bytes >= min(self._rooms) - self._outside_bytes
+        stride_bytes = 0 if is_known else 2 * self._stride_bytes
+        if free_bytes >= max(margin_bytes // 2, stride_bytes):
+            return 0
+        return max(margin_bytes, 2 * stride_bytes) - free_bytes
 
     def look(self, held_bytes: int) -> None:
         """Note what is free at this moment of a pass.
@@ -132,6 +152,9 @@ class Gauge:
         self._last = now
         self._is_in_segments |= now.cached_bytes > 0
         spaces = self._spaces(held_bytes)
+        if self._before_bytes is not None:
+            self._stride_bytes = max(self._stride_bytes, self._before_bytes - max(spaces))
+        self._before_bytes = max(spaces)
         least = self._least or spaces
         self._least = [min(pair) for pair in zip(least, spaces, strict=True)]
 
@@ -153,8 +176,15 @@ class Gauge:
 
     def end_pass(self) -> None:
         """Remember what the pass that is over has left for weights."""
-        self._rooms.extend(self._left())
-        self._least = None
+        self._rooms.extend(left + self._outside_bytes for left in self._left())
+        self._least = self._before_bytes = None
+
+    @property
+    def _outside_bytes(self) -> int:
+        """What other processes have of the device; of a host's memory that is not told."""
+        if self._device.type == "cpu":
+            return 0
+        return self._total_bytes - self._last.free_bytes - self._last.reserved[0]
 
     def _left(self) -> list[int]:
         """What the pass has left for weights so far; nothing before its first look."""

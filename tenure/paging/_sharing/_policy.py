@@ -15,7 +15,7 @@ have at the least.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -89,16 +89,20 @@ def lowered(ceiling: Ceiling, n_bytes: int, patience: int = PATIENCE) -> Ceiling
     return Ceiling(min(n_bytes, ceiling.n_bytes), patience=max(least, patience), n_calm=0)
 
 
-def margin_bytes(total_bytes: int, rooms: Iterable[int]) -> int:
+def margin_bytes(total_bytes: int, rooms: Sequence[int]) -> int:
     """What is left free for what no look has seen, and for what is more in the next pass.
 
     Args:
         total_bytes: of the device.
-        rooms: what the last passes had room for. Where most of them had less than the one before,
-            as where a cache grows, the next one will, too; one alone tells nothing.
+        rooms: what the last passes had room for. Where it is less and less, as where a cache grows,
+            the next one will have less, too; one jump, or two kinds of passes, tell nothing.
     """
-    drops = [max(0, before - after) for before, after in pairwise(rooms)]
-    growth = 2 * median(drops) if drops else 0
+    half = len(rooms) // 2
+    if not half:
+        return int(total_bytes * MARGIN_SHARE)
+    typical = median(max(0, before - after) for before, after in pairwise(rooms))
+    lasting = (min(rooms[:half]) - min(rooms[half:])) / half
+    growth = 2 * max(0, min(typical, lasting))
     return max(int(total_bytes * MARGIN_SHARE), int(growth))
 
 

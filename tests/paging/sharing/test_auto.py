@@ -10,14 +10,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tenure.paging import PagingBudget, page, plan_paging
 
-from .test_budget import WIDTH, Paged, bytes_of, linears
+from .test_budget import FINE, WIDTH, Paged, bytes_of, linears
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 # Memory of a few hundred KiB is less than a segment of CUDA's allocator.
 exact = pytest.mark.sim_allocator("exact")
-MIB = 2**20
-# So that memory is taken and given back in small steps.
-FINE = {"max_layer_size": "17KiB"}
+MEMORY = 2**19
 
 
 def run(sim, paged, n_passes):
@@ -31,8 +29,8 @@ def run(sim, paged, n_passes):
 
 @exact
 def test_a_model_that_fits_stays(sim):
-    sim(budget="1MiB")
-    paged = Paged(sim, linears(12), "auto")
+    sim(budget=MEMORY)
+    paged = Paged(sim, linears(8), "auto")
     run(sim, paged, 2)
     assert paged.handle.report().bytes_per_pass == 0
     paged.handle.unpage()
@@ -40,16 +38,18 @@ def test_a_model_that_fits_stays(sim):
 
 @exact
 def test_it_begins_with_a_part_and_takes_what_computation_leaves(sim):
-    sim(budget="1MiB")
-    model = linears(80)
+    sim(budget=MEMORY)
+    model = linears(40)
+    inputs = torch.empty(4, WIDTH, device=sim.device)
     plan = plan_paging(model, sim.device, budget="auto", **FINE)
-    paged = Paged(sim, model, "auto", **FINE)
+    del inputs
+    paged = Paged(sim, model, "auto")
     assert paged.handle.plan == plan
-    assert plan.allocated_bytes <= 3 * MIB // 4
-    found = run(sim, paged, 24)
+    assert plan.allocated_bytes <= 3 * MEMORY // 4
+    found = run(sim, paged, 12)
     assert found == sorted(found)
-    assert found[-1] > found[0] + 0.1 * MIB
-    assert MIB // 32 <= MIB - sim.peak_bytes <= MIB // 8
+    assert found[-1] > found[0] + 0.1 * MEMORY
+    assert MEMORY // 32 <= MEMORY - sim.peak_bytes <= MEMORY // 8
     assert sim.oom_count == 0
     assert paged.handle.plan == plan
     paged.handle.unpage()
@@ -57,16 +57,16 @@ def test_it_begins_with_a_part_and_takes_what_computation_leaves(sim):
 
 @exact
 def test_what_another_process_takes_is_given_back_and_taken_again_when_it_is_gone(sim):
-    sim(budget="1MiB")
-    paged = Paged(sim, linears(80), "auto", **FINE)
-    whole = run(sim, paged, 16)[-1]
+    sim(budget=MEMORY)
+    paged = Paged(sim, linears(40), "auto")
+    whole = run(sim, paged, 12)[-1]
     for _ in range(4):
-        sim.budget_bytes = sim.allocated_bytes + 4096  # what was free, but for a little
+        sim.budget_bytes = sim.allocated_bytes + 2048  # what was free, but for a little
         run(sim, paged, 2)
     least = paged.resident_bytes
-    assert least < whole - 2 * MIB // 32
-    sim.budget_bytes = MIB
-    found = run(sim, paged, 24)
+    assert least < whole - 2 * MEMORY // 32
+    sim.budget_bytes = MEMORY
+    found = run(sim, paged, 20)
     assert found == sorted(found)
     assert found[2] == least
     assert found[-1] == pytest.approx(whole, rel=0.05)
@@ -76,12 +76,12 @@ def test_what_another_process_takes_is_given_back_and_taken_again_when_it_is_gon
 
 @exact
 def test_who_comes_and_goes_all_the_time_is_not_followed_up_and_down(sim):
-    sim(budget="1MiB")
-    paged = Paged(sim, linears(80), "auto", **FINE)
-    run(sim, paged, 20)
+    sim(budget=MEMORY)
+    paged = Paged(sim, linears(40), "auto")
+    run(sim, paged, 8)
     found = []
-    for i in range(48):
-        sim.budget_bytes = MIB if i % 4 > 1 else max(sim.allocated_bytes + 4096, 3 * MIB // 4)
+    for i in range(32):
+        sim.budget_bytes = MEMORY if i % 4 > 1 else max(sim.allocated_bytes + 2048, 3 * MEMORY // 4)
         found += run(sim, paged, 1)
     assert sum(before < after for before, after in pairwise(found)) <= 1
     paged.handle.unpage()
@@ -109,7 +109,7 @@ def outputs(model, device, n_passes, rows):
 
 
 CACHES = [
-    pytest.param("1MiB", 72, 64, 20, 1, marks=exact),
+    pytest.param("512KiB", 36, 64, 20, 1, marks=exact),
     pytest.param("128MiB", 28, 1024, 12, 40, marks=pytest.mark.sim_allocator("cuda")),
 ]
 
@@ -139,13 +139,13 @@ def test_a_cache_that_grows_has_room_where_a_plan_that_stays_has_none(
 def test_a_language_model_generates_beyond_what_a_plan_that_stays_has_room_for(sim):
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=60, hidden_size=64, intermediate_size=128, num_hidden_layers=12,
+        vocab_size=60, hidden_size=64, intermediate_size=128, num_hidden_layers=6,
         num_attention_heads=4, num_key_value_heads=4, pad_token_id=0, bos_token_id=1,
         eos_token_id=None,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     tokens = torch.randint(3, 60, (8, 7))
-    options = {"max_new_tokens": 36, "do_sample": False}
+    options = {"max_new_tokens": 26, "do_sample": False}
     whole = copy.deepcopy(model).to(sim.device)
     expected = whole.generate(tokens.to(sim.device), **options).cpu()
     del whole
@@ -163,16 +163,16 @@ def test_a_language_model_generates_beyond_what_a_plan_that_stays_has_room_for(s
 
 @exact
 def test_models_that_follow_what_is_free_share_it(sim):
-    sim(budget="1MiB")
-    first = Paged(sim, linears(40), "auto", **FINE)
-    second = Paged(sim, linears(44, seed=1), "auto", **FINE)
+    sim(budget=MEMORY)
+    first = Paged(sim, linears(20), "auto")
+    second = Paged(sim, linears(22, seed=1), "auto")
     for _ in range(3):
         first.run(4)
         second.run(4)
-    assert second.resident_bytes > 0.6 * MIB
+    assert second.resident_bytes > 0.5 * MEMORY
     assert sim.oom_count == 0
     second.handle.unpage()
-    run(sim, first, 16)
+    run(sim, first, 12)
     assert first.handle.report().bytes_per_pass == 0
     first.handle.unpage()
 

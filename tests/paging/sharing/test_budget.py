@@ -17,6 +17,8 @@ from ..test_zoo import assert_equal, home, on_whole_device
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
 WIDTH = 64
+# A unit for each layer, so that memory is taken and given back in small steps.
+FINE = {"max_layer_size": "17KiB"}
 
 
 def linears(n_layers, seed=0):
@@ -38,7 +40,7 @@ class Paged:
         self.expected = copy.deepcopy(model).to(sim.device)(self.x).cpu()
         sim.budget_bytes = memory
         sim.reset_peak()
-        self.handle = page(model, sim.device, budget=budget, **options)
+        self.handle = page(model, sim.device, budget=budget, **FINE, **options)
 
     def run(self, n_passes=1):
         for _ in range(n_passes):
@@ -99,11 +101,11 @@ def test_a_model_that_is_closed_leaves_its_share_to_the_others(sim, two):
 def test_a_model_that_is_garbage_leaves_its_share_too(sim):
     first, second = linears(12), linears(16, seed=1)
     budget = PagingBudget(bytes_of(first, second) // 2)
-    page(first, sim.device, budget=budget)(torch.randn(4, WIDTH))
+    page(first, sim.device, budget=budget, **FINE)(torch.randn(4, WIDTH))
     del first
     gc.collect()
     assert budget.held_bytes == 0
-    with page(second, sim.device, budget=budget) as handle:
+    with page(second, sim.device, budget=budget, **FINE) as handle:
         assert handle.plan.allocated_bytes > budget.limit_bytes // 2
 
 
@@ -114,7 +116,7 @@ def test_every_kind_of_model_takes_turns_with_another(sim, name):
     other = linears(8)
     weight_bytes = plan_paging(model, sim.device).weight_bytes
     budget = PagingBudget(weight_bytes + bytes_of(other) // 2)
-    with page(model, sim.device, budget=budget), page(other, sim.device, budget=budget):
+    with page(model, sim.device, budget=budget), page(other, sim.device, budget=budget, **FINE):
         for n_passes in (1, 3, 2):
             for _ in range(n_passes):
                 assert_equal(home(model(*args, **kwargs)), expected)
@@ -142,7 +144,7 @@ def test_a_model_that_runs_on_another_thread_loses_nothing_that_it_uses(sim, two
     done.set()
     thread.join()
     hook.remove()
-    second.run(2)
+    second.run(6)
     assert first.resident_bytes < before_bytes
 
 
@@ -172,10 +174,10 @@ def test_what_a_retry_was_given_is_not_taken_again_at_once(sim, two):
 def test_a_plan_tells_what_the_next_model_would_have_and_takes_nothing(sim):
     first, second = linears(12), linears(16, seed=1)
     budget = PagingBudget("80KiB")
-    plan = plan_paging(first, sim.device, budget=budget)
+    plan = plan_paging(first, sim.device, budget=budget, **FINE)
     assert plan.allocated_bytes <= 80 * 1024
     assert budget.held_bytes == 0
-    with page(first, sim.device, budget=budget) as handle:
+    with page(first, sim.device, budget=budget, **FINE) as handle:
         assert handle.plan == plan
         held_bytes = budget.held_bytes
         assert plan_paging(second, sim.device, budget=budget).allocated_bytes < 80 * 1024
@@ -243,7 +245,7 @@ def test_a_model_that_holds_its_weights_has_room_from_the_others(sim):
     x = torch.randn(4, WIDTH)
     expected = copy.deepcopy(model).to(sim.device)(x.to(sim.device)).cpu()
     budget = PagingBudget(bytes_of(model) + 40_000)
-    with page(other, sim.device, budget=budget), page(model, sim.device, budget=budget):
+    with page(other, sim.device, budget=budget, **FINE), page(model, sim.device, budget=budget):
         other(x)
         for _ in range(3):
             assert torch.equal(model(x).cpu(), expected)

@@ -73,6 +73,7 @@ def test_what_was_given_back_in_the_middle_is_not_taken_again_at_once(first, roo
 def test_a_cache_that_grows_widens_the_margin_and_one_jump_does_not():
     assert margin_bytes(320, [900, 880, 860, 840]) == 40
     assert margin_bytes(320, [900, 900, 400, 400]) == 10
+    assert margin_bytes(320, [900, 800, 900, 800, 900, 800]) == 10
     assert margin_bytes(320, []) == 10
 
 
