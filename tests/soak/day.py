@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tenure import NewDisposeScope
-from tenure.adaptive import memory_budget, step
+from tenure.adaptive import memory_budget, reset, step
 from tenure.paging import page
 from tenure.profiler import snapshot
 
@@ -84,7 +84,8 @@ def run(n_steps, *, n_warm):
     try:
         with TemporaryDirectory() as folder:
             day = Day(Path(folder))
-            growth = grown(day.one, n_steps, n_warm)
+            # a place remembers which sizes failed in it, which are more from time to time
+            growth = grown(day.one, n_steps, n_warm, forget=reset)
             gc.collect()
             assert list(Path(folder).iterdir()) == []
             final = day.loss((day.x, day.y)).item()

@@ -47,13 +47,18 @@ def held():
     return Held(rss_bytes, Counter(map(type, gc.get_objects())), entries)
 
 
-def grown(run, n_runs, n_warm):
-    """How much more is held after ``n_runs`` of ``run(i)`` than after the first ``n_warm``."""
+def grown(run, n_runs, n_warm, forget=gc.collect):
+    """How much more is held after ``n_runs`` of ``run(i)`` than after the first ``n_warm``.
+
+    ``forget`` lets go of what is to be remembered, before each count.
+    """
     for i in range(n_warm):
         run(i)
     # what counting leaves, the first count among it, is there before it counts
+    forget()
     before = held()
     before = held()
     for i in range(n_warm, n_runs):
         run(i)
+    forget()
     return held().since(before)
