@@ -34,6 +34,7 @@ at_end_of_backward: Callable[[Callable[[], object]], None] = bound(
 """Has something called when the backward pass that runs has come to its end, on any thread. The
 engine lets go of it with the pass, also of one that fails and so never calls it."""
 _transform = bound("torch._C._functorch.peek_interpreter_stack", _TRAINING)
+_is_legacy_batch = bound("torch._C._functorch.is_legacy_batchedtensor", _TRAINING)
 _SavedTensor: Any = bound("torch._C._autograd.SavedTensor", "who holds what, and Courtesy")
 hooks_of: Callable[[Tensor], Any] = getter("torch.Tensor._backward_hooks", "step()")
 """The hooks of a leaf's gradient by their numbers, in a dictionary that torch reads; or None."""
@@ -75,6 +76,12 @@ def hooks_of_saved() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None
 def is_transformed() -> bool:
     """Whether a transform of ``torch.func`` runs on this thread."""
     return _transform() is not None
+
+
+def is_batch_of_gradients(gradient: Tensor) -> bool:
+    """Whether it stands for gradients of several outputs at once (``is_grads_batched=True``)."""
+    # Such a vmap is older than those of torch.func, and no transform of theirs.
+    return bool(_is_legacy_batch(gradient)) or is_transformed()
 
 
 def running_task() -> int:
@@ -152,7 +159,14 @@ def _ends_and_packs() -> bool:
             leaf.sum().backward()
     with torch.autograd.graph.saved_tensors_hooks(_same, _same):
         told.append(hooks_of_saved())
-    return told == ["end", "gone", (_same, _same)] and not (hooks_of_saved() or is_transformed())
+    batches: list[bool] = []
+    leaf = torch.ones(2, requires_grad=True, device="cpu")
+    leaf.register_hook(lambda g: batches.append(is_batch_of_gradients(g)))
+    seeds = torch.eye(2, device="cpu")
+    torch.autograd.grad(leaf * 2, leaf, seeds, is_grads_batched=True)
+    torch.autograd.grad(leaf * 2, leaf, seeds[0])
+    is_told = batches == [True, False] and not (hooks_of_saved() or is_transformed())
+    return told == ["end", "gone", (_same, _same)] and is_told
 
 
 def _same(packed: Any) -> Any:

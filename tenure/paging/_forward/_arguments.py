@@ -134,7 +134,7 @@ def apart_from(lent: Collection[int], output: Any) -> Any:
     copies = {
         key: _copy(node)
         for key, node in survey.nodes.items()
-        if isinstance(node, Tensor) and node.grad_fn is None and _is_in(lent, node)
+        if isinstance(node, Tensor) and _is_in(lent, node)
     }
     return survey.replaced(copies) if copies else output
 
@@ -205,6 +205,7 @@ def _is_in(lent: Collection[int], tensor: Tensor) -> bool:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    # Not aside: it is the model's result, which the scopes and modes of the caller are to see
-    with torch.no_grad():
-        return tensor.detach().clone()
+    # Not aside: it is the model's result, which the scopes and modes of the caller are to see. A
+    # weight of a model that is trained leads to its parameter, and so does the copy.
+    with torch.set_grad_enabled(tensor.grad_fn is not None):
+        return tensor.clone()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from tenure._torch.autograd import is_batch_of_gradients
 from tenure._torch.quiet import quietly
 
 from .._model import HostTensor
@@ -90,7 +91,8 @@ class _PageIn(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # A gradient that is to be differentiated goes by an operation that can be.
-        if gradient is None or torch.is_grad_enabled():
+        # A gradient that is to be differentiated goes by an operation that can be; and so do those
+        # of several outputs at once, which are one tensor of vmap's.
+        if gradient is None or torch.is_grad_enabled() or is_batch_of_gradients(gradient):
             return None if gradient is None else gradient.cpu(), None, None
         return ctx.route.send(gradient), None, None
