@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tenure.paging import PagingError, _handle, page
+from tenure.paging import PagingError, _resources, page
 from tenure.paging._device._engine import Engine
 from tenure.paging._handle import carry_out
 from tenure.paging._host._host_buffers import HostBuffers
@@ -349,7 +349,7 @@ def test_the_programs_as_written_give_the_same_where_kernels_run_late(sim):
 @pytest.fixture
 def deaf(monkeypatch):
     """The class of the links that the programs get."""
-    monkeypatch.setattr(_handle, "Link", DeafLink)
+    monkeypatch.setattr(_resources, "Link", DeafLink)
     monkeypatch.setattr(DeafLink, "asked", set())
     return DeafLink
 
