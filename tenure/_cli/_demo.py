@@ -8,12 +8,13 @@ from ._verb import Verb, whole_number
 
 
 class Demo(Verb):
-    """Train a small transformer in scopes, with a leak planted in its loop.
+    """Show what tenure does, in less than a minute: a leak named, a batch and a model that fit.
 
-    The text is the source of Python's own standard library, character by character. Five chapters:
-    the loss going down; the live bytes of the same steps without scopes and with them; the report
-    that names the list which holds what leaked; training in too little memory for its batch; and
-    running the model in too little memory for its weights. Needs no network and no accelerator.
+    A small transformer learns from the source of Python's own standard library. Each chapter shows
+    its code and what that code did: a loop that leaks, beside the same loop in scopes; the report
+    that names the list which holds the leak; training in too little memory for the batch; the model
+    in too little memory for its weights; and the files of `tenure run`, of a program that knows
+    nothing of tenure. Needs no network and no accelerator.
     """
 
     name = "demo"
@@ -26,7 +27,7 @@ class Demo(Verb):
             "--steps",
             type=whole_number(1),
             metavar="N",
-            help="steps of the first chapter (default: 300; with --quick 40)",
+            help="training steps of each run (default: 10; with --quick 6)",
         )
         parser.add_argument(
             "--seed",

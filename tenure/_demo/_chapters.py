@@ -1,99 +1,85 @@
-"""The story of the demo: its chapters in order, each a function of what it needs.
+"""The story of the demo: its chapters in order, each a function of the screen and the work.
 
-One to three train in scopes: the model learns, keeps no memory, and names the leak that is planted
-in its loop. Four and five have too little memory: for the batch of a step, for a whole model.
+One and two plant a leak and name it; three and four have too little memory, for the batch of a step
+and for a whole model; the last one is about the reader's own program. Each shows the source of what
+it runs, and what is forecast stands beside what was measured of the same thing.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from time import monotonic
 
 import torch
 from torch import Tensor
 
+import tenure
 from tenure import DisposedTensorError, DisposeScope, NewDisposeScope
 from tenure._text import format_bytes
-from tenure.adaptive import AdaptiveEvent, add_listener, memory_budget, remove_listener
-from tenure.adaptive import step as split_step
-from tenure.paging import page
-
-from ._screen import Screen, silent
-from ._subject import (
-    MORE_THAN_THERE_IS,
-    CharTransformer,
-    Corpus,
-    Settings,
-    draw_windows,
-    make_model,
-    read_corpus,
+from tenure.adaptive import (
+    AdaptiveEvent,
+    add_listener,
+    memory_budget,
+    predict_peak,
+    remove_listener,
 )
 
-_ROWS = 10
-"""How many losses of the first chapter are shown, after that of its first step."""
+from . import _programs as programs
+from ._programs import Batch, OpenScope, Training
+from ._screen import Screen, body_of, silent
+from ._settings import Settings
+from ._subject import Corpus, read_corpus
+
+_MORE_THAN_THERE_IS = "1EiB"
+"""A budget that measures and never refuses."""
 _REPORTED_STEPS = 4
-_MEASURE = """\
-Live bytes after the step: the storages, each counted once, that operations of this run made and
-that are still alive: weights, gradients, AdamW's state, and what leaked."""
-OpenScope = Callable[[], AbstractContextManager[DisposeScope | None]]
 _SHARE_OF_PEAK = 0.6
-"""How much of the peak of the plain run the fourth chapter's budget allows."""
+"""How much of the peak of the plain run the third chapter's budget allows."""
 _SHARE_OF_WEIGHTS = 0.5
-"""How much of the weights the fifth chapter's budget allows at once."""
-_PASSES = 3
-"""The first pass learns the order, the second is prepared by it, the third is reported."""
-Batch = tuple[Tensor, Tensor]
+"""How much of the weights the fourth chapter's budget allows at once."""
+_DIFFERENCE = 1e-5
+"""What rounding may make of two losses that are the same."""
 
 
-def tell(settings: Settings) -> None:
+@dataclass(frozen=True, slots=True)
+class _Chapter:
+    """A chapter, with its share of the time that all of them take."""
+
+    title: str
+    share: float
+    tell: Callable[[Screen, Corpus, Settings], None]
+
+
+def tell_chapters(screen: Screen, settings: Settings) -> None:
     """Read the text, then run the chapters.
 
     Raises:
         CommandError: this Python came without the source of its standard library.
     """
-    screen = Screen()
+    began_s = monotonic()
     corpus = read_corpus(settings.characters)
     screen.say(
-        f"Text: {settings.characters:,} characters of Python's standard library "
-        f"({corpus.n_files} files, {len(corpus.vocabulary)} distinct characters), the last tenth "
-        "held out.\n"
-        f"Model: a transformer of {settings.layers} layers and {settings.width} features that sees "
-        f"{settings.window} characters; torch {torch.__version__}, seed {settings.seed}."
+        f"The work: a transformer of {settings.layers} layers and {settings.width} features learns "
+        f"from {settings.characters:,} characters of Python's own standard library. "
+        f"CPU, torch {torch.__version__}, seed {settings.seed}."
     )
-    for chapter in (learn, compare_live_bytes, name_the_leak, train_within_a_budget, run_paged):
-        chapter(screen, corpus, settings)
-
-
-def learn(screen: Screen, corpus: Corpus, settings: Settings) -> None:
-    """Train with a scope around each step, and print the loss as it goes down."""
-    screen.chapter(f"1. {settings.steps} training steps, each in a scope")
-    screen.heading(["step", "training loss", "validation loss"])
-    shown = _shown_steps(settings.steps)
-
-    with screen.progress("training", settings.steps) as advance:
-
-        def on_step(step: Step) -> None:
-            advance()
-            if step.number in shown:
-                losses = f"{step.training_loss:.3f}", f"{step.validation_loss:.3f}"
-                screen.row([str(step.number), *losses])
-
-        train(
-            corpus,
-            settings,
-            n_steps=settings.steps,
-            open_scope=partial(NewDisposeScope, "step"),
-            on_step=on_step,
+    done = 0.0
+    for number, chapter in enumerate(_CHAPTERS, 1):
+        taken_s = monotonic() - began_s
+        left_s = taken_s * (1 - done) / done if done else settings.expected_s
+        screen.chapter(
+            f"Chapter {number} of {len(_CHAPTERS)}: {chapter.title} (about {left_s:.0f} s left)"
         )
-    screen.say("Losses are in nats per character, of one batch each.")
-
-
-def _shown_steps(n_steps: int) -> set[int]:
-    return {1, *(max(1, n_steps * row // _ROWS) for row in range(1, _ROWS + 1))}
+        chapter.tell(screen, corpus, settings)
+        done += chapter.share
 
 
 @dataclass(slots=True)
@@ -101,44 +87,48 @@ class _Run:
     """What a run left behind.
 
     Attributes:
-        steps: what each step told.
+        losses: the training loss of each step.
         live_bytes: what was alive after each step.
         history: the planted leak.
     """
 
-    steps: list[Step] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
     live_bytes: list[int] = field(default_factory=list)
     history: list[Tensor] = field(default_factory=list)
 
 
-def compare_live_bytes(screen: Screen, corpus: Corpus, settings: Settings) -> None:
+def leak(screen: Screen, corpus: Corpus, settings: Settings) -> None:
     """Run the same steps twice, and print the live bytes after each side by side."""
-    screen.chapter(f"2. The same {settings.compared_steps} steps, without scopes and with them")
+    screen.code(body_of(programs.train))
+    screen.say(
+        'It runs twice: with an `open_scope` that does nothing, and with NewDisposeScope("step"). '
+        "Bytes alive after the step, each storage counted once: weights, gradients, AdamW's state, "
+        "and what leaked."
+    )
     plain = _measured(corpus, settings, nullcontext)
     scoped = _measured(corpus, settings, partial(NewDisposeScope, "step"))
     screen.heading(["step", "without scopes", "with scopes"])
-    for step, *live in zip(plain.steps, plain.live_bytes, scoped.live_bytes, strict=True):
-        screen.row([str(step.number), *map(format_bytes, live)])
-    screen.say(_MEASURE)
-    same = "the same" if plain.steps == scoped.steps else "NOT the same"
-    screen.say(f"The losses of the two runs are {same} to the last bit.")
-    screen.say(f"Reading what the scope let go: {_refusal(scoped.history)}")
+    for number, live in enumerate(zip(plain.live_bytes, scoped.live_bytes, strict=True), 1):
+        screen.row([str(number), *map(format_bytes, live)])
+    same = "the same" if plain.losses == scoped.losses else "NOT the same"
+    screen.say(
+        f"The losses of the two runs are {same} to the last bit "
+        f"({scoped.losses[0]:.3f} at first, {scoped.losses[-1]:.3f} at the end). "
+        "The list still has its handles; one that is used says what happened:"
+    )
+    screen.say(f"  {_refusal(scoped.history)}")
 
 
 def _measured(corpus: Corpus, settings: Settings, open_scope: OpenScope) -> _Run:
     run = _Run()
-    with memory_budget(MORE_THAN_THERE_IS) as live:
+    with memory_budget(_MORE_THAN_THERE_IS) as live:
 
-        def on_step(step: Step) -> None:
-            run.steps.append(step)
+        def after_step(loss: float) -> None:
+            run.losses.append(loss)
             run.live_bytes.append(live.live_bytes)
 
-        run.history = train(
-            corpus,
-            settings,
-            n_steps=settings.compared_steps,
-            open_scope=open_scope,
-            on_step=on_step,
+        run.history = programs.train(
+            Training(corpus, settings), settings.steps, open_scope, after_step
         )
     return run
 
@@ -152,176 +142,91 @@ def _refusal(history: list[Tensor]) -> str:
 
 def name_the_leak(screen: Screen, corpus: Corpus, settings: Settings) -> None:
     """Run a few steps under ``policy="report"``, and print the report of the last one."""
-    screen.chapter(
-        f'3. {_REPORTED_STEPS} steps with policy="report": who holds what outlives the last one?'
+    screen.say(
+        f"{_REPORTED_STEPS} steps of the same loop, with this `open_scope`. Nothing is let go, so "
+        "nothing of the program changes."
     )
+    screen.show("")
+    screen.code(body_of(programs.open_reporting))
     scopes: list[DisposeScope] = []
-
-    def open_scope() -> DisposeScope:
-        scopes.append(NewDisposeScope(f"step {len(scopes) + 1}", policy="report"))
-        return scopes[-1]
-
     # what it logs is printed below
     with silent("tenure.scopes"):
-        train(
-            corpus,
-            settings,
-            n_steps=_REPORTED_STEPS,
-            open_scope=open_scope,
-            on_step=lambda step: None,
+        programs.train(
+            Training(corpus, settings),
+            _REPORTED_STEPS,
+            partial(programs.open_reporting, scopes),
+            lambda loss: None,
         )
     # also where it is empty: a report that is missing would look like a loop without a leak
-    screen.say(str(scopes[-1].leaks))
-    screen.say("The cure: history.append(validate().item())")
+    screen.show(str(scopes[-1].leaks))
+    screen.say("The cure: history.append(run.validate().item())")
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What a finished step has to tell.
-
-    Attributes:
-        number: counted from 1.
-        training_loss: nats per character.
-        validation_loss: nats per character, on text that is never trained on.
-    """
-
-    number: int
-    training_loss: float
-    validation_loss: float
-
-
-def train(
-    corpus: Corpus,
-    settings: Settings,
-    *,
-    n_steps: int,
-    open_scope: OpenScope,
-    on_step: Callable[[Step], None],
-) -> list[Tensor]:
-    """Train a new model, each step in a block that ``open_scope`` makes.
-
-    Returns:
-        The planted leak: every validation loss, float32[], with the graph of its forward pass.
-    """
-    model = make_model(len(corpus.vocabulary), settings)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
-    random = torch.Generator().manual_seed(settings.seed)
-    history: list[Tensor] = []
-
-    def validate() -> Tensor:
-        n_windows = settings.validation_batch
-        return model.loss(*draw_windows(corpus.validation, n_windows, settings.window, random))
-
-    for number in range(1, n_steps + 1):
-        with open_scope():
-            inputs, following = draw_windows(
-                corpus.training, settings.batch, settings.window, random
-            )
-            loss = model.loss(inputs, following)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            # the leak: validate().item() was meant
-            history.append(validate())
-            step = Step(number, loss.item(), history[-1].item())
-        on_step(step)
-    return history
-
-
-@dataclass(slots=True)
-class _Training:
-    """A model, its optimizer and its batches, the same ones for every run."""
-
-    corpus: Corpus
-    settings: Settings
-    model: CharTransformer = field(init=False)
-    optimizer: torch.optim.Optimizer = field(init=False)
-    losses: list[float] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.model = make_model(len(self.corpus.vocabulary), self.settings)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.settings.learning_rate)
-
-    def batches(self) -> Iterator[Batch]:
-        random = torch.Generator().manual_seed(self.settings.seed)
-        for _ in range(self.settings.compared_steps):
-            yield draw_windows(
-                self.corpus.training, self.settings.batch, self.settings.window, random
-            )
-
-    def loss(self, batch: Batch) -> Tensor:
-        return self.model.loss(*batch)
-
-    def run(self, gradients: Callable[[Batch], float]) -> None:
-        """Take a step for each batch, with what ``gradients`` leaves in the parameters."""
-        for batch in self.batches():
-            self.optimizer.zero_grad()
-            loss = gradients(batch)
-            self.optimizer.step()
-            self.losses.append(loss)
-
-    def plain(self, batch: Batch) -> float:
-        loss = self.loss(batch)
-        loss.backward()
-        return loss.item()
-
-    def retried_in_except(self, batch: Batch) -> float:
-        try:
-            return self.plain(batch)
-        except torch.OutOfMemoryError:
-            # the exception still holds the frames of the attempt: this is the mistake that is shown
-            half = len(batch[0]) // 2
-            return self.plain((batch[0][:half], batch[1][:half]))
-
-    def fitted(self, batch: Batch) -> float:
-        return split_step(self.loss, batch, model=self.model).loss.item()
-
-
-def train_within_a_budget(screen: Screen, corpus: Corpus, settings: Settings) -> None:
+def fit_the_batch(screen: Screen, corpus: Corpus, settings: Settings) -> None:
     """See plain steps fail under a budget, and finish there with the losses of the plain run."""
-    n_steps = settings.compared_steps
-    screen.chapter(f"4. {n_steps} steps in too little memory for their batch of {settings.batch}")
-    whole = _Training(corpus, settings)
-    with memory_budget(MORE_THAN_THERE_IS) as measured:
-        whole.run(whole.plain)
+    whole = Training(corpus, settings)
+    (batch,) = Training(corpus, settings).batches(1)
+    there_bytes = sum(tensor.nbytes for tensor in (*whole.model.parameters(), *batch))
+    predicted = predict_peak(whole.loss, batch, optimizer=whole.optimizer)
+    predicted_bytes = predicted.needed_bytes - predicted.baseline_bytes
+    with memory_budget(_MORE_THAN_THERE_IS) as measured:
+        expected = _losses(whole, programs.train_plain)
     limit_bytes = int(_SHARE_OF_PEAK * measured.peak_bytes)
     screen.say(
-        f"Plain PyTorch needs {format_bytes(measured.peak_bytes)}. From here on there are "
-        f"{format_bytes(limit_bytes)}."
+        f"Forecast for a step, before it ran: {format_bytes(predicted_bytes)} beside the "
+        f"{format_bytes(there_bytes)} of weights and batch. Measured: "
+        f"{format_bytes(measured.peak_bytes)}. From here on there are {format_bytes(limit_bytes)}."
     )
-    screen.say(f"Plain PyTorch: {_failure(corpus, settings, limit_bytes, _Training.plain)}")
+    screen.show("")
+    screen.code(body_of(programs.train_plain))
+    screen.say(_failure(corpus, settings, limit_bytes, programs.train_plain))
+    screen.say("So one tries again with half of the batch:")
+    screen.show("")
+    screen.code(body_of(programs.train_with_retry))
+    screen.say(_failure(corpus, settings, limit_bytes, programs.train_with_retry))
     screen.say(
-        "Half the batch, tried again inside `except`: "
-        f"{_failure(corpus, settings, limit_bytes, _Training.retried_in_except)}"
+        "The error that is handled there holds the frames of the attempt, and with them all that "
+        "it made. What tenure does instead:"
     )
-    fitted = _Training(corpus, settings)
+    screen.show("")
+    screen.code(body_of(programs.train_fitted))
+    fitted = Training(corpus, settings)
     with _told(screen), memory_budget(limit_bytes) as budget:
-        fitted.run(fitted.fitted)
-    screen.say(f"tenure.adaptive.step finishes within {format_bytes(budget.peak_bytes)}:")
-    _compare(screen, whole.losses, fitted.losses)
+        found = _losses(fitted, programs.train_fitted)
+    screen.say(
+        f"{settings.steps} steps within {format_bytes(budget.peak_bytes)}, and the losses of the "
+        "large machine:"
+    )
+    screen.heading(["step", "all at once", "in micro-batches"])
+    for number, losses in enumerate(zip(expected, found, strict=True), 1):
+        screen.row([str(number), *(f"{loss:.4f}" for loss in losses)])
+    apart = max(abs(one - other) for one, other in zip(expected, found, strict=True))
+    verdict = "rounding" if apart < _DIFFERENCE else "MORE than rounding"
+    screen.say(f"They differ by {apart:.0e} at the most: {verdict}.")
+
+
+def _losses(run: Training, gradients: Callable[[Training, Batch], float]) -> list[float]:
+    """Take the steps, with what ``gradients`` leaves in the parameters."""
+    losses = []
+    for batch in run.batches(run.settings.steps):
+        run.optimizer.zero_grad()
+        losses.append(gradients(run, batch))
+        run.optimizer.step()
+    return losses
 
 
 def _failure(
     corpus: Corpus,
     settings: Settings,
     limit_bytes: int,
-    gradients: Callable[[_Training, Batch], float],
+    gradients: Callable[[Training, Batch], float],
 ) -> str:
-    training = _Training(corpus, settings)
     try:
         with memory_budget(limit_bytes):
-            training.run(lambda batch: gradients(training, batch))
+            _losses(Training(corpus, settings), gradients)
     except torch.OutOfMemoryError as error:
-        return f"step {len(training.losses) + 1} fails. {str(error).partition(' in ')[0]}."
-    return "finishes."
-
-
-def _compare(screen: Screen, whole: list[float], fitted: list[float]) -> None:
-    screen.heading(["step", "unsplit loss", "split loss"])
-    for number, losses in enumerate(zip(whole, fitted, strict=True), 1):
-        screen.row([str(number), *(f"{loss:.4f}" for loss in losses)])
-    apart = max(abs(one - other) for one, other in zip(whole, fitted, strict=True))
-    screen.say(f"The two loss curves differ by {apart:.0e} at the most: rounding.")
+        return f"It fails: {str(error).partition(' in ')[0]}."
+    return "It finishes."
 
 
 @contextmanager
@@ -341,28 +246,79 @@ def _told(screen: Screen) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def run_paged(screen: Screen, corpus: Corpus, settings: Settings) -> None:
-    """Run a model from a folder within half of its size, and print what the pager tells of it."""
-    model = make_model(len(corpus.vocabulary), settings).eval()
-    random = torch.Generator().manual_seed(settings.seed)
-    windows, following = draw_windows(
-        corpus.validation, settings.validation_batch, settings.window, random
-    )
+def page_the_model(screen: Screen, corpus: Corpus, settings: Settings) -> None:
+    """Run a model from a folder within half of its size, and compare what was planned."""
+    run = Training(corpus, settings)
+    model = run.model.eval()
+    (batch,) = run.batches(1)
     weight_bytes = sum(p.nbytes for p in model.parameters())
     budget_bytes = int(_SHARE_OF_WEIGHTS * weight_bytes)
-    screen.chapter(
-        f"5. {format_bytes(weight_bytes)} of weights in {format_bytes(budget_bytes)} of memory"
+    screen.say(
+        f"The weights take {format_bytes(weight_bytes)}; there are {format_bytes(budget_bytes)} "
+        "for them, and a folder."
     )
-    whole = model.loss(windows, following)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        page(model, "cpu", budget=budget_bytes, host=Path(folder)) as handle,
+    screen.show("")
+    screen.code(body_of(programs.run_paged))
+    whole = model.loss(*batch)
+    with tempfile.TemporaryDirectory() as folder:
+        losses, plan, report = programs.run_paged(model, batch, budget_bytes, Path(folder))
+    passing = sum(unit.n_bytes for unit in plan.units if not unit.resident)
+    screen.show(f"{'':24}{'planned':>10}{'measured':>14}")
+    for what, planned, measured in (
+        ("stays in memory", plan.resident_bytes, report.resident_bytes),
+        ("room to pass through", plan.ring_bytes, report.ring_bytes),
+        ("read in each pass", passing, report.bytes_per_pass),
     ):
-        screen.say(str(handle.plan).partition("\n    ")[0])
-        screen.say(
-            "The plan times the copies alone, at an assumed speed; the next lines are measured."
-        )
-        paged = [model.loss(windows, following) for _ in range(_PASSES)]
-        screen.say(str(handle.report()))
-    same = "the same" if all(map(whole.equal, paged)) else "NOT the same"
-    screen.say(f"The loss of the paged model is {same} to the last bit.")
+        screen.show(f"  {what:<22}{format_bytes(planned):>10}{format_bytes(measured):>14}")
+    screen.say(
+        f"A pass took {report.pass_s * 1e3:.1f} ms, of which {report.stall_s * 1e3:.1f} ms waited "
+        "for weights; the rest was computing."
+    )
+    same = "the same" if all(map(whole.equal, losses)) else "NOT the same"
+    screen.say(f"The loss is {same} as with all weights in memory, to the last bit.")
+
+
+def record_a_program(screen: Screen, corpus: Corpus, settings: Settings) -> None:
+    """Record a program that knows nothing of tenure, and say where the files are."""
+    del corpus, settings
+    source = Path(__file__).with_name("_leak.py").read_text("utf-8").partition("import torch")
+    folder = Path(tempfile.mkdtemp(prefix="tenure-demo-"))
+    folder.joinpath("train.py").write_text("".join(source[1:]), "utf-8")
+    screen.say("This one knows nothing of tenure:")
+    screen.show("")
+    screen.code("".join(source[1:]))
+    for command in ("tenure run train.py", "tenure export train.tenure -o train.html"):
+        screen.show(f"$ {command}")
+        screen.say(_output(command, folder))
+    screen.show("")
+    screen.say("The files are yours to look at:")
+    screen.show(f"  cd {folder}")
+    screen.show("  tenure report train.tenure      on this terminal; also tree, leaks, diff")
+    screen.show("  xdg-open train.html             in a browser; on macOS open, on Windows start")
+    screen.show("")
+    screen.say("And then: tenure run YOUR_SCRIPT.py")
+
+
+def _output(command: str, folder: Path) -> str:
+    """What a command of tenure says, in a folder, with the tenure that runs this demo."""
+    root = str(Path(tenure.__file__).parent.parent)
+    paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-m", *command.split()],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return done.stdout
+
+
+_CHAPTERS = (
+    _Chapter("a loop that leaks, and the same in scopes", 0.2, leak),
+    _Chapter("who holds it?", 0.05, name_the_leak),
+    _Chapter("the batch is too large", 0.3, fit_the_batch),
+    _Chapter("the model is too large", 0.05, page_the_model),
+    _Chapter("your own program", 0.4, record_a_program),
+)

@@ -1,16 +1,24 @@
-"""What the chapters print with: plain text in a pipe, colours and a progress bar on a terminal."""
+"""What the chapters print with: lines of 80 columns at most, with colours on a terminal alone.
+
+Invariant: prose is broken at words, code and reports are printed as they stand.
+"""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import logging
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.syntax import Syntax
 from rich.text import Text
 
-Row = Sequence[str]
+from tenure._show import folded
+
+_WIDTH = 80
 
 
 class Screen:
@@ -21,30 +29,47 @@ class Screen:
 
     def chapter(self, title: str) -> None:
         """Begin a chapter."""
-        self._console.print(Text(f"\n{title}", style="bold"))
+        self._console.print(Text(f"\n{title}\n", style="bold"))
 
     def say(self, text: str) -> None:
-        """Print a line of text as it stands."""
+        """Print text; each of its lines is broken at words, and keeps its indentation."""
+        for line in text.splitlines():
+            words = line.lstrip()
+            indent = line[: len(line) - len(words)]
+            for part in folded(words, _WIDTH - len(indent)):
+                self.show(indent + part)
+
+    def show(self, text: str) -> None:
+        """Print text as it stands: a report, a row of a table."""
         self._console.print(Text(text))
 
-    def row(self, cells: Row) -> None:
+    def code(self, source: str) -> None:
+        """Print code, with a blank line behind it."""
+        text = textwrap.indent(source.strip("\n"), "    ")
+        if self._console.is_terminal:
+            self._console.print(Syntax(text, "python", background_color="default"))
+        else:
+            self.show(text)
+        self.show("")
+
+    def row(self, cells: Sequence[str]) -> None:
         """Print one line of a table: a narrow column and wide ones, aligned to the right."""
         first, *others = cells
-        self.say(f"{first:>6}" + "".join(f"{cell:>18}" for cell in others))
+        self.show(f"{first:>6}" + "".join(f"{cell:>18}" for cell in others))
 
-    def heading(self, cells: Row) -> None:
+    def heading(self, cells: Sequence[str]) -> None:
         """Print the headings of a table."""
         self.row(cells)
         self.row(["-" * len(cell) for cell in cells])
 
-    @contextmanager
-    def progress(self, label: str, n_steps: int) -> Iterator[Callable[[], None]]:
-        """A bar on a terminal, nothing elsewhere; call what it yields after each step."""
-        columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        hidden = not self._console.is_terminal
-        with Progress(*columns, console=self._console, transient=True, disable=hidden) as bar:
-            task = bar.add_task(label, total=n_steps)
-            yield lambda: bar.advance(task)
+
+def body_of(function: Callable[..., object]) -> str:
+    """What a function does, as its source has it: without its head and its docstring."""
+    source = textwrap.dedent(inspect.getsource(function))
+    (definition,) = ast.parse(source).body
+    assert isinstance(definition, ast.FunctionDef)
+    first = definition.body[0 if ast.get_docstring(definition) is None else 1]
+    return textwrap.dedent("\n".join(source.splitlines()[first.lineno - 1 :]))
 
 
 @contextmanager
