@@ -1,8 +1,8 @@
 """The story of the demo: its chapters in order, each a function of the screen and the work.
 
-One and two plant a leak and name it; three and four have too little memory, for the batch of a step
-and for a whole model; the last one is about the reader's own program. Each shows the source of what
-it runs, and what is forecast stands beside what was measured of the same thing.
+One and two plant a leak and name it; three to five have too little memory, for the batch of a step,
+for a whole model, and for both; the last one is about the reader's own program. Each shows the
+source of what it runs, and what is forecast stands beside what was measured of the same thing.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from tenure.adaptive import (
 )
 
 from . import _programs as programs
+from ._beyond import tell_beyond_memory
 from ._programs import Batch, OpenScope, Training
 from ._screen import Screen, body_of, silent
 from ._settings import Settings
@@ -278,6 +279,13 @@ def page_the_model(screen: Screen, corpus: Corpus, settings: Settings) -> None:
     screen.say(f"The loss is {same} as with all weights in memory, to the last bit.")
 
 
+def fit_both(screen: Screen, corpus: Corpus, settings: Settings) -> None:
+    """Train with gradients of the whole where neither the model nor its batch fits."""
+    del corpus
+    screen.code(body_of(programs.train_paged))
+    screen.show(tell_beyond_memory(settings).rstrip("\n"))
+
+
 def record_a_program(screen: Screen, corpus: Corpus, settings: Settings) -> None:
     """Record a program that knows nothing of tenure, and say where the files are."""
     del corpus, settings
@@ -316,9 +324,10 @@ def _output(command: str, folder: Path) -> str:
 
 
 _CHAPTERS = (
-    _Chapter("a loop that leaks, and the same in scopes", 0.2, leak),
-    _Chapter("who holds it?", 0.05, name_the_leak),
-    _Chapter("the batch is too large", 0.3, fit_the_batch),
-    _Chapter("the model is too large", 0.05, page_the_model),
-    _Chapter("your own program", 0.4, record_a_program),
+    _Chapter("a loop that leaks, and the same in scopes", 0.27, leak),
+    _Chapter("who holds it?", 0.02, name_the_leak),
+    _Chapter("the batch is too large", 0.06, fit_the_batch),
+    _Chapter("the model is too large", 0.02, page_the_model),
+    _Chapter("model and batch are too large", 0.28, fit_both),
+    _Chapter("your own program", 0.35, record_a_program),
 )

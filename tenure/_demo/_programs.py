@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tenure import DisposeScope, NewDisposeScope
-from tenure.adaptive import step
+from tenure.adaptive import StepResult, step
 from tenure.paging import PagingPlan, PagingReport, page
 
 from ._settings import Settings
@@ -110,3 +110,10 @@ def run_paged(
     with page(model, "cpu", budget=budget_bytes, host=folder) as handle:
         losses = [model.loss(*batch) for _ in range(3)]
         return losses, handle.plan, handle.report()
+
+
+def train_paged(run: Training, batch: Batch, device: torch.device, budget: int) -> StepResult:
+    """The gradients of a batch too large for a device that the model is too large for."""
+    model = run.model
+    with page(model, device, budget=budget, training=True, activations="host"):
+        return step(run.loss, batch, model=model)

@@ -51,7 +51,7 @@ FULL = Settings(
     validation_batch=8,
     learning_rate=3e-3,
     steps=10,
-    expected_s=30,
+    expected_s=45,
 )
 QUICK = Settings(
     characters=100_000,
@@ -63,5 +63,5 @@ QUICK = Settings(
     validation_batch=8,
     learning_rate=1e-2,
     steps=6,
-    expected_s=15,
+    expected_s=35,
 )

@@ -114,7 +114,9 @@ class CharTransformer(nn.Module):
             tokens: int64[n_windows, length].
             following: int64[n_windows, length], the character after each of them.
         """
-        return functional.cross_entropy(self(tokens).flatten(0, 1), following.flatten())
+        scores = self(tokens).flatten(0, 1)
+        # of a paged model they are on the device, wherever the batch is
+        return functional.cross_entropy(scores, following.flatten().to(scores.device))
 
 
 class _Block(nn.Module):
