@@ -153,6 +153,13 @@ def _of_graphs(pile: Pile, size: str, share: str) -> Verdict:
         remedy = "Use torch.no_grad()."
         return Verdict("results", pile.n_bytes, _head("Results", name, n, size, remedy),
                        tuple(evidence))  # fmt: skip
+    if pile.place.endswith(".grad"):
+        remedy = "Set .grad to None."
+        evidence.append(
+            "backward(create_graph=True) leaves graphs in .grad, and each adds to the last: use "
+            "torch.autograd.grad(), or zero_grad() after each step."
+        )
+        return Verdict("leak", pile.n_bytes, _head("Leak", name, n, size, remedy), tuple(evidence))
     remedy = "Keep loss.item()." if pile.is_scalar else "Keep .detach() of it."
     evidence.append(
         "Keep loss.item() or loss.detach() in the place of the loss, or call backward() on it "

@@ -22,6 +22,7 @@ Cause: TypeAlias = Literal[
 ]
 _PREFIX = re.compile(r"\A(?:[\w.<>]+\.<locals>\.|__main__\.)")
 _MOST_CHARACTERS = 34
+_ANY_INDEX = "[…]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,14 @@ class Verdict:
 
 
 def short(name: str) -> str:
-    """A name as its function would say it: without the function, and without what holds it."""
-    inner = name.partition(", held by ")[0]
-    text = _PREFIX.sub("", inner.rpartition(": ")[2] if " of " in inner else inner)
+    """A name as its function would say it: without the function, and without what holds it.
+
+    What a function or a call has bound is told by where it piles up: `out` of each of the lambdas
+    in `callbacks[…]` by the list.
+    """
+    inner, _, outer = name.partition(", held by ")
+    if " of " in inner and ": " in inner:
+        bound = inner.rpartition(": ")[2]
+        inner = outer.partition(", held by ")[0] if _ANY_INDEX in outer else bound
+    text = _PREFIX.sub("", inner)
     return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…"

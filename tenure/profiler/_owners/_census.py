@@ -10,16 +10,13 @@ import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 
 from tenure._callers import created_at
 from tenure._heap import (
-    OF_VARIABLE,
     Holder,
-    below,
     cpp_references,
     find_holders,
     gradient_of,
@@ -38,6 +35,7 @@ from tenure._torch.storages import key_of
 
 from ._naming import PARAMETERS, Kept, Named, Names
 from ._parts import device_of, dtype_of, identity_of, is_plain, parts_of, shape_or_empty
+from ._roots import OWN_REFERENCES, Graph, Roots, graphs_of, roots_of
 from ._rows import GRADIENTS, OTHERS, SAVED, Held, Member, StorageEntry, Storages, TensorRow
 from ._saved import SavedRecord, SavedStorage, saved_storages
 
@@ -48,8 +46,6 @@ _MAX_SEARCHED = 5000
 # better.
 _BORROWING = frozenset({"view", "autograd", "numpy"})
 _SELVES = ("Tensor", "Parameter")
-# references to a handle from the list of all, and from the variable that is asked about
-_OWN_REFERENCES = 1 + OF_VARIABLE
 
 
 def take_census(
@@ -72,8 +68,8 @@ def take_census(
         saved = saved_storages(node for node, _ in heap.graphs)[0]
         names = Names(list(models), heap.modules, [*optimizers, *heap.optimizers], heap.kept)
         handles = _handles_of(heap)
-        roots = _roots_of(saved, heap)
-        calls = _Calls(names, _search(handles, names, roots) if named else {})
+        roots = roots_of(saved, heap.graphs)
+        calls = _Calls(names, handles, _search(handles, names, roots) if named else {})
         storages = Storages(_homes(kept.named for kept in heap.kept))
         hollow = _enter_handles(storages, handles, calls)
         _enter_saved(storages, saved, roots, calls)
@@ -97,7 +93,7 @@ class _Heap:
 
     kept: list[Kept]
     tensors: list[weakref.ref[Tensor]]
-    graphs: list[tuple[Any, weakref.ref[Tensor] | None]]
+    graphs: list[Graph]
     modules: list[nn.Module]
     optimizers: list[Optimizer]
     storages: list[UntypedStorage]
@@ -112,33 +108,14 @@ def _look() -> _Heap:
     ]
     found = instances(tracked_objects(), _is_surveyed)
     tensors = instances(found, lambda cls: is_kind(cls, Tensor))
-    return _Heap(
-        kept,
-        list(map(weakref.ref, tensors)),
-        _graphs_of(tensors, instances(found, is_node_class)),
-        instances(found, lambda cls: is_kind(cls, nn.Module)),
-        instances(found, lambda cls: is_kind(cls, Optimizer)),
-        instances(found, lambda cls: is_kind(cls, UntypedStorage)),
-    )
-
-
-def _graphs_of(
-    tensors: list[Tensor], nodes: list[Any]
-) -> list[tuple[Any, weakref.ref[Tensor] | None]]:
-    # A node can be held without its tensor (by a hook, in a variable), and a tensor's node can be
-    # one that Python has no object for yet.
-    found: dict[int, tuple[Any, weakref.ref[Tensor] | None]] = {}
-    for t in tensors:
-        node = read(t, "grad_fn")
-        if node is not None:
-            found.setdefault(id(node), (node, weakref.ref(t)))
-    for node in nodes:
-        found.setdefault(id(node), (node, None))
-    # The tensor at the top of a graph is what has to be dropped: below a loss, every result that a
-    # variable still has would be named for its part. See
-    # test_what_a_graph_saved_is_told_with_the_tensor_at_its_top.
-    inner = below(node for node, _ in found.values())
-    return sorted(found.values(), key=lambda graph: id(graph[0]) in inner)
+    nodes = instances(found, is_node_class)
+    modules = instances(found, lambda cls: is_kind(cls, nn.Module))
+    optimizers = instances(found, lambda cls: is_kind(cls, Optimizer))
+    storages = instances(found, lambda cls: is_kind(cls, UntypedStorage))
+    # the list of tensors is then the one reference of ours that `graphs_of` counts off
+    del found
+    references = list(map(weakref.ref, tensors))
+    return _Heap(kept, references, graphs_of(tensors, nodes), modules, optimizers, storages)
 
 
 def _is_surveyed(cls: type) -> bool:
@@ -152,13 +129,14 @@ class _Handles:
     Attributes:
         tensors: the tensors.
         in_python: those that something in Python holds, by identity.
-        gradients: the gradients among them, which are named by what they are the gradient of.
+        gradients: the gradients among them by identity, each with the place of the tensor that it
+            is the gradient of, and by which it is named.
         inner: those that a sparse tensor or a wrapper is made of, which are named by it.
     """
 
     tensors: list[Tensor]
     in_python: set[int]
-    gradients: set[int]
+    gradients: dict[int, int]
     inner: set[int]
 
     def stands_alone(self, t: Tensor) -> bool:
@@ -173,21 +151,13 @@ def _handles_of(heap: _Heap) -> _Handles:
     tensors = [t for t in (reference() for reference in heap.tensors) if t is not None]
     return _Handles(
         tensors,
-        {id(t) for t in tensors if sys.getrefcount(t) - _OWN_REFERENCES > cpp_references(t)},
-        {id(g) for t in tensors if (g := gradient_of(t)) is not None},
+        {id(t) for t in tensors if sys.getrefcount(t) - OWN_REFERENCES > cpp_references(t)},
+        {id(g): i for i, t in enumerate(tensors) if (g := gradient_of(t)) is not None},
         {id(inner) for t in tensors for inner in _inner_of(t)},
     )
 
 
-def _roots_of(saved: dict[int, SavedStorage], heap: _Heap) -> dict[int, weakref.ref[Tensor]]:
-    """By storage, the tensor whose graph has saved it; where none leads to the graph, no entry."""
-    roots = {key: heap.graphs[entry.root][1] for key, entry in saved.items()}
-    return {key: root for key, root in roots.items() if root is not None}
-
-
-def _search(
-    handles: _Handles, names: Names, roots: dict[int, weakref.ref[Tensor]]
-) -> dict[int, Held]:
+def _search(handles: _Handles, names: Names, roots: Roots) -> dict[int, Held]:
     """Name the largest of the tensors that no module and no optimizer has a name for."""
     unnamed = [
         t
@@ -207,8 +177,9 @@ def _search(
 class _Calls:
     """What tensors are called: by a module or an optimizer, by a holder, or by a number."""
 
-    def __init__(self, names: Names, searched: dict[int, Held]) -> None:
+    def __init__(self, names: Names, handles: _Handles, searched: dict[int, Held]) -> None:
         self._names = names
+        self._handles = handles
         self._held = searched
         self._n_unnamed = 0
 
@@ -218,6 +189,19 @@ class _Calls:
 
     def of(self, t: Tensor) -> Held:
         """What it is called; the same at each call."""
+        # A gradient in a variable of its own is one still.
+        owner = self._owner_of(t)
+        if owner is None:
+            return self._itself(t)
+        held = self._itself(owner)
+        return held._replace(name=f"{held.name}.grad")
+
+    def _owner_of(self, gradient: Tensor) -> Tensor | None:
+        """What a tensor is the gradient of."""
+        place = self._handles.gradients.get(id(gradient))
+        return None if place is None else self._handles.tensors[place]
+
+    def _itself(self, t: Tensor) -> Held:
         named = self._names.get(t)
         if named is not None:
             return Held(named.name, order=named.order)
@@ -245,11 +229,8 @@ def _enter_handles(storages: Storages, handles: _Handles, calls: _Calls) -> list
             # optimizer.
             category = named.category if named else PARAMETERS if is_parameter else OTHERS
             hollow += _enter(storages, t, calls.of(t), category)
-        # By the name of what it belongs to: a gradient in a variable of its own is a gradient
-        # still.
         if gradient is not None:
-            held = calls.of(t)
-            hollow += _enter(storages, gradient, held._replace(name=f"{held.name}.grad"), GRADIENTS)
+            hollow += _enter(storages, gradient, calls.of(gradient), GRADIENTS)
     return hollow
 
 
@@ -277,7 +258,7 @@ def _enter(storages: Storages, t: Tensor, held: Held, category: str) -> list[Ten
 def _enter_saved(
     storages: Storages,
     saved: dict[int, SavedStorage],
-    roots: dict[int, weakref.ref[Tensor]],
+    roots: Roots,
     calls: _Calls,
 ) -> None:
     """What only a graph keeps; and what it shares with a variable is the graph's as well."""
