@@ -39,7 +39,7 @@ def graphs_of(tensors: list[Tensor], nodes: list[Any]) -> list[Graph]:
     # test_what_a_graph_saved_is_told_with_the_tensor_at_its_top.
     inner = below(node for node, _ in found.values())
     # What another graph has saved may have one of its own, as the copy has that an operation in
-    # place makes: see test_a_graph_is_told_by_a_variable_and_not_by_a_copy_that_it_has_saved.
+    # place makes: see the planted "gradients with graphs".
     return sorted(found.values(), key=lambda graph: (id(graph[0]) in lent, id(graph[0]) in inner))
 
 

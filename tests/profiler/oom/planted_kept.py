@@ -181,3 +181,31 @@ main()
 """,
     size="18MiB",
 )
+
+# Each addition in place saves a copy that has a graph of its own, and no name.
+plant(
+    "gradients with graphs",
+    "leak",
+    ("weight.grad", "set .grad to none"),
+    """
+def train(model):
+    x = torch.randn(64, 128)
+    for _ in range(10_000):
+        model(x).square().mean().backward(create_graph=True)
+train(nn.Linear(128, 512))
+""",
+)
+
+plant(
+    "callbacks for later",
+    "leak",
+    ("callbacks[…]", "detach()"),
+    """
+def train(model):
+    callbacks = []
+    for _ in range(10_000):
+        out = model(torch.randn(256, 128))
+        callbacks.append(lambda out=out: out.mean())
+train(nn.Linear(128, 512))
+""",
+)
