@@ -4,9 +4,9 @@ from tenure._errors import PagingError as PagingError
 from tenure._errors import PagingWarning as PagingWarning
 
 from ._chunk import chunk as chunk
+from ._functions import load_paged as load_paged
+from ._functions import page as page
 from ._handle import PagedModel as PagedModel
-from ._handle import load_paged as load_paged
-from ._handle import page as page
 from ._planning import PagingPlan as PagingPlan
 from ._planning import PlannedUnit as PlannedUnit
 from ._planning import plan_paging as plan_paging

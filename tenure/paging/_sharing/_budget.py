@@ -10,25 +10,23 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from threading import RLock
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 from tenure._errors import PagingError
 from tenure._text import counted, format_bytes, parse_bytes, parse_share
 
-from .._device import Engine, Lease, Room
 from ._gauge import Gauge
 from ._policy import (
     AFTER_AN_ERROR,
-    ASSUMED_TURN,
     FIRST_SHARE,
     Ceiling,
-    Demand,
     keeps,
     lowered,
     offered,
 )
+from ._share import Share
 
 AUTO = "auto"
 _autos: weakref.WeakValueDictionary[str, PagingBudget] = weakref.WeakValueDictionary()
@@ -312,149 +310,6 @@ class PagingBudget:
 
     def _alive(self) -> list[Share]:
         return [share for each in list(self._shares) if (share := each()) is not None]
-
-
-class Giver(Protocol):
-    """Who lets a model's units go, where nothing uses them."""
-
-    def give_back(self, n_bytes: int) -> int:
-        """Give back so many bytes, or what there is, without waiting; how many."""
-        ...
-
-
-class Share(Lease):
-    """What one model has of a budget.
-
-    Args:
-        budget: the budget.
-        promised_bytes: what it is about to allocate.
-
-    Attributes:
-        last_turn: the number of its last turn; 0 before the first.
-    """
-
-    def __init__(self, budget: PagingBudget, promised_bytes: int) -> None:
-        self._budget, self._promised_bytes = budget, promised_bytes
-        self._engine: weakref.ref[Engine] | None = None
-        self._giver: weakref.ref[Giver] | None = None
-        self._beside_bytes = 0
-        self.last_turn = 0
-        self._n_passes = 0
-        self._turn: int | None = None
-        self._hidden_bytes: float | None = None
-
-    def serve(self, engine: Engine, beside_bytes: int) -> None:
-        """Be the lease of an engine, which has allocated what was promised.
-
-        Args:
-            engine: the pages.
-            beside_bytes: what is allocated beside them.
-        """
-        self._engine, self._beside_bytes = weakref.ref(engine), beside_bytes
-        engine.room.lease = self
-
-    def let_give(self, giver: Giver) -> None:
-        """From now on others may ask for memory."""
-        self._giver = weakref.ref(giver)
-
-    def begin(self) -> None:
-        """See `Lease`."""
-        self._measure()
-        self._budget.begin(self)
-
-    def look(self) -> None:
-        """See `Lease`."""
-        self._budget.look(self)
-
-    def end(self) -> None:
-        """See `Lease`."""
-        self._budget.end()
-
-    def more(self, n_bytes: int) -> bool:
-        """See `Lease`."""
-        return self._budget.more(self, n_bytes)
-
-    def gave_back(self) -> None:
-        """See `Lease`."""
-        self._budget.gave_back()
-
-    def close(self) -> None:
-        """See `Lease`."""
-        self._budget.close(self)
-
-    @property
-    def held_bytes(self) -> int:
-        """What it has, and what it may take at once."""
-        room = self._room
-        return self._promised_bytes if room is None else self._beside_bytes + room.held_bytes
-
-    @property
-    def allocated_bytes(self) -> int:
-        """What it has allocated."""
-        room = self._room
-        return 0 if room is None else self._beside_bytes + sum(room.slab_sizes)
-
-    @property
-    def givable_bytes(self) -> int:
-        """What it could do without, if nothing of it were in use."""
-        room = self._room
-        return 0 if room is None else room.held_bytes - room.lasting_bytes
-
-    @property
-    def step_bytes(self) -> int:
-        """The least that it can take at a time; 0 where it has all."""
-        room = self._room
-        return 0 if room is None else room.least_step_bytes
-
-    def demand(self, n_turns: int) -> Demand:
-        """What is known of its model, after so many turns of all."""
-        room, beside_bytes = self._room, self._beside_bytes
-        is_new = self._turn is None and self._n_passes <= ASSUMED_TURN
-        return Demand(
-            least_bytes=beside_bytes + (0 if room is None else room.lasting_bytes),
-            held_bytes=self.held_bytes,
-            most_bytes=beside_bytes + (0 if room is None else room.most_bytes),
-            hidden_bytes=self._hidden_bytes or 0.0,
-            turn=None if is_new else max(self._turn or 0, self._n_passes),
-            n_turns_ago=n_turns - self.last_turn,
-        )
-
-    def note_pass(self, n_turns: int) -> None:
-        """A pass begins in the turn of this number."""
-        if self.last_turn != n_turns:
-            self._n_passes = 0
-        self.last_turn = n_turns
-        self._n_passes += 1
-
-    def end_turn(self) -> None:
-        """Another model has its turn now."""
-        if self.last_turn:
-            self._turn = self._n_passes
-
-    def give(self, n_bytes: int) -> int:
-        """Give memory back, as far as it can be done at once; how much."""
-        giver = None if self._giver is None else self._giver()
-        return 0 if giver is None else giver.give_back(n_bytes)
-
-    def take(self, n_bytes: int) -> None:
-        """Have more units stay, in so many bytes at most."""
-        if self._room is not None:
-            self._room.take(n_bytes)
-
-    @property
-    def _room(self) -> Room | None:
-        engine = None if self._engine is None else self._engine()
-        return None if engine is None else engine.room
-
-    def _measure(self) -> None:
-        """Note what is copied while a pass computes, where a pass is known to be over."""
-        engine = None if self._engine is None else self._engine()
-        if engine is None or not self._budget.is_shared:
-            return
-        # Once the host waits for it, or a program that never waits would never be measured.
-        measured = engine.hidden_bytes(may_wait=self._hidden_bytes is None)
-        if measured is not None:
-            self._hidden_bytes = measured
 
 
 def shared_budget(budget: object, device: torch.device) -> PagingBudget | None:

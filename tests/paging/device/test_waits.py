@@ -11,7 +11,7 @@ from torch import nn
 
 from tenure.paging import PagingError, _resources, page
 from tenure.paging._device._engine import Engine
-from tenure.paging._handle import carry_out
+from tenure.paging._functions import carry_out
 from tenure.paging._host._host_buffers import HostBuffers
 from tenure.paging._link import _link
 from tenure.paging._planning._plan import make_plan

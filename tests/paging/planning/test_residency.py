@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tenure.paging._handle import carry_out
+from tenure.paging._functions import carry_out
 from tenure.paging._host._host_buffers import HostBuffers
 from tenure.paging._link._link import Link
 from tenure.paging._planning._plan import make_plan

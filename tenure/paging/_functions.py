@@ -1,0 +1,311 @@
+"""The functions that page a model.
+
+Invariant: the model is the same object before and after, and where it can't be paged it is as it
+was. Weights of a checkpoint are never all in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, overload
+
+import torch
+from torch import nn
+
+from tenure._registries import shrinkables
+
+from ._checkpoint import assigned, convert_names, open_checkpoint
+from ._device import Engine
+from ._forward import (
+    Attached,
+    Method,
+    ModuleHooks,
+    Pager,
+    TrainingPager,
+)
+from ._handle import PagedModel
+from ._host import FileStore, HostBuffers, HostStore
+from ._link import Link
+from ._model import hookable
+from ._planning import (
+    DISK,
+    Budget,
+    Elsewhere,
+    Planned,
+    check_activations,
+    check_folder,
+    check_host,
+    check_training,
+    checked_device,
+    checked_methods,
+    checked_model,
+    checked_prefetch,
+    make_plan,
+    speed_of,
+)
+from ._resources import acquire, file_link, ways_to
+from ._sharded import ShardedModel, shard
+from ._sharing import PagingBudget, Share, shared_budget
+from ._training import TrainingEngine
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@overload
+def page(
+    model: nn.Module,
+    device: str | torch.device = "cuda",
+    max_layer_size: int | str = -1,
+    *,
+    budget: int | str | PagingBudget | None = None,
+    host: str | Path = "pinned",
+    keep: Iterable[str] = (),
+    prefetch: str | int = "auto",
+    methods: Iterable[str] = (),
+    training: bool = False,
+    activations: str | None = None,
+    mesh: None = None,
+) -> PagedModel: ...
+
+
+@overload
+def page(
+    model: nn.Module,
+    device: str | torch.device = "cuda",
+    *,
+    host: Literal["pinned", "pageable"] = "pinned",
+    training: bool = False,
+    mesh: DeviceMesh,
+) -> ShardedModel: ...
+
+
+def page(
+    model: nn.Module,
+    device: str | torch.device = "cuda",
+    max_layer_size: int | str = -1,
+    *,
+    budget: int | str | PagingBudget | None = None,
+    host: str | Path = "pinned",
+    keep: Iterable[str] = (),
+    prefetch: str | int = "auto",
+    methods: Iterable[str] = (),
+    training: bool = False,
+    activations: str | None = None,
+    mesh: DeviceMesh | None = None,
+) -> PagedModel | ShardedModel:
+    """Run a model on a device that can't hold it: its weights stay on the host and pass through.
+
+    The model stays the same object, with the same modules, parameters, hooks and ``state_dict``.
+    Inside its forward, and only there, its weights are seen on the device.
+
+    Args:
+        model: a model in host memory.
+        device: the accelerator; ``"cpu"`` where the host is a folder.
+        max_layer_size: a module with fewer parameters (an int) or with at most so many bytes (such
+            as ``"64MiB"``) is moved in one piece; -1 leaves the choice to the planner.
+        budget: the bytes of the device that weights may take: an int, text such as ``"6GiB"``, or
+            ``"80%"`` of what is free now. Activations come on top. ``"auto"`` takes what is free
+            from pass to pass, and gives it back as it is needed; a ``PagingBudget`` is shared with
+            other models. None takes what keeps the link busy, and no more.
+        host: ``"pinned"`` or ``"pageable"`` host memory; or the ``Path`` of a folder on a disk,
+            made if it is missing, where the weights are moved to. They take no host memory then,
+            and their file goes with the model.
+        keep: names of modules whose weights stay on the device.
+        prefetch: how many parts are fetched ahead at most; ``"auto"`` for as many as fit.
+        methods: names of methods that use weights beside the forward, such as
+            ``("encode", "decode")``, or ``"text.encode"`` of a module inside. Where one of them
+            runs, weights are seen and inputs are moved as in the forward.
+        training: whether it is trained: its parameters get gradients, on the host, and a
+            backward pass fetches weights again. The weights stay in host memory then.
+        activations: ``"host"`` has what the forward saves for the backward pass wait in host
+            memory, too; None leaves it on the device. ``plan_paging(..., inputs=...)`` says whether
+            that lowers the peak.
+        mesh: shard the model over these ranks by FSDP2 instead, with the shards in host memory; all
+            ranks call this, with the same weights. Of the other arguments ``host`` may say whether
+            to pin, and the rest is refused.
+
+    Returns:
+        The handle: ``report()``, ``plan``, ``unpage()``, and a block that unpages when it ends.
+        With a mesh a `ShardedModel`.
+
+    Raises:
+        PagingError: the model can't be paged, or not within the budget; it is as before.
+        ByteSizeError: the budget is no number of bytes.
+        torch.OutOfMemoryError: the device has less free than the plan needs; it is as before.
+
+    Example:
+        >>> from torch import nn
+        >>> from tenure.paging import PagingError, page
+        >>> try:
+        ...     page(nn.Linear(2, 2), "cpu")
+        ... except PagingError as error:
+        ...     print(error)
+        A model in host memory can't be paged to 'cpu': there is nothing to gain. Name an
+        accelerator, such as 'cuda', or a folder: host=Path(...).
+
+    Source: ``page`` of pytorch-optimem, where each layer is moved in and out synchronously.
+    """
+    if mesh is not None:
+        ours = {"max_layer_size": max_layer_size, "budget": budget, "keep": tuple(keep)}
+        ours |= {"prefetch": prefetch, "methods": tuple(methods), "activations": activations}
+        return shard(model, mesh, device, host, ours)
+    check_host(host)
+    check_training(training, host)
+    check_activations(activations, training=training)
+    max_ahead = checked_prefetch(prefetch)
+    chosen = checked_device(device, Elsewhere.of(host))
+    checked_model(model)
+    entries = checked_methods(model, methods)
+
+    def plan(allowed: int | str | Budget | None) -> Planned:
+        return make_plan(model, chosen, max_layer_size, allowed, keep, speed_of(host))
+
+    with _planned(budget, chosen, plan) as (planned, share):
+        link, store = ways_to(chosen, host, planned)
+        moves = activations == "host"
+        return carry_out(
+            model, planned, link, store, max_ahead, entries, share,
+            trains=training, moves_activations=moves,
+        )  # fmt: skip
+
+
+def load_paged(
+    model: nn.Module,
+    weights: str | Path,
+    device: str | torch.device = "cuda",
+    max_layer_size: int | str = -1,
+    *,
+    budget: int | str | PagingBudget | None = None,
+    host: Path | None = None,
+    keep: Iterable[str] = (),
+    prefetch: str | int = "auto",
+    methods: Iterable[str] = (),
+) -> PagedModel:
+    """Run a model whose weights stay in safetensors files and pass through memory as they are used.
+
+    The files are neither changed nor copied, and must not be changed while the model is paged. The
+    model's parameters become tensors over them: they read the files when they are read, and what is
+    written to them stays in memory.
+
+    Args:
+        model: a model on ``meta`` (built under ``torch.device("meta")``) or in host memory, whose
+            values there are given up. Shapes and dtypes must be those of the files.
+        weights: a safetensors file, the index of several (``model.safetensors.index.json``), or a
+            folder that holds either, as transformers, diffusers and timm save it. Where a model of
+            transformers saves its tensors under other names than its own, these are used.
+        device: the accelerator, or ``"cpu"``.
+        max_layer_size: as of ``page``.
+        budget: the bytes that weights may take where the model computes; as of ``page``.
+        host: a folder for what the files hold in another form than the model, such as the experts
+            of a mixture one by one: that is written there once, to a file that has no name and
+            goes with the model. Made if it is missing; not used where nothing has to be converted.
+        keep: as of ``page``.
+        prefetch: as of ``page``.
+        methods: as of ``page``.
+
+    Returns:
+        The handle, as of ``page``. After ``unpage()`` the parameters still lie over the files.
+
+    Raises:
+        PagingError: a file can't be read, or does not fit the model, or the budget is too small;
+            the model is as before.
+        ByteSizeError: the budget is no number of bytes.
+        torch.OutOfMemoryError: the device has less free than the plan needs; it is as before.
+
+    Example:
+        >>> import tempfile
+        >>> from safetensors.torch import save_file
+        >>> from tenure.paging import load_paged
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> save_file(torch.nn.Linear(2, 3).state_dict(), f"{folder.name}/model.safetensors")
+        >>> model = torch.nn.Linear(2, 3, device="meta")
+        >>> with load_paged(model, folder.name, "cpu"), torch.no_grad():
+        ...     print(model(torch.ones(1, 2)).shape)
+        torch.Size([1, 3])
+        >>> folder.cleanup()
+    """
+    check_folder(host)
+    max_ahead = checked_prefetch(prefetch)
+    chosen = checked_device(device, Elsewhere.CPU)
+    checked_model(model, has_values=False)
+    entries = checked_methods(model, methods)
+    checkpoint = open_checkpoint(weights)
+    try:
+        # Before the model is given anything: what can't be named or converted is refused with the
+        # model as it was.
+        convert_names(checkpoint, model, host)
+        with assigned(model, checkpoint):
+
+            def plan(allowed: int | str | Budget | None) -> Planned:
+                return make_plan(model, chosen, max_layer_size, allowed, keep, DISK)
+
+            with _planned(budget, chosen, plan) as (planned, share):
+                store = FileStore(checkpoint.files)
+                link = file_link(planned, chosen, store)
+                return carry_out(model, planned, link, store, max_ahead, entries, share)
+    except BaseException:
+        # An interruption, too: until there is a handle, nobody else closes the files.
+        checkpoint.close()
+        raise
+
+
+@contextmanager
+def _planned(
+    budget: int | str | PagingBudget | None,
+    device: torch.device,
+    plan: Callable[[int | str | Budget | None], Planned],
+) -> Iterator[tuple[Planned, Share | None]]:
+    """A block that carries out a plan within a budget of any kind; if it fails, nobody has it."""
+    shared = shared_budget(budget, device)
+    if shared is None:
+        assert not isinstance(budget, PagingBudget)
+        yield plan(budget), None
+        return
+    planned, share = shared.join(
+        device,
+        lambda most, now: plan(Budget(most, now_bytes=now)),
+        lambda planned: planned.plan.allocated_bytes,
+    )
+    try:
+        yield planned, share
+    except BaseException:
+        share.close()
+        raise
+
+
+def carry_out(
+    model: nn.Module,
+    planned: Planned,
+    link: Link,
+    store: HostStore,
+    max_ahead: int | None,
+    methods: Iterable[Method] = (),
+    share: Share | None = None,
+    *,
+    trains: bool = False,
+    moves_activations: bool = False,
+) -> PagedModel:
+    """Page a model by a plan."""
+    hosts, units = planned.table.hosts.values(), planned.cut.units
+    pager: Pager
+    if trains and isinstance(store, HostBuffers):
+        training_engine = TrainingEngine(
+            link, store, max_ahead, store.memory, moves_activations=moves_activations
+        )
+        resources = acquire(planned, training_engine, link, store, units, share)
+        pager = TrainingPager(training_engine, resources.unpaged, hosts)
+    else:
+        engine = Engine(link, store, max_ahead)
+        resources = acquire(planned, engine, link, store, units, share)
+        pager = Pager(resources.engine, resources.unpaged, hosts)
+    table, pieces = planned.table, planned.cut
+    attached = Attached(model, table, pieces, pager, hookable(model), ModuleHooks, methods)
+    handle = PagedModel(model, planned.plan, pager, resources, attached)
+    # Last: from now on another model's retry may ask for memory, at any time.
+    shrinkables.add(pager)
+    if share is not None:
+        share.let_give(pager)
+    return handle
