@@ -28,7 +28,7 @@ def test_help_lists_the_verb_with_the_first_line_of_its_docstring(capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["--help"])
     words = " ".join(capsys.readouterr().out.split())
-    assert "demo Train a small transformer in scopes, with a leak planted in its loop." in words
+    assert "demo Show what tenure does, in less than a minute: a leak named, a batch and" in words
 
 
 def test_help_of_a_verb_is_its_docstring(capsys):

@@ -66,6 +66,7 @@ _STOPPED = {
     "torch._C._current_graph_task_id": _OF_LINES,
     "torch._C._data_address": (),
     "torch._C._dynamo.eval_frame.set_eval_frame": _OF_STEPS,
+    "torch._C._functorch.is_legacy_batchedtensor": (),
     "torch._C._functorch.peek_interpreter_stack": (),
     "torch._C._get_dispatch_stack_at": _OF_BUDGETS,
     "torch._C._get_function_stack_at": _OF_STEPS,
