@@ -69,6 +69,17 @@ def writes_of(tensor: Tensor) -> Tensor:
     return counting
 
 
+def counts_with(tensor: Tensor, other: Tensor) -> bool:
+    """Whether a write to one counts for the other as well; ``x.data`` has a counter of its own."""
+    version = version_of(tensor)
+    if version is None or version != version_of(other):
+        return False
+    _set_counter((other,), (version + 1,))
+    is_one = counter_of(tensor) == version + 1
+    _set_counter((other,), (version,))
+    return is_one
+
+
 def lazy_copy(tensor: Tensor) -> Tensor | None:
     """A copy that takes no memory yet, made below all modes; None where that is not safe."""
     # a subclass, a device that is not the CPU, and memory with another user: see above
@@ -108,7 +119,10 @@ def _counts_alone() -> bool:
     counting = writes_of(tensor)
     before = counter_of(counting)
     tensor.view(1, 2).add_(1)
-    return counter_of(counting) == before + 1 and counting.numel() == 0
+    is_counted = counter_of(counting) == before + 1 and counting.numel() == 0
+    apart = tensor.data
+    set_version(apart, counter_of(counting))
+    return is_counted and counts_with(tensor, counting) and not counts_with(tensor, apart)
 
 
 def _gives_versions_back() -> bool:

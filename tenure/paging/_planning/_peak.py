@@ -194,6 +194,9 @@ class _Imagined(Activations):
         # Nobody asks: what raises does so when it runs.
         return tensor.new_empty(0)
 
+    def _count_together(self, tensor: Tensor, writes: Tensor) -> bool:
+        return True
+
     def _bytes_of(self, tensor: Tensor, storage: UntypedStorage, start: int, end: int) -> Tensor:
         # A tensor without data that is given a storage would keep it for good.
         return tensor.detach()

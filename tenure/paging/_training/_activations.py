@@ -27,7 +27,7 @@ from tenure._registries import NamedTensor
 from tenure._storages import byte_range, storage_of
 from tenure._torch.quiet import aside
 from tenure._torch.storages import key_of
-from tenure._torch.writes import version_of, writes_of
+from tenure._torch.writes import counts_with, version_of, writes_of
 
 from .._device import PassMeter
 from .._link import Link
@@ -93,12 +93,27 @@ class _Bytes:
 class _Away:
     """Some bytes, for as long as a node keeps one of the tensors over them."""
 
-    __slots__ = ("__weakref__", "_forget", "bytes", "n_given", "n_saved", "n_writes", "place")
+    __slots__ = (
+        "__weakref__",
+        "_forget",
+        "bytes",
+        "n_given",
+        "n_saved",
+        "n_writes",
+        "place",
+        "writes",
+    )
 
     def __init__(
-        self, saved: _Bytes, n_writes: int | None, place: _Place, forget: Callable[[_Bytes], None]
+        self,
+        saved: _Bytes,
+        writes: Tensor,
+        n_writes: int | None,
+        place: _Place,
+        forget: Callable[[_Bytes], None],
     ) -> None:
-        self.bytes, self.n_writes, self.place, self._forget = saved, n_writes, place, forget
+        self.bytes, self.place, self._forget = saved, place, forget
+        self.writes, self.n_writes = writes, n_writes
         self.n_saved = self.n_given = 0
 
     def __del__(self) -> None:
@@ -180,7 +195,8 @@ class Activations:
             return None
         n_writes = version_of(tensor)
         with self._lock, self._unseen():
-            away = self._away_of(tensor, storage, n_writes)
+            writes = self._writes_of(tensor)
+            away = self._away_of(tensor, storage, writes)
             away.n_saved += 1
             # It is needed again where it was saved last.
             self._alive.pop(away.bytes.serial, None)
@@ -189,7 +205,7 @@ class Activations:
             self._alive[self._next] = away
         self._let_go_of_gone()
         form = int(tensor.storage_offset()), tensor.size(), tensor.stride()
-        return Moved(away, self._writes_of(tensor), n_writes, tensor.dtype, form)
+        return Moved(away, writes, n_writes, tensor.dtype, form)
 
     def give(self, moved: Moved) -> Tensor:
         """A tensor that a node saved, for the current stream to read; fetch what is needed next.
@@ -235,6 +251,11 @@ class Activations:
     def _writes_of(self, tensor: Tensor) -> Tensor:
         return writes_of(tensor)
 
+    def _count_together(self, tensor: Tensor, writes: Tensor) -> bool:
+        # The number of writes alone does not tell: what is written through `h.data` counts by
+        # itself, and may have come to the number of `h`.
+        return counts_with(tensor, writes)
+
     def _new(self, n_bytes: int) -> Tensor:
         return torch.empty(n_bytes, dtype=torch.uint8, device=self._link.device)
 
@@ -250,7 +271,7 @@ class Activations:
         empty: Any = torch.empty(0, dtype=moved.dtype, device=self._link.device)
         return empty.set_(storage, at, size, strides)  # type: ignore[no-any-return]
 
-    def _away_of(self, tensor: Tensor, storage: UntypedStorage, n_writes: int | None) -> _Away:
+    def _away_of(self, tensor: Tensor, storage: UntypedStorage, writes: Tensor) -> _Away:
         """The bytes of a tensor; those that were saved before, if they are the same."""
         start, end = byte_range(tensor)
         if (end - start) * _MOST_PART >= storage.nbytes():
@@ -258,10 +279,12 @@ class Activations:
         place = key_of(storage), start, end
         known = self._at.get(place)
         is_same = known is not None and known.bytes.storage() is storage
-        if known is not None and is_same and known.n_writes == n_writes:
+        n_writes = version_of(tensor)
+        is_same = is_same and known is not None and known.n_writes == n_writes
+        if known is not None and is_same and self._count_together(tensor, known.writes):
             return known
         moving = self._move(tensor, storage, start, end)
-        away = _Away(moving, n_writes, place, self._forget)
+        away = _Away(moving, writes, n_writes, place, self._forget)
         self._at[place] = away
         return away
 

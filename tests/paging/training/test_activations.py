@@ -378,6 +378,29 @@ def test_an_error_between_leaves_nothing_behind(sim, pair):
         assert both.gradients_differ() == []
 
 
+class _WrittenThroughData(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.rest = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())] * 4)
+
+    def forward(self, x):
+        kept = F.relu_(self.first(x))  # version 1, which the node saves
+        written = kept.data
+        torch.accelerator.synchronize(x.device)
+        written.mul_(2.0)  # version 1 as well, of a counter of its own
+        return self.rest(kept + written * self.weight)
+
+
+def test_a_number_of_writes_that_is_another_tensor_s_is_not_taken_for_the_same_bytes(sim, pair):
+    both = pair(_WrittenThroughData())
+    x = inputs(sim)[0]
+    with both.page(1.5, activations="host"):
+        both.run(lambda model: model(x).square().sum().backward())
+        assert both.gradients_differ() == []
+
+
 def test_autocast(sim, halved):
     def run(model):
         with torch.autocast(sim.device.type, torch.bfloat16):
