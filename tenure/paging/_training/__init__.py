@@ -6,9 +6,9 @@
 
 from ._activation_memory import HostBytes as HostBytes
 from ._activations import Activations as Activations
-from ._activations import Moved as Moved
 from ._homeward import MOST_UNITS as MOST_UNITS
 from ._homeward import Homeward as Homeward
+from ._moved import Moved as Moved
 from ._route import Route as Route
 from ._saved import SavedTensors as SavedTensors
 from ._stepping import Stepping as Stepping

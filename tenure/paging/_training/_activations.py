@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -31,7 +31,8 @@ from tenure._torch.writes import counts_with, version_of, writes_of
 
 from .._device import PassMeter
 from .._link import Link
-from ._activation_memory import ACTIVATIONS, ActivationMemory, HostBytes
+from ._activation_memory import ACTIVATIONS, ActivationMemory
+from ._moved import Away, Moved, MovedBytes
 
 SMALL_BYTES = 8 << 10
 """What is smaller stays: a copy takes longer to start than these bytes are worth."""
@@ -42,100 +43,7 @@ _LOOKED_AT = 64
 _MOST_PART = 2
 """A view of less than one in so many bytes of its storage is copied alone."""
 _Place = tuple[int, int, int]
-
-
-class _Bytes:
-    """The bytes of a storage, or a part of it, and where they are.
-
-    Attributes:
-        n_bytes: how many.
-        start: the first one's place in the storage that was saved.
-        serial: the higher, the later it was saved, and the sooner it is needed.
-        on_host: the host's; they are there from ``arrived`` on.
-        here: the device's, while they are kept; None if they are away.
-        came_back: whether those are a copy, and not what was saved.
-        base: the first one's place in the storage of ``here``.
-        stream: where they are used.
-        pending: the copy from or to them that ``stream`` has not waited for.
-        last_read: the last copy of the host's bytes.
-        storage: that of ``here``, whoever keeps it.
-    """
-
-    __slots__ = (
-        "arrived",
-        "base",
-        "came_back",
-        "here",
-        "last_read",
-        "n_bytes",
-        "on_host",
-        "pending",
-        "serial",
-        "start",
-        "storage",
-        "stream",
-    )
-
-    def __init__(
-        self, here: Tensor, start: int, n_bytes: int, on_host: HostBytes, stream: Any
-    ) -> None:
-        self.n_bytes, self.start, self.base = n_bytes, start, start
-        self.here: Tensor | None = here
-        self.on_host, self.stream = on_host, stream
-        self.serial = 0
-        self.came_back = False
-        self.arrived: Any = None
-        self.pending: Any = None
-        self.last_read: Any = None
-        self.storage = weakref.ref(here.untyped_storage())
-
-
-class _Away:
-    """Some bytes, for as long as a node keeps one of the tensors over them."""
-
-    __slots__ = (
-        "__weakref__",
-        "_forget",
-        "bytes",
-        "n_given",
-        "n_saved",
-        "n_writes",
-        "place",
-        "writes",
-    )
-
-    def __init__(
-        self,
-        saved: _Bytes,
-        writes: Tensor,
-        n_writes: int | None,
-        place: _Place,
-        forget: Callable[[_Bytes], None],
-    ) -> None:
-        self.bytes, self.place, self._forget = saved, place, forget
-        self.writes, self.n_writes = writes, n_writes
-        self.n_saved = self.n_given = 0
-
-    def __del__(self) -> None:
-        self._forget(self.bytes)
-
-
-class Moved(NamedTuple):
-    """A tensor that was saved, over bytes that may be away.
-
-    Attributes:
-        away: the bytes.
-        writes: counts writes to it.
-        n_writes: how many there were.
-        dtype: of it.
-        form: its offset in its storage, in elements, its size and its strides.
-    """
-
-    away: _Away
-    writes: Tensor
-    n_writes: int | None
-    dtype: torch.dtype
-    form: tuple[int, torch.Size, tuple[int, ...]]
+"""The key of a storage, and where in it bytes begin and end."""
 
 
 class Activations:
@@ -149,10 +57,10 @@ class Activations:
 
     def __init__(self, link: Link, memory: ActivationMemory, meter: PassMeter) -> None:
         self._link, self._memory, self._meter = link, memory, meter
-        self._alive: weakref.WeakValueDictionary[int, _Away] = weakref.WeakValueDictionary()
-        self._at: weakref.WeakValueDictionary[_Place, _Away] = weakref.WeakValueDictionary()
-        # Those that are kept on the device for now.
-        self._kept: dict[_Bytes, None] = {}
+        self._alive: weakref.WeakValueDictionary[int, Away] = weakref.WeakValueDictionary()
+        self._at: weakref.WeakValueDictionary[_Place, Away] = weakref.WeakValueDictionary()
+        # Those of which the device has the bytes.
+        self._kept: dict[MovedBytes, None] = {}
         self._next = 0
         self._largest_bytes = 0
         self._streams: dict[int, Any] = {}
@@ -160,7 +68,7 @@ class Activations:
         self._others: dict[int, weakref.ref[UntypedStorage]] = {}
         self._lock = Lock()
         # Of nodes that are gone, by whatever thread let go of them, until the lock is free.
-        self._gone: deque[_Bytes] = deque()
+        self._gone: deque[MovedBytes] = deque()
         self._closed = False
 
     @property
@@ -193,10 +101,8 @@ class Activations:
             return None
         if tensor.is_conj() or tensor.is_neg() or self._is_kept_by_others(storage):
             return None
-        n_writes = version_of(tensor)
         with self._lock, self._unseen():
-            writes = self._writes_of(tensor)
-            away = self._away_of(tensor, storage, writes)
+            away = self._away_of(tensor, storage)
             away.n_saved += 1
             # It is needed again where it was saved last.
             self._alive.pop(away.bytes.serial, None)
@@ -205,7 +111,7 @@ class Activations:
             self._alive[self._next] = away
         self._let_go_of_gone()
         form = int(tensor.storage_offset()), tensor.size(), tensor.stride()
-        return Moved(away, writes, n_writes, tensor.dtype, form)
+        return Moved(away, tensor.dtype, form)
 
     def give(self, moved: Moved) -> Tensor:
         """A tensor that a node saved, for the current stream to read; fetch what is needed next.
@@ -271,24 +177,26 @@ class Activations:
         empty: Any = torch.empty(0, dtype=moved.dtype, device=self._link.device)
         return empty.set_(storage, at, size, strides)  # type: ignore[no-any-return]
 
-    def _away_of(self, tensor: Tensor, storage: UntypedStorage, writes: Tensor) -> _Away:
+    def _away_of(self, tensor: Tensor, storage: UntypedStorage) -> Away:
         """The bytes of a tensor; those that were saved before, if they are the same."""
         start, end = byte_range(tensor)
         if (end - start) * _MOST_PART >= storage.nbytes():
             start, end = 0, storage.nbytes()
         place = key_of(storage), start, end
-        known = self._at.get(place)
-        is_same = known is not None and known.bytes.storage() is storage
-        n_writes = version_of(tensor)
-        is_same = is_same and known is not None and known.n_writes == n_writes
-        if known is not None and is_same and self._count_together(tensor, known.writes):
+        known, n_writes = self._at.get(place), version_of(tensor)
+        if (
+            known is not None
+            and known.bytes.storage() is storage
+            and known.n_writes == n_writes
+            and self._count_together(tensor, known.writes)
+        ):
             return known
         moving = self._move(tensor, storage, start, end)
-        away = _Away(moving, writes, n_writes, place, self._forget)
+        away = Away(moving, self._writes_of(tensor), n_writes, self._forget)
         self._at[place] = away
         return away
 
-    def _move(self, tensor: Tensor, storage: UntypedStorage, start: int, end: int) -> _Bytes:
+    def _move(self, tensor: Tensor, storage: UntypedStorage, start: int, end: int) -> MovedBytes:
         """Begin to copy bytes of a storage to the host; until that is over they are kept."""
         stream = self._link.current()
         self._streams[stream.stream_id] = stream
@@ -299,7 +207,7 @@ class Activations:
         self._make_room(end - start)
         here = self._bytes_of(tensor, storage, start, end)
         on_host = self._memory.take(end - start)
-        made = _Bytes(here, start, end - start, on_host, stream)
+        made = MovedBytes(here, start, end - start, on_host, stream)
         # Synchronization strategy: the kernels that make it run on this stream, and a copy to the
         # device may still read what was in this place of the host's memory before.
         after = [self._link.mark(stream), *on_host.after]
@@ -307,7 +215,7 @@ class Activations:
         self._kept[made] = None
         return made
 
-    def _here(self, wanted: _Bytes, stream: Any) -> tuple[UntypedStorage, int]:
+    def _here(self, wanted: MovedBytes, stream: Any) -> tuple[UntypedStorage, int]:
         """A storage on the device that holds some bytes, and the place of their first one in it."""
         if wanted.came_back and wanted.stream.stream_id != stream.stream_id:
             # Its memory is the other stream's, which may give it to others before this one is done.
@@ -346,7 +254,7 @@ class Activations:
                 # It is fetched when it is needed, where what runs now is over.
                 return
 
-    def _fetch(self, wanted: _Bytes, stream: Any) -> None:
+    def _fetch(self, wanted: MovedBytes, stream: Any) -> None:
         """Begin to copy bytes back."""
         n_bytes = wanted.n_bytes
         here = taken(lambda: self._new(n_bytes), ACTIVATIONS)
@@ -373,14 +281,14 @@ class Activations:
         while self._kept and self._kept_bytes + n_bytes > self._most_bytes:
             self._let_go(min(self._kept, key=lambda each: each.serial))
 
-    def _let_go(self, kept: _Bytes) -> None:
+    def _let_go(self, kept: MovedBytes) -> None:
         """Keep bytes no longer; who keeps them otherwise still has them."""
         if kept in self._kept:
             del self._kept[kept]
             self._wait(kept)
             kept.here = None
 
-    def _wait(self, kept: _Bytes) -> None:
+    def _wait(self, kept: MovedBytes) -> None:
         """Let streams wait for the copy from or to some bytes, if they have not yet."""
         if kept.pending is None:
             return
@@ -394,7 +302,7 @@ class Activations:
                 self._link.let_compute(stream, event)
         kept.pending = None
 
-    def _forget(self, gone: _Bytes) -> None:
+    def _forget(self, gone: MovedBytes) -> None:
         """No node needs some bytes any more; told wherever the last one went, at any moment."""
         if self._closed:
             return

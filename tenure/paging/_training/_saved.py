@@ -28,7 +28,8 @@ from tenure._torch.writes import version_of
 
 from .._device import Engine, Page
 from .._model import HostTensor, Unit, made_around
-from ._activations import Activations, Moved
+from ._activations import Activations
+from ._moved import Moved
 
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 PageOf = Callable[[Unit], Page]
@@ -174,11 +175,11 @@ class SavedTensors:
 
     def _back(self, moved: Moved) -> Tensor:
         assert self.activations is not None
-        n_writes = version_of(moved.writes)
-        if n_writes != moved.n_writes:
-            size, device = moved.form[1], moved.writes.device
+        n_writes = version_of(moved.away.writes)
+        if n_writes != moved.away.n_writes:
+            size, device = moved.form[1], moved.away.writes.device
             n_bytes = size.numel() * moved.dtype.itemsize
-            _refuse(describe(moved.dtype, size, device, n_bytes), n_writes, moved.n_writes)
+            _refuse(describe(moved.dtype, size, device, n_bytes), n_writes, moved.away.n_writes)
         self._begin()
         return self.activations.give(moved)
 

@@ -16,6 +16,7 @@ class Pair:
     Attributes:
         host: the first.
         there: the second, which is never paged.
+        handle: of the first, where a fixture has paged it.
         weight_bytes: of each.
     """
 
@@ -80,9 +81,14 @@ def pair(sim):
     return make
 
 
+either_way = pytest.mark.parametrize("halved", [None, "host"], indirect=True)
+"""Once with activations left on the device, once with them on the host."""
+
+
 @pytest.fixture
-def halved(pair):
+def halved(request, pair):
     """A pair whose first is paged to half of its weights."""
     both = pair()
-    with both.page():
+    with both.page(activations=getattr(request, "param", None)) as handle:
+        both.handle = handle
         yield both
