@@ -41,6 +41,10 @@ def transformer():
     return nn.Sequential(*[Block() for _ in range(N_BLOCKS)])
 
 
-def inputs(sim, n_steps=5):
+LARGE = 128
+"""So many samples that activations are worth a copy to the host."""
+
+
+def inputs(sim, n_steps=5, n_samples=2):
     torch.manual_seed(1)
-    return [torch.randn(2, 5, WIDTH).to(sim.device) for _ in range(n_steps)]
+    return [torch.randn(n_samples, 5, WIDTH).to(sim.device) for _ in range(n_steps)]

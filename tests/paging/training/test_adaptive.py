@@ -12,18 +12,24 @@ from tenure._registries import ask_to_shrink
 from tenure.adaptive import AdaptiveUsageError, add_listener, lazy, remove_listener, reset, step
 from tenure.paging import page
 
-from .blocks import WIDTH, inputs, transformer
+from .blocks import LARGE, WIDTH, inputs, transformer
 
 _README = Path(__file__).parents[3] / "README.md"
 
 
-@pytest.mark.sim_allocator("exact")
-def test_a_step_that_fits_neither_whole_nor_unpaged_has_the_gradients_of_the_whole(sim, pair):
+def trained_whole():
+    """A model, a copy with the gradients of a batch that is larger than all here, and its loss."""
     torch.manual_seed(0)
     model = transformer().double().eval()
     plain, x = copy.deepcopy(model), torch.randn(64, 5, WIDTH, dtype=torch.float64)
     whole = plain(x).square().mean()
     whole.backward()
+    return model, plain, x, whole
+
+
+@pytest.mark.sim_allocator("exact")
+def test_a_step_that_fits_neither_whole_nor_unpaged_has_the_gradients_of_the_whole(sim, pair):
+    model, plain, x, whole = trained_whole()
     both = pair(model)
     sim(budget=int(1.5 * both.weight_bytes))
     x = x.to(sim.device)
@@ -53,11 +59,7 @@ def told():
 def test_the_pager_gives_memory_back_then_the_same_size_runs_then_a_smaller_one(
     sim, pair, told, activations
 ):
-    torch.manual_seed(0)
-    model = transformer().double().eval()
-    plain, x = copy.deepcopy(model), torch.randn(64, 5, WIDTH, dtype=torch.float64)
-    whole = plain(x).square().mean()
-    whole.backward()
+    model, plain, x, whole = trained_whole()
     both = pair(model)
     sim(budget=int(1.25 * both.weight_bytes))
     with both.page(0.9, activations=activations) as handle:
@@ -138,11 +140,14 @@ def test_memory_is_given_back_between_forward_and_backward(sim, pair):
 
 
 @pytest.mark.sim_allocator("exact")
-@pytest.mark.parametrize("number", range(1, 60, 7))
-def test_a_step_whose_memory_runs_out_anywhere_can_be_tried_again(sim, pair, number):
+@pytest.mark.parametrize(
+    ("activations", "number"),
+    [*((None, n) for n in range(1, 60, 7)), *(("host", n) for n in range(1, 90, 22))],
+)
+def test_a_step_whose_memory_runs_out_anywhere_can_be_tried_again(sim, pair, activations, number):
     both = pair()
-    x = inputs(sim)[0]
-    with both.page(0.6):
+    x = inputs(sim, 1, LARGE)[0]
+    with both.page(0.6, activations=activations):
         for n_tries in range(2):
             both.host.zero_grad()
             sim.fail_at(number if n_tries == 0 else None)

@@ -12,12 +12,27 @@ from tenure._torch.autograd import hooks_of_saved
 from tenure.paging import page
 
 from ..models import ZOO, Functional, Shared, TiedLanguageModel, build
-from .blocks import WIDTH, Checkpointed, inputs, transformer
-from .conftest import same
+from .blocks import LARGE, WIDTH, Checkpointed, inputs, transformer
+from .conftest import either_way, same
+
+_KINDS = sorted(set(ZOO) - {"half"})
+_QUICK = ("attention", "gru", "shared")
 
 
-@pytest.mark.parametrize("name", sorted(set(ZOO) - {"half"}))
-def test_models_of_every_kind_get_the_gradients_of_a_plain_one(sim, pair, name):
+@pytest.mark.parametrize(
+    ("name", "activations"),
+    [
+        *((name, None) for name in _KINDS),
+        *(
+            pytest.param(name, "host", marks=() if name in _QUICK else pytest.mark.slow)
+            for name in _KINDS
+        ),
+    ],
+)
+def test_models_of_every_kind_get_the_gradients_of_a_plain_one(
+    sim, pair, monkeypatch, name, activations
+):
+    monkeypatch.setattr("tenure.paging._training._activations.SMALL_BYTES", 1)
     model, args, kwargs = build(name)
     model.train()
     both = pair(model)
@@ -29,7 +44,7 @@ def test_models_of_every_kind_get_the_gradients_of_a_plain_one(sim, pair, name):
         leaves = torch.utils._pytree.tree_leaves(outputs)
         return sum(each.square().sum() for each in leaves)
 
-    with both.page(1.3 if name in ("gru", "lstm") else 0.75):
+    with both.page(1.3 if name in ("gru", "lstm") else 0.75, activations=activations):
         for _ in range(2):
             both.run(lambda model: total(model(*args, **kwargs)).backward())
             # what is fetched several times in a forward is added up in another order
@@ -71,8 +86,9 @@ def test_a_gradient_that_is_kept_is_not_written_over(sim, halved):
     assert all(map(torch.equal, views, copies))
 
 
+@either_way
 def test_a_graph_that_is_kept_gives_the_same_again_and_leaks_nothing(sim, halved):
-    x = inputs(sim)[0]
+    x = inputs(sim, 1, LARGE)[0]
 
     def twice(model):
         loss = model(x).square().sum()
@@ -88,9 +104,10 @@ def test_a_graph_that_is_kept_gives_the_same_again_and_leaks_nothing(sim, halved
     before_bytes = sim.allocated_bytes
     gc.disable()
     try:
-        for _ in range(3):
+        for keeps in (True, False, None):
             loss = halved.host(x).square().exp().sum()
-            loss.backward(retain_graph=True)
+            if keeps is not None:
+                loss.backward(retain_graph=keeps)
             del loss
             assert sim.allocated_bytes == before_bytes
     finally:
@@ -150,8 +167,9 @@ def test_several_forwards_before_one_backward(sim, halved):
     assert all(torch.allclose(p.grad, q.grad.cpu(), rtol=1e-4, atol=1e-4) for p, q in pairs)
 
 
+@either_way
 def test_two_graphs_go_backward_in_turn(sim, halved):
-    x, y = inputs(sim, 2)
+    x, y = inputs(sim, 2, LARGE)
 
     def run(model):
         one, other = model(x).sum(), model(y).square().sum()
@@ -213,10 +231,11 @@ def test_clipping_by_the_norm_of_all(sim, halved):
     assert all(torch.allclose(p.grad, q.grad.cpu()) for p, q in pairs)
 
 
+@either_way
 def test_autocast(sim, halved):
     def run(model):
         with torch.autocast(sim.device.type, torch.bfloat16):
-            loss = model(inputs(sim)[0]).square().mean()
+            loss = model(inputs(sim, 1, LARGE)[0]).square().mean()
         loss.backward()
 
     halved.run(run)
