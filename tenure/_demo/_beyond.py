@@ -6,8 +6,9 @@ must be there before autograd first runs, so this is a process of its own.
 
 from __future__ import annotations
 
-import subprocess
+import json
 import sys
+from dataclasses import asdict
 
 import torch
 
@@ -16,9 +17,10 @@ from tenure.adaptive import AdaptiveEvent, add_listener, remove_listener
 from tenure.testing import simulated_accelerator
 
 from . import _programs as programs
+from ._processes import output_of
 from ._programs import Batch, Training
 from ._screen import Screen, silent
-from ._settings import FULL, QUICK, Settings
+from ._settings import Settings
 from ._subject import read_corpus
 
 _SHARE_OF_DEVICE = 1.8
@@ -29,9 +31,7 @@ _SHARE_OF_BUDGET = 0.6
 
 def tell_beyond_memory(settings: Settings) -> str:
     """What the step said, in a process of its own."""
-    which = "quick" if settings.width == QUICK.width else "full"
-    command = [sys.executable, "-m", __name__, which, str(settings.seed)]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return output_of(__name__, json.dumps(asdict(settings)))
 
 
 def _step(screen: Screen, settings: Settings) -> None:
@@ -43,11 +43,12 @@ def _step(screen: Screen, settings: Settings) -> None:
     run.model.double()
     whole.model.double()
     weight_bytes = sum(p.nbytes for p in run.model.parameters())
-    with simulated_accelerator(budget=int(_SHARE_OF_DEVICE * weight_bytes)) as sim:
+    device_bytes = int(_SHARE_OF_DEVICE * weight_bytes)
+    with simulated_accelerator(budget=device_bytes) as sim:
         screen.say(
             f"Weights of {format_bytes(weight_bytes)}, as much of gradients and the batch of "
             f"{settings.batch}, on a simulated device of "
-            f"{format_bytes(int(_SHARE_OF_DEVICE * weight_bytes))}. "
+            f"{format_bytes(device_bytes)}. "
             f"Plain PyTorch: {_failure(whole, batch, sim.device)}. With tenure:"
         )
         expected = whole.loss(batch)
@@ -92,5 +93,4 @@ def _apart(run: Training, whole: Training) -> float:
 
 
 if __name__ == "__main__":
-    chosen = QUICK if sys.argv[1] == "quick" else FULL
-    _step(Screen(), chosen.replace(steps=chosen.steps, seed=int(sys.argv[2])))
+    _step(Screen(), Settings(**json.loads(sys.argv[1])))

@@ -7,9 +7,6 @@ source of what it runs, and what is forecast stands beside what was measured of 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,7 +18,6 @@ from time import monotonic
 import torch
 from torch import Tensor
 
-import tenure
 from tenure import DisposedTensorError, DisposeScope, NewDisposeScope
 from tenure._text import format_bytes
 from tenure.adaptive import (
@@ -34,6 +30,7 @@ from tenure.adaptive import (
 
 from . import _programs as programs
 from ._beyond import tell_beyond_memory
+from ._processes import output_of
 from ._programs import Batch, OpenScope, Training
 from ._screen import Screen, body_of, silent
 from ._settings import Settings
@@ -297,7 +294,7 @@ def record_a_program(screen: Screen, corpus: Corpus, settings: Settings) -> None
     screen.code("".join(source[1:]))
     for command in ("tenure run train.py", "tenure export train.tenure -o train.html"):
         screen.show(f"$ {command}")
-        screen.say(_output(command, folder))
+        screen.say(output_of(*command.split(), folder=folder))
     screen.show("")
     screen.say("The files are yours to look at:")
     screen.show(f"  cd {folder}")
@@ -305,22 +302,6 @@ def record_a_program(screen: Screen, corpus: Corpus, settings: Settings) -> None
     screen.show("  xdg-open train.html             in a browser; on macOS open, on Windows start")
     screen.show("")
     screen.say("And then: tenure run YOUR_SCRIPT.py")
-
-
-def _output(command: str, folder: Path) -> str:
-    """What a command of tenure says, in a folder, with the tenure that runs this demo."""
-    root = str(Path(tenure.__file__).parent.parent)
-    paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [sys.executable, "-m", *command.split()],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": paths},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    return done.stdout
 
 
 _CHAPTERS = (
