@@ -87,6 +87,37 @@ def test_who_comes_and_goes_all_the_time_is_not_followed_up_and_down(sim):
     paged.handle.unpage()
 
 
+class Keeping(nn.Module):
+    """Layers whose outputs are all kept to the end of the pass."""
+
+    def __init__(self, n_layers):
+        super().__init__()
+        self.layers = linears(n_layers)
+
+    def forward(self, x):
+        kept = [x]
+        for layer in self.layers:
+            kept.append(torch.tanh(layer(kept[-1])))
+        return kept[-1]
+
+
+@exact
+def test_weights_go_within_a_pass_before_memory_runs_out(sim):
+    sim(budget=MEMORY)
+    model = Keeping(40)
+    x = torch.randn(25, WIDTH)
+    expected = copy.deepcopy(model)(x)
+    with page(model, sim.device, budget="auto", **FINE) as handle:
+        before_bytes = handle._resources.resident_bytes
+        x = x.to(sim.device)
+        # more than is left beside the weights, and little at a time
+        assert 40 * x.nbytes > MEMORY - sim.allocated_bytes
+        for _ in range(3):
+            assert torch.equal(model(x).cpu(), expected)
+        assert handle._resources.resident_bytes < before_bytes
+    assert sim.oom_count == 0
+
+
 class Caching(nn.Module):
     """Layers that each keep what they have seen, one more row a pass."""
 
