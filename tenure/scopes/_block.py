@@ -250,7 +250,9 @@ class Block(Owner):
         thread = self._thread
         # often all that a ledger lists has died by itself
         if survivors:
-            survivors = disposable(survivors, thread)
+            # the same list, which a report ignores: once torch.compile evaluates the frames, that
+            # of the caller holds its arguments as well
+            survivors[:] = disposable(survivors, thread)
         # to close a generator is no failure of its block
         failed = exc is not None and not isinstance(exc, GeneratorExit)
         if failed and self.on_error == "keep":

@@ -5,11 +5,18 @@ from tenure import NewDisposeScope, is_disposed
 from tenure.scopes import _disposal
 
 
-def test_a_leak_is_held_by_the_users_list_and_by_nothing_of_the_scope():
+@pytest.mark.parametrize(
+    "run", [lambda body: body, torch._dynamo.run], ids=["plain", "evaluated by torch.compile"]
+)
+def test_a_leak_is_held_by_the_users_list_and_by_nothing_of_the_scope(run):
     history = []
-    with NewDisposeScope("step", policy="report") as scope:
-        history.append(torch.ones(2))
-    (record,) = scope.leaks.records
+
+    def step():
+        with NewDisposeScope("step", policy="report") as scope:
+            history.append(torch.ones(2))
+        return scope.leaks.records
+
+    (record,) = run(step)()
     assert [holder.rpartition(".")[2] for holder in record.holders] == ["history[0]"]
 
 
