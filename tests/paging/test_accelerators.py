@@ -7,7 +7,7 @@ import torch
 
 from tenure.paging import PagingError, PagingWarning, page, plan_paging
 from tenure.paging._host._pinning import Pinning
-from tenure.paging._planning._checks import checked_device
+from tenure.paging._planning._model_checks import checked_device
 
 from .models import mlp
 

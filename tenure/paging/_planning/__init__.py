@@ -1,16 +1,16 @@
 """Plans: what stays, what passes, how near to the limit a model can run, and what is refused."""
 
 from ._checks import Budget as Budget
-from ._checks import Elsewhere as Elsewhere
 from ._checks import check_activations as check_activations
 from ._checks import check_folder as check_folder
 from ._checks import check_host as check_host
 from ._checks import check_training as check_training
-from ._checks import checked_device as checked_device
 from ._checks import checked_methods as checked_methods
-from ._checks import checked_model as checked_model
 from ._checks import checked_prefetch as checked_prefetch
 from ._draft import arrange as arrange
+from ._model_checks import Elsewhere as Elsewhere
+from ._model_checks import checked_device as checked_device
+from ._model_checks import checked_model as checked_model
 from ._plan import DISK as DISK
 from ._plan import PCIE_4 as PCIE_4
 from ._plan import PagingPlan as PagingPlan

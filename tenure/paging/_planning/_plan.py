@@ -22,19 +22,17 @@ from .._model import Cut, TensorTable, Unit
 from .._sharing import PagingBudget, shared_budget
 from ._checks import (
     Budget,
-    Elsewhere,
     check_activations,
     check_host,
     check_seconds_and_speed,
     check_training,
     checked_budget,
-    checked_device,
     checked_kept,
     checked_layer_size,
-    checked_model,
 )
 from ._draft import Draft, arrange, too_small, unit_sizes
 from ._elastic import elastic, least_bytes
+from ._model_checks import Elsewhere, checked_device, checked_model
 from ._peak import predicted_beside
 from ._residency import LinkSpeed, Residency, expected_s, n_bytes, predicted_pass_s, preferred
 
