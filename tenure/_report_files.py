@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tenure._errors import ReportFormatError
 
@@ -21,6 +21,8 @@ _MAGIC = b"\x1f\x8b"
 # Unpacked: a file of a few bytes can stand for terabytes of zeros.
 _MOST_BYTES = 1 << 30
 _MOST_NAMES = 1000
+# of a whole number: bytes and nanoseconds have fewer, and a float can hold it
+_MOST_DIGITS = 100
 _BINARY = getattr(os, "O_BINARY", 0)
 
 
@@ -100,6 +102,16 @@ def is_packed(path: str | Path) -> bool:
         return file.read(len(_MAGIC)) == _MAGIC
 
 
+def _whole(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits")
+    return int(digits)
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
 def read_facts(path: str | Path) -> dict[str, Any]:
     """Read what `write_facts` wrote.
 
@@ -112,7 +124,7 @@ def read_facts(path: str | Path) -> dict[str, Any]:
             text = file.read(_MOST_BYTES + 1)
         if len(text) > _MOST_BYTES:
             raise ReportFormatError(f"{path} unpacks to more than 1 GiB, and no report does.")
-        facts = json.loads(text)
+        facts = json.loads(text, parse_int=_whole, parse_constant=_no_number)
     except (gzip.BadGzipFile, EOFError, zlib.error, ValueError, RecursionError) as error:
         if isinstance(error, ReportFormatError):
             raise

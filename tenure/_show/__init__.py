@@ -18,6 +18,7 @@ from ._part import Line as Line
 from ._part import Paragraph as Paragraph
 from ._part import Part as Part
 from ._part import Together as Together
+from ._plain import ADVICE_OF_CUT as ADVICE_OF_CUT
 from ._plain import plain as plain
 from ._plain import restored as restored
 from ._progress import display as display

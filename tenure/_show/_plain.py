@@ -18,7 +18,7 @@ import torch
 
 from tenure._errors import ReportFormatError
 
-_ADVICE = "It was cut or altered after to_dict() gave it: write it anew."
+ADVICE_OF_CUT = "It was cut or altered after to_dict() gave it: write it anew."
 _OF_TORCH = "torch."
 _NOT_FINITE = ("nan", "inf", "-inf")
 _AS_THEY_ARE = (str, int, bool, types.NoneType)
@@ -81,14 +81,16 @@ def restored(hint: Any, value: object, place: str) -> Any:
     # By exact type: True is an int to isinstance, and no number of bytes.
     if value in get_args(hint) if kind is Literal else type(value) is kind:
         return value
-    raise ReportFormatError(f"{place} is {_shortened(value)}, and no {_spelled(hint)}. {_ADVICE}")
+    raise ReportFormatError(
+        f"{place} is {_shortened(value)}, and no {_spelled(hint)}. {ADVICE_OF_CUT}"
+    )
 
 
 def _record(cls: Any, value: Mapping[str, object], place: str) -> Any:
     hints, found = _hints(cls), {}
     for key, name in _keys(cls):
         if key not in value:
-            raise ReportFormatError(f"{place}.{key} is missing. {_ADVICE}")
+            raise ReportFormatError(f"{place}.{key} is missing. {ADVICE_OF_CUT}")
         found[name] = restored(hints[name], value[key], f"{place}.{key}")
     return cls(**found)
 
@@ -97,7 +99,7 @@ def _items(hints: tuple[Any, ...], values: list[Any], place: str) -> Iterator[An
     if hints[-1] is Ellipsis:
         hints = hints[:1] * len(values)
     if len(hints) != len(values):
-        text = f"{place} has {len(values)} values, and should have {len(hints)}. {_ADVICE}"
+        text = f"{place} has {len(values)} values, and should have {len(hints)}. {ADVICE_OF_CUT}"
         raise ReportFormatError(text)
     for i, (hint, value) in enumerate(zip(hints, values, strict=True)):
         yield restored(hint, value, f"{place}[{i}]")
@@ -121,7 +123,7 @@ def _float(value: Any, place: str) -> float:
     try:
         return float(value)
     except OverflowError:
-        text = f"{place} is {_shortened(value)}, more than a float can be. {_ADVICE}"
+        text = f"{place} is {_shortened(value)}, more than a float can be. {ADVICE_OF_CUT}"
         raise ReportFormatError(text) from None
 
 

@@ -153,6 +153,37 @@ def test_keeps_nothing():
     assert "test_leaks" in next(line for line in result.text.splitlines() if "leaked" in line)
 
 
+def test_what_self_keeps_is_gone_with_the_test_and_what_its_class_keeps_is_not(run):
+    result = run(
+        _LEAKS
+        + """
+import unittest
+
+@pytest.mark.no_tensor_leaks
+class TestCase(unittest.TestCase):
+    def setUp(self):
+        self.batches = [torch.ones(4)]
+
+    def test_own(self):
+        self.loss = (self.batches[0] * 2).sum()
+
+@pytest.mark.no_tensor_leaks
+class TestOwn:
+    def test_own(self):
+        self.x = torch.ones(10)
+
+    def test_of_all(self):
+        type(self).x = torch.ones(10)
+
+    def test_both(self):
+        self.x = torch.ones(10)
+        kept.append(self.x)
+"""
+    )
+    assert result.counts == {"passed": 2, "failed": 2}
+    assert result.says("*TestOwn.test_of_all*", "*TestOwn.test_both*")
+
+
 def test_training_leaks_nothing_by_its_gradients_and_its_optimizer(run):
     result = run(
         _HEAD

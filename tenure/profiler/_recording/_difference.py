@@ -141,24 +141,28 @@ def _by_name(found: Mapping[str, int]) -> dict[_Key, int]:
     return {(name, "", ""): n_bytes for name, n_bytes in found.items()}
 
 
-def _by_category(run: Recording) -> dict[_Key, int]:
-    return {} if run.memory is None else _by_name(run.memory.categories)
+def _by_category(run: Recording) -> dict[_Key, int] | None:
+    return None if run.memory is None else _by_name(run.memory.categories)
 
 
 def _by_growth(run: Recording) -> dict[_Key, int]:
     return _by_name({each.name: each.grown_bytes for each in run.growth if each.last_step})
 
 
-def _by_tensor(run: Recording) -> dict[_Key, int]:
+def _by_tensor(run: Recording) -> dict[_Key, int] | None:
+    if run.memory is None:
+        return None
     found: defaultdict[_Key, int] = defaultdict(int)
-    for row in () if run.memory is None else run.memory.rows:
+    for row in run.memory.rows:
         if row.counted_bytes:
             key = _INDEX.sub("[…]", row.name), row.category, row.created_at or ""
             found[key] += row.counted_bytes
     return found
 
 
-def _by_line(run: Recording) -> dict[_Key, int]:
+def _by_line(run: Recording) -> dict[_Key, int] | None:
+    if not run.over_time:
+        return None
     found: defaultdict[_Key, int] = defaultdict(int)
     for track in run.over_time:
         for block in track.at_peak:
@@ -167,9 +171,12 @@ def _by_line(run: Recording) -> dict[_Key, int]:
     return found
 
 
-def _changes(before: Mapping[_Key, int], after: Mapping[_Key, int]) -> tuple[Change, ...]:
-    # What only one of them recorded tells nothing of the other.
-    if not before or not after:
+def _changes(
+    before: Mapping[_Key, int] | None, after: Mapping[_Key, int] | None
+) -> tuple[Change, ...]:
+    # What only one of them recorded tells nothing of the other; of a run that ended with no tensor
+    # alive, what the other has is new or gone.
+    if before is None or after is None:
         return ()
     return tuple(each for each in _all_changes(before, after) if each.change_bytes)
 

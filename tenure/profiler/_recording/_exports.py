@@ -12,11 +12,14 @@ from tenure._errors import ProfilerUsageError
 from tenure._report_files import write_whole
 
 from .._pages import recording_page
+from .._timeline import WRITERS
 
 if TYPE_CHECKING:
     from ._recording import Recording
 
-_OF_TIMELINE = (".trace.json", ".timeline.csv", ".pickle", ".speedscope.json")
+# What a recording has of its own, whatever was recorded; its timeline's go by a longer name then.
+_OWN = (".json", ".csv", ".html")
+_LONGER = {".json": ".trace.json", ".csv": ".timeline.csv"}
 _HEADINGS = ("device", "when", "category", "name", "shape", "dtype", "created_at", "n_bytes", "n")
 
 
@@ -27,7 +30,7 @@ def export(recording: Recording, path: Path) -> None:
         ProfilerUsageError: the ending means nothing here, or asks for a timeline without one.
         OSError: it can't be written; there is nothing of it then.
     """
-    if not path.name.lower().endswith(_OF_TIMELINE):
+    if not path.name.lower().endswith(_of_timeline()):
         # names may have halves of characters
         write_whole(path, _text(recording, path).encode(errors="backslashreplace"))
     elif recording.timeline is not None:
@@ -37,6 +40,10 @@ def export(recording: Recording, path: Path) -> None:
             f"{path} asks for live bytes over time, and there is no timeline in this recording. "
             "Record one with tenure run --timeline."
         )
+
+
+def _of_timeline() -> tuple[str, ...]:
+    return (*_LONGER.values(), *(name for name in WRITERS if name not in _OWN))
 
 
 def _text(recording: Recording, path: Path) -> str:
@@ -49,7 +56,7 @@ def _text(recording: Recording, path: Path) -> str:
         return _csv(recording)
     raise ProfilerUsageError(
         f"{path} ends in {extension or 'no extension'}, and a recording is written as .json, .csv "
-        f"or .html; its timeline as {', '.join(_OF_TIMELINE)}. Name a file that ends in one of "
+        f"or .html; its timeline as {', '.join(_of_timeline())}. Name a file that ends in one of "
         "them."
     )
 

@@ -5,6 +5,7 @@ A recording is its file: what it shows, it shows in another process, and in anot
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from tenure._errors import ReportFormatError
 from tenure._heap import collector_paused
 from tenure._report_files import is_packed, read_facts, write_facts
 from tenure._show import (
+    ADVICE_OF_CUT,
     Amounts,
     Column,
     Paragraph,
@@ -250,7 +252,26 @@ class Recording(Report):
             told: Any = facts.get(name)
             reports[name] = None if told is None else _REPORTS[name].from_dict(told)
         bare: Self = restored(cls, {**facts, **dict.fromkeys(reports)}, cls.__name__)
-        return replace(bare, **reports)
+        whole = replace(bare, **reports)
+        whole._check_times()
+        return whole
+
+    def _check_times(self) -> None:
+        """Refuse what each value allows, and all together can't be.
+
+        Raises:
+            ReportFormatError: a time is no number, or there is not one figure for each.
+        """
+        times = [self.duration_s]
+        for track in self.over_time:
+            times += [*track.times_s, track.peak_at_s]
+            _check_figures(track.device, track.times_s, track.live_bytes)
+        for device in () if self.timeline is None else self.timeline.devices:
+            for bands in (device.by_category, device.by_scope, device.by_line):
+                for name, figures in bands.items():
+                    _check_figures(f"{name!r} on {device.device}", device.times_s, figures)
+        if not all(map(math.isfinite, times)):
+            raise ReportFormatError(f"Recording has a time that is no number. {ADVICE_OF_CUT}")
 
     @classmethod
     def _of_torch(cls, path: str | Path) -> Self:
@@ -268,6 +289,14 @@ class Recording(Report):
             tracks=tracks,
             seeks_leaks=False,
             notes=() if tracks else ("The snapshot has no memory in it.",),
+        )
+
+
+def _check_figures(what: str, times_s: tuple[float, ...], figures: tuple[int, ...]) -> None:
+    if len(times_s) != len(figures):
+        raise ReportFormatError(
+            f"Recording has {len(times_s)} times and {len(figures)} figures of {what}. "
+            f"{ADVICE_OF_CUT}"
         )
 
 

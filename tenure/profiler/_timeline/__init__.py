@@ -1,5 +1,6 @@
 """Live memory over time: recorded, thinned with its maxima kept, written for other tools."""
 
+from ._export import WRITERS as WRITERS
 from ._timeline import Timeline as Timeline
 from ._timeline_report import DeviceTimeline as DeviceTimeline
 from ._timeline_report import HostTimeline as HostTimeline

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from tenure import NewDisposeScope, ReportFormatError
 from tenure._registries import leak_watchers
 from tenure.profiler import (
     LineProfiler,
+    MemReport,
     MemReporter,
     ProfilerUsageError,
     RecordedRanks,
@@ -14,6 +16,7 @@ from tenure.profiler import (
     RecordingDiff,
     Timeline,
 )
+from tenure.profiler._timeline import WRITERS
 from tests.show.pages import assert_stands_alone
 
 from .makers import MIB, block, growth, recording, track
@@ -98,6 +101,8 @@ def test_an_error_of_many_words_is_one_line():
         ({"format": "tenure.Recording", "version": 99}, "version 99"),
         ({"format": "tenure.Recording", "version": 1}, "Recording.command is missing"),
         ([1], "has no report in it"),
+        (float("nan"), "NaN is no JSON"),
+        (10**400, "a number has 401 digits"),
     ],
     ids=str,
 )
@@ -123,6 +128,36 @@ def test_a_damaged_recording_is_refused_wherever_it_is_cut(tmp_path):
         path.write_bytes(whole[:end])
         with pytest.raises(ReportFormatError, match="damaged"):
             Recording.load(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"times_s": (0.0,)}, "1 times and 2 figures of cpu"),
+        ({"times_s": (0.0, float("nan"))}, "a time that is no number"),
+        ({"by_line": {"a.py:1": (1,)}}, r"2 times and 1 figures of 'a\.py:1' on cpu"),
+    ],
+    ids=lambda each: "" if isinstance(each, str) else next(iter(each)),
+)
+def test_figures_that_do_not_fit_together_are_refused_when_they_are_read(
+    changes, complaint, tmp_path
+):
+    with Timeline() as timeline:
+        torch.ones(8)
+    device = replace(
+        timeline.report.devices[0],
+        times_s=(0.0, 1.0),
+        live_bytes=(1, 2),
+        by_category={},
+        by_scope={},
+        by_line={},
+    )
+    recording(timeline=replace(timeline.report, devices=(device,))).save(tmp_path / "whole")
+    assert Recording.load(tmp_path / "whole").over_time
+    altered = replace(timeline.report, devices=(replace(device, **changes),))
+    recording(timeline=altered).save(tmp_path / "x.tenure")
+    with pytest.raises(ReportFormatError, match=rf"x\.tenure: .*{complaint}.* cut or altered"):
+        Recording.load(tmp_path / "x.tenure")
 
 
 def test_a_file_that_can_not_be_written_leaves_nothing(tmp_path, monkeypatch):
@@ -240,6 +275,19 @@ def test_a_diff_tells_new_gone_and_grown_tensors_by_name():
     assert RecordingDiff.of(look(), look()).tensors == ()
 
 
+def test_a_run_that_ended_with_no_tensor_alive_is_compared_and_one_that_recorded_none_is_not():
+    reporter = MemReporter()
+    kept = [torch.ones(1000), torch.ones(1000)]
+    reporter.collect_tensor()
+    leaky = recording(memory=reporter.get_stats(device="cpu"))
+    clean = recording(memory=MemReport(()), tracks=(track("cpu", 0),))
+    del kept
+    changes = RecordingDiff.of(leaky, clean).tensors
+    assert any(change.kind == "gone" and "kept[…]" in change.name for change in changes)
+    assert {change.kind for change in RecordingDiff.of(clean, leaky).tensors} == {"new"}
+    assert RecordingDiff.of(leaky, recording()).tensors == ()
+
+
 def test_ranks_stand_side_by_side_and_the_largest_is_told_in_full():
     ranks = [recording(rank=i, peaks={"cuda:0": (3 + i % 2) * MIB}) for i in (2, 1, 0)]
     ranks[0] = recording(rank=2, ended="KeyboardInterrupt", exit_code=130, peaks={})
@@ -291,6 +339,16 @@ def test_an_ending_means_the_same_with_a_timeline_and_without(tmp_path):
         assert (tmp_path / mine).read_bytes() == (tmp_path / theirs).read_bytes()
     assert "traceEvents" in json.loads((tmp_path / "x.trace.json").read_text())
     assert "$schema" in json.loads((tmp_path / "x.speedscope.json").read_text())
+
+
+def test_another_format_of_a_timeline_is_one_of_its_recording(tmp_path, monkeypatch):
+    monkeypatch.setitem(WRITERS, ".levels", lambda report: str(report.devices[0].peak_bytes))
+    with Timeline() as timeline:
+        torch.ones(8)
+    recording(timeline=timeline.report).export(tmp_path / "x.levels")
+    assert (tmp_path / "x.levels").read_text() == str(timeline.report.devices[0].peak_bytes)
+    with pytest.raises(ProfilerUsageError, match=r"asks for live bytes over time"):
+        recording().export(tmp_path / "y.levels")
 
 
 def test_a_difference_tells_what_grew_in_one_run_alone():

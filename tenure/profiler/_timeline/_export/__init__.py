@@ -1,7 +1,7 @@
 """Files of other tools: a module for each format, found by how a file's name ends.
 
 A writer gives the text or the bytes of a whole file. Another format is one more entry of
-``WRITERS``.
+``WRITERS``, which a recording of a timeline is written by as well.
 """
 
 from __future__ import annotations
