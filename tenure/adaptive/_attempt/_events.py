@@ -171,7 +171,11 @@ def add_listener(listener: _AnyListener) -> _AnyListener:
 
 
 def remove_listener(listener: Callable[[AdaptiveEvent], Any]) -> None:
-    """Call it no more; one that was not added is ignored."""
+    """Call it no more.
+
+    Args:
+        listener: what `add_listener` was given; one that was not added is ignored.
+    """
     global _listeners
     with _lock:
         _listeners = tuple(each for each in _listeners if each != listener)
