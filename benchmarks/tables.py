@@ -1,4 +1,4 @@
-"""The tables of the docs, written from what the benchmarks left in ``results/``.
+"""The tables and the figure of the docs, written from what the benchmarks left in ``results/``.
 
 A table stands between ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->`` on any page of ``docs/``,
 and is nothing but what ``results/NAME.json`` gives. Knows no torch: ``python -m benchmarks.tables``
@@ -12,8 +12,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ._figure import drawn
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+FIGURE = ROOT / "docs" / "performance.svg"
 _SECTION = re.compile(r"(<!-- (\w+): begin -->\n)(.*?)(<!-- \2: end -->)", re.DOTALL)
 _MARK = re.compile(r"<!-- (\w+): (?:begin|end) -->")
 
@@ -77,13 +80,12 @@ def _table(name: str, results: Path) -> str:
 
 
 def main() -> None:
-    """Write every table of every page, and say which pages changed."""
-    for page in pages():
-        before = page.read_text()
-        after = rendered(before)
-        if after != before:
-            page.write_text(after)
-            print(f"Wrote {page.relative_to(ROOT)}")
+    """Write every table of every page, and the figure, and say what changed."""
+    written = {page: rendered(page.read_text()) for page in pages()}
+    for path, text in {**written, FIGURE: drawn(RESULTS)}.items():
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+            print(f"Wrote {path.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,16 @@ QUOTED = {
     ("docs/simulated-device.md", "186 µs"): ("costs", f"an operation {_SIMULATED}"),
     ("docs/simulated-device.md", "3 µs"): ("costs", f"a view {_SIMULATED}"),
     ("docs/performance.md", "1.9 times"): ("adaptive", _BARE_MODE),
+    ("docs/performance.md", "1.01 times"): (
+        "scopes",
+        "training step in a scope / plain: transformer",
+    ),
+    ("docs/performance.md", "1.05 times"): ("adaptive", f"{_STEP}ResNet-18 (frozen norms), 8 in 4"),
+    ("docs/performance.md", "1.17 times"): ("scopes", "tracked op / bare mode: a + b (8 floats)"),
+    ("docs/performance.md", "2.0 times"): (
+        "adaptive",
+        "step in 4 micro-batches of 0.5 ms / by hand",
+    ),
     ("docs/compiled.md", "0.55 times"): ("compiled", f"{_COMPILED}CNN"),
 }
 

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks._figure import drawn
 from benchmarks.tables import (
+    FIGURE,
     RESULTS,
     ROOT,
     TableError,
@@ -54,6 +56,27 @@ def _key(page):
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
 def test_tables_are_what_the_results_give(page):
     assert rendered(page.read_text()) == page.read_text(), "run: python -m benchmarks.tables"
+
+
+def test_the_figure_is_what_the_results_give():
+    assert drawn(RESULTS) == FIGURE.read_text(), "run: python -m benchmarks.tables"
+    assert FIGURE.name in (ROOT / "docs" / "performance.md").read_text()
+
+
+def test_the_figure_draws_other_results_otherwise(tmp_path):
+    for path in RESULTS.glob("*.json"):
+        text = path.read_text()
+        (tmp_path / path.name).write_text(text.replace('"value": "0.249"', '"value": "0.777"'))
+    before, after = drawn(RESULTS).splitlines(), drawn(tmp_path).splitlines()
+    changed = [line for line, was in zip(after, before, strict=True) if line != was]
+    assert [("0.78" in line or 'width="273.5"' in line) for line in changed] == [True, True]
+
+
+def test_the_figure_names_a_row_that_is_gone(tmp_path):
+    with pytest.raises(
+        LookupError, match=r"in a scope / plain: ResNet-18', and scopes\.json has no"
+    ):
+        drawn(tmp_path)
 
 
 def _reports():
