@@ -1,25 +1,28 @@
 """README, docs and docstrings are tests: each of their examples is run, and its output compared.
 
 A file is one program: its examples share their names, from top to bottom. Shell blocks are not run.
+A block that begins with ``# train.py`` runs as the file of that name: reports then say its lines.
 """
 
 from __future__ import annotations
 
 import doctest
 import gc
+import linecache
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sybil import Sybil
+from sybil import Example, Sybil
+from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 from sybil.parsers.rest import DocTestParser
 
 from tests.small_heap import hide
 
 _ROOT = Path(__file__).parent
-_OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def _begin(names: dict[str, Any]) -> None:
@@ -37,15 +40,31 @@ def _end(names: dict[str, Any]) -> None:
     names.clear()
 
 
+class _Files(PythonEvaluator):
+    """Runs blocks, those with a name in their first line as files of that name."""
+
+    def __call__(self, example: Example) -> None:
+        source = example.parsed
+        named = re.match(r"# (\w+\.py)\n", source)
+        if named is None:
+            return super().__call__(example)
+        name = named[1]
+        linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+        exec(compile(source, name, "exec", dont_inherit=True), example.namespace)
+
+
+# what a page prints is what a reader sees: there is no ellipsis for what varies
+_blocks = PythonCodeBlockParser(doctest_optionflags=doctest.NORMALIZE_WHITESPACE)
+_blocks.codeblock_parser = PythonCodeBlockParser.codeblock_parser_class("python", _Files())
 _pages = Sybil(
-    parsers=[PythonCodeBlockParser(doctest_optionflags=_OPTIONS), SkipParser()],
+    parsers=[_blocks, SkipParser()],
     patterns=["README.md", "docs/*.md"],
     path=str(_ROOT),
     setup=_begin,
     teardown=_end,
 )
 _docstrings = Sybil(
-    parsers=[DocTestParser(optionflags=_OPTIONS)],
+    parsers=[DocTestParser(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)],
     patterns=["*.py"],  # at any depth: Path.match counts from the right, and knows no **
     # They use the simulated device, which these processes must not have; its own tests run them.
     excludes=["testing/*.py", "testing/*/*.py"],

@@ -20,8 +20,7 @@ def names_of_the_page():
     """What the page defines, of the examples before the first that prints."""
     names = {}
     for block in re.findall(r"```python\n(.*?)```", _PAGE.read_text("utf-8"), re.DOTALL)[:2]:
-        lines = [line[4:] for line in block.splitlines() if line.startswith((">>> ", "... "))]
-        exec("\n".join(lines), names)
+        exec(block, names)
     return names
 
 
