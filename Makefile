@@ -15,8 +15,9 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/.test
 	$(BIN)/python -m tenure demo
 
-# A worker for each core, and so one thread for each torch: the tests are many and small.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+# A worker for each core, and so one thread for each torch: the tests are many and small. In their own
+# order: files with the most tests first would leave for the end those whose few tests take longest.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 PAGES := tenure docs examples README.md
 QUICK := not slow and not exhaustive
 # each takes every operator of torch, for minutes
@@ -31,9 +32,6 @@ ON_SIM := tests $(LIBRARY_TESTS:%=--ignore=%)
 SEARCHES := tests/heap tests/profiler/owners
 OTHERS := tests $(SEARCHES:%=--ignore=%)
 
-# asks for CUDA's allocator by itself, in each test
-ON_CUDA := --ignore=tests/paging/planning/test_draft.py
-
 # All that is soon done; test-all is what has to hold before a change lands.
 test: $(VENV)/.test
 	$(PYTEST) -m "not simdevice and $(QUICK)" $(OTHERS) $(SWEEPS) $(PAGES)
@@ -41,12 +39,12 @@ test: $(VENV)/.test
 	$(PYTEST) -m "simdevice and $(QUICK)" $(ON_SIM) $(SWEEPS)
 
 # Also the slow and exhaustive ones, every operator of torch, and the simulated accelerator once more
-# with the rules of CUDA's allocator.
+# with the rules of CUDA's allocator: what counts bytes. Tests of values alone have asked for it already.
 test-all: $(VENV)/.test
 	$(PYTEST) -m "not simdevice" $(OTHERS) $(PAGES)
 	$(PYTEST) -m "not simdevice" --whole-heap $(SEARCHES)
 	$(PYTEST) -m simdevice $(ON_SIM)
-	$(PYTEST) -m "simdevice and not slow" --sim-allocator=cuda tests/profiler tests/adaptive tests/paging $(ON_CUDA)
+	$(PYTEST) -m "simdevice and not slow" --sim-allocator=cuda tests/profiler tests/adaptive tests/paging
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .

@@ -13,8 +13,12 @@ from tenure.paging import PagingError, page
 
 from .models import WIDTH
 
-# dynamo reads the gradient of what one block gives the next, in a plain model too
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+pytestmark = [
+    # about values, which no allocator changes: once, with the one that has more rules
+    pytest.mark.sim_allocator("cuda"),
+    # dynamo reads the gradient of what one block gives the next, in a plain model too
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
 
 N_BLOCKS = 5
 

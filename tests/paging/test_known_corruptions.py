@@ -28,6 +28,9 @@ from tenure.testing import RaceError
 
 from .known_corruptions import PROGRAMS
 
+# about values, which no allocator changes: once, with the one that has more rules
+pytestmark = pytest.mark.sim_allocator("cuda")
+
 _PAGE = Path(__file__).parents[2] / "docs" / "known-corruptions.md"
 
 FAULTS = {}

@@ -14,7 +14,8 @@ from transformers import (
 
 from tenure.paging import PagingError, load_paged, page, plan_paging
 
-pytestmark = pytest.mark.usefixtures("without_gradients")
+# about values, which no allocator changes: once, with the one that has more rules
+pytestmark = [pytest.mark.sim_allocator("cuda"), pytest.mark.usefixtures("without_gradients")]
 
 _SMALL = {"vocab_size": 60, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _CODER = {

@@ -20,6 +20,9 @@ from tenure.testing import RaceError, Rates
 
 from ..models import Beside, Side
 
+# about values, which no allocator changes: once, with the one that has more rules
+pytestmark = pytest.mark.sim_allocator("cuda")
+
 WIDTH = 32
 
 

@@ -11,7 +11,8 @@ from tenure.paging import PagingError, page, plan_paging
 
 from ..test_zoo import assert_equal, home
 
-pytestmark = pytest.mark.usefixtures("without_gradients")
+# about values, which no allocator changes: once, with the one that has more rules
+pytestmark = [pytest.mark.sim_allocator("cuda"), pytest.mark.usefixtures("without_gradients")]
 
 WIDTH = 64
 

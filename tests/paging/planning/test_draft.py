@@ -13,7 +13,8 @@ from tenure._registries import ask_to_shrink
 from tenure.adaptive import batch
 from tenure.paging import PagingError, chunk, page, plan_paging
 
-pytestmark = pytest.mark.usefixtures("without_gradients")
+# about what it reserves, by rules that the exact one lacks
+pytestmark = [pytest.mark.sim_allocator("cuda"), pytest.mark.usefixtures("without_gradients")]
 
 MIB = 2**20
 SEGMENT = 20 * MIB

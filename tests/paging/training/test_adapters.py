@@ -18,8 +18,12 @@ from tenure.paging import page
 
 from .conftest import same
 
-# what peft calls and passes, transformers has renamed
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+pytestmark = [
+    # about values, which no allocator changes: once, with the one that has more rules
+    pytest.mark.sim_allocator("cuda"),
+    # what peft calls and passes, transformers has renamed
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 
 _CAUSAL = {"task_type": "CAUSAL_LM"}
 _LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **_CAUSAL}

@@ -15,6 +15,9 @@ from ..models import ZOO, Functional, Shared, TiedLanguageModel, build
 from .blocks import LARGE, WIDTH, Checkpointed, inputs, transformer
 from .conftest import either_way, same
 
+# about values, which no allocator changes: once, with the one that has more rules
+pytestmark = pytest.mark.sim_allocator("cuda")
+
 _KINDS = sorted(set(ZOO) - {"half"})
 _QUICK = ("attention", "gru", "shared")
 

@@ -15,6 +15,9 @@ from tenure.paging import page
 
 from ..models import WIDTH, TiedLanguageModel
 
+# about values, which no allocator changes: once, with the one that has more rules
+pytestmark = pytest.mark.sim_allocator("cuda")
+
 
 def mlp(n=5):
     return nn.Sequential(*[each for _ in range(n) for each in (nn.Linear(WIDTH, WIDTH), nn.Tanh())])

@@ -12,6 +12,9 @@ from tenure.profiler import MemReporter
 
 from .blocks import WIDTH, Block, inputs, transformer
 
+# about values, which no allocator changes: once, with the one that has more rules
+pytestmark = pytest.mark.sim_allocator("cuda")
+
 
 @pytest.fixture
 def halved(pair):

@@ -7,6 +7,9 @@ from torch.amp.grad_scaler import _MultiDeviceReplicator
 
 from .blocks import inputs, transformer
 
+# about values, which no allocator changes: once, with the one that has more rules
+pytestmark = pytest.mark.sim_allocator("cuda")
+
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, foreach=False),
     "SGD, fused on the host": lambda p: torch.optim.SGD(p, 0.1, fused=at_home(p)),

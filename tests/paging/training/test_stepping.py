@@ -12,6 +12,9 @@ from tenure.paging import PagingError, page
 from ..models import TiedLanguageModel
 from .blocks import Checkpointed, inputs, transformer
 
+# about values, which no allocator changes: once, with the one that has more rules
+pytestmark = pytest.mark.sim_allocator("cuda")
+
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
     "SGD, foreach": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, foreach=True),

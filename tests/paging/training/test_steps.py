@@ -9,6 +9,9 @@ from tenure.paging import page
 from .blocks import Block, Checkpointed, inputs, transformer
 from .conftest import same
 
+# about values, which no allocator changes: once, with the one that has more rules
+pytestmark = pytest.mark.sim_allocator("cuda")
+
 MODES = {
     "plain": transformer,
     "checkpoint": lambda: Checkpointed(use_reentrant=False),

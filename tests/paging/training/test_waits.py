@@ -10,6 +10,9 @@ from tenure.testing import RaceError, Rates
 
 from .blocks import inputs
 
+# about values, which no allocator changes: once, with the one that has more rules
+pytestmark = pytest.mark.sim_allocator("cuda")
+
 
 def steps(sim, pair):
     """Steps, a forward that no backward pass follows, and a gradient that is added to."""
