@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -6,13 +7,21 @@ from pathlib import Path
 import pytest
 
 _EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+_PAGE = Path(__file__).parent.parent / "docs" / "examples.md"
 # as long as it takes to see that they run
 _ARGUMENTS = {"lightning_digits": ["1"], "trainer": ["--steps", "4", "--length", "32"]}
 _ON_RANKS = {"ddp_adaptive": ["-m", "torch.distributed.run", "--nproc-per-node", "2"]}
 
 
-def test_there_are_examples():
-    assert len(_EXAMPLES) >= 3
+@pytest.mark.skipif(not _PAGE.exists(), reason="runs where the docs are")
+def test_the_page_lists_each_example():
+    listed = re.findall(r"^\| `(\w+\.py)` \|", _PAGE.read_text("utf-8"), re.MULTILINE)
+    assert sorted(listed) == [path.name for path in _EXAMPLES]
+
+
+@pytest.mark.parametrize("path", _EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_has_less_than_a_hundred_lines(path):
+    assert len(path.read_text("utf-8").splitlines()) < 100
 
 
 @pytest.mark.slow

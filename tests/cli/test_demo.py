@@ -215,6 +215,18 @@ def _outline(text):
     return re.sub(r" ?\S*_(subject|programs)\.py:#", " SITE", text).split()
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/command-line.md"])
+def test_what_other_pages_show_of_its_last_program_is_what_the_demo_has(name):
+    root = Path(__file__).parents[2]
+    if not (root / "docs").exists():
+        pytest.skip("runs where the docs are")
+    demo = " ".join((root / "docs" / "demo.md").read_text("utf-8").split())
+    (shown,) = re.findall(
+        r"^At most .*\n.*\nWrote .*$", (root / name).read_text("utf-8"), re.MULTILINE
+    )
+    assert " ".join(shown.split()) in demo
+
+
 def test_the_docs_show_what_the_demo_prints(done):
     page = Path(__file__).parents[2].joinpath("docs", "demo.md")
     if not page.exists():
