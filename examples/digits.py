@@ -66,7 +66,8 @@ def accuracy(net: nn.Module, testing: Images, limit: int) -> float:
     @chunked(collect="cat")
     @torch.no_grad()
     def predicted(rows: Tensor, start: int, end: int) -> Tensor:
-        return net(rows).argmax(1)
+        found: Tensor = net(rows).argmax(1)
+        return found
 
     with memory_budget(limit):
         return (predicted(images) == labels).float().mean().item()

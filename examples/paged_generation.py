@@ -8,8 +8,10 @@ and what generating takes.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tenure.paging import page
@@ -36,23 +38,30 @@ def build() -> LlamaForCausalLM:
         vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=4 * WIDTH, num_hidden_layers=LAYERS,
         num_attention_heads=4, pad_token_id=0, bos_token_id=1, eos_token_id=None,
     )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(config)
+
+
+def generated(model: Any, prompt: Tensor) -> Tensor:
+    """The likeliest tokens, one after the other; as transformers types it, no model has this."""
+    tokens: Tensor = model.generate(prompt, max_new_tokens=NEW, do_sample=False)
+    return tokens.cpu()
 
 
 def main() -> None:
     """Generate with the whole model on the host, then within a small device, and compare."""
     model = build()
+    model.train(False)
     prompt = torch.randint(3, WORDS, (2, 6))
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    expected = model.generate(prompt, max_new_tokens=NEW, do_sample=False)
+    expected = generated(model, prompt)
     with (
         small_device(weights // 2) as (device, budget),
         page(model, device, budget=budget) as handle,
     ):
         print(str(handle.plan).partition("\n  takes")[0])
-        found = model.generate(prompt, max_new_tokens=NEW, do_sample=False)
+        found = generated(model, prompt)
         report = handle.report()
-    assert found.cpu().equal(expected)
+    assert found.equal(expected)
     held = report.resident_bytes + report.ring_bytes
     assert held <= weights // 2
     print(f"{weights / 2**20:.1f} MiB of weights, at most {held / 2**20:.1f} MiB of them at a time")
