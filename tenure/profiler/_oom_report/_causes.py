@@ -10,16 +10,9 @@ from collections.abc import Iterator
 
 from tenure._text import counted, describe_elements, format_bytes
 
-from .._owners import (
-    BUFFERS,
-    GRADIENTS,
-    OPTIMIZER_STATE,
-    OTHERS,
-    PARAMETERS,
-    SAVED,
-)
+from .._owners import BUFFERS, GRADIENTS, OPTIMIZER_STATE, OTHERS, PARAMETERS, SAVED
 from ._facts import Facts
-from ._piles import Pile, piles_in
+from ._piles import Pile, piles_in, runs_again
 from ._verdict import Verdict, short
 
 _FIXED = (PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER_STATE)
@@ -367,13 +360,19 @@ def _batch(facts: Facts) -> Verdict:
     line = _line_of(scene.site)
     at = f"{line}: " if line else ""
     if is_one:
-        head = f"{at}one tensor takes {format_bytes(wanted)}{total}. Use chunked()."
-        head = f"Batch too large: {head}"
+        told = f"{at}one tensor takes {format_bytes(wanted)}{total}"
+        head = f"Batch too large: {told}. Use chunked()."
         in_use = format_bytes(facts.used_bytes)
         evidence = f"{format_bytes(wanted)} is wanted at once, {in_use} is in use."
     elif scene.all_in_eval and saved > n_bytes // 4:
         head = f"Batch too large: graphs take {format_bytes(saved)} in eval(). Use torch.no_grad()."
         evidence = f"The modules are in eval mode, and autograd saved {format_bytes(saved)}."
+    elif again := runs_again(facts.entries):
+        head = f"Batch too large, or a state is never cut: {size}{total}. Use state.detach()."
+        evidence = (
+            f"The same is saved {again} times, more than there are weights: a state that goes "
+            "from step to step, or from batch to batch, keeps the graphs of all."
+        )
     elif saved or _trains(facts):
         head = f"Batch too large: it takes {size}{total}. Use tenure.adaptive.step()."
         evidence = f"What the batch makes takes {size}."

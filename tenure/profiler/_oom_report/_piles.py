@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from .._owners import OTHERS, SAVED, StorageEntry, TensorRow
+from .._owners import OTHERS, PARAMETERS, SAVED, StorageEntry, TensorRow
 from .._reports import place_of
 from ._scene import Scene
 
@@ -21,6 +21,8 @@ PileKind = Literal["leak", "results", "cycle", "traceback", "bounded"]
 FEWEST_TENSORS = 3
 # A second graph is alive while a third is made: a step that ends leaves none.
 _FEWEST_GRAPHS = 2
+# Runs of one layer: fewer may be a function that is called for a few inputs.
+_FEWEST_RUNS = 8
 _IN_CYCLE = ", in a reference cycle"
 _OF_TRACEBACK = "traceback of "
 # What a forward pass keeps in variables of its own is a part of the batch that runs.
@@ -84,6 +86,19 @@ def piles_in(entries: Iterable[StorageEntry], scene: Scene) -> list[Pile]:
         for place in {**tensors, **graphs}
     ]
     return sorted(filter(_counts, found), key=lambda pile: -pile.n_bytes)
+
+
+def runs_again(entries: Iterable[StorageEntry]) -> int:
+    """How often one thing was saved, where that is more often than weights can tell; else 0.
+
+    Layers save alike, too, and have weights each. Whether the state of a recurrent layer is that of
+    one long sequence or of many batches shows in nothing; to cut it helps in both.
+    """
+    rows = [entry.owner for entry in entries]
+    saved = Counter((row.name, row.shape) for row in rows if row.category == SAVED)
+    n_weights = sum(row.category == PARAMETERS for row in rows)
+    most = max(saved.values(), default=0)
+    return most if most > max(n_weights, _FEWEST_RUNS) else 0
 
 
 def _place(name: str) -> str:

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tenure._text import counted, format_bytes
 
 from .._owners import SAVED, StorageEntry
-from .._reports import ADVICE_OF_GROWTH, Snapshot, place_of, snapshot
+from .._reports import ADVICE_OF_GROWTH, Snapshot, keyed_place_of, place_of, snapshot
 
 # Twice in a row may be a cache that fills up between them; see
 # test_a_cache_that_is_full_is_no_growth.
@@ -31,6 +31,8 @@ _MOST_SHARE = 0.1
 _KEPT = 8
 _MAIN, _OF_EACH = "__main__.", "[…]"
 _MOST_NAMES = 3
+# A mapping with more of them is a cache, and none of them says where it grows.
+_MOST_KEYS = 16
 _ADVICE_OF_GRAPHS = "Keep .detach() or .item() of what is kept, or bound it."
 _ADVICE_OF_ENDS = "If it is no result, bound it."
 _Since = Callable[[list[int]], int | None]
@@ -42,7 +44,8 @@ class Growth:
     """A place that held more at each look than at the one before it.
 
     Attributes:
-        name: the variable, attribute or container, as in `MemReport`; indices are left out.
+        name: the variable, attribute or container, as in `MemReport`; indices are left
+            out, but for the one key of a mapping under which all of it grew.
         n_before: tensors there at the first of the looks.
         n_tensors: tensors there at the last look.
         bytes_before: their bytes at the first of the looks.
@@ -99,12 +102,15 @@ class _Look(NamedTuple):
         rooted: places some of whose tensors have a graph.
         saved: bytes that autograd saved, by the place of the tensor whose graph it is; that of
             graphs without one is empty.
+        keyed: tensors by place, and there by the place with its keys: that of a container with
+            many keys is left out.
     """
 
     step: int
     places: dict[str, tuple[int, int]]
     rooted: tuple[str, ...]
     saved: dict[str, int]
+    keyed: dict[str, dict[str, int]]
 
 
 class GrowthWatch:
@@ -244,6 +250,7 @@ def _looked_at(step: int, entries: Iterable[StorageEntry]) -> _Look:
     places: dict[str, tuple[int, int]] = {}
     rooted: dict[str, None] = {}
     saved: dict[str, int] = {}
+    keyed: dict[str, dict[str, int]] = {}
     for entry in entries:
         n_bytes = entry.owner.n_bytes
         if entry.owner.category == SAVED:
@@ -254,9 +261,15 @@ def _looked_at(step: int, entries: Iterable[StorageEntry]) -> _Look:
             place = place_of(entry.owner.name)
             n, before_bytes = places.get(place, (0, 0))
             places[place] = n + 1, before_bytes + n_bytes
+            of_keys = keyed.setdefault(place, {})
+            # one more than is told is as many as there may be
+            if len(of_keys) <= _MOST_KEYS:
+                key = keyed_place_of(entry.owner.name)
+                of_keys[key] = of_keys.get(key, 0) + 1
             if entry.has_graph:
                 rooted[place] = None
-    return _Look(step, places, tuple(rooted), saved)
+    few = {place: of_keys for place, of_keys in keyed.items() if len(of_keys) <= _MOST_KEYS}
+    return _Look(step, places, tuple(rooted), saved, few)
 
 
 def _grown(looks: list[_Look], since: _Since) -> list[Growth]:
@@ -281,7 +294,7 @@ def _grown(looks: list[_Look], since: _Since) -> list[Growth]:
         if name not in values:
             before_bytes = n_bytes
         figures = n_before, n, before_bytes, n_bytes, first.step, last.step, held_bytes
-        found.append(Growth(_shown(name), *figures))
+        found.append(Growth(_shown(_closest(name, first, last)), *figures))
     return found
 
 
@@ -317,6 +330,13 @@ def _risen_at_end(values: list[int]) -> int | None:
         first -= 1
     rises = [i for i in range(first, len(values) - 1) if values[i] < values[i + 1]]
     return rises[0] if len(rises) >= _LOOKS - 1 and rises[-1] == len(values) - 2 else None
+
+
+def _closest(place: str, first: _Look, last: _Look) -> str:
+    """The place with its keys, where all that grew is under one of them."""
+    before, now = first.keyed.get(place, {}), last.keyed.get(place, {})
+    grown = [key for key, n in now.items() if n > before.get(key, 0)] or [*now]
+    return grown[0] if len(grown) == 1 else place
 
 
 def _shown(place: str) -> str:

@@ -2,6 +2,7 @@
 
 from ._findings import ADVICE_OF_GROWTH as ADVICE_OF_GROWTH
 from ._findings import Finding as Finding
+from ._findings import keyed_place_of as keyed_place_of
 from ._findings import place_of as place_of
 from ._mem_report import DeviceReport as DeviceReport
 from ._mem_report import GroupReport as GroupReport

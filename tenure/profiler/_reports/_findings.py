@@ -20,6 +20,7 @@ FindingKind = Literal["growth", "graph", "cycle", "view"]
 _MIN_WASTED_BYTES = 4096
 _MAX_ROOTS = 3
 _INDEX = re.compile(r"\[[^\]]*\]")
+_NUMBER = re.compile(r"\[(?!')[^\]]*\]")
 ADVICE_OF_GROWTH = "Bound it, or keep numbers instead of tensors."
 _ADVICE = {
     "growth": ADVICE_OF_GROWTH,
@@ -104,6 +105,11 @@ def _place(entry: StorageEntry) -> str:
 def place_of(name: str) -> str:
     """The place that a name tells of, its indices left out."""
     return _INDEX.sub("[…]", name)
+
+
+def keyed_place_of(name: str) -> str:
+    """The same with the keys that are names left in: ``history['loss'][…]``."""
+    return _NUMBER.sub("[…]", name)
 
 
 def _cycles(entries: Sequence[StorageEntry]) -> list[Finding]:

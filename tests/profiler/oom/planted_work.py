@@ -163,9 +163,25 @@ net(torch.randn(8, 8, 64, 64)).square().mean().backward()
 )
 
 plant(
+    "a state that is never cut",
+    "batch",
+    ("batch", "state is never cut", "detach()"),
+    """
+def main():
+    cell, head, h = nn.GRUCell(32, 64), nn.Linear(64, 10), torch.zeros(64, 64)
+    while True:
+        for x in torch.randn(8, 64, 32):
+            h = cell(x, h)
+        loss = F.cross_entropy(head(h), torch.randint(0, 10, (64,)))
+        loss.backward(retain_graph=True)
+main()
+""",
+)
+
+plant(
     "a long sequence",
     "batch",
-    ("batch",),
+    ("batch", "state is never cut", "detach()"),
     """
 def main():
     cell, head = nn.LSTMCell(32, 64), nn.Linear(64, 4)

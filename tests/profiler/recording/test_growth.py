@@ -51,6 +51,32 @@ def test_detached_outputs_are_a_growth_without_graphs():
     assert str(found).endswith(". Bound it, or keep numbers instead of tensors.")
 
 
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [(("loss",), "history['loss']"), (("loss", "out"), "history[…]")],
+    ids=["one key", "two keys"],
+)
+def test_the_key_is_named_where_all_of_it_grew_under_one(keys, told):
+    holder = _Holder()
+    holder.history = {"loss": [], "out": [], "first": [torch.ones(N)]}
+
+    def keep(i, out, loss):
+        for key in keys:
+            holder.history[key].append(torch.full((N,), loss.item()))
+
+    (found,) = _trained(keep).growth()
+    assert found.name.endswith(f".{told}")
+    assert str(found).startswith(f"{found.name} grew by {len(keys) * 7} tensors")
+
+
+def test_a_mapping_of_many_keys_is_one_place():
+    holder = _Holder()
+    holder.cache = {}
+    keep = lambda i, out, loss: holder.cache.update({f"image{i}": out.detach().clone()})  # noqa: E731
+    (found,) = _trained(keep).growth()
+    assert found.name.endswith(".cache")
+
+
 def test_a_loop_without_an_optimizer_has_it_look_itself():
     answers, watch = [], GrowthWatch()
     for step in range(2):
