@@ -116,10 +116,20 @@ def offloaded(work: Work, has_backward: bool) -> Iterator[Change]:
     if has_backward and work.device.type != "cpu":
         yield Change(
             "keep what the backward pass needs on the host",
-            "with torch.autograd.graph.save_on_cpu(pin_memory=True): loss = fn(batch)",
+            "with torch.autograd.graph.save_on_cpu(pin_memory=True): loss = fn(batch)"
+            f"{_or_paged(work)}",
             around=_saving_on_the_host,
             is_told_anyway=True,
         )
+
+
+def _or_paged(work: Work) -> str:
+    """What moves the weights as well, and fetches ahead, as a comment behind the code."""
+    if len(work.roots) != 1:
+        return ""
+    model = expression_of(work, next(iter(work.roots.values())))
+    told = f'{model}.cpu(), "{work.device}", training=True, activations="host"'
+    return f"  # or, with the weights: tenure.paging.page({told})"
 
 
 def _saving_on_the_host(fn: Callable[..., Any]) -> Callable[..., Any]:

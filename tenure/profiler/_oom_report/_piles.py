@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .._owners import OTHERS, PARAMETERS, SAVED, StorageEntry, TensorRow
-from .._reports import place_of
+from .._reports import keyed_place_of, place_of
 from ._scene import Scene
 
 PileKind = Literal["leak", "results", "cycle", "traceback", "bounded"]
@@ -134,6 +134,10 @@ def _pile(
         pile.kind, pile.place = "traceback", largest.graph or largest.name
     elif not pile.is_scalar:
         pile.kind = _kind_of(place, pile, scene.containers)
+    keyed = {keyed_place_of(row.graph or row.name) for row in (*rows, *saved)}
+    # all of it under one key of a mapping
+    if pile.place == place and len(keyed) == 1:
+        (pile.place,) = keyed
     return pile
 
 

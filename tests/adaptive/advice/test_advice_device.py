@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+import tenure
 from tenure.adaptive import predict_peak
 from tenure.paging import page
 
@@ -20,6 +21,20 @@ def test_activations_on_the_host_take_what_was_told(sim):
 
     assert found.saves_bytes > 0
     assert predict_peak(by_hand, x).peak_bytes == found.peak_bytes
+
+
+def test_paging_is_named_beside_activations_on_the_host_and_trains(sim):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).to("sim")
+    x = torch.ones(8, 64, device="sim")
+    found = the_advice_on("on the host", predict_peak(lambda x: model(x).square().mean(), x))
+    code, _, paging = found.how.partition("  # or, with the weights: ")
+    assert code.endswith("loss = fn(batch)")
+    assert paging == ('tenure.paging.page(model.cpu(), "sim:0", training=True, activations="host")')
+    whole = model(x).square().mean().item()
+    with eval(paging, {"tenure": tenure, "model": model}) as paged:
+        loss = paged(x).square().mean()
+        loss.backward()
+        assert loss.item() == whole
 
 
 def test_activations_on_the_host_are_told_of_where_they_do_not_lower_the_peak(sim):

@@ -124,6 +124,23 @@ def test_what_a_hook_keeps_beside_training_is_a_leak_and_no_result(recorder):
     assert "remove the hook" in " ".join(report.evidence)
 
 
+@pytest.mark.parametrize(
+    ("keys", "place"), [(("loss",), "history['loss'][…]"), (("loss", "out"), "history[…][…]")]
+)
+def test_the_key_is_named_under_which_all_of_it_is_kept(recorder, keys, place):
+    net, history = nn.Linear(256, 256), {"loss": [], "out": [], "rate": []}
+
+    def evaluate():
+        while True:
+            for key in keys:
+                history[key].append(net(torch.ones(64, 256)).square().mean())
+            history["rate"].append(0.1)
+
+    with memory_budget("4MiB"), pytest.raises(torch.OutOfMemoryError):
+        evaluate()
+    assert recorder.report.first_line.startswith(f"Leak: {place} keeps ")
+
+
 def test_work_that_does_not_train_is_not_told_to_make_training_steps(recorder):
     q = torch.ones(64, 1024)
     with memory_budget("2MiB"), pytest.raises(torch.OutOfMemoryError):
