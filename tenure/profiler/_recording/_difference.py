@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from tenure._show import (
     Amount,
@@ -27,6 +27,7 @@ from ._leaks_found import MOST_ROWS
 from ._recording import Recording
 from ._sparkline import drawn
 from ._tracks import Track
+from ._tree import UNKNOWN
 
 ChangeKind = Literal["new", "gone", "grown", "shrunk", "same"]
 
@@ -166,7 +167,7 @@ def _by_line(run: Recording) -> dict[_Key, int] | None:
     found: defaultdict[_Key, int] = defaultdict(int)
     for track in run.over_time:
         for block in track.at_peak:
-            name = block.stack[-1] if block.stack else block.category
+            name = block.stack[-1] if block.stack else block.category or UNKNOWN
             found[name, "", ""] += block.n_bytes
     return found
 
@@ -215,7 +216,19 @@ def _peaks(changes: tuple[Change, ...]) -> Table:
             shown = Amount(format_bytes(n_bytes), n_bytes, round(100 * n_bytes / most))
             rows.append(("" if i else change.name, side, shown, moved, bar or "▏"))
     columns = (Column("device"), Column(""), Column("at most", ">"), Column("change", ">"))
-    return Table("At most", (*columns, Column("", is_code=True, spare=1)), rows)
+    return _InPairs("At most", (*columns, Column("", is_code=True, spare=1)), rows)
+
+
+class _InPairs(Table):
+    """A table whose rows say something in pairs alone: none is left out or moved."""
+
+    __slots__ = ()
+
+    def sorts(self) -> Collection[str]:
+        return ()
+
+    def arranged(self, top: int | None, sort: str | None) -> Self:
+        return self
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ from .._timeline import PeakRow
 _LEAST_SHARE = 0.01
 # what is deeper stands below each other: its names need the room
 _MOST_INDENT = 20
+UNKNOWN = "unknown"
+"""What is called so that has neither a line nor a category."""
 _SCOPE = "scope "
 # how a snapshot of torch and a timeline say it
 _NO_SCOPE = ("", "outside of scopes")
@@ -102,7 +104,7 @@ def folded(paths: Iterable[tuple[tuple[str, ...], int, int]]) -> tuple[Branch, .
 def _path(block: PeakRow) -> tuple[str, ...]:
     scope = (_SCOPE + block.scope,) if block.scope not in _NO_SCOPE else ()
     # without a stack the category is what there is
-    return (*scope, *block.stack) if block.stack else (*scope, block.category or "unknown")
+    return (*scope, *block.stack) if block.stack else (*scope, block.category or UNKNOWN)
 
 
 def _folded(paths: list[tuple[tuple[str, ...], int, int]]) -> tuple[Branch, ...]:

@@ -251,6 +251,21 @@ def test_a_diff_has_both_runs_on_one_axis():
     assert type(diff).from_dict(json.loads(json.dumps(diff.to_dict()))) == diff
 
 
+def test_the_two_runs_of_a_peak_stay_together_however_rows_are_cut_or_sorted():
+    runs = [
+        recording(peaks={"cpu": n * MIB}, tracks=(track("cpu", n * MIB, at_peak=[block(n * MIB)]),))
+        for n in (2, 4)
+    ]
+    diff = RecordingDiff.of(*runs)
+    head = str(diff).partition("\n\ncpu: live bytes")[0]
+    assert "A  2.0 MiB" in head
+    assert "B  4.0 MiB" in head
+    for chosen in ({"top": 0}, {"top": 1}, {"sort": "change"}, {"sort": "name", "top": 1}):
+        assert diff.text(**chosen).startswith(head)
+    # of a snapshot, what was allocated with neither frames nor a category
+    assert [each.name for each in diff.lines] == ["unknown"]
+
+
 class _Program:
     pass
 
