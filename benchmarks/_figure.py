@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-_WIDTH, _LEFT, _RIGHT, _ROW = 720, 300, 652, 26
+_WIDTH, _LEFT, _RIGHT, _ROW = 560, 244, 484, 26
 _SPREAD = re.compile(r"(\d\.\d+)(?:-|\.\.| to )(\d\.\d+)")
 # A picture in a page sees the browser's scheme and not the page's own switch: so it has a ground.
 _STYLE = """
@@ -92,7 +92,7 @@ def drawn(results: Path) -> str:
         _text("note", 24, 60, "a dot is the median of pairs timed alternately, a line 10 to 90 %"),
         *_axis(_on_ratios, (0.8, 0.9, 1.0, 1.1, 1.2), top - 8, middle - 56),
         *_dots(results, top),
-        _text("head", 24, middle, "Weights that pass through a device: share of the limit"),
+        _text("head", 24, middle, "Weights through a device: share of the limit"),
         _text("note", 24, middle + 22, "24 blocks of 32 MB on a simulated link; 1 is all it can"),
         *_bars(results, middle + 40),
         "</svg>\n",

@@ -69,7 +69,7 @@ def test_the_figure_draws_other_results_otherwise(tmp_path):
         (tmp_path / path.name).write_text(text.replace('"value": "0.249"', '"value": "0.777"'))
     before, after = drawn(RESULTS).splitlines(), drawn(tmp_path).splitlines()
     changed = [line for line, was in zip(after, before, strict=True) if line != was]
-    assert [("0.78" in line or 'width="273.5"' in line) for line in changed] == [True, True]
+    assert [("0.78" in line or 'width="186.5"' in line) for line in changed] == [True, True]
 
 
 def test_the_figure_names_a_row_that_is_gone(tmp_path):
