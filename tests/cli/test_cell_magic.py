@@ -59,6 +59,12 @@ def test_the_value_of_the_last_expression_is_shown_as_without_the_magic(shell):
     assert ran(shell, "%%tenure -q\n40 + 2;").stdout == ""
 
 
+def test_the_value_of_a_cell_is_named_as_the_notebook_names_it(shell):
+    text, _ = shown(ran(shell, "%%tenure --leaks\ntorch.ones(1000)"))
+    (row,) = [line for line in section(text, "What the cell left") if "float32[1000]" in line]
+    assert re.match(r"__main__\.(_+|_\d+|_oh\[\d+\]|Out\[\d+\]) +new ", row)
+
+
 def test_a_cell_that_leaves_nothing_says_so(shell):
     text, _ = shown(ran(shell, "%%tenure --leaks\nwork();"))
     assert section(text, "What the cell left") == ["What the cell left", "nothing"]

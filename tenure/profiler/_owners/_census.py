@@ -46,6 +46,8 @@ _MAX_SEARCHED = 5000
 # better.
 _BORROWING = frozenset({"view", "autograd", "numpy"})
 _SELVES = ("Tensor", "Parameter")
+# A notebook's own variables have the value of a cell as well, which the user knows as `_`.
+_OF_NOTEBOOK = "InteractiveShell."
 
 
 def take_census(
@@ -307,9 +309,13 @@ def _best(found: Sequence[Holder]) -> Held | None:
     named = [holder for holder in found if holder.named]
     direct = [holder for holder in named if holder.kind not in _BORROWING]
     # a method of torch's own has it as `self`, which says less than any other variable
-    told = [holder for holder in direct if holder.chain not in _SELVES]
+    told = [holder for holder in direct if not _says_little(holder.chain)]
     best = next(iter(told or direct or named), None)
     return None if best is None else Held(best.chain, best.kind)
+
+
+def _says_little(chain: str) -> bool:
+    return chain in _SELVES or chain.startswith(_OF_NOTEBOOK)
 
 
 def _row(name: str, category: str, t: Tensor, site: str | None) -> TensorRow:
