@@ -126,11 +126,9 @@ def holders(target: Tensor | nn.Module) -> HolderList:
     Example:
         >>> import torch
         >>> from tenure.profiler import holders
-        >>> def train():
-        ...     history = [torch.ones(3)]
-        ...     return holders(history[0])
-        >>> train()
-        ['train.<locals>.history[0]']
+        >>> history = [torch.ones(3)]
+        >>> holders(history[0])
+        ["...history...[0]"]
     """
     if not is_kind(type(target), Tensor, nn.Module):
         raise ProfilerUsageError(
