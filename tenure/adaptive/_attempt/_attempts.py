@@ -92,12 +92,13 @@ class Attempts:
             that failed is not tried again for what the cache holds.
 
     Attributes:
+        advice: as it was passed; the work may replace it as it goes on.
         n_begun: how many attempts there were.
     """
 
     __slots__ = (
-        "_advice", "_is_noted", "_name", "_on_retry", "_outside", "_scope", "_starts_empty",
-        "_state", "_statistics", "_unit", "n_begun",
+        "_is_noted", "_name", "_on_retry", "_outside", "_scope", "_starts_empty",
+        "_state", "_statistics", "_unit", "advice", "n_begun",
     )  # fmt: skip
 
     def __init__(
@@ -113,7 +114,7 @@ class Attempts:
     ) -> None:
         self._name = name
         self._starts_empty = starts_empty
-        self._advice = advice
+        self.advice = advice
         self._scope = scope
         self._unit = unit
         self._state = state
@@ -306,7 +307,7 @@ class Attempts:
     def _advice_for(self, size: int, limited_by: str) -> str:
         if size > 1:
             return f"Allow less than {size} with {limited_by}, or page the model."
-        return self._advice or (
+        return self.advice or (
             "Not even 1 fits: free memory, make the model or the sample smaller, or page the model."
         )
 

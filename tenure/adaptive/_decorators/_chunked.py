@@ -299,14 +299,15 @@ def checked_dimension(name: str, tensor: object, dimension: Any) -> int:
     """
     if not isinstance(tensor, Tensor):
         raise AdaptiveUsageError(
-            f"{name}() got a {type(tensor).__name__} to split. Its first argument is a tensor; for "
-            "anything else use range()."
+            f"{name}() got a {type(tensor).__name__} to split, and splits its first argument, a "
+            "tensor. Pass one tensor of it first and the others after it, of which the function "
+            "takes [start:end]; or use adaptive.range(), which splits numbers."
         )
     is_strided = tensor.layout is torch.strided and not tensor.is_nested
     if not (is_strided or tensor.layout is torch.jagged):
         raise AdaptiveUsageError(
             f"{name}() got {describe_tensor(tensor)} of layout {tensor.layout}, of which torch "
-            "can't make views of some rows. Use range(), and take the rows in the function."
+            "can't make views of some rows. Use adaptive.range(), and take them in the function."
         )
     n_dimensions = tensor.dim()
     try:

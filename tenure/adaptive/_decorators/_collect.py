@@ -34,6 +34,10 @@ Collect = Literal["list", "cat", "host"] | Reducer | Callable[[list[Any]], Any]
 class Collector(Protocol):
     """Takes the results of the pieces of one call."""
 
+    @property
+    def advice(self) -> str | None:
+        """What to do where no piece fits beside the results kept; None: they leave the device."""
+
     def land(self, result: Any) -> Any:
         """What is kept of a result; a part of the attempt, and tried again with it."""
 
@@ -73,8 +77,17 @@ def collector_for(collect: Collect | None) -> Callable[[], Collector] | None:
     )
 
 
+_PILED_UP = (
+    "Not even 1 fits beside the results of the pieces before, which collect= keeps where they are: "
+    'collect="host" takes each from an accelerator, and a metric keeps none. Else free memory, '
+    "make the model or the sample smaller, or page the model."
+)
+
+
 class _Given:
     """The results are given to a function, as a list."""
+
+    advice = _PILED_UP
 
     def __init__(self, function: Callable[[list[Any]], Any]) -> None:
         self._function = function
@@ -93,6 +106,7 @@ class _Given:
 class _Concatenated:
     """The results are put together where they are."""
 
+    advice: str | None = _PILED_UP
     _name = "cat"
 
     def __init__(self) -> None:
@@ -118,6 +132,7 @@ class _Concatenated:
 class _OnHost(_Concatenated):
     """The results are put together on the host, where each is brought while the next is made."""
 
+    advice = None
     _name = "host"
 
     def __init__(self) -> None:
@@ -146,6 +161,8 @@ class _OnHost(_Concatenated):
 
 class _Reduced:
     """The results go into an object of the user's, which outlives the call."""
+
+    advice = None
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = reducer

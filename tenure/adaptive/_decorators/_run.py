@@ -259,6 +259,7 @@ def _run_pieces(
             landed = attempts.run(search, work, fallback)
             if collector is not None:
                 collector.add(landed)
+                attempts.advice = collector.advice
             # it may be the last that holds memory of the device, which the next piece needs
             del landed
             if bar is not None:

@@ -50,6 +50,8 @@ class Plan(Advised, Report):
             f"{counted(self.n_samples, 'sample')} in {micro_batches(self.sizes)}: "
             f"{needed} of {budget} on {self.device}"
         )
+        if self.needed_bytes > self.budget_bytes:
+            head += ", once the allocator gives back what it caches"
         approximately = [f"approximate: {reason}" for reason in self.reasons]
         lines = [head, f"  {by_category(self.categories)}", *approximately]
         return [Paragraph("", "\n".join(lines))]

@@ -160,7 +160,9 @@ class PeakReport(Advised, Report):
             later = format_bytes(self.later_peak_bytes)
             yield f"Later steps take {later}: they begin with the optimizer's state."
         if self.reserved_bytes is not None:
-            yield f"The allocator reserves {format_bytes(self.reserved_bytes)} for it."
+            reserved, kernels = map(format_bytes, (self.reserved_bytes, self.allowance_bytes))
+            more = f", and kernels may take {kernels} more" if self.allowance_bytes else ""
+            yield f"The allocator reserves {reserved} for it{more}."
 
     def _amounts(self) -> Iterator[tuple[str, int]]:
         yield from self.categories.items()

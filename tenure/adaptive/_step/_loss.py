@@ -174,7 +174,8 @@ def scalar(value: object, what: str) -> Tensor:
         AdaptiveUsageError: it is something else.
     """
     if not isinstance(value, Tensor):
-        raise AdaptiveUsageError(f"{what} returned {_brief(value)}. {_WANTED}")
+        lost = ", and a number has no graph: leave .item() out" if isinstance(value, float) else ""
+        raise AdaptiveUsageError(f"{what} returned {_brief(value)}{lost}. {_WANTED}")
     if value.numel() != 1 or not value.is_floating_point():
         raise AdaptiveUsageError(f"{what} returned {describe_tensor(value)}. {_WANTED}")
     return value if value.dim() == 0 else value.reshape(())

@@ -623,7 +623,7 @@ def test_functions_that_can_be_suspended_are_refused(function):
             r"^collect='sum' is none of \"list\", \"cat\"",
         ),
         (lambda: adaptive.range(print)(0.0, 4), r"^print\(\) got the range 0\.0 to 4\. Its first"),
-        (lambda: adaptive.chunked(print)([1, 2]), r"^print\(\) got a list to split\. Its first"),
+        (lambda: adaptive.chunked(print)([1, 2]), r"a list to split.*adaptive\.range"),
         (
             lambda: adaptive.chunked(print, dimension=2)(torch.ones(3)),
             r"^print\(\) can't split dimension 2 of a tensor that has 1\. Choose another",

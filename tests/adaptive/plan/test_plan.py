@@ -9,6 +9,7 @@ from tenure.adaptive import (
     AdaptiveUsageError,
     BatchCoupledError,
     OutOfRetriesError,
+    Plan,
     memory_budget,
     plan,
     predict_peak,
@@ -221,6 +222,13 @@ def test_a_plan_for_an_accelerator_counts_what_its_allocator_reserves(monkeypatc
     assert found.device == "cuda"
     assert len(found.sizes) > 1
     assert found.needed_bytes < whole.needed_bytes
+
+
+def test_a_plan_above_its_budget_says_that_the_allocator_gives_back_what_it_caches():
+    data = plan(mean_of(mlp()), batch_of(8), "1GiB").to_dict()
+    found = Plan.from_dict(data | {"budget_bytes": data["needed_bytes"] - 1})
+    told = " ".join(str(found).split())
+    assert "on cpu, once the allocator gives back what it caches parameters 47.9 KiB" in told
 
 
 def test_an_error_tells_the_size_that_takes_least_and_what_it_needs():

@@ -58,7 +58,7 @@ def test_beside_a_budget_it_says_what_is_left_and_what_is_only_assumed():
         "A step takes about 10.0 MiB of cuda:0 at most: in the backward pass, at layers.3\n"
         "(train.py:12), in aten.mm.\n"
         "4.0 MiB of it were there before.\n"
-        "The allocator reserves 22.0 MiB for it.\n"
+        "The allocator reserves 22.0 MiB for it, and kernels may take 2.0 MiB more.\n"
         "\n"
         "category                    bytes   share  ┆ = 32.0 MiB\n"
         "-----------------------  --------  ------  ---------------------------------\n"

@@ -118,6 +118,7 @@ def _check_function(entry: str, name: str, function: object) -> None:
     if not callable(function):
         raise AdaptiveUsageError(
             f"{entry}() got a {type(function).__name__} as {name}=, which can't be called."
+            + (" The function comes before the batch." if name == "fn" else "")
         )
     # it would return before it ran, and run out of memory where nothing tries again
     if is_suspendable(function):
