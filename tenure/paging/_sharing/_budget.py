@@ -114,7 +114,7 @@ class PagingBudget:
         """
         with self._lock:
             self._come_to(device)
-            return plan(self._attainable(), self._left())
+            return self._planned(plan, self._attainable(), self._left())
 
     def join(
         self, device: torch.device, plan: _Plan[_Planned], size: Callable[[_Planned], int]
@@ -135,10 +135,22 @@ class PagingBudget:
             if size(planned) > self._left():
                 # Those that run give nothing.
                 left_bytes = self._left()
-                planned = plan(left_bytes, left_bytes)
+                planned = self._planned(plan, left_bytes, left_bytes)
             share = Share(self, size(planned))
             self._shares.append(weakref.ref(share))
             return planned, share
+
+    def _planned(self, plan: _Plan[_Planned], most_bytes: int, now_bytes: int) -> _Planned:
+        """What a plan makes of what others leave; its error says so."""
+        try:
+            return plan(most_bytes, now_bytes)
+        except PagingError as error:
+            if error.minimum_bytes is None or not self._alive():
+                raise
+            raise PagingError(
+                f"{error} {format_bytes(most_bytes)} is what other models leave of {self!r}.",
+                error.minimum_bytes,
+            ) from None
 
     def close(self, share: Share) -> None:
         """A model is gone; what it had is anybody's."""
