@@ -176,16 +176,19 @@ def point_at(extent: Extent, part: Tensor, start: int) -> None:
 def _point(host: HostTensor, part: Tensor, start: int, *, keep_values: bool = False) -> None:
     """Let a tensor lie in a part of a buffer that begins at byte ``start`` of its unit."""
     tensor = host.tensor
-    there = torch.empty(0, dtype=tensor.dtype, device="cpu")
     offset = (host.at_bytes - start) // tensor.element_size()
     # Given other memory it may have other strides, but the page on the device has those of the
     # first time.
     strides = tensor.stride() if not host.home else host.home_strides
-    there.set_(part.untyped_storage(), offset, tensor.size(), strides)
-    if keep_values:
-        there.copy_(tensor.detach())
-    # The object stays: optimizers, hooks and tied modules refer to it.
-    tensor.data = there
+    # Of the tensor's own kind, whatever mode the caller is in: with data made in inference mode a
+    # tensor no longer counts its writes, and with other data one made there raises when asked.
+    with torch.inference_mode(tensor.is_inference()):
+        there = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        there.set_(part.untyped_storage(), offset, tensor.size(), strides)
+        if keep_values:
+            there.copy_(tensor.detach())
+        # The object stays: optimizers, hooks and tied modules refer to it.
+        tensor.data = there
     host.remember_home()
 
 

@@ -53,6 +53,29 @@ def test_parameters_made_in_inference_mode_can_be_paged(sim):
                 torch.testing.assert_close(model(torch.ones(1, 32)).cpu(), expected)
 
 
+def test_writes_are_seen_in_a_model_that_was_paged_in_inference_mode(sim):
+    model, x = mlp().eval(), torch.ones(1, 32)
+    weights = list(model.parameters())  # whoever kept these asks the pager for nothing
+    with torch.inference_mode():
+        handle = page(model, sim.device, budget="1MiB")
+        before = model(x).cpu()
+    with torch.no_grad():
+        for weight in weights:
+            weight.mul_(2)
+        found = model(x).cpu()
+        handle.unpage()
+        assert torch.equal(found, model(x))
+    assert not torch.equal(found, before)
+
+
+def test_a_model_that_was_made_in_inference_mode_is_paged_outside_of_it(sim):
+    with torch.inference_mode():
+        model = mlp().eval()
+        expected = model(torch.ones(1, 32))
+    with page(model, sim.device), torch.no_grad():
+        torch.testing.assert_close(model(torch.ones(1, 32)).cpu(), expected)
+
+
 def test_host_memory_that_runs_out_leaves_the_model_as_it_was(sim, monkeypatch):
     plain, made = _pinning.private_memory, []
 
