@@ -136,7 +136,8 @@ def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
 def _assign(wanted: _Wanted, view: Tensor) -> Callable[[], None]:
     """Let a tensor have other data; what takes it back."""
     tensor = wanted.tensor
-    if tensor.device.type != "meta":
+    # One that was made in inference mode counts no writes, and raises when asked for them.
+    if tensor.device.type != "meta" and not tensor.is_inference():
         return _set_data(tensor, view)
     twin = _twin(tensor, view)
     try:

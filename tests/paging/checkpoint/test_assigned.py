@@ -64,6 +64,21 @@ def test_a_model_gets_the_values_and_its_parameters_stay_the_same_objects(save, 
     assert type(model.a.weight) is nn.Parameter
 
 
+def test_a_model_that_was_made_in_inference_mode_gets_tensors_that_count_writes(save):
+    source = Net()
+    with torch.inference_mode():
+        model = Net()
+    before = list(map(id, (*model.parameters(), *model.buffers())))
+    with assigned(model, save(source.state_dict())):
+        pass
+    assert list(map(id, (*model.parameters(), *model.buffers()))) == before
+    torch.testing.assert_close(model.state_dict(), source.state_dict(), rtol=0, atol=0)
+    version = model.a.weight._version
+    with torch.no_grad():
+        model.a.weight.mul_(2)
+    assert model.a.weight._version == version + 1
+
+
 def test_a_block_that_raises_leaves_the_model_as_it_was(save):
     model, source = on_meta(Net), Net()
     with pytest.raises(KeyError), assigned(model, save(source.state_dict())):
