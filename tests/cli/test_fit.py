@@ -67,6 +67,12 @@ def two_inputs():
     return lambda b: (net(b["x"]).mean(1) - b["y"][0]).square().mean(), batch
 
 
+def steps_most():
+    net = model()
+    adam = torch.optim.Adam(net.parameters())
+    return lambda x: net(x).square().mean(), torch.randn(2, 256), adam
+
+
 def cached():
     def fn(batch):
         with torch.no_grad():
@@ -216,6 +222,14 @@ def test_what_does_not_fit_ends_with_1_and_names_the_micro_batch_that_does(capsy
         f"The largest micro-batch that fits is {smaller['size']}; the batch has 512 samples; in "
         f"micro-batches of {smaller['size']} the step takes "
     ) in " ".join(printed.out.split())
+
+
+def test_a_peak_in_the_step_of_the_optimizer_has_no_line_of_the_command(capsys):
+    code, printed = fit(
+        capsys, "steps_most", "--device-memory", "1GiB", "--device", "cpu", "--json"
+    )
+    report = json.loads(printed.out)["report"]
+    assert (code, report["phase"], report["place"]) == (0, "optimizer step", "")
 
 
 def test_where_no_micro_batch_fits_it_says_so(capsys):
