@@ -44,6 +44,7 @@ from ._planning import (
     checked_prefetch,
     make_plan,
     speed_of,
+    warn_of_uncounted_writes,
 )
 from ._resources import acquire, file_link, ways_to
 from ._sharded import ShardedModel, shard
@@ -159,6 +160,7 @@ def page(
     chosen = checked_device(device, Elsewhere.of(host))
     checked_model(model)
     entries = checked_methods(model, methods)
+    warn_of_uncounted_writes(model)
 
     def plan(allowed: int | str | Budget | None) -> Planned:
         return make_plan(model, chosen, max_layer_size, allowed, keep, speed_of(host))

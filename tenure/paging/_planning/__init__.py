@@ -11,6 +11,7 @@ from ._draft import arrange as arrange
 from ._model_checks import Elsewhere as Elsewhere
 from ._model_checks import checked_device as checked_device
 from ._model_checks import checked_model as checked_model
+from ._model_checks import warn_of_uncounted_writes as warn_of_uncounted_writes
 from ._plan import DISK as DISK
 from ._plan import PCIE_4 as PCIE_4
 from ._plan import PagingPlan as PagingPlan

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from tenure._callers import warn_user
 from tenure._devices import indexed
-from tenure._errors import PagingError
+from tenure._errors import PagingError, PagingWarning
 from tenure._text import describe_tensor
 from tenure._torch.sharding import is_dtensor
 
@@ -40,6 +41,18 @@ def checked_model(model: object, *, has_values: bool = True) -> nn.Module:
         if has_values or tensor.device.type != "meta":
             _check_tensor(name, tensor)
     return model
+
+
+def warn_of_uncounted_writes(model: nn.Module) -> None:
+    """Warn of parameters that were made in inference mode: a write to one may go unseen."""
+    name = next((name for name, each in model.named_parameters() if each.is_inference()), None)
+    if name is not None:
+        warn_user(
+            f"{name!r} was made under torch.inference_mode(), where torch counts no writes: the "
+            "pager does not see one through a reference that you kept, and goes on with the old "
+            "values. Make the model outside of it; page and run it where you like.",
+            PagingWarning,
+        )
 
 
 class Elsewhere(Enum):

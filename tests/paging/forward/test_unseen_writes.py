@@ -186,6 +186,7 @@ def test_modes_and_transforms_see_data_as_before(tmp_path):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*was made under torch.inference_mode")
 @pytest.mark.parametrize("write", [decay, lambda weight: weight.mul_(0.5)])
 def test_they_reach_a_model_that_was_made_in_inference_mode(write, tmp_path):
     with torch.inference_mode():

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from tenure.paging import page
+from tenure.paging import PagingWarning, page
 from tenure.paging._host import _pinning
 
 from ..models import build, mlp
@@ -48,7 +48,10 @@ def test_parameters_made_in_inference_mode_can_be_paged(sim):
     with torch.inference_mode():
         model = mlp().eval()
         expected = model(torch.ones(1, 32))
-        with page(model, sim.device):
+        told = r"'0\.weight' was made under torch\.inference_mode\(\), .* counts no writes"
+        with pytest.warns(PagingWarning, match=told):
+            handle = page(model, sim.device)
+        with handle:
             for _ in range(2):
                 torch.testing.assert_close(model(torch.ones(1, 32)).cpu(), expected)
 
@@ -68,6 +71,7 @@ def test_writes_are_seen_in_a_model_that_was_paged_in_inference_mode(sim):
     assert not torch.equal(found, before)
 
 
+@pytest.mark.filterwarnings("ignore:.*was made under torch.inference_mode")
 def test_a_model_that_was_made_in_inference_mode_is_paged_outside_of_it(sim):
     with torch.inference_mode():
         model = mlp().eval()
