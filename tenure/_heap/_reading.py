@@ -81,6 +81,19 @@ OF_VARIABLE = _count_of_variable()
 """What it says of an object that the variable, which is asked about, alone holds."""
 
 
+def callers_keep_arguments() -> bool:
+    """Whether who calls a function holds its arguments until it returns, which has no name.
+
+    Else they are handed over. It is so while torch.compile evaluates the frames of the process:
+    after an error while it compiled, for good.
+    """
+    return _count_of_argument(object()) > OF_VARIABLE
+
+
+def _count_of_argument(argument: object) -> int:
+    return sys.getrefcount(argument)
+
+
 # --- tensors
 
 

@@ -1,19 +1,27 @@
 """What is alive by itself: running frames' variables, modules, classes, the exception in flight."""
 
 import functools
+import inspect
 import signal
 import sys
 import threading
 import types
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import NamedTuple
 
 from tenure._callers import is_tenure
 
 from ._code_slots import root_of_context
-from ._reading import class_attributes, is_kind, is_optimized, read_locals, type_name
+from ._reading import (
+    callers_keep_arguments,
+    class_attributes,
+    is_kind,
+    is_optimized,
+    read_locals,
+    type_name,
+)
 from ._words import Root, attribute
 
 # an exception that a variable holds as well is better named by the variable
@@ -43,6 +51,8 @@ class RunningFrames:
         # of the frames, and of dictionaries that are the variables of one
         self.ids: set[int] = set()
         self.variables: defaultdict[int, list[Variable]] = defaultdict(list)
+        # what callers hold beside the variables of whom they called, where they do so
+        self._kept: Counter[int] | None = Counter() if callers_keep_arguments() else None
         self._add_stack(innermost, thread=None)
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         others = sys._current_frames()
@@ -60,6 +70,10 @@ class RunningFrames:
         found = self.variables.get(identity, ())
         return sum(variable.is_asking and not variable.is_cell for variable in found)
 
+    def count_kept(self, identity: int) -> int:
+        """How many more an object gets from those who called functions with it."""
+        return 0 if self._kept is None else self._kept[identity]
+
     def _add_stack(self, frame: FrameType | None, thread: str | None) -> None:
         silent = thread is None
         while frame is not None:
@@ -73,13 +87,28 @@ class RunningFrames:
         if not is_optimized(frame):
             # the body of a class: its dictionary is the variables and not one more holder
             self.ids.add(id(frame.f_locals))
-        cells = {*frame.f_code.co_cellvars, *frame.f_code.co_freevars}
-        for name, value in read_locals(frame):
+        code = frame.f_code
+        cells = {*code.co_cellvars, *code.co_freevars}
+        pairs = read_locals(frame)
+        if self._kept is not None:
+            self._kept.update(map(id, _arguments_of(code, dict(pairs))))
+        for name, value in pairs:
             text = _spell(frame, name, value)
             # the compiler's own variables, such as the iterator of a comprehension, are no names
             is_silent = silent or not name.isidentifier()
             variable = Variable(text, name in cells, thread, is_silent, silent)
             self.variables[id(value)].append(variable)
+
+
+def _arguments_of(code: CodeType, variables: dict[str, object]) -> Iterator[object]:
+    """What a function was called with, as far as its variables still say."""
+    n_named = code.co_argcount + code.co_kwonlyargcount
+    for name in code.co_varnames[:n_named]:
+        if name in variables:
+            yield variables[name]
+    if code.co_flags & inspect.CO_VARARGS:
+        rest = variables.get(code.co_varnames[n_named])
+        yield from rest if type(rest) is tuple else ()
 
 
 def _is_namespace(frame: FrameType) -> bool:

@@ -127,7 +127,7 @@ class Search:
     def _references(self, n: int) -> int:
         """References from elsewhere than this search and the frames that are running."""
         found = self.alive[n]
-        own = _OWN_REFERENCES + self._frames.count(id(found))
+        own = _OWN_REFERENCES + self._frames.count(id(found)) + self._frames.count_kept(id(found))
         own += self._graph is not None and found in self._graph
         own += self._untracked is not None and found in self._untracked
         own += found in self._referrers

@@ -126,6 +126,17 @@ def test_the_balance_is_the_count_of_the_interpreter(keep):
     assert found.n_unexplained == 0
 
 
+def test_what_callers_keep_where_torch_compile_evaluates_the_frames_is_no_reference():
+    def look(t, *more):
+        return holders(t), holders(more[0])
+
+    def call():
+        t, other = torch.ones(3), torch.ones(3)
+        return [(list(found), found.n_references) for found in look(t, other)]
+
+    assert torch._dynamo.run(call)() == call()
+
+
 def test_a_variable_of_another_thread_is_a_reference():
     t, ready, done = torch.ones(3), threading.Event(), threading.Event()
 
