@@ -243,7 +243,7 @@ def _told(screen: Screen) -> Iterator[None]:
         remove_listener(say)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def page_the_model(screen: Screen, corpus: Corpus, settings: Settings) -> None:
     """Run a model from a folder within half of its size, and compare what was planned."""
     run = Training(corpus, settings)
