@@ -74,3 +74,9 @@ def test_hooks_of_a_parameter_move_with_it(sim):
 def test_data_that_is_no_tensor_is_refused_by_torch(sim):
     with pytest.raises(TypeError, match="Variable data has to be a tensor, but got int"):
         torch.ones(2, device=sim.device).data = 5
+
+
+def test_a_lazy_module_moves_where_there_are_several_devices(sim):
+    sim(devices=2)
+    layer = nn.LazyLinear(3).to(torch.float64).to("sim")
+    assert layer(torch.ones(2, 4, dtype=torch.float64, device=sim.device)).shape == (2, 3)

@@ -29,6 +29,9 @@ def install() -> None:
 def install_current_index() -> None:
     """Replace `Tensor.to`; the first start with several devices does."""
     torch.Tensor.to = _with_index(torch.Tensor.to)  # type: ignore[method-assign]
+    # Parameters and buffers of a lazy module let pass what is in this list, which they share.
+    lazy: Any = torch.nn.UninitializedParameter
+    lazy._allowed_methods.append(torch.Tensor.to)
 
 
 def _compatibility() -> Any:
