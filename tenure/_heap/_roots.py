@@ -102,13 +102,10 @@ class RunningFrames:
 
 def _arguments_of(code: CodeType, variables: dict[str, object]) -> Iterator[object]:
     """What a function was called with, as far as its variables still say."""
-    n_named = code.co_argcount + code.co_kwonlyargcount
-    for name in code.co_varnames[:n_named]:
-        if name in variables:
-            yield variables[name]
-    if code.co_flags & inspect.CO_VARARGS:
-        rest = variables.get(code.co_varnames[n_named])
-        yield from rest if type(rest) is tuple else ()
+    named, rest, _ = inspect.getargs(code)
+    yield from (variables[name] for name in named if name in variables)
+    packed = variables.get(rest) if rest else None
+    yield from packed if type(packed) is tuple else ()
 
 
 def _is_namespace(frame: FrameType) -> bool:
