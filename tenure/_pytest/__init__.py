@@ -49,13 +49,13 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     is_measured = limit is not None or bool(item.config.getoption("--tenure"))
     if not is_measured and no_leaks is None:
         return (yield)
-    from . import _held
+    from . import _markers
 
     # Before the test runs: a mistake in a marker is told at once.
-    most_bytes = None if limit is None else _held.limit_of(limit)
+    most_bytes = None if limit is None else _markers.limit_of(limit)
     if no_leaks is not None:
-        _held.check_no_arguments(no_leaks)
-    watched = _held.Watched(
+        _markers.check_no_arguments(no_leaks)
+    watched = _markers.Watched(
         is_measured=is_measured, finds_leaks=no_leaks is not None, name=item.name
     )
     try:

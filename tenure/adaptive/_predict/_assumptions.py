@@ -17,7 +17,7 @@ from tenure._errors import PredictionError
 from tenure._torch.fakes import NEEDS_DATA, UNKNOWN, like, mode_of
 
 from ._known import KnownValues
-from ._results import LARGER
+from ._larger_results import LARGER
 
 _aten = torch.ops.aten
 _Result = tuple[Any, str | None]

@@ -22,7 +22,7 @@ from tenure._torch.modes import schema_of
 from tenure._torch.sharding import is_dtensor
 from tenure._torch.storages import key_of
 
-from ._exchange_memory import is_exchange
+from ._exchanges import is_exchange
 
 _HOST = torch.device("cpu")
 _LARGEST_BYTES = 2**20

@@ -23,7 +23,7 @@ from tenure._torch.storages import key_of
 
 from ._assumptions import CAN_NOT, STAND_INS, worked_out
 from ._blocks import Block, Category, Event, Phase, Record
-from ._exchange_memory import exchanged
+from ._exchanges import exchanged
 from ._known import KnownValues, storages_of
 from ._scratch import scratch_bytes
 from ._target import Target

@@ -33,9 +33,9 @@ from tenure._text import dtype_name, listed
 from tenure._torch.quiet import quietly
 from tenure._torch.storages import key_of
 
+from ._graph_roots import OWN_REFERENCES, Graph, Roots, graphs_of, roots_of
 from ._naming import PARAMETERS, Kept, Named, Names
 from ._parts import device_of, dtype_of, identity_of, is_plain, parts_of, shape_or_empty
-from ._roots import OWN_REFERENCES, Graph, Roots, graphs_of, roots_of
 from ._rows import GRADIENTS, OTHERS, SAVED, Held, Member, StorageEntry, Storages, TensorRow
 from ._saved import SavedRecord, SavedStorage, saved_storages
 

@@ -19,7 +19,6 @@ from ..._ranks import has_other_ranks
 from ..._step import IsolatedGradients, leaves_of
 from .._split import NotSplittableError
 from .._tape import Reached, Tape, has_graph
-from ._memory import fails_whole
 from ._parts import (
     gradients_in_parts,
     in_parts,
@@ -30,6 +29,7 @@ from ._parts import (
     note_split,
 )
 from ._refusals import refusal
+from ._remembered import fails_whole
 from ._used import consume, graph_of
 from ._whole import join, run_whole, start_over
 

@@ -22,8 +22,8 @@ from ..._ranks import has_other_ranks
 from ..._step import IsolatedGradients, leaves_of
 from .._split import NotSplittableError, Program, SplitPlan, SplitStep, SplitValues, plan_of
 from .._tape import Leaf, Reached, Tape, cut_off, has_graph, plain_tensors
-from ._memory import is_unknown, memory_of, place_of, values_memory_of
 from ._refusals import mismatch_error, refusal, tail_error, values_error
+from ._remembered import is_unknown, place_of, remembered_values, remembered_whole
 from ._used import labels_of
 from ._whole import begin, start_over
 
@@ -86,7 +86,7 @@ def note_split(tape: Tape, root: int | None, info: OomInfo) -> None:
         plan_for(tape, root)
     except NotSplittableError as error:
         raise refusal(tape, error) from None
-    memory_of(tape).new().note_failed(tape.n_samples, 1, info.device, None)
+    remembered_whole(tape).new().note_failed(tape.n_samples, 1, info.device, None)
 
 
 def values_in_parts(tape: Tape) -> dict[int, Tensor]:
@@ -98,7 +98,7 @@ def values_in_parts(tape: Tape) -> dict[int, Tensor]:
         try:
             run_pieces(
                 "lazy", piece, tape.n_samples, initial=max(1, -(-tape.n_samples // 2)),
-                options=replace(PLAIN, restore_rng=True), remembered=values_memory_of(tape),
+                options=replace(PLAIN, restore_rng=True), remembered=remembered_values(tape),
             )  # fmt: skip
             split.finish()
         except Exception as error:
@@ -159,7 +159,7 @@ def in_parts(
             raise told from error
         except SplitMismatchError as error:
             raise mismatch_error(tape, error) from error
-    record = memory_of(tape).new()
+    record = remembered_whole(tape).new()
     # there is more memory than there was, or it was predicted
     if result.micro_batch == tape.n_samples:
         record.note_ok(tape.n_samples, None, None)

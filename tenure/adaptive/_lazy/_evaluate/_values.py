@@ -13,7 +13,6 @@ from torch import Tensor
 from tenure.scopes import persist
 
 from .._tape import Entry, Tape, check_unwritten, replayed, run
-from ._memory import fails_whole
 from ._parts import (
     gradients_in_parts,
     is_splittable,
@@ -23,6 +22,7 @@ from ._parts import (
     root_of,
     values_in_parts,
 )
+from ._remembered import fails_whole
 from ._used import makers_of
 from ._whole import begin, consume_if_done, run_whole
 

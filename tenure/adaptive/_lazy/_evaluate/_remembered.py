@@ -26,12 +26,12 @@ def place_of(tape: Tape) -> str:
     return _places[key]
 
 
-def memory_of(tape: Tape) -> RememberedCall | RemembersNothing:
+def remembered_whole(tape: Tape) -> RememberedCall | RemembersNothing:
     """What is remembered of running the program whole."""
     return remembered_of(None, sys._getframe(), ("lazy whole", place_of(tape)), None, (), {})
 
 
-def values_memory_of(tape: Tape) -> RememberedCall | RemembersNothing:
+def remembered_values(tape: Tape) -> RememberedCall | RemembersNothing:
     """What is remembered of running the program in parts for its values."""
     # it holds this frame: a local of who uses it would be a cycle, with all that is recorded
     return remembered_of(None, sys._getframe(), ("lazy values", place_of(tape)), None, (), {})
@@ -39,7 +39,7 @@ def values_memory_of(tape: Tape) -> RememberedCall | RemembersNothing:
 
 def is_unknown(tape: Tape) -> bool:
     """Whether nothing tells if so many samples fit, and a prediction could."""
-    record = memory_of(tape).known()
+    record = remembered_whole(tape).known()
     if record is not None and (record.bad is not None or record.ok >= tape.n_samples):
         return False
     devices = {str(leaf.value.device) for leaf in tape.leaves.values()}
@@ -49,5 +49,5 @@ def is_unknown(tape: Tape) -> bool:
 
 def fails_whole(tape: Tape) -> bool:
     """Whether so many samples are known not to fit."""
-    record = memory_of(tape).known()
+    record = remembered_whole(tape).known()
     return record is not None and record.bad is not None and tape.n_samples >= record.bad
