@@ -8,7 +8,7 @@ import torch
 from tenure.adaptive import batch, find_batch_size, memory_budget, range
 from tenure.adaptive._predict import Forecast
 
-from .finding import Training, network
+from ..finding import Training, network
 
 pytestmark = pytest.mark.usefixtures("forgetful")
 
