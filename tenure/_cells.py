@@ -1,6 +1,6 @@
-"""Cells of a notebook: what their lines are called, and how code is run as one.
+"""What is known of IPython: cells, what their lines are called, code run as one, magics, errors.
 
-IPython is asked where it is there, and never imported: a program without it has no cells.
+It is asked only where the program itself has imported it: one that has not has no cells.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 # IPython 8 calls the code of a cell by its line
 _OWN_NAMES = ("<module>", "<cell line: ")
 _KINDS = ("line", "cell")
+_SHELL = "InteractiveShell."
 
 
 def cell_of(path: str) -> str | None:
@@ -31,6 +32,21 @@ def cell_of(path: str) -> str | None:
 def is_cell(code: CodeType) -> bool:
     """Whether this is a cell itself, and no function in it: what calls it is the notebook's."""
     return code.co_name.startswith(_OWN_NAMES) and cell_of(code.co_filename) is not None
+
+
+def is_of_shell(holder: str) -> bool:
+    """Whether a holder is a variable of the notebook's own, as of the value of a cell.
+
+    The user knows that as ``_``.
+    """
+    return holder.startswith(_SHELL)
+
+
+def usage_error(text: str) -> Exception:
+    """The error that IPython shows as its text alone."""
+    from IPython.core.error import UsageError
+
+    return UsageError(text)
 
 
 def _no_shell() -> None:

@@ -1,4 +1,4 @@
-"""What a block takes of a device whose allocator rounds it up, as CUDA's, in whole segments.
+"""How an allocator rounds as CUDA's does: a request up to a block, a block up to its segment.
 
 Invariant: as of CUDA's caching allocator with its default settings. The CPU's takes what it is
 asked for.

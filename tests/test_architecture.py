@@ -27,6 +27,14 @@ def test_each_package_of_a_room_has_its_line(room):
     assert {path.parent.name for path in (_ROOT / room).glob("*/__init__.py")} <= rows
 
 
+def test_each_package_is_named_however_deep_it_lies():
+    text = _PAGE.read_text("utf-8")
+    names = {path.parent.name for path in _ROOT.glob("*/**/__init__.py")}
+    assert [
+        name for name in sorted(names) if f"`{name}`" not in text and f"/{name}/" not in text
+    ] == []
+
+
 def test_each_module_of_the_ground_has_its_line():
     ground = {path.name for path in _ROOT.glob("_*.py")} - {"__init__.py", "__main__.py"}
     assert {f"tenure/{name}" for name in ground} <= _files_in(_PAGE)

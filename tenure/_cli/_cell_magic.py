@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tenure._cells import Expression, add_magic, remove_magic
+from tenure._cells import Expression, add_magic, remove_magic, usage_error
 from tenure._errors import CommandError
 
 from ._run import add_measuring, check_target, shown_path, wanted_of
@@ -125,7 +125,4 @@ def _parsed(words: list[str]) -> argparse.Namespace:
 
 
 def _usage_error(text: str) -> Exception:
-    """The error that IPython shows as its text alone."""
-    from IPython.core.error import UsageError
-
-    return UsageError(f"%%{_NAME}: {text}")
+    return usage_error(f"%%{_NAME}: {text}")

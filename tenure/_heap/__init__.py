@@ -1,6 +1,8 @@
 """Reading the heap: what refers to what, and how to say it; no code of the objects read runs.
 
-Every room's answer to "who holds this tensor" comes from here.
+Every room's answer to "who holds this tensor" comes from here: `_slots` and its kin read what an
+object refers to, and say each reference in words; `_search` looks for who refers to the tensor, and
+`_holders` puts the words together to names.
 """
 
 from ._collector import collector_paused as collector_paused

@@ -1,6 +1,7 @@
-"""The words of a chain: roots, steps from an object to what it holds, and how to spell them.
+"""What a chain is made of: roots, steps from an object to what it holds, and how these are spelled.
 
-Everything here is text and numbers, so that a chain keeps nothing alive.
+The words of each kind of holder stand where that is read, as in `_slots` and `_roots`. Everything
+here is text and numbers, so that a chain keeps nothing alive.
 """
 
 from collections.abc import Callable, Collection, Iterable

@@ -1,4 +1,4 @@
-"""Telling an out-of-memory error from any other, by itself and wherever it stands in a chain.
+"""Whether an exception is an out-of-memory error, and what it says: alone, or in its chain.
 
 An exception by itself is judged by what it can never be, then by its type, then by its text.
 

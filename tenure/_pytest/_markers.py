@@ -1,4 +1,4 @@
-"""What one test is held to: how much its tensors take at most, and that none outlives it."""
+"""What the markers of a test ask: how much its tensors take at most, and that none outlives it."""
 
 from __future__ import annotations
 

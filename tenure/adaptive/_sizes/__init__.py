@@ -1,4 +1,9 @@
-"""Sizes of work: which may be tried, which is tried next, and what is remembered of them."""
+"""Sizes of work: which may be tried, which is tried next, and what is remembered of them.
+
+`_search` is the state of one call, `_policy` says what it tries next. `_record` is what is known of
+one piece of work, `_learned` all such records and their file, `_remembered` how a call finds its
+own.
+"""
 
 from ._finder import SizeFinder as SizeFinder
 from ._learned import load as load

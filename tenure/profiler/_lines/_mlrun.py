@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tenure._cells import Expression, add_magic, remove_magic, run_cell
+from tenure._cells import Expression, add_magic, remove_magic, run_cell, usage_error
 from tenure._errors import ProfilerUsageError
 
 from ._display import DEFAULT_COLUMNS, RecordsDisplay, columns_named
@@ -98,7 +98,7 @@ def mlrun(shell: Any, line: str, cell: str | None = None) -> LineProfiler | None
     _register(targets, profiler)
     for target in targets:
         if not target.is_known:
-            raise _usage_error(
+            raise usage_error(
                 f"%mlrun -f {target.text}: {target.missing}, neither before the code nor "
                 "after it, which ran. Check the spelling, or let the code define it."
             )
@@ -120,7 +120,7 @@ def _target(expression: str, shell: Any) -> Expression:
     try:
         return Expression(expression, shell)
     except SyntaxError as error:
-        raise _usage_error(f"%mlrun -f {expression}: {error.msg}.") from None
+        raise usage_error(f"%mlrun -f {expression}: {error.msg}.") from None
 
 
 def _parsed(line: str) -> tuple[_Options, str]:
@@ -130,12 +130,12 @@ def _parsed(line: str) -> tuple[_Options, str]:
         found.setdefault(name, []).append(value)
     twice = next((name for name in _ONCE if len(found.get(name, ())) > 1), None)
     if twice:
-        raise _usage_error(f"%mlrun {_ONCE[twice]} is given twice.")
+        raise usage_error(f"%mlrun {_ONCE[twice]} is given twice.")
     if "f" not in found:
-        raise _usage_error("%mlrun: name what to profile, with -f FUNCTION.")
+        raise usage_error("%mlrun: name what to profile, with -f FUNCTION.")
     columns = [*(() if "D" in found else DEFAULT_COLUMNS), *found.get("c", ())]
     if not columns:
-        raise _usage_error("%mlrun -D: name at least one column, with -c COLUMN.")
+        raise usage_error("%mlrun -D: name at least one column, with -c COLUMN.")
     return (
         _Options(
             functions=found["f"],
@@ -173,7 +173,7 @@ def _strictly(words: list[str]) -> list[tuple[str, str]]:
     try:
         found, left = getopt.getopt(words, _SHORT, [*_LONG])
     except getopt.GetoptError as error:
-        raise _usage_error(f"%mlrun: {error.msg}. See %mlrun? for what there is.") from None
+        raise usage_error(f"%mlrun: {error.msg}. See %mlrun? for what there is.") from None
     assert not left
     return found
 
@@ -190,7 +190,7 @@ def _unquoted(word: str) -> str:
 
 def _index(text: str) -> int:
     if not text.isdecimal():
-        raise _usage_error(f"%mlrun --gpu {text}: not an index. Name a device with -d.")
+        raise usage_error(f"%mlrun --gpu {text}: not an index. Name a device with -d.")
     return int(text)
 
 
@@ -233,10 +233,3 @@ def _report(shown: RecordsDisplay, options: _Options) -> None:
         path.write_text(f"{shown}\n", "utf-8")
         if not options.quiet:
             print(f"Wrote {path}")
-
-
-def _usage_error(text: str) -> Exception:
-    """The error that IPython shows as its text alone."""
-    from IPython.core.error import UsageError
-
-    return UsageError(text)

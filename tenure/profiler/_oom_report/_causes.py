@@ -1,4 +1,4 @@
-"""Which cause an out-of-memory error has: every rule by bytes, the certain ones first.
+"""Which cause an out-of-memory error has, and its remedy: rules by bytes, the certain ones first.
 
 What is of no use any more is the cause where it is much of what could be free: without it the same
 work would have fitted, as it did when the program began. Otherwise it is what ran.

@@ -1,4 +1,4 @@
-"""What is said of a cause: one line with the remedy, and the sentences below it."""
+"""A cause in words, which `_causes` writes: one line with the remedy, and what speaks for it."""
 
 from __future__ import annotations
 

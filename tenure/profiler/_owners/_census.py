@@ -15,6 +15,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 
 from tenure._callers import created_at
+from tenure._cells import is_of_shell
 from tenure._heap import (
     Holder,
     cpp_references,
@@ -46,8 +47,6 @@ _MAX_SEARCHED = 5000
 # better.
 _BORROWING = frozenset({"view", "autograd", "numpy"})
 _SELVES = ("Tensor", "Parameter")
-# A notebook's own variables have the value of a cell as well, which the user knows as `_`.
-_OF_NOTEBOOK = "InteractiveShell."
 
 
 def take_census(
@@ -315,7 +314,7 @@ def _best(found: Sequence[Holder]) -> Held | None:
 
 
 def _says_little(chain: str) -> bool:
-    return chain in _SELVES or chain.startswith(_OF_NOTEBOOK)
+    return chain in _SELVES or is_of_shell(chain)
 
 
 def _row(name: str, category: str, t: Tensor, site: str | None) -> TensorRow:

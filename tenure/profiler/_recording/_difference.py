@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from tenure._show import (
 )
 from tenure._text import format_bytes
 
+from .._reports import place_of
 from ._leaks_found import MOST_ROWS
 from ._recording import Recording
 from ._sparkline import drawn
@@ -31,7 +31,6 @@ from ._tree import UNKNOWN
 
 ChangeKind = Literal["new", "gone", "grown", "shrunk", "same"]
 
-_INDEX = re.compile(r"\[[^\]]*\]")
 _BAR = 24
 _HTML_WIDTH = 80
 _SIDES = ("A", "B")
@@ -156,7 +155,7 @@ def _by_tensor(run: Recording) -> dict[_Key, int] | None:
     found: defaultdict[_Key, int] = defaultdict(int)
     for row in run.memory.rows:
         if row.counted_bytes:
-            key = _INDEX.sub("[…]", row.name), row.category, row.created_at or ""
+            key = place_of(row.name), row.category, row.created_at or ""
             found[key] += row.counted_bytes
     return found
 

@@ -2,7 +2,9 @@
 
 Only a new segment is checked against the memory of the device and against the fraction of the
 process, and both bound what is *reserved*. A free block serves its own pool and stream only. All
-figures are those of `torch.cuda.memory_stats`, counted where CUDA counts them.
+figures are those of `torch.cuda.memory_stats`, counted where CUDA counts them. How requests are
+rounded, and segments cut, is what predictions know as well: ``tenure/_cuda_blocks.py`` and
+``tenure/_cuda_segments.py``.
 
 Source: `c10/cuda/CUDACachingAllocator.cpp` of PyTorch 2.13, with its default settings.
 """

@@ -1,4 +1,4 @@
-"""What a call writes into, whatever it reaches it by."""
+"""Recorded values that share their memory: which of these a call writes, and which it touches."""
 
 from __future__ import annotations
 

@@ -14,18 +14,17 @@ from torch import Tensor
 from tenure._containers import passed_tensors
 
 _COPIES = "fsdp"
-NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", _COPIES})
 
 
-def is_exchange(func: Any) -> bool:
-    """Whether it is one between ranks, and no copy before or after."""
-    return bool(func.namespace != _COPIES)
+def is_copy(func: Any) -> bool:
+    """Whether an operation copies what ranks exchange, before or after that."""
+    return bool(func.namespace == _COPIES)
 
 
 def collective_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Bytes beside inputs and outputs; of one that nobody knows, those of what it is given."""
     name = func.overloadpacket.__name__
-    if func.namespace == _COPIES:
+    if is_copy(func):
         return _chunk_cat(args[0], args[2], kwargs["out"]) if name == "chunk_cat" else 0
     if name in _NOTHING:
         return 0

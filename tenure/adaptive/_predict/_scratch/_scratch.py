@@ -12,8 +12,8 @@ from torch import UntypedStorage
 from tenure._containers import passed_tensors
 from tenure._torch.storages import key_of
 
-from ._collectives import NAMESPACES as COLLECTIVES
-from ._collectives import collective_bytes, is_exchange
+from .._exchanges import is_exchange
+from ._collectives import collective_bytes, is_copy
 from ._formulas import FORMULAS
 from ._kinds import FREE, FREE_CONTIGUOUS, FREE_OF_ONE_DTYPE, MEASURED, TAKES_NUMBERS
 from ._matmuls import RULES as MATMULS
@@ -75,7 +75,7 @@ def _rule_for(func: Any) -> _Rule:
     # marks of profilers, questions about tensors
     if namespace in {"profiler", "prim"}:
         return _nothing
-    if namespace in COLLECTIVES:
+    if is_exchange(func) or is_copy(func):
         return _of_collective
     if namespace != "aten":
         return lambda *_: Scratch(0, f"nobody has measured what {func} takes for itself")
@@ -113,7 +113,7 @@ def _nothing(*_: Any) -> Scratch:
 
 def _of_collective(func: Any, args: Any, kwargs: Any, result: Any) -> Scratch:
     n_bytes = collective_bytes(func, args, kwargs, result)
-    if not is_exchange(func):
+    if is_copy(func):
         return Scratch(n_bytes)
     return Scratch(n_bytes, _BY_THREADS, is_kept=True)
 

@@ -1,4 +1,4 @@
-"""The loss of all ranks, of that of each."""
+"""The loss and the terms of all ranks, of those of each."""
 
 from __future__ import annotations
 

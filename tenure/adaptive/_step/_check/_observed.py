@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from tenure._torch.modules import Dropout
 
 from ..._callables import unused
+from ..._reachable import named_modules, named_parameters
 from ..._undo import AllOf, Rollback
 from .._loss import ONLY
-from .._modules import named_modules, named_parameters, no_optimizer_steps
+from .._modules import no_optimizer_steps
 from .._split import StepOutcome, StepParts, StepRun
 from ._compare import (
     CHECKED,

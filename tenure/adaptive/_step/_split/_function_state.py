@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..._reachable import Reachable, StepModels
 from ..._undo import AllOf
 from .._gradients import IsolatedGradients
-from .._modules import Reachable, StepModels
 from ._parts import StepState, devices_of, parameters_of
 
 

@@ -20,16 +20,13 @@ from tenure._torch.quiet import without_functions
 from tenure._torch.sharding import whole_of
 
 from ..._callables import short_name_of
+from ..._reachable import Reachable, StepModels, generators_of, modules_given
 from ..._undo import AllOf, Generator, ModuleState, RngState
 from .._gradients import IsolatedGradients, SplitBackward, without_autocast
 from .._loss import scalar
 from .._modules import (
     GradientExchange,
-    Reachable,
-    StepModels,
     coupled_modules,
-    generators_of,
-    modules_given,
     normalization_error,
     refuse_coupled,
     refuse_sharded,

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..._reachable import generators_of
 from ..._undo import ModuleState, RngState
 from .._loss import (
     ONLY,
@@ -31,7 +32,6 @@ from .._loss import (
     finished_loss,
     scalar,
 )
-from .._modules import generators_of
 from .._samples import JoinedOutputs, Outputs
 from ._parts import Chunk, StepParts
 from ._weighted_terms import ChunkTerms, WeightedTerms

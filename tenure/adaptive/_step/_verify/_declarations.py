@@ -11,9 +11,9 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from ..._reachable import named_modules
 from .._check import DECLARED, IT_IS_A_SUM, default_rtol, first_module, observed_run
 from .._loss import ONLY
-from .._modules import named_modules
 from .._samples import Leaf
 from .._split import StepParts, StepSpec
 from ._loss_check import whole_values

@@ -21,8 +21,8 @@ from tenure._torch.modules import BatchNorm, InstanceNorm
 from tenure.scopes import DisposeScope
 
 from ..._attempt import release
+from ..._reachable import named_modules
 from .._check import without_dropout
-from .._modules import named_modules
 from .._samples import Leaf, SampleTree, cut_off
 from .._split import StepParts, StepSpec
 from ._modes import ConstantNumbers, RoughRounding

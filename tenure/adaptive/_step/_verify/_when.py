@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from tenure.scopes import is_disposed
 
+from ..._reachable import named_modules, names_in, used_by
 from ..._sizes import stands_for
-from .._modules import named_modules, names_in, used_by
 from .._samples import Leaf
 from .._split import StepParts
 
