@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not _PAGE.exists(), reason="runs where the docs 
 
 
 def _files_in(page):
-    return set(re.findall(r"`(tenure/[\w/.]+)`", page.read_text("utf-8")))
+    return set(re.findall(r"`((?:tenure|tests|benchmarks)/[\w/.]+)`", page.read_text("utf-8")))
 
 
 @pytest.mark.parametrize("page", [_PAGE, _ROOT.parent / "CONTRIBUTING.md"], ids=lambda p: p.name)
