@@ -104,7 +104,7 @@ def _share(
         pageable_bytes_per_s=plain.pageable_bytes_per_s / _SMALLER,
         memory_bytes_per_s=plain.memory_bytes_per_s / _SMALLER,
     )
-    sim(link=rates, detect_races=detect_races)
+    sim(rates=rates, detect_races=detect_races)
     model = _Blocks(sim, workload, ratio).eval()
     parts = [module for module in model.modules() if isinstance(module, Part)]
     copied_s = sum(part.weight.nbytes for part in parts) / rates.h2d_bytes_per_s

@@ -36,7 +36,7 @@ def round_s(
     budgets: list[int] | list[PagingBudget],
 ) -> float:  # fmt: skip
     """The time of a round of turns, in a row of them."""
-    sim(detect_races=False, link=_LINK)
+    sim(detect_races=False, rates=_LINK)
     models = [blocks(sim, n, ratio) for n, ratio in zip(_N_BLOCKS, ratios, strict=True)]
     size = f"{_BLOCK_BYTES}B"
     handles = [page(model, sim.device, size, budget=budgets[i]) for i, model in enumerate(models)]
@@ -94,7 +94,7 @@ class Cached(nn.Module):
 def growing_s(sim: Simulator, ratio: float, budget: int | str) -> float | None:
     """The time of all passes; None where they run out of memory."""
     weight_bytes = _N_BLOCKS[0] * _BLOCK_BYTES
-    sim(detect_races=False, link=_LINK, budget=weight_bytes * 5 // 4)
+    sim(detect_races=False, rates=_LINK, budget=weight_bytes * 5 // 4)
     model = Cached(sim, ratio, weight_bytes * 3 // 4 // _N_PASSES).eval()
     stream = sim.module.current_stream()
     handle = page(model, sim.device, f"{_BLOCK_BYTES}B", budget=budget)

@@ -89,7 +89,7 @@ def shares(
         pageable_bytes_per_s=plain.pageable_bytes_per_s / _SMALLER,
         memory_bytes_per_s=plain.memory_bytes_per_s / _SMALLER,
     )
-    sim(link=rates, detect_races=False)
+    sim(rates=rates, detect_races=False)
     part_bytes = block_bytes // _SMALLER // _PARTS // 512 * 512
     compute_s = part_bytes * ratio / rates.h2d_bytes_per_s
     blocks = (

@@ -266,7 +266,7 @@ def _planned(
         assert not isinstance(budget, PagingBudget)
         yield plan(budget), None
         return
-    planned, share = shared.join(
+    planned, share = shared._join(
         device,
         lambda most, now: plan(Budget(most, now_bytes=now)),
         lambda planned: planned.plan.allocated_bytes,

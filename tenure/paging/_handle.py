@@ -85,7 +85,7 @@ class PagedModel:
             self._resources.close()
 
     def optimizer_step(
-        self, optimizer: torch.optim.Optimizer, max_norm: float | None = None
+        self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None
     ) -> AbstractContextManager[None]:
         """A block around the last backward pass of a step, which the optimizer steps meanwhile.
 

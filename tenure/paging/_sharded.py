@@ -78,7 +78,9 @@ class ShardedModel:
             "ranks.",
         )
 
-    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> NoReturn:
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None
+    ) -> NoReturn:
         """Refused: FSDP2's gradients are there when the backward pass is over.
 
         Raises:

@@ -253,12 +253,12 @@ class ScopeStatistics:
         """Count from zero again; ``live`` is no counter, and stays."""
         self._thread.counts_at_reset = _counts(self._thread)
 
-    def as_dict(self) -> dict[str, int]:
+    def to_dict(self) -> dict[str, int]:
         """The counters of this moment, by name."""
         return {name: getattr(self, name) for name in (*_COUNTERS, "live")}
 
     def __str__(self) -> str:
-        return "; ".join(f"{name}: {count}" for name, count in self.as_dict().items())
+        return "; ".join(f"{name}: {count}" for name, count in self.to_dict().items())
 
     def __repr__(self) -> str:
         return f"<ScopeStatistics {self}>"

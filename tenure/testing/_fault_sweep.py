@@ -38,7 +38,7 @@ def for_each_allocation(
     check: Callable[[AllocationFailure], None] | None = None,
     *,
     index: int = 0,
-    limit: int = 10_000,
+    max_runs: int = 10_000,
 ) -> int:
     """Run `fn` with its 1st, 2nd, ... allocation on the device failing, until it passes untouched.
 
@@ -49,7 +49,7 @@ def for_each_allocation(
         fn: the program; it runs once more than it has allocations, and must be repeatable.
         check: called after each run that met its failure, when its frames are gone.
         index: of the device whose allocations fail.
-        limit: the most runs to make.
+        max_runs: the most runs to make.
 
     Returns:
         The number of failures that were met, 1 or more.
@@ -58,7 +58,7 @@ def for_each_allocation(
         SimulatorUsageError: no simulated accelerator is running, `fn` allocates nothing on the
             device, a failure is planted there already (by a call around this one, say), or `fn` or
             `check` can't be called.
-        AssertionError: `fn` still met a failure in the last of `limit` runs.
+        AssertionError: `fn` still met a failure in the last of `max_runs` runs.
 
     Example:
         >>> import torch
@@ -77,7 +77,7 @@ def for_each_allocation(
     """
     sim = _ready(fn, check, index)
     with steps("for_each_allocation") as show:
-        for number in range(1, limit + 1):
+        for number in range(1, max_runs + 1):
             show(f"allocation {number} fails")
             failure = _run(sim, fn, number)
             if failure is None and number == 1:
@@ -89,7 +89,9 @@ def for_each_allocation(
                 return number - 1
             if check is not None:
                 check(failure)
-    raise AssertionError(f"{fn!r} still allocates after {limit} runs; raise limit= if it may.")
+    raise AssertionError(
+        f"{fn!r} still allocates after {max_runs} runs; raise max_runs= if it may."
+    )
 
 
 def _ready(fn: object, check: object, index: int) -> Simulator:

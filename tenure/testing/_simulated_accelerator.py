@@ -61,7 +61,7 @@ def simulated_accelerator(**options: Any) -> Iterator[Simulator]:
 
     Args:
         **options: those of the `Simulator` itself, which, called, starts the device afresh within
-            the block: `budget="64MiB"`, `link=Rates(...)`, `fail_at=3`, ...
+            the block: `budget="64MiB"`, `rates=Rates(...)`, `fail_at=3`, ...
 
     Yields:
         The `Simulator`; its figures can still be read after the block.
@@ -82,7 +82,7 @@ def simulated_accelerator(**options: Any) -> Iterator[Simulator]:
         ...             n_rows //= 2
         >>> with simulated_accelerator(budget="1MiB") as sim:
         ...     n_rows = largest_that_fits(1000, sim.device)
-        >>> n_rows, sim.peak_bytes, sim.oom_count
+        >>> n_rows, sim.peak_bytes, sim.n_ooms
         (250, 1024000, 2)
     """
     if _running:

@@ -63,7 +63,7 @@ class Simulator:
         devices: int = 1,
         allocator: Allocator | None = None,
         budget: int | str | None = None,
-        link: Rates | None = None,
+        rates: Rates | None = None,
         fail_at: int | None = None,
         round_to_bytes: int = 1,
         detect_races: bool = True,
@@ -83,7 +83,7 @@ class Simulator:
                 `default_allocator`.
             budget: the memory of each device, as an int or like `"64MiB"`. It bounds the bytes
                 that are active, or with `"cuda"` those that are reserved.
-            link: speeds of the link and of the device.
+            rates: speeds of the link and of the device.
             fail_at: the number of the allocation, from 1, that fails once.
             round_to_bytes: each allocation counts as a multiple of this, with `"exact"`; with
                 `"cuda"` it is 512 always, and another number is refused.
@@ -102,7 +102,7 @@ class Simulator:
             allocator=_known_allocator(allocator or self.default_allocator),
             budget_bytes=None if budget is None else parse_bytes(budget),
             round_to_bytes=round_to_bytes,
-            rates=Rates() if link is None else link,
+            rates=Rates() if rates is None else rates,
             detect_races=detect_races,
             late_kernels=self.default_late_kernels if late_kernels is None else late_kernels,
             late_engine=self.default_late_engine if late_engine is None else late_engine,
@@ -174,14 +174,14 @@ class Simulator:
         return self._pool.peak_bytes
 
     @property
-    def allocation_count(self) -> int:
+    def n_allocations(self) -> int:
         """How many allocations succeeded since the start."""
-        return self._pool.allocation_count
+        return self._pool.n_allocations
 
     @property
-    def oom_count(self) -> int:
+    def n_ooms(self) -> int:
         """How many allocations failed since the start."""
-        return self._pool.oom_count
+        return self._pool.n_ooms
 
     @property
     def failure_is_planted(self) -> bool:

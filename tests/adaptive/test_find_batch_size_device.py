@@ -24,7 +24,7 @@ def test_on_a_device_95_percent_are_found_with_three_failures(sim, allocator, wi
     train = Training(network(sim.device, width), width)
     resting_bytes = sim.allocated_bytes
     found = find_batch_size(train, high=1 << 20, margin=0)
-    assert sim.oom_count <= 3
+    assert sim.n_ooms <= 3
     assert len(train.failed) <= 3
     assert found in train.sizes
     assert sim.allocated_bytes == resting_bytes

@@ -217,7 +217,7 @@ def blocks_and_no_layer_outside_of_them(sim, folder):
 
 def a_load_stream_and_one_that_computes(sim, folder):
     """fairscale OffloadModel, ComfyUI#16337: kernels run before their weights are there."""
-    sim(link=Rates(h2d_bytes_per_s=1e6))
+    sim(rates=Rates(h2d_bytes_per_s=1e6))
     model = layers()
     with page(model, sim.device, budget=small()):
         check(sim, model, layers())
@@ -225,7 +225,7 @@ def a_load_stream_and_one_that_computes(sim, folder):
 
 def a_weight_that_is_read_on_a_stream_of_its_own(sim, folder):
     """diffusers#12673, #12721: the memory is kept for another stream than the one that reads it."""
-    sim(link=Rates(memory_bytes_per_s=1e8))
+    sim(rates=Rates(memory_bytes_per_s=1e8))
     model = nn.Sequential(*[Beside(Side(sim), joins=False) for _ in range(6)]).eval()
     with page(model, sim.device, budget="10KiB", prefetch=1), torch.no_grad():
         for _ in range(3):
@@ -282,7 +282,7 @@ def buffers_that_a_pass_in_training_mode_counts(sim, folder):
 
 def values_that_are_read_as_soon_as_they_are_home(sim, folder):
     """verl#6447: the host reads, or frees, what a copy has yet to write, or to read."""
-    sim(link=Rates(d2h_bytes_per_s=1e6), late_kernels=True, detect_races=False)
+    sim(rates=Rates(d2h_bytes_per_s=1e6), late_kernels=True, detect_races=False)
     model, seen = layers(), torch.zeros(64)
     model[1].register_buffer("seen", seen)
     model[1].register_forward_hook(count)
@@ -332,7 +332,7 @@ def a_checkpoint_that_stops_as_soon_as_it_can(sim, folder):
 
 def steps_that_follow_one_another(sim, folder):
     """axolotl#3512: what was fetched ahead is from before the optimizer's step."""
-    sim(link=Rates(h2d_bytes_per_s=1e6))
+    sim(rates=Rates(h2d_bytes_per_s=1e6))
     for budget in (small(3), "1MiB"):
         with trained(sim, layers(), budget) as (model, there):
             optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, there)]
@@ -361,7 +361,7 @@ def gradients_that_are_kept(sim, folder):
 def gradients_that_are_read_as_soon_as_they_are_there(sim, folder):
     """verl#6447, of gradients: the optimizer reads what a copy has yet to write."""
     for options in ({}, {"late_kernels": True, "detect_races": False}):
-        sim(link=Rates(d2h_bytes_per_s=1e6), **options)
+        sim(rates=Rates(d2h_bytes_per_s=1e6), **options)
         with trained(sim, layers(), small()) as (model, there):
             for each in (model, there):
                 for factor in (1, 2):

@@ -25,7 +25,7 @@ SLOW = Rates(h2d_bytes_per_s=1e9, copy_latency_s=0.0, host_copy_s=0.0)
 
 
 def test_a_report_sets_a_pass_against_the_limit(sim, model):
-    sim(link=SLOW)
+    sim(rates=SLOW)
     x = torch.zeros(1, 256, device=sim.device)
     with page(model, sim.device, "256KiB", budget="1MiB") as handle:
         for _ in range(3):
@@ -45,7 +45,7 @@ def test_a_report_sets_a_pass_against_the_limit(sim, model):
 
 
 def test_a_pass_that_computes_for_long_is_bound_by_computation(sim, model):
-    sim(link=Rates(flops_per_s=1e9))
+    sim(rates=Rates(flops_per_s=1e9))
     with page(model, sim.device, "256KiB", budget="1MiB") as handle:
         for _ in range(3):
             model(torch.zeros(4, 256, device=sim.device))
@@ -56,7 +56,7 @@ def test_a_pass_that_computes_for_long_is_bound_by_computation(sim, model):
 
 
 def test_a_report_after_memory_was_given_back_goes_by_what_stays_now(sim, model):
-    sim(link=SLOW)
+    sim(rates=SLOW)
     x = torch.zeros(1, 256, device=sim.device)
     with page(model, sim.device, "256KiB", budget="1MiB") as handle:
         assert ask_to_shrink("sim", 1) == 256 * 1024

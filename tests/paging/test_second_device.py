@@ -22,7 +22,7 @@ def two(sim):
 
 def assert_untouched(sim):
     assert sim.contexts == {1}
-    assert sim.on(0).allocation_count == 0
+    assert sim.on(0).n_allocations == 0
     assert sim.module.current_device() == 0
 
 

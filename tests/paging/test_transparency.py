@@ -425,12 +425,12 @@ def test_in_the_steady_state_nothing_is_fetched_late_nor_allocated_and_the_host_
         resting_bytes, waits, allocations = (
             sim.allocated_bytes,
             sim.host_waits,
-            sim.allocation_count,
+            sim.n_allocations,
         )
         model(x)
         assert sim.host_waits == waits
         assert sim.allocated_bytes == resting_bytes
-        assert sim.allocation_count - allocations == len(model)  # the activations
+        assert sim.n_allocations - allocations == len(model)  # the activations
         report = handle.report()
     assert report.faults == 0
     passing = [unit.n_bytes for unit in handle.plan.units if not unit.resident]

@@ -10,7 +10,7 @@ from tenure.testing import Rates
 def test_a_tensor_is_accounted_exactly_for_as_long_as_it_lives(sim):
     x = torch.empty(1000, dtype=torch.float16, device=sim.device)
     assert sim.allocated_bytes == 2000
-    assert sim.allocation_count == 1
+    assert sim.n_allocations == 1
     del x
     assert sim.allocated_bytes == 0
     assert sim.peak_bytes == 2000
@@ -50,7 +50,7 @@ def test_a_budget_is_honoured_to_the_byte(sim):
         torch.empty(1, dtype=torch.uint8, device=sim.device)
     del x
     torch.empty(100, device=sim.device)
-    assert sim.oom_count == 1
+    assert sim.n_ooms == 1
 
 
 def test_an_operation_whose_second_result_fails_leaves_nothing_of_the_first(sim):
@@ -60,9 +60,9 @@ def test_an_operation_whose_second_result_fails_leaves_nothing_of_the_first(sim)
     with pytest.raises(torch.OutOfMemoryError, match="planted"):
         torch.var_mean(x)
     assert sim.allocated_bytes == before_bytes
-    count = sim.allocation_count
+    count = sim.n_allocations
     torch.var_mean(x)
-    assert sim.allocation_count == count + 2
+    assert sim.n_allocations == count + 2
 
 
 def test_a_caught_failure_holds_none_of_the_temporaries_of_the_failed_operation(sim):
@@ -95,7 +95,7 @@ def test_a_stream_from_before_a_fresh_start_may_be_recorded(sim):
 
 
 def test_a_recorded_stream_keeps_the_bytes_active_until_it_is_done(sim):
-    sim(link=Rates(memory_bytes_per_s=1e6))
+    sim(rates=Rates(memory_bytes_per_s=1e6))
     side = sim.module.Stream()
     x = torch.zeros(1000, device=sim.device)
     side.wait_stream(sim.module.current_stream())
@@ -157,8 +157,8 @@ def test_a_storage_dies_once_and_only_with_its_last_owner(sim):
 def test_an_allocation_that_even_the_host_has_no_room_for_leaves_nothing(sim):
     with pytest.raises(torch.OutOfMemoryError, match="no memory that could stand for it"):
         torch.empty(1 << 58, device=sim.device)
-    assert sim.allocated_bytes == sim.peak_bytes == sim.allocation_count == 0
-    assert sim.oom_count == 1
+    assert sim.allocated_bytes == sim.peak_bytes == sim.n_allocations == 0
+    assert sim.n_ooms == 1
 
 
 def test_a_budget_below_what_is_live_leaves_nothing_free(sim):

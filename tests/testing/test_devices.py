@@ -29,7 +29,7 @@ def test_each_device_has_a_memory_of_its_own(two):
         torch.OutOfMemoryError, match=r"^sim:1 out of memory\. .* sim:1 has a budget"
     ):
         torch.empty(1000, device="sim:1")
-    assert (two.oom_count, two.on(1).oom_count) == (0, 1)
+    assert (two.n_ooms, two.on(1).n_ooms) == (0, 1)
     two.on(1).budget_bytes = 160
     del first
     with pytest.raises(torch.OutOfMemoryError, match=r"^sim:1"):
@@ -369,7 +369,7 @@ def test_a_wait_for_one_device_leaves_the_work_of_the_other(two):
 
 def test_the_engines_of_two_devices_work_side_by_side(two):
     def finished_s(*indexes):
-        two(devices=2, link=Rates(memory_bytes_per_s=1e6))
+        two(devices=2, rates=Rates(memory_bytes_per_s=1e6))
         made = [torch.ones(1 << 10, device=f"sim:{index}") for index in indexes]
         begin_s = two.elapsed_s
         for x in made:

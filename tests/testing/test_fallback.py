@@ -50,10 +50,10 @@ def test_indices_may_lie_on_the_host_but_not_the_other_way_round(sim):
 
 def test_in_place_operations_return_the_same_object_and_allocate_nothing(sim):
     x = torch.ones(4, device=sim.device)
-    count, version = sim.allocation_count, x._version
+    count, version = sim.n_allocations, x._version
     assert x.mul_(2) is x
     assert x.tolist() == [2, 2, 2, 2]
-    assert sim.allocation_count == count
+    assert sim.n_allocations == count
     assert x._version == version + 1
 
 
@@ -66,9 +66,9 @@ def test_numbers_in_place_of_tensors_promote_as_on_the_cpu(sim):
 
 def test_results_that_share_memory_are_one_allocation(sim):
     x = torch.arange(6.0, device=sim.device)
-    count = sim.allocation_count
+    count = sim.n_allocations
     first, second = torch.ops.aten.split_with_sizes(x, [2, 4])
-    assert sim.allocation_count == count
+    assert sim.n_allocations == count
     first.fill_(0)
     assert x.tolist() == [0, 0, 2, 3, 4, 5]
     assert second.shape == (4,)
@@ -84,7 +84,7 @@ def test_reading_a_number_stops_the_host(sim):
 
 
 def test_a_matrix_product_takes_the_time_of_its_arithmetic(sim):
-    sim(link=Rates(flops_per_s=1000.0))
+    sim(rates=Rates(flops_per_s=1000.0))
     x = torch.ones(10, 10, device=sim.device)
     before_s = sim.busy_s("compute")
     x @ x
@@ -92,7 +92,7 @@ def test_a_matrix_product_takes_the_time_of_its_arithmetic(sim):
 
 
 def test_other_operations_take_the_time_of_their_bytes(sim):
-    sim(link=Rates(memory_bytes_per_s=1000.0))
+    sim(rates=Rates(memory_bytes_per_s=1000.0))
     x = torch.ones(1000, device=sim.device)
     before_s = sim.busy_s("compute")
     x.neg()
@@ -106,7 +106,7 @@ def test_the_same_program_takes_the_same_virtual_time(sim):
         layer = torch.nn.Linear(16, 16).to(sim.device)
         layer(torch.randn(4, 16, device=sim.device)).sum().backward()
         sim.module.synchronize()
-        return sim.elapsed_s, sim.peak_bytes, sim.allocation_count
+        return sim.elapsed_s, sim.peak_bytes, sim.n_allocations
 
     assert run() == run()
 
@@ -142,9 +142,9 @@ def test_an_older_view_of_a_grown_tensor_allocates_nothing_when_it_is_used(sim):
     x = torch.arange(4.0, device=sim.device)
     view = x[:2]
     x.resize_(8)
-    count, n_bytes = sim.allocation_count, sim.allocated_bytes
+    count, n_bytes = sim.n_allocations, sim.allocated_bytes
     view.add_(1)
-    assert (sim.allocation_count, sim.allocated_bytes) == (count, n_bytes)
+    assert (sim.n_allocations, sim.allocated_bytes) == (count, n_bytes)
     assert view.tolist() == [1, 2]
 
 
@@ -154,8 +154,8 @@ def test_an_argument_that_could_not_grow_is_used_and_grown_as_before(sim):
     sim.fail_at(1)
     with pytest.raises(torch.OutOfMemoryError, match="planted"):
         out.resize_(100)
-    count = sim.allocation_count
+    count = sim.n_allocations
     assert out.add_(1).tolist() == [1, 1]
-    assert sim.allocation_count == count
+    assert sim.n_allocations == count
     out.resize_(3)
     assert sim.allocated_bytes == x.nbytes + 12

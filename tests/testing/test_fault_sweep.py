@@ -85,11 +85,11 @@ def test_a_budget_that_is_too_small_is_not_taken_for_the_planted_failure(sim):
 
 
 def test_a_program_without_an_end_is_given_up(sim):
-    with pytest.raises(AssertionError, match="still allocates after 5 runs; raise limit="):
+    with pytest.raises(AssertionError, match="still allocates after 5 runs; raise max_runs="):
         for_each_allocation(
             lambda: [torch.ones(1, device=sim.device) for _ in range(9)],
             lambda _: None,
-            limit=5,
+            max_runs=5,
         )
 
 

@@ -37,7 +37,7 @@ def test_accounting_after_any_allocations_and_frees_equals_a_plain_sum(steps, bu
     assert pool.allocated_bytes == pool.active_bytes == used(live, unit)
     assert pool.counters["requested_bytes"].current == sum(number for number, _ in live)
     assert pool.peak_bytes == peak_bytes
-    assert pool.oom_count == failures
+    assert pool.n_ooms == failures
 
 
 def used(live, unit):
@@ -57,7 +57,7 @@ def test_the_chosen_allocation_fails_and_no_other(sizes, data):
             failed.append(index)
     assert failed == [number]
     assert not pool.failure_is_planted
-    assert pool.allocation_count == len(sizes) - 1
+    assert pool.n_allocations == len(sizes) - 1
 
 
 def test_the_error_names_the_device_and_every_size_exactly():
@@ -95,7 +95,7 @@ def test_an_empty_allocation_is_not_one():
     pool = make_pool(budget_bytes=0)
     pool.fail_at(1)
     pool.free(pool.allocate(0, 0.0))
-    assert pool.allocation_count == 0
+    assert pool.n_allocations == 0
     assert pool.failure_is_planted
 
 
@@ -116,7 +116,7 @@ def test_a_full_pool_waits_for_recorded_streams_before_it_fails():
     pool.allocate(90, 0.5)
     assert waits == [2.0]
     assert pool.retry_count == 1
-    assert pool.oom_count == 0
+    assert pool.n_ooms == 0
     assert pool.active_bytes == 90
 
 
@@ -128,4 +128,4 @@ def test_resetting_the_peak_starts_it_from_what_is_allocated():
     pool.reset_peaks()
     assert pool.peak_bytes == 50
     pool.reset_totals()
-    assert pool.allocation_count == 0
+    assert pool.n_allocations == 0

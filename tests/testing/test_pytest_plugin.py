@@ -82,7 +82,7 @@ def test_the_command_chooses_the_allocator_of_tests_that_name_none(suite):
 
 
 def test_each_test_starts_afresh(sim):
-    assert sim.allocated_bytes == sim.peak_bytes == sim.allocation_count == 0
+    assert sim.allocated_bytes == sim.peak_bytes == sim.n_allocations == 0
     assert sim.elapsed_s == 0.0
     assert sim.budget_bytes is None
 
@@ -90,7 +90,7 @@ def test_each_test_starts_afresh(sim):
 def test_the_fixture_takes_a_budget_a_link_and_a_failure(sim):
     from tenure.testing import Rates
 
-    assert sim(budget="1KiB", link=Rates(copy_latency_s=1.0), fail_at=2) is sim
+    assert sim(budget="1KiB", rates=Rates(copy_latency_s=1.0), fail_at=2) is sim
     assert sim.budget_bytes == 1024
     assert sim.rates.copy_latency_s == 1.0
     torch.ones(1, device=sim.device)

@@ -82,7 +82,7 @@ def test_without_the_wait_of_the_host_it_reads_poison(sim):
 
 def test_the_share_of_the_limit_is_a_number_that_repeats(sim):
     def share():
-        sim(link=Rates(h2d_bytes_per_s=1e8, d2h_bytes_per_s=2e8))
+        sim(rates=Rates(h2d_bytes_per_s=1e8, d2h_bytes_per_s=2e8))
         RingProgram(sim).run()
         return sim.busy_s("h2d") / sim.elapsed_s
 

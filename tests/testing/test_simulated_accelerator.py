@@ -96,7 +96,7 @@ def test_a_process_whose_privateuse1_has_a_name_is_refused_by_that_name():
 def test_the_options_are_those_of_the_simulator_and_are_checked_there():
     declared = list(inspect.signature(Simulator.__call__).parameters.values())[1:]
     assert list(inspect.signature(simulated_accelerator).parameters.values()) == declared
-    with simulated_accelerator(budget="1KiB", link=Rates(copy_latency_s=1.0)) as sim:
+    with simulated_accelerator(budget="1KiB", rates=Rates(copy_latency_s=1.0)) as sim:
         assert (sim.budget_bytes, sim.rates.copy_latency_s) == (1024, 1.0)
     with pytest.raises(TypeError, match="unexpected keyword argument 'bugdet'"):
         simulated_accelerator(bugdet=1)  # not first where the block is entered
@@ -113,7 +113,7 @@ def test_the_options_are_those_of_the_simulator_and_are_checked_there():
         *[("fail_at", value, "are counted from 1") for value in (0, True)],
         *[("detect_races", value, "True or False") for value in (0, None, "no")],
         *[(name, 1, "True or False") for name in ("late_kernels", "late_engine")],
-        ("link", 5, r"give Rates\(\.\.\.\)"),
+        ("rates", 5, r"give Rates\(\.\.\.\)"),
     ],
 )
 def test_a_value_that_means_nothing_is_refused_by_name_and_changes_nothing(
@@ -248,7 +248,7 @@ def test_the_example_of_a_docstring_runs(shown):
 
 
 def test_a_launched_kernel_takes_its_time_and_touches_what_it_says(sim):
-    sim(link=Rates(host_launch_s=0.0, kernel_launch_s=0.0))
+    sim(rates=Rates(host_launch_s=0.0, kernel_launch_s=0.0))
     x, y = torch.zeros(4, device=sim.device), torch.zeros(4, device=sim.device)
     sim.module.synchronize()
     begin_s, launches = sim.elapsed_s, sim.launches("compute")

@@ -121,7 +121,7 @@ def test_an_event_recorded_too_early_does_not_order_later_work(sim):
 
 
 def test_events_measure_virtual_milliseconds(sim):
-    sim(link=Rates(memory_bytes_per_s=1000.0, kernel_launch_s=0.0, host_launch_s=0.0))
+    sim(rates=Rates(memory_bytes_per_s=1000.0, kernel_launch_s=0.0, host_launch_s=0.0))
     x = torch.zeros(500, dtype=torch.uint8, device=sim.device)
     start = sim.module.Event(enable_timing=True)
     end = sim.module.Event(enable_timing=True)
@@ -157,7 +157,7 @@ def test_a_loop_that_asks_an_event_ends_and_orders_the_host(sim):
 def test_copies_and_kernels_on_two_streams_overlap_on_the_virtual_clock(sim):
     n_bytes = 1 << 16
     sim(
-        link=Rates(
+        rates=Rates(
             h2d_bytes_per_s=1e6,
             memory_bytes_per_s=1e6,
             copy_latency_s=0.0,

@@ -36,7 +36,7 @@ def test_a_device_index_that_does_not_exist_is_named(sim, use):
 
 def test_views_share_memory_and_allocate_nothing(sim):
     x = torch.zeros(4, 6, device=sim.device)
-    count = sim.allocation_count
+    count = sim.n_allocations
     views = [
         x.t(),
         x[1:3, ::2],
@@ -45,7 +45,7 @@ def test_views_share_memory_and_allocate_nothing(sim):
         x.expand(2, 4, 6),
         x.view(torch.int32),
     ]
-    assert sim.allocation_count == count
+    assert sim.n_allocations == count
     x.fill_(1)
     assert all(bool(view.ne(0).all()) for view in views)
 

@@ -32,7 +32,7 @@ def test_moving_and_converting_happen_in_one_call(sim):
 
 
 def test_pinned_copies_run_at_the_speed_of_the_link_and_pageable_ones_do_not(sim):
-    sim(link=SLOW)
+    sim(rates=SLOW)
     host = torch.zeros(1000, dtype=torch.uint8)
     device = host.pin_memory().to(sim.device)
     assert sim.busy_s("h2d") == 1.0
@@ -109,7 +109,7 @@ def test_a_tensor_moves_to_meta_without_its_values(sim):
     ],
 )
 def test_a_copy_that_changes_type_or_layout_is_as_slow_as_a_pageable_one(sim, host, device):
-    sim(link=SLOW)
+    sim(rates=SLOW)
     pinned = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype)
     sim.module.cudart().cudaHostRegister(pinned.data_ptr(), pinned.untyped_storage().nbytes(), 0)
     target = torch.empty_strided(device.size(), device.stride(), device=sim.device)
@@ -120,7 +120,7 @@ def test_a_copy_that_changes_type_or_layout_is_as_slow_as_a_pageable_one(sim, ho
 
 
 def test_part_of_a_pinned_buffer_moves_at_the_speed_of_the_link(sim):
-    sim(link=SLOW)
+    sim(rates=SLOW)
     host = torch.zeros(10, 4).pin_memory()
     order = torch.zeros(2, 3, device=sim.device).t()
     order.copy_(torch.zeros(2, 3).t().pin_memory(), non_blocking=True)

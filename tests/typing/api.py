@@ -617,7 +617,7 @@ def stepping(x: Tensor, model: nn.Module) -> None:
     step(named, x, then=lambda terms: terms["mean"].log(), once=lambda: x.sum())
     step(model, x, loss=torch.sum, batchnorm="per_chunk", in_dims=1, out_dims=(0, None))
     step(model, x, loss="sum", in_dims={"x": None}, cache_type=NoBatchsizeCache, context="step")
-    report = check_split(loss_of, {"x": x}, samples=4, rtol=1e-6)
+    report = check_split(loss_of, {"x": x}, n_samples=4, rtol=1e-6)
     assert_type(report, SplitReport)
     assert_type(report.ok, bool)
     for difference in report.differences:
@@ -666,7 +666,7 @@ def failing(x: Tensor) -> str:
 
 
 def testing(work: Callable[[], int]) -> None:
-    with simulated_accelerator(budget="1MiB", link=Rates(flops_per_s=1e9), fail_at=3) as sim:
+    with simulated_accelerator(budget="1MiB", rates=Rates(flops_per_s=1e9), fail_at=3) as sim:
         assert_type(sim, Simulator)
         assert_type(sim(allocator="cuda", devices=2), Simulator)
         assert_type(sim.device, torch.device)

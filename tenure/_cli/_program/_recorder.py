@@ -217,7 +217,7 @@ class Recorder:
         recording = self._measuring.recording(facts, self._notes)
         # a name that was mistaken is told at once
         missing = (f"tenure run: {note}" for note in recording.notes if note.startswith("--lines"))
-        self._summary = (*missing, *recording.summary())
+        self._summary = (*missing, *recording.summary().splitlines())
         found: dict[str, Any] = recording.to_dict()
         return found
 

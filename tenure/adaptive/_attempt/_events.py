@@ -50,9 +50,9 @@ class AdaptiveEvent:
     freed_bytes: int = 0
 
     def __str__(self) -> str:
-        return self.told_of(repr(self.name))
+        return self._told_of(repr(self.name))
 
-    def told_of(self, work: str) -> str:
+    def _told_of(self, work: str) -> str:
         """The decision in words.
 
         Args:
@@ -189,7 +189,7 @@ def tell(event: AdaptiveEvent, on_retry: OnRetry | None = None) -> None:
     if event.kind != "give_up":
         level = logging.WARNING if event.kind in ("shrink", "fallback") else logging.INFO
         if _logger.isEnabledFor(level):
-            _logger.log(level, "tenure: %s", event.told_of(_named(event.name)))
+            _logger.log(level, "tenure: %s", event._told_of(_named(event.name)))
     # What a listener raises is not caught: so a program can end a retry.
     for listener in (*_listeners, *([on_retry] if on_retry else [])):
         listener(event)

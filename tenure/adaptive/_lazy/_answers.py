@@ -143,10 +143,10 @@ def _requires_grad_(self: Handle, requires_grad: bool = True) -> Handle:
     leaf = tape.leaves.get(self._number)
     if leaf is None or any(self._number in entry.reads for entry in tape.entries):
         _noted(self, Tensor.requires_grad_, (Ref(self._number), requires_grad))
-        self.become(self._meta.requiring(requires_grad))
+        self._become(self._meta.requiring(requires_grad))
         return self
     leaf.value.requires_grad_(requires_grad)
-    self.become(meta_of(leaf.value, self._meta.label))
+    self._become(meta_of(leaf.value, self._meta.label))
     return self
 
 

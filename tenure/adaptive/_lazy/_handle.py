@@ -22,7 +22,7 @@ class Handle(Tensor):
     _is_data: bool = False
 
     @classmethod
-    def of(cls, tape: Tape, number: int, meta: Meta) -> Self:
+    def _of(cls, tape: Tape, number: int, meta: Meta) -> Self:
         """A handle of a recorded value."""
         made: Any = make_wrapper(
             cls,
@@ -37,7 +37,7 @@ class Handle(Tensor):
         found: Self = made
         return found
 
-    def become(self, meta: Meta) -> None:
+    def _become(self, meta: Meta) -> None:
         """Another tensor by now, as one that was written; autograd itself is told, too."""
         self._meta = meta
         # it would record no function of its own of a tensor that requires no grad

@@ -164,7 +164,7 @@ def _note_writes(entry: Entry, given: list[Handle], tape: Tape) -> None:
     for i in changed:
         tape.note_write(given[i]._number, getattr(entry.func, "__name__", ""))
     for i, meta in changed.items():
-        given[i].become(meta)
+        given[i]._become(meta)
 
 
 def _handles(
@@ -172,7 +172,7 @@ def _handles(
 ) -> Any:
     if isinstance(template, Out):
         if template >= 0:
-            return type(given[0]).of(tape, numbers[template], shape.metas[template])
+            return type(given[0])._of(tape, numbers[template], shape.metas[template])
         place = -1 - template
         return given[place] if place < len(given) else plains[place - len(given)]
     if isinstance(template, tuple | list):

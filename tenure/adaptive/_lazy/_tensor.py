@@ -97,6 +97,6 @@ def lazy_leaf(tensor: Tensor, tape: Tape, label: Any = SHARED) -> LazyTensor:
     """A handle of a tensor of the user's."""
     number = new_number()
     tape.leaves[number] = leaf_of(tensor, label)
-    made = LazyTensor.of(tape, number, meta_of(tensor, label))
+    made = LazyTensor._of(tape, number, meta_of(tensor, label))
     made._is_data = not tensor.requires_grad
     return made

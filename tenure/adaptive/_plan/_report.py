@@ -92,5 +92,5 @@ def plan_of(
         device=report.device,
         approximate=report.approximate,
         reasons=report.reasons,
-        adviser=report.adviser,
+        _adviser=report._adviser,
     )

@@ -105,7 +105,7 @@ class Adviser:
 class Advised:
     """A report with advice."""
 
-    adviser: Adviser | None = field(
+    _adviser: Adviser | None = field(
         default=None, repr=False, compare=False, kw_only=True, metadata={"key": None}
     )
 
@@ -116,10 +116,10 @@ class Advised:
         Found when it is first read, in some predictions more. Until then the report holds the
         function and what it was given. A report that was read from a file has none.
         """
-        return () if self.adviser is None else self.adviser.advice()
+        return () if self._adviser is None else self._adviser.advice()
 
     def _facts(self) -> dict[str, Any]:
         facts: dict[str, Any] = plain(self)
         # predicting is nothing that writing a report down should do
-        known = () if self.adviser is None else self.adviser.known
+        known = () if self._adviser is None else self._adviser.known
         return facts | {"advice": plain(known)}

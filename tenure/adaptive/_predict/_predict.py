@@ -121,7 +121,7 @@ def report_of(work: Work, *, is_counted: bool = False) -> PeakReport:
         if taken
         else None,
         _held_bytes=replay(Record(record.existing)).reserved_peak if taken else None,
-        adviser=Adviser(work, peak.n_bytes, observer.has_backward),
+        _adviser=Adviser(work, peak.n_bytes, observer.has_backward),
     )
 
 

@@ -77,7 +77,7 @@ class PeakReport(Advised, Report):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # the blocks of the work are of this process
-        return _again, (type(self), self.to_dict(), self.adviser)
+        return _again, (type(self), self.to_dict(), self._adviser)
 
     @property
     def needed_bytes(self) -> int:
@@ -176,4 +176,4 @@ class PeakReport(Advised, Report):
 def _again(
     cls: type[PeakReport], data: Mapping[str, object], adviser: Adviser | None
 ) -> PeakReport:
-    return replace(cls.from_dict(data), adviser=adviser)
+    return replace(cls.from_dict(data), _adviser=adviser)

@@ -297,7 +297,7 @@ def with_budget(
     if shared is None:
         assert not isinstance(budget, PagingBudget)
         return plan(budget)
-    return shared.fitted(device, lambda most, now: plan(Budget(most, now_bytes=now)))
+    return shared._fitted(device, lambda most, now: plan(Budget(most, now_bytes=now)))
 
 
 def speed_of(host: str | Path) -> LinkSpeed:

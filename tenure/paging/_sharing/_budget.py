@@ -101,7 +101,7 @@ class PagingBudget:
             f"{counted(n_models, 'model')}>"
         )
 
-    def fitted(self, device: torch.device, plan: _Plan[_Planned]) -> _Planned:
+    def _fitted(self, device: torch.device, plan: _Plan[_Planned]) -> _Planned:
         """The plan of another model, without anything being done for it.
 
         Args:
@@ -116,7 +116,7 @@ class PagingBudget:
             self._come_to(device)
             return self._planned(plan, self._attainable(), self._left())
 
-    def join(
+    def _join(
         self, device: torch.device, plan: _Plan[_Planned], size: Callable[[_Planned], int]
     ) -> tuple[_Planned, Share]:
         """The plan of another model, and its share, for which others give way as far as needed.
@@ -127,10 +127,10 @@ class PagingBudget:
             size: what a plan allocates at first.
 
         Raises:
-            PagingError: as of ``fitted``.
+            PagingError: as of ``_fitted``.
         """
         with self._lock:
-            planned = self.fitted(device, plan)
+            planned = self._fitted(device, plan)
             self._ask(size(planned) - self._left())
             if size(planned) > self._left():
                 # Those that run give nothing.
@@ -152,12 +152,12 @@ class PagingBudget:
                 error.minimum_bytes,
             ) from None
 
-    def close(self, share: Share) -> None:
+    def _close(self, share: Share) -> None:
         """A model is gone; what it had is anybody's."""
         with self._lock:
             self._shares = [each for each in self._shares if each() not in (None, share)]
 
-    def begin(self, share: Share) -> None:
+    def _begin(self, share: Share) -> None:
         """A pass of a model begins."""
         with self._lock:
             self._note_turn(share)
@@ -170,7 +170,7 @@ class PagingBudget:
                 self._grow(share)
             self._rebase()
 
-    def look(self, share: Share) -> None:
+    def _look(self, share: Share) -> None:
         """A model is about to use a unit: is memory short?"""
         gauge = self._gauge
         if gauge is None or not self._follows:
@@ -189,7 +189,7 @@ class PagingBudget:
                 self._ceiling = lowered(self._ceiling, self.held_bytes)
             self._rebase()
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """A pass of a model is over."""
         gauge = self._gauge
         if gauge is not None and self._is_looking:
@@ -197,7 +197,7 @@ class PagingBudget:
                 gauge.look(self._allocated_bytes())
                 gauge.end_pass()
 
-    def more(self, share: Share, n_bytes: int) -> bool:
+    def _more(self, share: Share, n_bytes: int) -> bool:
         """Whether a model that can't run without it may have so many bytes."""
         with self._lock:
             needed_bytes = n_bytes - self._left()
@@ -205,14 +205,14 @@ class PagingBudget:
                 self._ask(needed_bytes, besides=share)
             return n_bytes <= self._left()
 
-    def gave_back(self) -> None:
+    def _gave_back(self) -> None:
         """One of the models had to give memory back."""
         with self._lock:
             if self._ceiling is not None:
                 self._ceiling = lowered(self._ceiling, self.held_bytes, AFTER_AN_ERROR)
 
     @property
-    def is_shared(self) -> bool:
+    def _is_shared(self) -> bool:
         """Whether several models have it."""
         return len(self._shares) > 1
 

@@ -61,27 +61,27 @@ class Share(Lease):
     def begin(self) -> None:
         """See `Lease`."""
         self._measure()
-        self._budget.begin(self)
+        self._budget._begin(self)
 
     def look(self) -> None:
         """See `Lease`."""
-        self._budget.look(self)
+        self._budget._look(self)
 
     def end(self) -> None:
         """See `Lease`."""
-        self._budget.end()
+        self._budget._end()
 
     def more(self, n_bytes: int) -> bool:
         """See `Lease`."""
-        return self._budget.more(self, n_bytes)
+        return self._budget._more(self, n_bytes)
 
     def gave_back(self) -> None:
         """See `Lease`."""
-        self._budget.gave_back()
+        self._budget._gave_back()
 
     def close(self) -> None:
         """See `Lease`."""
-        self._budget.close(self)
+        self._budget._close(self)
 
     @property
     def held_bytes(self) -> int:
@@ -150,7 +150,7 @@ class Share(Lease):
     def _measure(self) -> None:
         """Note what is copied while a pass computes, where a pass is known to be over."""
         engine = None if self._engine is None else self._engine()
-        if engine is None or not self._budget.is_shared:
+        if engine is None or not self._budget._is_shared:
             return
         # Once the host waits for it, or a program that never waits would never be measured.
         measured = engine.hidden_bytes(may_wait=self._hidden_bytes is None)

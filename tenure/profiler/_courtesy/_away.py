@@ -53,7 +53,7 @@ class Moved:
     """The bytes of a storage, its tensors and its graphs while they are away.
 
     Args:
-        courtesy: the Courtesy that moved it, which is asked to ``forget`` what is back or dead.
+        courtesy: the Courtesy that moved it, which is asked to ``_forget`` what is back or dead.
         holding: the storage and all that shares it.
         host: uint8[n_bytes], the bytes of the storage.
         segment: where they lay.
@@ -140,7 +140,7 @@ def _let_go(reference: weakref.ref[Moved], _: Any) -> None:
     moved = reference()
     if moved is not None:
         moved.host = None
-        moved.courtesy.forget(moved)
+        moved.courtesy._forget(moved)
 
 
 def _refuse(reference: weakref.ref[Moved], node: str, _: tuple[Tensor, ...]) -> None:

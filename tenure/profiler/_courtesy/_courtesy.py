@@ -126,7 +126,7 @@ class Courtesy:
         if failure is not None:
             raise CourtesyError(self._still_away("this error"), self) from failure
 
-    def forget(self, moved: Moved) -> None:
+    def _forget(self, moved: Moved) -> None:
         """Let go of one that is back, or whose storage has died."""
         self._moved.pop(id(moved), None)
         if not self._moved:
@@ -267,7 +267,7 @@ class Courtesy:
             _staging.to_device(on_device, device)
         for moved in back:
             moved.come_back()
-            self.forget(moved)
+            self._forget(moved)
         return failure
 
     def _still_away(self, having_it: str) -> str:

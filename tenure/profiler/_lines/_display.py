@@ -218,11 +218,6 @@ class RecordsDisplay(Report):
         rows = (row for section in self.sections for row in section.rows)
         return tuple(record for _, _, record in rows if record is not None)
 
-    @property
-    def headings(self) -> list[str]:
-        """The names of all columns, the source's last."""
-        return [column.heading for column in self._columns()]
-
     _between = "\n\n"
 
     def __repr__(self) -> str:

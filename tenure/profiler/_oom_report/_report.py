@@ -49,11 +49,11 @@ class OomReport(Report):
         error: the type of the error and the beginning of its text.
         site: the user's line that it came from, as ``train.py:41 in loss_of``; can be empty.
         device: where memory ran out.
-        wanted_bytes: what the allocation asked for; 0 where nothing tells.
+        requested_bytes: what the allocation asked for; 0 where nothing tells.
         total_bytes: the memory of the device, or the limit on it; None where nothing tells.
         free_bytes: what of it was free; None where nothing tells.
         cause_bytes: the bytes that speak for the cause.
-        rows: bytes by category, on that device.
+        categories: bytes by category, on that device.
         lines: the lines that made the most, where sites were captured.
         holders: the places that keep the most.
         fragmentation: ``reserved_bytes``, ``allocated_bytes``, ``unused_bytes`` and
@@ -69,11 +69,11 @@ class OomReport(Report):
     error: str
     site: str
     device: str
-    wanted_bytes: int
+    requested_bytes: int
     total_bytes: int | None
     free_bytes: int | None
     cause_bytes: int
-    rows: dict[str, int]
+    categories: dict[str, int]
     lines: tuple[OomLine, ...]
     holders: tuple[OomLine, ...]
     fragmentation: dict[str, int]
@@ -86,7 +86,7 @@ class OomReport(Report):
     @property
     def used_bytes(self) -> int:
         """What the tensors that were found take on the device."""
-        return sum(self.rows.values())
+        return sum(self.categories.values())
 
     def __repr__(self) -> str:
         return f"<OomReport of {self.cause} on {self.device}: {self.first_line}>"
@@ -104,7 +104,7 @@ class OomReport(Report):
 
     def _failure(self) -> str:
         at = f" at {self.site}" if self.site else ""
-        wanted = f", wanted {format_bytes(self.wanted_bytes)}" if self.wanted_bytes else ""
+        wanted = f", wanted {format_bytes(self.requested_bytes)}" if self.requested_bytes else ""
         total = f" of {format_bytes(self.total_bytes)}" if self.total_bytes else ""
         free = (
             f", {format_bytes(self.free_bytes)} free{total}" if self.free_bytes is not None else ""
@@ -114,7 +114,7 @@ class OomReport(Report):
 
     def _tables(self) -> Iterator[Table]:
         total = max(1, self.used_bytes)
-        rows = [(name, in_bytes(n), f"{n / total:.0%}") for name, n in self.rows.items() if n]
+        rows = [(name, in_bytes(n), f"{n / total:.0%}") for name, n in self.categories.items() if n]
         if rows:
             yield _table("in use", self.device, "share", rows)
         for heading, lines in (("created at", self.lines), ("kept by", self.holders)):

@@ -70,7 +70,7 @@ class RecordingDiff(Report):
 
     Attributes:
         titles: the two commands.
-        seconds: how long each ran.
+        durations_s: how long each ran.
         peaks: by device, the most bytes of each run.
         categories: categories that differ at the end.
         tensors: tensors that differ at the end, by name, category and site; those of one container
@@ -82,7 +82,7 @@ class RecordingDiff(Report):
     """
 
     titles: tuple[str, str]
-    seconds: tuple[float, float]
+    durations_s: tuple[float, float]
     peaks: tuple[Change, ...]
     categories: tuple[Change, ...]
     tensors: tuple[Change, ...]
@@ -115,7 +115,7 @@ class RecordingDiff(Report):
         return f"<RecordingDiff of {self.titles[0]!r} and {self.titles[1]!r}>"
 
     def _parts(self) -> list[Part]:
-        heads = zip(_SIDES, self.titles, self.seconds, strict=True)
+        heads = zip(_SIDES, self.titles, self.durations_s, strict=True)
         lines = [f"{side}  {title}, {s:.1f} s" for side, title, s in heads]
         parts: list[Part] = [Paragraph("", "\n".join(lines))]
         if self.peaks:

@@ -48,7 +48,7 @@ class Growth:
             out, but for the one key of a mapping under which all of it grew.
         n_before: tensors there at the first of the looks.
         n_tensors: tensors there at the last look.
-        bytes_before: their bytes at the first of the looks.
+        before_bytes: their bytes at the first of the looks.
         n_bytes: their bytes at the last look.
         first_step: how many steps there were before the first of the looks.
         last_step: how many there were before the last look; 0 where only the end of the program was
@@ -60,7 +60,7 @@ class Growth:
     name: str
     n_before: int
     n_tensors: int
-    bytes_before: int
+    before_bytes: int
     n_bytes: int
     first_step: int
     last_step: int
@@ -69,7 +69,7 @@ class Growth:
     @property
     def grown_bytes(self) -> int:
         """By how much it grew, with what its graphs keep."""
-        return self.n_bytes - self.bytes_before + self.graph_bytes
+        return self.n_bytes - self.before_bytes + self.graph_bytes
 
     @property
     def n_steps(self) -> int:
@@ -82,10 +82,10 @@ class Growth:
             return f"{text}{format_bytes(self.n_bytes)}. {_ADVICE_OF_ENDS}"
         parts, n_new = [], self.n_tensors - self.n_before
         if n_new > 0:
-            grown = format_bytes(self.n_bytes - self.bytes_before)
+            grown = format_bytes(self.n_bytes - self.before_bytes)
             parts.append(f"grew by {counted(n_new, 'tensor')}, {grown}")
-        elif self.n_bytes > self.bytes_before:
-            parts.append(f"grew by {format_bytes(self.n_bytes - self.bytes_before)}")
+        elif self.n_bytes > self.before_bytes:
+            parts.append(f"grew by {format_bytes(self.n_bytes - self.before_bytes)}")
         if self.graph_bytes:
             parts.append(f"kept graphs of autograd alive, {format_bytes(self.graph_bytes)}")
         when = f"from step {self.first_step} to step {self.last_step}"

@@ -197,7 +197,7 @@ class Recording(Report):
             if most := largest_of(track.at_peak):
                 yield f"{track.device} after {track.peak_at_s:.1f} s: {most}, and others"
 
-    def summary(self) -> tuple[str, ...]:
+    def summary(self) -> str:
         """The highest peak and what grew most, a line for each that was recorded."""
         lines = []
         for device, n_bytes in sorted(self.peaks.items(), key=lambda each: -each[1])[:1]:
@@ -210,7 +210,7 @@ class Recording(Report):
             )
         # what is only held at the end is no growth
         grown = [each for each in self.growth if each.last_step]
-        return (*lines, *map(str, grown[:1]))
+        return "\n".join((*lines, *map(str, grown[:1])))
 
     def leaks_found(self) -> RecordedLeaks:
         """What grew, and what outlived a scope, as a report."""

@@ -118,7 +118,7 @@ class CachingPool(MemoryPool):
         }
         return stats | {
             "num_alloc_retries": self.retry_count,
-            "num_ooms": self.oom_count,
+            "num_ooms": self.n_ooms,
             "num_sync_all_streams": self._n_syncs,
             "num_device_alloc": self._n_device_allocs,
             "num_device_free": self._n_device_frees,
@@ -138,7 +138,7 @@ class CachingPool(MemoryPool):
 
     def reset_totals(self) -> None:
         """Start the running totals from zero."""
-        self.oom_count = self.retry_count = 0
+        self.n_ooms = self.retry_count = 0
         self._n_syncs = self._n_device_allocs = self._n_device_frees = 0
         for counters in self._groups.values():
             for counter in counters.values():

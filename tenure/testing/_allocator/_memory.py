@@ -80,7 +80,7 @@ class MemoryPool(ABC):
     ) -> None:
         self.budget_bytes = budget_bytes
         self.counters: dict[str, Counter] = {}
-        self.oom_count = 0
+        self.n_ooms = 0
         self.retry_count = 0
         self._until_failure: int | None = None
         self._waiting: list[_Waiting] = []
@@ -110,7 +110,7 @@ class MemoryPool(ABC):
         return self.counters["allocated_bytes"].peak
 
     @property
-    def allocation_count(self) -> int:
+    def n_allocations(self) -> int:
         """How many allocations succeeded so far."""
         return self.counters["allocation"].allocated
 
@@ -164,7 +164,7 @@ class MemoryPool(ABC):
 
     def refuse(self, requested_bytes: int, why: str = "") -> NoReturn:
         """Count a failed allocation and raise its error, with every size in the text."""
-        self.oom_count += 1
+        self.n_ooms += 1
         raise torch.OutOfMemoryError(self._failure_text(requested_bytes) + why)
 
     def reset_peaks(self) -> None:
@@ -174,7 +174,7 @@ class MemoryPool(ABC):
 
     def reset_totals(self) -> None:
         """Start the running totals from zero."""
-        self.oom_count = self.retry_count = 0
+        self.n_ooms = self.retry_count = 0
         for counter in self.counters.values():
             counter.allocated = counter.freed = 0
 
@@ -284,7 +284,7 @@ class ExactPool(MemoryPool):
             for figure in FIGURES
         }
         return stats | {
-            "num_ooms": self.oom_count,
+            "num_ooms": self.n_ooms,
             "num_alloc_retries": self.retry_count,
             "num_sync_all_streams": self.retry_count,
             "num_device_alloc": active.allocated,

@@ -54,7 +54,7 @@ class Settings:
                 f" {BLOCK_BYTES} bytes always. Leave it out."
             )
         if not isinstance(self.rates, Rates):
-            raise ValueError(f"link={self.rates!r}: give Rates(...), which names each speed.")
+            raise ValueError(f"rates={self.rates!r}: give Rates(...), which names each speed.")
         for name in ("detect_races", "late_kernels", "late_engine"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False.")

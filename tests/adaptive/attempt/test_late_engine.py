@@ -21,14 +21,14 @@ class SlowEngine:
     """Holds up what other threads free, from a failed pass until the retry."""
 
     def __init__(self, monkeypatch, sim):
-        self._sim, self._n_ooms = sim, sim.oom_count
+        self._sim, self._n_ooms = sim, sim.n_ooms
         self._retried, self._failed = threading.Event(), threading.Event()
         self._retried.set()
         self._free = _blocks._free
         monkeypatch.setattr(_blocks, "_free", self.free)
 
     def hold(self):
-        self._n_ooms = self._sim.oom_count
+        self._n_ooms = self._sim.n_ooms
         self._failed.clear()
         self._retried.clear()
 
@@ -40,7 +40,7 @@ class SlowEngine:
 
     def free(self, block):
         is_engine = threading.current_thread() is not threading.main_thread()
-        has_failed = self._sim.oom_count > self._n_ooms
+        has_failed = self._sim.n_ooms > self._n_ooms
         # Until the pass has raised: then the engine is late. What the node itself frees on its way
         # out comes before that, and waits in vain; a loaded machine takes its time.
         if is_engine and not self._retried.is_set() and has_failed and self._failed.wait(0.05):
@@ -103,11 +103,11 @@ class Program:
 
 def backward_allocations(sim, program):
     """The numbers of the allocations of a pass that its backward makes."""
-    before = sim.allocation_count
+    before = sim.n_allocations
     loss = program.loss(program.x)
-    first = sim.allocation_count - before
+    first = sim.n_allocations - before
     loss.backward()
-    return range(first + 1, sim.allocation_count - before + 1)
+    return range(first + 1, sim.n_allocations - before + 1)
 
 
 def kept_bytes(sim, slow_engine, program, numbers):

@@ -151,7 +151,7 @@ def test_a_retry_finds_room_on_the_second_device_and_leaves_the_first_alone(two,
 
     assert 1 <= fill() >> 20 <= 12
     assert "ran out of sim:1 memory" in caplog.text
-    assert (two.contexts, two.allocation_count, kept.device.index) == ({1}, 0, 1)
+    assert (two.contexts, two.n_allocations, kept.device.index) == ({1}, 0, 1)
 
 
 @pytest.mark.parametrize("allocator", ["exact", "cuda"])

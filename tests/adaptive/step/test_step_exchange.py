@@ -174,7 +174,7 @@ def test_trials_and_verifications_exchange_nothing():
     assert len(result.sizes) > 1
     assert sum(buckets) == sum(p.numel() for p in net.parameters())
     buckets.clear()
-    assert check_split(lambda b: module(b).square().mean(), x, samples=4)
+    assert check_split(lambda b: module(b).square().mean(), x, n_samples=4)
     assert buckets == []
 
 

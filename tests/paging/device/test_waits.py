@@ -188,7 +188,7 @@ def is_unpaged_while_it_computes(sim):
 
 
 def takes_memory_after_what_used_it(sim):
-    sim(link=Rates(memory_bytes_per_s=1e9))
+    sim(rates=Rates(memory_bytes_per_s=1e9))
     model = linears()
     for ring_bytes, stays in ((9 << 10, False), (0, True)):
         torch.zeros(1 << 16, device=sim.device).add_(1)  # its memory may be what the pager gets
@@ -240,7 +240,7 @@ def holds_what_it_has_read(sim):
 
 
 def needs_more_at_once_than_passes(sim):
-    sim(link=Rates(memory_bytes_per_s=1e9))
+    sim(rates=Rates(memory_bytes_per_s=1e9))
     torch.manual_seed(0)
     model, x = Early(), torch.randn(4, WIDTH, device=sim.device)
     planned = make_plan(model, sim.device, 1, "1MiB", ())
@@ -311,7 +311,7 @@ def takes_a_state_dict_in_its_forward(sim):
 
 
 def reads_a_weight_on_a_second_stream(sim):
-    sim(link=Rates(memory_bytes_per_s=1e8))
+    sim(rates=Rates(memory_bytes_per_s=1e8))
     model = nn.Sequential(*[Beside(Side(sim), joins=False) for _ in range(6)]).eval()
     with page(model, sim.device, budget="10KiB", prefetch=1):
         for _ in range(3):

@@ -17,7 +17,7 @@ SLOW = Rates(memory_bytes_per_s=1e8)
 
 @pytest.mark.parametrize("joins", [True, False])
 def test_a_weight_that_is_read_on_another_stream_is_there_and_stays(sim, joins):
-    sim(link=SLOW)
+    sim(rates=SLOW)
     side = Side(sim)
     model = nn.Sequential(*[Beside(side, joins=joins) for _ in range(6)]).eval()
     weights = [layer.weight.detach().clone() for layer in model]
@@ -50,7 +50,7 @@ class BesideWhole(nn.Module):
 
 
 def test_the_old_copy_of_a_changed_tensor_is_let_go_when_no_stream_reads_it(sim):
-    sim(link=SLOW)
+    sim(rates=SLOW)
     model, x = BesideWhole(Side(sim), Side(sim)).eval(), torch.randn(1, device=sim.device)
     with page(model, sim.device):
         for _ in range(3):
@@ -62,7 +62,7 @@ def test_the_old_copy_of_a_changed_tensor_is_let_go_when_no_stream_reads_it(sim)
 
 
 def test_what_another_stream_has_written_to_one_is_home_after_the_pass(sim):
-    sim(link=SLOW)
+    sim(rates=SLOW)
     model, x = BesideWhole(Side(sim)).train(), torch.randn(1, device=sim.device)
     with page(model, sim.device):
         for n_passes in (1, 2):
@@ -113,7 +113,7 @@ def test_a_report_waits_for_streams_beside_that_of_the_pass(sim, monkeypatch):
                 raise RuntimeError("Both events must be completed before calculating elapsed time.")
             return super().elapsed_time(end)
 
-    sim(link=Rates(memory_bytes_per_s=1e6))
+    sim(rates=Rates(memory_bytes_per_s=1e6))
     monkeypatch.setattr(sim.module, "Event", Strict)
     model = nn.Sequential(*[Behind(Side(sim)) for _ in range(6)]).eval()
     x = torch.randn(4, WIDTH, device=sim.device)

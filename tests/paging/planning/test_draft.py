@@ -176,7 +176,7 @@ def test_a_share_of_what_is_free_is_never_too_much(sim, free_mib, share, sizes):
     model = layers(*sizes)
     with suppress(PagingError), page(model, sim.device, budget=share) as handle:
         assert_as_planned(sim, handle.plan)
-    assert sim.oom_count == 0
+    assert sim.n_ooms == 0
 
 
 def test_where_the_allocator_reserves_more_than_is_free_that_is_said(sim):
@@ -187,7 +187,7 @@ def test_where_the_allocator_reserves_more_than_is_free_that_is_said(sim):
         r"for which the allocator reserves 20.0 MiB. Free memory of the device, or name",
     ):
         page(layers(3, 3), sim.device, budget="80%")
-    assert sim.allocation_count == 0
+    assert sim.n_allocations == 0
 
 
 def test_a_plan_says_what_is_allocated_and_what_is_reserved(sim):

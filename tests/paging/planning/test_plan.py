@@ -19,7 +19,7 @@ def model():
 
 def test_a_plan_is_printable_before_anything_runs(sim, model):
     plan = plan_paging(model, sim.device, "256KiB", budget="1MiB", compute_s=2e-5)
-    assert sim.allocation_count == 0
+    assert sim.n_allocations == 0
     assert str(plan) == (
         "Sequential on sim:0: 1.5 MiB in 6 units, within 1.0 MiB (at least 256.0 KiB)\n"
         "  stays   768.0 KiB in 3 units\n"
@@ -53,7 +53,7 @@ def test_an_impossible_budget_is_refused_and_the_named_minimum_does(sim, model):
     ) as caught:
         page(model, sim.device, budget="255KiB")
     assert caught.value.minimum_bytes == 256 * 1024
-    assert sim.allocation_count == 0
+    assert sim.n_allocations == 0
     plan = plan_paging(model, sim.device, budget=caught.value.minimum_bytes)
     assert plan.allocated_bytes == plan.minimum_bytes == caught.value.minimum_bytes
 
@@ -127,7 +127,7 @@ def test_max_layer_size_is_in_parameters_or_in_bytes(sim):
 def test_what_can_not_be_asked_for_is_refused(sim, model, options, message):
     with pytest.raises(PagingError, match=message):
         page(model, **{"device": sim.device} | options)
-    assert sim.allocation_count == 0
+    assert sim.n_allocations == 0
 
 
 def test_a_budget_that_can_not_be_read_is_refused(sim, model):
@@ -161,7 +161,7 @@ def foreign():
 def test_what_can_not_be_paged_is_refused(sim, make, message):
     with pytest.raises(PagingError, match=message):
         page(make(), sim.device)
-    assert sim.allocation_count == 0
+    assert sim.n_allocations == 0
 
 
 def test_a_model_on_the_device_is_refused(sim):

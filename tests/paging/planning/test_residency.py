@@ -44,7 +44,7 @@ class Timed(nn.Module):
 
 def share_of_limit(sim, block_bytes, budget_bytes, ratio):
     """The share; the plan must have predicted the time of a pass."""
-    sim(link=Rates(h2d_bytes_per_s=LINK_BYTES_PER_S))
+    sim(rates=Rates(h2d_bytes_per_s=LINK_BYTES_PER_S))
     times = [ratio * n_bytes / LINK_BYTES_PER_S for n_bytes in block_bytes]
     model = nn.Sequential(*map(Timed, block_bytes, times)).eval()
     link = LinkSpeed(LINK_BYTES_PER_S, sim.rates.copy_latency_s)

@@ -50,7 +50,7 @@ def test_it_begins_with_a_part_and_takes_what_computation_leaves(sim):
     assert found == sorted(found)
     assert found[-1] > found[0] + 0.1 * MEMORY
     assert MEMORY // 32 <= MEMORY - sim.peak_bytes <= MEMORY // 8
-    assert sim.oom_count == 0
+    assert sim.n_ooms == 0
     assert paged.handle.plan == plan
     paged.handle.unpage()
 
@@ -70,7 +70,7 @@ def test_what_another_process_takes_is_given_back_and_taken_again_when_it_is_gon
     assert found == sorted(found)
     assert found[2] == least
     assert found[-1] == pytest.approx(whole, rel=0.05)
-    assert sim.oom_count == 0
+    assert sim.n_ooms == 0
     paged.handle.unpage()
 
 
@@ -115,7 +115,7 @@ def test_weights_go_within_a_pass_before_memory_runs_out(sim):
         for _ in range(3):
             assert torch.equal(model(x).cpu(), expected)
         assert handle._resources.resident_bytes < before_bytes
-    assert sim.oom_count == 0
+    assert sim.n_ooms == 0
 
 
 class Caching(nn.Module):
@@ -158,7 +158,7 @@ def test_a_cache_that_grows_has_room_where_a_plan_that_stays_has_none(
     with page(model, sim.device, budget="auto") as handle:
         at_first = handle.plan.allocated_bytes
         found = outputs(model, sim.device, n_passes, rows)
-        assert sim.oom_count == 0
+        assert sim.n_ooms == 0
         assert all(map(torch.equal, found, expected))
         assert handle.report().allocated_bytes < at_first
     sim(budget=memory)
@@ -185,7 +185,7 @@ def test_a_language_model_generates_beyond_what_a_plan_that_stays_has_room_for(s
     with page(model, sim.device, budget="auto") as handle:
         at_first = handle.plan.allocated_bytes
         assert torch.equal(model.generate(tokens, **options).cpu(), expected)
-        assert sim.oom_count == 0
+        assert sim.n_ooms == 0
         assert handle.report().allocated_bytes < at_first
     sim(budget=memory)
     with page(model, sim.device, budget=at_first), pytest.raises(torch.OutOfMemoryError):
@@ -201,7 +201,7 @@ def test_models_that_follow_what_is_free_share_it(sim):
         first.run(4)
         second.run(4)
     assert second.resident_bytes > 0.5 * MEMORY
-    assert sim.oom_count == 0
+    assert sim.n_ooms == 0
     second.handle.unpage()
     run(sim, first, 12)
     assert first.handle.report().bytes_per_pass == 0

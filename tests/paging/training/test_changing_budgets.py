@@ -81,6 +81,6 @@ def test_it_trains_in_what_others_leave_free(sim):
     with page(model, sim.device, "36KiB", budget="auto", training=True) as handle:
         found = train(sim, model, batches, between)
     assert_all_same(found, expected)
-    assert sim.oom_count == 0
+    assert sim.n_ooms == 0
     assert min(staying[5:8]) < staying[4]
     assert min(staying[5:8]) < staying[-1]

@@ -45,7 +45,7 @@ class Layer(nn.Module):
 def run(sim, ratio, n_steps=4, *, frozen=0, saved_bytes=4, **options):
     """The virtual times of steps at half of the weights, and of each its faults."""
     sim(
-        link=Rates(
+        rates=Rates(
             h2d_bytes_per_s=BYTES_PER_S,
             d2h_bytes_per_s=BYTES_PER_S,
             host_launch_s=1e-7,

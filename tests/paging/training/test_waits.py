@@ -16,7 +16,7 @@ pytestmark = pytest.mark.sim_allocator("cuda")
 
 def steps(sim, pair):
     """Steps, a forward that no backward pass follows, and a gradient that is added to."""
-    sim(link=Rates(d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9))
+    sim(rates=Rates(d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9))
     both = pair()
     optimizers = {m: torch.optim.SGD(m.parameters(), 0.1) for m in (both.host, both.there)}
 

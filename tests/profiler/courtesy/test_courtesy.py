@@ -135,7 +135,7 @@ def test_a_storage_of_several_buffers_comes_back(sim, monkeypatch):
 
 
 def test_most_bytes_go_through_pinned_memory(sim):
-    sim(link=Rates(pageable_bytes_per_s=1.0, copy_latency_s=0, host_copy_s=0))
+    sim(rates=Rates(pageable_bytes_per_s=1.0, copy_latency_s=0, host_copy_s=0))
     x = torch.zeros(1 << 20, dtype=torch.uint8, device=sim.device)
     started_s = sim.elapsed_s
     with Courtesy():

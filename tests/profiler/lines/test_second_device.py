@@ -18,7 +18,7 @@ def two(sim, request):
     sim(devices=2, allocator=request.param)
     yield sim
     assert sim.contexts == {1}
-    assert sim.allocation_count == 0
+    assert sim.n_allocations == 0
     assert sim.module.current_device() == 0
 
 

@@ -32,13 +32,13 @@ def test_an_error_that_the_program_handles_is_seen(recorder):
     with pytest.raises(torch.OutOfMemoryError):
         pile_up()
     report = recorder.report
-    assert (report.cause, report.device, report.wanted_bytes) == ("results", "cpu", 262_144)
+    assert (report.cause, report.device, report.requested_bytes) == ("results", "cpu", 262_144)
     assert report.first_line == (
         "Results pile up: kept[…] keeps 4 tensors, 1.0 MiB. Use chunked(collect=)."
     )
     assert report.site.endswith("in pile_up")
     assert (report.total_bytes, report.free_bytes) == (1 << 20, 0)
-    assert report.rows["other tensors"] >= 1 << 20
+    assert report.categories["other tensors"] >= 1 << 20
 
 
 def test_the_error_goes_on_as_the_same_object(recorder):
@@ -102,7 +102,7 @@ def test_an_error_of_pythons_own_beside_a_small_model_has_no_known_cause():
     report = recorder.report
     assert (report.cause, report.cause_bytes) == ("unknown", 0)
     assert report.first_line == "Out of memory; too little was seen to tell why."
-    assert report.rows["parameters"] >= model.weight.nbytes
+    assert report.categories["parameters"] >= model.weight.nbytes
 
 
 def test_what_a_hook_keeps_beside_training_is_a_leak_and_no_result(recorder):
@@ -158,7 +158,7 @@ def test_units_of_an_errors_text_are_those_of_allocators():
     )
     with pytest.raises(torch.OutOfMemoryError), record_oom(quiet=True) as recorder:
         raise error
-    assert (recorder.report.wanted_bytes, recorder.report.total_bytes) == (1 << 30, 2 << 30)
+    assert (recorder.report.requested_bytes, recorder.report.total_bytes) == (1 << 30, 2 << 30)
 
 
 def test_other_errors_are_no_news(recorder):
@@ -200,11 +200,11 @@ def test_a_second_error_that_is_handled_has_a_report_of_its_own(recorder):
     for _ in range(3):
         with memory_budget("1MiB"), pytest.raises(torch.OutOfMemoryError):
             torch.ones(1024, 1024)
-    assert (recorder.report.cause, recorder.report.wanted_bytes) == ("batch", 4 << 20)
+    assert (recorder.report.cause, recorder.report.requested_bytes) == ("batch", 4 << 20)
     assert [each.cause for each in recorder.reports] == ["results", "batch"]
     with memory_budget("1MiB"), pytest.raises(torch.OutOfMemoryError):
         torch.ones(2048, 1024)
-    assert recorder.report.wanted_bytes == 8 << 20
+    assert recorder.report.requested_bytes == 8 << 20
 
 
 def test_an_error_that_ends_the_program_is_explained_beside_the_first():
@@ -250,7 +250,8 @@ def main():
     while True:
         kept.append(torch.ones(1 << 18))
 used = int(open("/proc/self/status").read().partition("VmData:")[2].split()[0]) * 1024
-atexit.register(lambda: print(recorder.report.cause, recorder.report.rows["other tensors"] >> 20))
+report_of = lambda report: (report.cause, report.categories["other tensors"] >> 20)
+atexit.register(lambda: print(*report_of(recorder.report)))
 resource.setrlimit(resource.RLIMIT_DATA, (used + (60 << 20),) * 2)
 main()
 """)
@@ -269,7 +270,7 @@ def test_without_the_reserve_the_report_is_poorer_and_there(monkeypatch):
         pile_up()
     report = recorder.report
     assert report.notes == ("There was not enough memory left to look at the tensors.",)
-    assert report.wanted_bytes == 262_144
+    assert report.requested_bytes == 262_144
     assert report.site.endswith("in pile_up")
 
 

@@ -35,7 +35,7 @@ def growth(name="losses", **changes):
     facts = {
         "n_before": 2,
         "n_tensors": 8,
-        "bytes_before": 8,
+        "before_bytes": 8,
         "n_bytes": 32,
         "first_step": 2,
         "last_step": 8,

@@ -37,7 +37,7 @@ def check_split(
     scaler: Scaler | None = None,
     in_dims: SampleDims = 0,
     out_dims: SampleDims = 0,
-    samples: int = 8,
+    n_samples: int = 8,
     rtol: float | None = None,
 ) -> SplitReport:
     """Say whether `step` gives the same in micro-batches, and which module or parameter differs.
@@ -58,7 +58,7 @@ def check_split(
         scaler: as for `step`.
         in_dims: as for `step`.
         out_dims: as for `step`.
-        samples: the most samples to use.
+        n_samples: the most samples to use.
         rtol: the largest relative error that passes; by default 1e-9 for float64, 1e-4 for float32
             and 5e-2 for less.
 
@@ -81,7 +81,7 @@ def check_split(
         model=model, batchnorm="per_chunk", scaler=scaler, in_dims=in_dims, out_dims=out_dims,
     )  # fmt: skip
     spec.check()
-    part = _first_samples(batch, in_dims, checked_size("samples", samples))
+    part = _first_samples(batch, in_dims, checked_size("n_samples", n_samples))
     parts = StepParts(dataclasses.replace(spec, batch=part))
     _check_number(parts)
     # unequal parts: where both are as long, a mean of means is the mean, and hides a wrong weight

@@ -212,10 +212,10 @@ def test_the_number_of_samples_and_the_tolerance_can_be_chosen():
         return net(b).square().mean() * (1 + 1e-3 * (len(b) == 2))
 
     x = _x().float()
-    report = check_split(fn, x, samples=7)
+    report = check_split(fn, x, n_samples=7)
     assert (report.sizes, report.rtol, report.ok) == ((5, 2), 1e-4, False)
     assert max(seen) == 7
-    assert check_split(fn, x, samples=7, rtol=0.1)
+    assert check_split(fn, x, n_samples=7, rtol=0.1)
     report = check_split(fn, x)
     assert (report.sizes, report.ok) == ((5, 3), True)
 
@@ -249,12 +249,14 @@ def test_batchnorm_on_few_samples_is_named_too(n_samples, sizes):
 def test_the_number_of_samples_may_be_of_numpy():
     np = pytest.importorskip("numpy")
     net = _net(nn.Tanh())
-    assert check_split(lambda b: net(b).mean(), _x(), samples=np.int64(6)).sizes == (4, 2)
+    assert check_split(lambda b: net(b).mean(), _x(), n_samples=np.int64(6)).sizes == (4, 2)
 
 
 def test_a_number_of_samples_that_is_none_is_refused():
-    with pytest.raises(AdaptiveUsageError, match=r"samples=0 is not a size\. Give a whole number"):
-        check_split(lambda b: b.mean(), _x(), samples=0)
+    with pytest.raises(
+        AdaptiveUsageError, match=r"n_samples=0 is not a size\. Give a whole number"
+    ):
+        check_split(lambda b: b.mean(), _x(), n_samples=0)
 
 
 def test_a_single_sample_can_not_be_split():
