@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-_HOST = ("cpu", "meta")
+NO_ACCELERATOR = ("cpu", "meta")
+"""The types of devices that no accelerator is behind: there is one of each, without an index."""
 # A backend need not have `memory_stats()`, and that of a device not yet in use is empty. MPS has
 # functions of other names, without a device: see
 # test_the_only_device_of_its_kind_has_its_own_names.
@@ -48,7 +49,7 @@ def indexed(device: str | int | torch.device) -> torch.device:
         TypeError: it is no device.
     """
     found = torch.device(device)
-    if found.type in _HOST:
+    if found.type in NO_ACCELERATOR:
         return torch.device(found.type)
     if found.index is not None:
         return found
@@ -63,7 +64,7 @@ def accelerator_of(device: str | torch.device | None) -> tuple[Any, torch.device
         return None
     try:
         found = indexed(device)
-        return None if found.type in _HOST else (torch.get_device_module(found), found)
+        return None if found.type in NO_ACCELERATOR else (torch.get_device_module(found), found)
     # torch does not know it, or this machine, or this process, has none
     except Exception:
         return None

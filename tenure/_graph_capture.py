@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ._devices import NO_ACCELERATOR
 from ._heap import instances, is_kind, tracked_objects
 
 _GRAPHS = ("CUDAGraph", "XPUGraph")
@@ -24,7 +25,7 @@ def is_capturing(device: torch.device) -> bool:
 
     Source: ``torch.cuda.is_current_stream_capturing``.
     """
-    if device.type in ("cpu", "meta"):
+    if device.type in NO_ACCELERATOR:
         return False
     try:
         module = torch.get_device_module(device)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tenure._devices import indexed
+from tenure._devices import NO_ACCELERATOR, indexed
 from tenure._errors import AdaptiveUsageError, OutOfRetriesError
 from tenure._host_memory import free_host_bytes
 from tenure._show import steps
@@ -191,7 +191,7 @@ def _device_of(device: Any, reached: list[torch.device]) -> torch.device:
                 f"{_ENTRY}() got device={device!r}: {reason}. Name a device that tensors can be "
                 'made on, such as "cpu" or "cuda:0".'
             ) from error
-    found = [each for each in reached if each.type not in ("cpu", "meta")]
+    found = [each for each in reached if each.type not in NO_ACCELERATOR]
     if found:
         return found[0]
     current = torch.accelerator.current_accelerator(check_available=True)

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from tenure._absent_devices import Elsewhere, is_here
-from tenure._devices import indexed
+from tenure._devices import NO_ACCELERATOR, indexed
 from tenure._errors import PredictionError
-
-_HOST = ("cpu", "meta")
 
 
 class Target(NamedTuple):
@@ -57,7 +55,7 @@ class Target(NamedTuple):
                 the process would end where autograd meets a tensor of it.
         """
         device = kwargs.get("device")
-        if device is None or device.type in _HOST or is_here(device.type):
+        if device is None or device.type in NO_ACCELERATOR or is_here(device.type):
             return kwargs
         if device.type != self.device.type:
             raise PredictionError(
@@ -90,7 +88,7 @@ def target_of(device: torch.device | str | None, tensors: Iterable[Tensor]) -> T
         device = next(iter(places), torch.device("cpu"))
         return Target(device, device)
     named = torch.device(device)
-    if named.type in _HOST:
+    if named.type in NO_ACCELERATOR:
         return Target(torch.device("cpu"), torch.device("cpu"))
     if accelerators:
         alike = [each for each in accelerators if each.type == named.type]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tenure._devices import NO_ACCELERATOR
 from tenure.scopes import persist
 
 
@@ -136,7 +137,7 @@ class RngState:
         if found is not None and _is_initialized(found):
             indexes = range(torch.accelerator.device_count())
             devices |= dict.fromkeys(torch.device(found.type, index) for index in indexes)
-        return [device for device in devices if device.type not in ("cpu", "meta")]
+        return [device for device in devices if device.type not in NO_ACCELERATOR]
 
 
 def _with_state(generators: Iterable[Generator]) -> list[Generator]:

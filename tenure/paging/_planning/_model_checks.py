@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from tenure._callers import warn_user
-from tenure._devices import indexed
+from tenure._devices import NO_ACCELERATOR, indexed
 from tenure._errors import PagingError, PagingWarning
 from tenure._text import describe_tensor
 from tenure._torch.sharding import is_dtensor
@@ -86,7 +86,7 @@ def checked_device(
         raise PagingError(f"{device!r} is not a device.") from error
     if chosen.type == "cpu" and elsewhere is Elsewhere.CPU:
         return torch.device("cpu")
-    if chosen.type in ("cpu", "meta"):
+    if chosen.type in NO_ACCELERATOR:
         raise PagingError(
             f"A model in host memory can't be paged to {chosen.type!r}: there is nothing to gain. "
             f"Name an accelerator, such as 'cuda'{elsewhere.value}."

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
+from tenure._devices import NO_ACCELERATOR
 from tenure._heap import (
     cpp_uses,
     gradient_of,
@@ -33,8 +34,6 @@ from tenure._torch.autograd import wraps_saved_tensors
 from tenure._torch.quiet import quietly
 from tenure._torch.storages import key_of, owners_of_storage
 
-# Memory of the host never moves, and meta tensors have none.
-_NO_MEMORY = frozenset({"cpu", "meta"})
 _NODE = "node"
 # objects whose references are looked at together
 _CHUNK = 1 << 16
@@ -159,7 +158,8 @@ class _Found:
 
 
 def _enter(by_key: dict[int, Holding], storage: UntypedStorage) -> Holding | None:
-    if storage.device.type in _NO_MEMORY or storage.nbytes() == 0:
+    # memory of the host never moves, and meta tensors have none
+    if storage.device.type in NO_ACCELERATOR or storage.nbytes() == 0:
         return None
     return by_key.setdefault(key_of(storage), Holding(storage))
 

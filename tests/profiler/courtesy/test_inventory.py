@@ -12,7 +12,7 @@ from tenure.profiler._courtesy import _inventory
 
 @pytest.fixture(autouse=True)
 def _cpu_counts(monkeypatch):
-    monkeypatch.setattr(_inventory, "_NO_MEMORY", frozenset({"meta"}))
+    monkeypatch.setattr(_inventory, "NO_ACCELERATOR", frozenset({"meta"}))
 
 
 def holdings():

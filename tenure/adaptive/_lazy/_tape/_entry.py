@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tenure._devices import NO_ACCELERATOR
 from tenure._storages import storage_key
 from tenure._torch.writes import version_of
 
@@ -51,7 +52,7 @@ class Modes(NamedTuple):
     @staticmethod
     def now(kind: str) -> Modes:
         """Those of this moment, for the host and one more kind of device."""
-        kinds = ("cpu",) if kind in ("cpu", "meta") else ("cpu", kind)
+        kinds = ("cpu",) if kind in NO_ACCELERATOR else ("cpu", kind)
         return Modes(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
