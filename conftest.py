@@ -64,7 +64,7 @@ _pages = Sybil(
     teardown=_end,
 )
 _docstrings = Sybil(
-    parsers=[DocTestParser(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)],
+    parsers=[DocTestParser(optionflags=doctest.NORMALIZE_WHITESPACE)],
     patterns=["*.py"],  # at any depth: Path.match counts from the right, and knows no **
     # They use the simulated device, which these processes must not have; its own tests run them.
     excludes=["testing/*.py", "testing/*/*.py"],

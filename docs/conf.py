@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from docutils import nodes
+from sphinx.pycode import ModuleAnalyzer
 
 import tenure
 
@@ -42,17 +43,24 @@ def _signature(
     app: Sphinx, what: str, name: str, obj: object, options: object, signature: str, result: str
 ) -> tuple[str, str] | None:
     """Show the arguments of a class where users make it, and none that are there to be refused."""
+    if what == "function":
+        # one signature that can be read; what else the overloads say, the text says in words
+        analyzer = ModuleAnalyzer.for_module(obj.__module__)
+        analyzer.analyze()
+        analyzer.overloads.clear()
     if not signature:
         return None
     if what in ("class", "exception") and "Args:" not in (obj.__doc__ or ""):
         return "", ""
-    return re.sub(r"\*options(?=,)", "*", signature), result
+    return re.sub(r"\*(options|others)(?=,)", "*", signature), result
 
 
 def _types(app: Sphinx, domain: str, kind: str, content: nodes.Element) -> None:
-    """Write types plainly that Sphinx reads wrongly: a Literal within others, and a TypeVar."""
-    for name in content.findall(nodes.field_name):
-        if name.astext().startswith(("type", "rtype")):
+    """Write types plainly that Sphinx reads wrongly, Literals and TypeVars; leave out a result of Any."""
+    for name in list(content.findall(nodes.field_name)):
+        if name.astext() == "rtype" and name.parent[-1].astext().endswith("typing.Any"):
+            name.parent.parent.remove(name.parent)
+        elif name.astext().startswith(("type", "rtype")):
             for text in list(name.parent[-1].findall(nodes.Text)):
                 plain = re.sub(r"~(\w+)(?![\w.])", r"\1", text)
                 if "Literal[" in plain:

@@ -73,7 +73,7 @@ class LeakRecord:
 
     @property
     def counted_bytes(self) -> int:
-        """The bytes that this record adds to a sum: each storage counts once."""
+        """The bytes that this record adds to a sum, where each storage counts once."""
         return 0 if self.is_shared else self.nbytes
 
 

@@ -60,7 +60,7 @@ class Owner:
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes tensors: its block runs, and is no generator suspended at a yield."""
+        """Whether it takes tensors, as its block runs and is no generator suspended at a yield."""
         return self._status is OPEN
 
     @property
@@ -87,7 +87,7 @@ class Owner:
 
     @property
     def label(self) -> str:
-        """Its name as errors print it: ``<DisposeScope 'step'>``."""
+        """Its name as errors print it, ``<DisposeScope 'step'>``."""
         return f"<DisposeScope {self.name!r}>" if self.name else "<DisposeScope>"
 
     def __repr__(self) -> str:

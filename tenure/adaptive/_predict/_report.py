@@ -81,7 +81,7 @@ class PeakReport(Advised, Report):
 
     @property
     def needed_bytes(self) -> int:
-        """What has to be there: the reserved bytes, else those of the peak, and the allowance.
+        """What has to be there, which is the reserved bytes, else the peak's, and the allowance.
 
         Of the first step or a later one, whichever takes more.
         """

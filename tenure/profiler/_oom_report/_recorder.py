@@ -72,7 +72,7 @@ class OomRecorder:
 
     @property
     def report(self) -> OomReport | None:
-        """The last report: why the program, or the block, ended, if an error did.
+        """The last report, which says why the program or the block ended, if an error did.
 
         None as long as memory has not run out.
         """

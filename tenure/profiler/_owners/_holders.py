@@ -127,8 +127,9 @@ def holders(target: Tensor | nn.Module) -> HolderList:
         >>> import torch
         >>> from tenure.profiler import holders
         >>> history = [torch.ones(3)]
-        >>> holders(history[0])
-        ["...history...[0]"]
+        >>> found = holders(history[0])  # of a script, ['__main__.history[0]']
+        >>> found.summary()
+        'float32[3] on cpu, 12 B: 1 reference, 1 explained, 0 unexplained'
     """
     if not is_kind(type(target), Tensor, nn.Module):
         raise ProfilerUsageError(

@@ -59,7 +59,7 @@ class TensorRow:
 
     @property
     def counted_bytes(self) -> int:
-        """The bytes that this row adds to a sum: each storage counts once, in its owner's row."""
+        """What this row adds to a sum, where each storage counts once, in its owner's row."""
         return self.n_bytes if self.owner is None else 0
 
     @property

@@ -85,7 +85,7 @@ class SavedReport(Report):
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that the graphs add to the memory in use: all records but those of leaves."""
+        """Bytes that the graphs add to the memory in use, of all records but those of leaves."""
         return sum(record.n_bytes for record in self.records if not record.is_leaf)
 
     @property

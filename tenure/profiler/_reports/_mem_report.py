@@ -112,7 +112,7 @@ class MemReport(Report):
 
     @property
     def categories(self) -> dict[str, int]:
-        """Bytes by category over all devices: "parameters", "buffers", "gradients" and so on."""
+        """Bytes by category over all devices, such as "parameters", "buffers" and "gradients"."""
         found = dict.fromkeys((*CATEGORIES, ROUNDING), 0)
         for device in self.devices:
             for name, n_bytes in device.categories.items():

@@ -41,12 +41,11 @@ class MemReporter:
         >>> import torch
         >>> from tenure.profiler import MemReporter
         >>> model = torch.nn.Linear(4, 2, bias=False)
-        >>> report = MemReporter(model).report()
-        Storage on cpu
-        Element type    Size  Used MEM  Category...
-        ...
-        weight        (2, 4)      32 B  parameters
-        ...
+        >>> reporter = MemReporter(model)
+        >>> reporter.collect_tensor()
+        >>> report = reporter.get_stats()  # report() does both, and prints the tables
+        >>> [(row.name, row.shape, row.n_bytes) for row in report.rows if row.name == "weight"]
+        [('weight', (2, 4), 32)]
         >>> report.total_bytes == sum(report.categories.values()) + report.unexplained_bytes
         True
 

@@ -55,7 +55,7 @@ class Snapshot(Report):
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all devices: the allocator's count, or on the CPU those of all storages."""
+        """Bytes of all devices, by the allocator's count, or on the CPU those of all storages."""
         return self.report.total_bytes
 
     @property
@@ -65,7 +65,7 @@ class Snapshot(Report):
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What looks like a leak by itself: reference cycles, and views of large storages."""
+        """What looks like a leak by itself, as reference cycles and views of large storages do."""
         return find_standing(self._entries)
 
     def __len__(self) -> int:
