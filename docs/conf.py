@@ -56,7 +56,7 @@ def _signature(
 
 
 def _types(app: Sphinx, domain: str, kind: str, content: nodes.Element) -> None:
-    """Write types plainly that Sphinx reads wrongly, Literals and TypeVars; leave out a result of Any."""
+    """Write plainly what Sphinx reads wrongly, Literals and TypeVars; leave out a result of Any."""
     for name in list(content.findall(nodes.field_name)):
         if name.astext() == "rtype" and name.parent[-1].astext().endswith("typing.Any"):
             name.parent.parent.remove(name.parent)
