@@ -152,7 +152,7 @@ class Recording(Report):
         devices = () if self.memory is None else self.memory.devices
         return RecordedTree(tuple(_at_end(device) for device in devices if device.total_bytes))
 
-    def export(self, path: str | Path) -> None:
+    def export(self, path: str | Path) -> Path:
         """Write it for other tools, whole or not at all; the extension says which format.
 
         Args:
@@ -160,11 +160,15 @@ class Recording(Report):
                 stands alone; of a timeline ``.trace.json``, ``.timeline.csv``, ``.pickle`` and
                 ``.speedscope.json``, as `TimelineReport.export` writes them.
 
+        Returns:
+            The path.
+
         Raises:
             ProfilerUsageError: the extension is another, or there is no timeline.
             OSError: it can't be written.
         """
         export(self, Path(path))
+        return Path(path)
 
     def title(self) -> str:
         """The command and, of several ranks, whose it was."""

@@ -325,7 +325,7 @@ def test_ranks_stand_side_by_side_and_the_largest_is_told_in_full():
 def test_exports_by_extension(tmp_path):
     found = _full()
     for name in ("x.json", "x.csv", "x.html", "X.HTML"):
-        found.export(tmp_path / name)
+        assert found.export(str(tmp_path / name)) == tmp_path / name
     assert (tmp_path / "X.HTML").read_text() == (tmp_path / "x.html").read_text()
     with pytest.raises(ProfilerUsageError, match=r"x\.trace\.json asks for live bytes over time"):
         found.export(tmp_path / "x.trace.json")
