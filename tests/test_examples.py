@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from .programs import run_program
+
 _EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 _PAGE = Path(__file__).parent.parent / "docs" / "examples.md"
 # as long as it takes to see that they run
@@ -27,8 +29,18 @@ def test_an_example_has_less_than_a_hundred_lines(path):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", _EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs_and_tells_what_it_found(path):
-    done = subprocess.run(
-        [sys.executable, *_ON_RANKS.get(path.stem, []), str(path), *_ARGUMENTS.get(path.stem, [])],
+    ranks, arguments = _ON_RANKS.get(path.stem, []), _ARGUMENTS.get(path.stem, [])
+    if ranks or arguments:
+        done = _run_alone(*ranks, path, *arguments)
+    else:
+        done = run_program(path, OMP_NUM_THREADS="1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+
+
+def _run_alone(*command):
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
         capture_output=True,
         text=True,
         check=False,
@@ -36,5 +48,3 @@ def test_an_example_runs_and_tells_what_it_found(path):
         # torchrun says that it sets it
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout

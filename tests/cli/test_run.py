@@ -113,6 +113,7 @@ def test_a_budget_ends_the_program_and_the_file_is_written_with_what_filled_it()
     assert sum(row.n_bytes for row in found.memory.rows if "piles" in row.name) == 8 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space are Linux's")
 def test_a_process_that_is_full_writes_its_file():
     program = """
@@ -154,6 +155,7 @@ def test_scopes_that_report_are_in_the_recording():
     assert "kept" in str(found)
 
 
+@pytest.mark.slow
 def test_reports_of_a_scope_in_a_loop_are_counted_and_the_first_kept():
     program = """
         import torch
@@ -298,6 +300,7 @@ def test_children_run_plainly_and_write_no_file(method):
     assert Recording.load("train.tenure").peaks["cpu"] == 16
 
 
+@pytest.mark.slow
 def test_what_is_of_one_thread_is_left_out_where_another_one_imports_torch():
     program = """
         import threading
@@ -365,6 +368,7 @@ def test_a_second_interrupt_leaves_the_programs_error_what_it_is():
     assert Recording.load("train.tenure").ended == "ValueError: mine"
 
 
+@pytest.mark.slow
 def test_the_end_says_the_peak_with_its_line_and_what_grew_most():
     program = """
         import torch
@@ -389,6 +393,7 @@ def test_the_end_says_the_peak_with_its_line_and_what_grew_most():
     assert "train.py:8 in train" in str(Recording.load("train.tenure"))
 
 
+@pytest.mark.slow
 def test_a_child_does_not_compose_what_its_parent_records():
     program = """
         import os, torch

@@ -339,6 +339,7 @@ def test_nothing_is_written_where_a_process_ends_itself_at_once(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
 
 
+@pytest.mark.slow
 def test_a_program_sets_up_torch_by_the_environment_before_it_imports_it(tmp_path):
     (tmp_path / "program.py").write_text(
         textwrap.dedent(
@@ -410,6 +411,7 @@ resized()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [["--on-oom"], []], ids=["on-oom", "all"])
 def test_what_torch_warns_of_is_put_down_to_the_line_of_the_program(options, tmp_path):
     python, tenure = _both(tmp_path, ["program.py"], {"program.py": _WARNS}, options)
@@ -417,6 +419,7 @@ def test_what_torch_warns_of_is_put_down_to_the_line_of_the_program(options, tmp
     assert b"'program.py', 7" in python.stdout
 
 
+@pytest.mark.slow
 def test_errors_that_a_program_prints_have_no_frame_of_what_waits_for_them(tmp_path):
     program = """
         import torch, traceback

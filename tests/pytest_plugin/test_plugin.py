@@ -82,6 +82,7 @@ def test_large():
     )
 
 
+@pytest.mark.slow
 def test_temporaries_inside_operations_count_and_what_was_there_before_does_not(run):
     result = run(
         _HEAD
@@ -104,6 +105,7 @@ def test_peak():
     assert result.counts == {"passed": 1, "failed": 1}
 
 
+@pytest.mark.slow
 def test_only_what_the_test_made_is_told_and_the_same_line_once(run):
     result = run(
         _HEAD
@@ -319,6 +321,7 @@ def test_the_option_lists_a_test_that_fails_by_itself(run):
     assert result.says("*most memory of tensors at once*", "*1.0 KiB  *::test_it")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [(), ("-n", "2")])
 def test_the_option_lists_the_tests_that_took_the_most(run, workers):
     result = run(

@@ -218,6 +218,7 @@ def _on_a_terminal(**environment):
     return shown.decode().replace("\r\n", "\n")
 
 
+@pytest.mark.slow
 def test_lines_of_the_program_and_of_the_search_are_whole():
     shown = _on_a_terminal(TENURE_PROGRESS="1")
     assert "\r" not in shown

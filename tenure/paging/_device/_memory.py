@@ -7,6 +7,7 @@ that are in use never overlap; who takes one learns of every event that its earl
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -146,58 +147,61 @@ class ByteRing:
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
-        self._ends: dict[int, int] = {}
+        self.used_bytes = 0
+        # both in the order of bytes: a plan tries thousands of rings
+        self._starts: list[int] = []
+        self._ends: list[int] = []
         self._head = 0
-
-    @property
-    def used_bytes(self) -> int:
-        """The bytes of all ranges in use."""
-        return sum(end - start for start, end in self._ends.items())
 
     def place(self, n_bytes: int) -> int | None:
         """Take ``n_bytes`` in one piece; their start, or None where no gap is wide enough."""
+        if n_bytes > self.capacity_bytes - self.used_bytes:
+            return None
         # Behind the last one first: freed in the order of placing, there are no fragments then.
         start = self._first_fit(n_bytes, self._head)
         if start is None:
             start = self._first_fit(n_bytes, 0)
         if start is not None:
-            self._ends[start] = self._head = start + n_bytes
+            self._head = start + n_bytes
+            at = bisect_left(self._starts, start)
+            self._starts.insert(at, start)
+            self._ends.insert(at, self._head)
+            self.used_bytes += n_bytes
         return start
 
     def has_room(self, sizes: Iterable[int]) -> bool:
         """Whether pieces of these sizes could be placed one after the other."""
         # Tried out, not added up: what is free may be in pieces.
         trial = ByteRing(self.capacity_bytes)
-        trial._ends, trial._head = dict(self._ends), self._head
+        trial._starts, trial._ends = self._starts.copy(), self._ends.copy()
+        trial._head, trial.used_bytes = self._head, self.used_bytes
         return all(trial.place(n_bytes) is not None for n_bytes in sizes)
 
     def free(self, start: int) -> None:
         """Give the range that begins at ``start`` back."""
-        del self._ends[start]
-        if not self._ends:
+        at = self._starts.index(start)
+        del self._starts[at]
+        self.used_bytes -= self._ends.pop(at) - start
+        if not self._starts:
             # So that equal passes use equal places.
             self._head = 0
 
     def free_but(self, starts: Collection[int]) -> bool:
         """Give all ranges back but those that begin there; whether there were any."""
-        lost = self._ends.keys() - starts
+        lost = set(self._starts).difference(starts)
         for start in lost:
             self.free(start)
         return bool(lost)
 
     def _first_fit(self, n_bytes: int, from_byte: int) -> int | None:
-        for low, high in self._gaps():
-            start = max(low, from_byte)
-            if start + n_bytes <= high:
-                return start
-        return None
-
-    def _gaps(self) -> Iterator[tuple[int, int]]:
-        low = 0
-        for start, end in sorted(self._ends.items()):
-            yield low, start
-            low = end
-        yield low, self.capacity_bytes
+        """The first place that is wide enough, looking at the gaps from one byte on."""
+        at = bisect_left(self._starts, from_byte)
+        place = max(from_byte, self._ends[at - 1] if at else 0)
+        for start, end in zip(self._starts[at:], self._ends[at:], strict=True):
+            if place + n_bytes <= start:
+                return place
+            place = end
+        return place if place + n_bytes <= self.capacity_bytes else None
 
 
 class Fences(Generic[_Event]):

@@ -58,6 +58,7 @@ def after_evaluation(rank, kept):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [False, None])
 def test_a_step_after_an_evaluation_knows_that_its_modules_are_sharded(kept):
     for found in run_ranks(after_evaluation, 2, kept=kept):
@@ -102,6 +103,7 @@ def scaled(of, net):
     return 0.1 * of(net)
 
 
+@pytest.mark.slow
 def test_a_penalty_on_shards_is_counted_once_in_the_loss_and_by_once():
     for found in run_ranks(penalties, 2, timeout=120):
         assert len(found) == 6

@@ -80,6 +80,7 @@ def test_a_rank_whose_labels_are_all_ignored_runs_backward_with_the_others():
     are_exact([(1, 0, 5)])
 
 
+@pytest.mark.slow
 def test_a_micro_batch_whose_labels_are_all_ignored_runs_backward_with_the_others():
     are_exact([(0, 0, 3), (1, 3, 5)])
 

@@ -144,6 +144,7 @@ def other_losses(rank):
     return found
 
 
+@pytest.mark.slow
 def test_other_losses_are_exact_too():
     for found in run_ranks(other_losses, 2, timeout=180):
         for error, of_loss in found:
@@ -240,6 +241,7 @@ def fails_everywhere(rank):
     return found
 
 
+@pytest.mark.slow
 def test_the_step_after_one_that_ran_out_plans_for_less():
     first, second = run_ranks(fails_everywhere, 2, timeout=120)
     for text, is_clean, _, error in (first, second):

@@ -175,6 +175,7 @@ def test_a_compiled_loss_that_modules_break_gives_the_gradients_of_the_whole(
         assert far(net, wanted) <= 1e-10
 
 
+@pytest.mark.slow
 def test_each_part_is_one_graph_for_all_sizes(counter):
     net, b = net_of(Around), batch_of()
     compiled = torch.compile(breaking_loss(net), backend=counter)

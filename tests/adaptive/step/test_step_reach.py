@@ -116,6 +116,7 @@ def test_buffers_of_modules_that_were_not_named_are_updated_once():
     assert counter.calls == 2
 
 
+@pytest.mark.slow
 def test_random_numbers_of_numpy_are_noted_before_it_is_asked_for_the_first():
     program = """
 import sys, torch, numpy

@@ -166,6 +166,7 @@ def test_a_cache_that_grows_has_room_where_a_plan_that_stays_has_none(
         outputs(model, sim.device, n_passes, rows)
 
 
+@pytest.mark.exhaustive
 @exact
 def test_a_language_model_generates_beyond_what_a_plan_that_stays_has_room_for(sim):
     torch.manual_seed(0)

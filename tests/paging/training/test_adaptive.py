@@ -27,6 +27,7 @@ def trained_whole():
     return model, plain, x, whole
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sim_allocator("exact")
 def test_a_step_that_fits_neither_whole_nor_unpaged_has_the_gradients_of_the_whole(sim, pair):
     model, plain, x, whole = trained_whole()
@@ -54,6 +55,7 @@ def told():
     remove_listener(events.append)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sim_allocator("exact")
 @pytest.mark.parametrize("activations", [None, "host"])
 def test_the_pager_gives_memory_back_then_the_same_size_runs_then_a_smaller_one(

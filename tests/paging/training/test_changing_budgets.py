@@ -64,6 +64,7 @@ def test_it_trains_in_turns_with_a_model_that_is_only_called(sim):
     assert_all_same(found, expected)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sim_allocator("exact")
 def test_it_trains_in_what_others_leave_free(sim):
     torch.manual_seed(0)

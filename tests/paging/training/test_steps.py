@@ -32,7 +32,7 @@ def train(model, optimizer, x):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("share", [0.5, 2])
+@pytest.mark.parametrize("share", [0.5, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_five_steps_of_adamw_equal_those_of_a_plain_model(sim, pair, mode, share):
     torch.manual_seed(0)
     both = pair(MODES[mode]())
