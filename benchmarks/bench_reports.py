@@ -22,7 +22,7 @@ from benchmarks._pairs import Loop, Pair, time_pair
 from benchmarks._record import Row, publish
 from tenure.profiler import MemReporter, holders, saved_for_backward, snapshot
 
-_CASES = Path(__file__).parent.parent / "tests" / "profiler" / "saved_cases.py"
+_CASES = Path(__file__).parent.parent / "tests" / "profiler" / "owners" / "saved_cases.py"
 
 
 def found_rows() -> list[Row]:

@@ -17,11 +17,11 @@ from .blocks import LARGE, WIDTH, inputs, transformer
 _README = Path(__file__).parents[3] / "README.md"
 
 
-def trained_whole():
+def trained_whole(batch):
     """A model, a copy with the gradients of a batch that is larger than all here, and its loss."""
     torch.manual_seed(0)
     model = transformer().double().eval()
-    plain, x = copy.deepcopy(model), torch.randn(64, 5, WIDTH, dtype=torch.float64)
+    plain, x = copy.deepcopy(model), torch.randn(batch, 5, WIDTH, dtype=torch.float64)
     whole = plain(x).square().mean()
     whole.backward()
     return model, plain, x, whole
@@ -30,7 +30,7 @@ def trained_whole():
 @pytest.mark.exhaustive
 @pytest.mark.sim_allocator("exact")
 def test_a_step_that_fits_neither_whole_nor_unpaged_has_the_gradients_of_the_whole(sim, pair):
-    model, plain, x, whole = trained_whole()
+    model, plain, x, whole = trained_whole(32)
     both = pair(model)
     sim(budget=int(1.5 * both.weight_bytes))
     x = x.to(sim.device)
@@ -40,7 +40,7 @@ def test_a_step_that_fits_neither_whole_nor_unpaged_has_the_gradients_of_the_who
         for _ in range(2):
             model.zero_grad()
             found = step(lambda part: model(part).square().mean(), x, model=model)
-            assert 1 <= found.micro_batch < 64
+            assert 1 <= found.micro_batch < 32
             assert abs(found.loss.item() - whole.item()) < 1e-12
             for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
@@ -61,7 +61,7 @@ def told():
 def test_the_pager_gives_memory_back_then_the_same_size_runs_then_a_smaller_one(
     sim, pair, told, activations
 ):
-    model, plain, x, whole = trained_whole()
+    model, plain, x, whole = trained_whole(64)
     both = pair(model)
     sim(budget=int(1.25 * both.weight_bytes))
     with both.page(0.9, activations=activations) as handle:
@@ -88,7 +88,7 @@ def test_the_headline_of_the_readme(sim, told):
     model = transformer().eval()
     whole = copy.deepcopy(model)
     weight_bytes = sum(p.nbytes for p in model.parameters())
-    batches = [torch.randn(64, 5, WIDTH) for _ in range(2)]
+    batches = [torch.randn(32, 5, WIDTH) for _ in range(2)]
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     sim(budget=int(1.25 * weight_bytes))
     program = block.group(1).replace('"cuda"', "device").replace('"6GiB"', "budget")
