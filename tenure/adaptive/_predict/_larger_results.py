@@ -1,7 +1,8 @@
 """Results whose memory real kernels make larger than torch's kernels without data say.
 
 They live on like any result, so they are no scratch: a loss that is one number may keep the memory
-of all numbers that it is the mean of, through the whole backward pass.
+of all numbers that it is the mean of, through the whole backward pass. Or they lay it out in
+another way: a gradient that is not laid out as its parameter is copied before it is kept.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ._scratch import rnn_workspace_bytes
 
 _aten = torch.ops.aten
 _NO_REDUCTION = 0
+_FEATURES_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def _enlarged(tensor: Tensor, n_elements: int) -> Tensor:
@@ -65,6 +67,28 @@ def _rnn_layer_backward(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]
     return tuple(results)
 
 
+def _batch_norm(func: Any, position: int, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """The kernel gives a batch with its features last as it came, and any other one contiguous."""
+    result, *others = func(*args, **kwargs)
+    if isinstance(result, Tensor) and result.device.type == "cpu":
+        last = _FEATURES_LAST.get(result.dim(), torch.contiguous_format)
+        # what torch keeps of the layout of a slice, too
+        is_last = torch.empty_like(args[position]).is_contiguous(memory_format=last)
+        layout = last if is_last else torch.contiguous_format
+        result = torch.empty_like(result, memory_format=layout)
+    return result, *others
+
+
+def _contiguous(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """The kernel gives its first result contiguous, however the inputs are laid out."""
+    results = func(*args, **kwargs)
+    first = results if isinstance(results, Tensor) else results[0]
+    if not isinstance(first, Tensor) or first.device.type != "cpu":
+        return results
+    first = torch.empty_like(first, memory_format=torch.contiguous_format)
+    return first if isinstance(results, Tensor) else (first, *results[1:])
+
+
 def _of(make: Callable[..., Any], func: Any, *more: Any) -> tuple[Any, Callable[..., Any]]:
     return func, lambda *args, **kwargs: make(func, *more, *args, **kwargs)
 
@@ -75,6 +99,15 @@ LARGER: dict[Any, Callable[..., Any]] = dict(
         _of(_loss, _aten.smooth_l1_loss.default, 2),
         _of(_loss, _aten.soft_margin_loss.default, 2),
         _of(_loss, _aten.binary_cross_entropy.default, 3),
+        _of(_batch_norm, _aten.native_batch_norm.default, 0),
+        _of(_batch_norm, _aten.native_batch_norm_backward.default, 1),
+        _of(_batch_norm, _aten.batch_norm_backward.default, 1),
+        _of(_contiguous, _aten.native_layer_norm_backward.default),
+        _of(_contiguous, _aten.mse_loss_backward.default),
+        _of(_contiguous, _aten.smooth_l1_loss_backward.default),
+        _of(_contiguous, _aten.huber_loss_backward.default),
+        _of(_contiguous, _aten.log_sigmoid_forward.default),
+        _of(_contiguous, _aten._log_softmax_backward_data.default),
         _of(_like_input, _aten.col2im.default),
         _of(_like_input, _aten.im2col.default),
         _of(_embedding_bag, _aten._embedding_bag.default),
