@@ -15,12 +15,9 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/.test
 	$(BIN)/python -m tenure demo
 
-# One thread for each torch: the tests are many and small. In their own order: files with the most
-# tests first would leave for the end those whose few tests take longest.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
-# Two runs at once, with a worker for each core and one for every other: many tests wait for a process.
-AT_ONCE := $(PYTHON) tests/at_once.py
-HALF := $(shell $(PYTHON) -c "import os; print(max(1, os.cpu_count() // 2))")
+# A worker for each core, and so one thread for each torch: the tests are many and small. In their own
+# order: files with the most tests first would leave for the end those whose few tests take longest.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 PAGES := tenure docs examples README.md
 QUICK := not slow and not exhaustive
 # each takes every operator of torch, for minutes
@@ -37,17 +34,17 @@ OTHERS := tests $(SEARCHES:%=--ignore=%)
 
 # All that is soon done; test-all is what has to hold before a change lands.
 test: $(VENV)/.test
-	$(AT_ONCE) '$(PYTEST) -n auto -m "not simdevice and $(QUICK)" $(OTHERS) $(SWEEPS) $(PAGES)' \
-	'$(PYTEST) -n $(HALF) -m "simdevice and $(QUICK)" $(ON_SIM) $(SWEEPS)' \
-	'$(PYTEST) -n 1 -m "not simdevice and $(QUICK)" --whole-heap $(SEARCHES)'
+	$(PYTEST) -m "not simdevice and $(QUICK)" $(OTHERS) $(SWEEPS) $(PAGES)
+	$(PYTEST) -m "not simdevice and $(QUICK)" --whole-heap $(SEARCHES)
+	$(PYTEST) -m "simdevice and $(QUICK)" $(ON_SIM) $(SWEEPS)
 
 # Also the slow and exhaustive ones, every operator of torch, and the simulated accelerator once more
 # with the rules of CUDA's allocator: what counts bytes. Tests of values alone have asked for it already.
 test-all: $(VENV)/.test
-	$(AT_ONCE) '$(PYTEST) -n auto -m "not simdevice" $(OTHERS) $(PAGES)' \
-	'$(PYTEST) -n $(HALF) -m simdevice $(ON_SIM)' \
-	'$(PYTEST) -n 1 -m "not simdevice" --whole-heap $(SEARCHES) && \
-	$(PYTEST) -n 1 -m "simdevice and not slow" --sim-allocator=cuda tests/profiler tests/adaptive tests/paging'
+	$(PYTEST) -m "not simdevice" $(OTHERS) $(PAGES)
+	$(PYTEST) -m "not simdevice" --whole-heap $(SEARCHES)
+	$(PYTEST) -m simdevice $(ON_SIM)
+	$(PYTEST) -m "simdevice and not slow" --sim-allocator=cuda tests/profiler tests/adaptive tests/paging
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
