@@ -253,6 +253,7 @@ def test_a_batch_of_containers_is_split(capsys):
     assert json.loads(printed.out)["micro_batch"]["batch"] == 512
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", ["talks_of_a_loss", "two_losses", "normed", "infers"])
 def test_whatever_a_step_returns_is_split(function, capsys):
     arguments = ("--device-memory", "7MiB", "--device", "cpu", "--json")
@@ -507,6 +508,7 @@ def test_of_two_micro_batches_only_the_one_that_was_looked_for_is_told(capsys):
     assert f"tenure.adaptive.step(fn, batch, maximum={size})." in " ".join(printed.out.split())
 
 
+@pytest.mark.slow
 def test_a_pipe_that_knows_no_blocks_changes_no_exit_code():
     done = run_program(
         "import os, runpy, sys\n"

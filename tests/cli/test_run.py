@@ -276,7 +276,8 @@ def _program(name):
     return "program"
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_children_run_plainly_and_write_no_file(method):
     program = """
         import multiprocessing as mp, os, signal, sys

@@ -233,6 +233,7 @@ class Sizes(Callback):
         self.micro_batches.append(pl_module.adaptive_result.micro_batch)
 
 
+@pytest.mark.slow
 def test_gradients_that_accumulate_are_no_reason_to_fail_again():
     class Wide(AdaptiveMixin, Net):
         """Gradients that take a fourth of the memory."""

@@ -119,6 +119,7 @@ def x_of(sim):
     return torch.randn(4, WIDTH).to(sim.device)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("compiles", "is_first", "trains"),
     [

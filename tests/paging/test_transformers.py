@@ -82,6 +82,7 @@ def least_budget(model, device, host):
 
 
 # transformers takes the model to be where its parameters are outside of the forward
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:You are calling .generate")
 @pytest.mark.parametrize("is_on_disk", [False, True])
 @pytest.mark.parametrize("name", MODELS)

@@ -126,6 +126,7 @@ def test_it():
     assert "before the recording" not in result.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("marker", ["()", '("many")', '("1 MB", "2 MB")', "(bytes=1)"])
 def test_a_limit_that_is_none_fails_the_test_by_name(run, marker):
     result = run(_HEAD + f"@pytest.mark.limit_tensor_memory{marker}\ndef test(): pass\n")
@@ -155,6 +156,7 @@ def test_keeps_nothing():
     assert "test_leaks" in next(line for line in result.text.splitlines() if "leaked" in line)
 
 
+@pytest.mark.slow
 def test_what_self_keeps_is_gone_with_the_test_and_what_its_class_keeps_is_not(run):
     result = run(
         _LEAKS
@@ -271,6 +273,7 @@ def test_of_an_endless_loader(tensor_growth):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "told"),
     [

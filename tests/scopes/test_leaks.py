@@ -116,6 +116,7 @@ def test_value_on_its_way_out_of_a_function_is_no_leak():
     assert [len(report) for report in reports] == [0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("whole_heap")
 def test_reference_without_a_name_is_said_only_where_no_name_is():
     t = torch.ones(3)

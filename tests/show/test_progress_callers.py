@@ -240,5 +240,6 @@ def test_lines_of_the_program_and_of_the_search_are_whole():
     assert lines[lines.index(ours[0]) + 1] == f"loss of {tried}: 0.25"
 
 
+@pytest.mark.slow
 def test_the_environment_turns_lines_off():
     assert "tenure:" not in _on_a_terminal(TENURE_PROGRESS="0")

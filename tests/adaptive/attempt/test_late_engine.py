@@ -122,6 +122,7 @@ def kept_bytes(sim, slow_engine, program, numbers):
     return kept
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("net", [plain, checkpointed])
 def test_a_retry_finds_all_memory_though_the_engine_is_late(sim, slow_engine, net):
     program = Program(sim, slow_engine, net)

@@ -114,6 +114,7 @@ def peak_of(make, program):
     return budget.peak_bytes
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("program", [read_after, read_before, values_alone, beside_the_loss])
 @pytest.mark.parametrize("make", [norm, norm_that_nothing_trains, spectral, counting, images])
 def test_buffers_are_written_once_for_each_step(make, program, monkeypatch):

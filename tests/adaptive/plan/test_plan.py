@@ -113,6 +113,7 @@ def test_a_plan_changes_nothing():
     assert (statistics().attempts, statistics().ooms) == counts
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_numbers_are_told():
     model, batch = mlp(), batch_of(64)
     expected = (

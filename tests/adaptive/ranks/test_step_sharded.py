@@ -84,7 +84,13 @@ def exact(rank, kind):
     return found
 
 
-@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in ("plain", "tensor parallel") else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in EXACT
+    ],
+)
 def test_all_ranks_get_the_gradients_of_all_samples(kind):
     is_alike = kind == "tensor parallel"
     for rank, (*found, added) in enumerate(run_ranks(exact, 2, timeout=180, kind=kind)):

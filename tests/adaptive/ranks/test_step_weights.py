@@ -50,6 +50,7 @@ def nothing_on(rank, loss, ignored, idle, maximum):
     return is_close, str(float(one.loss)), str(float(all_.loss))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("maximum", [None, 4])
 @pytest.mark.parametrize(
     ("ignored", "idle"),

@@ -187,6 +187,7 @@ def test_each_part_is_one_graph_for_all_sizes(counter):
     assert counter.frame_count == n_graphs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiles", ["the module", "the function"])
 def test_a_loss_of_outputs_whose_module_breaks(compiles, counter):
     net, b = net_of(Around), batch_of()

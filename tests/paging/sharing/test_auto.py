@@ -141,7 +141,14 @@ def outputs(model, device, n_passes, rows):
 
 CACHES = [
     pytest.param("512KiB", 36, 64, 20, 1, marks=exact),
-    pytest.param("128MiB", 28, 1024, 12, 40, marks=pytest.mark.sim_allocator("cuda")),
+    pytest.param(
+        "128MiB",
+        28,
+        1024,
+        12,
+        40,
+        marks=[pytest.mark.sim_allocator("cuda"), pytest.mark.exhaustive],
+    ),
 ]
 
 

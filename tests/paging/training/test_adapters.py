@@ -179,6 +179,7 @@ def merged_and_unloaded(model, x, _):
         return [loss_of(model.merge_and_unload(), x).cpu()]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize(
     "verb",

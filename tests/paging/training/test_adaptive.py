@@ -141,6 +141,7 @@ def test_memory_is_given_back_between_forward_and_backward(sim, pair):
         assert both.gradients_differ() == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sim_allocator("exact")
 @pytest.mark.parametrize(
     ("activations", "number"),

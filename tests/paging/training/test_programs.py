@@ -457,6 +457,7 @@ def options_of(info):
         yield each.kwargs | fewer
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("info", OPTIMIZERS, ids=lambda info: info.optim_cls.__name__)
 def test_five_steps_of_every_optimizer_with_settings_that_torch_tests(sim, info):
     # On some devices, this one among them, torch takes all parameters at once, in another order.

@@ -43,6 +43,7 @@ def train(model, make, sim, *, clip=False):
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_scale_on_the_device_scales_as_that_of_a_whole_model(sim, pair, name, clip):

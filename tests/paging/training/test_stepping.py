@@ -80,6 +80,7 @@ def both(sim, model, make, **options):
     ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_each_optimizer_gives_the_same_bit_for_bit(sim, name):
     torch.manual_seed(0)

@@ -31,7 +31,13 @@ def train(model, optimizer, x):
     return loss.detach().cpu()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        mode if "," not in mode else pytest.param(mode, marks=pytest.mark.exhaustive)
+        for mode in MODES
+    ],
+)
 @pytest.mark.parametrize("share", [0.5, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_five_steps_of_adamw_equal_those_of_a_plain_model(sim, pair, mode, share):
     torch.manual_seed(0)
@@ -131,6 +137,7 @@ def test_gradients_are_in_the_same_memory_in_each_step(sim, pair):
     assert len(set.union(*seen[1:])) == len(seen[1])
 
 
+@pytest.mark.exhaustive
 def test_kernels_that_run_late_change_nothing(sim, pair):
     sim(late_kernels=True, detect_races=False)
     both = pair()

@@ -50,6 +50,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("what", BROKEN)
 def test_without_one_wait_the_program_is_caught(sim, pair, monkeypatch, what):

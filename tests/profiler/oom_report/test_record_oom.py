@@ -207,6 +207,7 @@ def test_a_second_error_that_is_handled_has_a_report_of_its_own(recorder):
     assert recorder.report.requested_bytes == 8 << 20
 
 
+@pytest.mark.slow
 def test_an_error_that_ends_the_program_is_explained_beside_the_first():
     done = run_program("""
 import atexit, torch

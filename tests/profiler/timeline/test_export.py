@@ -26,6 +26,7 @@ def report():
     return timeline.report
 
 
+@pytest.mark.slow
 def test_torchs_own_viewer_draws_it(report, tmp_path):
     path, drawn = report.export(tmp_path / "run.pickle"), tmp_path / "run.html"
     command = [sys.executable, "-m", "torch.cuda._memory_viz", "trace_plot", path, "-o", drawn]

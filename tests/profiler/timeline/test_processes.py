@@ -61,6 +61,7 @@ print("parent", timeline.report.n_events, timeline.report.devices[0].peak_bytes)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes do not fork here")
 def test_a_child_that_is_forked_in_a_block_runs_plainly_and_leaves_the_recording(tmp_path):
     lines = []
