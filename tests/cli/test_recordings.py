@@ -131,6 +131,7 @@ def test_leaks_that_were_not_looked_for_are_not_said_to_be_none(files, capsys):
     assert _printed(["leaks", "a.tenure"], capsys).out.startswith("Nothing grew")
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough_is_no_error(files):
     command = [sys.executable, "-m", "tenure", "report", "a.tenure"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

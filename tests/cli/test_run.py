@@ -141,6 +141,7 @@ def test_a_process_that_is_full_writes_its_file():
     assert "MemoryError" not in done.stderr
 
 
+@pytest.mark.slow
 def test_scopes_that_report_are_in_the_recording():
     program = """
         import torch

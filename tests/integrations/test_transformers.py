@@ -872,6 +872,7 @@ except ImportError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_missing_library_is_one_clear_error():
     done = subprocess.run(
         [sys.executable, "-c", _WITHOUT], capture_output=True, text=True, check=True

@@ -276,6 +276,7 @@ def test_html_is_escaped():
     )
 
 
+@pytest.mark.slow
 def test_rich_is_not_imported_before_it_is_asked_to_render():
     code = "import sys, tenure.scopes._leaks; sys.exit('rich' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -56,6 +56,7 @@ def test_host_tensors_of_a_worker_go_on(sim):
     assert [batch.sum().item() for batch in loader] == [8, 12]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "use",
     [

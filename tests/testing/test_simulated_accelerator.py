@@ -45,6 +45,7 @@ def _leave_a_race(sim):
     x.fill_(2)
 
 
+@pytest.mark.slow
 def test_importing_it_changes_nothing_in_torch_and_the_first_block_does():
     out = _in_a_process_of_its_own(
         _SNAPSHOT,

@@ -51,6 +51,7 @@ def _expected():
     return _gradients(model)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("allocator", ["exact", "cuda"])
 def test_the_first_step_fits_without_a_failure(sim, allocator, steps):
     sim(budget="8MiB" if allocator == "exact" else "16MiB", allocator=allocator)

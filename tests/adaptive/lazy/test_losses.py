@@ -163,6 +163,7 @@ def _normalized(out, y):
     return F.cross_entropy(F.batch_norm(out, None, None, training=True), y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "call"), [(_infonce, "matmul"), (_normalized, "batch_norm")])
 def test_a_call_in_the_middle_that_mixes_samples_is_named_where_the_rest_does_not_fit(loss, call):
     """What comes before it runs in micro-batches; what comes after it does not."""

@@ -39,6 +39,7 @@ def batch_on(rank, fits, restore_rng):
     return results, tried, first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restore_rng", [False, True])
 def test_all_ranks_run_with_the_size_that_fits_on_each(restore_rng):
     found = run_ranks(batch_on, 3, fits=(64, 20, 40), restore_rng=restore_rng)

@@ -76,6 +76,7 @@ def are_exact(ignored):
             assert of_loss < 1e-10
 
 
+@pytest.mark.slow
 def test_a_rank_whose_labels_are_all_ignored_runs_backward_with_the_others():
     are_exact([(1, 0, 5)])
 

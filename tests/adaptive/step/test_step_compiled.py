@@ -293,6 +293,7 @@ def test_a_step_that_compiled_code_calls_predicts_as_any_other(sim, counter):
     assert (statistics().attempts, statistics().ooms) == (1, 0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sim_allocator("exact")
 @pytest.mark.parametrize("form", ["the model", "blocks in place"])
 def test_a_size_that_does_not_fit_is_predicted_and_not_compiled(sim, form, counter):

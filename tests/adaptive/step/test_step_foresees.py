@@ -130,6 +130,7 @@ def test_the_first_step_on_an_accelerator_runs_out_of_nothing_and_has_95_percent
     assert not training.fits(int(result.micro_batch / 0.95) + 1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sim_allocator("cuda")
 def test_segments_that_an_allocator_takes_are_predicted_too(sim):
     torch.manual_seed(0)

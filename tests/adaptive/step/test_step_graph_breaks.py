@@ -162,6 +162,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "loss_of"), CASES)
 def test_a_compiled_loss_that_modules_break_gives_the_gradients_of_the_whole(
     kind, loss_of, counter

@@ -221,6 +221,7 @@ READINGS = st.tuples(
 )
 
 
+@pytest.mark.exhaustive
 @settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -163,6 +163,7 @@ class Together(nn.Module):
         return x
 
 
+@pytest.mark.exhaustive
 @settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -384,6 +384,7 @@ def test_the_host_waits_no_more_than_without(sim, pair):
     assert waits["host"] == waits[None]
 
 
+@pytest.mark.exhaustive
 def test_kernels_that_run_late_change_nothing(sim, pair):
     sim(late_kernels=True, detect_races=False)
     both = pair()

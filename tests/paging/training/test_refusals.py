@@ -93,6 +93,7 @@ def test_a_backward_pass_after_the_end_of_paging_is_refused(sim, pair):
     both.host(x.cpu()).sum().backward()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("where", ["hook", "node", "post"])
 def test_a_backward_pass_that_raises_lets_the_next_one_run(sim, halved, where):
     x = inputs(sim)[0]

@@ -87,6 +87,7 @@ def test_each_optimizer_gives_the_same_bit_for_bit(sim, name):
     assert equal(*both(sim, transformer()[:3], OPTIMIZERS[name]))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_of_rates_and_momenta(sim, name, optimizer):

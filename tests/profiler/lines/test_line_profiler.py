@@ -73,6 +73,7 @@ def test_profiling_prints_nothing_and_an_exit_inside_a_function_keeps_its_status
     assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
 
 
+@pytest.mark.slow
 def test_a_profiler_that_is_left_enabled_ends_with_the_program():
     done = run(
         "import torch\n"

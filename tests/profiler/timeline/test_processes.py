@@ -7,6 +7,7 @@ import sys
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["", "os._exit(os.fork() and os.waitpid(-1, 0)[1])"])
 def test_an_interpreter_that_ends_inside_a_block_ends_well(ending):
     program = (
