@@ -143,7 +143,7 @@ def summary(cases: Sequence[Case]) -> Iterator[Row]:
     measured = [case for case in cases if not case.failure]
     names = {case.name for case in measured}
     counted = f"{len(names)} architectures, {len(measured)} steps"
-    ours = errors(measured, _told)
+    ours = errors(measured, lambda case: case.predicted_bytes)
     if ours:
         yield from _ours(measured, ours, counted)
     for what, found in (
@@ -167,7 +167,7 @@ def _ours(cases: Sequence[Case], found: Sequence[float], counted: str) -> Iterat
     median, p99, low = statistics.median(size), _p99(size), _low(found)
     yield Row("median error", f"{median:.3%}", "<= 1 %", median <= 0.01, counted)
     yield Row("p99 of the error", f"{p99:.2%}", "<= 2 %", p99 <= 0.02)
-    sure = _p99([abs(error) for error in errors((c for c in cases if not c.approximate), _told)])
+    sure = _p99([abs(c.error) for c in cases if c.error is not None and not c.approximate])
     yield Row("p99 of the error, where it is not said to be approximate", f"{sure:.2%}")
     lows = [case for case in cases if case.error is not None and case.error < 0]
     lows.sort(key=lambda case: case.error or 0)
@@ -191,10 +191,6 @@ def _ours(cases: Sequence[Case], found: Sequence[float], counted: str) -> Iterat
     yield Row(
         "time of a prediction, median", f"{seconds:.2f} s", note=f"{ratio:.1f} times the step"
     )
-
-
-def _told(case: Case) -> int | None:
-    return case.predicted_bytes
 
 
 def _low(found: Sequence[float]) -> int:

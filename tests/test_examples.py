@@ -30,10 +30,7 @@ def test_an_example_has_less_than_a_hundred_lines(path):
 @pytest.mark.parametrize("path", _EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs_and_tells_what_it_found(path):
     ranks, arguments = _ON_RANKS.get(path.stem, []), _ARGUMENTS.get(path.stem, [])
-    if ranks or arguments:
-        done = _run_alone(*ranks, path, *arguments)
-    else:
-        done = run_program(path, OMP_NUM_THREADS="1")
+    done = _run_alone(*ranks, path, *arguments) if ranks or arguments else run_program(path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout
 

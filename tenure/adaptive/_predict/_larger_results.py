@@ -67,26 +67,27 @@ def _rnn_layer_backward(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]
     return tuple(results)
 
 
-def _batch_norm(func: Any, position: int, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+def _laid_out(results: Any, layout: torch.memory_format) -> Any:
+    """What a kernel gives, and of the CPU's the first of it laid out so."""
+    first, *others = (results,) if isinstance(results, Tensor) else results
+    # no gradient of the input may be asked for
+    if isinstance(first, Tensor) and first.device.type == "cpu":
+        first = torch.empty_like(first, memory_format=layout)
+    return first if isinstance(results, Tensor) else (first, *others)
+
+
+def _batch_norm(func: Any, position: int, *args: Any, **kwargs: Any) -> Any:
     """The kernel gives a batch with its features last as it came, and any other one contiguous."""
-    result, *others = func(*args, **kwargs)
-    if isinstance(result, Tensor) and result.device.type == "cpu":
-        last = _FEATURES_LAST.get(result.dim(), torch.contiguous_format)
-        # what torch keeps of the layout of a slice, too
-        is_last = torch.empty_like(args[position]).is_contiguous(memory_format=last)
-        layout = last if is_last else torch.contiguous_format
-        result = torch.empty_like(result, memory_format=layout)
-    return result, *others
+    x = args[position]
+    last = _FEATURES_LAST.get(x.dim(), torch.contiguous_format)
+    # what torch keeps of the layout of a slice, too
+    is_last = torch.empty_like(x).is_contiguous(memory_format=last)
+    return _laid_out(func(*args, **kwargs), last if is_last else torch.contiguous_format)
 
 
 def _contiguous(func: Any, *args: Any, **kwargs: Any) -> Any:
     """The kernel gives its first result contiguous, however the inputs are laid out."""
-    results = func(*args, **kwargs)
-    first = results if isinstance(results, Tensor) else results[0]
-    if not isinstance(first, Tensor) or first.device.type != "cpu":
-        return results
-    first = torch.empty_like(first, memory_format=torch.contiguous_format)
-    return first if isinstance(results, Tensor) else (first, *results[1:])
+    return _laid_out(func(*args, **kwargs), torch.contiguous_format)
 
 
 def _of(make: Callable[..., Any], func: Any, *more: Any) -> tuple[Any, Callable[..., Any]]:

@@ -147,11 +147,15 @@ class ByteRing:
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
-        self.used_bytes = 0
         # both in the order of bytes: a plan tries thousands of rings
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._head = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes of all ranges in use."""
+        return sum(self._ends) - sum(self._starts)
 
     def place(self, n_bytes: int) -> int | None:
         """Take ``n_bytes`` in one piece; their start, or None where no gap is wide enough."""
@@ -166,7 +170,6 @@ class ByteRing:
             at = bisect_left(self._starts, start)
             self._starts.insert(at, start)
             self._ends.insert(at, self._head)
-            self.used_bytes += n_bytes
         return start
 
     def has_room(self, sizes: Iterable[int]) -> bool:
@@ -174,14 +177,13 @@ class ByteRing:
         # Tried out, not added up: what is free may be in pieces.
         trial = ByteRing(self.capacity_bytes)
         trial._starts, trial._ends = self._starts.copy(), self._ends.copy()
-        trial._head, trial.used_bytes = self._head, self.used_bytes
+        trial._head = self._head
         return all(trial.place(n_bytes) is not None for n_bytes in sizes)
 
     def free(self, start: int) -> None:
         """Give the range that begins at ``start`` back."""
         at = self._starts.index(start)
-        del self._starts[at]
-        self.used_bytes -= self._ends.pop(at) - start
+        del self._starts[at], self._ends[at]
         if not self._starts:
             # So that equal passes use equal places.
             self._head = 0
