@@ -196,9 +196,8 @@ class ByteRing:
         return bool(lost)
 
     def _first_fit(self, n_bytes: int, from_byte: int) -> int | None:
-        """The first place that is wide enough, looking at the gaps from one byte on."""
-        at = bisect_left(self._starts, from_byte)
-        place = max(from_byte, self._ends[at - 1] if at else 0)
+        """The first place that is wide enough, from a byte on that lies inside of no range."""
+        at, place = bisect_left(self._starts, from_byte), from_byte
         for start, end in zip(self._starts[at:], self._ends[at:], strict=True):
             if place + n_bytes <= start:
                 return place

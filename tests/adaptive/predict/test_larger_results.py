@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional as F
 
 from tenure.adaptive import predict_peak
 from tenure.adaptive._predict._larger_results import LARGER
@@ -83,7 +82,7 @@ def test_a_norm_of_what_is_transposed_takes_what_was_predicted(module):
     x = torch.randn(8, 128, 64, requires_grad=True)
 
     def fn(x):
-        return F.mse_loss(module(x.transpose(1, 2)).transpose(1, 2), torch.zeros(8, 128, 64))
+        return module(x.transpose(1, 2)).transpose(1, 2).sum()
 
     predicted = predict_peak(fn, x)
     assert not predicted.approximate
