@@ -7,7 +7,7 @@ that are in use never overlap; who takes one learns of every event that its earl
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -147,58 +147,52 @@ class ByteRing:
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
-        # both in the order of bytes: a plan tries thousands of rings
-        self._starts: list[int] = []
-        self._ends: list[int] = []
+        # in the order of bytes: a plan tries thousands of rings; and one list, which is whole
+        # wherever an interrupt comes
+        self._ranges: list[tuple[int, int]] = []
         self._head = 0
 
     @property
     def used_bytes(self) -> int:
         """The bytes of all ranges in use."""
-        return sum(self._ends) - sum(self._starts)
+        return sum(end - start for start, end in self._ranges)
 
     def place(self, n_bytes: int) -> int | None:
         """Take ``n_bytes`` in one piece; their start, or None where no gap is wide enough."""
-        if n_bytes > self.capacity_bytes - self.used_bytes:
-            return None
         # Behind the last one first: freed in the order of placing, there are no fragments then.
         start = self._first_fit(n_bytes, self._head)
         if start is None:
             start = self._first_fit(n_bytes, 0)
         if start is not None:
+            insort(self._ranges, (start, start + n_bytes))
             self._head = start + n_bytes
-            at = bisect_left(self._starts, start)
-            self._starts.insert(at, start)
-            self._ends.insert(at, self._head)
         return start
 
     def has_room(self, sizes: Iterable[int]) -> bool:
         """Whether pieces of these sizes could be placed one after the other."""
         # Tried out, not added up: what is free may be in pieces.
         trial = ByteRing(self.capacity_bytes)
-        trial._starts, trial._ends = self._starts.copy(), self._ends.copy()
-        trial._head = self._head
+        trial._ranges, trial._head = self._ranges.copy(), self._head
         return all(trial.place(n_bytes) is not None for n_bytes in sizes)
 
     def free(self, start: int) -> None:
         """Give the range that begins at ``start`` back."""
-        at = self._starts.index(start)
-        del self._starts[at], self._ends[at]
-        if not self._starts:
+        self._ranges.remove((start, dict(self._ranges)[start]))
+        if not self._ranges:
             # So that equal passes use equal places.
             self._head = 0
 
     def free_but(self, starts: Collection[int]) -> bool:
         """Give all ranges back but those that begin there; whether there were any."""
-        lost = set(self._starts).difference(starts)
+        lost = dict(self._ranges).keys() - starts
         for start in lost:
             self.free(start)
         return bool(lost)
 
     def _first_fit(self, n_bytes: int, from_byte: int) -> int | None:
         """The first place that is wide enough, from a byte on that lies inside of no range."""
-        at, place = bisect_left(self._starts, from_byte), from_byte
-        for start, end in zip(self._starts[at:], self._ends[at:], strict=True):
+        place = from_byte
+        for start, end in self._ranges[bisect_left(self._ranges, (from_byte,)) :]:
             if place + n_bytes <= start:
                 return place
             place = end
