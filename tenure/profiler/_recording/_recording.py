@@ -42,7 +42,7 @@ from .._timeline import TimelineReport
 from ._exports import export
 from ._growth import Growth
 from ._leaks_found import MOST_ROWS, RecordedLeaks
-from ._torch_snapshots import is_pickle, read_snapshot, tracks_of
+from ._torch_snapshots import is_pickle, tracks_in
 from ._tracks import Track
 from ._tree import DeviceTree, RecordedTree, folded, tree_of
 
@@ -281,7 +281,7 @@ class Recording(Report):
     def _of_torch(cls, path: str | Path) -> Self:
         # it looks through all that was read, again and again, and takes most of the time
         with collector_paused():
-            tracks = tracks_of(read_snapshot(path), path)
+            tracks = tracks_in(path)
         last_s = max((track.times_s[-1] for track in tracks), default=0.0)
         return cls(
             command=("torch snapshot", Path(path).name),

@@ -1,5 +1,7 @@
 import os
 import pickle
+import struct
+import tracemalloc
 
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch
 from tenure import ReportFormatError
 from tenure.profiler import Recording, Timeline
 
-from .makers import MIB, pickled, torch_snapshot
+from .makers import MIB, event, frames, pickled, torch_snapshot
 
 
 def test_a_snapshot_of_torch_is_played_to_its_peak(tmp_path):
@@ -91,6 +93,11 @@ def test_a_pickle_that_names_something_is_refused_by_name_and_runs_nothing(
     assert [each.name for each in tmp_path.iterdir()] == ["evil.pickle"]
 
 
+def _with_event(**changes):
+    made = {"action": "alloc", "addr": 1, "size": 5, "time_us": 0, "frames": []}
+    return {"segments": [], "device_traces": [[made | changes]]}
+
+
 @pytest.mark.parametrize(
     ("value", "complaint"),
     [
@@ -98,8 +105,16 @@ def test_a_pickle_that_names_something_is_refused_by_name_and_runs_nothing(
         (7, "is a pickle, and no snapshot of torch"),
         ({"segments": [{"blocks": [{"size": 1}]}]}, "is no snapshot as torch makes them"),
         ({"segments": [3]}, "is no snapshot as torch makes them"),
+        ({"segments": [{"device": 2**40, "blocks": []}]}, "device 1099511627776 is beyond the 128"),
+        ({"segments": [{"device": float("inf"), "blocks": []}]}, "is no whole one"),
+        (_with_event(size=float("inf")), "is no whole one"),
+        (_with_event(size=-1), "or below 0"),
+        (_with_event(size=10**400), "is a damaged pickle, or no snapshot of torch"),
+        (_with_event(time_us=float("nan")), "is no whole one"),
+        (_with_event(frames=[{"filename": ["a"], "line": 1, "name": "f"}]), "a name is no text"),
+        (_with_event(frames={"filename": "a"}), "no list where one belongs"),
     ],
-    ids=str,
+    ids=lambda each: str(each)[:60],
 )
 def test_another_pickle_is_refused_in_one_line(value, complaint, tmp_path):
     with pytest.raises(ReportFormatError, match=complaint) as refused:
@@ -114,3 +129,90 @@ def test_a_damaged_pickle_is_refused_wherever_it_is_cut(tmp_path):
         path.write_bytes(whole[:end])
         with pytest.raises(ReportFormatError, match="damaged"):
             Recording.load(path)
+
+
+_BEGIN = b"\x80\x04"
+
+
+@pytest.mark.parametrize(
+    "opcodes",
+    [
+        b"Nr" + struct.pack("<I", 2**27) + b".",
+        b"\x95" + struct.pack("<Q", 2**27) + b"N.",
+        b"\x8d" + struct.pack("<Q", 2**27) + b"a.",
+        b"X" + struct.pack("<I", 2**27) + b"a.",
+        b"\x8e" + struct.pack("<Q", 2**27) + b"a.",
+        b"\x8b" + struct.pack("<I", 2**27) + b"a.",
+        b"\x8a\xff" + b"\x7f" * 255 + b".",
+        b"}()" + b"\x85" * 200_000 + b"K\x01u.",
+        b"}(K\x01" + b"K\x01\x86" * 200_000 + b"K\x01u.",
+        b"\x8f(K\x01\x90.",
+        b"I" + b"9" * 100_000 + b"\n.",
+    ],
+    ids=[
+        *("memo", "frame", "long text", "text", "bytes", "long number", "chosen hash"),
+        *("deep tuples", "deep pairs", "set", "number in words"),
+    ],
+)
+def test_a_small_file_takes_little_memory_and_ends_in_one_error(opcodes, tmp_path):
+    path = tmp_path / "x"
+    path.write_bytes(_BEGIN + opcodes)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ReportFormatError, match="x is a damaged pickle, or no snapshot"):
+            Recording.load(path)
+        assert tracemalloc.get_traced_memory()[1] < 20 * MIB
+    finally:
+        tracemalloc.stop()
+
+
+def test_lists_however_deep_are_no_snapshot(tmp_path):
+    path = tmp_path / "x"
+    for inner in (b"]" * 200_000 + b"a" * 199_999, b"]\x94h\x00a"):
+        path.write_bytes(_BEGIN + b"}\x8c\x08segments" + inner + b"s.")
+        with pytest.raises(ReportFormatError, match="no dictionary where one belongs"):
+            Recording.load(path)
+
+
+def test_a_file_that_refers_to_the_same_blocks_again_and_again_is_refused(tmp_path):
+    blocks = [{"state": "active_allocated", "size": 1}] * 3000
+    segments = [{"device": 0, "blocks": blocks}] * 3000
+    with pytest.raises(ReportFormatError, match="the same blocks or events again and again"):
+        Recording.load(pickled(tmp_path / "x", {"segments": segments}))
+    traces = [[{"action": "segment_alloc"}] * 3000] * 3000
+    with pytest.raises(ReportFormatError, match="the same blocks or events again and again"):
+        Recording.load(pickled(tmp_path / "x", {"segments": [], "device_traces": traces}))
+
+
+def test_long_names_that_many_share_stay_short(tmp_path):
+    shared = {"filename": "a" * 100_000, "line": 1, "name": "b" * 100_000}
+    stacks = [[shared] * 40 for _ in range(500)]
+    blocks = [{"state": "active_allocated", "size": 1, "frames": each} for each in stacks]
+    (track,) = Recording.load(
+        pickled(tmp_path / "x", {"segments": [{"device": 3, "blocks": blocks}]})
+    ).over_time
+    assert (track.device, track.peak_bytes) == ("cuda:3", 500)
+    assert max(map(len, track.at_peak[0].stack)) < 1000
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_a_snapshot_of_many_blocks_is_read_in_every_protocol(protocol, tmp_path):
+    # as torch writes it: the number of a memory pool is a pair, and frames are shared
+    shared = frames(("train.py", 4, "step"))
+    blocks = [
+        {"state": "active_allocated", "size": 512, "address": 512 * i, "frames": shared}
+        for i in range(20_000)
+    ]
+    trace = [
+        event("alloc", 512 * i, 512, 10**15 + i)
+        | {"segment_pool_id": (i % 3, 70_000), "frames": shared}
+        for i in range(20_000)
+    ]
+    segment = {"device": 0, "is_expandable": False, "segment_pool_id": (0, 0), "blocks": blocks}
+    settings = {"max_split_size": -1, "garbage_collection_threshold": 0.5, "backend": None}
+    snapshot = {"segments": [segment], "device_traces": [trace], "allocator_settings": settings}
+    (track,) = Recording.load(pickled(tmp_path / "x", snapshot, protocol)).over_time
+    assert track.peak_bytes == 512 * 20_000
+    assert [(row.stack, row.n_storages) for row in track.at_peak] == [
+        (("train.py:4 in step",), 20_000)
+    ]
