@@ -117,8 +117,7 @@ class Copies:
         shown = [page.shown(host) for host in changed]
         with aside():
             pairs = [
-                (_writable(host.tensor), tensor)
-                for host, tensor in zip(changed, shown, strict=True)
+                (writable(host.tensor), tensor) for host, tensor in zip(changed, shown, strict=True)
             ]
             event = self._link.page_out(pairs, self.marks_of(page))
         self._written[page.unit] = event
@@ -259,7 +258,7 @@ class UnpagedTensors:
         return host.version, counter_of(self._copies[host])
 
 
-def _writable(tensor: Tensor) -> Tensor:
+def writable(tensor: Tensor) -> Tensor:
     """A tensor to write to; one that was made in inference mode is not to be, outside of that."""
     if not tensor.is_inference():
         return tensor

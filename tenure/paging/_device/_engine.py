@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from tenure._registries import NamedTensor
 from tenure._show import progress
 from tenure._torch.lending import note_while
+from tenure._torch.quiet import aside_with_subclasses
 
 from .._host import HostStore
 from .._link import Link
 from .._model import HostTensor, Unit
-from ._copies import Copies
+from ._copies import Copies, writable
 from ._memory import Place
 from ._page import Page
 from ._pass import AccessOrder, Pass, PassMeter, PassRecord
@@ -209,9 +211,16 @@ class Engine:
 
     def let_host_write(self, host: HostTensor) -> None:
         """Stop the host until no copy reads a tensor; it counts as changed from now on."""
-        host.touched = True
-        if host.unit is not None:
-            self._copies.wait_for_copies(host.unit)
+        for each in host.parts or [host]:
+            each.touched = True
+            if each.unit is not None:
+                self._copies.wait_for_copies(each.unit)
+
+    def set_host(self, host: HostTensor, values: Tensor) -> None:
+        """Give a host tensor other values; all that was written back before must be there."""
+        self.let_host_write(host)
+        with aside_with_subclasses():
+            writable(host.tensor).copy_(values)
 
     def close(self) -> None:
         """Stop the host until nothing is under way; then let go of the device's memory."""

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
 
+from torch import Tensor
+
 from tenure._torch.modules import is_running
 
 from .._link import Span
-from .._model import Unit
+from .._model import HostTensor, Unit
 from ._page import Page
 
 
@@ -90,6 +92,7 @@ class Pass:
         name: as above.
         forwards: those that run, the outermost first.
         loose: the pages in use that no forward brackets.
+        assigned: what the program has assigned in the place of host tensors.
         is_backward: whether it is a backward pass, which goes on where no forward runs in it.
         records: whether autograd records a graph of it.
         saves_buffers: whether every buffer that was shown is to be written back.
@@ -101,6 +104,7 @@ class Pass:
         self.thread, self.name, self._call = get_ident(), name, call
         self.forwards: list[Forward] = []
         self.loose: list[Page] = []
+        self.assigned: dict[HostTensor, Tensor] = {}
         self.saves_buffers = self.is_backward = self.records = False
         self._order, self.kind = order, kind
         self._predicted = order.begin(kind)

@@ -11,9 +11,8 @@ import copy
 import sys
 import weakref
 from collections.abc import ItemsView, ValuesView
-from typing import Any
+from typing import Any, TypeGuard
 
-import torch
 from torch import Tensor, nn
 
 from tenure._torch.modules import is_saving
@@ -63,12 +62,12 @@ class PagedDict(_Entries):
     def __setitem__(self, name: str, entry: Tensor | None) -> None:
         # A forward may count by `self.count = self.count + 1`: the new tensor is on the device, and
         # to register it would lose the host's.
-        shown = self._shown_if_inside(name)
-        if shown is None or not _can_hold(shown, entry):
-            super().__setitem__(name, entry)
-        elif entry is not shown:
-            with torch.no_grad():
-                shown.copy_(entry)  # type: ignore[arg-type]
+        host = self._hosts.get(name)
+        if host is not None and _can_hold(host, entry) and self._pager.is_inside:
+            is_registered = super().get(name) is host.tensor
+            if self._pager.assign(host, entry, may_stand=is_registered):
+                entry = host.tensor
+        super().__setitem__(name, entry)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Entries:
         return copy.deepcopy(self._saved(), memo)
@@ -85,20 +84,19 @@ class PagedDict(_Entries):
 
     def _saved(self) -> _Entries:
         """The registered objects with what a forward that runs has written so far."""
+        entries = dict(super().items())
         if self._pager.is_inside:
-            self._pager.save()
-        return dict(super().items())
+            assigned = self._pager.save()
+            for name, host in self._hosts.items():
+                if host in assigned and entries.get(name) is host.tensor:
+                    entries[name] = assigned[host].detach().cpu()
+        return entries
 
     def _shown(self, name: str, entry: Tensor | None) -> Tensor | None:
         host = self._hosts.get(name)
         if host is None or host.tensor is not entry:
             return entry
         return self._pager.show(host)
-
-    def _shown_if_inside(self, name: str) -> Tensor | None:
-        return (
-            self[name] if name in self._hosts and name in self and self._pager.is_inside else None
-        )
 
 
 class Binding:
@@ -140,11 +138,10 @@ class Binding:
                 module.__dict__[registry] = original
 
 
-def _can_hold(shown: Tensor, entry: Tensor | None) -> bool:
-    return (
-        entry is not None
-        and not isinstance(entry, nn.Parameter)
-        and (entry.shape, entry.dtype, entry.device) == (shown.shape, shown.dtype, shown.device)
+def _can_hold(host: HostTensor, entry: Tensor | None) -> TypeGuard[Tensor]:
+    return entry is not None and (entry.shape, entry.dtype) == (
+        host.tensor.shape,
+        host.tensor.dtype,
     )
 
 

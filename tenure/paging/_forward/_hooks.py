@@ -138,11 +138,15 @@ class Attributes:
 
     def __init__(self, module: nn.Module, hosts: dict[int, HostTensor], pager: Pager) -> None:
         self._hosts, self._pager = hosts, pager
-        self._names = [
-            name
-            for name, value in vars(module).items()
-            if name not in _OWN_NAMES and any(map(self._host_of, _held_by(value)))
-        ]
+        self._names = []
+        for name, value in vars(module).items():
+            found = (
+                [] if name in _OWN_NAMES else [*filter(None, map(self._host_of, _held_by(value)))]
+            )
+            if found:
+                self._names.append(name)
+            for host in found:
+                host.is_shared = True
 
     def show(self, module: nn.Module) -> None:
         """Show them on the device until the forward ends."""

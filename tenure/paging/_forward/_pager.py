@@ -22,7 +22,7 @@ from tenure._torch.modules import calls_of
 from tenure._torch.storages import key_of
 
 from .._device import Composed, Engine, Forward, Page, Pass, UnpagedTensors
-from .._model import HostTensor, Unit
+from .._model import HostTensor, Unit, is_plain
 from ._arguments import apart_from
 from ._door import Door, name_of, place_of, waits_for_us
 from ._refusals import Inference, Refusals, captures, check_capture
@@ -176,9 +176,10 @@ class Pager:
         if now is None or not self.is_inside:
             # Whoever reads a parameter outside of the forward may write to it, as optimizers and
             # load_state_dict do, and no version tells of `.data`.
-            for each in host.parts or [host]:
-                self.engine.let_host_write(each)
+            self.engine.let_host_write(host)
             return host.tensor
+        if host in now.assigned:
+            return now.assigned[host]
         if host.parts:
             return self._composed.of(
                 host, {id(each.tensor): self.show(each) for each in host.parts}
@@ -187,11 +188,44 @@ class Pager:
             return self._unpaged.shown(host)
         return self._page_of(host.unit, now).shown(host)
 
-    def save(self) -> None:
-        """Have on the host what the forward that runs has written so far."""
+    @never_compiled
+    def assign(self, host: HostTensor, entry: Tensor, *, may_stand: bool) -> bool:
+        """The forward assigns a tensor of the same form in the place of a host tensor.
+
+        Until the pass ends the program may write to it through another reference. So it stands for
+        the host tensor until then, and its values come home when they are final.
+
+        Args:
+            host: the host tensor.
+            entry: what is assigned.
+            may_stand: whether another tensor than the one that is shown may stand for it.
+
+        Returns:
+            Whether the host tensor is to stay registered; else the entry itself is.
+        """
+        now = self._pass
+        assert now is not None
+        now.assigned.pop(host, None)
+        if _is_same(self.show(host), entry):
+            return True
+        # Another name would get the values, too.
+        if not may_stand or host.is_shared or isinstance(entry, nn.Parameter):
+            return False
+        if entry.device != self.engine.device:
+            return False
+        now.assigned[host] = entry
+        return True
+
+    def save(self) -> dict[HostTensor, Tensor]:
+        """Have on the host what the forward that runs has written so far.
+
+        Returns:
+            What it has assigned, which comes to the host when it ends.
+        """
         self._composed.settle()
         self.engine.save()
         self._unpaged.save()
+        return {} if self._pass is None else self._pass.assigned
 
     @contextmanager
     def closing(self) -> Iterator[None]:
@@ -275,9 +309,19 @@ class Pager:
         self._let_go_of_loose(now, held_too=True)
         self._pass = None
         now.end(completed=completed)
+        self._bring_home(now.assigned)
         self.engine.end()
         self._unpaged.save()
         self.engine.let_host_read()
+
+    def _bring_home(self, assigned: dict[HostTensor, Tensor]) -> None:
+        """Give host tensors the values of what the pass has assigned in their place."""
+        if assigned:
+            # What was written to a page before comes first.
+            self._unpaged.save()
+            self.engine.let_host_read()
+            for host, entry in assigned.items():
+                self.engine.set_host(host, entry)
 
     def _let_go_of_loose(self, now: Pass, *, held_too: bool = False) -> None:
         """Release the pages that no forward brackets and whose tensors nobody holds any more."""
@@ -343,6 +387,16 @@ class Pager:
             while self._pop(now, is_end=False) is not token:
                 pass
             self._abandon_interrupted(token, module)
+
+
+def _is_same(shown: Tensor, entry: Tensor) -> bool:
+    """Whether two tensors of one form are one, or lie in the same memory in the same order."""
+    return entry is shown or (
+        is_plain(entry)
+        and is_plain(shown)
+        and entry.data_ptr() == shown.data_ptr()
+        and entry.stride() == shown.stride()
+    )
 
 
 def _told(now: Pass) -> str:

@@ -91,6 +91,8 @@ class TrainingPager(Pager):
         now = self._pass
         if now is None or host.unit is None or not (self.is_inside and host.tensor.requires_grad):
             return shown
+        if host in now.assigned:
+            return shown
         # What is read without gradients in a forward that has them may be used with them.
         if not (now.records or torch.is_grad_enabled()):
             return shown

@@ -45,6 +45,7 @@ class HostTensor:
         home_strides: its strides there.
         parts: the plain tensors that it is made of, which are paged in its place.
         around: the tensors that it is a part of.
+        is_shared: whether the model has its memory, or the object, under another name as well.
     """
 
     tensor: Tensor
@@ -57,6 +58,7 @@ class HostTensor:
     home_strides: tuple[int, ...] = ()
     parts: list[HostTensor] = field(default_factory=list)
     around: list[Tensor] = field(default_factory=list)
+    is_shared: bool = False
     _unit: weakref.ref[Unit] | None = None
 
     @property
@@ -221,6 +223,8 @@ class TensorTable:
                 host.parts = [self._host_of(f"{name}.{path}", t, False) for path, t in inside]
                 for part in host.parts:
                     part.around.append(tensor)
+        else:
+            host.is_shared = True
         return host
 
     def _lay_out(self) -> dict[int, Extent]:
@@ -248,6 +252,8 @@ def _registered(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor, b
 
 def _extent(hosts: list[HostTensor]) -> Extent:
     ranges = [byte_range(host.tensor) for host in hosts]
+    for host in hosts:
+        host.is_shared |= len(hosts) > 1
     low = min(start for start, _ in ranges) // _ADDRESS_ALIGNMENT_BYTES * _ADDRESS_ALIGNMENT_BYTES
     high = max(end for _, end in ranges)
     for host, (start, _) in zip(hosts, ranges, strict=True):

@@ -1,0 +1,243 @@
+"""What a paged forward assigns to its buffers is what the plain model has afterwards."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tenure.paging import page
+
+WIDTH = 8
+
+
+def late_write(module, x):
+    state = module.state * 0.5
+    module.state = state
+    state.add_(x.mean(0))
+
+
+def late_write_through_a_view(module, x):
+    rows = torch.stack([module.state, x.mean(0)])
+    module.state = rows[0]
+    rows.mul_(2).add_(1)
+
+
+def several_assignments(module, x):
+    before = module.state
+    for _ in range(3):
+        latest = module.state + x.mean(0)
+        module.state = latest
+        before.add_(1)
+    latest.mul_(3)
+
+
+def back_to_the_first(module, x):
+    before = module.state
+    module.state = x.mean(0)
+    module.state.zero_()
+    module.state = before
+    before.add_(x.mean(0))
+
+
+def a_view_of_itself(module, x):
+    module.state.copy_(x.mean(0))
+    module.state = module.state.flip(0)
+    module.square = module.square.t()
+    module.square.add_(x.mean(0))
+    module.state = module.state.view(-1).detach()
+    module.state.add_(1)
+
+
+def in_place_before_and_after(module, x):
+    module.state.add_(x.mean(0))
+    state = module.state.clone()
+    module.state.fill_(7)
+    module.state = state
+    state.mul_(2)
+
+
+def registered_again(module, x):
+    state = torch.zeros_like(module.state)
+    module.register_buffer("state", state)
+    state.add_(x.mean(0))
+    del module.square
+    module.register_buffer("square", torch.ones(WIDTH, WIDTH, device=x.device))
+
+
+def of_tied_buffers(module, x):
+    state = module.twin * 0.5
+    module.twin = state
+    state.add_(x.mean(0))
+    module.state.sub_(module.other_twin)
+
+
+def of_a_view_of_a_buffer(module, x):
+    module.row = x.mean(0)
+    module.row.add_(1)
+    module.state.add_(module.table[0])
+
+
+def of_what_an_attribute_keeps(module, x):
+    module.original = module.original + x.mean(0)
+    module.state.add_(module.first)
+
+
+def of_another_shape(module, x):
+    module.state = module.state + x.mean(0)
+    module.square = torch.cat([module.square, x])
+    module.state = module.state * module.square.mean()
+
+
+def of_parameters_for_a_while(module, x):
+    weight = {"weight": torch.ones_like(module.out.weight)}
+    module.state.add_(torch.func.functional_call(module.out, weight, (x,)).mean(0))
+
+
+WAYS = [
+    late_write,
+    late_write_through_a_view,
+    several_assignments,
+    back_to_the_first,
+    a_view_of_itself,
+    in_place_before_and_after,
+    registered_again,
+    of_tied_buffers,
+    of_a_view_of_a_buffer,
+    of_what_an_attribute_keeps,
+    of_another_shape,
+    of_parameters_for_a_while,
+]
+
+
+class Layer(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.out = way, nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("state", torch.zeros(WIDTH))
+        self.register_buffer("square", torch.arange(64.0).view(WIDTH, WIDTH))
+        self.register_buffer("twin", torch.ones(WIDTH))
+        self.register_buffer("other_twin", self.twin)
+        self.register_buffer("table", torch.zeros(2, WIDTH))
+        self.register_buffer("row", self.table[0])
+        self.register_buffer("original", torch.ones(WIDTH))
+        self.first = self.original
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.way(self, x.detach())
+        return self.out(x) + self.state + self.row + self.square.sum(0)
+
+
+class Pair(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(way), Layer(way)])
+
+    def forward(self, x):
+        for layer in [*self.layers, self.layers[0]]:
+            x = layer(x) / 100
+        return x
+
+
+def whole_on(sim, model):
+    whole = copy.deepcopy(model)
+    for layer in whole.layers:
+        layer.to(sim.device)
+        layer.other_twin, layer.row, layer.first = layer.twin, layer.table[0], layer.original
+    return whole
+
+
+def assert_same(paged, plain):
+    state = plain.state_dict()
+    assert paged.state_dict().keys() == state.keys()
+    for name, tensor in paged.state_dict().items():
+        assert torch.equal(tensor.cpu(), state[name].cpu()), name
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_buffers_and_outputs_are_those_of_the_plain_model(sim, way, trains):
+    torch.manual_seed(0)
+    model, x = Pair(way), torch.randn(4, WIDTH, device=sim.device)
+    plain = whole_on(sim, model)
+    with (
+        page(model, sim.device, 1, budget="12KiB", training=trains),
+        torch.set_grad_enabled(trains),
+    ):
+        for _ in range(3):
+            output, expected = model(x), plain(x)
+            assert torch.equal(output.cpu(), expected.cpu())
+            assert_same(model, plain)
+            if trains:
+                output.sum().backward()
+                expected.sum().backward()
+    assert_same(model, plain)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        if trains:
+            torch.testing.assert_close(ours.grad, theirs.grad.cpu())
+
+
+class Telling(nn.Module):
+    """A child assigns, its parent writes to what it has assigned, and takes a checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.child = Layer(lambda module, x: setattr(module, "state", x.mean(0)))
+        self.saved = []
+
+    def forward(self, x):
+        y = self.child(x)
+        state = self.child.state
+        del x
+        state.add_(1)
+        self.saved.append(self.state_dict()["child.state"])
+        self.copy = copy.deepcopy(self.child)
+        state.mul_(2)
+        return y
+
+
+@torch.no_grad()
+def test_a_write_after_the_module_has_returned_counts_and_a_checkpoint_has_what_was_there(sim):
+    model, x = Telling(), torch.full((2, WIDTH), 3.0, device=sim.device)
+    with page(model, sim.device):
+        model(x)
+        assert model.child.state.tolist() == [8.0] * WIDTH
+        assert model.child.state.device.type == "cpu"
+    assert model.saved[0].tolist() == model.copy.state.tolist() == [4.0] * WIDTH
+    assert model.saved[0].device.type == "cpu"
+
+
+class Recurrence(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((WIDTH,), 2.0))
+        self.register_buffer("state", torch.ones(WIDTH))
+
+    def forward(self, x):
+        for _ in range(3):
+            self.state = self.state.clone() * self.weight + x
+        return self.state.sum()
+
+
+def test_gradients_pass_through_what_was_assigned(sim):
+    model, x = Recurrence(), torch.ones(WIDTH, device=sim.device)
+    plain = copy.deepcopy(model)
+    with page(model, sim.device, training=True):
+        model(x).backward()
+    plain(x.cpu()).backward()
+    assert torch.equal(model.weight.grad, plain.weight.grad)
+    assert torch.equal(model.state, plain.state)
+
+
+@torch.no_grad()
+def test_what_a_failed_forward_has_assigned_is_kept_as_by_the_plain_model(sim):
+    def failing(module, x):
+        module.state = x.mean(0)
+        raise ValueError("after the assignment")
+
+    model, x = Layer(failing), torch.full((2, WIDTH), 3.0)
+    with page(model, sim.device):
+        with pytest.raises(ValueError, match="after the assignment"):
+            model(x)
+        assert model.state.tolist() == [3.0] * WIDTH
