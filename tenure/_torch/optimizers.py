@@ -1,22 +1,52 @@
-"""Whether optimizers step many parameters at once, which they do by default on accelerators."""
+"""How optimizers step: many parameters at once, as by default on accelerators, and their hooks."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from . import bound, require
+from . import bound, getter, require
 from .fakes import FakeTensor
 
 _PREDICTION = "predictions of memory on an accelerator"
 _HOME = "torch.optim.optimizer"
 _types: Any = bound(f"{_HOME}._foreach_supported_types", _PREDICTION)
 _devices: Any = bound(f"{_HOME}._get_foreach_kernels_supported_devices", _PREDICTION)
+
+
+_STEPPING = "PagedModel.optimizer_step()"
+_global_pre_hooks: Any = bound(f"{_HOME}._global_optimizer_pre_hooks", _STEPPING)
+_pre_hooks = getter(f"{_HOME}.Optimizer._optimizer_step_pre_hooks", _STEPPING)
+_post_hooks = getter(f"{_HOME}.Optimizer._optimizer_step_post_hooks", _STEPPING)
+
+
+def pre_hooks_of(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """What is called before a step of an optimizer: the hooks of all optimizers, then its own."""
+    return [*_global_pre_hooks.values(), *_pre_hooks(optimizer).values()]
+
+
+@contextmanager
+def before_post_hooks(
+    optimizer: torch.optim.Optimizer, function: Callable[[], object]
+) -> Iterator[None]:
+    """A block in which a function is called after each step, before all hooks that are."""
+    handle = optimizer.register_step_post_hook(lambda *_: function())
+    _post_hooks(optimizer).move_to_end(handle.id, last=False)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def unhooked_step(optimizer: torch.optim.Optimizer) -> None:
+    """Call the step of an optimizer's class, without the hooks that torch puts around it."""
+    step: Any = type(optimizer).step
+    step.__wrapped__(optimizer)
 
 
 @contextmanager
@@ -45,5 +75,20 @@ def _all_at_once_on_cpu() -> AbstractContextManager[Any]:
 
 
 def works() -> bool:
-    """Whether the lists are those that optimizers ask."""
-    return isinstance(_types, list) and torch.Tensor in _types and "cuda" in _devices()
+    """Whether the lists are those that optimizers ask, and hooks run as they stand there."""
+    is_asked = isinstance(_types, list) and torch.Tensor in _types and "cuda" in _devices()
+    return is_asked and _orders_hooks()
+
+
+def _orders_hooks() -> bool:
+    parameter = torch.ones(1, device="cpu", requires_grad=True)
+    parameter.grad = torch.ones(1, device="cpu")
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    told: list[str] = []
+    optimizer.register_step_post_hook(lambda *_: told.append("hook"))
+    unhooked_step(optimizer)
+    if told or parameter.item() != 0:
+        return False
+    with before_post_hooks(optimizer, lambda: told.append("function")):
+        optimizer.step()
+    return told == ["function", "hook"] and len(_post_hooks(optimizer)) == 1

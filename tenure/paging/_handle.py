@@ -28,7 +28,13 @@ from ._planning import (
 )
 from ._report import PagingReport, make_report
 from ._resources import Resources
-from ._training import Stepping, TrainingEngine, checked_optimizer, clipped
+from ._training import (
+    Stepping,
+    TrainingEngine,
+    checked_optimizer,
+    needs_all_gradients,
+    stepped_after,
+)
 
 if TYPE_CHECKING:
     pass
@@ -90,7 +96,9 @@ class PagedModel:
         """A block around the last backward pass of a step, which the optimizer steps meanwhile.
 
         Each unit's parameters are stepped as soon as their gradients are on the host. The result is
-        that of ``optimizer.step()`` after the block.
+        that of ``optimizer.step()`` after the block, and its hooks run once, when the block ends. A
+        hook that runs before the step may look at all gradients, so with one the step begins only
+        when the backward pass is over.
 
         Args:
             optimizer: one of torch's that treats each parameter alone, as all but LBFGS do.
@@ -106,9 +114,10 @@ class PagedModel:
                 "it with training=True."
             )
         checked = checked_optimizer(optimizer)
-        if max_norm is not None:
-            return clipped(checked, max_norm)
-        return Stepping(checked, self._resources.units).running()
+        if max_norm is not None or needs_all_gradients(checked):
+            return stepped_after(checked, max_norm)
+        prepare = self._resources.engine.wait_for_step
+        return Stepping(checked, self._resources.units, prepare).running()
 
     def report(self) -> PagingReport:
         """What the last pass moved, how long it waited, and how near to the limit it ran.

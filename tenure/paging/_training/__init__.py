@@ -13,5 +13,6 @@ from ._route import Route as Route
 from ._saved import SavedTensors as SavedTensors
 from ._stepping import Stepping as Stepping
 from ._stepping import checked_optimizer as checked_optimizer
-from ._stepping import clipped as clipped
+from ._stepping import needs_all_gradients as needs_all_gradients
+from ._stepping import stepped_after as stepped_after
 from ._training_engine import TrainingEngine as TrainingEngine

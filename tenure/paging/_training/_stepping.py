@@ -2,18 +2,19 @@
 
 Invariant: each parameter is stepped once, with its whole gradient, when no node of the pass needs
 it any more: autograd adds its gradient up after the last of them. What is left then is stepped
-when the block ends.
+when the block ends, by the one call of ``optimizer.step()``, which runs the hooks of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn, optim
 
 from tenure._errors import PagingError
+from tenure._torch.optimizers import before_post_hooks, pre_hooks_of, unhooked_step
 
 from .._model import HostTensor, Unit
 
@@ -27,10 +28,16 @@ class Stepping:
     Args:
         optimizer: the optimizer.
         units: the model's.
+        prepare: what steps of the optimizer wait for; called before each part.
     """
 
-    def __init__(self, optimizer: optim.Optimizer, units: Sequence[Unit]) -> None:
-        self._optimizer = optimizer
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        units: Sequence[Unit],
+        prepare: Callable[[optim.Optimizer], object],
+    ) -> None:
+        self._optimizer, self._prepare = optimizer, prepare
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._left: set[int] = set()
         self._unit_of: dict[int, list[HostTensor]] = {}
@@ -50,8 +57,13 @@ class Stepping:
                     handle = host.tensor.register_post_accumulate_grad_hook(self._arrived)
                     hooks.callback(handle.remove)
             yield
-        rest = (p for group in self._optimizer.param_groups for p in group["params"])
-        self._step([p for p in rest if id(p) not in self._stepped])
+        groups = self._optimizer.param_groups
+        rest = {id(p) for group in groups for p in group["params"]} - self._stepped
+        with ExitStack() as narrowed:
+            narrowed.enter_context(self._only(rest))
+            # Hooks after the step see all parameters, and so does what they look up.
+            with before_post_hooks(self._optimizer, narrowed.close):
+                self._optimizer.step()
 
     def _arrived(self, parameter: Tensor) -> None:
         if id(parameter) in self._stepped:
@@ -62,33 +74,46 @@ class Stepping:
         self._left.discard(id(parameter))
         hosts = self._unit_of[id(parameter)]
         if not any(id(host.tensor) in self._left for host in hosts):
-            self._step([host.tensor for host in hosts])
+            known = {id(host.tensor) for host in hosts}
+            self._stepped |= known
+            self._prepare(self._optimizer)
+            # as outside of a backward pass, where hooks of gradients run with them or without
+            with self._only(known), torch.enable_grad():
+                unhooked_step(self._optimizer)
 
-    def _step(self, parameters: list[Tensor]) -> None:
-        """The optimizer's step of these alone."""
-        self._stepped |= {id(parameter) for parameter in parameters}
-        known = {id(parameter) for parameter in parameters}
+    @contextmanager
+    def _only(self, known: set[int]) -> Iterator[None]:
+        """A block in which the optimizer has these parameters alone, by the ``id`` of each."""
         groups = self._optimizer.param_groups
         whole = [group["params"] for group in groups]
         try:
             for group in groups:
                 group["params"] = [p for p in group["params"] if id(p) in known]
-            # as outside of a backward pass, where hooks of gradients run with them or without
-            with torch.enable_grad():
-                self._optimizer.step()
+            yield
         finally:
             for group, params in zip(groups, whole, strict=True):
                 group["params"] = params
 
 
 @contextmanager
-def clipped(optimizer: optim.Optimizer, max_norm: float) -> Iterator[None]:
-    """A block after which all gradients are clipped, and all parameters are stepped."""
+def stepped_after(optimizer: optim.Optimizer, max_norm: float | None) -> Iterator[None]:
+    """A block after which all gradients may be clipped, and all parameters are stepped."""
     yield
-    nn.utils.clip_grad_norm_(
-        [p for group in optimizer.param_groups for p in group["params"]], max_norm
-    )
+    if max_norm is not None:
+        nn.utils.clip_grad_norm_(
+            [p for group in optimizer.param_groups for p in group["params"]], max_norm
+        )
     optimizer.step()
+
+
+def needs_all_gradients(optimizer: optim.Optimizer) -> bool:
+    """Whether a hook is to run before a step, which may look at any gradient, or refuse the step.
+
+    Those of paged models look at none.
+    """
+    home = __name__.rpartition(".")[0]
+    hooks = pre_hooks_of(optimizer)
+    return any(not str(getattr(hook, "__module__", "")).startswith(home) for hook in hooks)
 
 
 def checked_optimizer(optimizer: object) -> optim.Optimizer:

@@ -37,11 +37,15 @@ def _before_steps(copies: Copies) -> Callable[[], object]:
     def wait(optimizer: Optimizer, *_: object) -> None:
         there = known()
         if there is not None:
-            there.wait_for_all_copies()
-            bring_scale_home(optimizer)
+            _wait(there, optimizer)
 
     remove = register_optimizer_step_pre_hook(wait).remove
     return weakref.finalize(copies, remove)
+
+
+def _wait(copies: Copies, optimizer: Optimizer) -> None:
+    copies.wait_for_all_copies()
+    bring_scale_home(optimizer)
 
 
 class TrainingEngine(Engine):
@@ -100,6 +104,10 @@ class TrainingEngine(Engine):
         if not self._now.records:
             self.homeward.end()
             self._copies.wait_for_all_copies()
+
+    def wait_for_step(self, optimizer: Optimizer) -> None:
+        """Stop the host until no copy reads what an optimizer is to write."""
+        _wait(self._copies, optimizer)
 
     def release(self, page: Page) -> None:
         """As of an engine."""

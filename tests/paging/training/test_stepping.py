@@ -1,11 +1,16 @@
 """An optimizer that steps while the backward pass runs does what it does after it."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from tenure.paging import PagingError, page
 
@@ -127,13 +132,103 @@ def test_a_unit_is_stepped_while_others_still_compute(sim):
     torch.manual_seed(0)
     model = transformer()
     optimizer = OPTIMIZERS["SGD"](model.parameters())
-    sizes = []
-    optimizer.register_step_post_hook(
-        lambda o, *_: sizes.append(sum(len(group["params"]) for group in o.param_groups))
-    )
+    first, *_, last = model.parameters()
+    before, seen = last.detach().clone(), []
+    first.register_post_accumulate_grad_hook(lambda _: seen.append(torch.equal(last, before)))
     run(sim, model, optimizer, meanwhile=True, steps=1)
-    assert len(sizes) > len(model) // 2
-    assert sum(sizes) == len(list(model.parameters()))
+    assert seen == [False]
+
+
+def watch(model, optimizer, register, told):
+    """Have each hook tell what it sees: the optimizer's parameters, their values and gradients."""
+
+    def tell(name, given, *_):
+        if given is optimizer:
+            parameters = [p for group in given.param_groups for p in group["params"]]
+            assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+            gradients = [p.grad.clone() for p in parameters]
+            told.append((name, [*(p.detach().clone() for p in parameters), *gradients]))
+
+    return [add(partial(tell, name)) for name, add in register(optimizer).items()]
+
+
+HOOKS = {
+    "after": lambda optimizer: {
+        "own": optimizer.register_step_post_hook,
+        "every": register_optimizer_step_post_hook,
+        "own, second": optimizer.register_step_post_hook,
+    },
+    "before and after": lambda optimizer: {
+        "before own": optimizer.register_step_pre_hook,
+        "before every": register_optimizer_step_pre_hook,
+        "after own": optimizer.register_step_post_hook,
+    },
+    "before every": lambda _: {"before every": register_optimizer_step_pre_hook},
+}
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.01])
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_of_a_step_run_once_and_see_what_they_see_after_the_backward_pass(
+    sim, name, max_norm
+):
+    torch.manual_seed(0)
+    model, all_told = transformer()[:3], []
+    options = {} if max_norm is None else {"max_norm": max_norm}
+    for meanwhile in (True, False):
+        each = copy.deepcopy(model)
+        optimizer = OPTIMIZERS["AdamW"](each.parameters())
+        told = []
+        handles = watch(each, optimizer, HOOKS[name], told)
+        run(sim, each, optimizer, meanwhile=meanwhile, steps=2, **options)
+        for handle in handles:
+            handle.remove()
+        all_told.append(told)
+    ours, plain = all_told
+    assert [event for event, _ in ours] == [event for event, _ in plain]
+    assert all(equal(a, b) for (_, a), (_, b) in zip(ours, plain, strict=True))
+    assert len(ours) == 2 * len(handles)
+
+
+def test_a_hook_before_the_step_may_change_gradients_or_refuse_the_step(sim):
+    torch.manual_seed(0)
+    model = transformer()[:3]
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = OPTIMIZERS["SGD"](model.parameters())
+
+    def refuse(*_):
+        raise ZeroDivisionError
+
+    def clear(given, *_):
+        for group in given.param_groups:
+            for p in group["params"]:
+                p.grad.zero_()
+
+    with optimizer.register_step_pre_hook(clear):
+        run(sim, model, optimizer, meanwhile=True, steps=1)
+    assert equal(before, model.parameters())
+    optimizer.register_step_pre_hook(refuse)
+    with pytest.raises(ZeroDivisionError):
+        run(sim, model, optimizer, meanwhile=True, steps=1)
+    assert equal(before, model.parameters())
+
+
+def test_a_moving_average_in_a_hook_and_a_schedule_that_counts_steps(sim):
+    found = []
+    for meanwhile in (True, False):
+        torch.manual_seed(0)
+        model = transformer()[:3]
+        optimizer = OPTIMIZERS["SGD"](model.parameters())
+        average = torch.optim.swa_utils.AveragedModel(
+            copy.deepcopy(model), multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        )
+        optimizer.register_step_post_hook(
+            lambda *_, average=average, model=model: average.update_parameters(model)
+        )
+        # It warns where it sees no step of the optimizer.
+        run(sim, model, optimizer, meanwhile=meanwhile, schedule=SCHEDULES["LambdaLR"])
+        found.append(list(average.state_dict().values()))
+    assert equal(*found)
 
 
 def test_tied_weights_are_stepped_once_when_all_uses_are_over(sim):
