@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import tenure
 from tenure._errors import CommandError, TenureError
+from tenure._visible import in_one_line, visible
 
 from ._demo import Demo
 from ._diff import Diff
@@ -68,14 +69,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tell(verb: str, error: TenureError) -> None:
-    """Print an error in one line, as scripts and logs expect of a command."""
+    """Print an error in one line, as scripts and logs expect of a command.
+
+    It may quote what a file says: here, and at no other place, that is made harmless.
+    """
     hint = ""
     if not isinstance(error, CommandError):
         if os.environ.get(_TRACEBACK, "0") not in {"", "0"}:
-            traceback.print_exception(error)
+            print(visible("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         else:
             hint = f" ({type(error).__name__}; {_TRACEBACK}=1 shows where.)"
-    print(f"tenure {verb}: error: {' '.join(str(error).split())}{hint}", file=sys.stderr)
+    print(f"tenure {verb}: error: {in_one_line(str(error))}{hint}", file=sys.stderr)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -39,4 +39,3 @@ from ._table import note_on_shared as note_on_shared
 from ._table import signed as signed
 from ._table import storage_bytes as storage_bytes
 from ._width import folded as folded
-from ._width import visible as visible

@@ -11,7 +11,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-from ._width import folded, visible, width_of_terminal, wrapped
+from tenure._visible import visible
+
+from ._width import folded, width_of_terminal, wrapped
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions

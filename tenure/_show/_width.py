@@ -10,6 +10,8 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 
+from tenure._visible import visible
+
 WITHOUT_TERMINAL = 80
 ELLIPSIS = "…"
 _LEAST = 40
@@ -21,30 +23,11 @@ _PLACE = re.compile(r"(?P<folders>.*/)(?P<name>[^/]+:\d+\W*)")
 _IN_CELL = re.compile(r"Cell In\[\d+\], line \d+")
 _WORD_OF_CODE = re.compile(r"\w+|\s+|.")
 _ITEM = re.compile(r"\s*(- )?")
-# What a terminal obeys, what ends a line for some readers alone, what turns the text beside it
-# around, what nobody sees, and halves of characters, which no file takes. A line feed is none.
-_UNSEEN = re.compile(
-    "[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff"
-    "\ud800-\udfff]"
-)
 
 
 def width_of_terminal() -> int:
     """The columns of the terminal; without one, what every terminal has."""
     return max(_LEAST, shutil.get_terminal_size((WITHOUT_TERMINAL, 24)).columns)
-
-
-def visible(text: str) -> str:
-    """Text of which every character only shows itself: others are written as Python writes them.
-
-    Names come from files, from keys of dictionaries and from other machines. What they do to a
-    terminal or a page must not be their choice.
-    """
-    return text if text.isprintable() else _UNSEEN.sub(_spelled, text)
-
-
-def _spelled(match: re.Match[str]) -> str:
-    return ascii(match[0])[1:-1]
 
 
 def folded(text: str, width: int) -> list[str]:

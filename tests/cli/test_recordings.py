@@ -1,5 +1,6 @@
 """The verbs that read recordings: what they print, as text and JSON, and what they refuse."""
 
+import gzip
 import io
 import json
 import subprocess
@@ -111,6 +112,32 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, complaint, files, caps
     assert out == ""
     assert err.startswith(f"tenure {arguments[0]}: error: {complaint}")
     assert err.count("\n") == 1
+
+
+HOSTILE = "\x1b]0;title\x07\x1b[2J\u202e\U000e0041" * 20_000
+
+
+def _altered(**facts):
+    return gzip.compress(json.dumps({**recording().to_dict(), **facts}).encode())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x04c" + HOSTILE.encode() + b"\nx\n.",
+        _altered(format=HOSTILE),
+        _altered(format=f"tenure.{HOSTILE}"),
+        _altered(exit_code=HOSTILE),
+        _altered(peaks={HOSTILE: "much"}),
+    ],
+    ids=["name in a pickle", "format", "kind of report", "value", "key"],
+)
+def test_what_a_file_says_commands_no_terminal_in_an_error(data, files, capsys):
+    (files / "x").write_bytes(data)
+    err = _printed(["report", "x"], capsys, code=2).err
+    assert err.startswith("tenure report: error: x")
+    assert err.removesuffix("\n").isprintable()
+    assert len(err) < 20_000
 
 
 def test_a_terminal_without_blocks_gets_what_is_like_them(files, monkeypatch):

@@ -8,7 +8,18 @@ import re
 
 import pytest
 
-from tenure._show import BandChart, Flame, FlameRow, Grid, GridColumn, Section, Span, drawn_page
+from tenure._show import (
+    BandChart,
+    Flame,
+    FlameRow,
+    Grid,
+    GridColumn,
+    Mark,
+    Section,
+    Span,
+    drawn_page,
+)
+from tenure._visible import visible
 
 from .drawn_samples import HOSTILE, LEVELS, TIMES, chart, hostile_page, sample_page
 from .pages import assert_stands_alone, read_html
@@ -36,12 +47,25 @@ def test_only_its_own_script_may_run():
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_name_is_in_the_data_as_it_is(name):
+def test_a_name_is_in_the_data_as_it_is_shown(name):
     text = drawn_page("", [Section("", "", [chart(ways={"category": {name: LEVELS}})])])
-    assert _data(text)["drawings"][0]["ways"][0]["bands"][0]["name"] == name
+    assert _data(text)["drawings"][0]["ways"][0]["bands"][0]["name"] == visible(name.expandtabs())
     # a name that is no text has no other spelling in a file
     text.encode()
     assert not {"<", ">", "&"} & set(text.split('id="data">')[1].split("</script>")[0])
+
+
+def test_a_name_that_the_script_draws_hides_nothing_and_turns_nothing_around():
+    name = "\u202eevil\u200b\x1b\U000e0041"
+    spans = [Span(name, 0, 0, 1)]
+    row = FlameRow({"scope": [name]}, 1, 1)
+    grid = Grid(name, [GridColumn(name, "code")], [[f"\tx = 1{name}"]])
+    flame = Flame(name, [row], [["scope"]], "scope", name)
+    drawings = [chart(spans=spans, marks=[Mark(0.5, name)]), flame, grid]
+    data = str(_data(drawn_page("", [Section("", "", drawings)])))
+    assert data.isprintable()
+    assert data.count("evil") == 9
+    assert "        x = 1" in data
 
 
 def test_a_page_without_scripts_shows_what_it_was_given():

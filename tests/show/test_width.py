@@ -11,7 +11,9 @@ from tenure._callers import line_in
 from tenure._errors import ProfilerUsageError
 from tenure._show import Column, Table, bytes_column, in_bytes, storage_bytes
 from tenure._show._report import Shown
-from tenure._show._width import cut, folded, visible, wrapped
+from tenure._show._width import cut, folded, wrapped
+from tenure._visible import visible
+from tests.profiler.recording.makers import growth, recording
 
 from .report_samples import REPORTS
 
@@ -143,6 +145,30 @@ def test_a_file_is_told_from_the_working_directory(monkeypatch, tmp_path):
 def test_a_character_that_does_more_than_show_itself_is_spelled(text, shown):
     assert visible(text) == shown
     assert "".join(line for line in wrapped(text, 200)) == shown.replace("\n", "").rstrip()
+
+
+# https://www.unicode.org/Public/17.0.0/ucd/DerivedCoreProperties.txt, Default_Ignorable_Code_Point
+SHOWN_AS_NOTHING = [
+    *(0xAD, 0x34F, 0x61C, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x3164, 0xFEFF, 0xFFA0),
+    *range(0x180B, 0x1810),
+    *range(0x200B, 0x2010),
+    *range(0x202A, 0x202F),
+    *range(0x2060, 0x2070),
+    *range(0xFE00, 0xFE10),
+    *range(0xFFF0, 0xFFF9),
+    *range(0x1BCA0, 0x1BCA4),
+    *range(0x1D173, 0x1D17B),
+    *range(0xE0000, 0xE1000),
+]
+
+
+def test_a_character_that_is_shown_as_nothing_is_spelled():
+    assert len(SHOWN_AS_NOTHING) == 4174
+    hidden = "".join(map(chr, SHOWN_AS_NOTHING))
+    found = recording(growth=(growth(f"losses{hidden}"),))
+    for shown in (str(found), found._repr_html_()):
+        assert r"losses\xad\u034f" in shown.replace("\n", "")
+        assert set(shown).isdisjoint(hidden)
 
 
 def test_what_is_spelled_has_the_room_that_it_takes():

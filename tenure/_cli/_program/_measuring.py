@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import tenure
+from tenure._visible import visible
 
 from ._errors_of_theirs import End
 from ._instruments import Budget, Instrument, Leaks, Memory, OnOom, OverTime
@@ -184,9 +185,4 @@ def say(line: str) -> None:
     """Say it on the standard error."""
     # it may be closed, or a pipe that nobody reads
     with suppress(Exception):
-        # seldom: what shows reports is imported for it
-        if not line.isprintable():
-            from tenure._show import visible
-
-            line = visible(line)
-        print(line, file=sys.stderr, flush=True)
+        print(visible(line), file=sys.stderr, flush=True)

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from tenure._visible import visible
 
 from .._colours import colours_of
 from .._page import page
@@ -126,13 +128,25 @@ def _json(drawings: Sequence[Drawing]) -> str:
     for drawing in drawings:
         for way, name in drawing.names():
             named.setdefault(way, []).append(name)
-    data = {
+    data: Any = {
         "colours": {way: colours_of(names) for way, names in named.items()},
         "drawings": [{"kind": drawing.kind, **drawing.facts()} for drawing in drawings],
     }
+    data = _shown(data)
     # A name may end the script, or begin a comment in it. JSON can spell that otherwise.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _shown(value: Any) -> Any:
+    """The data with each text as the script may put it on the page."""
+    if isinstance(value, str):
+        return visible(value.expandtabs())
+    if isinstance(value, dict):
+        return {_shown(key): _shown(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shown(inner) for inner in value]
+    return value
 
 
 @cache

@@ -122,12 +122,11 @@ class Recording(Report):
         # a file of lists, or an HTML page: what is read decides, and not what it is called
         if not is_packed(path) and is_pickle(path):
             return cls._of_torch(path)
+        facts = read_facts(path)
         try:
-            return cls.from_dict(read_facts(path))
+            return cls.from_dict(facts)
         except ReportFormatError as error:
-            told = str(error)
-            name = "" if str(path) in told else f"{path}: "
-            raise ReportFormatError(f"{name}{told}") from None
+            raise ReportFormatError(f"{path}: {error}") from None
 
     def save(self, path: str | Path) -> None:
         """Write it to a file, whole or not at all; one of that name is replaced.
