@@ -2,7 +2,10 @@
 
 A variable, a view or a graph of autograd holds a tensor; what was made by `detach()`, `.data` or
 NumPy holds no tensor of ours, but the storage that it lies in. Who asks a weight for ``.data`` or
-for an array may write it without raising a version.
+for an array may write it without raising a version. The caching allocators ignore
+``record_stream()`` of a storage that is not theirs, so the stream is noted here instead.
+
+Source: ``recordStream`` of c10/cuda/CUDACachingAllocator.cpp.
 
 Invariant: while a model is paged, what is asked so of the bytes of a page is noted there. Classes
 are asked as before: only reading the attribute of a tensor passes here.
@@ -10,6 +13,7 @@ are asked as before: only reading the attribute of a tensor passes here.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -27,7 +31,7 @@ from .storages import key_of, n_holders, n_uses
 
 _to_dlpack = bound("torch._C._to_dlpack", "paging")
 _lent: weakref.WeakValueDictionary[int, Lent] = weakref.WeakValueDictionary()
-_NAMES = ("data", "numpy", "__dlpack__")
+_NAMES = ("data", "numpy", "__dlpack__", "record_stream")
 _before: dict[str, Any] = {}
 
 
@@ -44,6 +48,7 @@ class Lent:
         lender: as above.
         is_aliased: whether something was made of them that is written without raising a version.
         tensors: the names of the tensors that show them, by the ``id`` of each.
+        streams: those that ``record_stream()`` said use them, by id.
     """
 
     __slots__ = (
@@ -54,6 +59,7 @@ class Lent:
         "_tensor",
         "is_aliased",
         "lender",
+        "streams",
         "tensors",
     )
 
@@ -65,6 +71,7 @@ class Lent:
         self._n_uses, self._n_holders = self._counts()
         self.is_aliased = False
         self.tensors: dict[int, str] = {}
+        self.streams: dict[int, Any] = {}
         _lent[key_of(self._holder[0])] = self
 
     @property
@@ -113,8 +120,7 @@ def _install() -> None:
         original = getattr(Tensor, name)
         # None where it is inherited
         _before[name] = vars(Tensor).get(name)
-        kind = _NotingData if name == "data" else _Noting
-        setattr(Tensor, name, kind(original))
+        setattr(Tensor, name, _KINDS.get(name, _Noting)(original))
 
 
 def _uninstall() -> None:
@@ -154,6 +160,24 @@ class _NotingData(_Noting):
             self._original.__set__(tensor, value)
         else:
             _fill(name, tensor, value)
+
+
+class _NotingStreams(_Noting):
+    """``record_stream()``, which a subclass does not know by its object: classes are asked, too."""
+
+    def __get__(self, tensor: Tensor | None, owner: Any = None) -> Any:
+        return self._record if tensor is None else functools.partial(self._record, tensor)
+
+    def _record(self, tensor: Tensor, stream: Any) -> None:
+        with without_functions():
+            lent = lent_to(tensor)
+        if lent is None:
+            self._original(tensor, stream)
+        else:
+            lent.streams[stream.stream_id] = stream
+
+
+_KINDS: dict[str, type[_Noting]] = {"data": _NotingData, "record_stream": _NotingStreams}
 
 
 def _note(tensor: Tensor) -> None:

@@ -43,3 +43,15 @@ def test_what_races_with_the_whole_races_with_its_part(sim):
         whole.sum()
     sim.module.current_stream().wait_stream(stream)
     sim.take_faults()
+
+
+def test_a_stream_recorded_for_a_part_is_a_fault_because_cuda_ignores_it(sim):
+    whole = torch.zeros(64, device=sim.device)
+    stream = sim.module.Stream()
+    whole.record_stream(stream)
+    assert not sim.take_faults()
+    part_of(whole, 0, 8).record_stream(stream)
+    (fault,) = sim.take_faults()
+    assert fault.startswith(
+        "record_stream() of float32[8] on sim:0, 32 B does nothing: its storage"
+    )

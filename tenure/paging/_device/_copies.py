@@ -154,7 +154,8 @@ class Copies:
 
     def marks_of(self, page: Page) -> list[object]:
         """Events after all that was launched so far on the streams that have used a page."""
-        return [self._link.mark(stream) for stream in page.streams.values()]
+        streams = {**page.streams, **page.recorded_streams}
+        return [self._link.mark(stream) for stream in streams.values()]
 
     def uses_of(self, page: Page) -> list[object]:
         """The events after which nothing reads or writes a page that was let go."""

@@ -138,6 +138,11 @@ class Page:
         """The storage of its tensors; none before the first is shown."""
         return () if self._lent is None else (self._lent.storage,)
 
+    @property
+    def recorded_streams(self) -> dict[int, Any]:
+        """The streams that ``record_stream()`` of its tensors said use it, by id."""
+        return {} if self._lent is None else self._lent.streams
+
     def is_held(self) -> bool:
         """Whether anything else holds one of its tensors, or what shares its bytes."""
         return self._lent is not None and (

@@ -9,8 +9,10 @@ import functools
 
 import torch
 
+from tenure._text import describe_tensor
+
 from .._allocator import last_error
-from .._device._blocks import is_on_device, on_host, span_of, true_bytes_of
+from .._device._blocks import has_block, is_on_device, on_host, span_of, true_bytes_of
 from .._device._capture import Work
 from .._device._clock import Engine
 from .._device._host_memory import extent_bytes, pinned_memory
@@ -80,7 +82,18 @@ def to_copy(
 
 @kernel
 def record_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:
-    """Kernel of `aten::record_stream`: keep the block until `stream` has passed its last use."""
+    """Kernel of `aten::record_stream`: keep the block until `stream` has passed its last use.
+
+    CUDA's allocator ignores storages that are not its own, and tells nobody.
+    """
+    if not has_block(tensor.untyped_storage()):
+        if machine.detector.enabled:
+            machine.detector.faults.append(
+                f"record_stream() of {describe_tensor(tensor)} does nothing: its storage was made "
+                "over memory of another one, as by DLPack, and the allocator does not know it. "
+                "Call it for a tensor of the other storage, or wait for the stream."
+            )
+        return
     history, number = span_of(tensor).history, number_of(stream)
     if number != history.home_stream_id:
         history.recorded_stream_ids.add(number)

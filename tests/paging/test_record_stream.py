@@ -1,0 +1,125 @@
+"""`record_stream()` keeps the bytes of a paged weight as it keeps those of any other tensor."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tenure.paging import page
+from tenure.testing import Rates
+
+WIDTH = 64
+N_BYTES = 4 * WIDTH * WIDTH
+
+
+def by_the_weight(weight, stream):
+    weight.record_stream(stream)
+
+
+def by_a_view(weight, stream):
+    weight.t()[3:].record_stream(stream)
+
+
+def by_an_alias(weight, stream):
+    weight.detach().record_stream(stream)
+
+
+def by_the_class(weight, stream):
+    torch.Tensor.record_stream(weight, stream)
+
+
+class Beside(nn.Module):
+    """Uses its weight on a side stream that the caller waits for only after the model."""
+
+    def __init__(self, module, side, record):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+        self.module, self.side, self.record = [module], [side], record
+
+    def forward(self, x):
+        weight, (module,), (side,) = self.weight, self.module, self.side
+        current = module.current_stream()
+        side.wait_stream(current)
+        with module.stream(side):
+            y = x @ weight
+        self.record(weight, side)
+        for each, stream in ((x, side), (y, current)):
+            each.record_stream(stream)
+        return y
+
+
+class Sum(nn.Module):
+    def __init__(self, *args):
+        super().__init__()
+        self.layers = nn.ModuleList([Beside(*args) for _ in range(6)])
+
+    def forward(self, x):
+        outputs = [layer(x) for layer in self.layers]
+        (layer, *_), (module,) = self.layers, self.layers[0].module
+        module.current_stream().wait_stream(layer.side[0])
+        return sum(outputs)
+
+
+def whole(sim, model, x):
+    twin = Sum(*model.layers[0].module, *model.layers[0].side, model.layers[0].record)
+    twin.load_state_dict(model.state_dict())
+    return twin.to(sim.device)(x)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("record", [by_the_weight, by_a_view, by_an_alias, by_the_class])
+def test_a_weight_stays_until_the_stream_has_read_it(sim, record, late):
+    sim(late_kernels=late, detect_races=not late, rates=Rates(flops_per_s=1e6))
+    torch.manual_seed(0)
+    model = Sum(sim.module, sim.module.Stream(), record)
+    x = torch.randn(4, WIDTH, device=sim.device)
+    with torch.no_grad():
+        expected = whole(sim, model, x).cpu()
+        with page(model, sim.device, budget=3 * N_BYTES):
+            for _ in range(3):
+                assert torch.equal(model(x).cpu(), expected)
+    assert not sim.take_faults()
+
+
+def test_training_is_right_too(sim):
+    sim(rates=Rates(flops_per_s=1e6))
+    torch.manual_seed(0)
+    model = Sum(sim.module, sim.module.Stream(), by_the_weight)
+    x = torch.randn(4, WIDTH, device=sim.device)
+    plain = [copy.deepcopy(layer.weight) for layer in model.layers]
+    sum(x.cpu() @ weight for weight in plain).square().sum().backward()
+    with page(model, sim.device, budget=3 * N_BYTES, training=True):
+        for _ in range(2):
+            model.zero_grad()
+            model(x).square().sum().backward()
+            for layer, weight in zip(model.layers, plain, strict=True):
+                torch.testing.assert_close(layer.weight.grad, weight.grad)
+    assert not sim.take_faults()
+
+
+def test_without_it_the_race_is_told(sim):
+    sim(rates=Rates(flops_per_s=1e6))
+    model = Sum(sim.module, sim.module.Stream(), lambda weight, stream: None)
+    x = torch.randn(4, WIDTH, device=sim.device)
+    with (
+        torch.no_grad(),
+        page(model, sim.device, budget=3 * N_BYTES),
+        pytest.raises(RuntimeError, match="no wait orders the two"),
+    ):
+        model(x)
+    assert sim.take_faults()
+
+
+def test_other_tensors_are_recorded_by_the_allocator(sim):
+    model = nn.Linear(WIDTH, WIDTH)
+    before = torch.Tensor.record_stream
+    with page(model, sim.device):
+        x, side = torch.zeros(4, device=sim.device), sim.module.Stream()
+        side.wait_stream(sim.module.current_stream())
+        with sim.module.stream(side):
+            y = x + 1
+        x.record_stream(side)
+        del x, y
+    assert torch.Tensor.record_stream is before
+    assert not sim.take_faults()
