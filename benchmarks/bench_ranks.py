@@ -57,8 +57,8 @@ def _as_if_all_said_the_same(world: int) -> Iterator[None]:
             tensor.mul_(world)
 
     def combine(votes: Any, tensor: torch.Tensor, of_two: Any, patience: Any) -> None:
-        if of_two is torch.add:
-            tensor.mul_(world)
+        for _ in range(world.bit_length() - 1):
+            tensor.copy_(of_two(tensor, tensor))
 
     def as_if_all_were_there(_: Any, traffic: Traffic) -> None:
         traffic.votes = object()
@@ -77,10 +77,10 @@ def _counted(world: int) -> dict[str, int]:
     votes = {"n": 0, "bytes": 0}
     vote = RankGroup.vote
 
-    def counted(self: RankGroup, tensor: torch.Tensor, **how: Any) -> None:
+    def counted(self: RankGroup, tensor: torch.Tensor, *how: Any) -> None:
         votes["n"] += 1
         votes["bytes"] += tensor.nbytes
-        vote(self, tensor, **how)
+        vote(self, tensor, *how)
 
     try:
         module, x = _model(), torch.randn(_N_SAMPLES, 16, _WIDTH)

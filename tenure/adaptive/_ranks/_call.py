@@ -6,6 +6,7 @@ end, so that no rank waits for one that was interrupted between the vote and wha
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
@@ -89,11 +90,10 @@ class RankCall:
             RemoteRankError: the call has failed on another rank, or one has died.
             AdaptiveUsageError: ranks are in different calls.
         """
+        # no batch is larger; a number of more bits can't be sent
+        size = min(size, sys.maxsize)
         found = self.vote(Ballot(mark_of(self.name), n_with_data=1, size=size))
-        if found.is_one_size:
-            return size, True
-        (smallest,) = self.group.smallest([size])
-        return smallest, False
+        return found.size, found.is_one_size
 
     def go_on(self) -> None:
         """Work on after a vote: another one will follow."""

@@ -96,14 +96,14 @@ class RankGroup:
             tensor.nbytes, distributed.broadcast, tensor, group=self.group, group_src=rank
         )  # fmt: skip
 
-    def vote(self, tensor: Tensor, *, smallest: bool = False) -> None:
-        """Replace a tensor of the CPU by the sum, or the smallest, of those of all ranks."""
-        self._run(tensor.nbytes, self._vote, tensor, smallest)
+    def vote(self, tensor: Tensor, of_two: Callable[[Tensor, Tensor], Tensor] = torch.add) -> None:
+        """Replace a tensor of the CPU by the sum, or another result, of those of all ranks."""
+        self._run(tensor.nbytes, self._vote, tensor, of_two)
 
     def smallest(self, numbers: Sequence[int]) -> list[int]:
         """The smallest of each of some numbers that all ranks have."""
         vector = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        self.vote(vector, smallest=True)
+        self.vote(vector, torch.minimum)
         return [int(number) for number in vector.tolist()]
 
     def gather(self, value: object) -> list[Any]:
@@ -116,10 +116,10 @@ class RankGroup:
         )
         return [json.loads(bytes(each.tolist())) for each in texts]
 
-    def _vote(self, tensor: Tensor, smallest: bool) -> None:
+    def _vote(self, tensor: Tensor, of_two: Callable[[Tensor, Tensor], Tensor]) -> None:
         # with patience it is the last that is said: who has not come by then can't be reached
         patience = None if self.patience_s is None else timedelta(seconds=self.patience_s)
-        combine(self._votes(), tensor, torch.minimum if smallest else torch.add, patience)
+        combine(self._votes(), tensor, of_two, patience)
 
     def _gathered(self, tensor: Tensor) -> list[Tensor]:
         found = [torch.empty_like(tensor) for _ in range(self.size)]

@@ -1,16 +1,18 @@
-"""What a rank says in a vote, and the sum of what all said: one vector of one length for all calls.
+"""What a rank says in a vote, and what all said: one vector of one length for all calls.
 
-Invariant: ranks in different calls sum up vectors of the same length, so that they find it out
-instead of waiting; sums of whole numbers are exact.
+Invariant: ranks in different calls combine vectors of the same length, so that they find it out
+instead of waiting. Marks and sizes are compared as whole numbers of 64 bits: exactly, at any size.
 """
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from tenure._errors import AdaptiveUsageError
 
@@ -18,7 +20,8 @@ from ._group import RankGroup
 
 MOST_TERMS = 16
 """How many weights of terms a vote has room for."""
-_MARK_BITS = 20
+_N_COMPARED = 4
+"""How many numbers of a vote are compared; the rest are summed up."""
 _NO_WEIGHTS = (0.0,) * MOST_TERMS
 
 
@@ -51,7 +54,7 @@ class Ballot:
 
 @dataclass(frozen=True, slots=True)
 class Tally(Ballot):
-    """The sums over all ranks, and what they say.
+    """The sums over all ranks; of ``mark``, and of the ``size`` where there are samples, the least.
 
     Attributes:
         is_one_call: whether all are in the same call.
@@ -96,33 +99,42 @@ def tally(group: RankGroup, ballot: Ballot) -> Tally:
     Raises:
         RemoteRankError: a rank has died, or did not come.
     """
-    *numbers, weights = astuple(ballot)
-    squares = [ballot.mark**2, ballot.size**2]
-    vector = torch.tensor([*numbers, *squares, *weights], dtype=torch.float64, device="cpu")
-    group.vote(vector)
-    summed = vector.tolist()
-    n = len(numbers)
-    mark, failed, early, with_data, samples, weight, missing, size = summed[:n]
-    marks, sizes = map(int, summed[n : n + 2])
+    has_data = bool(ballot.n_with_data)
+    # the least of a number and of its negative are the same number on all ranks, or not
+    sizes = (ballot.size, -ballot.size) if has_data else (sys.maxsize, sys.maxsize)
+    sums = (
+        ballot.n_failed, ballot.n_early, ballot.n_with_data, ballot.n_samples, ballot.weight,
+        ballot.n_missing, *ballot.weights,
+    )  # fmt: skip
+    compared = torch.tensor([ballot.mark, -ballot.mark, *sizes], dtype=torch.int64, device="cpu")
+    summed = torch.tensor(sums, dtype=torch.float64, device="cpu")
+    vector = torch.cat([compared, summed.view(torch.int64)])
+    group.vote(vector, _of_two)
+    mark, less_mark, size, less_size = vector[:_N_COMPARED].tolist()
+    failed, early, with_data, samples, weight, missing, *weights = (
+        vector[_N_COMPARED:].view(torch.float64).tolist()
+    )
     return Tally(
-        mark=int(mark),
+        mark=mark,
         n_failed=int(failed),
         n_early=int(early),
         n_with_data=int(with_data),
         n_samples=int(samples),
         weight=weight,
         n_missing=int(missing),
-        size=int(size),
-        weights=tuple(summed[n + 2 :]),
-        # only equal numbers have as large a square of their sum: Cauchy and Schwarz
-        is_one_call=group.size * marks == int(mark) ** 2,
-        is_one_size=int(with_data) * sizes == int(size) ** 2,
+        size=size,
+        weights=tuple(weights),
+        is_one_call=mark == -less_mark,
+        is_one_size=not with_data or size == -less_size,
     )
 
 
-def mark_of(*what: object) -> int:
-    """A number for what is the same in two calls, and hardly ever in two others.
+def _of_two(ours: Tensor, theirs: Tensor) -> Tensor:
+    least = torch.minimum(ours[:_N_COMPARED], theirs[:_N_COMPARED])
+    summed = ours[_N_COMPARED:].view(torch.float64) + theirs[_N_COMPARED:].view(torch.float64)
+    return torch.cat([least, summed.view(torch.int64)])
 
-    Below 2 ** 20, so that the sum of the squares of thousands is exact in float64.
-    """
-    return zlib.crc32(repr(what).encode()) & ((1 << _MARK_BITS) - 1)
+
+def mark_of(*what: object) -> int:
+    """A number for what is the same in two calls, and hardly ever in two others."""
+    return zlib.crc32(repr(what).encode())

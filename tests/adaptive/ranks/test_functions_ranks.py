@@ -53,6 +53,38 @@ def test_all_ranks_run_with_the_size_that_fits_on_each(restore_rng):
     assert found[2][1][:3] == [64, 32, 16]
 
 
+def large_on(rank, initial, fits):
+    """The sizes that a function ran with, and that the call returned."""
+    tried = []
+
+    @adaptive.batch(
+        initial_batchsize=initial, group=dist.group.WORLD, reduce=lambda size, _: size - 1
+    )
+    def work(size):
+        tried.append(size)
+        if size > fits[rank]:
+            oom()
+        return size
+
+    return work(), tried
+
+
+@pytest.mark.parametrize(
+    ("initial", "fits", "found"),
+    [
+        # from here on squares in 64-bit floats are not exact, and from 2 ** 53 on sizes are not
+        (100_000_001, (100_000_001, 100_000_001), 100_000_001),
+        (2**53 + 1, (2**53 + 1, 2**53), 2**53),
+        (2**63 - 1, (2**63 - 1, 2**63 - 3), 2**63 - 3),
+        (2**70, (2**70, 2**70), 2**63 - 1),
+    ],
+)
+def test_sizes_are_compared_exactly_however_large(initial, fits, found):
+    (one, tried), (other, _) = run_ranks(large_on, initial=initial, fits=fits, timeout=20)
+    assert one == other == found
+    assert tried == [min(initial, 2**63 - 1), *[found] * (fits[1] < initial)]
+
+
 def failing_on(rank, entry):
     """A function that fails on one rank, at whatever size."""
 

@@ -25,8 +25,8 @@ def world(request):
             tensor.mul_(n)
 
     def as_if_all_voted_the_same(_, tensor, of_two, patience):
-        if of_two is torch.add:
-            tensor.mul_(n)
+        for _ in range(n.bit_length() - 1):
+            tensor.copy_(of_two(tensor, tensor))
 
     def as_if_all_were_there(_, traffic):
         traffic.votes = object()

@@ -124,7 +124,7 @@ class Exchange:
             mark = self.mark_of_buffers
             for i, number in enumerate((group.rank if has_data else group.size, mark, -mark)):
                 self._source[i] = number
-            group.vote(self._source, smallest=True)
+            group.vote(self._source, torch.minimum)
             source, least, most = map(int, self._source.tolist())
             # collectives of other lengths may end the process: all ranks see it here
             if least != -most:
