@@ -46,14 +46,21 @@ _ALLOCATION = 2
 _DIST_ERROR: type[RuntimeError] | tuple[()] = getattr(torch.distributed, "DistError", ())
 _LITTLE_BYTES = 1 << 29
 """What a handle and the kernels that come with it take at the most, generously."""
-_HANDLE = re.compile(
+_OFTEN_OOM = re.compile(
     # cuSPARSE says what its status means, the others print its name
     r"\b(?:(?:CU|HIP|ROC)[A-Z]{2,10}_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR|INSUFFICIENT_RESOURCES)"
     r"|insufficient resources|initialization error),? when calling "
     r"`(?:cu|hip|roc)\w{2,20}[cC]reate\w{0,20}\(&?handle\)"
     r"|\bcuDNN error: CUDNN_STATUS_NOT_INITIALIZED\b"
+    # no algorithm had the working memory that it asked torch for, or none does what was asked
+    r"|\bCUDNN_STATUS_NOT_SUPPORTED\b"
+    r"|(?i:\bunable to find (?:a valid cuDNN algorithm|an engine to execute this computation)\b)"
 )
-"""Source: the checks of ``aten/src/ATen/cuda/Exceptions.h``, and who calls them with a handle."""
+"""Texts that are said for want of memory, and for other reasons.
+
+Source: the checks of ``aten/src/ATen/cuda/Exceptions.h``, and who calls them with a handle;
+``aten/src/ATen/native/cudnn/Conv_v8.cpp``.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +294,7 @@ def _by_text(kind: type[BaseException], text: str) -> Oom | None:
         return None
     if issubclass(kind, _DIST_ERROR) and "out of memory" in text:
         return _BROKEN_GROUP
-    return registered_oom(text) or builtin_oom(text) or _oom_of_handle(text)
+    return registered_oom(text) or builtin_oom(text) or _oom_if_full(text)
 
 
 def _number(exc: BaseException, attribute: str) -> int | None:
@@ -299,15 +306,14 @@ def _number(exc: BaseException, attribute: str) -> int | None:
     return value if type(value) is int else None
 
 
-def _oom_of_handle(text: str) -> Oom | None:
-    """What a library of CUDA that could not be begun is, by its text and the memory free now.
+def _oom_if_full(text: str) -> Oom | None:
+    """An error that is often one of memory: it counts as one only while little memory is free.
 
-    A library takes the memory of its first handle from the driver, beside torch's allocator, and
-    says of a failure only that it is not initialized. The same is said where it was installed
-    wrongly, or where an earlier kernel has broken the device. So it counts only while little memory
-    is free.
+    A library of CUDA takes the memory of its first handle from the driver, beside torch's
+    allocator, and says of a failure only that it is not initialized, as after a wrong installation.
+    cuDNN says of an input that it can't use what it says where no algorithm got its workspace.
     """
-    if not _HANDLE.search(text):
+    if not _OFTEN_OOM.search(text):
         return None
     device = _device_with_little_free()
     return None if device is None else Oom("workspace", device)
@@ -319,11 +325,13 @@ def _device_with_little_free() -> str | None:
         return None
     for index in range(torch.cuda.device_count()):
         try:
+            reserved = torch.cuda.memory_reserved(index)
             # of one without memory, asking would bring a context to life, which takes some
-            if (
-                torch.cuda.memory_reserved(index)
-                and torch.cuda.mem_get_info(index)[0] < _LITTLE_BYTES
-            ):
+            if not reserved:
+                continue
+            free, total = torch.cuda.mem_get_info(index)
+            allowed = torch.cuda.get_per_process_memory_fraction(index) * total
+            if min(free, allowed - reserved) < _LITTLE_BYTES:
                 return f"cuda:{index}"
         # a device that is broken tells nothing any more
         except Exception:

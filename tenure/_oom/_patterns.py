@@ -76,12 +76,6 @@ _RULES: tuple[tuple[re.Pattern[str], Oom], ...] = tuple(
         ),
         (r"\bmiopenStatusAllocFailed\b", Oom("workspace", "cuda")),
         (r"\bnvrtc: error: out of memory\b|\bNVRTC_ERROR_OUT_OF_MEMORY\b", Oom("host", "cpu")),
-        (r"\bCUDNN_STATUS_NOT_SUPPORTED\b", Oom("workspace", "cuda")),
-        (r"(?i:\bunable to find a valid cuDNN algorithm)\b", Oom("workspace", "cuda")),
-        (
-            r"(?i:\bunable to find an engine to execute this computation)\b",
-            Oom("workspace", "cuda"),
-        ),
         # --- memory of a device
         (rf"\b{_BACKENDS} out of memory\b", Oom("device")),
         (r"\b\w{1,40}:\d{1,4} out of memory\. Tried to allocate\b", Oom("device")),

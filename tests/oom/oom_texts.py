@@ -242,13 +242,6 @@ ROWS = (
         "workspace",
         "cuda",
     ),
-    Row(
-        "cuDNN, not supported",
-        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a "
-        "non-contiguous input.",
-        "workspace",
-        "cuda",
-    ),
     Row("cuFFT", "cuFFT error: CUFFT_ALLOC_FAILED", "workspace", "cuda"),
     Row(
         "cuSOLVER",
@@ -258,18 +251,6 @@ ROWS = (
     ),
     Row("hipBLAS", "CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling", "workspace", "cuda"),
     Row("MKL", "MKL error: SPARSE_STATUS_ALLOC_FAILED when calling `mkl_`", "workspace", "cpu"),
-    Row(
-        "no algorithm",
-        "Unable to find a valid cuDNN algorithm to run convolution (try_all at Conv.cpp:693)",
-        "workspace",
-        "cuda",
-    ),
-    Row(
-        "no engine",
-        "GET was unable to find an engine to execute this computation",
-        "workspace",
-        "cuda",
-    ),
     # --- size_limit
     Row("MPS buffer", "Invalid buffer size: 24.00 GiB", "size_limit", "mps", 24 * GIB),
     Row(
@@ -360,7 +341,7 @@ ROWS = (
     Row("C++, Windows", "bad allocation", "host", "cpu"),
 )
 
-HANDLES = {
+OFTEN_OOM = {
     "cuBLAS": "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
     "cuSOLVER": (
         "cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)`. "
@@ -373,8 +354,17 @@ HANDLES = {
     ),
     "hipBLAS": "CUDA error: HIPBLAS_STATUS_NOT_INITIALIZED when calling `hipblasCreate(handle)`",
     "cuDNN": "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
+    "cuDNN, not supported": (
+        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a "
+        "non-contiguous input."
+    ),
+    "no algorithm": "Unable to find a valid cuDNN algorithm to run convolution",
+    "no engine": "GET was unable to find an engine to execute this computation",
+    "no engine, tried": (
+        "FIND was unable to find an engine to execute this computation after trying 3 plans."
+    ),
 }
-"""What a library says that could not make its handle, for want of memory or for another reason."""
+"""What a library says that got no handle or no algorithm, for want of memory or another reason."""
 
 LOOK_ALIKES = {
     "illegal access": (f"CUDA error: an illegal memory access was encountered{_CUDA_ADVICE}"),

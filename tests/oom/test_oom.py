@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenure import DisposedTensorError, ScopeUsageError, TenureError
+from tenure import DisposedTensorError, ScopeUsageError, TenureError, adaptive
 from tenure.adaptive import AdaptiveUsageError, OomInfo, is_oom, oom_info
 
 from .oom_texts import (
@@ -19,9 +19,9 @@ from .oom_texts import (
     CUDA_MALLOC_ASYNC_OOM,
     CUDA_OOM,
     GIB,
-    HANDLES,
     LOOK_ALIKES,
     MIB,
+    OFTEN_OOM,
     OTHERS,
     ROWS,
 )
@@ -98,11 +98,11 @@ class TestTexts:
         assert "\n[...]\n" in info.text
 
 
-class TestHandles:
-    """A library that could not begin tells no reason: the memory that is free does."""
+class TestOftenOom:
+    """A library without a handle or an algorithm tells no reason: the memory that is free does."""
 
     @staticmethod
-    def _free(monkeypatch, free_bytes, *, initialized=True):
+    def _free(monkeypatch, free_bytes, *, initialized=True, fraction=1.0):
         """Three devices: the current one is not in use, the next has room, the last this much."""
         free = {1: 40 * GIB, 2: free_bytes}
 
@@ -117,25 +117,46 @@ class TestHandles:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 20 * MIB * (index in free))
         monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+        allowed = {2: fraction}
+        monkeypatch.setattr(
+            torch.cuda, "get_per_process_memory_fraction", lambda index: allowed.get(index, 1.0)
+        )
 
-    @pytest.mark.parametrize("text", HANDLES.values(), ids=HANDLES)
+    @pytest.mark.parametrize("text", OFTEN_OOM.values(), ids=OFTEN_OOM)
     def test_it_is_for_want_of_memory_where_little_is_free(self, monkeypatch, text):
         self._free(monkeypatch, 40 * MIB)
         info = oom_info(RuntimeError(text))
         assert (info.kind, info.device, info.retry_safe) == ("workspace", "cuda:2", True)
         assert oom_info(ValueError(text)) is None
 
-    @pytest.mark.parametrize("text", HANDLES.values(), ids=HANDLES)
+    @pytest.mark.parametrize("text", OFTEN_OOM.values(), ids=OFTEN_OOM)
     def test_it_is_for_another_reason_where_much_is_free(self, monkeypatch, text):
         self._free(monkeypatch, 2 * GIB)
         assert oom_info(RuntimeError(text)) is None
 
-    @pytest.mark.parametrize("text", HANDLES.values(), ids=HANDLES)
+    def test_memory_that_the_process_may_not_use_is_not_free(self, monkeypatch):
+        self._free(monkeypatch, 2 * GIB, fraction=1 / 400)
+        assert oom_info(RuntimeError(OFTEN_OOM["no engine"])).device == "cuda:2"
+
+    def test_another_error_of_cudnn_is_raised_at_once(self, monkeypatch):
+        self._free(monkeypatch, 2 * GIB)
+        tried = []
+
+        @adaptive.batch(initial_batchsize=64)
+        def work(size):
+            tried.append(size)
+            raise RuntimeError(OFTEN_OOM["cuDNN, not supported"])
+
+        with pytest.raises(RuntimeError, match="non-contiguous input"):
+            work()
+        assert tried == [64]
+
+    @pytest.mark.parametrize("text", OFTEN_OOM.values(), ids=OFTEN_OOM)
     def test_a_broken_device_is_no_want_of_memory(self, monkeypatch, text):
         self._free(monkeypatch, None)
         assert oom_info(RuntimeError(text)) is None
 
-    @pytest.mark.parametrize("text", HANDLES.values(), ids=HANDLES)
+    @pytest.mark.parametrize("text", OFTEN_OOM.values(), ids=OFTEN_OOM)
     def test_a_device_that_is_not_in_use_is_not_asked(self, monkeypatch, text):
         self._free(monkeypatch, 0, initialized=False)
         assert oom_info(RuntimeError(text)) is None
