@@ -95,14 +95,15 @@ def find_batch_size(
         >>> model.weight.grad is None
         True
     """
-    check_function(_ENTRY, fn)
     refuse_capture(_ENTRY)
-    low, high = _checked_range(low, high, checked_size("align", align))
-    margin = _checked_margin(margin)
-    state = FunctionState(fn)
-    name = name_of(fn)
     with ExitStack() as stack:
+        name = name_of(fn)
+        # first: what is refused here is an error on all ranks
         ranks = stack.enter_context(call_of_ranks(_ENTRY, name, group))
+        check_function(_ENTRY, fn)
+        low, high = _checked_range(low, high, checked_size("align", align))
+        margin = _checked_margin(margin)
+        state = FunctionState(fn)
         where = _device_of(device, state.devices)
         meter = _meter_of(where, budget, stack)
         show = stack.enter_context(steps(f"{_ENTRY}({name})"))

@@ -29,13 +29,22 @@ class Interrupts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._let()
+        self.end()
+
+    def end(self) -> None:
+        """Let Ctrl-C through from here on, also one that has come before."""
+        # a handler that the work has set stays
+        if self._before is not None and signal.getsignal(signal.SIGINT) == self._note:
+            signal.signal(signal.SIGINT, self._before)
+        if self._has_come:
+            self._has_come = False
+            signal.raise_signal(signal.SIGINT)
 
     @contextmanager
     def let_through(self) -> Iterator[None]:
         """A block that Ctrl-C ends, also one that has come before."""
         try:
-            self._let()
+            self.end()
             yield
         finally:
             self._keep()
@@ -43,14 +52,6 @@ class Interrupts:
     def _keep(self) -> None:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._note)
-
-    def _let(self) -> None:
-        # a handler that the work has set stays
-        if self._before is not None and signal.getsignal(signal.SIGINT) == self._note:
-            signal.signal(signal.SIGINT, self._before)
-        if self._has_come:
-            self._has_come = False
-            signal.raise_signal(signal.SIGINT)
 
     def _note(self, *_: object) -> None:
         self._has_come = True

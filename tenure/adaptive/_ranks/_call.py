@@ -1,7 +1,7 @@
 """A call that all ranks of a group make: whatever happens in it, this rank votes.
 
-Invariant: a call that ends has voted, or its vote has failed; from its vote on Ctrl-C waits for its
-end, so that no rank waits for one that was interrupted between the vote and what follows it.
+Invariant: a call that ends has voted, or its vote has failed. Ctrl-C waits until the call can vote,
+and from its vote on for its end, so that no rank waits for one that was interrupted in between.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class RankCall:
         group: the ranks.
         name: what errors call the call.
         after: what holds where it has failed.
+        arriving: keeps Ctrl-C since before the group was known; ends when the call begins.
 
     Attributes:
         group: the ranks.
@@ -41,8 +42,11 @@ class RankCall:
         has_voted: whether the others know how the call went here.
     """
 
-    def __init__(self, group: RankGroup, name: str, after: str = _NO_RESULT) -> None:
+    def __init__(
+        self, group: RankGroup, name: str, arriving: Interrupts, after: str = _NO_RESULT
+    ) -> None:
         self.group = group
+        self._arriving = arriving
         self._after = after
         self.name = name
         self.has_voted = False
@@ -50,6 +54,12 @@ class RankCall:
         self._waits = False
 
     def __enter__(self) -> Self:
+        try:
+            self._arriving.end()
+        # a block whose entry fails is not left
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
         return self
 
     def __exit__(
@@ -127,9 +137,7 @@ class RankCall:
 _ALONE: AbstractContextManager[None] = nullcontext()
 
 
-def call_of_ranks(
-    entry: str, name: str, group: Any
-) -> AbstractContextManager[RankCall] | AbstractContextManager[None]:
+def call_of_ranks(entry: str, name: str, group: Any) -> AbstractContextManager[RankCall | None]:
     """A block whose work is each rank's own, and that votes with `RankCall.smallest`.
 
     Args:
@@ -140,12 +148,11 @@ def call_of_ranks(
     Returns:
         The call; None where there are no other ranks to vote with.
     """
-    ranks = rank_group(entry, group) if group is not None and has_other_ranks() else None
-    return _ALONE if ranks is None else _call_of(entry, name, ranks)
+    return _ALONE if group is None or not has_other_ranks() else _call_of(entry, name, group)
 
 
 @contextmanager
-def _call_of(entry: str, name: str, ranks: RankGroup) -> Iterator[RankCall]:
+def _call_of(entry: str, name: str, group: Any) -> Iterator[RankCall | None]:
     def refuse(module: nn.Module) -> None:
         if has_other_replicas(module) or is_sharded(module):
             raise AdaptiveUsageError(
@@ -155,12 +162,18 @@ def _call_of(entry: str, name: str, ranks: RankGroup) -> Iterator[RankCall]:
                 "DistributedDataParallel; for a training step use step()."
             )
 
-    with (
-        RankCall(ranks, f"{entry}({name!r})") as call,
-        modules_told(refuse),
-        without_collectives(entry, name, "Call it after, with what the function returned"),
-    ):
-        yield call
+    with Interrupts() as arriving:
+        ranks = rank_group(entry, group)
+        if ranks is None:
+            arriving.end()
+            yield None
+            return
+        with (
+            RankCall(ranks, f"{entry}({name!r})", arriving) as call,
+            modules_told(refuse),
+            without_collectives(entry, name, "Call it after, with what the function returned"),
+        ):
+            yield call
 
 
 @contextmanager

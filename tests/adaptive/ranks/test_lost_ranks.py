@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as Replicated
 
-from tenure.adaptive import step
+from tenure.adaptive import find_batch_size, step
 from tenure.adaptive._ranks import RankGroup, lost_rank_error
 
 from ..step.step_cases import gradients, worst_error
@@ -79,6 +79,61 @@ def test_an_interrupt_comes_before_the_vote_or_after_the_gradients(when):
     else:
         assert other[0] is None
         assert max(error, other_error) < RTOL
+
+
+class Interrupting(torch.nn.Module):
+    """A module that is looked at when somebody presses Ctrl-C."""
+
+    is_armed = False
+
+    def __getattribute__(self, name):
+        if name == "_modules" and self.is_armed:
+            self.is_armed = False
+            signal.raise_signal(signal.SIGINT)
+        return super().__getattribute__(name)
+
+
+def interrupted_in_the_search_on(rank, entry):
+    """Ctrl-C on one rank while modules are looked for, and then a step of all."""
+    seen, net, x = Interrupting(), net_of(), all_samples()[0]
+    module = net if entry == "group" else Replicated(net)
+    group = None if entry == "replica" else dist.group.WORLD
+
+    def fn(b):
+        return square(module, b) + 0 * seen.training
+
+    seen.is_armed = bool(rank)
+    if entry == "find_batch_size":
+        told = told_by(lambda: find_batch_size(lambda n: seen and n, high=8, group=group))
+    else:
+        told = told_by(lambda: step(fn, x, group=group))
+    is_clean = all(p.grad is None for p in net.parameters())
+    handler = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    step(fn, x, group=group)
+    return told[:2], is_clean and handler
+
+
+@pytest.mark.parametrize("entry", ["replica", "group", "find_batch_size"])
+def test_an_interrupt_before_a_rank_can_vote_is_told_to_the_others(entry):
+    (other, is_clean), (own, is_clean_here) = run_ranks(
+        interrupted_in_the_search_on, entry=entry, timeout=20
+    )
+    assert (other[0], own[0]) == ("RemoteRankError", "KeyboardInterrupt")
+    assert "failed on rank 1 (KeyboardInterrupt) of 2 ranks" in other[1]
+    assert is_clean
+    assert is_clean_here
+
+
+def other_range_on(rank):
+    return told_by(
+        lambda: find_batch_size(print, low=9 if rank else 1, high=8, group=dist.group.WORLD)
+    )
+
+
+def test_an_argument_that_one_rank_refuses_is_told_to_the_others():
+    (other, text, _), (own, _, _) = run_ranks(other_range_on, timeout=20)
+    assert (other, own) == ("RemoteRankError", "AdaptiveUsageError")
+    assert "low=9" in text
 
 
 def exit_on(rank):

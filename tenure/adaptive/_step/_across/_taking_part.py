@@ -18,8 +18,10 @@ from tenure._torch.replicas import rebuild_buckets, specialities_of
 from tenure._torch.sharding import Shards
 
 from ..._callables import short_name_of
+from ..._interrupts import Interrupts
 from ..._ranks import (
     RankCall,
+    RankGroup,
     Replicated,
     has_other_ranks,
     has_other_replicas,
@@ -59,59 +61,29 @@ def taking_part(
     if not has_other_ranks():
         yield None
         return
-    modules, wrong, unordered = _found_by(spec)
-    replicas = [module for module in modules if isinstance(module, Replicated)]
-    shared = [replica for replica in replicas if has_other_replicas(replica)]
-    sharding = Shards(modules)
-    if sharding.n_ranks > 1 and not shared and not any(map(is_first_fsdp, modules)):
-        with _planned(spec, group, sharding, wrong, per_rank=per_rank) as planned:
-            yield planned
-        return
-    named = group if group is not None or not shared else shared[0].process_group
-    ranks = None if named is None else rank_group(spec.entry, named)
-    if ranks is None:
-        if wrong is not None:
-            raise wrong
-        yield None
-        return
     name = f"{spec.entry}({short_name_of(spec.fn)!r})"
-    with RankCall(ranks, name, _AS_BEFORE) as call:
-        if wrong is not None:
-            raise wrong
-        if unordered and (group is not None or len(shared) > 1):
-            raise AdaptiveUsageError(
-                f"{spec.entry}() found modules or tensors in a set, {unordered[0]}, whose order is "
-                "another in each process, so that ranks would add up gradients of different "
-                "parameters. Nothing was changed. Keep them in a list or a dict."
-            )
-        # all ranks talk here, which they would in a forward pass that not all may come to
-        if torch.is_grad_enabled():
-            for replica in shared:
-                rebuild_buckets(replica)
-        _refuse_modules(spec.entry, modules, shared, named)
-        if not per_rank:
-            _refuse_functions_of_a_batch(spec)
-        with without_collectives(spec.entry, short_name_of(spec.fn), _AFTERWARDS):
-            yield StepRanks(call, spec, shared, per_rank=per_rank, takes_all=group is not None)
-
-
-@contextmanager
-def _planned(
-    spec: StepSpec, group: Any, shards: Shards, wrong: Exception | None, *, per_rank: bool
-) -> Iterator[PlannedRanks]:
-    named: Any = torch.distributed.group.WORLD if group is None else group
-    refuse_group(spec.entry, named, shards)
-    ranks = rank_group(spec.entry, named)
-    # a mesh has more than one, and they are the group
-    assert ranks is not None
-    # or gradients would be those of parameters that are whole, which nobody trains
-    shards.reshard()
-    with RankCall(ranks, f"{spec.entry}({short_name_of(spec.fn)!r})", _AS_BEFORE) as call:
-        if wrong is not None:
-            raise wrong
-        if not per_rank:
-            _refuse_functions_of_a_batch(spec)
-        yield PlannedRanks(call, spec, shards, per_rank=per_rank)
+    with Interrupts() as arriving:
+        found = _found_by(spec)
+        ranks, sharding = _ranks_of(spec.entry, group, found)
+        if ranks is None:
+            arriving.end()
+            if found.wrong is not None:
+                raise found.wrong
+            yield None
+            return
+        with RankCall(ranks, name, arriving, _AS_BEFORE) as call:
+            if found.wrong is not None:
+                raise found.wrong
+            takes_all = group is not None
+            if sharding is None:
+                _prepare(spec.entry, found, ranks.group, takes_all=takes_all)
+            if not per_rank:
+                _refuse_functions_of_a_batch(spec)
+            if sharding is not None:
+                yield PlannedRanks(call, spec, sharding, per_rank=per_rank)
+                return
+            with without_collectives(spec.entry, short_name_of(spec.fn), _AFTERWARDS):
+                yield StepRanks(call, spec, found.shared, per_rank=per_rank, takes_all=takes_all)
 
 
 class _Found(NamedTuple):
@@ -119,11 +91,13 @@ class _Found(NamedTuple):
 
     Attributes:
         modules: all modules.
+        shared: those of them that are replicas, of which other ranks have others.
         wrong: the error where ``model=`` is no module.
         unordered: sets in which they are, by name.
     """
 
     modules: list[nn.Module]
+    shared: list[Replicated]
     wrong: AdaptiveUsageError | None
     unordered: list[str]
 
@@ -139,7 +113,37 @@ def _found_by(spec: StepSpec) -> _Found:
         wrong = error
     named = ["model="] if len(given) > 1 and isinstance(spec.model, set | frozenset) else []
     modules = modules_below([*given.values(), *found.modules.values()])
-    return _Found(modules, wrong, found.unordered + named)
+    shared = [each for each in modules if has_other_replicas(each)]
+    return _Found(modules, shared, wrong, found.unordered + named)
+
+
+def _ranks_of(entry: str, group: Any, found: _Found) -> tuple[RankGroup | None, Shards | None]:
+    """The ranks that make the step, if there are several; the shards, if these are of shards."""
+    modules, shared = found.modules, found.shared
+    sharding = Shards(modules)
+    if sharding.n_ranks > 1 and not shared and not any(map(is_first_fsdp, modules)):
+        named: Any = torch.distributed.group.WORLD if group is None else group
+        refuse_group(entry, named, sharding)
+        # or gradients would be those of parameters that are whole, which nobody trains
+        sharding.reshard()
+        return rank_group(entry, named), sharding
+    named = group if group is not None or not shared else shared[0].process_group
+    return None if named is None else rank_group(entry, named), None
+
+
+def _prepare(entry: str, found: _Found, group: Any, *, takes_all: bool) -> None:
+    """Make replicas ready for a step; refuse modules with which ranks can't make one together."""
+    if found.unordered and (takes_all or len(found.shared) > 1):
+        raise AdaptiveUsageError(
+            f"{entry}() found modules or tensors in a set, {found.unordered[0]}, whose order is "
+            "another in each process, so that ranks would add up gradients of different "
+            "parameters. Nothing was changed. Keep them in a list or a dict."
+        )
+    # all ranks talk here, which they would in a forward pass that not all may come to
+    if torch.is_grad_enabled():
+        for replica in found.shared:
+            rebuild_buckets(replica)
+    _refuse_modules(entry, found.modules, found.shared, group)
 
 
 def _refuse_modules(
