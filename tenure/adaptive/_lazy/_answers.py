@@ -39,7 +39,8 @@ def _stride(self: Handle, dim: int | None = None) -> Any:
 
 def _on_value(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*[_computed(each) for each in args], **kwargs)
+        named = {name: _computed(each) for name, each in kwargs.items()}
+        return function(*[_computed(each) for each in args], **named)
 
     return call
 
@@ -116,22 +117,21 @@ def _backward_of(tensors: Any, grad_tensors: Any = None, retain_graph: Any = Non
     backward(roots, gradients, retain_graph, create_graph, inputs)
 
 
-def _gradients_of(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+def _gradients_of(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> Any:
     """As `torch.autograd.grad`, of the whole batch."""
-    outs, ins = ([v] if isinstance(v, Tensor) else list(v) for v in (outputs, inputs))
-    for each in (*outs, *ins):
-        if isinstance(each, Handle):
-            refuse_own_function(each)
-    make_whole([each for each in (*outs, *ins) if isinstance(each, Handle)])
-    real: Any = [[_plain(each) for each in values] for values in (outs, ins)]
+    given = [grad_outputs] if isinstance(grad_outputs, Tensor) else grad_outputs
+    handles = [t for t in (*outputs, *inputs, *(given or ())) if isinstance(t, Handle)]
+    for each in handles:
+        refuse_own_function(each)
+    make_whole(handles)
+    real: Any = [v and [_plain(each) for each in v] for v in (outputs, inputs, given)]
     outside = sys.exception()
     try:
-        return torch.autograd.grad(*real, *args, **kwargs)
+        return torch.autograd.grad(*real, **kwargs)
     except Exception as error:
         if oom_of_work(error, outside) is None:
             raise
-        tape = next(each._tape.home() for each in (*outs, *ins) if isinstance(each, Handle))
-        raise whole_graph(tape, "torch.autograd.grad()") from error
+        raise whole_graph(handles[0]._tape.home(), "torch.autograd.grad()") from error
 
 
 def _plain(value: Any) -> Any:

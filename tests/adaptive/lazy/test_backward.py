@@ -41,6 +41,30 @@ def test_each_way_gives_the_gradients_of_plain_tensors(program, room):
     assert_same_gradients(model, lambda wrap: program(model, wrap(x)) and None, room)
 
 
+SEEDS = {
+    "one": lambda out, x: torch.autograd.grad(out, x, torch.ones_like(out), create_graph=True),
+    "by name": lambda out, x: torch.autograd.grad(
+        outputs=out, inputs=x, grad_outputs=torch.ones_like(out), create_graph=True
+    ),
+    "several": lambda out, x: torch.autograd.grad(
+        (out, out.sum()), {"x": x}, (2 * out.detach(), None), create_graph=True
+    ).values(),
+    "none": lambda out, x: torch.autograd.grad(out.square().sum(), [x], create_graph=True),
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS.values(), ids=SEEDS)
+def test_a_penalty_of_gradients_may_have_seeds_that_were_recorded(seed):
+    model, (x, _) = mlp(), batch()
+
+    def program(wrap):
+        mixed = (wrap(x) * 0.5).requires_grad_()
+        (gradient,) = seed(model(mixed).tanh(), mixed)
+        (gradient.norm(2, dim=1) - 1).square().mean().backward()
+
+    assert_same_gradients(model, program, None)
+
+
 def test_gradients_of_the_batch(room):
     model, (x, _) = mlp(), batch()
     given = [x.clone().requires_grad_() for _ in range(3)]
