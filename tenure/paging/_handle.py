@@ -89,6 +89,7 @@ class PagedModel:
         with self._pager.closing():
             self._attached.undo()
             self._resources.close()
+            self._pager.outside.end()
 
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None
@@ -148,8 +149,16 @@ class PagedModel:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Unpage the model; an exception of the block goes on unmasked."""
+        """Unpage the model; an exception of the block goes on unmasked.
+
+        Raises:
+            PagingError: the block used a parameter of the model with tensors on the device, outside
+                of the forward. The error of torch is its cause.
+        """
+        explained = self._pager.outside.explained(exc)
         self.unpage()
+        if explained is not None:
+            raise explained
 
     def __repr__(self) -> str:
         allocated_bytes = self._resources.taken.allocated_bytes

@@ -80,7 +80,7 @@ class Arguments:
         def leave() -> None:
             self.hand_back()
             error = sys.exception()
-            if error is not None and error is not handled and _is_about_devices(error):
+            if error is not None and error is not handled and is_about_devices(error):
                 self._name_misplaced(function, error)
                 self._name_strangers(strangers(), error)
 
@@ -153,7 +153,8 @@ def _device_type_of(node: object) -> str | None:
     return tensor.device.type if isinstance(tensor, Tensor) else None
 
 
-def _is_about_devices(error: BaseException) -> bool:
+def is_about_devices(error: BaseException) -> bool:
+    """Whether torch was given tensors on several devices."""
     is_other = isinstance(error, TenureError | torch.OutOfMemoryError)
     return isinstance(error, RuntimeError) and not is_other and "device" in str(error)
 

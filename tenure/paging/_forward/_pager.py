@@ -25,6 +25,7 @@ from .._device import Composed, Engine, Forward, Page, Pass, UnpagedTensors
 from .._model import HostTensor, Unit, is_plain
 from ._arguments import apart_from
 from ._door import Door, name_of, place_of, waits_for_us
+from ._outside import Outside
 from ._refusals import Inference, Refusals, captures, check_capture
 
 _LOOKS_UNTIL_A_WARNING = 4
@@ -37,6 +38,9 @@ class Pager:
         engine: the pages.
         unpaged: the tensors that are not paged.
         hosts: the model's tensors.
+
+    Attributes:
+        outside: what was read of them outside of the forward.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class Pager:
     ) -> None:
         self.engine = engine
         self._unpaged = unpaged
+        self.outside = Outside(hosts, engine.device)
         self._refusals: Refusals = Inference(hosts)
         self._composed = Composed(engine.device)
         self._door = Door()
@@ -177,6 +182,7 @@ class Pager:
             # Whoever reads a parameter outside of the forward may write to it, as optimizers and
             # load_state_dict do, and no version tells of `.data`.
             self.engine.let_host_write(host)
+            self.outside.note(host)
             return host.tensor
         if host in now.assigned:
             return now.assigned[host]
@@ -282,6 +288,7 @@ class Pager:
         return now is not None and not (now.forwards or now.is_backward)
 
     def _begin(self, now: Pass, module: nn.Module) -> None:
+        self.outside.forget()
         self.engine.begin(now)
         self._refusals.check(module)
         self.engine.prefetch()
