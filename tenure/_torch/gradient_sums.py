@@ -1,7 +1,8 @@
-"""What autograd's engine does between two nodes, as a dispatch mode sees it.
+"""The sums that autograd's engine makes between two nodes, as a dispatch mode sees them.
 
-Where several gradients flow into one tensor the engine adds them up, in place if nobody else holds
-the first. While a mode looks on it never does, so what it would have done has to be worked out.
+If several gradients flow into one tensor, the engine adds them up, in place if nobody else holds
+the first one. While a dispatch mode is open it never adds in place, so the program takes more than
+without the mode. A mode that measures memory asks here which sums these are, and leaves them out.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch import Tensor
 
 from . import bound, require
 from .autograd import ENGINE_CODE, check_engine_is_seen
-from .fakes import new_mode
 from .modes import DispatchMode
 from .storages import owners_of_storage, uses_of_tensor
 
 _PREDICTION = "predictions of memory"
-_WRAPPERS = ("torch._dynamo", "torch._compile")
+_WRAPPERS = ("torch._dynamo", "torch._compile", "torch._ops")
+_ADD = torch.ops.aten.add.Tensor
 current_node: Any = bound("torch._C._current_autograd_node", _PREDICTION)
 """The node that the engine runs on this thread, or has last run; None outside of the engine."""
 next_sequence: Any = bound("torch._C._autograd._get_sequence_nr", _PREDICTION)
@@ -53,31 +54,47 @@ def sequence_of_node() -> int:
     return int(current_node()._sequence_nr())
 
 
-def adds_in_place(gradient: Tensor, frame: FrameType | None) -> bool:
+def adds_in_place(gradient: Tensor, frame: FrameType | None, n_modes_above: int = 0) -> bool:
     """Whether the engine would add to ``gradient`` in place, asked in a mode's handler of ``add``.
 
     Args:
-        gradient: what is added to.
-        frame: what called the handler.
+        gradient: the first operand of the sum.
+        frame: the caller of the handler; None on a thread of the engine's own.
+        n_modes_above: how many modes got the sum before this one.
 
     Source: https://github.com/pytorch/pytorch/blob/main/torch/csrc/autograd/input_buffer.cpp
     """
     node = current_node()
-    if node is None or not _is_called_by_engine(frame) or node.name() in _ADD_THEMSELVES:
+    if node is None or node.name() in _ADD_THEMSELVES:
         return False
-    return _has_one_owner(gradient) and _is_dense(gradient)
+    if not _is_called_by_engine(frame, n_modes_above):
+        return False
+    return _has_one_owner(gradient, n_modes_above) and _is_dense(gradient)
 
 
-def _is_called_by_engine(frame: FrameType | None) -> bool:
-    # torch keeps its compiler out of handlers with a function or two around them
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_WRAPPERS):
+def is_sum_in_place(
+    func: Any, args: tuple[Any, ...], caller: FrameType | None, n_modes_above: int = 0
+) -> bool:
+    """Whether autograd would run this operation in place on its first operand without a mode."""
+    if func is not _ADD or current_node() is None or type(args[0]) is not Tensor:
+        return False
+    return args[0].layout is torch.strided and adds_in_place(args[0], caller, n_modes_above)
+
+
+def _is_called_by_engine(frame: FrameType | None, n_modes_above: int) -> bool:
+    while frame is not None:
+        # functions of torch between two handlers, or around one to keep the compiler out
+        if not frame.f_globals.get("__name__", "").startswith(_WRAPPERS):
+            if not n_modes_above or frame.f_code.co_name != "__torch_dispatch__":
+                break
+            n_modes_above -= 1
         frame = frame.f_back
-    return frame is not None and frame.f_code is ENGINE_CODE
+    return frame is None or frame.f_code is ENGINE_CODE
 
 
-def _has_one_owner(gradient: Tensor) -> bool:
+def _has_one_owner(gradient: Tensor, n_modes_above: int) -> bool:
     return (
-        uses_of_tensor(gradient) <= _uses_alone()
+        uses_of_tensor(gradient) <= _uses_alone() + n_modes_above
         and owners_of_storage(gradient.untyped_storage()) <= 1
     )
 
@@ -94,24 +111,25 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 class _UseProbe(DispatchMode):
-    """Notes how often a gradient is used that nobody but the engine holds."""
+    """Notes how often a gradient is used that only the engine holds."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
         self.n_uses = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.add.Tensor and current_node() is not None:
+        if func is _ADD and current_node() is not None:
             self.n_uses = uses_of_tensor(args[0])
         return func(*args, **(kwargs or {}))
 
 
 @functools.cache
 def _uses_alone() -> int:
-    """How often a gradient without data is used, in a handler, that only the engine holds."""
+    """How often a gradient is used, in a handler, that only the engine holds."""
     probe = _UseProbe()
-    with torch.inference_mode(False), torch.enable_grad(), new_mode():
-        x = torch.ones(2, requires_grad=True, device="cpu") * 2
+    # without data, so that no mode that measures counts the probe
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.ones(2, requires_grad=True, device="meta") * 2
         y = (x.sin() + x.cos()).sum()
         with probe:
             y.backward()

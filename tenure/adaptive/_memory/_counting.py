@@ -7,6 +7,7 @@ they were before it, those that it has enlarged in place too; only then is the e
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch import Tensor, UntypedStorage
 from tenure._account import close_limit, open_limit
 from tenure._registries import refusal_watchers
 from tenure._text import format_bytes
+from tenure._torch.gradient_sums import is_sum_in_place, prepare
 from tenure._torch.modes import DispatchMode, open_modes, schema_of
 from tenure._torch.quiet import without_dispatch, without_functions
 from tenure._torch.resizing import tell, tell_no_more
@@ -83,6 +85,7 @@ class CountingMode(DispatchMode):
         # asked here, because it can't be where the answer is needed: in the handler of an operation
         for inference in (False, True):
             uses_by_torch(inference)
+        prepare()
         # a forked child has the mode on its stack, but not its limit
         self._process = os.getpid()
         self._stacked = _this_thread.stacked
@@ -119,6 +122,8 @@ class CountingMode(DispatchMode):
             places = self._before(func, args, kwargs)
         result = func(*args, **kwargs)
         with without_functions():
+            if is_sum_in_place(func, args, sys._getframe().f_back, self._n_above()):
+                self._account.note_summed(args[0].untyped_storage(), result.untyped_storage())
             made_bytes = self._account.note_made(storages_in((result,)))
             if made_bytes > 0 and self._exceeds():
                 # The traceback holds this frame: it must not hold what the operation made.
@@ -185,8 +190,12 @@ class CountingMode(DispatchMode):
         with ``set_``. Foreign modes above this one make a new storage look held.
         """
         storages = [value for value in args if isinstance(value, UntypedStorage)]
-        n_above = len(self._stacked) - 1 - self._stacked.index(self)
+        n_above = self._n_above()
         return [each for each in storages if is_in_a_tensor(each, args[0].is_inference(), n_above)]
+
+    def _n_above(self) -> int:
+        """How many budgets were opened later on this thread: their modes are called first."""
+        return len(self._stacked) - 1 - self._stacked.index(self)
 
     def _exceeds(self) -> bool:
         if self._account.live_bytes <= self._limit_bytes:

@@ -68,6 +68,17 @@ class LiveStorages:
                 is_counted = entry is not None and entry.counted_bytes > 0
                 self._measure(self._enter(after, 0 if is_counted else after.nbytes()), after)
 
+    def note_summed(self, before: UntypedStorage, after: UntypedStorage) -> None:
+        """Count the result of a sum in place of its first operand, which the sum frees."""
+        with self._lock:
+            entry = self._entries.get(key_of(before))
+            if entry is None:
+                return
+            # a gradient may lie in a larger storage, which then stays for as long as the sum
+            base_bytes = after.nbytes() - entry.counted_bytes
+            self._enter(after, base_bytes).counted_bytes = entry.counted_bytes
+            entry.base_bytes, entry.counted_bytes = before.nbytes(), 0
+
     def note_resized(self, storage: UntypedStorage, n_bytes: int) -> int:
         """Count a storage that is about to have a size, and return what it will have grown."""
         if storage.device != self._device:

@@ -264,8 +264,6 @@ class Observer(DispatchMode):
         """
         if func is not _ADD or self.phase != "backward" or args[0].layout is not torch.strided:
             return None
-        if self._is_counted:
-            return None
         # called for a result, for an operation, by the handler, by who wanted the sum
         if not gradient_sums.adds_in_place(args[0], sys._getframe(4)):
             return None

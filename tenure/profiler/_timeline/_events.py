@@ -130,6 +130,16 @@ class WrappedNumbers:
         self.are_open = bool(self._going)
         return kept
 
+    def take_sum_out(self, part: list[int], n_bytes: int) -> None:
+        """Remove the result of a sum that autograd would make in place without the mode.
+
+        The operand that is freed instead is removed from the events of a later moment.
+        """
+        if n_bytes in part:
+            del part[len(part) - 1 - part[::-1].index(n_bytes)]
+            self._going.append(-n_bytes)
+            self.are_open = True
+
 
 def peak_of(step: int) -> int:
     """The number of the moment at which a step's level was highest."""

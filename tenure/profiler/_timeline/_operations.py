@@ -14,6 +14,7 @@ from torch import UntypedStorage
 
 from tenure._storages import all_storages_of
 from tenure._torch.compiler import never_compiled
+from tenure._torch.gradient_sums import is_sum_in_place, prepare
 from tenure._torch.modes import EagerMode, schema_of
 from tenure._torch.quiet import without_dispatch
 
@@ -52,6 +53,9 @@ class Told(Protocol):
     def wraps(self, numbers: list[int]) -> None:
         """An operation is about to make tensors of these bytes of numbers that it was given."""
 
+    def sums(self, first: UntypedStorage, total: UntypedStorage) -> None:
+        """The sum ``total`` takes the place of ``first``, which is freed as soon as it is there."""
+
 
 class OperationMode(EagerMode):
     """Tells of the operations of the thread that entered it, those of backward passes included."""
@@ -61,6 +65,7 @@ class OperationMode(EagerMode):
     def __init__(self, told: Told) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch left it unannotated
         self._told = told
+        prepare()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -94,8 +99,11 @@ class OperationMode(EagerMode):
                 told.failed(error)
             raise
         if kind and told.is_open:
-            # on a thread of autograd's engine nothing has called
-            told.made(out, args, kind, sys._getframe().f_back)
+            # None on a thread of autograd's engine
+            caller = sys._getframe().f_back
+            if is_sum_in_place(func, args, caller):
+                told.sums(args[0].untyped_storage(), out.untyped_storage())
+            told.made(out, args, kind, caller)
         return out
 
 

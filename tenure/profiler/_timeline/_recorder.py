@@ -57,9 +57,9 @@ Sample = Callable[[int, int], int]
 
 
 # A plain tuple, and no class of one, which takes six times as long to make: the number of the
-# step, the host's level, the time, what was made, what died before that, and the numbers that
-# torch wrapped a second time.
-_Step = tuple[int, int, int, list[Entry], list[Entry], list[int]]
+# step, the host's level, the time, what was made, what died before that, the numbers that torch
+# wrapped a second time, and what autograd would have added to in place without the mode.
+_Step = tuple[int, int, int, list[Entry], list[Entry], list[int], Entry | None]
 
 
 class Recorder:
@@ -96,6 +96,7 @@ class Recorder:
         self._dead: list[Entry] = []
         self._remade: list[Entry] = []
         self._wrapped: list[int] = []
+        self._summed: Entry | None = None
         # marks are numbered from the last reading on: small numbers are ready-made
         self._first = 0
         self._thread = get_ident()
@@ -197,6 +198,13 @@ class Recorder:
         """See `Told`."""
         self._wrapped += numbers
 
+    def sums(self, first: UntypedStorage, total: UntypedStorage) -> None:
+        """See `Told`."""
+        entry = self._entries.get(key_of(first))
+        if entry is not None and entry.asked_bytes == total.nbytes():
+            self._forget(entry)
+            self._summed = entry
+
     # --- what was made
 
     def _note(self, out: Any, args: tuple[Any, ...], kind: int, caller: Any) -> None:
@@ -225,7 +233,7 @@ class Recorder:
                     entry.is_input = True
         # The allocator has more than is known: compiled code, or another thread, has made it, and
         # may have given it to this operation.
-        if self._host_base + self._live.value - self.host.known_bytes > self._tolerated:
+        if self._unknown_bytes() > self._tolerated:
             made += self._adopted(args)
         if made:
             self._look(made)
@@ -256,8 +264,17 @@ class Recorder:
                 if entry is not None:
                     entry.is_input = False
                     made.append(entry)
-        self._tolerated = self._host_base + self._live.value - self.host.known_bytes
+        self._tolerated = self._unknown_bytes()
         return made
+
+    def _unknown_bytes(self) -> int:
+        """What the host's allocator has beside the storages that are known."""
+        n_bytes = self._host_base + self._live.value - self.host.known_bytes
+        return n_bytes - self._summed_host_bytes()
+
+    def _summed_host_bytes(self) -> int:
+        summed = self._summed
+        return 0 if summed is None or summed.account is not self.host else summed.asked_bytes
 
     def _is_input(self, args: tuple[Any, ...]) -> bool:
         entries = (self._entries.get(key_of(storage)) for storage in storages_in(args))
@@ -322,7 +339,9 @@ class Recorder:
         wrapped = self._wrapped
         if wrapped:
             self._wrapped = []
-        self._steps.append((number, self._live.value, at_ns, made, dead, wrapped))
+        level_bytes = self._live.value - self._summed_host_bytes()
+        summed, self._summed = self._summed, None
+        self._steps.append((number, level_bytes, at_ns, made, dead, wrapped, summed))
         is_ours = get_ident() == self._thread
         mark = self._session.mark
         if mark is not None and is_ours:
@@ -350,13 +369,15 @@ class Recorder:
         first, start, is_known = self._first, 0, allocator.is_known()
         wrapped = WrappedNumbers()
         series, base_bytes = self.host.series, self._host_base
-        for number, host_bytes, at_ns, made, dead, numbers in steps:
+        for number, host_bytes, at_ns, made, dead, numbers, summed in steps:
             part: list[int] = []
             if events is not None:
                 end = place_of(events, allocations.as_event(number - first), start)
                 # where a mark is missing, what came before it is told with the next
                 if end is not None:
                     part, start = events[start:end], end + 1
+                    if summed is not None and summed.account is self.host:
+                        wrapped.take_sum_out(part, summed.asked_bytes)
                     if numbers or wrapped.are_open:
                         part = wrapped.taken_out(part, numbers)
             level = base_bytes + host_bytes if is_known else self._host_last + sum(part)
@@ -381,7 +402,7 @@ class Recorder:
                 gone, still_there = gone_before(dead, part, place)
                 for entry in still_there:
                     entry.account.tell(entry, end_of(number))
-            for entry in gone:
+            for entry in gone if summed is None else [*gone, summed]:
                 entry.account.tell(entry, peak_of(number))
         if steps:
             self._first = steps[-1][0] + 1

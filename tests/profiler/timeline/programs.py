@@ -88,6 +88,18 @@ class Sparse(nn.Module):
         return self.head(self.bag(tokens))
 
 
+class Columns(nn.Module):
+    """Selects from one tensor in a loop, so that autograd adds many gradients to one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(48, 64)
+
+    def forward(self, x):
+        h = self.first(x)
+        return torch.stack([(h[:, i] * (i + 1)).cos() * h[:, i] for i in range(8)], 1)
+
+
 def _tokens(*shape):
     return torch.randint(0, 50, shape)
 
@@ -98,6 +110,7 @@ CASES = {
     "LSTM": (Recurrent, lambda: torch.randn(8, 12, 24), "Adam"),
     "GPT": (Gpt, lambda: _tokens(4, 16), "AdamW"),
     "checkpoints": (Checkpointed, lambda: torch.randn(16, 48), "RMSprop"),
+    "columns": (Columns, lambda: torch.randn(64, 48), "SGD"),
     "bag of embeddings": (Sparse, lambda: _tokens(16, 5), "Adagrad"),
 }
 
