@@ -5,24 +5,33 @@ What is read was written by anybody: whatever is no such file is refused in one 
 
 from __future__ import annotations
 
+import csv
+import errno
 import gzip
+import io
 import json
 import os
 import secrets
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tenure._errors import ReportFormatError
+from tenure._visible import visible
 
 _MAGIC = b"\x1f\x8b"
-# Unpacked: a file of a few bytes can stand for terabytes of zeros.
-_MOST_BYTES = 1 << 30
+# Unpacked: a file of a few bytes can stand for terabytes of zeros. Of values about that many are
+# begun by a bracket or a comma, and each takes up to 70 bytes; a long run has a million.
+_MOST_BYTES = 256 << 20
+_MOST_VALUES = 10_000_000
+_CHUNK_BYTES = 1 << 20
 _MOST_NAMES = 1000
 # of a whole number: bytes and nanoseconds have fewer, and a float can hold it
 _MOST_DIGITS = 100
+# https://owasp.org/www-community/attacks/CSV_Injection; its tabs and returns are visible by then
+_BEGINS_FORMULA = ("=", "+", "-", "@")
 _BINARY = getattr(os, "O_BINARY", 0)
 
 
@@ -32,16 +41,23 @@ def write_whole(path: Path, data: bytes, *, replace: bool = True) -> Path:
     Args:
         path: of the file.
         data: all that is to be in it.
-        replace: a file that has the name by now may go; else the next free name of
-            ``name.2.tenure``, ``name.3.tenure`` and so on is taken.
+        replace: a file that has the name by now may go, and where a link has it, the file that it
+            leads to; else the next free name of ``name.2.tenure``, ``name.3.tenure`` and so on is
+            taken.
 
     Returns:
         The path of the file that was written.
 
     Raises:
-        OSError: it can't be written; there is nothing of it then.
+        OSError: it can't be written, or the name is that of a device or a pipe; there is nothing of
+            it then.
     """
-    name = path.parent / f".{path.name}.{secrets.token_hex(8)}"
+    if replace:
+        path = Path(os.path.realpath(path))
+        if is_no_file(path):
+            raise FileExistsError(errno.EEXIST, "It is a device or a pipe, and no file", str(path))
+    # no longer than any name that a file system takes
+    name = path.parent / f".tenure-{secrets.token_hex(8)}"
     # the system takes off what this user's files are not to have
     number = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o666)
     try:
@@ -52,6 +68,11 @@ def write_whole(path: Path, data: bytes, *, replace: bool = True) -> Path:
         with suppress(OSError):
             os.unlink(name)
         raise
+
+
+def is_no_file(path: Path) -> bool:
+    """Whether a name stands for what is neither a file nor a folder, as a device, a pipe."""
+    return path.exists() and not (path.is_file() or path.is_dir())
 
 
 def write_facts(path: str | Path, facts: Mapping[str, object], *, replace: bool = True) -> Path:
@@ -79,17 +100,43 @@ def _named(written: Path, path: Path, *, replace: bool) -> Path:
     for number in range(1, _MOST_NAMES + 1):
         chosen = path if number == 1 else path.with_suffix(f".{number}{path.suffix}")
         try:
-            # fails where the name is taken, which a rename does not; a rename then keeps it
-            os.close(os.open(chosen, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+            # both fail where the name is taken, which a rename does not; a link is never empty
+            try:
+                os.link(written, chosen)
+            except FileExistsError:
+                raise
+            except OSError:
+                _rename_to_new(written, chosen)
+            else:
+                os.unlink(written)
         except FileExistsError:
             continue
-        try:
-            os.replace(written, chosen)
-        except BaseException:
-            os.unlink(chosen)
-            raise
         return chosen
     raise FileExistsError(f"{path} and {_MOST_NAMES - 1} files beside it are there already")
+
+
+def _rename_to_new(written: Path, chosen: Path) -> None:
+    """Rename a file on a file system that has no links."""
+    os.close(os.open(chosen, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+    try:
+        os.replace(written, chosen)
+    except BaseException:
+        os.unlink(chosen)
+        raise
+
+
+def csv_text(rows: Iterable[Sequence[object]]) -> str:
+    """Rows as CSV, in which a spreadsheet reads no text as a formula and a terminal no command."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([_cell(each) for each in row] for row in rows)
+    return text.getvalue()
+
+
+def _cell(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    shown = visible(value)
+    return f"'{shown}" if shown.startswith(_BEGINS_FORMULA) else shown
 
 
 def is_packed(path: str | Path) -> bool:
@@ -112,6 +159,21 @@ def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
 
+def _unpacked(path: str | Path) -> bytes:
+    chunks, n_bytes, n_values = [], 0, 0
+    with gzip.open(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            n_bytes += len(chunk)
+            n_values += sum(map(chunk.count, (b",", b"[", b"{")))
+            if n_bytes > _MOST_BYTES or n_values > _MOST_VALUES:
+                raise ReportFormatError(
+                    f"{path} is refused: it unpacks to more than {_MOST_BYTES >> 20} MiB, or to "
+                    f"more than {_MOST_VALUES:,} values, and no report of tenure does."
+                )
+            chunks.append(chunk)
+    return b"".join(chunks)
+
+
 def read_facts(path: str | Path) -> dict[str, Any]:
     """Read what `write_facts` wrote.
 
@@ -120,11 +182,7 @@ def read_facts(path: str | Path) -> dict[str, Any]:
         OSError: it can't be read.
     """
     try:
-        with gzip.open(path, "rb") as file:
-            text = file.read(_MOST_BYTES + 1)
-        if len(text) > _MOST_BYTES:
-            raise ReportFormatError(f"{path} unpacks to more than 1 GiB, and no report does.")
-        facts = json.loads(text, parse_int=_whole, parse_constant=_no_number)
+        facts = json.loads(_unpacked(path), parse_int=_whole, parse_constant=_no_number)
     except (gzip.BadGzipFile, EOFError, zlib.error, ValueError, RecursionError) as error:
         if isinstance(error, ReportFormatError):
             raise

@@ -1,6 +1,8 @@
 import errno
+import gzip
 import os
 import stat
+import tracemalloc
 
 import pytest
 import torch
@@ -84,8 +86,72 @@ def test_the_umask_of_the_process_is_not_touched(tmp_path, monkeypatch):
     assert write_whole(tmp_path / "x", b"1").read_bytes() == b"1"
 
 
-def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(_report_files, "_MOST_BYTES", 10)
-    write_facts(tmp_path / "x", {"much": 12345})
-    with pytest.raises(ReportFormatError, match="unpacks to more than 1 GiB"):
+@pytest.mark.parametrize(("name", "most"), [("_MOST_BYTES", 10), ("_MOST_VALUES", 3)])
+def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch, name, most):
+    monkeypatch.setattr(_report_files, name, most)
+    write_facts(tmp_path / "x", {"much": [1, 2, 3]})
+    with pytest.raises(ReportFormatError, match="x is refused: it unpacks to more than"):
         read_facts(tmp_path / "x")
+
+
+def test_a_small_file_of_very_many_values_takes_little_memory(tmp_path):
+    path = tmp_path / "x"
+    with gzip.open(path, "wb", 1) as file:
+        file.writelines([b"["] + [b"[]," * 333_333] * 20 + [b"0]"])
+    tracemalloc.start()
+    try:
+        with pytest.raises(ReportFormatError, match="more than 10,000,000 values"):
+            read_facts(path)
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("length", [239, 255])
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_name_may_be_as_long_as_the_system_allows(tmp_path, length, replace):
+    path = tmp_path / f"{'n' * (length - 7)}.tenure"
+    assert write_whole(path, b"1", replace=replace) == path
+    assert path.read_bytes() == b"1"
+
+
+def test_a_file_is_never_there_before_it_is_whole(tmp_path, monkeypatch):
+    seen = []
+
+    def watched(does):
+        def run(*args, **kwargs):
+            seen.extend(path.read_bytes() for path in tmp_path.glob("run*"))
+            return does(*args, **kwargs)
+
+        return run
+
+    for name in ("link", "replace", "unlink"):
+        monkeypatch.setattr(os, name, watched(getattr(os, name)))
+    write_whole(tmp_path / "run.tenure", b"1", replace=False)
+    write_whole(tmp_path / "run.tenure", b"2", replace=False)
+    assert set(seen) == {b"1", b"2"}
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["run.2.tenure", "run.tenure"]
+
+
+def test_a_link_to_a_file_stays_one(tmp_path):
+    (tmp_path / "real").write_bytes(b"old")
+    link, loose = tmp_path / "link", tmp_path / "loose"
+    link.symlink_to("real")
+    loose.symlink_to("new")
+    for path, target in ((link, "real"), (loose, "new")):
+        write_whole(path, b"1")
+        assert path.is_symlink()
+        assert (tmp_path / target).read_bytes() == b"1"
+
+
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_a_pipe_is_left_as_it_is(tmp_path, is_linked):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    if is_linked:
+        path = tmp_path / "link"
+        path.symlink_to("pipe")
+    with pytest.raises(FileExistsError, match="a device or a pipe, and no file"):
+        write_whole(path, b"1")
+    assert stat.S_ISFIFO(path.stat().st_mode)
+    assert {each.name for each in tmp_path.iterdir()} <= {"pipe", "link"}

@@ -5,18 +5,21 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 
 from tenure._errors import CommandError, ProfilerUsageError
 
 from ._printing import add_json, print_text
 from ._recordings import loaded
+from ._run import check_target
 from ._verb import Verb
 
 
 class Export(Verb):
     """Write a recording for another tool; the end of OUT says which format.
 
-    .json: all of it. .csv: what was alive, a row for each. .html: a page that stands alone.
+    .json: all of it, in tenure's own format. .csv: what was alive, a row for each.
+    .html: a page that stands alone.
 
     Of a timeline: .trace.json (chrome://tracing, Perfetto), .timeline.csv (a row for each time),
     .pickle (torch's memory_viz), .speedscope.json.
@@ -37,8 +40,7 @@ class Export(Verb):
     def run(self, arguments: argparse.Namespace) -> int:
         """Read and write."""
         out = arguments.output
-        if not arguments.force and os.path.lexists(out):
-            raise CommandError(f"{out} is there already. Overwrite it with -f, or name another.")
+        check_target(Path(out), replace=arguments.force)
         recording = loaded(arguments.file)
         try:
             recording.export(out)

@@ -77,7 +77,7 @@ class Fit(Verb):
         """Predict the step, and compare."""
         # it may take minutes, which are not to be lost on a name
         for path in filter(None, (arguments.html, arguments.output)):
-            check_target(Path(path), replace=arguments.force)
+            check_target(Path(path), replace=arguments.force, may_be_device=True)
         budget_bytes, device = _memory(arguments.device_memory, arguments.device)
         # what the program prints is no part of the answer
         with contextlib.redirect_stdout(sys.stderr), _their_errors(arguments.target):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tenure._errors import CommandError
-from tenure._report_files import write_whole
+from tenure._report_files import is_no_file, write_whole
 
 if TYPE_CHECKING:
     from tenure._show import Shown
@@ -78,12 +78,11 @@ def write_file(path: str, text: str) -> None:
     try:
         # names may have halves of characters
         data = text.encode(errors="backslashreplace")
-        # what a link points to; a device stays one
-        target = Path(path).resolve()
-        if target.is_file() or not target.exists():
-            write_whole(target, data)
+        # a device stays one
+        if is_no_file(Path(path)):
+            Path(path).write_bytes(data)
         else:
-            target.write_bytes(data)
+            write_whole(Path(path), data)
     except OSError as error:
         raise CommandError(f"{path!r} can't be written: {error.strerror or error}.") from None
     print(f"Wrote {path}", file=sys.stderr)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tenure._errors import CommandError
+from tenure._report_files import is_no_file
 
 from ._verb import Verb, byte_size
 
@@ -109,13 +110,17 @@ def wanted_of(arguments: argparse.Namespace) -> Wanted:
     )
 
 
-def check_target(path: Path, *, replace: bool) -> None:
-    """Make sure that a recording can be written before it takes its time.
+def check_target(path: Path, *, replace: bool, may_be_device: bool = False) -> None:
+    """Make sure that a file can be written before it takes its time.
 
     Raises:
         CommandError: it can't go there, or would overwrite what is there.
     """
     _check_folder(path)
+    if is_no_file(path) and not may_be_device:
+        raise CommandError(
+            f"{shown_path(path)} is a device or a pipe, and was left as it is. Name a file with -o."
+        )
     if not replace and os.path.lexists(path):
         raise CommandError(
             f"{shown_path(path)} is there already, and was left as it is. Overwrite it with -f, or "
@@ -154,6 +159,14 @@ def _path(given: str | None, program: Program) -> Path:
 
 
 def _check_folder(path: Path) -> None:
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise CommandError(
+            f"{shown_path(path)} can't be written: {error.strerror}. Name another file with -o."
+        ) from None
     if path.is_dir():
         raise CommandError(f"{shown_path(path)} is a folder. Name a file with -o.")
     if not path.parent.is_dir():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
+import reprlib
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -20,7 +21,10 @@ from tenure._errors import ReportFormatError
 
 ADVICE_OF_CUT = "It was cut or altered after to_dict() gave it: write it anew."
 _OF_TORCH = "torch."
+_IN_SHORT = reprlib.Repr()
+_IN_SHORT.maxlevel, _IN_SHORT.maxstring = 3, 100
 _NOT_FINITE = ("nan", "inf", "-inf")
+_MOST = 2**64
 _AS_THEY_ARE = (str, int, bool, types.NoneType)
 
 
@@ -80,9 +84,11 @@ def restored(hint: Any, value: object, place: str) -> Any:
         return _of_torch(kind, value, place)
     # By exact type: True is an int to isinstance, and no number of bytes.
     if value in get_args(hint) if kind is Literal else type(value) is kind:
-        return value
+        if type(value) is not int or abs(value) < _MOST:
+            return value
+        hint = "number of 64 bits"
     raise ReportFormatError(
-        f"{place} is {_shortened(value)}, and no {_spelled(hint)}. {ADVICE_OF_CUT}"
+        f"{place} is {shortened(value)}, and no {_spelled(hint)}. {ADVICE_OF_CUT}"
     )
 
 
@@ -123,7 +129,7 @@ def _float(value: Any, place: str) -> float:
     try:
         return float(value)
     except OverflowError:
-        text = f"{place} is {_shortened(value)}, more than a float can be. {ADVICE_OF_CUT}"
+        text = f"{place} is {shortened(value)}, more than a float can be. {ADVICE_OF_CUT}"
         raise ReportFormatError(text) from None
 
 
@@ -136,7 +142,7 @@ def _of_torch(kind: Any, value: str, place: str) -> Any:
         return found
     # a device of a backend that gives itself a name is known once the backend is imported
     raise ReportFormatError(
-        f"{place} is {_shortened(value)}, a {_spelled(kind)} that this torch does not know. Read "
+        f"{place} is {shortened(value)}, a {_spelled(kind)} that this torch does not know. Read "
         "the report where its backend is imported, with a torch as new."
     )
 
@@ -158,6 +164,11 @@ def _spelled(hint: Any) -> str:
     return name if name and not get_args(hint) else str(hint)
 
 
-def _shortened(value: object) -> str:
-    text = repr(value)
+def shortened(value: object) -> str:
+    """The repr of a value, however long or deep, in at most 40 characters."""
+    try:
+        text = _IN_SHORT.repr(value)
+    # of a number with thousands of digits
+    except ValueError:
+        text = f"a very long {type(value).__name__}"
     return text if len(text) <= 40 else f"{text[:37]}..."

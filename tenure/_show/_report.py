@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 from tenure._errors import ProfilerUsageError, ReportFormatError
 
 from ._part import OfRich, Part
-from ._plain import plain, restored
+from ._plain import plain, restored, shortened
 
 _HOME = "tenure."
 
@@ -121,8 +121,8 @@ def _refuse_others(cls: type[Report], data: object) -> None:
     if kind != _HOME + cls.__name__:
         if not isinstance(kind, str) or not kind.startswith(_HOME):
             raise ReportFormatError(
-                f'{reader} got a dictionary whose "format" is {kind!r}, so it is no report of '
-                "tenure. Pass what to_dict() gave."
+                f'{reader} got a dictionary whose "format" is {shortened(kind)}, so it is no '
+                "report of tenure. Pass what to_dict() gave."
             )
         raise ReportFormatError(
             f"{reader} got {kind!r}, which is another kind of report. Read it with "
@@ -130,6 +130,6 @@ def _refuse_others(cls: type[Report], data: object) -> None:
         )
     if type(version) is not int or not 1 <= version <= cls._version:
         raise ReportFormatError(
-            f"{reader} got version {version!r} of {kind!r}, and this tenure knows version "
+            f"{reader} got version {shortened(version)} of {kind!r}, and this tenure knows version "
             f"{cls._version}. Read it with the tenure that wrote it, or update this one."
         )

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import os
 import subprocess
 import sys
 
@@ -29,6 +30,8 @@ def files(tmp_path, monkeypatch):
     recording(growth=(growth(),), peaks={"cpu": 6 * MIB}, rank=1).save("b.tenure")
     pickled(tmp_path / "snapshot.pickle", torch_snapshot())
     (tmp_path / "text.txt").write_text("nothing")
+    os.mkfifo("pipe")
+    os.symlink("pipe", "to_pipe")
     return tmp_path
 
 
@@ -86,7 +89,8 @@ def test_export_writes_by_extension_and_overwrites_when_told(files, capsys):
     (files / "x.csv").write_text("mine")
     told = _printed(["export", "a.tenure", "-o", "x.csv"], capsys, code=2).err
     assert told == (
-        "tenure export: error: x.csv is there already. Overwrite it with -f, or name another.\n"
+        "tenure export: error: x.csv is there already, and was left as it is. Overwrite it with "
+        "-f, or name another file with -o.\n"
     )
     assert (files / "x.csv").read_text() == "mine"
     out = _printed(["export", "a.tenure", "-f", "--json", "-o", "x.csv"], capsys).out
@@ -103,7 +107,12 @@ def test_export_writes_by_extension_and_overwrites_when_told(files, capsys):
         (["leaks", "text.txt"], "text.txt is no file of tenure"),
         (["diff", "a.tenure", "text.txt"], "text.txt is no file of tenure"),
         (["export", "a.tenure", "-o", "x.xlsx"], "x.xlsx ends in .xlsx"),
-        (["export", "a.tenure", "-o", "no/x.csv"], "no/x.csv can't be written: No such file"),
+        (["export", "a.tenure", "-o", "no/x.csv"], "There is no folder no. Make it"),
+        (["export", "a.tenure", "-f", "-o", "pipe"], "pipe is a device or a pipe, and was left"),
+        (["export", "a.tenure", "-o", "to_pipe"], "to_pipe is a device or a pipe, and was left"),
+        (["run", "-f", "-o", "pipe", "text.txt"], "pipe is a device or a pipe, and was left"),
+        (["run", "-f", "-o", "to_pipe", "text.txt"], "to_pipe is a device or a pipe, and was left"),
+        (["run", "-o", "n" * 256, "text.txt"], f"{'n' * 256} can't be written: File name"),
     ],
     ids=lambda each: " ".join(each) if isinstance(each, list) else "",
 )

@@ -152,7 +152,7 @@ def _by_file(path: Path, text: bytes) -> dict[Path, set[str]]:
         by_file: dict[Path, set[str]] = {}
         for name, file_name in entries.items():
             by_file.setdefault(path.parent / file_name, set()).add(name)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise PagingError(
             f"{path.name} is no index of safetensors files: a JSON object with a 'weight_map' from "
             "names to files. Name a safetensors file, or such an index."

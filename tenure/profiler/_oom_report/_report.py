@@ -140,7 +140,8 @@ class OomReport(Report):
                 if key in told
             ]
             limit = f" ({', '.join(limits)})" if limits else ""
-            yield f"host: the process has {told['rss_bytes']}, free {told['free_bytes']}{limit}."
+            rss, free = told.get("rss_bytes"), told.get("free_bytes")
+            yield f"host: the process has {rss}, free {free}{limit}."
 
 
 def build(facts: Facts, verdict: Verdict, error: str) -> OomReport:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tenure._errors import ProfilerUsageError
-from tenure._report_files import write_whole
+from tenure._report_files import csv_text, write_whole
 
 from .._pages import recording_page
 from .._timeline import WRITERS
@@ -53,7 +52,7 @@ def _text(recording: Recording, path: Path) -> str:
     if extension == ".html":
         return _page(recording)
     if extension == ".csv":
-        return _csv(recording)
+        return csv_text(_rows(recording))
     raise ProfilerUsageError(
         f"{path} ends in {extension or 'no extension'}, and a recording is written as .json, .csv "
         f"or .html; its timeline as {', '.join(_of_timeline())}. Name a file that ends in one of "
@@ -81,19 +80,16 @@ def _page(recording: Recording) -> str:
     )
 
 
-def _csv(recording: Recording) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(_HEADINGS)
+def _rows(recording: Recording) -> Iterator[Sequence[object]]:
+    yield _HEADINGS
     for track in recording.over_time:
         for block in track.at_peak:
             stack = " < ".join(reversed(block.stack))
             name = block.scope or block.category
             figures = (block.n_bytes, block.n_storages)
-            writer.writerow((track.device, "peak", block.category, name, "", "", stack, *figures))
+            yield (track.device, "peak", block.category, name, "", "", stack, *figures)
     for row in () if recording.memory is None else recording.memory.rows:
         if row.counted_bytes:
             shape = "x".join(map(str, row.shape))
             what = (row.category, row.label, shape, row.dtype, row.created_at or "")
-            writer.writerow((row.device, "end", *what, row.n_bytes, 1))
-    return text.getvalue()
+            yield (row.device, "end", *what, row.n_bytes, 1)

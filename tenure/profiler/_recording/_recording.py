@@ -38,7 +38,7 @@ from .._oom_report import OomReport
 from .._owners import TensorRow
 from .._pages import largest_of
 from .._reports import DeviceReport, MemReport
-from .._timeline import TimelineReport
+from .._timeline import TimelineReport, check_levels
 from ._exports import export
 from ._growth import Growth
 from ._leaks_found import MOST_ROWS, RecordedLeaks
@@ -155,9 +155,10 @@ class Recording(Report):
         """Write it for other tools, whole or not at all; the extension says which format.
 
         Args:
-            path: ``.json`` for all of it, ``.csv`` for what was alive, ``.html`` for a page that
-                stands alone; of a timeline ``.trace.json``, ``.timeline.csv``, ``.pickle`` and
-                ``.speedscope.json``, as `TimelineReport.export` writes them.
+            path: ``.json`` for all of it, in tenure's own format, ``.csv`` for what was alive,
+                ``.html`` for a page that stands alone; of a timeline ``.trace.json`` for Chrome and
+                Perfetto, ``.timeline.csv``, ``.pickle`` and ``.speedscope.json``, as
+                `TimelineReport.export` writes them.
 
         Returns:
             The path.
@@ -256,25 +257,11 @@ class Recording(Report):
             reports[name] = None if told is None else _REPORTS[name].from_dict(told)
         bare: Self = restored(cls, {**facts, **dict.fromkeys(reports)}, cls.__name__)
         whole = replace(bare, **reports)
-        whole._check_times()
-        return whole
-
-    def _check_times(self) -> None:
-        """Refuse what each value allows, and all together can't be.
-
-        Raises:
-            ReportFormatError: a time is no number, or there is not one figure for each.
-        """
-        times = [self.duration_s]
-        for track in self.over_time:
-            times += [*track.times_s, track.peak_at_s]
-            _check_figures(track.device, track.times_s, track.live_bytes)
-        for device in () if self.timeline is None else self.timeline.devices:
-            for bands in (device.by_category, device.by_scope, device.by_line):
-                for name, figures in bands.items():
-                    _check_figures(f"{name!r} on {device.device}", device.times_s, figures)
-        if not all(map(math.isfinite, times)):
+        for track in whole.tracks:
+            check_levels(track)
+        if not math.isfinite(whole.duration_s):
             raise ReportFormatError(f"Recording has a time that is no number. {ADVICE_OF_CUT}")
+        return whole
 
     @classmethod
     def _of_torch(cls, path: str | Path) -> Self:
@@ -292,14 +279,6 @@ class Recording(Report):
             tracks=tracks,
             seeks_leaks=False,
             notes=() if tracks else ("The snapshot has no memory in it.",),
-        )
-
-
-def _check_figures(what: str, times_s: tuple[float, ...], figures: tuple[int, ...]) -> None:
-    if len(times_s) != len(figures):
-        raise ReportFormatError(
-            f"Recording has {len(times_s)} times and {len(figures)} figures of {what}. "
-            f"{ADVICE_OF_CUT}"
         )
 
 

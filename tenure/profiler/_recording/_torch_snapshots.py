@@ -171,7 +171,8 @@ def _track(
             continue
         live += change[1]
         times.append((_number(events[i].get("time_us", first_us + i)) - first_us) * _US)
-        levels.append(live)
+        # where the history began too late, it frees more than it knows of
+        levels.append(max(0, live))
         if live > peak_bytes:
             peak_bytes, peak_index = live, i
     peak_at_s = times[levels.index(peak_bytes)]

@@ -6,13 +6,17 @@ lines. However long the recording was, the report has some thousand times, and t
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
+from tenure._errors import ReportFormatError
 from tenure._show import (
+    ADVICE_OF_CUT,
     Amount,
     Amounts,
     Column,
@@ -24,6 +28,7 @@ from tenure._show import (
     bytes_column,
     in_bytes,
     ranked,
+    restored,
 )
 from tenure._text import counted, format_bytes
 
@@ -32,6 +37,11 @@ from ._places import BEFORE_STACK
 OUTSIDE = "outside of scopes"
 """The scope of what was made in none."""
 _MOST_ERRORS = 20
+# What is more was not recorded by anybody: three centuries, and calls or scopes in one another.
+_MOST_S = 1e10
+_MOST_DEPTH = 1000
+_MOST_CALLS = 100
+_NS = 1e9
 _BYTES = "bytes"
 _COLUMNS = (
     bytes_column(_BYTES),
@@ -177,9 +187,10 @@ class TimelineReport(Report):
         """Write the timeline to a file, whose name says in which format.
 
         Args:
-            path: a name that ends in ``.pickle`` (for ``torch.cuda._memory_viz``), ``.json``
-                (Chrome, Perfetto), ``.speedscope.json``, or ``.csv``. A file of that name is
-                replaced.
+            path: a name that ends in ``.pickle`` (for ``torch.cuda._memory_viz``), ``.json`` or
+                ``.trace.json`` (Chrome, Perfetto), ``.speedscope.json``, ``.csv``, or ``.html``. A
+                file of that name is replaced. `Recording.export` writes ``.json`` in another
+                format.
 
         Returns:
             The path.
@@ -203,6 +214,24 @@ class TimelineReport(Report):
         length = f"{self.duration_s:.2f} s, {counted(self.n_events, 'event')}"
         return f"{length}: peak {', '.join(peaks)}" if self.devices else f"{length}: no memory"
 
+    @classmethod
+    def _of_facts(cls, facts: Mapping[str, Any]) -> Self:
+        found: Self = restored(cls, facts, cls.__name__)
+        for device in found.devices:
+            check_levels(device)
+            for bands in (device.by_category, device.by_scope, device.by_line):
+                for name, figures in bands.items():
+                    _check_series(f"{name!r} on {device.device}", device.times_s, figures)
+        if (host := found.host) is not None:
+            figures = host.tensors_bytes, host.python_heap_bytes, host.allocator_slack_bytes
+            for each in (host.rss_bytes, *figures, host.rest_bytes):
+                _check_series("the host", host.times_s, each, least=-math.inf)
+        for span in found.scopes:
+            _check("scopes", [span.begin_s, span.end_s], 0 <= span.depth <= _MOST_DEPTH)
+        times_s = [*(oom.at_s for oom in found.ooms), found.duration_s, found.began_at_ns / _NS]
+        _check("the recording", sorted(times_s))
+        return found
+
     def _parts(self) -> Sequence[Part]:
         if not self.devices:
             return [Paragraph("", f"{self.summary()}.")]
@@ -223,6 +252,38 @@ class TimelineReport(Report):
         if self.notes:
             parts.append(Paragraph("", "\n".join(f"Note: {note}" for note in self.notes)))
         return parts
+
+
+def check_levels(track: Any) -> None:
+    """Make sure that the figures of one device fit each other.
+
+    Args:
+        track: a `DeviceTimeline`, or what has its levels and its peak.
+
+    Raises:
+        ReportFormatError: they don't, so that they were not recorded.
+    """
+    name = track.device
+    _check_series(name, track.times_s, track.live_bytes)
+    _check(name, [track.peak_at_s], track.peak_bytes in track.live_bytes)
+    for row in track.at_peak:
+        _check(name, [], min(row.n_bytes, row.n_storages) >= 0 and len(row.stack) <= _MOST_CALLS)
+
+
+def _check_series(
+    what: str, times_s: Sequence[float], figures: Sequence[int], *, least: float = 0
+) -> None:
+    if len(times_s) != len(figures):
+        raise ReportFormatError(
+            f"There are {len(times_s)} times and {len(figures)} figures of {what}. {ADVICE_OF_CUT}"
+        )
+    _check(what, times_s, min(figures, default=0) >= least)
+
+
+def _check(what: str, times_s: Sequence[float], fits: bool = True) -> None:
+    fits &= all(0 <= at_s <= _MOST_S for at_s in times_s)
+    if not fits or any(a > b for a, b in pairwise(times_s)):
+        raise ReportFormatError(f"The figures of {what} do not fit each other. {ADVICE_OF_CUT}")
 
 
 def _table_of(device: DeviceTimeline) -> Table:

@@ -1,4 +1,7 @@
+import csv
+import gzip
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -134,7 +137,12 @@ def test_a_damaged_recording_is_refused_wherever_it_is_cut(tmp_path):
     ("changes", "complaint"),
     [
         ({"times_s": (0.0,)}, "1 times and 2 figures of cpu"),
-        ({"times_s": (0.0, float("nan"))}, "a time that is no number"),
+        ({"times_s": (0.0, float("nan"))}, "The figures of cpu do not fit each other"),
+        ({"times_s": (0.0, 1e308)}, "The figures of cpu do not fit each other"),
+        ({"times_s": (1.0, 0.0)}, "The figures of cpu do not fit each other"),
+        ({"peak_bytes": 3}, "The figures of cpu do not fit each other"),
+        ({"at_peak": (block(1, *["f"] * 5000),)}, "The figures of cpu do not fit"),
+        ({"by_line": {"a.py:1": (1, -(10**18))}}, r"The figures of 'a\.py:1' on cpu do not fit"),
         ({"by_line": {"a.py:1": (1,)}}, r"2 times and 1 figures of 'a\.py:1' on cpu"),
     ],
     ids=lambda each: "" if isinstance(each, str) else next(iter(each)),
@@ -148,6 +156,7 @@ def test_figures_that_do_not_fit_together_are_refused_when_they_are_read(
         timeline.report.devices[0],
         times_s=(0.0, 1.0),
         live_bytes=(1, 2),
+        peak_bytes=2,
         by_category={},
         by_scope={},
         by_line={},
@@ -403,6 +412,17 @@ def test_what_autograd_saved_is_named_with_who_holds_its_graph(tmp_path):
     assert losses
 
 
+@pytest.mark.parametrize("depth", [900, 985, 100_000])
+def test_nesting_however_deep_is_refused_in_one_error(depth, tmp_path):
+    path = tmp_path / "x"
+    facts = json.dumps(recording().to_dict())
+    for key in ("exit_code", "format", "version", "memory", "timeline"):
+        deep = re.sub(f'"{key}": [^,}}]*', f'"{key}": {"[" * depth}{"]" * depth}', facts, count=1)
+        path.write_bytes(gzip.compress(deep.encode()))
+        with pytest.raises(ReportFormatError, match=f"^{path}"):
+            Recording.load(path)
+
+
 def test_html_is_escaped():
     found = recording(
         command=("python", "<script>"),
@@ -412,3 +432,20 @@ def test_html_is_escaped():
     )
     html = found._repr_html_() + found.tree()._repr_html_()
     assert not any(tag in html for tag in ("<script>", "<i>", "<u>", "<module>", "- <b>"))
+
+
+@pytest.mark.parametrize("name", ["=HYPERLINK(1)", "+1", "-1+2", "@SUM(A1)", "\x1b[2J\t=1"])
+def test_a_cell_of_a_table_is_no_formula_and_commands_no_terminal(name, tmp_path):
+    with Timeline() as timeline, NewDisposeScope(name):
+        torch.ones(8)
+    timeline = timeline.report
+    device = replace(
+        timeline.devices[0], device=name, by_category={name: timeline.devices[0].live_bytes}
+    )
+    found = recording(timeline=replace(timeline, devices=(device,)))
+    for end in ("csv", "timeline.csv"):
+        text = found.export(tmp_path / f"x.{end}").read_text()
+        assert "\x1b" not in text
+        cells = [cell for row in csv.reader(text.splitlines()) for cell in row]
+        assert any(name[-2:] in cell for cell in cells)
+        assert not [cell for cell in cells if cell[:1] in "=+-@" and cell]
