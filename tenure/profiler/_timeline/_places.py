@@ -1,6 +1,7 @@
 """Where storages were made: the user's line and the calls that led to it, each stack once.
 
 A place holds code objects and instructions, and no frame; it is spelled when the recording ends.
+Invariant: however much code a program makes as it runs, a bounded number of it is held.
 """
 
 from __future__ import annotations
@@ -15,11 +16,18 @@ BEFORE = 0
 """The place of what was there before the recording began."""
 NOWHERE = 1
 """The place of what was made where no line of Python runs, as on a thread of autograd's engine."""
+ELSEWHERE = 2
+"""The place of what was made on lines beyond the most that are told apart."""
 BEFORE_STACK = ("before the recording",)
-_WORDS = {BEFORE: BEFORE_STACK, NOWHERE: ("a thread of torch",)}
+_WORDS = {
+    BEFORE: BEFORE_STACK,
+    NOWHERE: ("a thread of torch",),
+    ELSEWHERE: ("more lines than are told apart",),
+}
 # A few calls tell a helper's callers apart; each frame takes a tenth of a microsecond.
 _DEPTH = 4
-_REACH = 48
+# a large program has some thousand; a program that runs generated code has no end of them
+_MOST_PLACES = _MOST_CODES = 20_000
 _LOADER = "torch.utils.data"
 _INTERNAL, _USER, _OF_LOADER, _CELL = range(4)
 
@@ -37,20 +45,19 @@ class Places:
     """
 
     def __init__(self) -> None:
-        self.are_inputs = [False, False]
+        self.are_inputs = [False] * len(_WORDS)
         self._numbers: dict[tuple[int, ...], int] = {}
-        self._stacks: list[tuple[_Step, ...]] = [(), ()]
-        # By identity, for the hash of a code object is that of all its constants; the second holds
-        # each, so that its identity stays its own.
+        self._stacks: list[tuple[_Step, ...]] = [()] * len(_WORDS)
+        # By identity, because the hash of a code object is that of all its constants. The second
+        # holds each, so that no other object gets its identity.
         self._kinds: dict[int, int] = {}
         self._codes: list[CodeType] = []
 
     def of(self, frame: FrameType | None) -> int:
         """The place of what is being made in ``frame``, or in what called it."""
         kinds, key, innermost = self._kinds, [0], frame
-        n_user = n_seen = 0
-        while frame is not None and n_seen < _REACH:
-            n_seen += 1
+        n_user = 0
+        while frame is not None:
             code = frame.f_code
             try:
                 kind = kinds[id(code)]
@@ -87,6 +94,9 @@ class Places:
         return self.stack(number)[-1]
 
     def _judge(self, frame: FrameType) -> int:
+        if len(self._codes) >= _MOST_CODES:
+            self._kinds.clear()
+            self._codes.clear()
         if not is_internal(frame):
             kind = _CELL if is_cell(frame.f_code) else _USER
         else:
@@ -96,9 +106,12 @@ class Places:
         return kind
 
     def _enter(self, key: tuple[int, ...], frame: FrameType | None) -> int:
+        if len(self._stacks) >= _MOST_PLACES:
+            return ELSEWHERE
         steps: list[_Step] = []
+        wanted = set(key[1::2])
         while frame is not None and len(steps) < len(key) // 2:
-            if self._kinds[id(frame.f_code)] in (_USER, _CELL):
+            if id(frame.f_code) in wanted:
                 steps.append(_Step(frame.f_code, frame.f_lasti))
             frame = frame.f_back
         number = self._numbers[key] = len(self._stacks)

@@ -17,7 +17,7 @@ from tenure._torch.allocations import is_profiling
 from tenure._torch.modes import all_modes
 from tenure.adaptive import memory_budget
 from tenure.profiler import LineProfiler, ProfilerUsageError, Timeline
-from tenure.profiler._timeline import _bands, _timeline
+from tenure.profiler._timeline import _bands, _places, _timeline
 
 from .test_truth import check_sums
 
@@ -491,3 +491,30 @@ def test_the_end_on_another_thread_is_refused_and_changes_nothing():
     assert "closed from thread 'other', and stays open" in errors[0]
     assert at_peak(timeline.report) >= 300 * KIB
     assert kept.numel()
+
+
+def test_generated_code_is_held_in_bounded_number(monkeypatch):
+    monkeypatch.setattr(_places, "_MOST_PLACES", 10)
+    monkeypatch.setattr(_places, "_MOST_CODES", 10)
+    codes, made = weakref.WeakSet(), []
+    with Timeline() as timeline:
+        for i in range(60):
+            code = compile(f"made.append(torch.ones({i + 1}))", f"<generated {i}>", "exec")
+            codes.add(code)
+            exec(code, {"made": made, "torch": torch})
+            del code
+        assert len(codes) < 25
+    lines = timeline.report.devices[0].by_line
+    assert any("<generated 0>" in line for line in lines)
+    assert "more lines than are told apart" in lines
+    check_sums(timeline.report)
+
+
+def test_a_line_is_told_below_any_number_of_modules():
+    net = nn.Linear(8, 1024)
+    for _ in range(40):
+        net = nn.Sequential(net)
+    with Timeline() as timeline:
+        kept = net(torch.ones(1024, 8))
+    [row] = [row for row in timeline.report.devices[0].at_peak if row.n_bytes == kept.nbytes]
+    assert "test_timeline.py" in row.stack[-1]
