@@ -554,6 +554,13 @@ def test_a_loss_that_is_no_mean_over_samples_is_refused_until_it_is_declared():
     compared(Declared)
 
 
+def test_a_loss_that_was_refused_is_refused_in_each_later_fit():
+    module = seeded(adaptive_of(Ignoring))
+    for _ in range(4):
+        with pytest.raises(SplitMismatchError, match="weight="):
+            trained(module)
+
+
 def test_a_sum_is_declared_and_logged_as_one():
     class Summing(Net):
         adaptive_options = MappingProxyType({"loss": "sum"})

@@ -54,8 +54,8 @@ class Verification:
 
     def __init__(self, parts: StepParts) -> None:
         self._parts = parts
+        self._visit: Visit | None = None
         self._looked: _Looked | None = None
-        self._is_begun = False
 
     def before_split(self, size: int) -> None:
         """Compare gradients of a few samples, if it is time; before anything else takes memory.
@@ -66,17 +66,16 @@ class Verification:
         Raises:
             SplitMismatchError: the micro-batches don't give what the whole gives.
         """
-        if self._is_begun or not 1 < self._parts.n_samples > size:
-            return
         # another attempt of this call splits in another way, as right
-        self._is_begun = True
+        if self._visit is not None or not 1 < self._parts.n_samples > size:
+            return
         # without numbers there is nothing to compare
         if any(isinstance(v, Tensor) and v.is_meta for v in self._parts.values):
             return
         # one that runs out of memory may, but then no other pass could follow
         if self._parts.exchange.is_sharded:
             return
-        visit = Visit(self._parts)
+        visit = self._visit = Visit(self._parts)
         # programs of lazy() are ever new, and their user can do nothing about it
         if visit.is_ever_new and self._parts.spec.entry != "lazy":
             warn_user(_EVER_NEW, AdaptiveUsageWarning)
@@ -112,6 +111,9 @@ class Verification:
                 could_compare = losses.compare() or could_compare
                 self._refuse(losses.finding, looked.subject, max(outcome.sizes))
             n_run += losses.n_run
+        # what was wrong once may be wrong again, and nothing tells that it is not
+        if not could_compare and looked.visit.refusal is not None:
+            raise looked.visit.refusal
         # what lazy() splits by is no claim of the user's, who could do nothing about it
         if not could_compare and self._parts.spec.entry == "step":
             self._warn()
@@ -138,7 +140,7 @@ class Verification:
         if found is None:
             return
         advice = advice_for(subject, self._parts)
-        raise SplitMismatchError(
+        error = (
             f"The batch of {subject.n_samples} has to be split into micro-batches of {size}, and "
             f"{self._parts.name!r} would give other results then: {found}. Nothing was changed. "
             f"{advice}",
@@ -146,6 +148,9 @@ class Verification:
             found.split,
             advice,
         )
+        assert self._visit is not None
+        self._visit.note_refused(*error)
+        raise SplitMismatchError(*error)
 
     def _warn(self) -> None:
         warn_user(

@@ -1,33 +1,33 @@
 """When a step is verified: at calls 1, 2, 3 and 40 of a place, and then ever more rarely.
 
-A place is code, what the closure holds, what was declared, and the modes of modules. Within it new
-shapes of the batch, and labels or masks of a kind not seen before, are verified too.
+A place is code, what the closure holds, what was declared, and the modes of modules. Within it
+numbers that have changed, new shapes of the batch, and leaves of a kind not seen before are
+verified too. A place that was refused once is verified in each call.
 
-Invariant: nothing here holds a function, a model or a tensor; the first call of a place is always
-verified, however many there were; and over a long run at most 2 samples in 100 are run for
-verification, those of the first calls of a place aside.
+Invariant: nothing here holds a function, a model or a tensor; a place that was not verified yet is
+verified, however many there were, and a call that failed or was refused counts for nothing; and
+over a long run at most 2 samples in 100 are run for verification, those of the first calls of a
+place, of its first changes and of refused places aside.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
-import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tenure.scopes import is_disposed
+from tenure._errors import SplitMismatchError
 
-from ..._reachable import named_modules, names_in, used_by
+from ..._reachable import is_of_a_library, named_modules
 from ..._sizes import stands_for
 from .._samples import Leaf
 from .._split import StepParts
+from ._captured import Captured, identity_of
 
 _FIRST = 3
 # What a long training pays, whatever its shapes do.
@@ -38,17 +38,20 @@ _MOST_FREE = 64
 may have labels of another kind."""
 _MANY_NEW = 512
 """New places of a piece of code after which it is told, if most of its calls were at one."""
-_MAX_DEPTH = 4
-_MAX_ITEMS = 32
-# not all that are no floats: torch looks for the least of no uint16, and of no quantized number
-_COUNTED = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+# torch looks for the least of no uint16, no quantized number, and none of 8 bits
+_COUNTED = frozenset(
+    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+    | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+)
+_MOST_SUMMED = 1 << 20
 
 
 @dataclass(slots=True)
 class _Calls:
-    """How often something was split, and the next call to verify."""
+    """How often something was split and verified, and the next call to verify."""
 
     n_calls: int = 0
+    n_verified: int = 0
     due: int = 1
 
     def begin(self) -> bool:
@@ -58,11 +61,46 @@ class _Calls:
 
     def note_verified(self) -> None:
         """Set the next call: after the first ones 40, 400 and so on."""
+        self.n_verified += 1
         self.due = self.n_calls + 1
-        if self.n_calls >= _FIRST:
+        if self.n_verified >= _FIRST:
             self.due = 40
             while self.due <= self.n_calls:
                 self.due *= 10
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A number that the function captures, as it was in the last call."""
+
+    value: Any
+    # the value that it had first
+    n_verified: int = 1
+    is_due: bool = False
+
+
+@dataclass(slots=True)
+class _Place(_Calls):
+    """A place, with the numbers that it captures and the error that refused it."""
+
+    numbers: list[_Watched] = field(default_factory=list)
+    refusal: tuple[Any, ...] | None = None
+
+    def see(self, numbers: list[Any]) -> None:
+        """Note which numbers are others than in the call before."""
+        if self.n_calls == 1:
+            self.numbers = list(map(_Watched, numbers))
+        for known, value in zip(self.numbers, numbers, strict=True):
+            # nan is no other number than nan
+            if known.value != value and (known.value == known.value or value == value):
+                known.value, known.is_due = value, True
+
+    def note_verified(self) -> None:
+        """Set the next call; what has changed until now was verified with it."""
+        _Calls.note_verified(self)
+        for each in self.numbers:
+            each.n_verified += each.is_due
+            each.is_due = False
 
 
 @dataclass(slots=True)
@@ -96,24 +134,40 @@ class Visit:
     """
 
     def __init__(self, parts: StepParts) -> None:
-        place, contents, shapes = _place(parts), _contents(parts.leaves), _shapes(parts.leaves)
+        place, numbers = _place(parts)
+        contents, shapes = _contents(parts.leaves), _shapes(parts.leaves)
         # the counts below may be off by one between threads, which costs a verification
         with _lock:
-            self._code = _at(_codes, _identity(stands_for(parts.spec.fn)), _Code)
+            self._code = _at(_codes, identity_of(stands_for(parts.spec.fn)), _Code)
             self._code.n_samples += parts.n_samples
             self._code.n_calls += 1
-            self._place = _at(self._code.places, place, _Calls)
-            self._content = _at(self._code.places, (place, contents), _Calls)
-            self._shape = _at(self._code.places, (place, contents, shapes), _Calls)
+            self._place: _Place = _at(self._code.places, place, _Place)
+            self._content: _Calls = _at(self._code.places, (place, contents), _Calls)
+            self._shape: _Calls = _at(self._code.places, (place, contents, shapes), _Calls)
         is_due = [each.begin() for each in (self._place, self._content, self._shape)]
+        self._place.see(numbers)
+        changed = [each for each in self._place.numbers if each.is_due]
+        is_early = (
+            self._place.n_verified < _FIRST
+            or not self._content.n_verified
+            or any(each.n_verified < _FIRST for each in changed)
+        )
+        # another model or loss may be wrong where many were right before it, and a place that was
+        # refused stays so until the function is another one
+        is_open = not self._place.n_verified or self._place.refusal is not None
+        self.is_first = is_open or (is_early and self._code.n_free < _MOST_FREE)
         is_new = self._place.n_calls == 1
-        is_early = self._place.n_calls <= _FIRST or self._content.n_calls == 1
-        # another model or loss may be wrong where many were right before it
-        self.is_first = is_new or (is_early and self._code.n_free < _MOST_FREE)
         self._code.n_new += is_new
         seldom_known = self._code.n_calls < 2 * self._code.n_new
         self.is_ever_new = is_new and seldom_known and self._code.n_new == _MANY_NEW
-        self.is_due = any(is_due) and (self.is_first or self.allows(2 * parts.n_samples))
+        is_wanted = any(is_due) or bool(changed) or is_open
+        self.is_due = is_wanted and (self.is_first or self.allows(2 * parts.n_samples))
+
+    @property
+    def refusal(self) -> SplitMismatchError | None:
+        """The error that has refused the place, in this call or before."""
+        found = self._place.refusal
+        return None if found is None else SplitMismatchError(*found)
 
     def allows(self, n_samples: int) -> bool:
         """Whether so many more samples are no more than the share of all."""
@@ -131,6 +185,10 @@ class Visit:
         for each in (self._place, self._content, self._shape):
             each.note_verified()
 
+    def note_refused(self, *error: Any) -> None:
+        """Note what the error was made of."""
+        self._place.refusal = error
+
 
 def _at(known: OrderedDict[Hashable, Any], key: Hashable, make: type) -> Any:
     found = known.get(key)
@@ -145,12 +203,20 @@ def _at(known: OrderedDict[Hashable, Any], key: Hashable, make: type) -> Any:
     return found
 
 
-def _place(parts: StepParts) -> Hashable:
+def _place(parts: StepParts) -> tuple[Hashable, list[Any]]:
+    """What tells a place from others, and the numbers in it, which may change."""
     spec = parts.spec
+    captured = Captured()
     functions = (spec.fn, spec.loss, spec.weight, spec.then, spec.once)
-    modes = tuple(module.training for _, module in named_modules(parts.roots))
+    described = tuple(captured.description_of(each, frozenset(), 0) for each in functions)
+    modules = [module for _, module in named_modules(parts.roots)]
+    for module in modules:
+        # the numbers of torch's own say how it is built
+        if not is_of_a_library(type(module).__module__):
+            captured.numbers += [n for n in vars(module).values() if type(n) in (int, float)]
+    modes = hash(tuple(module.training for module in modules)), len(captured.numbers)
     options = spec.batchnorm, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
-    return (*(_description(each, frozenset(), 0) for each in functions), hash(modes), options)
+    return (described, modes, options), captured.numbers
 
 
 def _shapes(leaves: Iterable[Leaf]) -> Hashable:
@@ -163,135 +229,76 @@ def _shapes(leaves: Iterable[Leaf]) -> Hashable:
     return tuple(found)
 
 
-def _contents(leaves: Iterable[Leaf]) -> Hashable:
-    """What each leaf is, and whether it has labels that are ignored."""
-    found = [(leaf.path, leaf.value) for leaf in leaves]
-    counted = [(path, value) for path, value in found if _is_counted(value)]
-    signs = dict(zip((path for path, _ in counted), _signs(counted), strict=True))
-    return tuple(
-        (path, value.dtype, signs.get(path, 0))
-        if isinstance(value, Tensor)
-        else (path, type(value).__name__)
-        for path, value in found
-    )
+def _contents(leaves: Sequence[Leaf]) -> Hashable:
+    """What each leaf is, whether labels in it are ignored, and whether its samples are alike."""
+    counted = [
+        (leaf.path, value, leaf.dim) for leaf in leaves if (value := _counted(leaf)) is not None
+    ]
+    traits = dict(zip((path for path, *_ in counted), _traits(counted), strict=True))
+    return tuple((leaf.path, *_kind(leaf), traits.get(leaf.path)) for leaf in leaves)
 
 
-def _is_counted(value: Any) -> bool:
+def _kind(leaf: Leaf) -> tuple[Hashable, ...]:
+    if isinstance(leaf.value, Tensor):
+        return (leaf.value.dtype,)
+    if leaf.dim == "items":
+        return "items", len(set(map(_extent, leaf.value))) <= 1
+    return (type(leaf.value).__name__,)
+
+
+def _extent(item: Any) -> Hashable:
+    """How much an item of a list holds, such as the boxes of an image."""
+    if isinstance(item, Mapping):
+        return tuple(map(_extent, item.values()))
+    if hasattr(item, "shape"):
+        return tuple(item.shape)
+    return len(item) if isinstance(item, Sized) else str(item)
+
+
+def _counted(leaf: Leaf) -> Tensor | None:
+    """The numbers of a leaf; None where torch finds no least one of them."""
+    value = leaf.value
+    if hasattr(type(value), "__array_interface__") and value.dtype.isnative:
+        is_known = getattr(torch, value.dtype.name, None) in _COUNTED
+        value = torch.tensor(value) if is_known else None
     if not isinstance(value, Tensor) or value.dtype not in _COUNTED or value.is_meta:
-        return False
-    return value.layout is torch.strided and not value.is_nested and bool(value.numel())
+        return None
+    # a tensor whose class has operations of its own may have none of these
+    if type(value).__dict__.get("__torch_dispatch__") is not None and type(value) is not Tensor:
+        return None
+    is_plain = value.layout is torch.strided and not value.is_nested
+    return value.detach() if is_plain and value.numel() else None
 
 
-def _signs(named: Sequence[tuple[str, Tensor]]) -> list[int]:
-    """Of labels and masks the sign of the least one: -100 among labels, 0 in a mask.
+def _traits(counted: Sequence[tuple[str, Tensor, Any]]) -> list[tuple[int, bool, bool]]:
+    """Of each leaf the sign of its least label, whether it is constant, and whether it is even.
 
-    The host waits for each device once, not for each of them.
+    The sign tells -100 among labels, and 0 in a mask. A leaf is even where each sample has as much
+    of a mask, or as many ignored labels.
+
+    The host waits for each device once, not for each leaf.
     """
-    # one number of each on its device, and then one transfer
-    signs = [value.detach().amin().to(torch.int64).sign() for _, value in named]
-    found: dict[torch.device, list[int]] = {}
-    for device in dict.fromkeys(sign.device for sign in signs):
-        there = [sign for sign in signs if sign.device == device]
+    # a few numbers of each on its device, and then one transfer
+    numbers = [_extremes(value, dim) for _, value, dim in counted]
+    found: dict[torch.device, list[list[float]]] = {}
+    for device in dict.fromkeys(each.device for each in numbers):
+        there = [each for each in numbers if each.device == device]
         found[device] = torch.stack(there).tolist()[::-1]
-    return [found[sign.device].pop() for sign in signs]
+    traits = []
+    for (_, value, _), each in zip(counted, numbers, strict=True):
+        low, high, fewest, most = found[each.device].pop()
+        sign = 0 if value.is_floating_point() else (low > 0) - (low < 0)
+        traits.append((sign, low == high, fewest == most))
+    return traits
 
 
-# --- what a closure holds
-
-
-def _description(value: Any, attributes: frozenset[str], depth: int) -> Hashable:
-    """What tells a value from others that would make another loss; holds nothing."""
-    if value is None or isinstance(value, bool | str | bytes | torch.dtype):
-        return value
-    # a step or a rate, which changes all the time
-    if isinstance(value, int | float):
-        # of NumPy, the comparisons are no numbers
-        return type(value).__name__, int(value > 0) - int(value < 0)
-    if isinstance(value, Tensor):
-        return "Tensor" if is_disposed(value) else ("Tensor", value.dtype, value.dim())
-    # by identity: another model of the same class may have another criterion
-    if isinstance(value, nn.Module):
-        return _identity(value), tuple(_plain_attributes(value))
-    # what stands deeper changes no loss that was seen so far
-    if depth >= _MAX_DEPTH:
-        return type(value).__name__
-    children = _children(value, attributes)
-    return _named(value), *(
-        (name, _description(child, names, depth + 1)) for name, child, names in children
-    )
-
-
-def _children(value: Any, attributes: frozenset[str]) -> Iterator[tuple[str, Any, frozenset[str]]]:
-    if isinstance(value, functools.partial):
-        yield "function", value.func, attributes
-        yield from ((str(i), child, attributes) for i, child in enumerate(value.args))
-        yield from ((name, child, attributes) for name, child in value.keywords.items())
-    elif isinstance(value, MethodType):
-        yield "function", value.__func__, attributes
-        code = getattr(value.__func__, "__code__", None)
-        yield "self", value.__self__, names_in(code).attributes if code else attributes
-    elif isinstance(value, FunctionType):
-        names = names_in(value.__code__).attributes
-        yield from ((name, child, names) for name, child in used_by(value))
-    elif isinstance(value, list | tuple):
-        # a history, which grows, makes no other place
-        items = enumerate(value[:_MAX_ITEMS])
-        yield from ((str(i), child, attributes) for i, child in items if callable(child))
-    elif isinstance(value, dict):
-        named = list(value.items())[:_MAX_ITEMS]
-        told = ((key, child) for key, child in named if callable(child) or isinstance(child, str))
-        yield from ((repr(key), child, attributes) for key, child in told)
-    elif not isinstance(value, ModuleType | type):
-        held = getattr(value, "__dict__", {})
-        yield from ((name, held[name], attributes) for name in sorted(attributes & held.keys()))
-
-
-def _plain_attributes(module: nn.Module) -> Iterator[tuple[str, Hashable]]:
-    """How a criterion is set; a model's own settings cost little."""
-    for name, value in vars(module).items():
-        # a weak proxy of nothing raises where isinstance() asks it
-        cls = type(value)
-        if issubclass(cls, bool | str | int | float) and name != "training":
-            yield name, _description(value, frozenset(), 0)
-        elif issubclass(cls, Tensor) and not is_disposed(value):
-            yield name, value.dim()
-    for name, buffer in module._buffers.items():
-        yield name, buffer is None
-
-
-def _named(value: Any) -> Hashable:
-    """A function by its code, so that a new closure of the same code counts on."""
-    if isinstance(value, FunctionType):
-        return _identity(value.__code__)
-    if isinstance(value, MethodType | functools.partial | list | tuple | dict):
-        return type(value).__name__
-    if isinstance(value, type | ModuleType):
-        return value.__name__
-    return _identity(value)
-
-
-class _Identity:
-    """An object by identity, without keeping it; what took its place in memory is another."""
-
-    __slots__ = ("_id", "_reference")
-
-    def __init__(self, value: object) -> None:
-        self._id = id(value)
-        self._reference = weakref.ref(value)
-
-    def __hash__(self) -> int:
-        return self._id
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _Identity)
-            and self._id == other._id
-            and self._reference() is not None
-            and self._reference() is other._reference()
-        )
-
-
-def _identity(value: Any) -> Hashable:
-    if isinstance(value, CodeType) or type(value).__weakrefoffset__:
-        return _Identity(value)
-    return type(value).__qualname__
+def _extremes(value: Tensor, dim: Any) -> Tensor:
+    """The least and the largest number of a leaf, and of what each of its samples amounts to."""
+    low, high = value.aminmax()
+    fewest, most = low, high
+    # torch sums small integers in 8 bytes each
+    if isinstance(dim, int) and (value.element_size() > 2 or value.numel() <= _MOST_SUMMED):
+        amounts = value if value.is_floating_point() else value == low
+        others = [i for i in range(value.dim()) if i != dim % value.dim()]
+        fewest, most = (amounts.sum(others) if others else amounts).aminmax()
+    return torch.stack([low, high, fewest, most]).float()

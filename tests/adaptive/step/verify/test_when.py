@@ -2,6 +2,7 @@
 
 import pickle
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -180,6 +181,251 @@ def test_another_declaration_mode_or_kind_of_label_is_verified_anew(change):
         step(fn, batch, maximum=4, **options)
 
 
+def rooted(net):
+    def fn(b):
+        return F.mse_loss(net(b), b[:, :3]).sqrt()
+
+    return fn
+
+
+def test_a_split_that_was_refused_is_refused_in_each_later_call():
+    fn, x = rooted(small_net()), samples(16)
+    for _ in range(8):
+        with pytest.raises(SplitMismatchError):
+            step(fn, x, maximum=4)
+
+
+def test_a_place_that_was_refused_is_verified_in_each_later_call():
+    net, right, wrong = small_net(), samples(16), samples(16)
+    right[:, 0], wrong[:, 0] = 1, torch.tensor([1, -1, -1, -1, 1, 1, -1, 1] * 2)
+
+    def fn(b):
+        is_counted = b[:, 0] > 0
+        return net(b)[is_counted].square().mean()
+
+    for _ in range(6):
+        with pytest.raises(SplitMismatchError):
+            step(fn, wrong, maximum=4)
+        assert step(fn, right, maximum=4).sizes == (4, 4, 4, 4)
+
+
+def test_a_refused_place_that_can_not_be_compared_any_more_stays_refused():
+    net, fewest = small_net(), [1]
+
+    def fn(b):
+        if len(b) not in (4, fewest[0]) and fewest[0] > 1:
+            raise RuntimeError("not of this size")
+        return F.mse_loss(net(b), b[:, :3]).sqrt()
+
+    with pytest.raises(SplitMismatchError) as first:
+        step(fn, samples(16), maximum=4)
+    fewest[0] = 4
+    with pytest.raises(SplitMismatchError) as second:
+        step(fn, samples(16), maximum=4)
+    assert str(second.value) == str(first.value)
+
+
+def test_calls_that_failed_do_not_count_as_verified():
+    net, n_calls = small_net(), []
+
+    def then(mean):
+        if len(n_calls) <= 5:
+            raise ValueError("not yet")
+        return mean
+
+    for _ in range(5):
+        n_calls.append(1)
+        with pytest.raises(ValueError, match="not yet"):
+            step(rooted(net), samples(16), maximum=4, then=then)
+    n_calls.append(1)
+    with pytest.raises(SplitMismatchError):
+        step(rooted(net), samples(16), maximum=4, then=then)
+
+
+class Holder:
+    share = 1.0
+
+
+class Hardest(nn.Module):
+    """A loss of the hardest samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.share = 1.0
+
+    def forward(self, errors):
+        return hardest(errors, self.share)
+
+
+def hardest(errors, share):
+    return errors.topk(int(share * len(errors))).values.mean()
+
+
+def in_a_closure():
+    share = 1.0
+
+    def fn(errors):
+        return hardest(errors, share)
+
+    def change():
+        nonlocal share
+        share = 0.25
+
+    return fn, change
+
+
+def in_an_attribute():
+    held = Holder()
+    held.share = 1.0
+    return lambda e: hardest(e, held.share), lambda: setattr(held, "share", 0.25)
+
+
+def in_a_class():
+    held = type("Settings", (Holder,), {"share": 1.0})
+    return lambda e: hardest(e, held.share), lambda: setattr(held, "share", 0.25)
+
+
+def in_a_dict():
+    held = {"share": 1.0, "name": "hardest"}
+    return lambda e: hardest(e, held["share"]), lambda: held.update(share=0.25)
+
+
+def in_a_list():
+    held = [1, 1.0]
+    return lambda e: hardest(e, held[1]), lambda: held.__setitem__(1, 0.25)
+
+
+def in_a_number_of_numpy():
+    held = numpy.ones((), "float32")
+    return lambda e: hardest(e, held), lambda: held.fill(0.25)
+
+
+def in_a_tensor():
+    held = torch.ones(())
+    return lambda e: hardest(e, held), lambda: held.fill_(0.25)
+
+
+def in_a_module_below():
+    loss = nn.Sequential(nn.Identity(), Hardest())
+    return lambda e: loss(e), lambda: setattr(loss[1], "share", 0.25)
+
+
+HELD = [
+    in_a_closure, in_an_attribute, in_a_class, in_a_dict, in_a_list, in_a_number_of_numpy,
+    in_a_tensor, in_a_module_below,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_a_number_that_the_function_holds_makes_it_verified_anew_when_it_changes(held):
+    net = small_net()
+    loss, change = held()
+
+    def fn(b):
+        return loss(net(b).square().sum(1))
+
+    for _ in range(5):
+        step(fn, samples(16), maximum=4)
+    change()
+    for _ in range(3):
+        with pytest.raises(SplitMismatchError):
+            step(fn, samples(16), maximum=4)
+
+
+def test_a_number_that_changes_is_seen_beside_one_that_changes_in_each_call():
+    net, share = small_net(), 1.0
+    net.n_steps = 0
+
+    def fn(b):
+        return hardest(net(b).square().sum(1), share)
+
+    for _ in range(60):
+        net.n_steps += 1
+        step(fn, samples(16), maximum=8)
+    share = 0.25
+    with pytest.raises(SplitMismatchError):
+        step(fn, samples(16), maximum=8)
+
+
+def test_numbers_that_change_in_each_call_cost_no_more_than_the_share():
+    net, extra, history, held = small_net(), [], [], Holder()
+    net.n_steps = 0
+
+    def fn(b):
+        extra[-1] += len(b)
+        history.append(0.5)
+        return net(b).square().mean() * (1 + held.share) + 0 * len(history)
+
+    for i in range(300):
+        extra.append(-32)
+        held.share, net.n_steps = i, i
+        step(fn, samples(32), maximum=16)
+    verified = [i + 1 for i, more in enumerate(extra) if more]
+    assert verified[:3] == [1, 2, 3]
+    assert 1 <= len(verified[3:]) <= 4
+    assert sum(extra[3:]) <= 0.03 * 32 * 297
+
+
+def lengths_mask(kind):
+    mask = (torch.arange(6) < torch.tensor([[6], [1], [5], [2]] * 4)).float()
+    return numpy.asarray(mask, kind) if isinstance(kind, str) else mask.to(kind)
+
+
+KINDS = [torch.float32, torch.float64, torch.float16, torch.bool, torch.int64, torch.uint8, "int32"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("start", ["ones", "as much of each"])
+def test_a_mask_of_any_type_that_becomes_ragged_is_verified_anew(kind, start):
+    net = small_net()
+    ragged = lengths_mask(kind)
+    even = ragged[:1].repeat(16, 1) if torch.is_tensor(ragged) else ragged[:1].repeat(16, 0)
+    if start == "as much of each":
+        even[:, 4:] = 0
+    x = torch.randn(16, 6, 4, dtype=torch.float64)
+
+    def fn(b):
+        mask = torch.as_tensor(b["mask"]).double()
+        return (net(b["x"]).square().mean(-1) * mask).sum() / mask.sum()
+
+    for _ in range(5):
+        step(fn, {"x": x, "mask": even}, maximum=4)
+    with pytest.raises(SplitMismatchError):
+        step(fn, {"x": x, "mask": ragged}, maximum=5)
+
+
+def test_weights_that_all_samples_share_are_verified_anew_once_they_differ():
+    net = small_net().float()
+
+    def fn(b):
+        return F.cross_entropy(net(b["x"]), b["y"], b["weights"])
+
+    batch = {"x": torch.randn(12, 4), "y": torch.randint(3, (12,)), "weights": torch.ones(3)}
+    dims = {"weights": None}
+    for _ in range(5):
+        step(fn, batch, in_dims=dims, maximum=4)
+    batch["weights"] = torch.tensor([0.1, 1.0, 4.0])
+    with pytest.raises(SplitMismatchError):
+        step(fn, batch, in_dims=dims, maximum=4)
+
+
+def test_items_that_become_of_different_length_are_verified_anew():
+    net = small_net()
+
+    def fn(b):
+        errors = net(b["x"]).square().mean(1)
+        n_boxes = [len(each) for each in b["boxes"]]
+        return sum(e * n for e, n in zip(errors, n_boxes, strict=True)) / sum(n_boxes)
+
+    def boxes(*numbers):
+        return {"x": samples(12), "boxes": [torch.ones(n, 4) for n in numbers]}
+
+    for _ in range(5):
+        step(fn, boxes(*[3] * 12), in_dims={"boxes": "items"}, maximum=4)
+    with pytest.raises(SplitMismatchError):
+        step(fn, boxes(*range(1, 13)), in_dims={"boxes": "items"}, maximum=4)
+
+
 def shared_sparse():
     return torch.randint(1, 3, (3, 3)).to_sparse()
 
@@ -232,13 +478,13 @@ def test_the_host_waits_once_for_what_kind_of_labels_there_are(sim):
     with _Reads() as reads:
         contents = _contents(leaves)
     assert [kind for _, *kind in contents] == [
-        [torch.float32, 0],
-        [torch.int64, -1],
-        [torch.bool, 0],
-        [torch.uint8, 1],
-        [torch.int64, -1],
-        [torch.int64, 0],
-        ["str"],
+        [torch.float32, (0, True, True)],
+        [torch.int64, (-1, False, False)],
+        [torch.bool, (0, False, False)],
+        [torch.uint8, (1, False, False)],
+        [torch.int64, (-1, False, False)],
+        [torch.int64, None],
+        ["str", None],
     ]
     assert reads.n_reads == 1
 
