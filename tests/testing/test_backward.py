@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tenure.testing._interface import _backward
+from tests.programs import run_program
 
 
 class HookError(Exception):
@@ -135,3 +136,39 @@ def test_threads_that_fail_together_each_raise_an_error_of_a_hook(sim):
     for thread in threads:
         thread.join()
     assert raised == [HookError] * 120
+
+
+@pytest.mark.slow
+def test_the_device_may_come_after_the_first_backward_pass_of_the_process():
+    done = run_program(
+        """
+import torch
+from torch import nn
+from tenure.paging import page
+from tenure.testing import simulated_accelerator
+
+torch.ones(3, requires_grad=True).sum().backward()
+model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+with simulated_accelerator() as sim:
+    x = torch.ones(3, device=sim.device, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: 1 / 0)
+    try:
+        y.sum().backward()
+    except ZeroDivisionError:
+        del y
+    assert sim.allocated_bytes == x.nbytes
+    side = sim.module.Stream()
+    side.wait_stream(sim.module.current_stream())
+    with sim.module.stream(side):
+        z = x.exp()
+    sim.module.current_stream().wait_stream(side)
+    (gradient,) = torch.autograd.grad(z.sum(), [x])
+    assert torch.equal(gradient, z)
+    with page(model, sim.device, budget="1KiB", training=True, activations="host"):
+        model(torch.ones(2, 8, device=sim.device)).sum().backward()
+    assert model[3].bias.grad.tolist() == [2.0] * 8
+print("done")
+"""
+    )
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr

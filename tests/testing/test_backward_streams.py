@@ -198,3 +198,21 @@ def test_a_leaf_and_its_gradient_go_with_their_last_name(sim, side):
     assert x.grad is not None
     del x
     assert sim.allocated_bytes == 0
+
+
+def test_a_callback_at_the_end_runs_on_the_stream_around_the_pass_after_all_nodes(sim, side):
+    x, streams = leaf(sim), []
+
+    def end():
+        streams.append(sim.module.current_stream())
+        x.grad.mul_(2)
+
+    def ask(_):
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    z = forward_on(sim, side, x)
+    z.register_hook(ask)
+    loss = z.sum()
+    loss.backward()
+    assert streams == [sim.module.current_stream()]
+    assert torch.equal(x.grad, 2 * z.detach())

@@ -120,6 +120,20 @@ def test_freeing_on_its_home_stream_what_a_side_stream_uses_is_caught(sim):
     assert "a block of 3.91 KiB of stream 0 was freed while stream" in fault
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_a_recorded_stream_waited_for_is_over_before_the_block_is_used_again(sim, waits):
+    current, side, third = sim.module.current_stream(), sim.module.Stream(), sim.module.Stream()
+    x = torch.zeros(1000, device=sim.device)
+    x.record_stream(side)
+    third.wait_stream(current)
+    with sim.module.stream(third):
+        x.fill_(1)
+    if waits:
+        side.wait_stream(third)
+    del x
+    assert len(sim.take_faults()) == (0 if waits else 1)
+
+
 def test_freeing_after_the_host_has_waited_is_clean(sim):
     side = sim.module.Stream()
     x = torch.zeros(1000, device=sim.device)

@@ -82,6 +82,9 @@ class Activations:
 
     def leave(self, tensors: Iterable[Tensor]) -> None:
         """Leave these where they are: somebody keeps them anyway, as a caller does its inputs."""
+        # What is allocated here may be saved on a side stream: this one waits for the copy then.
+        stream = self._link.current()
+        self._streams[stream.stream_id] = stream
         found = (storage_of(tensor) for tensor in tensors if tensor.device == self._link.device)
         self._note_kept_by_others(*(storage for storage in found if storage is not None))
 

@@ -75,10 +75,19 @@ class Pass:
         self._node: Any = None
 
     def stream(self, index: int) -> Any:
-        """The stream of the node that is running; None for one on the host."""
+        """The stream of the node that is running; None for one on the host.
+
+        A callback at the end of the pass, which no node runs, is on the caller's stream, and after
+        all nodes.
+
+        Source: ``GraphTask::exec_post_processing`` of torch/csrc/autograd/engine.cpp.
+        """
         if self._is_plain:
             return self._around[index]
         node = current_node()
+        if node is None:
+            self._join()
+            return self._around[index]
         if not is_node_on_device(node):
             return None
         if node is not self._node:
@@ -91,14 +100,17 @@ class Pass:
 
     def finish(self) -> None:
         """Let the caller's streams wait for all nodes."""
-        self._leave()
-        for events in self._ends.values():
-            for around, event in zip(self._around, events, strict=True):
-                around.wait_event(event)
+        self._join()
         # A gradient's history refers to its pass, and a leaf's node to the leaf, which has the
         # gradient: no collector sees that circle, part of which is in C++.
         self._roots.clear()
         self._feeders.clear()
+
+    def _join(self) -> None:
+        self._leave()
+        for events in self._ends.values():
+            for around, event in zip(self._around, events, strict=True):
+                around.wait_event(event)
         self._ends.clear()
 
     def _enter(self, node: Any) -> None:

@@ -275,5 +275,11 @@ def _free(block: Block) -> None:
 def _check_release(block: Block) -> None:
     seen = dict(block.home_stream.seen)
     merge_clocks(seen, machine.host_seen)
+    # The allocator gives the block to nobody before an event that it records now on each stream
+    # that record_stream() has told it of: what these have waited for is over by then as well.
+    for number in block.history.recorded_stream_ids:
+        stream = machine.streams.get(number)
+        if stream is not None:
+            merge_clocks(seen, stream.seen)
     name = f"a block of {format_bytes_as_torch(block.n_bytes)}"
     machine.detector.free(block.history, name, seen)

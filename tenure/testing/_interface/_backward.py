@@ -61,14 +61,15 @@ def install() -> None:
 
 def _ending_well(run: Any) -> Any:
     def run_backward(*args: Any, **kwargs: Any) -> Any:
+        has_thread = _has_thread(run)
         try:
-            with lent_to_autograd(_roots(args[0])), _on_a_thread_that_torch_has():
+            with lent_to_autograd(_roots(args[0])), _on_a_thread_that_torch_has(has_thread):
                 return run(*args, **kwargs)
         except SystemError:
             if not _taken:
                 raise
         finally:
-            if not is_running_node() and not machine.settings.late_engine:
+            if has_thread and not is_running_node() and not machine.settings.late_engine:
                 _wait_for_engine(run)
         raise _taken.pop(0)
 
@@ -82,13 +83,32 @@ def _roots(outputs: Any) -> list[Any]:
     return [edge[0] for edge in (*edges, *map(get_gradient_edge, tensors))]
 
 
-def _on_a_thread_that_torch_has() -> AbstractContextManager[object]:
+def _on_a_thread_that_torch_has(has_thread: bool) -> AbstractContextManager[object]:
     """Context in which nodes of any device find a thread: with several devices, the caller's.
 
     Autograd keeps a thread for each device that the guard tells of; a Python guard tells of one.
     """
-    several = len(machine.devices) > 1
-    return torch.autograd.set_multithreading_enabled(False) if several else nullcontext()
+    if has_thread and len(machine.devices) == 1:
+        return nullcontext()
+    return torch.autograd.set_multithreading_enabled(False)
+
+
+@functools.cache
+def _has_thread(run: Any) -> bool:
+    """Whether autograd has a thread for the device.
+
+    It starts its threads at the first backward pass of the process, and none later: if that was
+    before the device was put into torch, nodes of the device find no queue.
+
+    Source: ``Engine::start_device_threads`` of torch/csrc/autograd/engine.cpp.
+    """
+    try:
+        _wait_for_engine(run)
+    except RuntimeError as error:
+        if "device_ready_queues_" not in str(error):
+            raise
+        return False
+    return True
 
 
 def _wait_for_engine(run: Any) -> None:

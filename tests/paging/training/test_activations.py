@@ -11,6 +11,7 @@ from tenure._torch.autograd import hooks_of_saved
 from tenure.adaptive._attempt._relief import _wait_for_engine
 from tenure.paging import PagingError, page
 from tenure.profiler import MemReporter
+from tenure.testing import Rates
 
 from .blocks import LARGE, WIDTH
 from .blocks import inputs as inputs_of
@@ -434,3 +435,44 @@ def test_what_a_node_has_saved_can_be_looked_at(sim, pair):
 def test_what_makes_no_sense_is_refused(sim, options, text):
     with pytest.raises(PagingError, match=text):
         page(nn.Linear(2, 2), sim.device, **options)
+
+
+class Beside(nn.Module):
+    """Saves on a side stream what was made on the stream around the forward."""
+
+    def __init__(self, sim, side, *, records):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+        self.rest = nn.ModuleList([nn.Linear(64, 64) for _ in range(4)])
+        self.sim, self.side, self.records = [sim], [side], records
+
+    def forward(self, x):
+        (sim,), (side,), total = self.sim, self.side, 0.0
+        current = sim.module.current_stream()
+        for factor in range(1, 5):
+            made = torch.full((256, 64), float(factor), device=x.device)
+            if self.records:
+                made.record_stream(side)
+            side.wait_stream(current)
+            with sim.module.stream(side):
+                total = (made * self.weight).sum() + total
+            current.wait_stream(side)
+            del made
+        return total
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("records", [True, False])
+def test_what_is_saved_on_a_side_stream(sim, late, records):
+    sim(late_kernels=late, rates=Rates(d2h_bytes_per_s=1e6))
+    model = Beside(sim, sim.module.Stream(), records=records)
+    x = torch.ones(1, device=sim.device)
+    with page(model, sim.device, budget="1MiB", training=True, activations="host"):
+        for _ in range(2):
+            model.zero_grad()
+            loss = model(x)
+            assert sim.take_faults() == []
+            loss.backward()
+            # What the nodes read on the side stream is nobody's to wait for but the program's.
+            assert not (sim.take_faults() and records)
+    assert model.weight.grad.tolist() == [2560.0] * 64
