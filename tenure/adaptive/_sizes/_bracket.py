@@ -16,11 +16,10 @@ from ._record import Measured
 
 MOST_OOMS = 3
 _LEAP = 8
-"""A size grows by so much at once, unless what it needs in proportion surely fits.
+"""A size grows by so much at once, until three sizes have shown what grows.
 
-Memory is convex in the size: where the largest layer takes over from the weights, what small sizes
-have shown is too little. A failure there is followed by small steps, and the fewer the less was
-leapt over.
+Memory is convex in the size: where the largest layer takes over from the weights, or where memory
+grows with the square of the size, what small sizes have shown is too little.
 """
 _SEGMENT_BYTES = 20 << 20
 """What allocators take from a device at once for tensors of a few MiB: memory goes up in steps.
@@ -133,16 +132,28 @@ class Bracket:
         # measuring is believed where it says that no more fits, unless steps are to be expected
         if most < top and _is_near(self.ok, most):
             return self._floors(top)[0] if self._may_go_up_in_steps() else None
+        most = self._likely(most)
         wanted = top if most >= top else self._short_of(most)
+        ok = self.ok
         if self.bad is None:
-            return min(wanted, max(self._short_of(sure), _LEAP * self.ok))
+            below = self._below()
+            if len(below) > 2 and below[-1].n_bytes >= 2 * below[-2].n_bytes:
+                # three sizes, of which the last shows what grows
+                return wanted
+            # by proportion alone little is believed: it says nothing of squares
+            is_near = sure <= _LEAP**2 * ok
+            return min(wanted, max(self._short_of(sure) if is_near else 0, _LEAP * ok))
         if not self._has_run_out:
             # what ran beyond the limit ran: anything below it does, too
-            return max(sure, (sure + wanted) // 2)
-        half = self.bad // 2
-        if sure >= half and self.ok < half and self.n_ooms + 1 < MOST_OOMS:
-            # it was to fit, or nearly: the rest is a part of the whole, cut up in segments
-            return min(wanted, half, _LEAP * self.ok)
+            return max(wanted if wanted < top else self._between(top), ok + ok // 40)
+        if self.n_ooms + 1 < MOST_OOMS:
+            if wanted < top and self._predict is None:
+                # far from what worked it is a guess, whose failure is not worth what it saves
+                return min(wanted, max(2 * ok, wanted // 2), _LEAP * ok)
+            half = self.bad // 2
+            if sure >= half and ok < half:
+                # it was to fit, or nearly: the rest is a part of the whole, cut up in segments
+                return min(wanted, half, 4 * ok)
         return min(wanted, self._step_up(top))
 
     def _short_of(self, most: int) -> int:
@@ -152,13 +163,12 @@ class Bracket:
     # --- what is measured and predicted
 
     def _told(self, top: int) -> tuple[int, int | None]:
-        """The size that surely fits, and one above which none does; None where nothing is told.
+        """The size that fits by proportion, and one above which none does; None: nothing is told.
 
         By proportion, since a part of the memory is fixed; and by a line through two sizes, since
         memory is convex in the size.
         """
-        limit_bytes = self.limit_bytes
-        below = [each for each in self._points if each.size <= self.ok]
+        limit_bytes, below = self.limit_bytes, self._below()
         if limit_bytes is None or not below:
             return self.ok, None
         size, n_bytes = below[-1]
@@ -166,24 +176,52 @@ class Bracket:
             factor = max(each.n_bytes / max(1, self._bytes_at(each.size)) for each in below)
             most = self._largest_predicted(self.ok, top, factor)
             return most, most
-        sure = size * limit_bytes // n_bytes
         slope = self._slope(below)
         most = top if slope <= 0 else size + int((limit_bytes - n_bytes) / slope + 1e-9)
-        above = next((each for each in self._points if each.size > self.ok), None)
+        return min(size * limit_bytes // n_bytes, most), most
+
+    def _likely(self, most: int) -> int:
+        """The size that just fits by a square through three sizes, where memory is convex."""
+        limit_bytes, below, above = self.limit_bytes, self._below(), self._above()
+        # measurements vary: sizes that lie close tell little of what lies far
+        spread = below[-1:]
+        for each in reversed(below):
+            if 4 * each.size <= 3 * spread[-1].size:
+                spread.append(each)
         if above is not None:
-            share = (limit_bytes - n_bytes) / (above.n_bytes - n_bytes)
-            sure = max(sure, size + int(share * (above.size - size)))
-        return min(sure, most), most
+            spread.insert(2, above)
+        if self._predict is not None or limit_bytes is None or len(spread) < 3:
+            return most
+        last, earlier, third = spread[:3]
+        slope = _slope_of(last, earlier)
+        square = (_slope_of(last, third) - slope) / (third.size - earlier.size)
+        slope += square * (last.size - earlier.size)
+        if square <= 0 or slope <= 0:
+            return most
+        left = max(0, limit_bytes - last.n_bytes)
+        more = 2 * left / (slope + math.sqrt(slope * slope + 4 * square * left))
+        return min(most, last.size + int(more + 1e-9))
+
+    def _between(self, top: int) -> int:
+        """A size between what fits by a line to what ran beyond the limit, and that."""
+        limit_bytes, below, above = self.limit_bytes, self._below(), self._above()
+        if limit_bytes is None or not below or above is None:
+            return (self.ok + top) // 2
+        fits = below[-1].size + int((limit_bytes - below[-1].n_bytes) / _slope_of(above, below[-1]))
+        return (min(fits, top) + top) // 2
+
+    def _below(self) -> list[Measured]:
+        return [each for each in self._points if each.size <= self.ok]
+
+    def _above(self) -> Measured | None:
+        """The smallest size that ran and needed more than it should."""
+        return next((each for each in self._points if each.size > self.ok), None)
 
     def _slope(self, below: list[Measured]) -> float:
         """What one more needs, at the least, by two sizes; 0 where there is only one."""
-        size, n_bytes = below[-1]
         # measurements vary: two sizes that lie close tell little of what lies far
-        earlier = [each for each in below[:-1] if 4 * each.size <= 3 * size] or below[:-1]
-        if not earlier:
-            return 0.0
-        less, less_bytes = earlier[-1]
-        return (n_bytes - less_bytes) / (size - less)
+        far = [each for each in below[:-1] if 4 * each.size <= 3 * below[-1].size] or below[:-1]
+        return _slope_of(below[-1], far[-1]) if far else 0.0
 
     def _may_go_up_in_steps(self) -> bool:
         """Whether a segment of an allocator may be over 5 % of the memory."""
@@ -223,6 +261,10 @@ class Bracket:
             size = (20 * size // 19 // self._align + 1) * self._align
             floors.append(min(size, top))
         return floors or [top]
+
+
+def _slope_of(one: Measured, other: Measured) -> float:
+    return (one.n_bytes - other.n_bytes) / (one.size - other.size)
 
 
 def _is_near(size: int, largest: int) -> bool:

@@ -1,5 +1,7 @@
 """The largest size that fits, with three failures: devices as functions of numbers alone."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -155,6 +157,29 @@ def test_what_is_a_line_takes_few_runs_and_no_failure_that_measuring_can_spare(c
         assert bracket.n_ooms == 0
 
 
+SQUARES = {
+    "square": lambda n: 4 * n * n + 600 * n,
+    "much else": lambda n: 8 * n * n + 200_000 * n + (100 << 20),
+    "much fixed": lambda n: 16 * n * n + 30 * n + (500 << 20),
+    "in segments": lambda n: -(-(9 * n * n + 1000 * n) >> 21) << 21,
+    "behind weights": lambda n: max(100 * n * n, 3000 * n + (500 << 20)),
+}
+
+
+@pytest.mark.parametrize("limit", [24 << 20, 1 << 30, 24 << 30, 80 << 30])
+@pytest.mark.parametrize("bytes_at", SQUARES.values(), ids=SQUARES)
+@pytest.mark.parametrize("vary", [0, 1])
+def test_memory_that_grows_with_the_square_takes_few_runs(bytes_at, limit, vary):
+    varied = itertools.cycle([1 - vary / 100, 1, 1 + vary / 100])
+    device = Device(lambda n: int(bytes_at(n) * next(varied)), limit)
+    largest = Device(bytes_at, limit).largest(1, 1 << 20, 1)
+    bracket = Bracket(1, 1 << 20)
+    found = device.close(bracket, measured=True)
+    assert 20 * found >= 19 * min(largest, 1 << 20) - vary * largest // 2
+    assert len(device.sizes) <= (16 if bytes_at is SQUARES["behind weights"] else 9)
+    assert bracket.n_ooms <= 2
+
+
 def test_a_prediction_that_was_too_low_is_never_trusted_again():
     device = Device(lambda size: 1000 * size, 10**9)
     bracket = Bracket(1, 10**9, predict=lambda size: 600 * size)
@@ -175,10 +200,10 @@ def test_without_any_numbers_sizes_double_and_then_close_in_from_below():
 def test_the_largest_that_is_allowed_is_reached_and_not_tried_in_vain():
     device = Device(lambda size: size << 20, 2048 << 20)
     assert device.close(Bracket(1, 1024), measured=True) == 1024
-    assert device.sizes == [1, 1024]
+    assert device.sizes == [1, 8, 64, 1024]
     device = Device(lambda size: size << 20, 900 << 20)
     assert device.close(Bracket(1, 1024), measured=True) == 882
-    assert device.sizes == [1, 882]
+    assert device.sizes == [1, 8, 64, 882]
 
 
 @pytest.mark.parametrize("measured", [True, False])
