@@ -35,10 +35,10 @@ from ._planning import (
     Elsewhere,
     Planned,
     check_activations,
-    check_folder,
-    check_host,
     check_training,
     checked_device,
+    checked_folder_of_converted,
+    checked_host,
     checked_methods,
     checked_model,
     checked_prefetch,
@@ -111,9 +111,9 @@ def page(
             ``"80%"`` of what is free now. Activations come on top. ``"auto"`` takes what is free
             from pass to pass, and gives it back as it is needed; a ``PagingBudget`` is shared with
             other models. None takes what keeps the link busy, and no more.
-        host: ``"pinned"`` or ``"pageable"`` host memory; or the ``Path`` of a folder on a disk,
-            made if it is missing, where the weights are moved to. They take no host memory then,
-            and their file goes with the model.
+        host: ``"pinned"`` or ``"pageable"`` host memory; or the path of a folder on a disk, made if
+            it is missing, where the weights are moved to. They take no host memory then, and their
+            file goes with the model. Text is a path if it has a ``/`` or names what is there.
         keep: names of modules whose weights stay on the device.
         prefetch: how many parts are fetched ahead at most; ``"auto"`` for as many as fit.
         methods: names of methods that use weights beside the forward, such as
@@ -153,11 +153,11 @@ def page(
         ours = {"max_layer_size": max_layer_size, "budget": budget, "keep": tuple(keep)}
         ours |= {"prefetch": prefetch, "methods": tuple(methods), "activations": activations}
         return shard(model, mesh, device, host, ours)
-    check_host(host)
+    host = checked_host(host)
     check_training(training, host)
     check_activations(activations, training=training)
     max_ahead = checked_prefetch(prefetch)
-    chosen = checked_device(device, Elsewhere.of(host))
+    chosen = checked_device(device, Elsewhere.of(host, training=training))
     checked_model(model)
     entries = checked_methods(model, methods)
     warn_of_uncounted_writes(model)
@@ -181,7 +181,7 @@ def load_paged(
     max_layer_size: int | str = -1,
     *,
     budget: int | str | PagingBudget | None = None,
-    host: Path | None = None,
+    host: str | Path | None = None,
     keep: Iterable[str] = (),
     prefetch: str | int = "auto",
     methods: Iterable[str] = (),
@@ -229,7 +229,7 @@ def load_paged(
         torch.Size([1, 3])
         >>> folder.cleanup()
     """
-    check_folder(host)
+    host = checked_folder_of_converted(host)
     max_ahead = checked_prefetch(prefetch)
     chosen = checked_device(device, Elsewhere.CPU)
     checked_model(model, has_values=False)

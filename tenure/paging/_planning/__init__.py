@@ -2,9 +2,9 @@
 
 from ._checks import Budget as Budget
 from ._checks import check_activations as check_activations
-from ._checks import check_folder as check_folder
-from ._checks import check_host as check_host
 from ._checks import check_training as check_training
+from ._checks import checked_folder_of_converted as checked_folder_of_converted
+from ._checks import checked_host as checked_host
 from ._checks import checked_methods as checked_methods
 from ._checks import checked_prefetch as checked_prefetch
 from ._draft import arrange as arrange

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,29 +148,52 @@ def checked_layer_size(size: object) -> UnitSize | None:
     )
 
 
-def check_host(host: object) -> None:
-    """Refuse what is no place for weights.
+def checked_host(host: object, *, may_be_file: bool = False) -> str | Path:
+    """``"pinned"``, ``"pageable"`` or a path.
+
+    Args:
+        host: what was asked for. A word that is neither a path nor there may be a slip of the pen.
+        may_be_file: whether the path of weights will do as well as a folder.
 
     Raises:
-        PagingError: it is neither ``"pinned"`` nor ``"pageable"`` nor a path.
+        PagingError: it is none of these.
     """
-    if not isinstance(host, Path) and host not in ("pinned", "pageable"):
+    if isinstance(host, str) and host in ("pinned", "pageable"):
+        return host
+    path = _path_of(host)
+    if path is None:
+        what = "a folder, or the path of the weights" if may_be_file else "the path of a folder"
+        example = "model" if not isinstance(host, str) else host.strip() or "model"
         raise PagingError(
-            f'host={host!r}: write host="pinned", host="pageable", or a folder: host=Path(...).'
+            f'host={host!r}: write host="pinned", host="pageable", or {what}, such as '
+            f"host={'./' + example!r}."
         )
+    return path
 
 
-def check_folder(host: object) -> None:
-    """Refuse what is no folder for converted weights.
+def checked_folder_of_converted(host: object) -> Path | None:
+    """A folder for converted weights, or None.
 
     Raises:
-        PagingError: it is neither a path nor None.
+        PagingError: it is neither.
     """
-    if host is not None and not isinstance(host, Path):
+    path = None if host is None else _path_of(host)
+    if host is not None and path is None:
         raise PagingError(
-            f"host={host!r}: the weights stay in their own files. Name a folder, host=Path(...), "
-            "for those that have to be converted, or leave it out."
+            f"host={host!r}: the weights stay in their own files. Name a folder, such as "
+            "host='./converted', for those that have to be converted, or leave it out."
         )
+    return path
+
+
+def _path_of(host: object) -> Path | None:
+    if isinstance(host, Path):
+        return host
+    if not isinstance(host, str) or not host.strip():
+        return None
+    path = Path(host)
+    is_path = len(path.parts) > 1 or "/" in host or path.suffix == ".safetensors"
+    return path if is_path or os.path.lexists(path) else None
 
 
 def check_seconds_and_speed(link_bytes_per_s: object, compute_s: object) -> None:

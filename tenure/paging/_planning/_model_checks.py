@@ -63,9 +63,11 @@ class Elsewhere(Enum):
     CPU = ", or 'cpu'"
 
     @classmethod
-    def of(cls, host: object) -> Elsewhere:
-        """Where weights come from a folder, the CPU will do; else a folder would."""
-        return cls.CPU if isinstance(host, Path) else cls.FOLDER
+    def of(cls, host: object, *, training: bool) -> Elsewhere:
+        """If weights come from a folder, the CPU will do; else a folder would, but not to train."""
+        if isinstance(host, Path):
+            return cls.CPU
+        return cls.NOTHING if training else cls.FOLDER
 
 
 def checked_device(

@@ -23,10 +23,10 @@ from .._sharing import PagingBudget, shared_budget
 from ._checks import (
     Budget,
     check_activations,
-    check_host,
     check_seconds_and_speed,
     check_training,
     checked_budget,
+    checked_host,
     checked_kept,
     checked_layer_size,
 )
@@ -249,11 +249,11 @@ def plan_paging(
         ByteSizeError: the budget is no number of bytes.
         PredictionError: nothing can be said of what the inputs lead to.
     """
-    check_host(host)
+    host = checked_host(host, may_be_file=True)
     check_training(training, host)
     check_activations(activations, training=training)
     checked_model(model, has_values=False)
-    chosen = checked_device(device, Elsewhere.of(host))
+    chosen = checked_device(device, Elsewhere.of(host, training=training))
     check_seconds_and_speed(link_bytes_per_s, compute_s)
     link = speed_of(host)
     if link_bytes_per_s is not None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tenure.paging import PagingError, PagingWarning, page
+from tenure.paging import PagingError, PagingWarning, page, plan_paging
 from tenure.paging._host import _file_store as module
 
 from ...programs import run_program
@@ -216,14 +216,47 @@ def test_memory_is_let_go_of_while_paged(tmp_path):
         assert all(torch.UntypedStorage._expired(each) for each in storages)
 
 
-def test_the_host_must_be_a_path_or_one_of_two_words():
-    message = r'host=\'/tmp\': write host="pinned", host="pageable", or a folder: host=Path\(...\).'
+def test_the_host_may_be_text_that_is_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    for host in (f"{tmp_path}/new", "./here", "there"):
+        with page(mlp(), "cpu", host=host) as handle:
+            assert handle.plan.device == "cpu"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["here", "new", "there"]
+
+
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [
+        ("pined", r"""host='pined': .*, or the path of a folder, such as host='./pined'\.$"""),
+        (" ", r"""host=' ': write host="pinned", host="pageable", or the path"""),
+        (None, "host=None: write"),
+        (1, "host=1: write"),
+    ],
+)
+def test_a_word_that_is_no_path_is_refused_and_no_folder_is_made(
+    tmp_path, monkeypatch, host, message
+):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(PagingError, match=message):
-        page(mlp(), "cpu", host="/tmp")
+        page(mlp(), "cpu", host=host)
+    assert not list(tmp_path.iterdir())
 
 
-def test_the_cpu_needs_a_folder():
+def test_a_plan_takes_the_path_of_weights_as_text_or_path():
+    for host in ("model.safetensors", module.Path("model.safetensors")):
+        assert plan_paging(mlp(), "cpu", host=host).device == "cpu"
+    with pytest.raises(PagingError, match=r"a folder, or the path of the weights, such as host="):
+        plan_paging(mlp(), "cpu", host="weights")
+
+
+def test_the_cpu_needs_a_folder_and_does_not_train():
     with pytest.raises(
         PagingError, match=r"Name an accelerator, such as 'cuda', or a folder: host="
     ):
         page(mlp(), "cpu")
+    for ask in (page, plan_paging):
+        with pytest.raises(PagingError, match=r"Name an accelerator, such as 'cuda'\.$"):
+            ask(mlp(), "cpu", training=True)
+    with pytest.raises(PagingError, match=r"^training=True and host='folder': a backward pass"):
+        page(mlp(), "cpu", training=True, host="./folder")

@@ -113,7 +113,10 @@ def test_max_layer_size_is_in_parameters_or_in_bytes(sim):
         ({"max_layer_size": "big"}, "^max_layer_size='big' is no number of bytes"),
         ({"budget": "0%"}, "^budget='0%': a share goes from above 0% to 100%.$"),
         ({"budget": "x%"}, "^budget='x%': a share goes"),
-        ({"host": "disk"}, r"^host='disk': write .*, or a folder: host=Path\(...\).$"),
+        (
+            {"host": "disk"},
+            "^host='disk': write .*, or the path of a folder, such as host='./disk'.$",
+        ),
         ({"prefetch": -1}, '^prefetch=-1: write prefetch="auto", or how many'),
         ({"training": True, "host": Path()}, r"^training=True and host='\.': a backward pass has"),
         ({"device": "cpu"}, r"^A model in .* 'cpu'.* as 'cuda', or a folder: host=Path\(...\)\.$"),
