@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -159,6 +159,17 @@ class PagedModel:
         self.unpage()
         if explained is not None:
             raise explained
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied.
+
+        Raises:
+            PagingError: always.
+        """
+        raise PagingError(
+            f"{self!r} can't be pickled or copied: it holds streams and memory of the device. "
+            "Pickle or copy its model, which gives a plain model, and page that."
+        )
 
     def __repr__(self) -> str:
         allocated_bytes = self._resources.taken.allocated_bytes

@@ -1,13 +1,14 @@
 """The handle: its report, its block, giving memory back, and the README that it was modelled on."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
 from tenure._registries import Shrinkable, ask_to_shrink
-from tenure.paging import PagingError, PagingWarning, chunk, page
+from tenure.paging import PagingBudget, PagingError, PagingWarning, chunk, page
 from tenure.testing import Rates
 
 from .models import Conditional, mlp, resnet
@@ -178,3 +179,16 @@ def test_a_model_of_one_layer_and_one_without_weights_can_be_paged(sim):
             found = model(torch.ones(1, 32))
             assert found.device == sim.device
             torch.testing.assert_close(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy, copy.copy])
+def test_handles_and_budgets_are_neither_pickled_nor_copied(sim, model, copied):
+    budget = PagingBudget("1MiB")
+    with page(model, sim.device, budget=budget) as handle:
+        with pytest.raises(
+            PagingError, match=r"^<PagedModel Sequential .*Pickle or copy its model"
+        ):
+            copied(handle)
+        with pytest.raises(PagingError, match=r"^<PagingBudget 1.0 MiB.*> can't be pickled"):
+            copied(budget)
+        assert len(list(copy.deepcopy(handle.model).parameters())) == len(list(model.parameters()))

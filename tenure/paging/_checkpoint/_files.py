@@ -6,8 +6,10 @@ folder's are taken is never a guess: a name that libraries give to whole models,
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,6 +145,7 @@ def _shards(path: Path) -> list[tuple[Path, set[str] | None]]:
     """The files, each with the names that the index says it holds."""
     if path.suffix != ".json":
         return [(path, None)]
+    _check_kind(path)
     return list(_by_file(path, path.read_bytes()).items())
 
 
@@ -178,11 +181,23 @@ def _add(checkpoint: Checkpoint, path: Path, expected: set[str] | None) -> None:
 
 def _opened(path: Path) -> MappedFile:
     try:
+        _check_kind(path)
         with path.open("rb") as file:
             _validate(path)
             return MappedFile(file, path.name)
     except (OSError, ValueError) as error:
         _refuse(path, error)
+
+
+def _check_kind(path: Path) -> None:
+    """Refuse pipes, sockets and devices, which to open may wait for ever.
+
+    Raises:
+        OSError: it is one of those, or not there.
+    """
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise OSError(errno.EINVAL, "it is not a regular file")
 
 
 def _validate(path: Path) -> None:

@@ -28,7 +28,8 @@ from tenure._text import format_bytes
 # will ever be written; Python before 3.13 does not name it.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
-_Seen = tuple[int, int]
+_Seen = tuple[int, int, int]
+"""Size, time of modification, and time of change, which no program can set."""
 
 _PAGE_BYTES = mmap.PAGESIZE
 _ENTRY_BYTES = 8
@@ -60,7 +61,8 @@ class MappedFile:
         self._descriptor = os.dup(file.fileno())
         self._close = weakref.finalize(self, os.close, self._descriptor)
         self._close.atexit = False
-        self._seen = self._look()
+        self._path = os.path.abspath(file.name) if isinstance(file.name, str) else ""
+        self._seen, self._named = self._look(), self._name_of()
         self.n_bytes = self._seen[0]
         self._memory = _mapped(self._descriptor, self.n_bytes)
         self.address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
@@ -118,13 +120,19 @@ class MappedFile:
             PagingError: it was.
         """
         now = self._seen if self._is_ours else self._look()
-        if now != self._seen:
-            was, is_now = format_bytes(self._seen[0]), format_bytes(now[0])
-            raise PagingError(
-                f"{self.name} was changed while a model is paged from it (it had {was}, and has "
-                f"{is_now}): its weights can't be told from others any more, and none were used. "
-                "Load the model anew. To replace such a file, write another and rename it."
-            )
+        if now == self._seen:
+            return
+        named = self._name_of()
+        if now[:-1] == self._seen[:-1] and named != self._named:
+            # Another name, or none: that changes the time of change, and no byte.
+            self._seen, self._named = now, named
+            return
+        was, is_now = format_bytes(self._seen[0]), format_bytes(now[0])
+        raise PagingError(
+            f"{self.name} was changed while a model is paged from it (it had {was}, and has "
+            f"{is_now}): its weights can't be told from others any more, and none were used. "
+            "Load the model anew. To replace such a file, write another and rename it."
+        )
 
     def close(self) -> None:
         """Close the file; tensors over it stay as they are."""
@@ -132,7 +140,16 @@ class MappedFile:
 
     def _look(self) -> _Seen:
         status = os.fstat(self._descriptor)
-        return status.st_size, status.st_mtime_ns
+        return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+    def _name_of(self) -> tuple[object, ...]:
+        """What changes the time of change and no byte: permissions, owner, and names."""
+        status = os.fstat(self._descriptor)
+        try:
+            there = os.stat(self._path).st_ino
+        except OSError:
+            there = None
+        return status.st_mode, status.st_uid, status.st_gid, status.st_nlink, there
 
     def _read(self, address: int, offset: int, n_bytes: int) -> None:
         target = memoryview((ctypes.c_ubyte * n_bytes).from_address(address)).cast("B")

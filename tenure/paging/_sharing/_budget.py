@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from threading import RLock
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 
@@ -88,6 +88,17 @@ class PagingBudget:
         """What they have together."""
         with self._lock:
             return sum(share.held_bytes for share in self._alive())
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied.
+
+        Raises:
+            PagingError: always.
+        """
+        raise PagingError(
+            f"{self!r} can't be pickled or copied: models of this process share it. Make another "
+            "one with PagingBudget(...)."
+        )
 
     def __repr__(self) -> str:
         limit = self.limit_bytes

@@ -209,3 +209,21 @@ def test_a_refusal_leaves_no_file_open(tmp_path):
     with pytest.raises(PagingError):
         open_checkpoint(index)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "index.json"])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(
+        PagingError, match=rf"{name}' can't be read: it is not a regular file\. Name"
+    ):
+        open_checkpoint(tmp_path / name)
+
+
+def test_an_index_that_names_a_pipe_or_a_device_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    for name in ("pipe.safetensors", "/dev/zero"):
+        index = tmp_path / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": {"weight": name}}))
+        with pytest.raises(PagingError, match="can't be read: it is not a regular file"):
+            open_checkpoint(index)

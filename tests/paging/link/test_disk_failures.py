@@ -125,6 +125,51 @@ def test_a_disk_that_fails_ahead_of_use_says_so_when_the_unit_is_used(path, monk
             assert_equal(model(X), expected)
 
 
+def put_back(path, before):
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@torch.no_grad()
+def test_a_file_that_is_written_in_place_with_its_old_time_is_told(path):
+    model = on_meta()
+    load_paged(model, saved(mlp(), path), "cpu", budget="8KiB", prefetch=0)
+    before = path.stat()
+    data = saved(mlp(), path.with_name("other.safetensors")).read_bytes()
+    with path.open("r+b") as file:
+        file.write(data)
+    put_back(path, before)
+    assert path.stat().st_mtime_ns == before.st_mtime_ns
+    with pytest.raises(PagingError, match=r"m.safetensors was changed while a model is paged"):
+        model(X)
+
+
+def replaced(path):
+    other = path.with_name("other")
+    saved(mlp(), other)
+    put_back(other, path.stat())
+    other.replace(path)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: path.rename(path.with_name("elsewhere")),
+        lambda path: path.chmod(0o400),
+        lambda path: path.with_name("link").hardlink_to(path),
+        lambda path: path.unlink(),
+        replaced,
+    ],
+)
+def test_a_file_that_gets_another_name_or_permission_is_used_on(path, change):
+    torch.manual_seed(0)
+    whole, model = mlp(), on_meta()
+    with load_paged(model, saved(whole, path), "cpu", budget="8KiB", prefetch=0):
+        change(path)
+        assert_equal(model(X), whole(X))
+        assert_equal(model(X), whole(X))
+
+
 @torch.no_grad()
 def test_a_file_that_is_cut_while_paged_is_told_and_does_not_end_the_process(path):
     model = on_meta()
