@@ -82,7 +82,7 @@ def tensors_of_a_disk_are_empty(patch):
 
 @fault_of("a_state_dict_that_is_loaded_while_weights_stay")
 def versions_are_not_looked_at(patch):
-    patch.setattr(Page, "stale", lambda self: [])
+    patch.setattr(Page, "is_stale", lambda self, host: False)
 
 
 @fault_of("an_adapter_fused_into_weights_that_stay")
@@ -92,8 +92,8 @@ def who_reads_a_weight_is_not_taken_to_write_it(patch):
 
 @fault_of("a_schedule_that_a_run_changed")
 def buffers_are_not_looked_at(patch):
-    plain = Page.stale
-    patch.setattr(Page, "stale", lambda self: [h for h in plain(self) if not h.is_buffer])
+    plain = Page.is_stale
+    patch.setattr(Page, "is_stale", lambda self, host: plain(self, host) and not host.is_buffer)
 
 
 @fault_of("meta_tensors_in_the_place_of_weights")

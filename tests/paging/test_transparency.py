@@ -207,6 +207,29 @@ def test_a_write_through_a_reference_from_before_is_seen_by_its_version(sim, mod
 
 
 @pytest.mark.parametrize("percent", [40, 100])
+@pytest.mark.parametrize("write", ["by its version", "by other data"])
+def test_a_write_in_the_middle_of_a_pass_is_seen_by_the_layers_to_come(sim, x, percent, write):
+    # all layers share a unit, whose tensors are looked at together where the pass first uses it
+    model = nn.Sequential(nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])).eval()
+    weight = model[0][2].weight
+
+    def change(*_):
+        sim.module.synchronize()
+        if write == "by its version":
+            weight.mul_(2)
+        else:
+            weight.data = weight.detach() * 2
+
+    with paged(sim, model, percent):
+        model(x)
+        handle = model[0][0].register_forward_hook(change)
+        found = model(x).cpu()
+        handle.remove()
+        expected = on_device_whole(sim, model, x)
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("percent", [40, 100])
 def test_data_that_is_replaced_is_what_the_next_pass_uses(sim, model, x, percent):
     held = model[0].weight
     with paged(sim, model, percent):

@@ -124,7 +124,6 @@ class Copies:
         self._unread.append(event)
         page.ready = event
         page.waited.clear()
-        page.host_versions = [host.version for host in page.unit.tensors]
 
     def let_compute(self, page: Page, *, may_retry: bool = False) -> None:
         """Let the current stream use a page once its copy is there.

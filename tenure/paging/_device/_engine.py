@@ -49,6 +49,11 @@ class Engine:
         self._link, self._store, self._max_ahead = link, store, max_ahead
         # The pass that runs, or the last one: what follows it is fetched as soon as it has ended.
         self._now = Pass(self.access_order)
+        # The units of which it is known, in this pass, that they are as on the host: to look at all
+        # tensors of a unit for each module in it would take the square of their number.
+        self._fresh: set[Unit] = set()
+        # Whether nothing has happened since the last prefetch that could lead to another one.
+        self._is_settled = False
         self._end_noting = note_while(self)
 
     @property
@@ -94,12 +99,15 @@ class Engine:
         self.room.take_back()
         self.room.lease.begin()
         self._now = now
+        self._fresh.clear()
+        self._is_settled = False
         self.meter.begin(self._link.mark(self._link.current(), timed=True))
 
     def end(self) -> None:
         """It is over; what follows it is fetched."""
         self.meter.end(self._link.mark(self._link.current(), timed=True))
         self.room.lease.end()
+        self._is_settled = False
         self.prefetch()
 
     def measured(self) -> PassRecord | None:
@@ -141,20 +149,36 @@ class Engine:
         Raises:
             PagingError: what is in use leaves no room for it, or its file can't be read.
         """
-        self.room.lease.look()
+        if unit not in self._fresh:
+            self.room.lease.look()
         page = self.room.pages.get(unit)
         was_fetched = page is not None
-        if page is None or not page.users:
-            self._now.note(unit)
+        if (page is None or not page.users) and self._now.note(unit):
+            self._is_settled = False
         if page is None:
+            self._is_settled = False
             self.meter.note_fault()
             page = self._fetch(*self.room.at_once(unit, self._now))
-        elif page.stale():
-            self._copies.refresh(page)
+        self.refresh(page)
         self._copies.let_compute(page, may_retry=was_fetched)
         page.users += 1
         self.room.idle.discard(page)
         return page
+
+    def refresh(self, page: Page) -> None:
+        """Copy a page anew if it has changed on the host, once a pass."""
+        if page.unit not in self._fresh:
+            if page.stale():
+                self._copies.refresh(page)
+            self._fresh.add(page.unit)
+
+    def shown(self, page: Page, host: HostTensor) -> Tensor:
+        """What stands for a host tensor, on a page that is in use."""
+        # Written in the middle of a pass, as by a hook.
+        if page.is_stale(host):
+            self._copies.refresh(page)
+            self._copies.let_compute(page)
+        return page.shown(host)
 
     def stays(self, unit: Unit) -> bool:
         """Whether a unit stays on the device."""
@@ -177,13 +201,18 @@ class Engine:
             return
         page.last_use = None
         self._save(page)
-        if not page.is_resident:
-            idle = self.room.idle
-            idle.add(page)
-            # Of a page that something still holds, the last use is yet to come: it is marked when
-            # the page is dropped. See holds_what_it_has_read in test_waits.
-            if page.unit in idle.free():
-                page.last_use = self._copies.marks_of(page)
+        if page.is_resident:
+            return
+        idle = self.room.idle
+        idle.add(page)
+        # The next module in it comes at once.
+        if self._now.expects(page.unit):
+            return
+        self._is_settled = False
+        # Of a page that something still holds, the last use is yet to come: it is marked when
+        # the page is dropped. See holds_what_it_has_read in test_waits.
+        if page.unit in idle.free():
+            page.last_use = self._copies.marks_of(page)
 
     def save(self) -> None:
         """Stop the host until what was written so far to units in use is there."""
@@ -193,6 +222,9 @@ class Engine:
 
     def prefetch(self) -> None:
         """Let go of pages that are not wanted soon, and fetch those that are."""
+        # Without a ring nothing comes or goes, but for what has a place that waits for it.
+        if not (self.room.ring_bytes or self.room.expected) or not self._has_to_look():
+            return
         wanted = self._wanted()
         for page in list(self.room.idle.free().values()):
             if page.unit not in wanted:
@@ -238,16 +270,25 @@ class Engine:
         yield from self.room.named_tensors()
         yield from self._link.named_tensors()
 
-    def _save(self, page: Page) -> list[HostTensor]:
-        """Write what was written to a page back to the host; which tensors that are."""
+    def _save(self, page: Page) -> None:
+        """Write what was written to a page back to the host."""
         changed = page.written(with_buffers=self._now.saves_buffers)
         if changed:
-            self._copies.write_back(page, changed)
-        return changed
+            self._write_back(page, changed)
+        page.note_saved(changed)
+
+    def _write_back(self, page: Page, changed: list[HostTensor]) -> None:
+        self._copies.write_back(page, changed)
+
+    def _has_to_look(self) -> bool:
+        """Whether there may be something to fetch; it counts as seen to."""
+        was_settled, self._is_settled = self._is_settled, True
+        return self.room.idle.has_held or not was_settled
 
     def _fetch(self, page: Page, after: list[object]) -> Page:
         """Fill a page, after these events, and only then count it among those that are here."""
         self._copies.fill(page, after)
+        self._fresh.add(page.unit)
         self.room.note_here(page)
         return page
 
@@ -260,7 +301,7 @@ class Engine:
             if unit in wanted or (unit in pages and unit not in idle):
                 continue
             # A place of its own takes nothing of the ring.
-            room_bytes -= 0 if self.room.is_expected(unit) else unit.n_bytes
+            room_bytes -= 0 if unit in self.room.expected else unit.n_bytes
             if room_bytes < 0 or len(wanted) == self._max_ahead:
                 break
             wanted[unit] = None

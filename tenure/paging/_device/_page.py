@@ -48,7 +48,7 @@ class Page:
     start: int
     place: Place | None = None
     ready: Any = None
-    host_versions: list[int] = field(default_factory=list)
+    host_versions: dict[HostTensor, int] = field(default_factory=dict)
     users: int = 0
     streams: dict[int, Any] = field(default_factory=dict)
     waited: set[int] = field(default_factory=set)
@@ -58,6 +58,10 @@ class Page:
     _shown_versions: dict[HostTensor, int] = field(default_factory=dict)
     _aliases: dict[HostTensor, Tensor] = field(default_factory=dict)
     _nodes: dict[HostTensor, object] = field(default_factory=dict)
+    # Shown since it was last asked what was written; and those that something may hold. Only these
+    # are looked at, for the modules of a unit come one by one.
+    _unseen: dict[HostTensor, None] = field(default_factory=dict)
+    _doubtful: dict[HostTensor, None] = field(default_factory=dict)
 
     @property
     def is_resident(self) -> bool:
@@ -88,6 +92,7 @@ class Page:
         if found.requires_grad is not asks:
             # Its method is forbidden within torch.func.
             found.requires_grad = asks
+        self._unseen[host] = self._doubtful[host] = None
         return found
 
     def alias(self, host: HostTensor, make: Callable[[Tensor], Tensor]) -> Tensor:
@@ -145,11 +150,21 @@ class Page:
 
     def is_held(self) -> bool:
         """Whether anything else holds one of its tensors, or what shares its bytes."""
-        return self._lent is not None and (
-            self._lent.is_shared(len(self._shown) + len(self._aliases))
-            or any(is_held(self._shown, host) for host in self._shown)
-            or any(is_held(self._aliases, host) for host in self._aliases)
-        )
+        if self._lent is None:
+            return False
+        if self._lent.is_shared(len(self._shown) + len(self._aliases)):
+            return True
+        for host in list(self._doubtful):
+            if any(host in each and is_held(each, host) for each in (self._shown, self._aliases)):
+                return True
+            # Nobody has it, so nobody will before it is shown once more.
+            del self._doubtful[host]
+        return False
+
+    def is_held_by_any(self) -> bool:
+        """The same, asked of each of its tensors: who has a weak reference may have it again."""
+        self._doubtful.update(dict.fromkeys(self._shown))
+        return self.is_held()
 
     def held(self) -> list[str]:
         """The names of its tensors that something else holds, or what shares their bytes."""
@@ -159,23 +174,22 @@ class Page:
 
     def stale(self) -> list[HostTensor]:
         """The tensors that may have changed on the host since they were copied."""
-        versions = zip(self.unit.tensors, self.host_versions, strict=True)
-        return [
-            host
-            for host, version in versions
-            if host.touched or host.version != version or host.has_left
-        ]
+        return [host for host in self.unit.tensors if self.is_stale(host)]
+
+    def is_stale(self, host: HostTensor) -> bool:
+        """Whether one of them may have."""
+        return host.touched or host.version != self.host_versions.get(host) or host.has_left
 
     def note_copied(self) -> None:
         """Remember that what is on the host now is what the page will hold."""
         for host in self.unit.tensors:
             host.touched = False
-        self.host_versions = [host.version for host in self.unit.tensors]
+        self.host_versions = {host: host.version for host in self.unit.tensors}
 
     def forget_copied(self) -> None:
         """Take no byte of it for what is on the host: its copy failed."""
-        # No version is negative, so the next use copies all of it.
-        self.host_versions = [-1] * len(self.unit.tensors)
+        # So the next use copies all of it.
+        self.host_versions = {}
 
     def written(self, *, with_buffers: bool) -> list[HostTensor]:
         """The tensors that have been written on the device since this was last asked.
@@ -186,14 +200,22 @@ class Page:
         """
         written = []
         unseen = self._take_unseen()
-        for host, tensor in self._shown.items():
+        # What nobody holds can't have been written since.
+        for host in list(self._shown) if unseen else {**self._unseen, **self._doubtful}:
+            tensor = self._shown[host]
             # No other buffers: masks, and matrices that adapters share, are large, and no kernel's
             # to write.
             is_unseen = unseen or (with_buffers and host.is_buffer and tensor.dim() == 1)
             if is_unseen or counter_of(tensor) != self._shown_versions[host]:
-                self._shown_versions[host] = counter_of(tensor)
                 written.append(host)
         return written
+
+    def note_saved(self, written: list[HostTensor]) -> None:
+        """What was written so far is on its way to the host, which counted it as a write."""
+        self._unseen.clear()
+        for host in written:
+            self._shown_versions[host] = counter_of(self._shown[host])
+            self.host_versions[host] = host.version
 
     def _take_unseen(self) -> bool:
         """Whether an alias was made that is written unseen; asked again as long as there is one."""
@@ -240,6 +262,11 @@ class IdlePages:
         self._free.pop(page.unit, None)
         self._held.pop(page.unit, None)
 
+    @property
+    def has_held(self) -> bool:
+        """Whether one was held when it was last looked at."""
+        return bool(self._held)
+
     def clear(self) -> None:
         """Forget all."""
         self._free.clear()
@@ -256,7 +283,7 @@ class IdlePages:
     def take(self, page: Page) -> bool:
         """Discard a page if nothing holds it now: who had a weak reference may have it again."""
         self.discard(page)
-        if page.is_held():
+        if page.is_held_by_any():
             self._held[page.unit] = page
             return False
         return True

@@ -21,6 +21,9 @@ from .._link import Span
 from .._model import HostTensor, Unit
 from ._page import Page
 
+Run = tuple[Unit, int]
+"""A unit, and how often it is used before another one is: the modules in it come one by one."""
+
 
 class AccessOrder:
     """The units that each kind of pass used, in order.
@@ -30,18 +33,18 @@ class AccessOrder:
     """
 
     def __init__(self) -> None:
-        self._learned: dict[Hashable, list[Unit]] = {}
+        self._learned: dict[Hashable, list[Run]] = {}
         self._next_kind: dict[Hashable, Hashable] = {}
         self._last_kind: Hashable = None
         self._opposites: dict[Hashable, Hashable] = {}
 
-    def begin(self, kind: Hashable) -> list[Unit]:
+    def begin(self, kind: Hashable) -> list[Run]:
         """A pass of this kind begins; what the last one of its kind used."""
         self._next_kind[self._last_kind] = kind
         self._last_kind = kind
         return self._used_by(kind)
 
-    def learn(self, kind: Hashable, used: list[Unit]) -> None:
+    def learn(self, kind: Hashable, used: list[Run]) -> None:
         """A pass of this kind has used these units."""
         self._learned[kind] = used
 
@@ -50,11 +53,11 @@ class AccessOrder:
         self._opposites[kind] = first
         self._next_kind.setdefault(first, kind)
 
-    def after(self, kind: Hashable) -> list[Unit]:
+    def after(self, kind: Hashable) -> list[Run]:
         """What a pass used that followed one of this kind."""
         return self._used_by(self._next_kind.get(kind))
 
-    def _used_by(self, kind: Hashable) -> list[Unit]:
+    def _used_by(self, kind: Hashable) -> list[Run]:
         if kind in self._opposites and kind not in self._learned:
             return self._learned.get(self._opposites[kind], [])[::-1]
         return self._learned.get(kind, [])
@@ -108,9 +111,10 @@ class Pass:
         self.saves_buffers = self.is_backward = self.records = False
         self._order, self.kind = order, kind
         self._predicted = order.begin(kind)
-        # How many of these are past; what was used before them may have been others.
-        self._position = 0
-        self._used: list[Unit] = []
+        # How many of these are past, and how many uses of the one that is not. What was used before
+        # them may have been others.
+        self._position = self._n_of_run = 0
+        self._used: list[Run] = []
 
     @property
     def was_interrupted(self) -> bool:
@@ -132,28 +136,59 @@ class Pass:
         """How many forwards of one module run in it: a module may call itself."""
         return sum(forward.token is token for forward in self.forwards)
 
-    def note(self, unit: Unit) -> None:
-        """It begins to use a unit; where that was not expected, the prediction follows."""
-        self._used.append(unit)
+    def note(self, unit: Unit) -> bool:
+        """It begins to use a unit; where that was not expected, the prediction follows.
+
+        Returns:
+            Whether what is expected is another unit now.
+        """
+        before = self._position
+        last, n_uses = self._used[-1] if self._used else (None, 0)
+        if unit == last:
+            self._used[-1] = unit, n_uses + 1
+        else:
+            self._used.append((unit, 1))
+        position = self._position_of(unit, is_more=unit == last)
+        if position is not None:
+            self._n_of_run = self._n_of_run + 1 if position == before else 1
+            is_past = self._n_of_run >= self._predicted[position][1]
+            self._position, self._n_of_run = (
+                (position + 1, 0) if is_past else (position, self._n_of_run)
+            )
+        return self._position != before
+
+    def _position_of(self, unit: Unit, *, is_more: bool) -> int | None:
+        """Where a use of a unit stands in the prediction; None where it tells nothing."""
         position, predicted = self._position, self._predicted
-        if position < len(predicted) and predicted[position] is unit:
-            self._position += 1
+        if position < len(predicted) and predicted[position][0] == unit:
+            return position
+        if is_more:
+            # Once more than the last time.
+            return None
         # A mixture of experts leaves some out, or comes to them in another order: what was
         # predicted behind this use still stands. See
         # test_after_a_step_that_was_not_expected_the_prediction_follows.
-        elif unit in predicted[position:]:
-            self._position = predicted.index(unit, position) + 1
-        elif unit in predicted:
-            self._position = predicted.index(unit) + 1
+        for i in (*range(position, len(predicted)), *range(position)):
+            if predicted[i][0] == unit:
+                return i
+        return None
+
+    def expects(self, unit: Unit) -> bool:
+        """Whether a unit is the one that comes next."""
+        position, predicted = self._position, self._predicted
+        return position < len(predicted) and predicted[position][0] == unit
 
     def upcoming(self) -> Iterator[Unit]:
         """The units to come, in order: the rest of this pass, then the pass that follows it."""
-        yield from self.rest()
-        yield from self._order.after(self.kind)
+        for i in range(self._position, len(self._predicted)):
+            yield self._predicted[i][0]
+        for unit, _ in self._order.after(self.kind):
+            yield unit
 
-    def rest(self) -> list[Unit]:
-        """Those of them that this pass will use."""
-        return self._predicted[self._position :]
+    @property
+    def n_left(self) -> int:
+        """How many of them this pass will use."""
+        return len(self._predicted) - self._position
 
     def soon(self) -> dict[Unit, int]:
         """The units to come, each with how many come before it."""
@@ -163,7 +198,7 @@ class Pass:
         """It is over; only one that ran to its end is learned from."""
         if completed:
             self._order.learn(self.kind, self._used)
-        self._predicted, self._position = [], 0
+        self._predicted, self._position, self._n_of_run = [], 0, 0
 
 
 @dataclass(slots=True)

@@ -57,7 +57,7 @@ class Residents:
         return [
             page
             for page in self.pages()
-            if not page.users and page.unit not in self.kept and not page.is_held()
+            if not page.users and page.unit not in self.kept and not page.is_held_by_any()
         ]
 
     def vacate(self, slabs: list[Slab]) -> None:

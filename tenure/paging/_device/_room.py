@@ -8,7 +8,7 @@ ends with.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import NoReturn
 
@@ -163,9 +163,10 @@ class Room:
             # that runs; else the next copy to that place would overtake what still reads it.
             self._link.finish()
 
-    def is_expected(self, unit: Unit) -> bool:
-        """Whether a place beside the ring waits for a unit."""
-        return unit in self._residents.vacant
+    @property
+    def expected(self) -> Collection[Unit]:
+        """The units that places beside the ring wait for."""
+        return self._residents.vacant.keys()
 
     def note_here(self, page: Page) -> None:
         """A page is being filled: it is here from now on."""
@@ -202,7 +203,7 @@ class Room:
         """Let go of what is in the way of several units, each of which would fit alone."""
         vacant = self._residents.vacant
         needed = [u.n_bytes for u in units if u not in self.pages and u not in vacant]
-        while not self._ring.has_room(needed):
+        while needed and not self._ring.has_room(needed):
             if not self._drop_last_needed(now):
                 return
 

@@ -192,7 +192,7 @@ class Pager:
             )
         if host.unit is None:
             return self._unpaged.shown(host)
-        return self._page_of(host.unit, now).shown(host)
+        return self.engine.shown(self._page_of(host.unit, now), host)
 
     @never_compiled
     def assign(self, host: HostTensor, entry: Tensor, *, may_stand: bool) -> bool:

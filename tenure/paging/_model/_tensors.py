@@ -98,7 +98,10 @@ class HostTensor:
     def version(self) -> int:
         """Grows with each write in place that autograd would notice."""
         # Its class writes a part below autograd, which counts the write of the whole alone.
-        return sum(version_of(each) or 0 for each in (self.tensor, *self.around))
+        version = version_of(self.tensor) or 0
+        for each in self.around:
+            version += version_of(each) or 0
+        return version
 
 
 @dataclass(eq=False, slots=True)

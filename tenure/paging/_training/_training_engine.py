@@ -79,8 +79,6 @@ class TrainingEngine(Engine):
         if moves_activations:
             self.activations = Activations(link, ActivationMemory(make), self.meter)
         self.written_in_graphs: list[HostTensor] = []
-        # The units of which it is known, in this pass, that they are as on the host.
-        self._fresh: set[Unit] = set()
         self._end_watching = _before_steps(self._copies)
         self._end_waiting = wait_while(self)
 
@@ -92,7 +90,6 @@ class TrainingEngine(Engine):
 
     def begin(self, now: Pass) -> None:
         """As of an engine."""
-        self._fresh.clear()
         self.written_in_graphs.clear()
         super().begin(now)
 
@@ -118,16 +115,19 @@ class TrainingEngine(Engine):
 
     def prefetch(self) -> None:
         """As of an engine; and copy anew, before they are used, what has changed on the host."""
+        if not self._has_to_look():
+            return
         wanted = self._wanted()
         for page in list(self.room.idle.free().values()):
             if page.unit not in wanted:
                 self.room.drop(page)
         # What comes after it stays if it is here, but is not fetched: an optimizer is to write it.
-        until = None if self._now.records else len(self._now.rest())
+        until = None if self._now.records else self._now.n_left
         for unit in self._ahead(until):
             here = self.room.pages.get(unit)
             if here is not None:
-                self._refresh(here)
+                if not here.users:
+                    self.refresh(here)
             elif unit in wanted:
                 found = self.room.free_page(unit)
                 if found is None:
@@ -156,24 +156,10 @@ class TrainingEngine(Engine):
         units = list(self._now.upcoming())
         return dict.fromkeys(units if until is None else units[:until])
 
-    def _fetch(self, page: Page, after: list[object]) -> Page:
-        self._fresh.add(page.unit)
-        return super()._fetch(page, after)
-
-    def _refresh(self, page: Page) -> None:
-        """Copy a page anew if it has changed, once a pass; later changes are seen at its use."""
-        if page.unit not in self._fresh and not page.users:
-            self._fresh.add(page.unit)
-            if page.stale():
-                self._copies.refresh(page)
-
-    def _save(self, page: Page) -> list[HostTensor]:
+    def _write_back(self, page: Page, changed: list[HostTensor]) -> None:
         # The copy to the host counts as a write there. A graph must see the writes of the program:
         # batch norm's, which its kernels make without a version, would refuse each backward pass.
-        versions = {host: page.version_of(host) for host in page.unit.tensors}
-        changed = super()._save(page)
-        for host in changed:
-            set_version(host.tensor, versions[host])
-        if changed:
-            page.host_versions = [host.version for host in page.unit.tensors]
-        return changed
+        versions = [page.version_of(host) for host in changed]
+        super()._write_back(page, changed)
+        for host, version in zip(changed, versions, strict=True):
+            set_version(host.tensor, version)
