@@ -5,8 +5,8 @@ compiled once more where there are some, and ``torch.compile(module)`` warns. So
 wrapped, as torch.fx does while it traces; once and for good, because each change of a class makes
 Python forget what it has learned about the attributes of all modules.
 
-Invariant: a call is known by the id of its frame, and no frame is kept: one that is held holds its
-tensors. An id counts as that call only while a frame of such code has it.
+Invariant: a call is known by the id and the code of its frame, and no frame is kept: one that is
+held holds its tensors.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ else:
 
 Seen = Callable[[nn.Module], object]
 Passed = Callable[[nn.Module, Any], object]
+Call = tuple[int, CodeType]
+"""A call that runs: the id of its frame, and its code."""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _is_compiled = torch.compiler.is_dynamo_compiling
 _CALL = "torch.nn.Module._call_impl"
@@ -60,7 +62,12 @@ def calls(variable: str) -> Callable[[_Function], _Function]:
     return mark
 
 
-def calls_of(module: nn.Module) -> Iterator[int]:
+def call_of(frame: FrameType) -> Call:
+    """The call that a frame is."""
+    return id(frame), frame.f_code
+
+
+def calls_of(module: nn.Module) -> Iterator[Call]:
     """The calls of a module on this thread's stack, the innermost first; none if it is compiled."""
     if _calling is None:
         refuse(_CALL, "paging")
@@ -68,7 +75,7 @@ def calls_of(module: nn.Module) -> Iterator[int]:
     while frame is not None:
         variable = _CALLS.get(frame.f_code)
         if variable is not None and frame.f_locals.get(variable) is module:
-            yield id(frame)
+            yield call_of(frame)
         frame = frame.f_back
 
 
@@ -78,9 +85,10 @@ def module_called_by(frame: FrameType) -> nn.Module | None:
     return None if variable is None else frame.f_locals.get(variable)
 
 
-def is_running(call: int, frame: FrameType | None) -> bool:
+def is_running(call: Call, frame: FrameType | None) -> bool:
     """Whether a call is on the stack that a frame ends; None is that of a thread that ended."""
-    while frame is not None and not (id(frame) == call and frame.f_code in _CALLS):
+    known, code = call
+    while frame is not None and not (id(frame) == known and frame.f_code is code):
         frame = frame.f_back
     return frame is not None
 

@@ -86,10 +86,12 @@ class PagedModel:
         if not self.closed:
             check_capture(self._resources.engine.device, f"unpage() was called of {self!r}")
         shrinkables.discard(self._pager)
-        with self._pager.closing():
-            self._attached.undo()
-            self._resources.close()
-            self._pager.outside.end()
+        self._pager.close(self._undo)
+
+    def _undo(self) -> None:
+        self._attached.undo()
+        self._resources.close()
+        self._pager.outside.end()
 
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None

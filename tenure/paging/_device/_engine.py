@@ -99,6 +99,7 @@ class Engine:
         self.room.take_back()
         self.room.lease.begin()
         self._now = now
+        now.begin()
         self._fresh.clear()
         self._is_settled = False
         self.meter.begin(self._link.mark(self._link.current(), timed=True))

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tenure._torch.modules import is_running
+from tenure._torch.modules import Call, is_running
 
 from .._link import Span
 from .._model import HostTensor, Unit
@@ -80,8 +80,37 @@ class Forward:
     restores: list[Callable[[], object]] = field(default_factory=list)
 
 
-class Pass:
-    """From the begin of the outermost forward to its end; it begins when it is made, on its thread.
+class Visit:
+    """A thread inside of a paged model.
+
+    Args:
+        call: the call that it lasts as long as; None where its end is told in another way.
+
+    Attributes:
+        thread: the id of the thread.
+    """
+
+    def __init__(self, call: Call | None = None) -> None:
+        self.thread, self._call = get_ident(), call
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether the call has ended and the visit has not, as after a KeyboardInterrupt."""
+        if self._call is None:
+            return False
+        # No variable of this frame may be a frame: it would keep all tensors of the stack.
+        if self.thread == get_ident():
+            return not is_running(self._call, sys._getframe())
+        return not is_running(self._call, sys._current_frames().get(self.thread))
+
+    def last_for(self, call: Call | None) -> None:
+        """Last as long as another call, which is one of this thread; see above."""
+        self._call = call
+        self.thread = get_ident()
+
+
+class Pass(Visit):
+    """From the begin of the outermost forward to its end.
 
     Args:
         order: what the passes before it used.
@@ -90,7 +119,6 @@ class Pass:
         call: the call of that module; None if it is compiled.
 
     Attributes:
-        thread: the id of the thread that it runs on.
         kind: as above.
         name: as above.
         forwards: those that run, the outermost first.
@@ -102,35 +130,24 @@ class Pass:
     """
 
     def __init__(
-        self, order: AccessOrder, kind: Hashable = None, name: str = "", call: int | None = None
+        self, order: AccessOrder, kind: Hashable = None, name: str = "", call: Call | None = None
     ) -> None:
-        self.thread, self.name, self._call = get_ident(), name, call
+        super().__init__(call)
+        self.name = name
         self.forwards: list[Forward] = []
         self.loose: list[Page] = []
         self.assigned: dict[HostTensor, Tensor] = {}
         self.saves_buffers = self.is_backward = self.records = False
         self._order, self.kind = order, kind
-        self._predicted = order.begin(kind)
+        self._predicted: list[Run] = []
         # How many of these are past, and how many uses of the one that is not. What was used before
         # them may have been others.
         self._position = self._n_of_run = 0
         self._used: list[Run] = []
 
-    @property
-    def was_interrupted(self) -> bool:
-        """Whether a KeyboardInterrupt has ended the outermost forward: torch tells no hook then."""
-        if self._call is None:
-            return False
-        # No variable of this frame may be a frame: it would keep all tensors of the stack.
-        if self.thread == get_ident():
-            return not is_running(self._call, sys._getframe())
-        return not is_running(self._call, sys._current_frames().get(self.thread))
-
-    def take_over(self) -> None:
-        """End it on this thread: its own may never come back to the model."""
-        # First, or this thread would look for that call on its own stack.
-        self._call = None
-        self.thread = get_ident()
+    def begin(self) -> None:
+        """It begins: what the last one of its kind used is expected."""
+        self._predicted = self._order.begin(self.kind)
 
     def n_running(self, token: object) -> int:
         """How many forwards of one module run in it: a module may call itself."""

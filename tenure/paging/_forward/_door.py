@@ -11,10 +11,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from threading import RLock
+from queue import Empty, SimpleQueue
 from types import CodeType, FrameType
 
 from tenure._callers import is_internal, line_in, package_of
+
+from .._device import Visit
 
 _LOOK_EVERY_S = 1.0
 # The libraries that a thread waits in: its user wants to know which line of the program does
@@ -30,54 +32,55 @@ _WAITS: dict[CodeType, str] = {
 
 
 class Door:
-    """A lock that a thread may take several times, and that looks around while it waits."""
+    """Lets one visit in at a time; who waits looks around.
+
+    The visit that is inside is the lock: an interrupt leaves either a visit, of which can be told
+    that its call is over, or nothing.
+    """
 
     def __init__(self) -> None:
-        self._lock = RLock()
+        self._inside: dict[None, Visit] = {}
+        # One item at least after somebody has left, to wake who waits.
+        self._left: SimpleQueue[None] = SimpleQueue()
 
-    def acquire(self, look: Callable[[int], None]) -> None:
-        """Wait until no other thread is inside.
+    @property
+    def visit(self) -> Visit | None:
+        """The visit that is inside."""
+        return self._inside.get(None)
+
+    def acquire(self, visit: Visit, look: Callable[[int], None]) -> None:
+        """Wait until nobody is inside, and let a visit in.
 
         Args:
+            visit: the visit.
             look: called now and then while it waits, with how often it was called before. What it
                 raises ends the wait.
         """
         n_looks = 0
-        while True:
-            lock = self._lock
-            # Not for ever: torch tells no hook that an interruption has ended a forward, so who
-            # waits has to look.
-            if not lock.acquire(timeout=_LOOK_EVERY_S):
+        while not self.try_acquire(visit):
+            try:
+                # Not for ever: torch tells no hook that an interruption has ended a forward, so who
+                # waits has to look.
+                self._left.get(timeout=_LOOK_EVERY_S)
+            except Empty:
                 look(n_looks)
                 n_looks += 1
-            elif lock is self._lock:
-                return
-            else:
-                # Another thread put a new one in its place.
-                lock.release()
 
-    def try_acquire(self) -> bool:
-        """Go in if no other thread is inside; whether it did."""
-        return self._lock.acquire(blocking=False)
+    def try_acquire(self, visit: Visit) -> bool:
+        """Let a visit in if nobody is inside; whether it is."""
+        # One step, as which no thread and no interrupt comes between.
+        return self._inside.setdefault(None, visit) is visit
 
-    def release(self) -> None:
-        """Take back one entry."""
-        self._lock.release()
+    def hand_over(self, visit: Visit) -> None:
+        """Let a visit in, in the place of the one of the same thread that is inside."""
+        self._inside[None] = visit
 
-    def release_for(self, thread: int) -> None:
-        """The same of a thread that does not come back to do it, for its only entry."""
-        if thread == threading.get_ident():
-            self.release()
-        else:
-            self._lock = RLock()
-
-    def seize(self, n_times: int) -> None:
-        """Take over the entries of a thread that will not take them back itself."""
-        # A lock can only be released by the thread that took it, and that one may be gone.
-        lock = RLock()
-        for _ in range(n_times):
-            lock.acquire()
-        self._lock = lock
+    def release(self, visit: Visit) -> None:
+        """End a visit; nothing where another one is inside."""
+        if self.visit is visit:
+            del self._inside[None]
+            if self._left.empty():
+                self._left.put(None)
 
 
 def waits_for_us(thread: int) -> bool:

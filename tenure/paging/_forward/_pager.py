@@ -7,8 +7,7 @@ inside; the others wait at the door.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from threading import RLock, get_ident
 from typing import Any
 
@@ -18,10 +17,10 @@ from torch import Tensor, nn
 from tenure._callers import warn_user
 from tenure._errors import PagingError, PagingWarning
 from tenure._torch.compiler import never_compiled
-from tenure._torch.modules import calls_of
+from tenure._torch.modules import call_of, calls_of
 from tenure._torch.storages import key_of
 
-from .._device import Composed, Engine, Forward, Page, Pass, UnpagedTensors
+from .._device import Composed, Engine, Forward, Page, Pass, UnpagedTensors, Visit
 from .._model import HostTensor, Unit, is_plain
 from ._arguments import apart_from
 from ._door import Door, name_of, place_of, waits_for_us
@@ -54,10 +53,14 @@ class Pager:
         self._door = Door()
         # Whoever leaves for an interrupted forward: its thread or another.
         self._leaving = RLock()
-        # The pass that runs. Other threads read it, and whose it is, without the door.
-        self._pass: Pass | None = None
         # What waited at the door while the model was unpaged must not go on as if it were paged.
         self._closed = False
+
+    @property
+    def _pass(self) -> Pass | None:
+        """The pass that runs, on this thread or another."""
+        visit = self._door.visit
+        return visit if isinstance(visit, Pass) else None
 
     @property
     def is_inside(self) -> bool:
@@ -92,11 +95,19 @@ class Pager:
         check_capture(self.engine.device, f"{type(module).__name__} is paged and was called")
         self._leave_interrupted()
         self._abandon_interrupted(token, module)
-        self._door.acquire(self._look)
-        if self._closed:
-            self._door.release()
-            return False
-        now, forward = self._new_forward(token, module, entry)
+        forward = Forward(token, sys.exception())
+        now = self._pass
+        if now is not None and now.thread == get_ident() and self._is_over(now):
+            # An interrupt came as it began, or as it ended.
+            self._door.release(now)
+            now = None
+        if now is None or now.thread != get_ident():
+            kind = token, entry, module.training, torch.is_grad_enabled()
+            call = next(calls_of(module), None)
+            now = Pass(self.engine.access_order, kind, type(module).__name__, call)
+            if not self._comes_in(now):
+                return False
+        now.forwards.append(forward)
         if self.is_outermost:
             self._begin(now, module)
         self.note_mode(module)
@@ -107,24 +118,12 @@ class Pager:
             self.engine.prefetch()
         return True
 
-    def _new_forward(self, token: object, module: nn.Module, entry: str) -> tuple[Pass, Forward]:
-        """A forward that begins, and its pass; where there can be none, the door is let go."""
-        forward = Forward(token, sys.exception())
-        try:
-            now = self._pass
-            if now is None or not (now.forwards or now.is_backward):
-                kind = token, entry, module.training, torch.is_grad_enabled()
-                call = next(calls_of(module), None)
-                now = Pass(self.engine.access_order, kind, type(module).__name__, call)
-                self._pass = now
-            now.forwards.append(forward)
-        except BaseException:
-            # An interruption, too: nobody leaves for what is not there.
-            if self._is_over(self._pass):
-                self._pass = None
-            self._door.release()
-            raise
-        return now, forward
+    def _comes_in(self, visit: Visit) -> bool:
+        """Wait until no other thread is inside; whether the model is still paged then."""
+        self._door.acquire(visit, self._look)
+        if self._closed:
+            self._door.release(visit)
+        return not self._closed
 
     def note_given(self, arguments: Any) -> None:
         """The outermost forward was given these; what they hold is the caller's."""
@@ -165,8 +164,7 @@ class Pager:
         if now is None or not self.is_inside or not now.n_running(token):
             # It never began: another hook before it raised.
             return
-        while self._pop(now, is_end=now.forwards[-1].token is token) is not token:
-            pass
+        self._leave_until(now, token, is_end=True)
 
     @never_compiled
     def show(self, host: HostTensor) -> Tensor:
@@ -233,20 +231,24 @@ class Pager:
         self._unpaged.save()
         return {} if self._pass is None else self._pass.assigned
 
-    @contextmanager
-    def closing(self) -> Iterator[None]:
-        """A block that no other thread is inside in; when it begins, this thread leaves as well.
+    def close(self, undo: Callable[[], object]) -> None:
+        """Undo the paging while nobody is inside; a forward of this thread is left before.
 
         Who waits at the door meanwhile finds the model unpaged, and runs it as it is then.
         """
-        self._door.acquire(self._look)
+        self._leave_interrupted()
+        now, visit = self._door.visit, Visit(call_of(sys._getframe()))
+        if now is None or now.thread != get_ident():
+            self._door.acquire(visit, self._look)
         try:
             # Before anything is put back, for who waits at the door looks at it next.
             self._closed = True
-            self._abandon()
-            yield
+            if isinstance(now, Pass) and now.thread == get_ident():
+                self._abandon(now)
+                self._door.hand_over(visit)
+            undo()
         finally:
-            self._door.release()
+            self._door.release(visit)
 
     def shrink(self, device: str | None, n_bytes: int | None) -> int:
         """Give device memory back: units that stayed pass from now on. See `Shrinkable`.
@@ -266,12 +268,14 @@ class Pager:
     def give_back(self, n_bytes: int) -> int:
         """The same, of any memory; other models that share it do not count it as an error."""
         # Without waiting: the thread inside may be the one that waits for this memory.
-        if captures(self.engine.device) or not self._door.try_acquire():
+        now, visit = self._door.visit, Visit(call_of(sys._getframe()))
+        is_ours = now is not None and now.thread == get_ident()
+        if captures(self.engine.device) or not (is_ours or self._door.try_acquire(visit)):
             return 0
         try:
             return 0 if self._closed else self.engine.room.give_back(n_bytes)
         finally:
-            self._door.release()
+            self._door.release(visit)
 
     def _page_of(self, unit: Unit, now: Pass) -> Page:
         page = self.engine.page_in_use(unit)
@@ -295,26 +299,29 @@ class Pager:
 
     def _pop(self, now: Pass, *, is_end: bool) -> object:
         forward = now.forwards.pop()
-        try:
-            while forward.restores:
-                forward.restores.pop()()
-            self._composed.settle()
-            for page in forward.pages:
-                self.engine.release(page)
-            if self._is_over(now):
-                self._end(now, completed=is_end and sys.exception() is forward.handled)
-            elif forward.pages:
-                self.engine.prefetch()
-        finally:
-            if self._is_over(now):
-                # Also where the end was not reached.
-                self._pass = None
-            self._door.release()
+        while forward.restores:
+            forward.restores.pop()()
+        self._composed.settle()
+        for page in forward.pages:
+            self.engine.release(page)
+        if self._is_over(now):
+            self._end(now, completed=is_end and sys.exception() is forward.handled)
+        elif forward.pages:
+            self.engine.prefetch()
         return forward.token
+
+    def _leave_until(self, now: Pass, token: object, *, is_end: bool) -> None:
+        """Leave forwards, from the last one to the last of one module."""
+        try:
+            while self._pop(now, is_end=is_end and now.forwards[-1].token is token) is not token:
+                pass
+        finally:
+            # Also where the end was not reached.
+            if self._is_over(now):
+                self._door.release(now)
 
     def _end(self, now: Pass, *, completed: bool) -> None:
         self._let_go_of_loose(now, held_too=True)
-        self._pass = None
         now.end(completed=completed)
         self._bring_home(now.assigned)
         self.engine.end()
@@ -341,35 +348,34 @@ class Pager:
                 self.engine.release(page)
         now.loose = still_held
 
-    def _abandon(self) -> None:
-        """Leave every forward of the pass on this thread, as if each had raised."""
-        now = self._pass
-        while now is not None and now.forwards:
+    def _abandon(self, now: Pass) -> None:
+        """Leave every forward of a pass of this thread, as if each had raised."""
+        while now.forwards:
             self._pop(now, is_end=False)
 
     def _leave_interrupted(self) -> None:
-        """Leave all forwards where a KeyboardInterrupt has ended the outermost one."""
-        now = self._pass
-        if now is not None and now.thread == get_ident() and now.was_interrupted:
-            with self._leaving:
-                if self._pass is now:
-                    self._abandon()
+        """End a visit of this thread that a KeyboardInterrupt has left."""
+        visit = self._door.visit
+        if visit is not None and visit.thread == get_ident() and visit.was_interrupted:
+            self._leave_for(visit)
 
-    def _leave_for(self, gone: Pass) -> None:
-        """The same for another thread, which may never come back to the model."""
+    def _leave_for(self, gone: Visit) -> None:
+        """The same for any thread, which may never come back to the model."""
         with self._leaving:
-            if self._pass is gone:
-                self._door.seize(len(gone.forwards))
-                gone.take_over()
-                self._abandon()
+            if self._door.visit is gone:
+                # Interrupted here, it is left again by whoever comes next.
+                gone.last_for(call_of(sys._getframe()))
+                if isinstance(gone, Pass):
+                    self._abandon(gone)
+                self._door.release(gone)
 
     def _look(self, n_looks: int) -> None:
         """Look who is inside, where this thread waits at the door."""
-        now = self._pass
-        if now is None:
-            return
-        if now.was_interrupted:
+        now = self._door.visit
+        if now is not None and now.was_interrupted:
             self._leave_for(now)
+        elif not isinstance(now, Pass):
+            return
         elif waits_for_us(now.thread):
             raise PagingError(
                 f"{_told(now)}, waits there for this thread, which waits to get into the model: "
@@ -391,8 +397,7 @@ class Pager:
             return
         # As many calls of the module on the stack as forwards of it: this call has none of ours.
         if sum(1 for _ in calls_of(module)) <= now.n_running(token):
-            while self._pop(now, is_end=False) is not token:
-                pass
+            self._leave_until(now, token, is_end=False)
             self._abandon_interrupted(token, module)
 
 

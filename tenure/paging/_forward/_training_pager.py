@@ -26,6 +26,7 @@ from tenure._torch.autograd import (
     running_task,
 )
 from tenure._torch.compiler import never_compiled
+from tenure._torch.modules import call_of
 
 from .._device import Page, Pass, UnpagedTensors
 from .._model import HostTensor, Unit
@@ -135,15 +136,15 @@ class TrainingPager(Pager):
                 if now.is_backward:
                     self._join(now)
                 return now
-        self._door.acquire(self._look)
-        if self._closed:
-            self._door.release()
-            raise _unpaged()
-        now = Pass(self.engine.access_order, _backward_of(self._recorded), "A backward pass")
+        # Until autograd tells its end, it lasts as long as this call.
+        kind, call = _backward_of(self._recorded), call_of(sys._getframe())
+        now = Pass(self.engine.access_order, kind, "A backward pass", call)
         now.is_backward = True
+        if not self._comes_in(now):
+            raise _unpaged()
         self._tasks.clear()
-        self._pass = now
         self._join(now)
+        now.last_for(None)
         self.engine.begin(now)
         self.engine.prefetch()
         return now
@@ -155,8 +156,8 @@ class TrainingPager(Pager):
         """
         task = running_task()
         if task not in self._tasks:
-            self._tasks.add(task)
             at_end_of_backward(_Ending(self, now, task))
+            self._tasks.add(task)
 
     def end_backward(self, now: Pass, task: int, *, completed: bool) -> None:
         """A backward pass of autograd's is over; nothing where it was told before."""
@@ -167,17 +168,14 @@ class TrainingPager(Pager):
             self._tasks.discard(task)
             if self._tasks:
                 return
-            now.is_backward = False
             try:
-                while now.forwards:
-                    self._pop(now, is_end=False)
+                self._abandon(now)
+                now.is_backward = False
                 if self._activations is not None:
                     self._activations.end()
-                if self._pass is now:
-                    self._end(now, completed=completed)
+                self._end(now, completed=completed)
             finally:
-                self._pass = None
-                self._door.release_for(now.thread)
+                self._door.release(now)
 
 
 class _Ending:

@@ -10,6 +10,7 @@ PASSES = st.lists(st.lists(NAMES, max_size=8), min_size=1, max_size=6)
 def run(order, names, kind="forward", completed=True):
     """Runs a pass; what was expected before each step, and after the last."""
     now, expected = Pass(order, kind), []
+    now.begin()
     for name in names:
         expected.append("".join(now.upcoming()))
         now.note(name)

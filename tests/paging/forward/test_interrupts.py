@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from tenure.paging import page
+from tenure.paging._forward import _door
+from tests.paging.models import WIDTH
 from tests.paging.test_zoo import assert_equal
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
@@ -23,20 +25,31 @@ def test_a_thread_that_waited_at_the_door_while_the_model_was_unpaged_runs_it_pl
     paged, model, x
 ):
     expected, outputs = copy.deepcopy(model)(x), []
-    door = paged._pager._door
+    runs, may_end = threading.Event(), threading.Event()
 
     def call():
         with torch.no_grad():
             outputs.extend(model(x) for _ in range(2))
 
-    with door._lock:
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join(0.1)  # by then it waits
+    def unpage_inside(*_):
+        handle.remove()
+        runs.set()
+        assert may_end.wait(10)
         paged.unpage()
-    thread.join(10)
-    assert not thread.is_alive()
-    assert [output.equal(expected) for output in outputs] == [True, True]
+
+    handle = model[4].register_forward_hook(unpage_inside)
+    first = threading.Thread(target=call)
+    first.start()
+    assert runs.wait(10)
+    second = threading.Thread(target=call)
+    second.start()
+    second.join(0.1)  # by then it waits
+    may_end.set()
+    first.join(10)
+    second.join(10)
+    assert not first.is_alive()
+    assert not second.is_alive()
+    assert [output.equal(expected) for output in outputs] == [True] * 4
     assert not paged._pager.is_inside
     assert paged._pager._pass is None
 
@@ -65,23 +78,23 @@ def test_after_an_interrupt_the_next_reader_sees_the_host(model, x, tmp_path):
         assert_equal(model.state_dict(), before)
 
 
-def interrupted_at(k, call):
-    """Have a call interrupted at the k-th line of the engine and its room; whether it got there."""
-    n_lines = 0
+def interrupted_at(k, call, files=("_engine.py", "_room.py", "_memory.py", "_page.py"), of="line"):
+    """Have a call interrupted at the k-th line or opcode in some files; whether it got there."""
+    n_events = 0
 
     def count(frame, event, _):
-        nonlocal n_lines
-        n_lines += event == "line"
-        if n_lines == k:
+        nonlocal n_events
+        n_events += event == of
+        if n_events == k:
             sys.settrace(None)
             raise KeyboardInterrupt
         return count
 
     def choose(frame, event, _):
-        file = frame.f_code.co_filename
-        return (
-            count if file.endswith(("_engine.py", "_room.py", "_memory.py", "_page.py")) else None
-        )
+        if not frame.f_code.co_filename.endswith(files):
+            return None
+        frame.f_trace_opcodes = of == "opcode"
+        return count
 
     before = sys.gettrace()
     sys.settrace(choose)
@@ -106,3 +119,43 @@ def test_wherever_the_engine_is_interrupted_the_next_pass_is_right_and_has_its_r
         k += 7
     assert k > 500
     assert model(x).equal(reference(x))
+
+
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 41])
+@pytest.mark.parametrize("verb", ["forward", "unpage"])
+def test_wherever_who_goes_in_or_out_is_interrupted_each_thread_gets_in(
+    x, tmp_path, monkeypatch, verb, step
+):
+    monkeypatch.setattr(_door, "_LOOK_EVERY_S", 0.01)
+    files = ("_pager.py", "_door.py", "_pass.py", "_hooks.py", "_handle.py")
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH)).eval()
+    expected, k, outputs = model(x), 1, []
+
+    def call():
+        with torch.no_grad():
+            outputs.append(model(x))
+
+    def paged_anew():
+        handle = page(model, "cpu", budget="1MiB", host=tmp_path)
+        call()
+        return handle
+
+    handle = paged_anew()
+    while interrupted_at(k, call if verb == "forward" else handle.unpage, files, "opcode"):
+        other = threading.Thread(target=call, daemon=True)
+        if k % 2:
+            call()
+        other.start()
+        other.join(20)
+        assert not other.is_alive(), k
+        call()
+        if verb == "unpage":
+            handle.unpage()
+            handle = paged_anew()
+        assert [each.equal(expected) for each in outputs] == [True] * len(outputs), k
+        outputs.clear()
+        k += step
+    assert k > 100
+    handle.unpage()
+    call()
+    assert outputs[-1].equal(expected)
