@@ -150,9 +150,10 @@ class Engine:
         Raises:
             PagingError: what is in use leaves no room for it, or its file can't be read.
         """
-        if unit not in self._fresh:
-            self.room.lease.look()
         page = self.room.pages.get(unit)
+        if page is None or not page.users:
+            self.room.lease.look(goes_on=self._now.goes_on(unit))
+            page = self.room.pages.get(unit)
         was_fetched = page is not None
         if (page is None or not page.users) and self._now.note(unit):
             self._is_settled = False

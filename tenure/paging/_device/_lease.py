@@ -13,8 +13,12 @@ class Lease:
     def begin(self) -> None:
         """A pass begins: give memory back, or take some."""
 
-    def look(self) -> None:
-        """A unit is about to be used: give memory back where it is short."""
+    def look(self, *, goes_on: bool) -> None:
+        """A unit is about to be used: give memory back where it is short.
+
+        Args:
+            goes_on: whether it is the unit that was used last.
+        """
 
     def end(self) -> None:
         """The pass is over."""

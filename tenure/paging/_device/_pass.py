@@ -159,13 +159,12 @@ class Pass(Visit):
         Returns:
             Whether what is expected is another unit now.
         """
-        before = self._position
-        last, n_uses = self._used[-1] if self._used else (None, 0)
-        if unit == last:
-            self._used[-1] = unit, n_uses + 1
+        before, is_more = self._position, self.goes_on(unit)
+        if is_more:
+            self._used[-1] = unit, self._used[-1][1] + 1
         else:
             self._used.append((unit, 1))
-        position = self._position_of(unit, is_more=unit == last)
+        position = self._position_of(unit, is_more=is_more)
         if position is not None:
             self._n_of_run = self._n_of_run + 1 if position == before else 1
             is_past = self._n_of_run >= self._predicted[position][1]
@@ -189,6 +188,10 @@ class Pass(Visit):
             if predicted[i][0] == unit:
                 return i
         return None
+
+    def goes_on(self, unit: Unit) -> bool:
+        """Whether the last use was of this unit, too."""
+        return bool(self._used) and self._used[-1][0] == unit
 
     def expects(self, unit: Unit) -> bool:
         """Whether a unit is the one that comes next."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import suppress
 from typing import NoReturn
 
 import torch
@@ -237,10 +236,6 @@ class Room:
         for rank, plan in self._missing().items():
             if taken_bytes + plan.n_bytes > n_bytes:
                 continue
-            # Or what nothing uses would stay reserved beside it. Not while another thread captures
-            # a graph.
-            with suppress(RuntimeError):
-                self._link.release_cached()
             try:
                 slab = self._allocate(plan.n_bytes, RESIDENT)
             except torch.OutOfMemoryError:

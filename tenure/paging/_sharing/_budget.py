@@ -181,10 +181,13 @@ class PagingBudget:
                 self._grow(share)
             self._rebase()
 
-    def _look(self, share: Share) -> None:
+    def _look(self, share: Share, *, goes_on: bool) -> None:
         """A model is about to use a unit: is memory short?"""
         gauge = self._gauge
         if gauge is None or not self._follows:
+            return
+        # A look asks the driver and the allocator: one for each unit, once passes are as they were.
+        if goes_on and gauge.is_sure:
             return
         with self._lock:
             allocated_bytes = self._allocated_bytes()

@@ -120,6 +120,17 @@ class Gauge:
         before_bytes = min(self._rooms) - self._outside_bytes
         return min([before_bytes, *self._left()]) - self.margin_bytes
 
+    @property
+    def is_sure(self) -> bool:
+        """Whether many passes are remembered, and one of them has left no more than is left now."""
+        return len(self._rooms) == _REMEMBERED and self._is_known(self._before_bytes)
+
+    def _is_known(self, room_bytes: int | None) -> bool:
+        """Whether a pass that is remembered has left so little for weights."""
+        if room_bytes is None or not self._rooms:
+            return False
+        return room_bytes >= min(self._rooms) - self._outside_bytes
+
     def short_bytes(self, held_bytes: int) -> int:
         """What computation lacks at the last look; 0 as long as half of the margin is there.
 
@@ -128,8 +139,7 @@ class Gauge:
         """
         room_bytes = max(self._spaces(held_bytes))
         free_bytes, margin_bytes = room_bytes - held_bytes, self.margin_bytes
-        is_known = self._rooms and room_bytes >= min(self._rooms) - self._outside_bytes
-        stride_bytes = 0 if is_known else 2 * self._stride_bytes
+        stride_bytes = 0 if self._is_known(room_bytes) else 2 * self._stride_bytes
         if free_bytes >= max(margin_bytes // 2, stride_bytes):
             return 0
         return max(margin_bytes, 2 * stride_bytes) - free_bytes

@@ -63,9 +63,9 @@ class Share(Lease):
         self._measure()
         self._budget._begin(self)
 
-    def look(self) -> None:
+    def look(self, *, goes_on: bool) -> None:
         """See `Lease`."""
-        self._budget._look(self)
+        self._budget._look(self, goes_on=goes_on)
 
     def end(self) -> None:
         """See `Lease`."""

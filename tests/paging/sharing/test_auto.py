@@ -236,3 +236,28 @@ def test_a_device_that_tells_nothing_is_refused_by_name(sim, monkeypatch):
         page(linears(4), sim.device, budget="auto")
     with page(linears(4), sim.device, budget=PagingBudget("1MiB")) as handle:
         assert handle.plan.ring_bytes
+
+
+@exact
+def test_after_some_passes_one_asks_for_free_memory_once_a_unit_and_empties_no_cache(
+    sim, monkeypatch
+):
+    sim(budget=MEMORY // 2)
+    # Blocks of several modules, two blocks a unit.
+    width, n_blocks = WIDTH // 4, 40
+    blocks = [nn.Sequential(*[nn.Linear(width, width) for _ in range(5)]) for _ in range(n_blocks)]
+    model, x = nn.Sequential(*blocks).eval(), torch.randn(4, width).to(sim.device)
+    asked, emptied = [], []
+    ask = sim.module.mem_get_info
+    monkeypatch.setattr(sim.module, "mem_get_info", lambda *a: asked.append(a) or ask(*a))
+    monkeypatch.setattr(sim.module, "empty_cache", lambda: emptied.append(1))
+    with page(model, sim.device, "12KiB", budget="auto") as handle:
+        n_asked, n_units = [], len(handle.plan.units)
+        for _ in range(12):
+            asked.clear()
+            model(x)
+            n_asked.append(len(asked))
+        assert handle._resources.resident_bytes > handle.plan.resident_bytes
+        assert n_asked[1] < 2 * n_blocks
+        assert n_asked[-1] <= n_units + 4
+    assert emptied == []
