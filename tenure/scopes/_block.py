@@ -7,6 +7,7 @@ thread in a half-open state; nothing masks an exception of the user's block.
 
 from __future__ import annotations
 
+import dis
 import inspect
 import logging
 import sys
@@ -24,7 +25,7 @@ from tenure._torch.modes import remove
 from ._disposal import Survivors, disposable, dispose_all, dispose_waiting, site_of
 from ._disposed import Cause
 from ._leaks import LeakReport, build_leak_report
-from ._owner import CLOSED, NEW, OPEN, SUSPENDED, Owner, take_all
+from ._owner import CLOSED, NEW, OPEN, SUSPENDED, Opener, Owner, take_all
 from ._thread import ONE_BLOCK, ThreadScopes, check_open, check_thread, this_thread
 from ._tracker import World, current
 
@@ -37,6 +38,11 @@ _CAPTURES = (None, *get_args(Capture))
 _DISPOSE: Policy = "dispose"
 # the flags of code objects whose frames can be suspended at a yield
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+_SUSPENDABLE_OR_TASK = _SUSPENDABLE | inspect.CO_COROUTINE
+# Python 3.14 has no such instruction; there, blocks that were left are not noticed.
+_WITH = dis.opmap.get("BEFORE_WITH", -1)
+# as far as it is looked for the frame of a block; more would cost as much as to open a scope
+_MOST_FRAMES = 64
 # who runs context managers and fixtures written as generators, where an open scope is meant
 _DRIVERS = ("contextlib", "_pytest", "pytest_asyncio")
 _logger = logging.getLogger("tenure.scopes")
@@ -119,15 +125,17 @@ class Block(Owner):
             if self._status is CLOSED and self._thread.thread_id == get_ident():
                 self._catch_up()
             return
-        if self._thread.thread_id != get_ident():
-            check_thread(self, "close")
         try:
-            self._suspend()
-            self._finish(exc)
+            if self._thread.thread_id == get_ident():
+                self._suspend()
+                self._finish(exc)
+                return
         # as in _resume (see test_an_interrupt_while_closing_leaves_no_scope_open)
         except BaseException:
-            self._unlink()
+            if self._thread.thread_id == get_ident():
+                self._unlink()
             raise
+        check_thread(self, "close")
 
     @never_compiled
     def close(self) -> None:
@@ -154,11 +162,15 @@ class Block(Owner):
             frame = user_frame(frame)
         code = frame.f_code
         self._opener = code, frame.f_lasti, id(frame)
-        self._resume()
+        self._resume(frame)
         return code
 
-    def _resume(self) -> None:
-        """Become the current scope, inside the one that is current now."""
+    def _resume(self, opened_in: FrameType | None = None) -> None:
+        """Become the current scope, inside the one that is current now.
+
+        Args:
+            opened_in: the frame whose block begins; None for a generator that goes on.
+        """
         thread = self._thread
         try:
             if thread.waiting:
@@ -166,8 +178,13 @@ class Block(Owner):
             tracker = thread.tracker
             outer: Any = current.get()
             # by far the most are opened in none, or in one that is open right here
-            if outer is not None and not (outer._status is OPEN and outer._tracker is tracker):
-                outer = tracker.open_scope(outer)
+            if outer is not None:
+                if not (outer._status is OPEN and outer._tracker is tracker):
+                    outer = tracker.open_scope(outer)
+                elif opened_in is not None and _is_left(outer._opener, opened_in, self._opener):
+                    # the one around it may be left, too
+                    outer._unlink()
+                    return self._resume(opened_in)
             self._outer = outer
             self._gate = None if self.capture else tracker
             self._world = tracker.enter_world()
@@ -283,6 +300,32 @@ class Block(Owner):
         raise ScopeUsageError(
             f"{self!r} can't be copied or pickled, because a tensor has one owner. {ONE_BLOCK}"
         )
+
+
+def _is_left(mine: Opener, frame: FrameType | None, opener: Opener) -> bool:
+    """Whether a block was left without its ``__exit__``, in the view of a frame that opens another.
+
+    Python looks for signals as ``__exit__`` begins, before the first line of it can catch the
+    KeyboardInterrupt. The frame of such a block is gone, or is at the same ``with`` again. Nobody
+    can tell of a frame that is suspended, nor of a scope that something else than a ``with`` of
+    that frame has opened. See test_a_scope_whose_exit_was_never_run_is_ended_by_the_next_one.
+    """
+    code, instruction, identity = mine
+    # by far the most: the two blocks are in one function
+    if opener[2] == identity and opener[0] is code and opener[1] != instruction:
+        return False
+    if code.co_code[instruction] != _WITH or code.co_flags & _SUSPENDABLE_OR_TASK:
+        return False
+    if mine == opener:
+        return True
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            return True
+        # another frame may have the address of one that is gone
+        if id(frame) == identity and frame.f_code is code:
+            return False
+        frame = frame.f_back
+    return False
 
 
 def _tell_beginning(scope: Block) -> None:

@@ -21,7 +21,7 @@ from tenure._torch.compiler import is_dynamo_compiling, never_compiled
 from ._block import OnError, Policy
 from ._owner import Owner
 from ._scope import DisposeScope
-from ._thread import check_thread
+from ._thread import check_thread, this_thread
 from ._tracker import current
 from ._trees import tensors_in
 
@@ -99,8 +99,13 @@ def _scoped_function(function: Callable[..., Any], opener: _Opener) -> Callable[
     def run(*args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
             return function(*args, **kwargs)
-        with _Call(opener()) as scope:
-            return _handed_over(scope, function(*args, **kwargs))
+        scope = opener()
+        try:
+            with _Call(scope):
+                return _handed_over(scope, function(*args, **kwargs))
+        except BaseException:
+            _end(scope)
+            raise
 
     return run
 
@@ -109,8 +114,13 @@ def _scoped_coroutine(
     function: Callable[..., Awaitable[Any]], opener: _Opener
 ) -> Callable[..., Awaitable[Any]]:
     async def run(*args: Any, **kwargs: Any) -> Any:
-        with _Call(opener()) as scope:
-            return _handed_over(scope, await function(*args, **kwargs))
+        scope = opener()
+        try:
+            with _Call(scope):
+                return _handed_over(scope, await function(*args, **kwargs))
+        except BaseException:
+            _end(scope)
+            raise
 
     return run
 
@@ -189,9 +199,8 @@ class _Call(_Stretch):
     """From the call of a function to its return: the scope is open all the time."""
 
     @never_compiled
-    def __enter__(self) -> DisposeScope:
+    def __enter__(self) -> None:
         self.scope._open(user_frame(sys._getframe(1)))
-        return self.scope
 
     @never_compiled
     def __exit__(self, _: object, exc: BaseException | None, __: object) -> None:
@@ -209,6 +218,8 @@ class _Suspended(_Stretch):
 
     @never_compiled
     def __exit__(self, _: object, exc: BaseException | None, __: object) -> None:
+        # the end of a turn was interrupted as it began
+        _end(self.scope)
         if not self.scope.closed:
             self.scope._finish(exc)
 
@@ -227,6 +238,13 @@ class _Turn(_Stretch):
     def __exit__(self, *_: object) -> None:
         if self.scope.is_open:
             self.scope._suspend()
+
+
+@never_compiled
+def _end(scope: DisposeScope) -> None:
+    """End a scope that Ctrl-C left open, as it came before ``__exit__`` could catch it."""
+    if scope.is_open and scope._thread is this_thread():
+        scope._unlink()
 
 
 @never_compiled

@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from contextlib import ExitStack, contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from tenure import (
     is_disposed,
     scoped,
 )
-from tenure.scopes import _block
+from tenure.scopes import _block, _scoped
 from tenure.scopes._thread import this_thread
 from tenure.scopes._tracker import Tracker
 
@@ -134,3 +135,98 @@ def test_a_scope_takes_what_code_of_no_module_makes(name):
         exec("made = torch.ones(2); parts = made.split(1)", program)
         assert len(scope) == 3
     assert is_disposed(program["made"])
+
+
+class Interrupted(NewDisposeScope):
+    """A scope whose block was left by a Ctrl-C that came as ``__exit__`` began."""
+
+    __slots__ = ()
+
+    def __exit__(self, *_):
+        raise KeyboardInterrupt
+
+
+def leave_open():
+    with Interrupted("left"):
+        pass
+
+
+def deeper(depth, function):
+    return deeper(depth - 1, function) if depth else function()
+
+
+@pytest.mark.parametrize("depth", [0, 30])
+def test_a_scope_whose_exit_was_never_run_is_ended_by_the_next_one(depth):
+    with pytest.raises(KeyboardInterrupt):
+        leave_open()
+    left = current_scope()
+    assert left.name == "left"
+    with NewDisposeScope("next") as scope:
+        deeper(depth, lambda: torch.ones(2) + 1)
+        assert (left.closed, scope.outer) == (True, None)
+
+
+def test_a_loop_ends_the_scope_of_the_turn_before():
+    lefts = []
+    for _ in range(3):
+        with suppress(KeyboardInterrupt), Interrupted("left") as scope:
+            lefts.append(scope)
+            assert scope.outer is None
+    assert [scope.closed for scope in lefts] == [True, True, False]
+    NewDisposeScope.__exit__(lefts[-1], None, None, None)
+
+
+def test_a_scope_whose_block_runs_stays_whoever_opens_another():
+    def opened_in_a_call():
+        return NewDisposeScope("by hand").__enter__()
+
+    class Mine:
+        def __enter__(self):
+            self.scope = NewDisposeScope("mine").__enter__()
+
+        def __exit__(self, *error):
+            self.scope.__exit__(*error)
+
+    @contextmanager
+    def managed():
+        with NewDisposeScope("managed"):
+            yield
+
+    def recursive(depth):
+        with NewDisposeScope() as scope:
+            assert scope.outer is (outers[-1] if outers else None)
+            outers.append(scope)
+            if depth:
+                recursive(depth - 1)
+            outers.pop()
+
+    outers = []
+    recursive(3)
+    by_hand = opened_in_a_call()
+    with Mine(), managed(), ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(NewDisposeScope("stacked"))
+        with NewDisposeScope("innermost") as scope:
+            names = []
+            while (scope := scope.outer) is not None:
+                names.append(scope.name)
+    by_hand.close()
+    assert names == ["stacked"] * 3 + ["managed", "mine", "by hand"]
+
+
+def test_an_interrupt_as_a_scoped_function_ends_leaves_no_scope_open(monkeypatch):
+    @scoped
+    def function():
+        return torch.ones(2) + 1
+
+    @scoped
+    def generator():
+        yield torch.ones(2) + 1
+
+    monkeypatch.setattr(_scoped._Call, "__exit__", interrupt)
+    monkeypatch.setattr(_scoped._Turn, "__exit__", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        function()
+    assert current_scope() is None
+    with pytest.raises(KeyboardInterrupt):
+        next(generator())

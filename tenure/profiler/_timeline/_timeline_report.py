@@ -223,8 +223,8 @@ class TimelineReport(Report):
                 for name, figures in bands.items():
                     _check_series(f"{name!r} on {device.device}", device.times_s, figures)
         if (host := found.host) is not None:
-            figures = host.tensors_bytes, host.python_heap_bytes, host.allocator_slack_bytes
-            for each in (host.rss_bytes, *figures, host.rest_bytes):
+            parts = host.tensors_bytes, host.python_heap_bytes, host.allocator_slack_bytes
+            for each in (host.rss_bytes, *parts, host.rest_bytes):
                 _check_series("the host", host.times_s, each, least=-math.inf)
         for span in found.scopes:
             _check("scopes", [span.begin_s, span.end_s], 0 <= span.depth <= _MOST_DEPTH)
