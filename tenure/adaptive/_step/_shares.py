@@ -114,7 +114,7 @@ def _weight_of(weights: Mapping[str | None, object], name: str | None) -> object
 def _numbers(values: list[object]) -> list[float]:
     """The weights of a term for each chunk."""
     numbers = []
-    for value in _read(values):
+    for value in read_numbers(values):
         number = plain_number(value)
         if number is None or not 0 <= number < math.inf:
             raise AdaptiveUsageError(
@@ -126,8 +126,8 @@ def _numbers(values: list[object]) -> list[float]:
     return numbers
 
 
-def _read(values: list[object]) -> list[object]:
-    """The same with the values of tensors; those of one device and type are read together."""
+def read_numbers(values: list[object]) -> list[object]:
+    """The same with the values of tensors of one number, read together by device and type."""
     read = list(values)
     # the host waits for a device once, not for each chunk: see
     # test_weights_on_two_devices_are_read_from_each

@@ -45,6 +45,10 @@ class Chunk(NamedTuple):
     length: int
 
 
+Divisors = dict[Chunk, dict[str | None, object]]
+"""What ``weight`` and the counts of terms were for each chunk, by term; None: of all terms."""
+
+
 class StepParts:
     """The parts of one call.
 
@@ -72,6 +76,7 @@ class StepParts:
         outside: tensors of any shape that the function takes from elsewhere, by name.
         aux: what the function returned beside its loss in this attempt, by the first sample.
         counts: what the sums of terms were divided by in this attempt, by name.
+        divisors: what the means of each chunk of this attempt divide by.
         added: what was added once in this attempt.
         factors: what the gradient of each term is multiplied by, by name; None where they have no
             factors of their own.
@@ -114,6 +119,7 @@ class StepParts:
         self.backward = SplitBackward(self.gradients, spec.scaler, spec.backward, found.computed)
         self.aux: dict[int, Any] = {}
         self.counts: dict[str, Any] = {}
+        self.divisors: Divisors = {}
         self.added: Tensor | None = None
         self.factors: Mapping[str, float] | None = None
         self.share_of_once = 1.0
@@ -160,7 +166,7 @@ class StepParts:
 
     def begin(self, *, is_split: bool, is_trial: bool = False) -> None:
         """Start an attempt from the beginning; nothing of an earlier one counts."""
-        self.aux, self.counts, self.added = {}, {}, None
+        self.aux, self.counts, self.divisors, self.added = {}, {}, {}, None
         self.inputs.begin()
         self.backward.begin(is_split=is_split, is_trial=is_trial)
 
@@ -255,7 +261,6 @@ class StepParts:
             tensors: the tensors.
             gradients: the gradient that each gets.
             weightless: those that have no weight; they run where other ranks wait for that.
-
         """
         # an output that the loss does not use gets none
         pairs = [(t, g) for t, g in zip(tensors, gradients, strict=True) if g is not None]

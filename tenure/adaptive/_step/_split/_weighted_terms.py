@@ -7,7 +7,7 @@ in the end, is the slope of the whole loss in the term of its chunk.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,14 +58,25 @@ class ChunkTerms:
         """Run the function on a chunk."""
         returned = self.parts.forward(self._chunks[i])
         with without_functions():
-            return terms_of(returned, self.reduction)
+            terms = terms_of(returned, self.reduction)
+            counts = terms.counts().items()
+            # a function may count the next chunk in the same tensor
+            self.parts.divisors.setdefault(self._chunks[i], {}).update(
+                (name, n.clone() if isinstance(n, Tensor) else n) for name, n in counts
+            )
+            return terms
 
     def _weights(self) -> list[object] | None:
         weight, inputs = self.parts.spec.weight, self.parts.inputs
         if weight is None:
             return None
         with torch.no_grad():
-            return [weight(inputs.chunk(*chunk)) for chunk in self._chunks]
+            weights = [weight(inputs.chunk(*chunk)) for chunk in self._chunks]
+        for chunk, each in zip(self._chunks, weights, strict=True):
+            named = each.items() if isinstance(each, Mapping) else ()
+            by_name: dict[str | None, object] = {str(name): n for name, n in named}
+            self.parts.divisors[chunk] = by_name or {None: each}
+        return weights
 
 
 class WeightedTerms:

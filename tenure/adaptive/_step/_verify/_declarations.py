@@ -16,6 +16,7 @@ from .._check import DECLARED, IT_IS_A_SUM, default_rtol, first_module, observed
 from .._loss import ONLY
 from .._samples import Leaf
 from .._split import StepParts, StepSpec
+from ._count_check import DO_NOT_CLAMP, is_clamped
 from ._loss_check import whole_values
 from ._subject import Subject, chosen_samples, comparable, first_that_fits
 
@@ -101,6 +102,8 @@ def advice_for(subject: Subject, parts: StepParts) -> str:
             "What it returns for a sample depends on the other samples of its batch: let it return "
             "what each sample gives alone, and do the rest in loss=, which gets all outputs."
         )
+    if is_clamped(subject):
+        return DO_NOT_CLAMP
     declared = first_that_fits(lambda _: _declared(subject, parts), (1,))
     numbered = _of_transformers(parts, subject)
     if declared:

@@ -221,7 +221,7 @@ class LossCheck:
 
 
 @contextmanager
-def _unseen(parts: StepParts) -> Iterator[None]:
+def unseen(parts: StepParts) -> Iterator[None]:
     """A block without graphs, whose changes of buffers, attributes and random state are undone."""
     parts.state.begin()
     try:
@@ -236,7 +236,7 @@ def _unseen(parts: StepParts) -> Iterator[None]:
 
 def whole_values(parts: StepParts) -> Values:
     """The loss of all samples in one piece, and its terms if there are several."""
-    with _unseen(parts):
+    with unseen(parts):
         spec = parts.spec
         returned = parts.call(parts.inputs.whole())
         if callable(spec.loss):
@@ -247,7 +247,7 @@ def whole_values(parts: StepParts) -> Values:
 
 def _split_values(parts: StepParts, sizes: Sequence[int]) -> Values:
     """The same of parts of these lengths."""
-    with _unseen(parts):
+    with unseen(parts):
         spec = parts.spec
         chunks = [Chunk(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
         if callable(spec.loss):
@@ -261,7 +261,7 @@ def _split_values(parts: StepParts, sizes: Sequence[int]) -> Values:
 
 def _sums(parts: StepParts) -> Values:
     """What is a sum over samples, if the step is declared rightly: the parts of its terms."""
-    with _unseen(parts):
+    with unseen(parts):
         spec, inputs = parts.spec, parts.inputs
         returned = parts.call(inputs.whole())
         if callable(spec.loss):

@@ -11,6 +11,7 @@ from tenure._errors import AdaptiveUsageError, AdaptiveUsageWarning, SplitMismat
 from tenure._torch.compiler import draws_again_in_backward, not_compiling
 
 from .._split import StepOutcome, StepParts
+from ._count_check import DO_NOT_CLAMP, CountCheck, lowest_counts
 from ._declarations import advice_for
 from ._finding import Finding
 from ._gradient_check import GradientCheck
@@ -96,6 +97,7 @@ class Verification:
             AdaptiveUsageError: ``backward=`` has scaled the micro-batches differently.
         """
         looked, self._looked = self._looked, None
+        self._check_counts(None if looked is None else looked.subject, max(outcome.sizes))
         if looked is None:
             return
         self._parts.backward.check_linear()
@@ -136,10 +138,30 @@ class Verification:
         n_run += exchange.n_run
         return _Looked(subject, visit, could_compare, n_run, gradients.loss, wants_whole=False)
 
-    def _refuse(self, found: Finding | None, subject: Subject, size: int) -> None:
+    def _check_counts(self, subject: Subject | None, size: int) -> None:
+        """Look at counts in each call, because a clamped one is wrong only where it is low."""
+        visit, parts = self._visit, self._parts
+        if visit is None or not parts.divisors or parts.spec.entry == "lazy":
+            return
+        for lowest in filter(visit.wants_count, lowest_counts(parts.divisors)):
+            if subject is None:
+                subject = Subject(parts.spec)
+                subject.see_random_numbers()
+            # samples of one group would get the numbers of those of another one
+            if subject.draws_elsewhere or parts.inputs.is_written:
+                return
+            check = CountCheck(subject)
+            with not_compiling():
+                known = check.compare(lowest)
+            self._refuse(check.finding, subject, size, DO_NOT_CLAMP)
+            visit.note_count(lowest, known, check.n_run)
+
+    def _refuse(
+        self, found: Finding | None, subject: Subject, size: int, advice: str | None = None
+    ) -> None:
         if found is None:
             return
-        advice = advice_for(subject, self._parts)
+        advice = advice_for(subject, self._parts) if advice is None else advice
         error = (
             f"The batch of {subject.n_samples} has to be split into micro-batches of {size}, and "
             f"{self._parts.name!r} would give other results then: {found}. Nothing was changed. "

@@ -12,6 +12,7 @@ place, of its first changes and of refused places aside.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Sized
@@ -28,6 +29,7 @@ from ..._sizes import stands_for
 from .._samples import Leaf
 from .._split import StepParts
 from ._captured import Captured, identity_of
+from ._count_check import Lowest
 
 _FIRST = 3
 # What a long training pays, whatever its shapes do.
@@ -85,6 +87,8 @@ class _Place(_Calls):
 
     numbers: list[_Watched] = field(default_factory=list)
     refusal: tuple[Any, ...] | None = None
+    lowest: dict[str | None, float] = field(default_factory=dict)
+    n_ties: int = 0
 
     def see(self, numbers: list[Any]) -> None:
         """Note which numbers are others than in the call before."""
@@ -184,6 +188,23 @@ class Visit:
             self._code.n_extra += n_samples
         for each in (self._place, self._content, self._shape):
             each.note_verified()
+
+    def wants_count(self, lowest: Lowest) -> bool:
+        """Whether to look at a count: nothing as low was seen, or nothing lower."""
+        known = self._place.lowest.get(lowest.name, math.inf)
+        if not 0 < lowest.count <= known:
+            self._place.lowest[lowest.name] = min(known, lowest.count)
+            return False
+        if lowest.count == known:
+            self._place.n_ties += 1
+            if self._place.n_ties > _FIRST and not self.allows(4 * lowest.chunk.length):
+                return False
+        return True
+
+    def note_count(self, lowest: Lowest, known: float, n_samples: int) -> None:
+        """Note the lowest count that is known to be none that was clamped."""
+        self._place.lowest[lowest.name] = known
+        self._code.n_extra += n_samples
 
     def note_refused(self, *error: Any) -> None:
         """Note what the error was made of."""

@@ -1,0 +1,147 @@
+"""Counts that have a least value, such as ``count.clamp(min=1)``, which add up to too much.
+
+A count is clamped only where it is as low as a count can be, so the lowest one of a split is looked
+at if nothing lower was seen before. If half of its samples count less, it was not clamped. Else it
+is compared with what its samples and those of another micro-batch count together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .._loss import ONLY, terms_of
+from .._shares import numbers_by_term, plain_number, read_numbers
+from .._split import Chunk, Divisors
+from ._finding import Finding
+from ._loss_check import unseen
+from ._subject import Subject, chosen_samples, comparable, first_that_fits
+
+_COARSE = (torch.float16, torch.bfloat16)
+_RTOL = (1e-4, 2e-2)
+_N_SAMPLES = 8
+DO_NOT_CLAMP = (
+    "The count has a least value, as by clamp(min=1) or max(count, 1), and those of several "
+    "micro-batches add up to too much. Return it as it is. If a whole batch may have a count of 0, "
+    "count before step(): n = max(count(batch), 1), then step(lambda batch: total(batch) / n, "
+    'batch, loss="sum").'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Lowest:
+    """The micro-batch with the lowest count of a split.
+
+    Attributes:
+        name: the term.
+        count: its count.
+        tolerance: how much more it may count without changing the loss by more than rounding does.
+        chunk: its samples.
+        other: those of the one that counts most.
+    """
+
+    name: str | None
+    count: float
+    tolerance: float
+    chunk: Chunk
+    other: Chunk
+
+
+def lowest_counts(divisors: Divisors) -> list[Lowest]:
+    """The lowest count of each term; the host waits for a device once."""
+    named = [(name, chunk) for chunk, counts in divisors.items() for name in counts]
+    given = [divisors[chunk][name] for name, chunk in named]
+    is_coarse = any(isinstance(each, Tensor) and each.dtype in _COARSE for each in given)
+    columns: dict[str | None, list[tuple[float, Chunk]]] = {}
+    for (name, chunk), value in zip(named, read_numbers(given), strict=True):
+        number = plain_number(value)
+        if number is not None and math.isfinite(number):
+            columns.setdefault(name, []).append((number, chunk))
+    found = []
+    for name, column in columns.items():
+        # the largest of those that are as low: one sample has no halves
+        count, chunk = min(column, key=lambda each: (each[0], -each[1].length))
+        others = [each for each in column if each[1] != chunk]
+        n_as_low = sum(each == count for each, _ in column)
+        tolerance = _RTOL[is_coarse] * math.fsum(each for each, _ in column) / n_as_low
+        # a clamped count of 0 adds no more than itself
+        if others and not 0 < count <= tolerance:
+            found.append(Lowest(name, count, tolerance, chunk, max(others)[1]))
+    return found
+
+
+class CountCheck:
+    """Looks whether a count is clamped.
+
+    Args:
+        subject: the step.
+
+    Attributes:
+        finding: the count that is.
+        n_run: the samples that were run.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self.finding: Finding | None = None
+        self.n_run = 0
+
+    def compare(self, lowest: Lowest) -> float:
+        """Compare it; the lowest count that is known then, which is not clamped above that."""
+        found = first_that_fits(lambda _: self._compare(lowest), (1,))
+        return lowest.count if found is None else min(found, lowest.count)
+
+    def _compare(self, lowest: Lowest) -> float:
+        name, chunk, other = lowest.name, _samples(lowest.chunk), _samples(lowest.other)
+        here = self._count(name, chunk)
+        middle = len(chunk) // 2
+        if middle:
+            half = min(self._count(name, chunk[:middle]), self._count(name, chunk[middle:]))
+            if half < here:
+                return half
+        there, both = self._count(name, other), self._count(name, [*chunk, *other])
+        if here + there - both > lowest.tolerance:
+            what = "the count" if name in (None, ONLY) else f"the count of {name!r}"
+            error = (here + there) / both - 1 if both else math.inf
+            sizes = len(chunk), len(other)
+            self.finding = Finding(what, both, here + there, error, sizes)
+        return here
+
+    def _count(self, name: str | None, indices: Sequence[int]) -> float:
+        self.n_run += len(indices)
+        return _counts_of(self._subject, indices, with_terms=name is not None)[name]
+
+
+def _samples(chunk: Chunk) -> list[int]:
+    return list(range(chunk.start, chunk.start + chunk.length))
+
+
+def _counts_of(
+    subject: Subject, indices: Sequence[int], *, with_terms: bool = True
+) -> dict[str | None, float]:
+    """What the terms of some samples are divided by."""
+    parts, found = subject.parts_of(indices), dict[str | None, float]()
+    spec, whole = parts.spec, parts.inputs.whole()
+    with comparable(parts, is_random=subject.is_random), unseen(parts):
+        if spec.weight is not None:
+            found.update(numbers_by_term(spec.weight(whole)))
+        if with_terms and not callable(spec.loss):
+            counts = terms_of(parts.call(whole), spec.loss).counts()
+            found.update((name, float(count)) for name, count in counts.items())
+    return found
+
+
+def is_clamped(subject: Subject) -> bool:
+    """Whether counts of a few samples add up to more than these samples have together."""
+
+    def look(n: int) -> bool:
+        indices = chosen_samples(subject.tree, subject.n_samples, n)
+        each = [_counts_of(subject, [i]) for i in indices]
+        whole = _counts_of(subject, indices)
+        return any(sum(one[name] for one in each) > 1.02 * whole[name] for name in whole)
+
+    return bool(first_that_fits(look, (min(_N_SAMPLES, subject.n_samples),)))
