@@ -13,6 +13,7 @@ from ._collector import tracked_objects as tracked_objects
 from ._holders import Holder as Holder
 from ._holders import find_holders as find_holders
 from ._holders import weigh_holders as weigh_holders
+from ._index import Referrers as Referrers
 from ._nodes import below as below
 from ._nodes import is_node as is_node
 from ._nodes import is_node_class as is_node_class

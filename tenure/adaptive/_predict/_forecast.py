@@ -1,7 +1,7 @@
 """What sizes of a piece of work would need, asked of predictions; nothing where one fails.
 
-Invariant: whatever goes wrong in a prediction, no error leaves it, and an optimizer has stepped
-nothing: its state would be that of tensors without data.
+Invariant: whatever goes wrong in a prediction, no error leaves it, unless a tensor without data is
+left in a cache; and an optimizer has stepped nothing: its state would be that of such tensors.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class Forecast:
         def ignoring(size: int, *given: object) -> None:
             function(size, *given)
 
+        work: Work | None = None
         try:
             work = Work(ignoring, (size, *self._given), {}, None, self._device)
             # what a budget counts is what it refuses
@@ -80,6 +81,9 @@ class Forecast:
                 report = report_of(work, is_counted=is_counted)
         # of the work, which may do anything, or of what has no fakes
         except Exception as error:
+            # a cache that keeps tensors without data has to be emptied before anything trains
+            if work is not None and work.leaves_fakes:
+                raise
             self.works = False
             first_line = str(error).partition("\n")[0]
             _logger.info(

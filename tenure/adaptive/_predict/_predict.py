@@ -37,8 +37,8 @@ def predict_peak(
     what its caching allocator makes of it, and an allowance for kernels.
 
     Afterwards the model, its gradients and buffers, the optimizer, the random numbers, and the
-    lists and dicts that ``fn`` names are as before. What else it does it has done: what it prints
-    is printed, and a variable that it binds anew holds a tensor without data.
+    lists and dicts that ``fn`` names are as before, and no cache holds a tensor without data. What
+    else it does it has done: what it prints is printed.
 
     Args:
         fn: the work. Of what it returns a loss, terms of one or all that requires grad is run
@@ -57,7 +57,8 @@ def predict_peak(
 
     Raises:
         PredictionError: nothing can be said: the work reads values where no operation of torch
-            does, reaches a tensor of a class of its own, or is on accelerators of another kind.
+            does, reaches a tensor of a class of its own, or is on accelerators of another kind. Or
+            an object that is named keeps a tensor without data, which has to be removed there.
         AdaptiveUsageError: ``fn`` is no function that runs from its call to its return, or
             ``optimizer`` is none.
         Exception: what ``fn`` raises, as it is.

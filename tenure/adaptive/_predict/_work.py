@@ -22,7 +22,7 @@ from tenure._errors import PredictionError
 from tenure._heap import collector_paused
 from tenure._torch import cpu_allocator, gradient_sums
 from tenure._torch.compiler import is_compiled
-from tenure._torch.fakes import unrecognised
+from tenure._torch.fakes import is_fake, unrecognised
 from tenure._torch.optimizers import stepping_fakes
 from tenure._torch.resizing import resizes_told
 from tenure._torch.sharding import Shards, shapes_found_unseen
@@ -34,6 +34,7 @@ from .._reachable import Reachable
 from .._undo import AllOf, ModuleState, RngState, modules_below
 from ._brought_back import (
     Containers,
+    FakesLeft,
     OptimizerState,
     check_between_passes,
     gradients_kept,
@@ -54,7 +55,11 @@ _NO_DATA = ("data is not allocated", "is not supported for tensor subclasses")
 
 
 class Work:
-    """A function, what it is given, and the tensors that it may reach."""
+    """A function, what it is given, and the tensors that it may reach.
+
+    Attributes:
+        leaves_fakes: whether something has kept a tensor without data, so that nothing may train.
+    """
 
     def __init__(
         self,
@@ -87,9 +92,11 @@ class Work:
         held = tensors_in([vars(module) for module in self.modules])
         self.shards = Shards(self.modules)
         self.others = _unique([*held, *reached.constants.values(), *self.shards.hidden()])
-        self.holders = holders_in([*self.modules, *reached.visited(), *self.shards.objects])
-        self.is_compiled = any(map(is_compiled, (fn, *reached.visited(), *self.modules)))
+        self.visited = reached.visited()
+        self.holders = holders_in([*self.modules, *self.visited, *self.shards.objects])
+        self.is_compiled = any(map(is_compiled, (fn, *self.visited, *self.modules)))
         self.target = target_of(device, (*self.parameters, *self.inputs))
+        self.leaves_fakes = False
 
     @property
     def device(self) -> torch.device:
@@ -109,14 +116,38 @@ class Work:
             is_counted: whether to tell what a memory budget counts, rather than what there is.
 
         Raises:
-            PredictionError: a module of ``fully_shard`` is between a forward and a backward pass.
+            PredictionError: a module of ``fully_shard`` is between a forward and a backward pass;
+                or the work keeps a tensor without data, and nobody knows what was there before.
         """
         check_between_passes(self.shards)
         gradient_sums.prepare()
-        observer = Observer(self.target, is_counted=is_counted)
         tensors = parts_of(self.tensors())
         mode = mode_for(tensors)
-        undo = AllOf((RngState(), ModuleState(self.modules), Containers(self.holders)))
+        left = FakesLeft(
+            mode, [*self.modules, *self.visited], has_others=any(map(is_fake, tensors))
+        )
+        try:
+            observer = self._observe(Observer(self.target, is_counted=is_counted), tensors, mode)
+        except BaseException as error:
+            del mode
+            self.leaves_fakes = not left.take_out(error)
+            if self.leaves_fakes:
+                raise left.error() from error
+            raise
+        del mode
+        self.leaves_fakes = not left.take_out()
+        if self.leaves_fakes:
+            raise left.error()
+        return observer
+
+    def _observe(self, observer: Observer, tensors: list[Tensor], mode: Any) -> Observer:
+        undo = AllOf(
+            (
+                RngState(),
+                ModuleState(self.modules),
+                Containers(self.holders),
+            )
+        )
         with Interrupts() as interrupts, persist(), ExitStack() as stack:
             # Old garbage that ends in the middle would hide as many bytes that are really taken
             # meanwhile; and work whose tensors only a collection frees may not get one in time.

@@ -1,5 +1,6 @@
 """What a failed attempt has changed, noted before it runs and brought back after."""
 
+from ._caches import Caches as Caches
 from ._module_state import BufferState as BufferState
 from ._module_state import ModuleState as ModuleState
 from ._module_state import modules_below as modules_below
