@@ -27,7 +27,14 @@ from tenure._torch.compiler import never_compiled
 from tenure._torch.modules import modules_told
 
 from ._callables import short_name_of, unused
-from ._undo import Generator, generator_kinds, generators_in, is_gone, modules_below
+from ._undo import (
+    Generator,
+    generator_kinds,
+    generators_in,
+    is_gone,
+    modules_below,
+    used_variables,
+)
 
 Listener = Callable[[list[nn.Module]], object]
 T = TypeVar("T")
@@ -121,8 +128,10 @@ class StepModels:
 
 
 def generators_of(modules: Iterable[nn.Module], values: Iterable[object] = ()) -> list[Generator]:
-    """The generators of random numbers that modules hold, and those among some values."""
-    return generators_in(chain(values, *(vars(module).values() for module in modules)))
+    """The generators that modules hold, those that their code may use, and those among values."""
+    modules = [*modules]
+    held = (vars(module).values() for module in modules)
+    return generators_in(chain(values, used_variables(modules), *held))
 
 
 def named_modules(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -232,6 +241,10 @@ class Reachable:
     def visited(self) -> list[Any]:
         """All that was looked at: modules, functions, and what those name."""
         return list(self._seen.values())
+
+    def all_generators(self) -> list[Generator]:
+        """Those found, and those that stand beside the functions in their Python modules."""
+        return [*self.generators, *generators_in(used_variables(self.visited()))]
 
     def captured(self) -> list[Tensor]:
         """The leaves that are no parameters of a module."""

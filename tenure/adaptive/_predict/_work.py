@@ -30,7 +30,7 @@ from tenure.scopes import persist
 
 from .._interrupts import Interrupts
 from .._ranks import has_other_replicas, kept_apart
-from .._reachable import Reachable
+from .._reachable import Reachable, generators_of
 from .._undo import AllOf, ModuleState, RngState, modules_below
 from ._brought_back import (
     Containers,
@@ -75,6 +75,7 @@ class Work:
         self.roots = reached.modules
         self.names: dict[int, str] = {}
         self.modules = modules_below([*reached.modules.values(), *given])
+        self.generators = [*reached.all_generators(), *generators_of(self.modules)]
         single = len(reached.modules) == 1
         for name, module in reached.modules.items():
             for below, each in module.named_modules(prefix="" if single else name):
@@ -143,7 +144,7 @@ class Work:
     def _observe(self, observer: Observer, tensors: list[Tensor], mode: Any) -> Observer:
         undo = AllOf(
             (
-                RngState(),
+                RngState(generators=self.generators),
                 ModuleState(self.modules),
                 Containers(self.holders),
             )

@@ -96,7 +96,9 @@ class RngState:
 
     def add(self, generators: Iterable[Generator]) -> None:
         """Note more of the user's own, before they are used."""
-        new = _with_state(generators)
+        # one that is known would come back to what it is now
+        known = set(map(id, self._generators))
+        new = [each for each in _with_state(generators) if id(each) not in known]
         self._generators += new
         self._noted += map(_generator, new)
 
@@ -142,7 +144,8 @@ class RngState:
 
 def _with_state(generators: Iterable[Generator]) -> list[Generator]:
     # SystemRandom asks the system, and has neither a state nor a way to draw a number again
-    return [each for each in generators if not isinstance(each, random.SystemRandom)]
+    found = {id(each): each for each in generators if not isinstance(each, random.SystemRandom)}
+    return list(found.values())
 
 
 def _cpu() -> _Noted:
