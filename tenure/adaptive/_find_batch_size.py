@@ -23,6 +23,7 @@ from ._predict import Forecast
 from ._ranks import call_of_ranks
 from ._sizes import Predict, SizeFinder, checked_size
 from ._step import FunctionState, no_optimizer_steps, refuse_capture
+from ._undo import Caches
 
 _ENTRY = "find_batch_size"
 _MARGIN = 0.05
@@ -126,11 +127,12 @@ def find_batch_size(
             show(f"batch size {size}")
             # as a program finds the device that begins with this size
             empty_cache(where)
+            caches = Caches(state.reached)
             finder.begin()
             with no_optimizer_steps(_ENTRY, state.parameters), state.watching():
                 fn(size)
             finder.end()
-            attempts.take_back()
+            attempts.take_back(caches)
 
         try:
             attempts.run(finder, attempt)

@@ -23,7 +23,7 @@ from tenure._text import counted, format_bytes
 from tenure._torch.compiler import never_compiled
 from tenure.scopes import DisposeScope
 
-from .._undo import Rollback
+from .._undo import Caches, Rollback
 from ._events import AdaptiveEvent, EventKind, OnRetry, memory_of, statistics, tell
 from ._release import forget_traceback, release
 from ._relief import Relief, Scene, free_bytes_of, scene_of
@@ -243,14 +243,21 @@ class Attempts:
             self._state.undo()
             self._is_noted = False
 
-    def take_back(self) -> None:
-        """Let go of what the attempt that runs has made so far, and undo what it has changed.
+    def take_back(self, caches: Caches) -> None:
+        """Undo what the attempt that runs has changed so far, and let go of what it has made.
 
         Called by the work itself; state whose ``undo`` forgets it has to be noted again.
+
+        Args:
+            caches: those of the work, as they were: what was put into them is taken out, because
+                the work will find them again.
         """
-        self._dispose(f"trial of {self._name}")
         if self._state is not None:
             self._state.undo()
+        if made := self._scope.owned():
+            caches.take_out(made)
+            del made
+        self._dispose(f"trial of {self._name}")
 
     def _dispose(self, name: str) -> None:
         """Dispose what the scope owns; errors about it then say that it is of ``name``."""

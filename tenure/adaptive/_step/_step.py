@@ -28,6 +28,7 @@ from .._sizes import (
     remembered_of,
     stands_for,
 )
+from .._undo import Caches
 from ._across import PlannedRanks, StepRanks, taking_part
 from ._foresee import foresee
 from ._gradients import Backward, Scaler
@@ -357,8 +358,9 @@ class _Run:
         with steps(f"step({self._parts.name})") as show:
             while search.is_trial:
                 show(f"a trial of micro-batch {search.size}")
+                caches = Caches(self._parts.reached)
                 self._steps.try_out(search.size)
-                attempts.take_back()
+                attempts.take_back(caches)
                 self._parts.gradients.begin()
                 search.tried()
 

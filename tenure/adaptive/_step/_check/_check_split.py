@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from tenure._errors import AdaptiveUsageError
 from tenure._show import steps
 from tenure._torch.compiler import not_compiling
-from tenure.scopes import NewDisposeScope
 
 from ..._sizes import checked_size
 from .._gradients import Scaler
@@ -86,10 +85,10 @@ def check_split(
     _check_number(parts)
     # unequal parts: where both are as long, a mean of means is the mean, and hides a wrong weight
     size = min(-(-parts.n_samples * 5 // 8), parts.n_samples - 1)
-    # compiled code shows no modules, and would be compiled for each of the sizes and modes
+    # In no scope: a cache that the model fills meanwhile is the user's, and goes on being used.
+    # Compiled code shows no modules, and would be compiled for each of the sizes and modes.
     with (
         not_compiling(),
-        NewDisposeScope("check_split"),
         without_dropout(parts.roots),
         steps(f"check_split({parts.name})") as show,
     ):

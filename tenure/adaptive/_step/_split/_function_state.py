@@ -23,14 +23,16 @@ class FunctionState(AllOf):
 
     Attributes:
         devices: those of the tensors that it reaches.
+        reached: what the function uses.
         parameters: the identities of the leaves that were there before it ran; they live as long.
     """
 
-    __slots__ = ("_gradients", "_leaves", "_models", "_state", "devices", "parameters")
+    __slots__ = ("_gradients", "_leaves", "_models", "_state", "devices", "parameters", "reached")
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         found = Reachable(fn)
         self._models = StepModels(dict(found.modules), (), is_given=False)
+        self.reached = [fn, *found.visited(), *self._models.all]
         self._leaves = [*parameters_of(self._models.all), *found.captured()]
         self.devices: list[torch.device] = devices_of(list(self._leaves))
         self.parameters = frozenset(map(id, self._leaves))

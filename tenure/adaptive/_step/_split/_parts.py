@@ -71,6 +71,7 @@ class StepParts:
         gradients: where new gradients go.
         exchange: whether modules exchange them with other processes.
         backward: makes them.
+        reached: what the functions use, and the modules that are known before they run.
         compiled: the compiled modules and functions that it runs.
         leaf_names: names of tensors that are no parameters of a module, by id.
         outside: tensors of any shape that the function takes from elsewhere, by name.
@@ -126,8 +127,8 @@ class StepParts:
         self.around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.around_once: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.n_parts: int | None = None
-        reached = (spec.fn, *found.visited(), *self.models.all)
-        self.compiled = [*filter(is_compiled, reached)] if has_compiled() else []
+        self.reached = (spec.fn, *found.visited(), *self.models.all)
+        self.compiled = [*filter(is_compiled, self.reached)] if has_compiled() else []
         self.outside = found.constants | found.tensors
         self.leaf_names = {id(tensor): name for name, tensor in found.tensors.items()}
         # one that the function itself lets require grad has a gradient of no interest
