@@ -168,9 +168,11 @@ def no_optimizer_steps(name: str, parameters: Container[int] | None = None) -> I
         yield
     finally:
         _this_thread.guard = before
-        # a step inside a step is still inside the outer one
+        # a step inside a step is still inside the outer one, whose guard holds again
         if before is None:
             del _guarded[threading.get_ident()]
+        else:
+            _guarded[threading.get_ident()] = before
 
 
 @functools.cache

@@ -1,12 +1,21 @@
 """What `step` refuses to split, and where it looks for it."""
 
+import _thread
 import functools
+import threading
 
 import pytest
 import torch
 from torch import nn
 
-from tenure.adaptive import AdaptiveUsageError, BatchCoupledError, OutOfRetriesError, is_oom, step
+from tenure.adaptive import (
+    AdaptiveUsageError,
+    BatchCoupledError,
+    OutOfRetriesError,
+    find_batch_size,
+    is_oom,
+    step,
+)
 
 from ...attempt.failures import out_of_memory_above
 from ..step_cases import samples, small_net, split_as
@@ -241,6 +250,37 @@ def test_an_optimizer_in_a_hook_is_refused_on_whatever_thread_it_runs(sim):
         assert net[0].weight.grad is None
         net(samples().to(device)).mean().backward()  # the hook may step anywhere else
         assert not torch.equal(net[0].weight, before)
+
+
+def test_the_outer_block_holds_again_after_one_within_on_threads_of_autograd():
+    net, x = small_net(), samples()
+    seen = []
+
+    def on_a_thread_of_autograd(parameters):
+        optimizer = torch.optim.SGD(parameters, 0.1)
+        for each in parameters:
+            each.grad = torch.ones_like(each)
+        done = threading.Event()
+
+        def run():
+            try:
+                seen.append(optimizer.step())
+            except AdaptiveUsageError as error:
+                seen.append(str(error))
+            done.set()
+
+        # Python knows nothing of it, as of threads of C++
+        _thread.start_new_thread(run, ())
+        assert done.wait(60)
+
+    def fn(n):
+        step(lambda b: net(b).square().mean(), x[:n])
+        on_a_thread_of_autograd([nn.Parameter(torch.ones(1))])
+        on_a_thread_of_autograd(list(net.parameters()))
+
+    find_batch_size(fn, low=2, high=2)
+    assert seen[0] is None
+    assert "was called inside find_batch_size()" in seen[1]
 
 
 @pytest.mark.parametrize("maximum", [9, 4])
