@@ -18,12 +18,15 @@ from ._tensor import LazyTensor, lazy_leaf
 
 
 @never_compiled
-def lazy(*values: Any, batch: int | None = 0) -> Any:
+def lazy(*values: Any, batch: int | None = 0, predict: bool = False) -> Any:
     """Record what is done with tensors, and run it in micro-batches where it does not fit.
 
     Args:
         *values: tensors, or lists, tuples and dicts of them; other things come back as they are.
         batch: the dimension that has the samples; None: all samples share these tensors.
+        predict: begin a program that is new with the size that `predict_peak` says fits, where
+            memory can be measured; as for `step`. In the meantime the parameters have no data, for
+            other threads as well. Otherwise it begins with the whole batch.
 
     Returns:
         The same with a recorded tensor for each; a tuple where several were given.
@@ -46,6 +49,8 @@ def lazy(*values: Any, batch: int | None = 0) -> Any:
     """
     tapes: dict[int, Tape] = {}
     made = tuple(_recorded(value, batch, tapes) for value in values)
+    for tape in tapes.values():
+        tape.predicts = predict
     return made[0] if len(made) == 1 else made
 
 

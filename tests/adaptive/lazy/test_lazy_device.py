@@ -58,7 +58,7 @@ def test_the_first_step_fits_without_a_failure(sim, allocator, steps):
     model, x, y = _on(sim.device)
     for _ in range(3):
         model.zero_grad()
-        loss = F.cross_entropy(model(lazy(x)), y)
+        loss = F.cross_entropy(model(lazy(x, predict=True)), y)
         assert (loss.device, repr(loss)) == (
             x.device,
             f"lazy float64[] on {x.device}, not computed yet",
@@ -74,10 +74,10 @@ def test_the_first_step_fits_without_a_failure(sim, allocator, steps):
 def test_it_retries_where_less_is_free_than_a_prediction_can_know(sim):
     sim(budget="64MiB")
     model, x, y = _on(sim.device)
-    F.cross_entropy(model(lazy(x)), y).backward()
+    F.cross_entropy(model(lazy(x, predict=True)), y).backward()
     model.zero_grad()
     taken = torch.empty(56 << 20, dtype=torch.uint8, device=sim.device)
-    loss = F.cross_entropy(model(lazy(x)), y)
+    loss = F.cross_entropy(model(lazy(x, predict=True)), y)
     loss.backward()
     assert sim.n_ooms > 0
     torch.testing.assert_close(_gradients(model), _expected(), rtol=1e-11, atol=1e-14)

@@ -1,5 +1,8 @@
 """The first backward pass of a program begins with the size that is predicted to fit."""
 
+import functools
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +13,7 @@ from tenure.adaptive._step import _foresee
 
 from .programs import assert_same_gradients
 
+predicted = functools.partial(lazy, predict=True)
 pytestmark = pytest.mark.usefixtures("forgetful")
 
 
@@ -66,7 +70,7 @@ def test_the_first_attempt_fits_and_fills_the_memory(kind, steps):
 
     def within(wrap):
         with memory_budget(limit if wrap is lazy else "8GiB") as budget:
-            program(wrap if wrap is lazy else lambda *values: values)
+            program(predicted if wrap is lazy else lambda *values: values)
         return budget.peak_bytes
 
     _, peak_bytes = assert_same_gradients(model, within)
@@ -88,7 +92,7 @@ def test_a_program_is_predicted_once(steps, predictions):
     n_asked = []
     for _ in range(3):
         with memory_budget(limit):
-            program(lazy)
+            program(predicted)
         n_asked.append(len(predictions))
     assert n_asked == n_asked[:1] * 3
     assert n_asked[0] > 1
@@ -99,10 +103,10 @@ def test_what_is_predicted_to_fit_runs_whole_from_then_on(steps, predictions):
     model, x, y = _mlp()
     with memory_budget("8GiB"):
         for _ in range(3):
-            F.cross_entropy(model(lazy(x)), y).backward()
+            F.cross_entropy(model(predicted(x)), y).backward()
         assert predictions == [512, 256]
         # a larger batch is not known to fit
-        F.cross_entropy(model(lazy(x.repeat(2, 1))), y.repeat(2)).backward()
+        F.cross_entropy(model(predicted(x.repeat(2, 1))), y.repeat(2)).backward()
     assert steps == [(512, 1), (1024, 1)]
 
 
@@ -112,7 +116,7 @@ def test_a_loss_that_is_read_is_predicted_too(steps):
     limit = _needed_bytes(lambda _: F.cross_entropy(model(x), y).backward()) // 3
     model.zero_grad()
     with memory_budget(limit):
-        loss = F.cross_entropy(model(lazy(x)), y)
+        loss = F.cross_entropy(model(predicted(x)), y)
         assert loss.item() == pytest.approx(expected, rel=1e-5)
         loss.backward()
     assert [attempts for _, attempts in steps] == [1]
@@ -120,7 +124,7 @@ def test_a_loss_that_is_read_is_predicted_too(steps):
 
 def test_nothing_is_predicted_where_memory_is_not_measured(steps, predictions):
     model, x, y = _mlp()
-    F.cross_entropy(model(lazy(x)), y).backward()
+    F.cross_entropy(model(predicted(x)), y).backward()
     assert (steps, predictions) == ([], [])
 
 
@@ -129,5 +133,27 @@ def test_what_can_not_be_split_is_not_predicted(steps, predictions):
     model = nn.Sequential(nn.BatchNorm1d(32), model)
     with memory_budget("8GiB"):
         for _ in range(2):
-            F.cross_entropy(model(lazy(x)), y).backward()
+            F.cross_entropy(model(predicted(x)), y).backward()
     assert (steps, predictions) == ([], [])
+
+
+def test_nothing_is_predicted_unless_it_is_asked_for(steps, predictions):
+    model, x, y = _mlp()
+    limit = _needed_bytes(lambda _: F.cross_entropy(model(x), y).backward()) // 3
+    model.zero_grad()
+    # what another thread would see at any operation of the program
+    seen = set()
+    model.register_forward_pre_hook(
+        lambda *_: _on_another_thread(lambda: seen.update(map(type, model.parameters())))
+    )
+    with memory_budget(limit):
+        F.cross_entropy(model(lazy(x)), y).backward()
+    assert predictions == []
+    assert seen == {nn.Parameter}
+    assert steps[0][1] > 1
+
+
+def _on_another_thread(work):
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()

@@ -68,7 +68,8 @@ def plan_for(tape: Tape, root: int | None) -> SplitPlan:
 def is_to_be_predicted(tape: Tape, number: int, meta: Any) -> bool:
     """Whether a loss is new, so that a prediction is to say what size it begins with."""
     return (
-        root_of(tape, number, meta) is not None
+        tape.predicts
+        and root_of(tape, number, meta) is not None
         and not any(entry.is_done for entry in tape.entries)
         and is_unknown(tape)
         and is_splittable(tape, number, meta)
@@ -151,7 +152,7 @@ def in_parts(
         program = _program(tape, number, tape.leaves if leaves is None else leaves)
         split = SplitStep(program, number)
         try:
-            result = split.run(place_of(tape), predict=predict)
+            result = split.run(place_of(tape), predict=predict and tape.predicts)
         except OutOfRetriesError as error:
             told = tail_error(tape, program.plan, error)
             if told is None:

@@ -44,6 +44,7 @@ class Tape:
         is_split: whether values are those of parts, without graph.
         proxies: what stands for leaves that came with a graph, by number.
         is_joined: whether values are made of such leaves themselves, with their graphs.
+        predicts: whether a new program begins with the size that is predicted to fit.
     """
 
     n_samples: int
@@ -64,6 +65,7 @@ class Tape:
     is_split: bool = False
     proxies: dict[int, Proxy] = field(default_factory=dict)
     is_joined: bool = False
+    predicts: bool = False
 
     def home(self) -> Tape:
         """What it is a part of by now."""
@@ -91,6 +93,7 @@ class Tape:
         self.rng = self.rng or other.rng
         self.held = self.held or other.held
         self.is_joined = self.is_joined or other.is_joined
+        self.predicts = self.predicts or other.predicts
         other.into = self
         for name in ("leaves", "values", "handles", "cuts", "proxies", "entries"):
             getattr(other, name).clear()
