@@ -35,7 +35,11 @@ def before_post_hooks(
     optimizer: torch.optim.Optimizer, function: Callable[[], object]
 ) -> Iterator[None]:
     """A block in which a function is called after each step, before all hooks that are."""
-    handle = optimizer.register_step_post_hook(lambda *_: function())
+
+    def hook(*_: Any) -> None:
+        function()
+
+    handle = optimizer.register_step_post_hook(hook)
     _post_hooks(optimizer).move_to_end(handle.id, last=False)
     try:
         yield

@@ -11,7 +11,7 @@ import copy
 import sys
 import weakref
 from collections.abc import ItemsView, ValuesView
-from typing import Any, TypeGuard
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -63,7 +63,12 @@ class PagedDict(_Entries):
         # A forward may count by `self.count = self.count + 1`: the new tensor is on the device, and
         # to register it would lose the host's.
         host = self._hosts.get(name)
-        if host is not None and _can_hold(host, entry) and self._pager.is_inside:
+        if (
+            host is not None
+            and entry is not None
+            and (entry.shape, entry.dtype) == (host.tensor.shape, host.tensor.dtype)
+            and self._pager.is_inside
+        ):
             is_registered = super().get(name) is host.tensor
             if self._pager.assign(host, entry, may_stand=is_registered):
                 entry = host.tensor
@@ -136,13 +141,6 @@ class Binding:
                 original.clear()
                 original.update(entries)
                 module.__dict__[registry] = original
-
-
-def _can_hold(host: HostTensor, entry: Tensor | None) -> TypeGuard[Tensor]:
-    return entry is not None and (entry.shape, entry.dtype) == (
-        host.tensor.shape,
-        host.tensor.dtype,
-    )
 
 
 def _at_home(entry: Tensor) -> Tensor:
