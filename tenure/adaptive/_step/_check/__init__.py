@@ -15,5 +15,6 @@ from ._observed import buffers_of as buffers_of
 from ._observed import default_rtol as default_rtol
 from ._observed import differences as differences
 from ._observed import first_module as first_module
+from ._observed import mixed_input as mixed_input
 from ._observed import observed_run as observed_run
 from ._observed import without_dropout as without_dropout

@@ -176,14 +176,18 @@ def _error(whole: Tensor | None, other: Tensor | None, floor: float) -> float:
 
 def first_module(whole: Observed, split: Observed, rtol: float) -> list[SplitDifference]:
     """The module that mixes samples, if one does; the last calls are those of the chunks."""
-    n_calls, lengths = len(whole.calls), split.outcome.sizes
-    # two passes call everything twice; the last calls have graphs
-    chunks = [split.calls[i : i + n_calls] for i in range(0, len(split.calls), n_calls or 1)]
-    found = _first_difference(whole.calls, chunks[-len(lengths) :], lengths, rtol)
-    if found is None:
-        return []
-    call, error = found
-    return [SplitDifference("module", f"{call.name} ({call.kind})", error)]
+    found = [
+        (call, error)
+        for call, error, is_mixed in _differing_calls(whole, split, rtol)
+        if not is_mixed
+    ][:1]
+    return [SplitDifference("module", f"{call.name} ({call.kind})", error) for call, error in found]
+
+
+def mixed_input(whole: Observed, split: Observed, rtol: float) -> str:
+    """The first module that gets samples which are mixed already; "" for none."""
+    found = [call for call, _, is_mixed in _differing_calls(whole, split, rtol) if is_mixed]
+    return f"{found[0].name} ({found[0].kind})" if found else ""
 
 
 def default_rtol(result: Observed) -> float:
@@ -219,22 +223,25 @@ class ModuleCall(NamedTuple):
     Attributes:
         name: the module, as its root and its path below that.
         kind: its type.
+        given: a copy of the first tensor that it got; None for none.
         output: a copy of the first tensor of floating point that it returned.
     """
 
     name: str
     kind: str
+    given: Tensor | None
     output: Tensor
 
 
 @contextmanager
 def _recorded(roots: Mapping[str, nn.Module]) -> Iterator[list[ModuleCall]]:
-    """Note the output of each call of each module in the block, innermost first."""
+    """Note each call of each module in the block, innermost first."""
     calls: list[ModuleCall] = []
-    handles = [
-        module.register_forward_hook(_recorder(name, calls))
-        for name, module in named_modules(roots)
-    ]
+    handles = []
+    for name, module in named_modules(roots):
+        before, after = _recorders(name, calls)
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(module.register_forward_hook(after))
     try:
         yield calls
     finally:
@@ -242,43 +249,59 @@ def _recorded(roots: Mapping[str, nn.Module]) -> Iterator[list[ModuleCall]]:
             handle.remove()
 
 
-def _first_difference(
-    whole: list[ModuleCall], chunks: list[list[ModuleCall]], lengths: Sequence[int], rtol: float
-) -> tuple[ModuleCall, float] | None:
-    """The first call whose outputs for the chunks are not those for the whole, and how far off."""
+def _differing_calls(
+    whole: Observed, split: Observed, rtol: float
+) -> Iterator[tuple[ModuleCall, float, bool]]:
+    """The calls whose outputs for the chunks are not those for the whole, and how far off.
+
+    With each, whether it got what differs already: then something before it mixes samples.
+    """
+    n_calls, lengths = len(whole.calls), split.outcome.sizes
+    # two passes call everything twice; the last calls have graphs
+    chunks = [split.calls[i : i + n_calls] for i in range(0, len(split.calls), n_calls or 1)]
+    chunks = chunks[-len(lengths) :]
     # control flow by data: calls can't be told to belong together
-    if any(len(chunk) != len(whole) for chunk in chunks):
-        return None
-    for call, *parts in zip(whole, *chunks, strict=True):
-        outputs = [part.output for part in parts]
-        # a loss, or a table of all positions, is no output for samples
-        if not _has_samples(call.output, outputs, lengths):
-            continue
-        error = relative_error(torch.cat(outputs), call.output)
+    if any(len(chunk) != n_calls for chunk in chunks):
+        return
+    for call, *parts in zip(whole.calls, *chunks, strict=True):
+        error = _rows_error(call.output, [part.output for part in parts], lengths)
         # NaN is off as well
         if not error <= rtol:
-            return call, error
-    return None
+            given = [part.given for part in parts if part.given is not None]
+            mixed = 0.0 if call.given is None else _rows_error(call.given, given, lengths)
+            yield call, error, not mixed <= rtol
 
 
-def _recorder(name: str, calls: list[ModuleCall]) -> Any:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        first = _first_tensor(output)
+def _rows_error(whole: Tensor, parts: list[Tensor], lengths: Sequence[int]) -> float:
+    # a loss, or a table of all positions, is nothing for samples
+    if len(parts) != len(lengths) or not _has_samples(whole, parts, lengths):
+        return 0.0
+    return relative_error(torch.cat(parts), whole)
+
+
+def _recorders(name: str, calls: list[ModuleCall]) -> tuple[Any, Any]:
+    # copies: this module or the next one may write in place, such as ReLU(inplace=True)
+    waiting: list[Tensor | None] = []
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        given = _first_tensor([*args, *kwargs.values()], of_floats=False)
+        waiting.append(None if given is None else given.detach().clone())
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        given, first = waiting.pop(), _first_tensor(output)
         if first is not None:
-            # a copy: the next module may be one that writes in place, such as ReLU(inplace=True)
-            calls.append(ModuleCall(name, type(module).__name__, first.detach().clone()))
+            calls.append(ModuleCall(name, type(module).__name__, given, first.detach().clone()))
 
-    return hook
+    return before, after
 
 
-def _first_tensor(output: Any) -> Tensor | None:
+def _first_tensor(output: Any, *, of_floats: bool = True) -> Tensor | None:
     if isinstance(output, Tensor):
-        return output if output.is_floating_point() else None
+        return output if output.is_floating_point() or not of_floats else None
     children = output.values() if isinstance(output, Mapping) else output
     if isinstance(children, tuple | list) or isinstance(output, Mapping):
-        return next(
-            (found for child in children if (found := _first_tensor(child)) is not None), None
-        )
+        found = (_first_tensor(child, of_floats=of_floats) for child in children)
+        return next((each for each in found if each is not None), None)
     return None
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._reachable import named_modules
-from .._check import DECLARED, IT_IS_A_SUM, default_rtol, first_module, observed_run
+from .._check import DECLARED, IT_IS_A_SUM, default_rtol, first_module, mixed_input, observed_run
 from .._loss import ONLY
 from .._samples import Leaf
 from .._split import StepParts, StepSpec
@@ -32,6 +32,7 @@ _CURVES: dict[str, tuple[str, _Curve]] = {
     "then=torch.log": ("without the logarithm", math.exp),
     "then=torch.exp": ("without the exponential", math.log),
 }
+_MIXED = "The function mixes samples before"
 _OUTPUTS = (
     "Return the outputs, one for each sample, and pass what is computed of all of them as loss=: "
     "step(lambda batch: model(...), batch, loss=lambda outputs: ...). Or return the loss as a pair "
@@ -108,7 +109,11 @@ def advice_for(subject: Subject, parts: StepParts) -> str:
     numbered = _of_transformers(parts, subject)
     if declared:
         return f"{declared} {numbered}".rstrip()
-    return f"{_of_module(subject)} {numbered or _OUTPUTS}".lstrip()
+    module = _of_module(subject)
+    # outputs of mixed samples are no help
+    if module.startswith(_MIXED):
+        return module
+    return f"{module} {numbered or _OUTPUTS}".lstrip()
 
 
 def _declared(subject: Subject, parts: StepParts) -> str:
@@ -269,12 +274,16 @@ def _of_module(subject: Subject) -> str:
             with comparable(parts, is_random=subject.is_random):
                 calls.append(observed_run(parts, size))
         whole, split = calls
-        found = first_module(whole, split, default_rtol(whole))
-        if not found:
-            return ""
-        return (
-            f"{found[0].name} mixes the samples of its batch: freeze it with eval(), or replace it."
-        )
+        rtol = default_rtol(whole)
+        if found := first_module(whole, split, rtol):
+            name = found[0].name
+            return f"{name} mixes the samples of its batch: freeze it with eval(), or replace it."
+        if name := mixed_input(whole, split, rtol):
+            return (
+                f"{_MIXED} {name} gets them, as in mixup. Mix the batch before step(), and pass "
+                "what is mixed, labels and factors too, as the batch."
+            )
+        return ""
 
     return first_that_fits(look, [min(_N_SAMPLES, subject.n_samples)]) or ""
 

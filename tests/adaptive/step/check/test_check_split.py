@@ -393,3 +393,21 @@ def test_a_sum_is_told_to_be_declared():
     assert check_split(lambda b: net(b).square().sum(), x, loss="sum").advice is None
     # none that would not help
     assert check_split(lambda b: net(b).square().sum().sqrt(), x).advice is None
+
+
+class CentresBetween(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        hidden = torch.relu_(self.first(x))
+        return self.second(hidden - hidden.mean(0))
+
+
+def test_a_module_is_innocent_of_what_is_mixed_before_it():
+    net, x = CentresBetween().double(), torch.randn(8, 4, dtype=torch.float64)
+    report = check_split(lambda b: net(b).square().mean(), x)
+    assert report.differences[0].name == "net (CentresBetween)"
+    report = check_split(lambda b: net.second(net.first(b - b.mean(0))).square().mean(), x)
+    assert {each.kind for each in report.differences} == {"loss", "gradient"}

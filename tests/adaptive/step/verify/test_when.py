@@ -594,6 +594,32 @@ def test_a_module_that_mixes_samples_is_named():
         step(lambda b: net(b).square().mean(), torch.randn(12, 4), maximum=4)
 
 
+def mixed_up(b):
+    order = torch.randperm(len(b))
+    return 0.3 * b + 0.7 * b[order]
+
+
+def centred(b):
+    return b - b.mean(0)
+
+
+@pytest.mark.parametrize("mix", [mixed_up, centred])
+def test_a_module_is_innocent_of_what_the_function_mixes_before_it(mix):
+    net = small_net()
+
+    def fn(b):
+        return net(mix(b)).square().mean()
+
+    with pytest.raises(SplitMismatchError) as caught:
+        step(fn, samples(12), maximum=5)
+    assert caught.value.advice == (
+        "The function mixes samples before net.0 (Linear) gets them, as in mixup. Mix the batch "
+        "before step(), and pass what is mixed, labels and factors too, as the batch."
+    )
+    batch = mix(samples(12))
+    assert step(lambda b: net(b).square().mean(), batch, maximum=5).sizes == (5, 5, 2)
+
+
 def test_a_coupled_module_is_named_as_before():
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
     with pytest.raises(BatchCoupledError, match=r"batch of 12 .* micro-batches of 4"):
