@@ -166,8 +166,16 @@ class _Instances:
             return
         self._references[id(owner)] = ref(owner)
         if len(self._references) >= self._next_prune:
-            self._references = {id(owner): ref(owner) for owner in self._alive()}
+            self._prune()
             self._next_prune = max(_SMALL, 2 * len(self._references))
+
+    def _prune(self) -> None:
+        """Forget the dead; other threads add theirs meanwhile, also at the address of one."""
+        for key, reference in self._references.copy().items():
+            if reference() is None:
+                taken = self._references.pop(key, None)
+                if taken is not None and taken is not reference:
+                    self._references[key] = taken
 
 
 def watch_library_objects() -> None:
